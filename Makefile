@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target does its own set-up: the first call creates .venv, later ones
+# find it in place.
+
+PYTHON_ENV := .venv/bin/python
+PROPERTY_OPERATIONS ?= 1000000
+
+.PHONY: help setup demo test test-long lint format constraints clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo         compare stock SGLang with reasoncache on the embedded model (no GPU)"
+	@echo "make test         quick test suite, real servers included (no GPU)"
+	@echo "make test-long    property test with PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) operations"
+	@echo "make lint         ruff and mypy"
+	@echo "make format       ruff format and import order"
+	@echo "make constraints  renew constraints.txt with the newest versions that resolve"
+	@echo "make clean        remove .venv, .tools and caches"
+
+setup:
+	@tools/setup.sh
+
+demo: setup
+	$(PYTHON_ENV) -m eval.demo $(DEMO_ARGS)
+
+test: setup
+	$(PYTHON_ENV) -m pytest $(TEST_ARGS)
+
+test-long: setup
+	REASONCACHE_PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) $(PYTHON_ENV) -m pytest -m property $(TEST_ARGS)
+
+lint: setup
+	$(PYTHON_ENV) -m ruff check .
+	$(PYTHON_ENV) -m ruff format --check .
+	$(PYTHON_ENV) -m mypy sglang_reasoncache eval tests
+
+format: setup
+	$(PYTHON_ENV) -m ruff check --fix .
+	$(PYTHON_ENV) -m ruff format .
+
+constraints:
+	@tools/setup.sh constraints
+
+clean:
+	rm -rf .venv .tools build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,94 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+#
+# Creates .venv with the pinned SGLang, this project (editable) and its test
+# tools. Needs a Python from 3.11 to 3.13 and a package registry, nothing else:
+# uv is fetched into .tools when it is not on PATH. Does nothing when .venv is
+# already what pyproject.toml and constraints.txt ask for.
+#
+# PYTHON=/path/to/python selects the interpreter. With the argument
+# "constraints" it renews constraints.txt instead.
+set -eu
+cd "$(dirname "$0")/.."
+root=$(pwd)
+venv=$root/.venv
+stamp=$venv/.reasoncache-setup
+
+fail() {
+    echo "set-up: $*" >&2
+    exit 1
+}
+
+supported() {
+    # "python3" may be a version manager's shim that only fails when run.
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
+}
+
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        supported "$PYTHON" || fail "PYTHON=$PYTHON is not a Python from 3.11 to 3.13" \
+            "($("$PYTHON" --version 2>&1 | tail -n 1))"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.11 python3.12 python3.13 python; do
+        if supported "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "needs a Python from 3.11 to 3.13 on PATH; python3 is" \
+        "$(python3 --version 2>&1 | tail -n 1). Install one, or set PYTHON=/path/to/python3.11"
+}
+
+find_uv() {
+    if uv --version >/dev/null 2>&1; then
+        echo uv
+        return
+    fi
+    tool=$root/.tools/uv
+    if ! "$tool/bin/uv" --version >/dev/null 2>&1; then
+        echo "set-up: fetching uv into .tools" >&2
+        rm -rf "$tool"
+        "$1" -m venv "$tool" >&2 || fail "$1 cannot create a virtual environment." \
+            "Install its venv module (Debian, Ubuntu: python3-venv), or put uv on PATH"
+        "$tool/bin/python" -m pip install --quiet --disable-pip-version-check uv >&2 ||
+            fail "could not install uv from the package registry"
+    fi
+    echo "$tool/bin/uv"
+}
+
+if [ "${1:-}" = constraints ]; then
+    python=$(find_python)
+    uv=$(find_uv "$python")
+    pins=$("$uv" pip compile --quiet --python "$python" --python-version 3.11 \
+        --extra server --extra dev --no-annotate --no-header \
+        --no-emit-index-url --no-emit-find-links pyproject.toml)
+    {
+        echo "# The exact versions the tests ran with; no locations, any registry serves them."
+        echo "# Renew with: make constraints"
+        echo "$pins"
+    } >constraints.txt
+    exit 0
+fi
+
+# The path is part of it: a moved or copied tree holds an environment whose
+# scripts and editable link still point to the old place.
+wanted="$root ${PYTHON:-} $(cat pyproject.toml constraints.txt tools/setup.sh | cksum)"
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x "$venv/bin/python" ]; then
+    exit 0
+fi
+
+python=$(find_python)
+uv=$(find_uv "$python")
+echo "set-up: installing SGLang and this project into .venv (about 9 GB; once)" >&2
+rm -f "$stamp"
+# Wheels of a gigabyte do not arrive within uv's default of 30 s on a slow line.
+export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-600}"
+# Another project's environment being active must not redirect the install.
+unset VIRTUAL_ENV PYTHONPATH PYTHONHOME || true
+"$uv" venv --quiet --no-project --clear --no-python-downloads --python "$python" "$venv"
+"$uv" pip install --quiet --python "$venv/bin/python" \
+    --constraint constraints.txt --editable ".[server,dev]"
+echo "$wanted" >"$stamp"
+echo "set-up: done" >&2
