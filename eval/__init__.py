@@ -1,0 +1,1 @@
+"""Evaluation tools and test models of sglang-reasoncache."""

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real SGLang servers as subprocesses, for the demo and the server tests."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import httpx
+import psutil
+
+from sglang_reasoncache.platform import PLATFORM_NAME
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+#: KV slots when the flags name none; SGLang would otherwise fill most of the RAM.
+DEFAULT_KV_SLOTS = 16384
+#: The name requests give as ``model``.
+MODEL_NAME = "default"
+
+_LEAN_START = Path(__file__).with_name("lean_start")
+_POLL_S = 0.25
+_TAIL_LINES = 60
+_LINE_WIDTH = 300
+# Log lines after which a server only looks alive: with its port taken, SGLang
+# goes on waiting for itself for two minutes.
+_FATAL_LINES = ("error while attempting to bind on address",)
+
+
+class ServerError(RuntimeError):
+    """A server did not start, or died; the message ends with its log's tail."""
+
+
+class ServerProcess:
+    """One ``python -m sglang.launch_server``, from start to the death of its last child.
+
+    Use as a context manager, or call :meth:`start` and :meth:`close`. Nothing is
+    printed; the server's output goes to ``log_path``.
+
+    Args:
+        model_path: directory or hub name of the model.
+        flags: further command-line flags, one string each; they win over ours.
+        env: further environment variables; ``None`` as value removes one.
+        port: TCP port on 127.0.0.1; a free one by default.
+        log_path: where the output goes; a temporary file by default.
+        device: ``"cpu"`` hides every GPU and runs on this project's CPU platform,
+            so that a result does not depend on the machine; ``"cuda"`` leaves
+            platform and attention backend to SGLang.
+        start_timeout_s: seconds until :meth:`start` gives up.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str | None] | None = None,
+        port: int | None = None,
+        log_path: str | Path | None = None,
+        device: Literal["cpu", "cuda"] = "cpu",
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"device must be 'cpu' or 'cuda', not {device!r}")
+        self.model_path = str(model_path)
+        self.port = free_port() if port is None else port
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start_timeout_s = start_timeout_s
+        self.start_seconds: float | None = None
+        self.command = _command(self.model_path, self.port, device, flags)
+        self.env = _environment(self.model_path, device, env or {})
+        self.log_path = Path(log_path) if log_path else _temporary_log(self.port)
+        self._process: subprocess.Popen[bytes] | None = None
+        # trust_env: a proxy from the environment must not see loopback traffic.
+        self._http = httpx.Client(
+            base_url=self.url,
+            timeout=600.0,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> Self:
+        """Launch and wait until the server has generated its first token.
+
+        Raises:
+            ServerError: it died or was not ready within ``start_timeout_s``.
+        """
+        if self._process is not None:
+            raise RuntimeError(f"the server on port {self.port} was already started")
+        began = time.monotonic()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A process group of its own, so that close() reaches every child
+                # and a terminal's Ctrl-C reaches only us.
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready(began + self.start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        self.start_seconds = time.monotonic() - began
+        return self
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        while not self._ready():
+            self.check_alive()
+            log = self.log_text()
+            for line in _FATAL_LINES:
+                if line in log:
+                    raise ServerError(self._report(f"failed: {line}"))
+            if time.monotonic() > deadline:
+                raise ServerError(self._report(f"was not ready after {self.start_timeout_s:g} s"))
+            time.sleep(_POLL_S)
+
+    def _ready(self) -> bool:
+        try:
+            return self._http.get("/health", timeout=30.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server's main process is running."""
+        return self._process is not None and self._process.poll() is None
+
+    def check_alive(self) -> None:
+        """Raise :class:`ServerError` if the server is not running; quote its log's tail."""
+        if self._process is None:
+            raise ServerError(f"SGLang server on port {self.port} was never started, or closed")
+        if self._process.poll() is not None:
+            raise ServerError(self._report(f"exited with status {self._process.returncode}"))
+
+    def _report(self, what: str) -> str:
+        return (
+            f"SGLang server {what}\n  {shlex.join(self.command)}\n"
+            f"--- end of {self.log_path} ---\n{self.log_tail()}"
+        )
+
+    def close(self, grace_s: float = 15.0) -> None:
+        """End the server and every child; graceful first, so that it removes its files."""
+        self._http.close()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+        _kill_group(process.pid)
+        process.wait()
+
+    def log_text(self, since: int = 0) -> str:
+        """Return the output so far, from byte ``since`` on (see :meth:`log_size`)."""
+        with self.log_path.open("rb") as log:
+            log.seek(since)
+            return log.read().decode(errors="replace")
+
+    def log_size(self) -> int:
+        """Return the output's size in bytes, to read only what follows."""
+        return self.log_path.stat().st_size
+
+    def log_tail(self, lines: int = _TAIL_LINES) -> str:
+        """Return the last ``lines`` lines of output, each shortened to a readable length.
+
+        SGLang prints all of its several hundred settings in one line.
+        """
+        tail = self.log_text().splitlines()[-lines:]
+        return "\n".join(
+            textwrap.shorten(line, _LINE_WIDTH) if len(line) > _LINE_WIDTH else line
+            for line in tail
+        )
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """GET ``path``; ``options`` as for :meth:`httpx.Client.get`."""
+        return self._http.get(path, **options)
+
+    def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
+        """POST ``json`` to ``path``; ``options`` as for :meth:`httpx.Client.post`."""
+        return self._http.post(path, json=json, **options)
+
+    def openai(self, **options: Any) -> OpenAI:
+        """Return an official client of this server; ``options`` go to its constructor."""
+        import openai
+
+        return openai.OpenAI(**self._openai_options(openai.DefaultHttpxClient, options))
+
+    def async_openai(self, **options: Any) -> Any:
+        """Return the asynchronous official client, an ``openai.AsyncOpenAI``."""
+        import openai
+
+        return openai.AsyncOpenAI(**self._openai_options(openai.DefaultAsyncHttpxClient, options))
+
+    def _openai_options(self, http_client: Any, options: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "base_url": f"{self.url}/v1",
+            "api_key": "unused",
+            "timeout": 600.0,
+            "max_retries": 0,
+            "http_client": http_client(trust_env=False),
+            **options,
+        }
+
+
+def free_port() -> int:
+    """Return a TCP port that was free a moment ago.
+
+    A server binds it a minute later. In the kernel's ephemeral range any outgoing
+    connection could take it meanwhile, so the search stays below that range.
+    """
+    top = 32768
+    with contextlib.suppress(OSError, ValueError):
+        top = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    low = 10000 if top > 12000 else 1024
+    for _ in range(200):
+        port = random.SystemRandom().randrange(low, max(top, low + 1000))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no free TCP port found on 127.0.0.1 between {low} and {top}")
+
+
+def _command(model_path: str, port: int, device: str, flags: Sequence[str]) -> list[str]:
+    defaults = {
+        "--served-model-name": [MODEL_NAME],
+        "--random-seed": ["0"],
+        "--max-total-tokens": [str(DEFAULT_KV_SLOTS)],
+    }
+    if device == "cpu":
+        # An idle scheduler spins otherwise and takes the clients' processor.
+        defaults |= {
+            "--device": ["cpu"],
+            "--attention-backend": ["torch_native"],
+            "--sleep-on-idle": [],
+        }
+    given = {flag.split("=", 1)[0] for flag in flags}
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model_path]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    for flag, values in defaults.items():
+        if flag not in given:
+            command += [flag, *values]
+    return [*command, *flags]
+
+
+def _environment(
+    model_path: str, device: str, overrides: Mapping[str, str | None]
+) -> dict[str, str]:
+    env = dict(os.environ)
+    env["PYTHONUNBUFFERED"] = "1"
+    # The server sends its warm-up request to itself.
+    env["NO_PROXY"] = env["no_proxy"] = "127.0.0.1,localhost"
+    if Path(model_path).is_dir():
+        env["HF_HUB_OFFLINE"] = env["TRANSFORMERS_OFFLINE"] = "1"
+    if device == "cpu":
+        env.pop("SGLANG_USE_CPU_ENGINE", None)
+        env["SGLANG_PLATFORM"] = PLATFORM_NAME
+        env["CUDA_VISIBLE_DEVICES"] = ""
+        # Small operators lose more to waking threads than they gain.
+        env.setdefault("OMP_NUM_THREADS", "1")
+        env["PYTHONPATH"] = os.pathsep.join(
+            path for path in (str(_LEAN_START), env.get("PYTHONPATH")) if path
+        )
+        env["SGLANG_DISABLED_MODEL_ARCHS"] = _other_architectures(model_path)
+    for name, value in overrides.items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+def _other_architectures(model_path: str) -> str:
+    """Name SGLang's model modules other than the one needed; importing them takes seconds."""
+    config = Path(model_path) / "config.json"
+    spec = importlib.util.find_spec("sglang")
+    if not config.is_file() or spec is None or spec.origin is None:
+        return ""
+    needed = json.loads(config.read_text()).get("model_type")
+    modules = sorted(
+        module.stem
+        for module in (Path(spec.origin).parent / "srt" / "models").glob("*.py")
+        if module.stem != "__init__"
+    )
+    # A module not named after its model type cannot be told from here: load all.
+    return ",".join(name for name in modules if name != needed) if needed in modules else ""
+
+
+def _temporary_log(port: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"reasoncache-server-{os.getpid()}-{port}.log"
+
+
+def _kill_group(group: int, timeout_s: float = 10.0) -> None:
+    """Kill what is left of a process group and wait until it is gone."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        if not _living_members(group):
+            return
+        if time.monotonic() > deadline:
+            raise ServerError(f"processes {_living_members(group)} survived SIGKILL")
+        time.sleep(0.05)
+
+
+def _living_members(group: int) -> list[int]:
+    """Return the group's processes except zombies, which their parent may never collect."""
+    living = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process.pid)
+    return living

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A platform on which a stock SGLang server runs with torch operators only.
+
+Meant for tests and the demo: the scheduler, prefix cache, overlap schedule and
+HTTP APIs are SGLang's own, only the kernels are plain torch.
+"""
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+
+class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """CPU without SGLang's CPU kernel package.
+
+    KV pool and slot allocators stay SGLang's own classes: without Triton both
+    fall back to torch, the paged allocator included.
+    """
+
+    _enum = PlatformEnum.OOT
+    # Spelled out because page sizes above 1 depend on it: with Triton declared,
+    # the paged allocator would launch its kernels on CPU tensors.
+    capabilities = PlatformCapabilities(supports_triton=False)
+
+    def get_default_attention_backend(self) -> str:
+        """Attention through ``scaled_dot_product_attention``."""
+        return "torch_native"
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        """There is no device to pin host memory for."""
+        return False

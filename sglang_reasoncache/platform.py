@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of the CPU platform, chosen by name and never otherwise.
+
+SGLang calls :func:`activate` of every installed platform whenever
+``SGLANG_PLATFORM`` is unset, and any that answers replaces the machine's own
+GPU, ROCm, XPU or CPU-engine platform. So this one answers only to its name. The
+platform class sits in another module, which keeps this import free of SGLang.
+"""
+
+import os
+
+#: Name to put into ``SGLANG_PLATFORM``; the entry point in pyproject.toml has the same.
+PLATFORM_NAME = "reasoncache_cpu"
+
+
+def activate() -> str | None:
+    """Return the class path of the CPU platform if it was asked for by name.
+
+    Raises:
+        RuntimeError: the name was given where SGLang would still see a GPU, or
+            together with SGLang's own CPU engine; either leaves it half on one
+            device and half on the other.
+    """
+    if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
+        return None
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        raise RuntimeError(
+            f"SGLANG_PLATFORM={PLATFORM_NAME} excludes SGLANG_USE_CPU_ENGINE=1: unset one of them"
+        )
+    # SGLang imported torch before it looks for platforms.
+    import torch
+
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            f"SGLANG_PLATFORM={PLATFORM_NAME} is for running without a GPU, but torch sees "
+            f"{torch.cuda.device_count()}: unset SGLANG_PLATFORM, or hide them with "
+            'CUDA_VISIBLE_DEVICES=""'
+        )
+    return "sglang_reasoncache.cpu_platform:TorchCpuPlatform"
