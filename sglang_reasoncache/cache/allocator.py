@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's slot allocators with reference counts.
+
+Nothing about allocation changes. On the way back to the free list every page
+passes one method, and there a shared page loses one reference per occurrence
+and stays in use until its last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+
+from sglang_reasoncache.cache.budget import CreditSource, SharingBudget
+from sglang_reasoncache.cache.references import PageReferences
+from sglang_reasoncache.plugin import seams
+
+
+class _Shared:
+    """What both allocators add. ``references`` counts pages (slots at page size 1)."""
+
+    references: PageReferences
+    credit_source: Optional[CreditSource] = None
+    page_size: int
+
+    def share(self, pages: torch.Tensor | list[int]) -> None:
+        """Add one reference per occurrence. ``pages``: int page ids in use."""
+        self.references.add(pages.tolist() if isinstance(pages, torch.Tensor) else pages)
+
+    def _last_references(self, pages: torch.Tensor) -> torch.Tensor:
+        """The pages of ``pages`` (int64, one entry per reference) that nothing refers to any more.
+
+        Reads the ids back to the host only while something is shared; that
+        happens when a request ends or a node is evicted, not on a decode step.
+        """
+        if not len(self.references):
+            return pages
+        ids = pages.tolist()
+        if not self.references.touches(ids):
+            return pages
+        return torch.tensor(self.references.drop(ids), dtype=pages.dtype, device=pages.device)
+
+    def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> Any:
+        credit = 0.0 if self.credit_source is None else self.credit_source()
+        if credit <= 0:
+            return super().create_prefill_budget(  # type: ignore[misc]
+                tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
+            )
+        return SharingBudget(
+            self, tree_cache, credit=credit, num_mixed_decode_tokens=num_mixed_decode_tokens
+        )
+
+
+class SharedTokenAllocator(_Shared, seams.TokenToKVPoolAllocator):
+    """Page size 1: slot ids are page ids."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.references = PageReferences()
+
+    def free(self, free_index: torch.Tensor) -> None:
+        # Inside a free group the indices only wait; they come back through
+        # here, all at once, when the group ends.
+        if self.free_group is None:
+            free_index = self._last_references(free_index)
+        super().free(free_index)
+
+
+class SharedPagedAllocator(_Shared, seams.PagedTokenToKVPoolAllocator):
+    """Page size above 1: pages are shared whole."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.references = PageReferences()
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Free token slots that belong to whole pages.
+
+        Stock ``free`` deduplicates pages, which would lose the second reference
+        of a page that a row names twice. Rows are runs of whole pages apart
+        from their ends, so a page's references are the runs it appears in.
+        """
+        if self.free_group is not None or not len(self.references):
+            super().free(free_index)
+            return
+        pages = free_index // self.page_size
+        starts = torch.ones_like(pages, dtype=torch.bool)
+        # A new run starts where the page changes or the offset wraps around.
+        starts[1:] = (pages[1:] != pages[:-1]) | (free_index[1:] <= free_index[:-1])
+        self._release_page_ids(pages[starts])
+
+    def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+        """The one way back to the free list; see :meth:`_last_references`."""
+        last = self._last_references(torch.cat(page_ids) if len(page_ids) > 1 else page_ids[0])
+        if last.numel():
+            super()._release_page_ids(last)
+
+
+def shared_allocator_of(stock: Any) -> SharedTokenAllocator | SharedPagedAllocator:
+    """Rebuild a freshly made stock allocator as ours, same size and pool.
+
+    Raises:
+        ValueError: any other allocator: its pool layout is not supported.
+    """
+    common = dict(dtype=stock.dtype, device=stock.device, kvcache=stock.get_kvcache(), need_sort=stock.need_sort)
+    if type(stock) is seams.TokenToKVPoolAllocator:
+        return SharedTokenAllocator(stock.size, **common)
+    if type(stock) is seams.PagedTokenToKVPoolAllocator:
+        return SharedPagedAllocator(stock.size, page_size=stock.page_size, **common)
+    raise ValueError(
+        f"--enable-reasoncache supports token and paged allocators of a plain attention pool, "
+        f"this model uses {type(stock).__name__} (hybrid, sliding-window or state-space memory)"
+    )

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefix cache whose nodes may name a slot more than once.
+
+Stock accounting counts positions. With aliased publishing two positions of a
+path can hold the same slot, so this tree counts *physically*: a slot counts
+once, at its topmost position. Why that position is unique: a second reference
+to a slot arises only from a request that has the slot in its own row, so it is
+published below the first on the same path; branches that share the slot share
+the ancestor that holds it. Locks and leaf-first eviction run along the path,
+hence the topmost holder is locked whenever any other is, and evicted last.
+
+``_aliases`` holds, per node, the offsets that do not count; a node that is not
+in it is counted as SGLang counts it. ``_inexact`` holds, per node, the first
+offset whose KV is an approximation, which is a different thing: KV computed
+after a shared position is inexact although its slot has one owner.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+
+from sglang_reasoncache.plugin import seams
+
+
+class SharedRadixCache(seams.RadixCache):
+    """``RadixCache`` with slots shared inside a path.
+
+    Args:
+        params: SGLang's ``CacheInitParams``; the allocator must be one of ours.
+        publish_aliased: Publish a finished request's shared positions too;
+            otherwise only the prefix before the first of them.
+    """
+
+    def __init__(self, params: Any, *, publish_aliased: bool) -> None:
+        self.publish_aliased = publish_aliased
+        # Set by the controller that owns request state; None until then.
+        self.controller: Any = None
+        super().__init__(params)
+
+    def reset(self) -> None:
+        self._aliases: dict[Any, list[int]] = {}
+        self._inexact: dict[Any, int] = {}
+        # First inexact position of the request being published.
+        self._publishing_inexact: Optional[int] = None
+        self._alias_evictable = 0
+        self._alias_protected = 0
+        if self.controller is not None:
+            self.controller.reset()
+        super().reset()
+
+    # -- sizes: physical slots ------------------------------------------------
+
+    def evictable_size(self) -> int:
+        return super().evictable_size() - self._alias_evictable
+
+    def protected_size(self) -> int:
+        return super().protected_size() - self._alias_protected
+
+    @property
+    def alias_positions(self) -> int:
+        """Positions in the tree that reuse a slot counted elsewhere on their path."""
+        return self._alias_evictable + self._alias_protected
+
+    # -- publishing -----------------------------------------------------------
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Publish ``req``'s row up to ``up_to``, less what may not be published yet.
+
+        A running request publishes its prompt only once it has output (after a
+        retraction): positions the tree owns cannot be redirected any more.
+        """
+        if not req.finished() and len(req.output_ids):
+            up_to = min(up_to, len(req.origin_input_ids))
+        state = None if self.controller is None else self.controller.state_of(req)
+        if state is not None and state.first_shared is not None:
+            assert req.finished(), "a shared row is not published while its request runs"
+            if not self.publish_aliased:
+                up_to = min(up_to, state.first_shared)
+            self._publishing_inexact = state.first_shared
+        if self._inexact and self._is_exact_only(req):
+            tokens = req.full_untruncated_fill_ids[:up_to]
+            up_to = min(up_to, self._exact_length(seams.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)))
+        try:
+            super().checkpoint(req, up_to=max(up_to, req.kv.cache_protected_len), **kwargs)
+        finally:
+            self._publishing_inexact = None
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        if self.controller is not None:
+            self.controller.on_release(req)
+
+    def _insert_helper(self, node: Any, key: Any, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        matched, last = super()._insert_helper(node, key, value, *args, **kwargs)
+        # A leaf was added exactly when the key was not matched to its end.
+        if matched < len(key):
+            self._count_new_leaf(last)
+            if last.parent in self._inexact:
+                self._inexact[last] = 0
+            elif self._publishing_inexact is not None and self._publishing_inexact < len(key):
+                self._inexact[last] = max(self._publishing_inexact - matched, 0)
+        return matched, last
+
+    def _count_new_leaf(self, leaf: Any) -> None:
+        references = self.token_to_kv_pool_allocator.references
+        if not len(references):
+            return
+        slots = leaf.value.tolist()
+        page = self.page_size
+        shared = [i for i, slot in enumerate(slots) if slot // page in references]
+        if not shared:
+            return
+        seen = set(self.path_device_indices(leaf.parent).tolist())
+        offsets = []
+        for offset in shared:
+            if slots[offset] in seen:
+                offsets.append(offset)
+            seen.add(slots[offset])
+        if offsets:
+            # A new leaf is unlocked, so it is evictable.
+            self._aliases[leaf] = offsets
+            self._alias_evictable += len(offsets)
+
+    def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
+        upper = super()._split_node(key, child, split_len)
+        offsets = self._aliases.pop(child, None)
+        if offsets is not None:
+            # Both halves keep the lock state, so the two sums do not change.
+            for node, part in (
+                (upper, [o for o in offsets if o < split_len]),
+                (child, [o - split_len for o in offsets if o >= split_len]),
+            ):
+                if part:
+                    self._aliases[node] = part
+        inexact = self._inexact.pop(child, None)
+        if inexact is not None:
+            if inexact < split_len:
+                self._inexact[upper] = inexact
+            self._inexact[child] = max(inexact - split_len, 0)
+        return upper
+
+    # -- locks and eviction ---------------------------------------------------
+
+    def inc_lock_ref(self, node: Any) -> Any:
+        self._move_aliases(node, from_lock_ref=0, sign=1)
+        return super().inc_lock_ref(node)
+
+    def dec_lock_ref(self, node: Any, params: Any = None) -> Any:
+        self._move_aliases(node, from_lock_ref=1, sign=-1)
+        return super().dec_lock_ref(node, params)
+
+    def _move_aliases(self, node: Any, *, from_lock_ref: int, sign: int) -> None:
+        """Mirror what a lock change does to SGLang's two sums, for aliased offsets."""
+        if self.disable or not self._aliases:
+            return
+        while node is not self.root_node:
+            if node.lock_ref == from_lock_ref:
+                moved = sign * len(self._aliases.get(node, ()))
+                self._alias_evictable -= moved
+                self._alias_protected += moved
+            node = node.parent
+
+    def evict(self, params: Any) -> Any:
+        """Evict until ``params.num_tokens`` *slots* came back or nothing is left to evict.
+
+        Stock eviction stops by positions, of which aliased ones free nothing.
+        """
+        wanted, freed = params.num_tokens, 0
+        while True:
+            before = self._alias_evictable
+            result = super().evict(seams.EvictParams(num_tokens=wanted - freed))
+            freed += result.num_tokens_evicted - (before - self._alias_evictable)
+            if freed >= wanted or result.num_tokens_evicted == 0:
+                return seams.EvictResult(num_tokens_evicted=freed)
+
+    def _delete_leaf(self, node: Any) -> None:
+        super()._delete_leaf(node)
+        self._alias_evictable -= len(self._aliases.pop(node, ()))
+        self._inexact.pop(node, None)
+
+    # -- requests that want exact KV only --------------------------------------
+
+    def match_prefix(self, params: Any) -> Any:
+        if params.req is not None and self._inexact and self._is_exact_only(params.req):
+            length = self._exact_length(params.key)
+            if length < len(params.key):
+                params = seams.MatchPrefixParams(key=params.key[:length], req=params.req)
+        return super().match_prefix(params)
+
+    def _is_exact_only(self, req: Any) -> bool:
+        return self.controller is not None and not self.controller.allows(req)
+
+    def _exact_length(self, key: Any) -> int:
+        """Longest prefix of ``key`` that meets no inexact position of the tree."""
+        node, at, rest = self.root_node, 0, key.page_aligned(self.page_size)
+        while len(rest):
+            child = node.children.get(rest.child_key(self.page_size))
+            if child is None:
+                break
+            matched = child.key.match(rest, page_size=self.page_size)
+            inexact = self._inexact.get(child)
+            if inexact is not None and inexact < matched:
+                return (at + inexact) // self.page_size * self.page_size
+            if matched < len(child.key):
+                break
+            at, node, rest = at + matched, child, rest[matched:]
+        # What the tree does not hold is the request's own.
+        return len(key)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One Python function per operation on the KV pool."""
