@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus series beside SGLang's own; created only under ``--enable-metrics``.
+
+Import this module's class after SGLang has set ``PROMETHEUS_MULTIPROC_DIR``
+(it does so before it starts the scheduler): the client picks its mode then.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from sglang_reasoncache.sharing.stats import SharingStats
+
+_PREFIX = "sglang:reasoncache_"
+
+#: Stats field -> help of the counter ``sglang:reasoncache_<field>_total``.
+_COUNTERS = {
+    "steps_seen": "Reasoning steps finished.",
+    "steps_with_candidate": "Steps with at least one similar earlier step.",
+    "structure_refusals": "Candidates dropped because their formal content differs.",
+    "blocks_compared": "Block pairs whose KV distance was measured.",
+    "blocks_shared": "Blocks redirected to earlier slots.",
+    "slots_saved_total": "Slots returned to the allocator by sharing.",
+    "requests_opted_out": "Requests served without sharing.",
+}
+
+
+class SharingMetrics:
+    """Mirrors :class:`SharingStats` into Prometheus.
+
+    Args:
+        labels: SGLang's scheduler labels (model name, rank).
+    """
+
+    def __init__(self, labels: dict[str, Any]) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self._labels = {key: str(value) for key, value in labels.items()}
+        names = list(self._labels)
+        self._counters = {
+            field: Counter(_PREFIX + field.removesuffix("_total"), text, names)
+            for field, text in _COUNTERS.items()
+        }
+        self._refusals = Counter(_PREFIX + "refusals", "Blocks not shared, by reason.", [*names, "reason"])
+        self._saved_now = Gauge(
+            _PREFIX + "slots_saved", "Slots the running requests do without.", names, multiprocess_mode="mostrecent"
+        )
+        self._ratio = Gauge(
+            _PREFIX + "memory_saving_ratio",
+            "Slots saved over logical slots, averaged over decode steps.",
+            names,
+            multiprocess_mode="mostrecent",
+        )
+        self._latency = Histogram(
+            _PREFIX + "filter_seconds",
+            "Scheduler time spent on a decode step that finished a reasoning step with candidates.",
+            names,
+            buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+        )
+        self._seen: dict[str, int] = {}
+
+    def update(self, stats: SharingStats, saved_now: int, latency: Optional[float]) -> None:
+        """Publish totals; ``latency`` in seconds, None where nothing was filtered."""
+        for field, counter in self._counters.items():
+            self._advance(counter.labels(**self._labels), field, getattr(stats, field))
+        for reason, count in stats.refusals.items():
+            self._advance(self._refusals.labels(**self._labels, reason=reason), "refusal:" + reason, count)
+        self._saved_now.labels(**self._labels).set(saved_now)
+        self._ratio.labels(**self._labels).set(stats.memory_saving_ratio)
+        if latency is not None:
+            self._latency.labels(**self._labels).observe(latency)
+
+    def _advance(self, counter: Any, key: str, total: int) -> None:
+        seen = self._seen.get(key, 0)
+        # A flush restarts our totals; a Prometheus counter only ever grows.
+        counter.inc(total - seen if total >= seen else total)
+        self._seen[key] = total

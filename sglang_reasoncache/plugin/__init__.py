@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attaches to SGLang through its own entry points; nothing is patched or copied.
+
+:func:`register` runs in every SGLang process. Without ``--enable-reasoncache``
+it adds command-line flags and that is all.
+"""
+
+from __future__ import annotations
+
+import os
+
+#: Set while a server with the flag starts, so that its child processes, which
+#: load plugins before they see any argument, install the rest as well.
+ENABLED_ENV = "SGLANG_REASONCACHE_ENABLED"
+
+
+def register() -> None:
+    """Entry point ``sglang.srt.plugins``: add the flags, and the rest when switched on.
+
+    SGLang swallows what a plugin raises here, so nothing is refused in this
+    function; refusals come from the flag hook and the cache factory.
+    """
+    from sglang_reasoncache.plugin import flags, hooks
+
+    flags.install()
+    if os.environ.get(ENABLED_ENV) == "1":
+        hooks.install()

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the parts of a scheduler process together from what SGLang built."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, Callable
+
+from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache.cache.allocator import shared_allocator_of
+from sglang_reasoncache.cache.home import HomePositions
+from sglang_reasoncache.cache.tree import SharedRadixCache
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.metrics import SharingMetrics
+from sglang_reasoncache.plugin import seams
+from sglang_reasoncache.sharing.acceptor import Acceptor
+from sglang_reasoncache.sharing.controller import SharingController
+from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.policy import PolicyFactory
+
+logger = logging.getLogger(__name__)
+
+
+def shared_allocator(stock: Any) -> Any:
+    """Our allocator in place of ``stock``, with the slots' home positions attached."""
+    pool = stock.get_kvcache()
+    if not isinstance(pool, seams.MHATokenToKVPool):
+        raise ValueError(
+            "--enable-reasoncache supports models with one plain multi-head KV pool, "
+            f"this model uses {type(pool).__name__}"
+        )
+    allocator = shared_allocator_of(stock)
+    num_slots = pool.get_key_buffer(pool.start_layer).shape[0]
+    allocator.home = HomePositions(num_slots, allocator.device)
+    # Filled in by the attention backend that can correct positions.
+    allocator.rotation = None
+    return allocator
+
+
+def attention_backend(model_runner: Any, config: ReasonCacheConfig, stock: Callable[[Any], Any]) -> Any:
+    """The correcting backend where the operator's choice allows it, else the stock one."""
+    if config.positions == "as-cached" or model_runner.is_draft_worker:
+        return stock(model_runner)
+    from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
+
+    try:
+        backend = CorrectedTorchNativeBackend(model_runner)
+    except ValueError:
+        if config.positions == "corrected":
+            raise
+        logger.exception("reasoncache: falling back to --reasoncache-positions as-cached")
+        return stock(model_runner)
+    model_runner.token_to_kv_pool_allocator.rotation = backend.rotation
+    return backend
+
+
+def resolve(config: ReasonCacheConfig, rotation: KeyRotation | None) -> ReasonCacheConfig:
+    """Settle ``auto`` by what the attention backend turned out to be.
+
+    Raises:
+        ValueError: corrected positions were asked for and cannot be served.
+    """
+    if config.positions == "corrected" and rotation is None:
+        raise ValueError(
+            "--reasoncache-positions corrected needs --attention-backend "
+            f"{' or '.join(seams.CORRECTABLE_BACKENDS)}; use as-cached with the one you have"
+        )
+    settled = "as-cached" if rotation is None else config.positions.replace("auto", "corrected")
+    if settled != config.positions:
+        logger.warning("reasoncache: --reasoncache-positions auto is %s here", settled)
+    return dataclasses.replace(config, positions=settled)
+
+
+def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
+    """Prefix cache with its controller. ``context``: SGLang's ``TreeCacheBuildContext``.
+
+    Raises:
+        ValueError: a model or pool that cannot be served.
+    """
+    if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
+        raise ValueError("--enable-reasoncache supports full-attention models only (no sliding window, state space or DSA)")
+    params = context.params
+    allocator = params.token_to_kv_pool_allocator
+    config = resolve(config, allocator.rotation)
+    rows = params.req_to_token_pool
+    pool = allocator.get_kvcache()
+    group = params.tp_cache_group if context.tp_size > 1 else None
+    block = params.page_size if params.page_size > 1 else config.block
+    meter = BlockMeter(
+        pool,
+        rows.req_to_token,
+        allocator.home,
+        allocator.rotation if config.corrected else None,
+        num_heads=pool.head_num * context.tp_size,
+        group=group,
+    )
+    controller = SharingController(
+        config,
+        block,
+        PolicyFactory(
+            config,
+            block,
+            params.page_size,
+            model_key=_model_key(context, pool),
+            kv_dtype=str(pool.dtype).removeprefix("torch."),
+            model_path=context.server_args.model_path,
+            writes=context.tp_rank == 0,
+        ),
+        meter,
+        Acceptor(allocator, rows, meter, copy=config.apply == "copy"),
+        SharingMetrics(_labels(context)) if params.enable_metrics else None,
+    )
+    if config.admission_credit > 0:
+        allocator.credit_source = lambda: controller.forecast.credit
+    cache = SharedRadixCache(
+        params, publish_aliased=config.publish == "aliased" and config.apply == "alias"
+    )
+    cache.controller = controller
+    logger.info("reasoncache: on, block %d, page %d, %s", block, params.page_size, config)
+    return cache
+
+
+def _model_key(context: Any, pool: Any) -> str:
+    """What distances depend on; a stored histogram is only read for the same key."""
+    config = context.model_config.hf_config
+    return "/".join(
+        str(part)
+        for part in (
+            getattr(config, "model_type", "unknown"),
+            f"layers{pool.layer_num}",
+            f"heads{pool.head_num * context.tp_size}",
+            f"dim{pool.head_dim}",
+            f"vocab{getattr(config, 'vocab_size', 0)}",
+        )
+    )
+
+
+def _labels(context: Any) -> dict[str, Any]:
+    return {"model_name": context.server_args.served_model_name or context.server_args.model_path, "tp_rank": context.tp_rank}

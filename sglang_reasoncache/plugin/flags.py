@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command-line flags and ``sglang.Engine`` keywords, and the switch they turn."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from typing import Any, Callable, Optional
+
+from sglang_reasoncache.config import PRESET_NAMES, ReasonCacheConfig, flag_of
+from sglang_reasoncache.plugin import ENABLED_ENV, refusals, seams
+from sglang_reasoncache.sharing.policy import filter_config
+
+ENABLE = "enable_reasoncache"
+_PREFIX = "reasoncache_"
+
+#: Field -> (help, argparse extras). Types and defaults come from the config.
+_HELP: dict[str, tuple[str, dict[str, Any]]] = {
+    "preset": ("Named set of policy values; explicit flags win over it.", {"choices": PRESET_NAMES}),
+    "block": ("Tokens per shared block; at --page-size > 1 the page is the block.", {}),
+    "percentile": ("Share a block when its KV distance is within this percentile of those seen; 0 shares nothing.", {}),
+    "warmup": ("KV distances observed before the first block may be shared.", {}),
+    "tau_strict": ("Upper end of the dynamic lexical threshold.", {}),
+    "tau_soft": ("Lower end of the dynamic lexical threshold.", {}),
+    "length_factor": ("Multiply the cosine with the ratio of step lengths.", {}),
+    "use_structure": ("Require equal formal content where both steps have some.", {}),
+    "fixed_tau": ("Constant lexical threshold instead of the dynamic one.", {}),
+    "structure_tolerance": ("Largest tree edit distance between the formal content of two steps.", {}),
+    "positions": (
+        "corrected: rotate a shared key to where it is used. as-cached: leave it (the papers' behaviour). "
+        "auto: corrected where the attention backend can.",
+        {"choices": ("auto", "corrected", "as-cached")},
+    ),
+    "align": ("Pair blocks of equal tokens, or block by index (the papers' behaviour).", {"choices": ("tokens", "index")}),
+    "publish": ("What a finished request leaves in the prefix cache.", {"choices": ("exact", "aliased")}),
+    "apply": ("copy: write shared KV into own slots; saves nothing, exists to verify.", {"choices": ("alias", "copy")}),
+    "admission_credit": ("Largest share of future output that admission counts as shared in advance; 0 switches it off.", {}),
+    "calibration": ("JSON file that keeps the distance histogram across restarts.", {"metavar": "PATH"}),
+    "random_ratio": ("Redirect this share of blocks to random earlier ones (experiment).", {}),
+    "max_step_tokens": ("A reasoning step longer than this is cut there.", {}),
+    "max_history_steps": ("Earlier steps compared with a new one.", {}),
+    "allow_untested_sglang": ("Start on an SGLang version that was not tested.", {}),
+}
+
+
+#: Fields whose default is None say nothing about their type.
+_OPTIONAL_TYPES: dict[str, type] = {"calibration": str, "fixed_tau": float, "random_ratio": float}
+
+
+def install() -> None:
+    """Hook the two places where SGLang reads its command line, and ``Engine``'s record."""
+    registry, kind = seams.HookRegistry, seams.HookType
+    registry.register(seams.HOOK_TARGETS["add_cli_args"], add_cli_args, kind.AFTER)
+    registry.register(seams.HOOK_TARGETS["from_cli_args"], from_cli_args, kind.AROUND)
+    seams.Engine.server_args_class = staticmethod(engine_server_args)
+
+
+def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER ``ServerArgs.add_cli_args``: one group with our flags.
+
+    Every default is None so that a value given explicitly can be told from one
+    left alone, which is what lets a preset fill in the rest.
+    """
+    group = parser.add_argument_group("ReasonCache: similar reasoning steps share KV memory")
+    group.add_argument(
+        "--enable-reasoncache",
+        action="store_true",
+        help="Let a finished reasoning step share the KV slots of an earlier, similar step of its response.",
+    )
+    for field in dataclasses.fields(ReasonCacheConfig):
+        text, extras = _HELP[field.name]
+        if isinstance(field.default, bool):
+            # --reasoncache-x and --no-reasoncache-x; None when neither is given.
+            group.add_argument(flag_of(field.name), action=argparse.BooleanOptionalAction, default=None, help=text)
+            continue
+        kind = _OPTIONAL_TYPES.get(field.name, type(field.default))
+        shown = f"{text} Default: {field.default}."
+        group.add_argument(flag_of(field.name), type=kind, default=None, help=shown.replace("%", "%%"), **extras)
+
+
+def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    """AROUND ``ServerArgs.from_cli_args``: attach the config to the record."""
+    given = {
+        name: getattr(args, _PREFIX + name, None)
+        for name in _HELP
+        if getattr(args, _PREFIX + name, None) is not None
+    }
+    try:
+        server_args = attach(original(cls, args), bool(getattr(args, ENABLE, False)), given)
+    except ValueError as error:
+        # One line for the operator instead of SGLang's traceback.
+        raise SystemExit(f"sglang-reasoncache: error: {error}") from error
+    if config_of(server_args) is not None:
+        from sglang_reasoncache.plugin import routes
+
+        routes.install()
+    return server_args
+
+
+def engine_server_args(**kwargs: Any) -> Any:
+    """``sglang.Engine(enable_reasoncache=True, reasoncache_block=8, ...)``."""
+    enabled = bool(kwargs.pop(ENABLE, False))
+    given = {name[len(_PREFIX):]: kwargs.pop(name) for name in list(kwargs) if name.startswith(_PREFIX)}
+    return attach(seams.ServerArgs(**kwargs), enabled, given)
+
+
+def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
+    """Put the config on the raw record and install the hooks, or refuse.
+
+    Raises:
+        ValueError: a bad value, a flag of ours without the switch, an
+            incompatible flag, or an SGLang version that was not tested.
+    """
+    if not enabled:
+        os.environ.pop(ENABLED_ENV, None)
+        if given:
+            raise ValueError(f"{flag_of(sorted(given)[0])} does nothing without --enable-reasoncache")
+        return server_args
+    config = ReasonCacheConfig.from_mapping(given)
+    filter_config(config, config.block, page_size=1)  # raises here rather than in the scheduler
+    seams.check_version(config.allow_untested_sglang)
+    refusals.check(server_args)
+    server_args.radix_cache_backend = seams.TREE_BACKEND
+    # The record takes no new fields; an underscore attribute survives the
+    # pickling into the scheduler process.
+    server_args._reasoncache = config
+    os.environ[ENABLED_ENV] = "1"
+    from sglang_reasoncache.plugin import hooks
+
+    hooks.install()
+    hooks.check_installed()
+    return server_args
+
+
+def config_of(server_args: Any) -> Optional[ReasonCacheConfig]:
+    """The config attached to a server record, None when the flag is off."""
+    return getattr(server_args, "_reasoncache", None)

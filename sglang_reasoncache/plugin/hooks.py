@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks of a server that runs with ``--enable-reasoncache``; none without it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Optional
+
+from sglang_reasoncache.plugin import seams
+
+logger = logging.getLogger(__name__)
+
+_installed = False
+#: The scheduler process has one controller; processes without a scheduler have none.
+_controller: Optional[Any] = None
+
+
+def install() -> None:
+    """Register hooks, tree and attention backend with SGLang. Idempotent."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    registry, kind = seams.HookRegistry, seams.HookType
+    for name, hook in (
+        ("build_allocator", _after_build_allocator),
+        ("decode_done", _after_decode),
+        ("count_uncached", _after_count_uncached),
+        ("decode_log_parts", _after_decode_log_parts),
+        ("internal_state", _after_internal_state),
+    ):
+        registry.register(seams.HOOK_TARGETS[name], hook, kind.AFTER)
+    seams.register_radix_cache_backend(seams.TREE_BACKEND, _make_tree)
+    for name in seams.CORRECTABLE_BACKENDS:
+        _wrap_attention_backend(name)
+    # In a child process this runs before load_plugins() applies hooks; in the
+    # main process the flag is only read afterwards, so apply them here.
+    registry.apply_hooks()
+
+
+def check_installed() -> None:
+    """Raises RuntimeError when SGLang could not apply one of our hooks (it only logs that)."""
+    missing = [target for target in seams.HOOK_TARGETS.values() if target not in seams.HookRegistry._patched]
+    if missing:
+        raise RuntimeError(
+            "sglang-reasoncache: SGLang did not apply the hooks " + ", ".join(missing)
+        )
+
+
+def _config() -> Any:
+    from sglang_reasoncache.plugin.flags import config_of
+
+    return config_of(seams.get_server_args())
+
+
+def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
+    """Exchange the freshly built allocator for ours; also gives slots their home positions."""
+    from sglang_reasoncache.plugin import assembly
+
+    return assembly.shared_allocator(result)
+
+
+def _make_tree(context: Any) -> Any:
+    """Radix-cache factory: the tree and the controller of this scheduler."""
+    from sglang_reasoncache.plugin import assembly
+
+    global _controller
+    check_installed()
+    tree = assembly.tree(context, _config())
+    _controller = tree.controller
+    return tree
+
+
+def _wrap_attention_backend(name: str) -> None:
+    stock = seams.ATTENTION_BACKENDS[name]
+
+    def make(model_runner: Any) -> Any:
+        from sglang_reasoncache.plugin import assembly
+
+        return assembly.attention_backend(model_runner, _config(), stock)
+
+    seams.register_attention_backend(name)(make)
+
+
+def _after_decode(_result: None, processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    if _controller is not None and _controller.after_decode(batch) > 0:
+        # SGLang stops trying to admit once memory ran out and tries again when
+        # a request leaves; slots that come back in between must count as well.
+        processor.metrics_reporter.scheduler.running_batch.batch_is_full = False
+
+
+def _after_count_uncached(result: tuple[int, int], _checker: Any) -> Optional[tuple[int, int]]:
+    """SGLang counts the row positions of running requests; a shared one is counted at its owner."""
+    if _controller is None:
+        return None
+    full, window = result
+    return full - _controller.live_positions, window
+
+
+def _after_decode_log_parts(result: list[str], _stats: Any) -> Optional[list[str]]:
+    return None if _controller is None else [*result, _controller.log_part()]
+
+
+def _after_internal_state(_result: None, _owner: Any, state: dict[str, Any]) -> None:
+    """``GET /server_info`` lists each scheduler's internal state; ours rides along."""
+    if _controller is not None:
+        state["reasoncache"] = _controller.describe()

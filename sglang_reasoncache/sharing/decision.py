@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain data between policies, which propose, and the acceptor, which applies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Refusal(Enum):
+    """Why a proposed block was not shared; values are metric labels."""
+
+    WARMUP = "warmup"
+    DISTANCE = "distance"
+    TREE_OWNED = "tree_owned"
+    NOT_WRITTEN = "not_written"
+    SAME_SLOTS = "same_slots"
+
+
+@dataclass(frozen=True)
+class BlockProposal:
+    """Redirect positions ``[dst_start, dst_start + length)`` of ``req`` to the slots of ``[src_start, ...)``.
+
+    Positions are logical: index into prompt plus output. ``req`` is SGLang's
+    request; its row is read when the proposal is measured, so a source that is
+    itself shared resolves to the slot that holds its KV. ``decided`` blocks were
+    accepted before a retraction and are not judged again.
+    """
+
+    req: Any
+    dst_start: int
+    src_start: int
+    length: int
+    decided: bool = False
+
+    @property
+    def dst_end(self) -> int:
+        return self.dst_start + self.length

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds a filter per request from the operator's settings and keeps the distance threshold."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any, Optional
+
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.policy import calibration
+from sglang_reasoncache.policy.calibration import CalibrationKey
+from sglang_reasoncache.policy.filter import FilterConfig, RequestFilter
+from sglang_reasoncache.policy.segment import TokenClasses
+from sglang_reasoncache.policy.threshold import AdaptiveThreshold
+
+logger = logging.getLogger(__name__)
+
+#: Read from the model's folder when ``--reasoncache-calibration`` is not given.
+CALIBRATION_FILE = "reasoncache_calibration.json"
+_SAVE_INTERVAL_SECONDS = 30.0
+
+
+class PolicyFactory:
+    """One per scheduler.
+
+    Args:
+        config: Resolved settings.
+        block: Tokens per block, the page size when that is above 1.
+        page_size: Resolved page size.
+        model_key: What distances depend on besides ours; see ``plugin.assembly``.
+        kv_dtype: Name of the pool's dtype.
+        model_path: Folder of the weights, looked at for a calibration.
+        writes: Whether this process writes the calibration (one rank does).
+    """
+
+    def __init__(
+        self,
+        config: ReasonCacheConfig,
+        block: int,
+        page_size: int,
+        model_key: str,
+        kv_dtype: str,
+        model_path: str,
+        writes: bool,
+    ) -> None:
+        self._config = config
+        self._filter_config = filter_config(config, block, page_size)
+        self._key = CalibrationKey(
+            model=f"{model_key}/page{page_size}/{config.align}",
+            block=block,
+            positions=config.positions,
+            kv_dtype=kv_dtype,
+        )
+        self._classes: Optional[TokenClasses] = None
+        self._path = Path(config.calibration) if config.calibration else None
+        self._writes = writes and self._path is not None
+        self._saved_at = time.monotonic()
+        self._saved_observations = 0
+        self.threshold = self._threshold(Path(model_path) / CALIBRATION_FILE)
+
+    def _threshold(self, beside_model: Path) -> AdaptiveThreshold:
+        fresh = AdaptiveThreshold(percentile=self._config.percentile, warmup=self._config.warmup)
+        for path in (self._path, beside_model):
+            if path is None or not path.is_file():
+                continue
+            stored = calibration.load(path, self._key)
+            if stored is None:
+                logger.warning("reasoncache: %s holds no distances for %s", path, self._key)
+                continue
+            logger.info("reasoncache: distances calibrated from %s", path)
+            return AdaptiveThreshold.from_state(
+                stored, percentile=self._config.percentile, warmup=self._config.warmup
+            )
+        logger.info(
+            "reasoncache: no calibration, nothing is shared before %d distances were seen",
+            self._config.warmup,
+        )
+        return fresh
+
+    def filter_for(self, req: Any) -> RequestFilter:
+        """A filter for the output of SGLang's ``req``, whose tokenizer spells the steps."""
+        tokenizer = req.tokenizer
+        if self._classes is None:
+            self._classes = TokenClasses(lambda token: tokenizer.decode([token]))
+        return RequestFilter(
+            self._filter_config,
+            self._classes,
+            lambda ids: tokenizer.decode(ids),
+            len(req.origin_input_ids),
+        )
+
+    def maybe_save(self) -> None:
+        """Write the calibration now and then; called after each decode step, so it must be cheap."""
+        if not self._writes or time.monotonic() - self._saved_at < _SAVE_INTERVAL_SECONDS:
+            return
+        self._saved_at = time.monotonic()
+        if self.threshold.num_observed > self._saved_observations:
+            self._saved_observations = self.threshold.num_observed
+            try:
+                calibration.save(self._path, self._key, self.threshold.to_state())
+            except OSError:
+                # A full disk must not stop the server; the next interval tries again.
+                logger.exception("reasoncache: could not write --reasoncache-calibration %s", self._path)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "key": self._key.as_text(),
+            "percentile": self._config.percentile,
+            "observations": self.threshold.num_observed,
+            "warm": self.threshold.is_warm,
+            # JSON has no infinity; None is "whatever stage 1 lets through".
+            "distance": self.threshold.value if math.isfinite(self.threshold.value) else None,
+        }
+
+
+def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
+    """The filter's knobs out of the operator's settings.
+
+    Raises:
+        ValueError: a value out of its bound, or a structure tolerance above 0
+            without the package that computes edit distances.
+    """
+    try:
+        return FilterConfig(
+            strict=config.tau_strict,
+            soft=config.tau_soft,
+            fixed_tau=config.fixed_tau,
+            length_factor=config.length_factor,
+            use_structure=config.use_structure,
+            structure_tolerance=config.structure_tolerance,
+            block=block,
+            page_size=page_size,
+            align=config.align,
+            max_step_tokens=config.max_step_tokens,
+            max_history_steps=config.max_history_steps,
+            random_ratio=config.random_ratio,
+        )
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error

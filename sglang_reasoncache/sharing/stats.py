@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts of what sharing did, kept by the scheduler process."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SharingStats:
+    """Plain totals since start or the last flush; every number in tokens, steps or blocks.
+
+    ``saved``/``logical`` sums run over decode steps: slots not needed and
+    positions held by the running requests of that step.
+    """
+
+    steps_seen: int = 0
+    steps_with_candidate: int = 0
+    structure_refusals: int = 0
+    over_bound_steps: int = 0
+    blocks_compared: int = 0
+    blocks_shared: int = 0
+    slots_saved_total: int = 0
+    filter_seconds: float = 0.0
+    requests_seen: int = 0
+    requests_opted_out: int = 0
+    requests_finished: int = 0
+    blocks_reapplied: int = 0
+    decode_steps: int = 0
+    sum_running: int = 0
+    sum_saved: int = 0
+    sum_logical: int = 0
+    sum_step_ratio: float = 0.0
+    sum_final_ratio: float = 0.0
+    refusals: collections.Counter[str] = field(default_factory=collections.Counter)
+
+    def decode_step(self, running: int, saved: int, logical: int) -> None:
+        """One decode step with ``saved`` of ``logical`` positions redirected."""
+        if logical <= 0:
+            return
+        self.decode_steps += 1
+        self.sum_running += running
+        self.sum_saved += saved
+        self.sum_logical += logical
+        self.sum_step_ratio += saved / logical
+
+    def request_finished(self, saved: int, logical: int) -> None:
+        self.requests_finished += 1
+        if logical > 0:
+            self.sum_final_ratio += saved / logical
+
+    @property
+    def memory_saving_ratio(self) -> float:
+        """Slots saved over logical slots, averaged over decode steps."""
+        return self.sum_step_ratio / self.decode_steps if self.decode_steps else 0.0
+
+    @property
+    def final_saving_ratio(self) -> float:
+        """Slots saved over logical slots at the end of a response, averaged over requests."""
+        return self.sum_final_ratio / self.requests_finished if self.requests_finished else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        out = {
+            name: value
+            for name, value in vars(self).items()
+            if not name.startswith("sum_") and name != "refusals"
+        }
+        out["refusals"] = dict(self.refusals)
+        out["memory_saving_ratio"] = self.memory_saving_ratio
+        out["final_saving_ratio"] = self.final_saving_ratio
+        out["mean_running"] = self.sum_running / self.decode_steps if self.decode_steps else 0.0
+        return out
