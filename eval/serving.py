@@ -86,6 +86,7 @@ class ServerProcess:
         self.env = _environment(self.model_path, device, env or {})
         self.log_path = Path(log_path) if log_path else _temporary_log(self.port)
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         # trust_env: a proxy from the environment must not see loopback traffic.
         self._http = httpx.Client(
             base_url=self.url,
@@ -121,6 +122,7 @@ class ServerProcess:
                 # and a terminal's Ctrl-C reaches only us.
                 start_new_session=True,
             )
+        self._guard = _kill_when_we_die(self._process.pid)
         try:
             self._wait_until_ready(began + self.start_timeout_s)
         except BaseException:
@@ -168,6 +170,7 @@ class ServerProcess:
         """End the server and every child; graceful first, so that it removes its files."""
         self._http.close()
         process, self._process = self._process, None
+        guard, self._guard = self._guard, None
         if process is None:
             return
         if process.poll() is None:
@@ -175,6 +178,10 @@ class ServerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(grace_s)
         _kill_group(process.pid)
+        if guard is not None:
+            # Killed, not let go: by now the group's number may belong to others.
+            guard.kill()
+            guard.communicate()
         process.wait()
 
     def log_text(self, since: int = 0) -> str:
@@ -277,6 +284,8 @@ def _environment(
 ) -> dict[str, str]:
     env = dict(os.environ)
     env["PYTHONUNBUFFERED"] = "1"
+    # Without bytecode each of the three processes compiles some thousand modules.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     # The server sends its warm-up request to itself.
     env["NO_PROXY"] = env["no_proxy"] = "127.0.0.1,localhost"
     if Path(model_path).is_dir():
@@ -317,6 +326,20 @@ def _other_architectures(model_path: str) -> str:
 
 def _temporary_log(port: int) -> Path:
     return Path(tempfile.gettempdir()) / f"reasoncache-server-{os.getpid()}-{port}.log"
+
+
+def _kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
+    """Start a shell that kills a process group once this process is gone, however it ended.
+
+    It waits for the end of a pipe that only we hold, which even SIGKILL closes.
+    """
+    return subprocess.Popen(
+        ["/bin/sh", "-c", f"read line; kill -s KILL -- -{group}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _kill_group(group: int, timeout_s: float = 10.0) -> None:

@@ -43,7 +43,7 @@ class SharingMetrics:
         }
         self._refusals = Counter(_PREFIX + "refusals", "Blocks not shared, by reason.", [*names, "reason"])
         self._saved_now = Gauge(
-            _PREFIX + "slots_saved", "Slots the running requests do without.", names, multiprocess_mode="mostrecent"
+            _PREFIX + "slots_saved_now", "Slots the running requests do without.", names, multiprocess_mode="mostrecent"
         )
         self._ratio = Gauge(
             _PREFIX + "memory_saving_ratio",

@@ -24,7 +24,7 @@ class _DecodePlan(NamedTuple):
 
     slots: torch.Tensor  # int64 [batch * width], slot of each entry, 0 where padded
     width: int  # longest sequence of the batch, tokens
-    mask: torch.Tensor  # additive [batch, 1, 1, width], 0 or -inf, in the query's dtype
+    mask: torch.Tensor  # additive [batch, 1, 1, width], 0 or -inf, in the model's dtype
     moved: torch.Tensor  # int64 [num_moved], entries whose key is rotated
     angles: Angles  # [num_moved, rotary_dim / 2]
 
@@ -54,7 +54,9 @@ class CorrectedTorchNativeBackend(seams.TorchNativeAttnBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
-        self.home: HomePositions = model_runner.token_to_kv_pool_allocator.home
+        self._allocator = model_runner.token_to_kv_pool_allocator
+        self.home: HomePositions = self._allocator.home
+        self._dtype = model_runner.dtype
         self.rotation = KeyRotation.from_model(
             model_runner.model, model_runner.model_config.context_len
         )
@@ -67,6 +69,8 @@ class CorrectedTorchNativeBackend(seams.TorchNativeAttnBackend):
         if forward_batch.out_cache_loc is None or forward_batch.forward_mode.is_idle():
             return
         self.home.record(forward_batch.out_cache_loc, forward_batch.positions)
+        if not self._allocator.has_moved_slots:
+            return
         slots, shift, valid = self._rows(forward_batch)
         moved = shift.flatten().nonzero().squeeze(1)
         if not moved.numel():
@@ -74,7 +78,7 @@ class CorrectedTorchNativeBackend(seams.TorchNativeAttnBackend):
         if not forward_batch.forward_mode.is_decode():
             self._extend_moved = True
             return
-        mask = torch.zeros(valid.shape, dtype=torch.float32, device=valid.device)
+        mask = torch.zeros(valid.shape, dtype=self._dtype, device=valid.device)
         mask.masked_fill_(~valid, float("-inf"))
         self._plan = _DecodePlan(
             slots=slots.flatten(),
@@ -132,7 +136,7 @@ class CorrectedTorchNativeBackend(seams.TorchNativeAttnBackend):
         # The query heads of one KV head ride on the query-length axis: grouped
         # attention without repeating K and V.
         grouped = query.reshape(batch, kv_heads, heads // kv_heads, -1)
-        mask = plan.mask.to(query.dtype).expand(batch, kv_heads, heads // kv_heads, plan.width)
+        mask = plan.mask.expand(batch, kv_heads, heads // kv_heads, plan.width)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
         output.copy_(out.reshape(batch, heads, -1))
         return output

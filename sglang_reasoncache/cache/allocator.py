@@ -21,12 +21,20 @@ class _Shared:
     """What both allocators add. ``references`` counts pages (slots at page size 1)."""
 
     references: PageReferences
+    #: Whether any slot may be used away from its home position. Stays true until
+    #: the cache is flushed: the tree can hold a moved slot with one reference.
+    has_moved_slots: bool
     credit_source: Optional[CreditSource] = None
     page_size: int
 
-    def share(self, pages: torch.Tensor | list[int]) -> None:
-        """Add one reference per occurrence. ``pages``: int page ids in use."""
-        self.references.add(pages.tolist() if isinstance(pages, torch.Tensor) else pages)
+    def _clear_references(self) -> None:
+        self.references = PageReferences()
+        self.has_moved_slots = False
+
+    def share(self, pages: list[int]) -> None:
+        """Add one reference per occurrence. ``pages``: ids of pages in use."""
+        self.references.add(pages)
+        self.has_moved_slots = True
 
     def _last_references(self, pages: torch.Tensor) -> torch.Tensor:
         """The pages of ``pages`` (int64, one entry per reference) that nothing refers to any more.
@@ -57,7 +65,7 @@ class SharedTokenAllocator(_Shared, seams.TokenToKVPoolAllocator):
 
     def clear(self) -> None:
         super().clear()
-        self.references = PageReferences()
+        self._clear_references()
 
     def free(self, free_index: torch.Tensor) -> None:
         # Inside a free group the indices only wait; they come back through
@@ -72,7 +80,7 @@ class SharedPagedAllocator(_Shared, seams.PagedTokenToKVPoolAllocator):
 
     def clear(self) -> None:
         super().clear()
-        self.references = PageReferences()
+        self._clear_references()
 
     def free(self, free_index: torch.Tensor) -> None:
         """Free token slots that belong to whole pages.

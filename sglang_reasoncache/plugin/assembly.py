@@ -111,7 +111,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         Acceptor(allocator, rows, meter, copy=config.apply == "copy"),
         SharingMetrics(_labels(context)) if params.enable_metrics else None,
     )
-    if config.admission_credit > 0:
+    if config.admission_credit > 0 and config.apply == "alias":
         allocator.credit_source = lambda: controller.forecast.credit
     cache = SharedRadixCache(
         params, publish_aliased=config.publish == "aliased" and config.apply == "alias"

@@ -10,7 +10,7 @@ from typing import Any, Callable, Optional
 
 from sglang_reasoncache.config import PRESET_NAMES, ReasonCacheConfig, flag_of
 from sglang_reasoncache.plugin import ENABLED_ENV, refusals, seams
-from sglang_reasoncache.sharing.policy import filter_config
+from sglang_reasoncache.sharing.policy import check_calibration, filter_config
 
 ENABLE = "enable_reasoncache"
 _PREFIX = "reasoncache_"
@@ -118,7 +118,9 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
             raise ValueError(f"{flag_of(sorted(given)[0])} does nothing without --enable-reasoncache")
         return server_args
     config = ReasonCacheConfig.from_mapping(given)
-    filter_config(config, config.block, page_size=1)  # raises here rather than in the scheduler
+    # Raise here, in the operator's face, rather than in the scheduler process.
+    filter_config(config, config.block, page_size=1)
+    check_calibration(config)
     seams.check_version(config.allow_untested_sglang)
     refusals.check(server_args)
     server_args.radix_cache_backend = seams.TREE_BACKEND

@@ -45,6 +45,7 @@ NAMES: dict[str, str] = {
     "EvictParams": "sglang.srt.mem_cache.base_prefix_cache.EvictParams",
     "EvictResult": "sglang.srt.mem_cache.base_prefix_cache.EvictResult",
     "InsertParams": "sglang.srt.mem_cache.base_prefix_cache.InsertParams",
+    "FINISH_ABORT": "sglang.srt.managers.schedule_batch.FINISH_ABORT",
     # attention
     "TorchNativeAttnBackend": "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
     "RotaryEmbedding": "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding",

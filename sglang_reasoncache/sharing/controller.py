@@ -15,6 +15,7 @@ from typing import Any, Iterable, Optional, Sequence
 from sglang_reasoncache.cache.budget import SharingForecast
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.metrics import SharingMetrics
+from sglang_reasoncache.plugin import seams
 from sglang_reasoncache.sharing import state as request_state
 from sglang_reasoncache.sharing.acceptor import Acceptor, refusal_of
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
@@ -24,9 +25,11 @@ from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
 
 #: Finished requests whose shared runs the endpoint can show.
-_RECENT_REQUESTS = 64
+_RECENT_REQUESTS = 32
 #: Shared blocks listed for one of them.
-_RECENT_BLOCKS = 4096
+_RECENT_BLOCKS = 1024
+#: Decode steps between two updates of the Prometheus series when nothing is filtered.
+_METRICS_INTERVAL = 32
 #: Key in the OpenAI API's ``custom_params`` that switches sharing off for a request.
 OPT_OUT_KEY = "reasoncache"
 
@@ -80,7 +83,7 @@ class SharingController:
         state = request_state.state_of(req)
         if state is None:
             return
-        if req.finished():
+        if req.finished() and not isinstance(req.finished_reason, seams.FINISH_ABORT):
             self._note_finished(req, state)
         self.live_positions -= state.live_positions
         state.forget_row()
@@ -119,7 +122,7 @@ class SharingController:
         self.stats.decode_step(running, self.live_positions, logical)
         elapsed = time.perf_counter() - start
         self.stats.filter_seconds += elapsed
-        if self._metrics is not None:
+        if self._metrics is not None and (waves or self.stats.decode_steps % _METRICS_INTERVAL == 0):
             self._metrics.update(self.stats, self.live_positions, elapsed if waves else None)
         self.policy.maybe_save()
         return self.live_positions - before
@@ -202,13 +205,13 @@ class SharingController:
         state = request_state.state_of(block.req)
         state.shared.append((block.dst_start, block.src_start))
         state.mark_shared(block.dst_start)
-        if self.config.apply == "alias":
-            state.live_positions += block.length
-            self.live_positions += block.length
         if block.decided:
             self.stats.blocks_reapplied += 1
         else:
             self.stats.blocks_shared += 1
+        if self.config.apply == "alias":
+            state.live_positions += block.length
+            self.live_positions += block.length
             self.stats.slots_saved_total += block.length
 
     # -- what happened --------------------------------------------------------
@@ -216,7 +219,7 @@ class SharingController:
     def _note_finished(self, req: Any, state: RequestState) -> None:
         if state.filter is None:
             return
-        shared = len(state.shared) * self.block
+        shared = state.live_positions
         length = len(req.origin_input_ids) + len(req.output_ids)
         self.forecast.observe(shared, len(req.output_ids))
         self.stats.request_finished(shared, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any, Optional
@@ -114,6 +115,25 @@ class PolicyFactory:
             # JSON has no infinity; None is "whatever stage 1 lets through".
             "distance": self.threshold.value if math.isfinite(self.threshold.value) else None,
         }
+
+
+def check_calibration(config: ReasonCacheConfig) -> None:
+    """Refuse ``--reasoncache-calibration`` before a server starts on it.
+
+    Raises:
+        ValueError: not a calibration file, or a place that cannot be written.
+    """
+    if config.calibration is None:
+        return
+    path = Path(config.calibration)
+    flag = "--reasoncache-calibration"
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{flag} must lie in a writable folder, got {config.calibration!r}")
+    if path.exists():
+        try:
+            calibration.load(path, CalibrationKey("any", 1, config.positions, "any"))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{flag} {config.calibration!r}: {error}") from error
 
 
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:

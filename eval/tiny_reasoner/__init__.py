@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny trained model that repeats and corrects itself, small enough for CPU tests."""
+
+from pathlib import Path
+
+#: The shipped model, with tokenizer and chat template.
+CHECKPOINT = Path(__file__).parent / "checkpoint"
+
+#: Its steps are some 25 tokens long; see docs/benchmarks.md for other block sizes.
+EMBEDDED_FLAGS = ("--reasoncache-block", "8")

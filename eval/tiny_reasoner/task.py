@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The task of the tiny reasoner: a chain of assignments modulo 10, solved once and then verified.
+
+The user message lists the chain in shuffled order, may carry a draft value for one variable (right
+or wrong), and names the verification rounds. The reference response solves the chain, adopting the
+draft, then works through the rounds: ``redo`` (derive again, in order, and compare), ``back``
+(backwards) and ``brief`` (one short line each). The first round is always ``redo``: there a wrong
+draft is corrected.
+
+Every word is one token, words are separated by one space, and "\\n\\n" is a word that ends a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+STEP_END = "\n\n"
+LETTERS = tuple("abcdefghijklmnopqrst")
+DIGITS = tuple("0123456789")
+OPERATORS = ("+", "-")
+PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<|user|>", "<|assistant|>"
+THINK, THINK_END, BOX, BOX_END = "<think>", "</think>", "\\boxed{", "}"
+SPECIAL = (PAD, EOS, USER, ASSISTANT, THINK, THINK_END, STEP_END, BOX, BOX_END)
+FORMAL = frozenset((*DIGITS, *LETTERS, *OPERATORS, "="))
+ORDINALS = ("one", "two", "three", "four")
+
+# The wording of a step follows from the letter it defines, never from chance, so that greedy
+# decoding has one right continuation. Letters of one problem have distinct styles: otherwise the
+# steps of the first pass would already resemble each other. Each step starts with what its line
+# says, ``v = u o y``; x is the value of u, and r the result.
+LONG_STYLES = (
+    "{v} = {u} {o} {y} . here {u} {x} , so work it out : {x} {o} {y} = {r} , now {v} {r} .",
+    "{v} = {u} {o} {y} ; we know {u} {x} which then makes {x} {o} {y} = {r} "
+    "and so gives us {v} {r}",
+    "{v} = {u} {o} {y} to find ; then take {u} {x} yields {x} {o} {y} = {r} , the value of {v} {r}",
+    "{v} = {u} {o} {y} look up {u} {x} and put that in place {x} {o} {y} = {r} "
+    "the result {v} {r} ,",
+    "{v} = {u} {o} {y} needs {u} {x} where it stands , compute {x} {o} {y} = {r} "
+    "thus we say {v} {r} holds",
+)
+BRIEF_STYLES = (
+    "{v} short : {x} {o} {y} is {r} .",
+    "{v} again {x} {o} {y} , {r} right",
+    "{v} from {x} {o} {y} leads to {r}",
+    "{v} quick {x} {o} {y} ; hence {r}",
+    "{v} {x} {o} {y} means {r} fine ,",
+)
+TAILS = {"solve": "go on .", "redo": "same as before .", "back": "fits too .", "brief": ""}
+CHANGED_TAIL = "but not as before !"
+FIX_STEP = "wrong was {v} {old} , fix it ."
+HEADERS = {
+    "solve": "first solve each line in turn .",
+    "redo": "wait , check {k} : let me verify by doing it all over .",
+    "back": "now check {k} goes backwards from the end .",
+    "brief": "check {k} : all in brief .",
+}
+FINAL_STEP = "done , {v} {r} ."
+ANSWER = "the answer is \\boxed{{ {r} }} ."
+PROMPT_WORDS = "draft find plan redo back brief"
+
+
+def _vocabulary() -> tuple[str, ...]:
+    """All words in a fixed order; letters and digits cover the fields of the templates."""
+    words: dict[str, None] = dict.fromkeys(
+        (*SPECIAL, *DIGITS, *LETTERS, *OPERATORS, "=", *ORDINALS)
+    )
+    texts = [
+        *LONG_STYLES,
+        *BRIEF_STYLES,
+        *TAILS.values(),
+        CHANGED_TAIL,
+        FIX_STEP,
+        *HEADERS.values(),
+    ]
+    for text in (*texts, FINAL_STEP, ANSWER, PROMPT_WORDS):
+        words.update(dict.fromkeys(w for w in text.split() if not w.startswith("{") and w != "}}"))
+    words.pop("\\boxed{{", None)
+    return tuple(words)
+
+
+VOCABULARY = _vocabulary()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem with its reference response."""
+
+    prompt: str
+    """Content of the user message."""
+    answer: str
+    """The right final answer, one digit."""
+    error: bool
+    """Whether the prompt carries a wrong draft value, which the response has to correct."""
+    response: str
+    """Reference response, from ``<think>`` to the sentence with the answer."""
+    variables: int
+    """Number of assignments that have to be worked out."""
+    plan: tuple[str, ...]
+    """The verification rounds."""
+    draft: bool
+    """Whether the prompt carries a draft value, right or wrong."""
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """Size of the generated problems; the defaults are what is evaluated."""
+
+    min_variables: int = 3
+    max_variables: int = 5
+    min_rounds: int = 3
+    max_rounds: int = 4
+    draft_rate: float = 0.8
+    wrong_rate: float = 0.5
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One assignment ``name = operand op constant``."""
+
+    name: str
+    operand: str
+    op: str
+    constant: str
+
+    def result(self, values: dict[str, int]) -> int:
+        """What the assignment gives under ``values``."""
+        x, y = values[self.operand], int(self.constant)
+        return (x + y if self.op == "+" else x - y) % 10
+
+
+def _render(style: str, line: _Line, values: dict[str, int], result: int) -> list[str]:
+    return style.format(
+        v=line.name, u=line.operand, o=line.op, y=line.constant, x=values[line.operand], r=result
+    ).split()
+
+
+def _plan(rng: random.Random, rounds: int) -> tuple[str, ...]:
+    """``redo`` first, as only an in-order pass corrects; then long and one or two brief rounds."""
+    if rounds <= 1:
+        return ("redo",) * rounds
+    rest = ["brief"] + [rng.choice(("redo", "back")) for _ in range(rounds - 2)]
+    if rounds == 2:
+        rest = [rng.choice(("redo", "back", "brief"))]
+    elif rounds == 4 and rng.random() < 0.3:
+        rest[-1] = "brief"
+    rng.shuffle(rest)
+    return ("redo", *rest)
+
+
+def _chain(rng: random.Random, count: int) -> tuple[str, int, list[_Line]]:
+    """The given variable, its value, and ``count`` lines, each using the one before."""
+    styles = len(LONG_STYLES)
+    names = [
+        LETTERS[s + styles * rng.randrange(len(LETTERS) // styles)]
+        for s in rng.sample(range(styles), count)
+    ]
+    first = rng.choice([c for c in LETTERS if c not in names])
+    lines, previous = [], first
+    for name in names:
+        lines.append(_Line(name, previous, rng.choice(OPERATORS), rng.choice(DIGITS)))
+        previous = name
+    return first, rng.randrange(10), lines
+
+
+def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> Problem:
+    """Draw one problem of the given difficulty."""
+    first, given, lines = _chain(
+        rng, rng.randint(difficulty.min_variables, difficulty.max_variables)
+    )
+    plan = _plan(rng, rng.randint(difficulty.min_rounds, difficulty.max_rounds))
+    true = {first: given}
+    for line in lines:
+        true[line.name] = line.result(true)
+
+    drafted, draft_value = "", 0
+    # Without a round that verifies, a wrong draft would make the reference answer wrong.
+    if plan and rng.random() < difficulty.draft_rate:
+        drafted = rng.choice(lines).name
+        draft_value = true[drafted]
+        if rng.random() < difficulty.wrong_rate:
+            draft_value = (draft_value + rng.randint(1, 9)) % 10
+    error = bool(drafted) and draft_value != true[drafted]
+
+    target = lines[-1].name
+    facts = [f"{first} {given}", *(f"{t.name} = {t.operand} {t.op} {t.constant}" for t in lines)]
+    rng.shuffle(facts)
+    parts = [" , ".join(facts), f"find {target}"]
+    if drafted:
+        parts.insert(rng.randrange(2), f"draft {drafted} {draft_value}")
+    if plan:
+        parts.append(
+            "plan " + " ".join(f"{k} {kind}" for k, kind in zip(ORDINALS, plan, strict=False))
+        )
+    prompt = " . ".join(parts) + " ."
+
+    # First pass: the draft replaces the computed result and propagates.
+    words = [THINK, *HEADERS["solve"].split(), STEP_END]
+    values = {first: given}
+    for line in lines:
+        result = draft_value if line.name == drafted else line.result(values)
+        style = LONG_STYLES[LETTERS.index(line.name) % len(LONG_STYLES)]
+        words += [*_render(style, line, values, result), *TAILS["solve"].split(), STEP_END]
+        values[line.name] = result
+
+    for ordinal, kind in zip(ORDINALS, plan, strict=False):
+        words += [*HEADERS[kind].format(k=ordinal).split(), STEP_END]
+        styles = BRIEF_STYLES if kind == "brief" else LONG_STYLES
+        for line in reversed(lines) if kind == "back" else lines:
+            old, result = values[line.name], line.result(values)
+            words += _render(styles[LETTERS.index(line.name) % len(styles)], line, values, result)
+            words += [*(TAILS[kind] if result == old else CHANGED_TAIL).split(), STEP_END]
+            if result != old:
+                words += [*FIX_STEP.format(v=line.name, old=old).split(), STEP_END]
+            values[line.name] = result
+    assert values == true
+    words += [*FINAL_STEP.format(v=target, r=true[target]).split(), THINK_END, STEP_END]
+    words += ANSWER.format(r=true[target]).split()
+    return Problem(
+        prompt, str(true[target]), error, " ".join(words), len(lines), plan, bool(drafted)
+    )
+
+
+def split_of(prompt: str) -> str:
+    """``"test"`` for one prompt in 16, by its hash, else ``"train"``: no prompt is ever in both."""
+    return "test" if hashlib.sha256(prompt.encode()).digest()[0] < 16 else "train"
+
+
+def generate(
+    seed: int, count: int, split: str = "test", difficulty: Difficulty = Difficulty()
+) -> list[Problem]:
+    """``count`` problems of one split, distinct, the same for the same arguments."""
+    if split not in ("train", "test"):
+        raise ValueError(f"split must be 'train' or 'test', not {split!r}")
+    rng = random.Random(f"{split}-{seed}")
+    problems: dict[str, Problem] = {}
+    while len(problems) < count:
+        problem = make_problem(rng, difficulty)
+        if split_of(problem.prompt) == split:
+            problems.setdefault(problem.prompt, problem)
+    return list(problems.values())
+
+
+def extract_answer(text: str) -> str | None:
+    """Content of the last ``\\boxed{ }``, or None; looks at most 32 characters past its start."""
+    start = text.rfind(BOX)
+    if start < 0:
+        return None
+    start += len(BOX)
+    inside, closing, _ = text[start : start + 32].partition(BOX_END)
+    return inside.strip() if closing else None
+
+
+def grade(text: str, problem: Problem) -> bool:
+    """Whether the last boxed answer of ``text`` is right."""
+    return extract_answer(text) == problem.answer

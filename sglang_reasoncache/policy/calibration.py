@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file that keeps the observed distance distributions across restarts.
+
+Without it, the first requests of a fresh server meet an empty percentile. One
+JSON file holds one state per :class:`CalibrationKey`, because distances depend
+on the model, on the block size and on how keys are stored and compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+_VERSION = 1
+MAX_FILE_BYTES = 4 << 20
+"""A file above this size is neither read nor written."""
+MAX_ENTRIES = 32
+"""Saving one more key drops the one that was saved the longest ago."""
+_MAX_KEY_CHARS = 512
+
+
+@dataclass(frozen=True)
+class CalibrationKey:
+    """What a distribution is valid for.
+
+    Attributes:
+        model: name or fingerprint of the weights.
+        block: tokens per block.
+        positions: ``corrected`` or ``as-cached``.
+        kv_dtype: data type of the KV cache, such as ``bfloat16``.
+
+    Raises:
+        ValueError: an empty or overlong name, or a block below 1.
+    """
+
+    model: str
+    block: int
+    positions: str
+    kv_dtype: str
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"calibration block must be at least 1, got {self.block}")
+        for name in ("model", "positions", "kv_dtype"):
+            length = len(getattr(self, name))
+            if not 1 <= length <= _MAX_KEY_CHARS:
+                raise ValueError(
+                    f"calibration {name} must have 1 to {_MAX_KEY_CHARS} characters, got {length}"
+                )
+
+    def as_text(self) -> str:
+        """The key in the file."""
+        return json.dumps(astuple(self))
+
+
+def load(path: str | os.PathLike[str], key: CalibrationKey) -> dict[str, object] | None:
+    """The state saved for ``key``; None if the file or the key is absent.
+
+    The state itself is validated by whoever restores it.
+
+    Raises:
+        ValueError: the file is too large or not a calibration file.
+        OSError: the file exists but cannot be read.
+    """
+    state = _read(Path(path)).get(key.as_text())
+    if state is None:
+        return None
+    if not isinstance(state, dict):
+        raise ValueError(f"calibration file {path}: entry {key.as_text()} is not an object")
+    return state
+
+
+def save(path: str | os.PathLike[str], key: CalibrationKey, state: dict[str, object]) -> None:
+    """Set the state of ``key`` and keep the other entries; replaces the file in one move.
+
+    Readers see the old file or the new one. Two writers at once are safe too,
+    but the later one may drop the entry of the other.
+
+    Raises:
+        ValueError: the present file is not a calibration file (it is left
+            alone), or the new one would be too large.
+        OSError: the directory cannot be written.
+    """
+    target = Path(path)
+    entries = _read(target)
+    entries.pop(key.as_text(), None)
+    entries[key.as_text()] = state
+    while len(entries) > MAX_ENTRIES:
+        del entries[next(iter(entries))]
+    text = json.dumps({"version": _VERSION, "entries": entries}, allow_nan=False)
+    data = text.encode()
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(
+            f"calibration file {path} must be at most {MAX_FILE_BYTES} bytes, got {len(data)}"
+        )
+    _replace(target, data)
+
+
+def _read(path: Path) -> dict[str, object]:
+    """Entries of the file, oldest first; empty if there is no file."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return {}
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"calibration file {path} must be at most {MAX_FILE_BYTES} bytes")
+    try:
+        content = json.loads(data)
+    # RecursionError: brackets nested thousands deep.
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"calibration file {path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        raise ValueError(f"calibration file {path} must have version {_VERSION}")
+    entries = content.get("entries")
+    if not isinstance(entries, dict):
+        raise ValueError(f"calibration file {path} has no entries")
+    return entries
+
+
+def _replace(target: Path, data: bytes) -> None:
+    """Write beside the target, then rename: no reader ever sees half a file."""
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise

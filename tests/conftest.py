@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures for all tests. Servers are shared: see ``tests/server/harness.py``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from eval.serving import ServerProcess
+    from tests.server.harness import ServerPool
+
+ROOT = Path(__file__).resolve().parent.parent
+_SERVER_TESTS = ROOT / "tests" / "server"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let a terminated run still end its servers: SIGTERM unwinds like Ctrl-C."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark server tests, run them last, and group them so that each server starts once."""
+    for item in items:
+        if item.path.is_relative_to(_SERVER_TESTS):
+            item.add_marker(pytest.mark.server)
+    first_use: dict[str, int] = {}
+
+    def order(item: pytest.Item) -> tuple[bool, int]:
+        if item.get_closest_marker("server") is None:
+            return False, 0
+        callspec = getattr(item, "callspec", None)
+        spec = callspec.params.get("server") if callspec else None
+        # Tests without a fixed server stay together after their module's others.
+        key = repr(spec) if spec else str(item.path)
+        return True, first_use.setdefault(key, len(first_use))
+
+    items.sort(key=order)
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """Directory of the embedded reasoner, or of REASONCACHE_TEST_MODEL."""
+    given = os.environ.get("REASONCACHE_TEST_MODEL")
+    path = Path(given) if given else ROOT / "eval" / "tiny_reasoner" / "checkpoint"
+    if not (path / "config.json").is_file():
+        pytest.fail(f"no model at {path}: set REASONCACHE_TEST_MODEL or train one", pytrace=False)
+    return path
+
+
+@pytest.fixture(scope="session")
+def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    """Every test's servers; REASONCACHE_TEST_SERVERS (default 2) stay alive at once."""
+    # Imported here so that unit tests need no server dependencies.
+    from tests.server.harness import ServerPool
+
+    capacity = int(os.environ.get("REASONCACHE_TEST_SERVERS", "2"))
+    pool = ServerPool(model_path, tmp_path_factory.mktemp("servers"), capacity)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def server(servers: ServerPool, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    """A server for the spec given by indirect parametrization, checked after the test.
+
+    Use as ``@pytest.mark.parametrize("server", [STOCK, SHARED], indirect=True, ids=...)``.
+    """
+    from tests.server.harness import assert_whole
+
+    process = servers.get(request.param)
+    log_start = process.log_size()
+    yield process
+    assert_whole(process, log_start)
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name server parameters after their spec."""
+    from tests.server.harness import ServerSpec
+
+    return val.name if isinstance(val, ServerSpec) else None

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything we touch in SGLang, checked against the installed version.
+
+A failure here names what moved; ``sglang_reasoncache/plugin/seams.py`` is the
+place to change.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+
+import pytest
+
+from sglang_reasoncache.plugin import seams
+
+
+def _parameters(target: str) -> list[str]:
+    return list(inspect.signature(pkgutil.resolve_name(target)).parameters)
+
+
+def test_installed_version_is_supported() -> None:
+    """The tests run on a version we claim to support."""
+    assert seams.installed_version() in seams.SUPPORTED_SGLANG
+
+
+@pytest.mark.parametrize("name", sorted(seams.NAMES))
+def test_name_exists(name: str) -> None:
+    """Every name of the table resolves."""
+    assert seams.resolve(name) is not None
+
+
+@pytest.mark.parametrize(
+    ("hook", "parameters"),
+    [
+        ("add_cli_args", ["parser"]),
+        ("from_cli_args", ["args"]),
+        (
+            "build_allocator",
+            [
+                "self",
+                "sizes",
+                "token_to_kv_pool",
+                "is_dsv4_model",
+                "req_to_token_pool",
+                "token_to_kv_pool_allocator",
+            ],
+        ),
+        ("decode_done", ["self", "batch", "result"]),
+        ("count_uncached", ["self"]),
+        ("decode_log_parts", ["self"]),
+        ("internal_state", ["self", "state"]),
+    ],
+)
+def test_hook_target_signature(hook: str, parameters: list[str]) -> None:
+    """Hooked functions exist under the parameters our hooks are called with."""
+    assert _parameters(seams.HOOK_TARGETS[hook]) == parameters
+
+
+def test_every_hook_has_a_signature_test() -> None:
+    """The list above is complete."""
+    marks = test_hook_target_signature.pytestmark  # type: ignore[attr-defined]
+    assert {case[0] for case in marks[0].args[1]} == set(seams.HOOK_TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "parameters"),
+    [
+        ("RadixCache", "checkpoint", ["self", "req", "up_to"]),
+        ("RadixCache", "on_release", ["self", "req", "checkpointed"]),
+        (
+            "RadixCache",
+            "_insert_helper",
+            ["self", "node", "key", "value", "priority", "inserted_len"],
+        ),
+        ("RadixCache", "_split_node", ["self", "key", "child", "split_len"]),
+        ("RadixCache", "_delete_leaf", ["self", "node"]),
+        ("RadixCache", "inc_lock_ref", ["self", "node"]),
+        ("RadixCache", "dec_lock_ref", ["self", "node", "params"]),
+        ("RadixCache", "evict", ["self", "params"]),
+        ("RadixCache", "path_device_indices", ["self", "node"]),
+        ("TokenToKVPoolAllocator", "free", ["self", "free_index"]),
+        ("TokenToKVPoolAllocator", "free_page_ids", ["self", "page_ids"]),
+        ("PagedTokenToKVPoolAllocator", "_release_page_ids", ["self", "page_ids"]),
+        (
+            "PrefillBudget",
+            "check_prefill",
+            [
+                "self",
+                "extend_input_len",
+                "total_tokens",
+                "max_new_tokens",
+                "input_tokens",
+                "swa_host_hit_length",
+                "chunk_limit",
+                "auxiliary_swa_host_hit_length",
+            ],
+        ),
+        ("PrefillBudget", "_available_and_evictable", ["self"]),
+        ("RotaryEmbedding", "_compute_cos_sin_cache", ["self"]),
+    ],
+)
+def test_overridden_method_signature(name: str, method: str, parameters: list[str]) -> None:
+    """Methods we override or call beyond the public interface kept their parameters."""
+    assert _parameters(f"{seams.NAMES[name]}.{method}") == parameters
+
+
+@pytest.mark.parametrize("method", ["_run_sdpa_forward_extend", "_run_sdpa_forward_decode"])
+def test_attention_loop_signature(method: str) -> None:
+    """The stock loops still take query, output and the key cache first."""
+    names = _parameters(f"{seams.NAMES['TorchNativeAttnBackend']}.{method}")
+    assert names[:5] == ["self", "query", "output", "k_cache", "v_cache"]
+    assert {"scaling", "sliding_window_size"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        "origin_input_ids",
+        "output_ids",
+        "is_retracted",
+        "retraction_count",
+        "beam_group",
+        "multimodal_inputs",
+        "input_embeds",
+        "tokenizer",
+        "full_untruncated_fill_ids",
+    ],
+)
+def test_request_attribute(attribute: str) -> None:
+    """SGLang's request still carries what the controller reads."""
+    source = inspect.getsource(pkgutil.resolve_name("sglang.srt.managers.schedule_batch.Req"))
+    assert f"self.{attribute}" in source
+
+
+def test_scheduler_reachable_from_result_processor() -> None:
+    """The flag that stops admission is reset through the metrics reporter's scheduler."""
+    reporter = pkgutil.resolve_name("sglang.srt.managers.scheduler_components.metrics_reporter")
+    assert "self.scheduler" in inspect.getsource(reporter)
+    batch = pkgutil.resolve_name("sglang.srt.managers.schedule_batch.ScheduleBatch")
+    assert "batch_is_full" in {field.name for field in batch.__dataclass_fields__.values()}

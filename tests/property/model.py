@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What memory should hold, in plain Python, and the checks that compare.
+
+Every KV vector ever computed has a number, its *content*. The model knows for
+each content which token sequence it was computed for and whether everything it
+attended to was exact, and for each row position and tree position which content
+must be found there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Optional
+
+import numpy as np
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
+
+from tests.property.world import Pair, World
+
+
+class Path:
+    """A token sequence, as a node of an ever-growing trie: equal sequences are one object."""
+
+    __slots__ = ("_steps", "depth")
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._steps: dict[int, Path] = {}
+
+    def step(self, token: int) -> Path:
+        found = self._steps.get(token)
+        if found is None:
+            found = self._steps[token] = Path(self.depth + 1)
+        return found
+
+    def along(self, tokens: Iterable[int]) -> list[Path]:
+        """The sequences that end at each of ``tokens``."""
+        paths, at = [], self
+        for token in tokens:
+            at = at.step(token)
+            paths.append(at)
+        return paths
+
+
+class Contents:
+    """All contents, by number; 0 is never used and -1 marks free slots."""
+
+    def __init__(self) -> None:
+        self.path: list[Optional[Path]] = [None]
+        self.exact: list[bool] = [False]
+
+    def new(self, path: Path, exact: bool) -> int:
+        self.path.append(path)
+        self.exact.append(exact)
+        return len(self.path) - 1
+
+    def is_exact_at(self, content: int, path: Path) -> bool:
+        """Whether ``content`` is what an unshared run computes for the last token of ``path``."""
+        return self.exact[content] and self.path[content] is path
+
+
+@dataclass(eq=False)
+class Track:
+    """A request and what its row must show.
+
+    Attributes:
+        paths: Token sequence ending at each position of prompt and output.
+        shows: Content of every written row position.
+        exact: Whether all of ``shows`` is exact.
+        blocks: Redirected blocks of the current row, in order.
+        again: Blocks of the row before a retraction, not yet applied again.
+        frontier: Where the next redirected block may start.
+        target: Tokens the prefill in progress has to reach.
+    """
+
+    req: Req
+    exact_only: bool
+    paths: list[Path]
+    shows: list[int] = field(default_factory=list)
+    exact: bool = True
+    blocks: list[Pair] = field(default_factory=list)
+    again: list[Pair] = field(default_factory=list)
+    frontier: int = 0
+    target: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.req.origin_input_ids, *self.req.output_ids]
+
+    @property
+    def decoding(self) -> bool:
+        return len(self.req.output_ids) > 0 and len(self.shows) >= self.target
+
+    @property
+    def first_shared(self) -> Optional[int]:
+        return min((block.dst_start for block in self.blocks), default=None)
+
+
+class Memory:
+    """The model of one world."""
+
+    def __init__(self, world: World, block: int, copies: bool) -> None:
+        self.world = world
+        self.block = block
+        self.copies = copies
+        self.root = Path(0)
+        self.contents = Contents()
+        self.running: list[Track] = []
+        #: Content of every position the tree holds.
+        self.tree: dict[Path, int] = {}
+        #: Contents that the running rule may leave in the tree.
+        self.publishable: dict[Path, int] = {}
+
+    # -- what happens to rows ---------------------------------------------------
+
+    def matched(self, track: Track) -> None:
+        """The row starts with what the tree holds for its tokens."""
+        length = track.req.prefix_len
+        track.shows = [self.tree[path] for path in track.paths[:length]]
+        self._reassess(track)
+
+    def computed(self, track: Track, slots: np.ndarray) -> None:
+        """A forward wrote the next ``len(slots)`` positions."""
+        start = len(track.shows)
+        new = [
+            self.contents.new(path, track.exact)
+            for path in track.paths[start : start + len(slots)]
+        ]
+        assert len(new) == len(slots)
+        self.world.write(slots, new)
+        track.shows += new
+
+    def shared(self, track: Track, blocks: Sequence[Pair]) -> None:
+        """Blocks the acceptor must have applied, in order."""
+        for block in blocks:
+            for i in range(self.block):
+                track.shows[block.dst_start + i] = track.shows[block.src_start + i]
+            track.blocks.append(block)
+            track.exact = False
+
+    def may_share(self, track: Track, block: Pair) -> bool:
+        """The rule of truth 1: written, private, sealed."""
+        return (
+            block.dst_start >= track.req.kv.cache_protected_len
+            and block.dst_start + self.block <= len(track.shows)
+            and block.src_start + self.block <= block.dst_start
+        )
+
+    def publish(self, track: Track, up_to: int) -> None:
+        """The rule about to run may leave ``[0, up_to)`` of the row in the tree."""
+        self.publishable.update(zip(track.paths[:up_to], track.shows[:up_to], strict=True))
+
+    def repointed(self, track: Track) -> None:
+        """The tree took over the row's start: where it held a copy already, the row shows that."""
+        for i, path in enumerate(track.paths[: track.req.kv.cache_protected_len]):
+            track.shows[i] = self.tree.get(path, track.shows[i])
+        self._reassess(track)
+
+    def published(self, track: Track, up_to: int) -> None:
+        """After :meth:`observe`: whole pages of ``[0, up_to)`` are in the tree."""
+        for path in track.paths[: up_to // self.world.page * self.world.page]:
+            assert path in self.tree, f"position {path.depth - 1} was not published"
+
+    def _reassess(self, track: Track) -> None:
+        track.exact = all(
+            self.contents.is_exact_at(content, path)
+            for content, path in zip(track.shows, track.paths, strict=False)
+        )
+        assert track.exact or not track.exact_only, "an opted-out request reads approximations"
+
+    # -- checks -----------------------------------------------------------------
+
+    def observe(self) -> None:
+        """Walk tree and rows, compare everything with the model."""
+        world = self.world
+        allocator, tree, page = world.allocator, world.tree, world.page
+        locks: Counter[int] = Counter()
+        for track in self.running:
+            node = track.req.lock.node
+            while node is not tree.root_node:
+                locks[id(node)] += 1
+                node = node.parent
+        found: dict[Path, int] = {}
+        named: list[np.ndarray] = []
+        evictable = protected = 0
+        stack = [(child, self.root, frozenset[int]()) for child in tree.root_node.children.values()]
+        owned_by_tree: set[int] = set()
+        while stack:
+            node, path, above = stack.pop()
+            slots = node.value.numpy()
+            assert len(slots) == len(node.key) > 0
+            for token, content in zip(
+                node.key.token_ids, world.read(slots).tolist(), strict=True
+            ):
+                path = path.step(token)
+                found[path] = content
+            pages = self._pages(slots)
+            named.append(pages)
+            own = set(pages.tolist()) - above
+            assert owned_by_tree.isdisjoint(own), "two branches hold a page their ancestors do not"
+            owned_by_tree |= own
+            assert node.lock_ref == locks[id(node)], "a lock count is wrong"
+            if node.lock_ref:
+                protected += len(own) * page
+            else:
+                evictable += len(own) * page
+            above = above | own
+            stack += [(child, path, above) for child in node.children.values()]
+        self._check_tree_contents(found)
+        assert tree.evictable_size() == evictable
+        assert tree.protected_size() == protected
+
+        private = 0
+        for track in self.running:
+            kv = track.req.kv
+            row = world.row(track.req)
+            assert world.read(row[: len(track.shows)]).tolist() == track.shows, (
+                f"the row of {track.req.rid} shows wrong content"
+            )
+            named.append(self._pages(row[kv.cache_protected_len :]))
+            private += kv_private_tokens(kv, page)
+        self._check_pages(named)
+
+        live = world.controller.live_positions
+        assert live == allocator.references.extra * page - tree.alias_positions
+        assert live == (
+            0 if self.copies else sum(len(t.blocks) for t in self.running) * self.block
+        )
+        books = (allocator.available_size(), evictable, protected, private, -live)
+        assert sum(books) == world.total, f"{books} do not add up to {world.total}"
+
+    def _pages(self, slots: np.ndarray) -> np.ndarray:
+        """Pages a run of whole pages names, one entry per reference; the end may be cut."""
+        page = self.world.page
+        if page == 1:
+            return slots
+        first = slots[::page]
+        assert (first % page == 0).all(), "a page does not start where its run does"
+        assert (slots == np.repeat(first, page)[: len(slots)] + np.arange(len(slots)) % page).all()
+        return first // page
+
+    def _check_tree_contents(self, found: dict[Path, int]) -> None:
+        """Nothing appears in the tree that no request published, nothing changes there."""
+        for path, content in found.items():
+            if self.tree.get(path) != content:
+                assert self.publishable.get(path) == content, (
+                    f"tree position {path.depth - 1} holds content {content}, which nobody published"
+                )
+        self.tree = found
+        self.publishable = {}
+        if not self.world.tree.publish_aliased:
+            for path, content in found.items():
+                assert self.contents.is_exact_at(content, path), "approximation in an exact tree"
+
+    def _check_pages(self, named: list[np.ndarray]) -> None:
+        """Every page is either free once or referenced as often as the books say."""
+        world = self.world
+        num_pages = world.total // world.page
+        uses = np.bincount(
+            np.concatenate([*named, np.zeros(0, np.int64)]).astype(np.int64),
+            minlength=num_pages + 1,
+        )
+        free = world.free_pages()
+        frees = np.bincount(free, minlength=num_pages + 1)
+        assert uses[0] == frees[0] == 0, "the padding page is in use"
+        assert len(uses) == len(frees) == num_pages + 1
+        assert ((uses > 0) != (frees > 0))[1:].all(), "a page is both free and in use, or neither"
+        assert (frees <= 1).all(), "a page is free twice"
+        many = np.flatnonzero(uses > 1)
+        recounted = dict(zip(many.tolist(), uses[many].tolist(), strict=True))
+        assert world.allocator.references.snapshot() == recounted, "reference counts differ"
+        # Whoever still reads a freed slot shall see it.
+        slots = free if world.page == 1 else self._slots_of(free)
+        world.write(slots, [-1] * len(slots))
+
+    def _slots_of(self, pages: np.ndarray) -> np.ndarray:
+        page = self.world.page
+        return (pages[:, None] * page + np.arange(page)).ravel()

@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random requests through allocator, tree and sharing, compared with a plain model after each rule.
+
+An operation is one rule: a request admitted, a prefill chunk, some decode steps
+with blocks shared, a release, a retraction, an eviction. The quick run takes
+``QUICK_OPERATIONS`` of them, ``REASONCACHE_PROPERTY_OPERATIONS`` sets another
+number, over all setups together.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from typing import Any, Optional
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.common import (
+    checkpoint_kv_cache,
+    evict_from_tree_cache,
+    release_kv_cache,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.runtime_context import get_context
+
+from tests.property.model import Memory, Track
+from tests.property.world import MAX_CONTEXT, MAX_ROWS, Pair, Setup, World
+
+QUICK_OPERATIONS = 24_000
+SETUPS = [
+    Setup(page=1, block=2, slots=96, publish="exact"),
+    Setup(page=1, block=3, slots=96, publish="aliased"),
+    Setup(page=1, block=1, slots=64, publish="aliased", need_sort=True),
+    Setup(page=4, block=4, slots=128, publish="exact"),
+    Setup(page=4, block=4, slots=128, publish="aliased"),
+    Setup(page=16, block=16, slots=320, publish="aliased", need_sort=True),
+    Setup(page=1, block=2, slots=96, publish="aliased", apply="copy"),
+]
+#: Tokens come from an alphabet of two, so that prefixes collide.
+BITS = st.integers(0, 2**24 - 1)
+PICK = st.integers(0, 63)
+
+
+def tokens_of(bits: int, length: int) -> list[int]:
+    """``length`` tokens, the bits of a number over and over."""
+    return [1 + (bits >> i % 24 & 1) for i in range(length)]
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    """One scheduler's memory. Rules follow the scheduler; :class:`Memory` says what must hold."""
+
+    operations = 0
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.setup = setup
+        self.world = World(setup)
+        self.memory = Memory(self.world, setup.block, copies=setup.apply == "copy")
+        self.waiting: list[Track] = []
+        self.seen: list[list[int]] = []
+        self.names = 0
+
+    # -- helpers ----------------------------------------------------------------
+
+    @property
+    def running(self) -> list[Track]:
+        return self.memory.running
+
+    @property
+    def decoding(self) -> list[Track]:
+        return [track for track in self.running if track.decoding]
+
+    def _track(self, prompt: list[int], exact_only: bool) -> Track:
+        self.names += 1
+        req = self.world.request(str(self.names), prompt, exact_only)
+        req.logprob_start_len = -1
+        return Track(req, exact_only, self.memory.root.along(prompt))
+
+    def _start(self, track: Track, chunk: int) -> bool:
+        """Admit ``track`` if memory allows, and run its first chunk."""
+        req, tree, page = track.req, self.world.tree, self.setup.page
+        req.init_next_round_input(tree)
+        self.memory.observe()
+        track.target = len(req.full_untruncated_fill_ids)
+        self._set_chunk(track, chunk)
+        req.lock = tree.lock(req.last_node)
+        needed = -(-req.extend_len // page) * page + page
+        if needed > self.world.allocator.available_size() + tree.evictable_size():
+            tree.unlock(req.lock)
+            req.lock = None
+            return False
+        self.memory.matched(track)
+        self._extend(track, admit=True)
+        return True
+
+    def _set_chunk(self, track: Track, chunk: int) -> None:
+        """``chunk`` is 0 for the rest of the prompt, else a number of pages."""
+        req, page = track.req, self.setup.page
+        end = (req.prefix_len + chunk * page) // page * page
+        req.extend_end = end if chunk and end > req.prefix_len and end < track.target else track.target
+
+    def _extend(self, track: Track, admit: bool = False) -> None:
+        """One prefill forward, then publish as the batch result processor does."""
+        req = track.req
+        slots = self.world.extend(req)
+        if admit:
+            self.running.append(track)
+        self.memory.computed(track, slots)
+        # Allocation may have evicted.
+        self.memory.observe()
+        is_last = req.extend_end == track.target
+        if is_last:
+            self._append(track, 1 + len(track.tokens) % 2)
+        up_to = req.extend_end
+        if len(req.output_ids):
+            up_to = min(up_to, len(req.origin_input_ids))
+        self.memory.publish(track, up_to)
+        checkpoint_kv_cache(req, self.world.tree)
+        self.memory.repointed(track)
+        self.memory.observe()
+        self.memory.published(track, 0 if track.exact_only else up_to)
+
+    def _append(self, track: Track, token: int) -> None:
+        """The newest token; its KV is not computed yet."""
+        track.req.output_ids.append(token)
+        last = track.paths[-1] if track.paths else self.memory.root
+        track.paths.append(last.step(token))
+
+    def _after_decode(self) -> None:
+        """Let the controller see the batch, and predict what it does."""
+        batch = self.decoding
+        for track in batch:
+            state = self.world.controller.state_of(track.req)
+            blocks, track.again = track.again, []
+            if state is not None and state.filter is not None:
+                if len(track.req.output_ids) - 1 > state.fed:
+                    blocks = blocks + state.filter.waiting
+                else:
+                    state.filter.waiting = []
+            self.memory.shared(track, [b for b in blocks if self.memory.may_share(track, b)])
+        self.world.controller.after_decode(_Batch([track.req for track in batch]))
+
+    def _script(self, track: Track, draws: list[tuple[int, int]], ready: int) -> None:
+        """Propose blocks on ``track``'s row. Destinations rise, as a segmenter's do."""
+        state = self.world.controller.state_of(track.req)
+        if state is None or state.filter is None:
+            return
+        block, grid = self.setup.block, self.setup.page
+        for gap, source in draws:
+            if gap == 63:
+                # Not written yet, or source and destination overlap: must be refused.
+                pair = Pair(ready // grid * grid, 0) if source % 2 else Pair(0, 0)
+                state.filter.waiting.append(pair)
+                continue
+            start = -(-track.frontier // grid) * grid + gap % 4 * grid
+            choices = (start - block) // grid + 1
+            if start + block > ready or choices <= 0:
+                return
+            # Low sources are the prompt, which the tree may own.
+            state.filter.waiting.append(Pair(start, source % choices * grid))
+            if start >= track.req.kv.cache_protected_len:
+                track.frontier = start + block
+
+    def _release(self, track: Track, *, checkpoint: bool) -> None:
+        self.running.remove(track)
+        release_kv_cache(track.req, self.world.tree, checkpoint=checkpoint)
+        assert not track.req.kv.holds_kv
+
+    def _finish(self, track: Track, group: bool = False) -> None:
+        """The request reached its end."""
+        req = track.req
+        req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
+        req.finished_len = len(req.output_ids)
+        up_to = len(track.shows)
+        if not self.world.tree.publish_aliased and track.first_shared is not None:
+            up_to = min(up_to, track.first_shared)
+        self.memory.publish(track, up_to)
+        self._release(track, checkpoint=True)
+        self.seen.append(track.tokens)
+        if not group:
+            self.memory.observe()
+            self.memory.published(track, 0 if track.exact_only else up_to)
+
+    # -- rules --------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.running) < MAX_ROWS)
+    @rule(
+        origin=PICK,
+        keep=st.integers(0, 48),
+        bits=BITS,
+        length=st.integers(1, 24),
+        exact_only=st.sampled_from((False, False, False, True)),
+        chunk=st.integers(0, 3),
+    )
+    def admit(
+        self, origin: int, keep: int, bits: int, length: int, exact_only: bool, chunk: int
+    ) -> None:
+        """A new prompt, an earlier one, part of one, or a follow-up turn."""
+        base: list[int] = []
+        if self.seen and origin % 4:
+            base = self.seen[origin // 4 % len(self.seen)]
+            if origin % 4 == 1:
+                base = base[:keep]
+        if self.setup.page > 4:
+            length *= 3
+        prompt = (base + tokens_of(bits, length))[: MAX_CONTEXT // 2]
+        if self._start(self._track(prompt, exact_only), chunk):
+            self.seen = [*self.seen[-15:], prompt]
+
+    @precondition(lambda self: any(not track.decoding for track in self.running))
+    @rule(pick=PICK, chunk=st.integers(0, 2))
+    def prefill_more(self, pick: int, chunk: int) -> None:
+        """The next chunk of a prompt."""
+        partial = [track for track in self.running if not track.decoding]
+        track = partial[pick % len(partial)]
+        track.req.init_next_round_input()
+        self._set_chunk(track, chunk)
+        page = self.setup.page
+        needed = -(-track.req.extend_len // page) * page + page
+        if needed > self.world.allocator.available_size() + self.world.tree.evictable_size():
+            self._retract(track)
+            return
+        self._extend(track)
+
+    @precondition(lambda self: len(self.decoding) > 0)
+    @rule(
+        mask=st.integers(1, 2**MAX_ROWS - 1),
+        steps=st.integers(1, 8),
+        bits=BITS,
+        draws=st.lists(st.tuples(PICK, PICK), max_size=6),
+    )
+    def decode(self, mask: int, steps: int, bits: int, draws: list[tuple[int, int]]) -> None:
+        """Some steps of some of the requests, then share blocks of what they wrote."""
+        batch = [t for i, t in enumerate(self.decoding) if mask >> i & 1] or self.decoding[:1]
+        if self.setup.page > 4:
+            steps *= 3
+        for step in range(steps):
+            batch = [t for t in batch if len(t.tokens) < MAX_CONTEXT - 2]
+            batch = self._make_room(batch)
+            if not batch:
+                return
+            slots = self.world.decode([track.req for track in batch])
+            for i, track in enumerate(batch):
+                self.memory.computed(track, slots[i : i + 1])
+                self._append(track, 1 + (bits >> (step + 5 * i) % 24 & 1))
+        # Requests are seen by the controller before their first proposal.
+        if any(self.world.controller.state_of(track.req) is None for track in batch):
+            self._after_decode()
+        for i, track in enumerate(batch):
+            self._script(track, draws[i :: len(batch)], len(track.shows))
+        self._after_decode()
+
+    def _make_room(self, batch: list[Track]) -> list[Track]:
+        """Retract from the end until the next step fits; abort the last request that does not."""
+        while batch and not self.world.can_decode([track.req for track in batch]):
+            victim = batch[-1]
+            batch = batch[:-1]
+            if batch or len(self.running) > 1:
+                self._retract(victim)
+            else:
+                victim.req.finished_reason = FINISH_ABORT("out of memory")
+                self._release(victim, checkpoint=False)
+        return batch
+
+    def _retract(self, track: Track) -> None:
+        self._release(track, checkpoint=False)
+        evict_from_tree_cache(self.world.tree, 2 * len(self.running))
+        track.req.reset_for_retract()
+        track.again = track.again + track.blocks if track.again else track.blocks
+        track.blocks, track.shows, track.exact, track.target = [], [], True, 0
+        self.waiting.append(track)
+
+    @precondition(lambda self: len(self.running) > 0)
+    @rule(pick=PICK)
+    def retract(self, pick: int) -> None:
+        """Memory ran short elsewhere."""
+        self._retract(self.running[pick % len(self.running)])
+
+    @precondition(lambda self: self.waiting and len(self.running) < MAX_ROWS)
+    @rule(pick=PICK, chunk=st.integers(0, 3))
+    def readmit(self, pick: int, chunk: int) -> None:
+        """A retracted request recomputes prompt and output; its blocks are shared again."""
+        track = self.waiting.pop(pick % len(self.waiting))
+        if not self._start(track, chunk):
+            self.waiting.append(track)
+
+    @precondition(lambda self: len(self.decoding) > 0)
+    @rule(pick=PICK, ahead=st.booleans())
+    def finish(self, pick: int, ahead: bool) -> None:
+        """One request ends; with ``ahead`` the overlap schedule had prepared its next step."""
+        track = self.decoding[pick % len(self.decoding)]
+        if ahead and self.world.can_decode([track.req]):
+            self.memory.computed(track, self.world.decode([track.req]))
+            self.memory.observe()
+        self._finish(track)
+
+    @precondition(lambda self: len(self.decoding) > 1)
+    @rule()
+    def finish_together(self) -> None:
+        """All decoding requests end in one batch, whose frees SGLang groups."""
+        self.world.allocator.free_group_begin()
+        for track in self.decoding:
+            self._finish(track, group=True)
+        self.world.allocator.free_group_end()
+
+    @precondition(lambda self: len(self.running) > 0)
+    @rule(pick=PICK)
+    def abort(self, pick: int) -> None:
+        """A request ends and leaves nothing in the tree, in prefill or in decode."""
+        track = self.running[pick % len(self.running)]
+        track.req.finished_reason = FINISH_ABORT("aborted")
+        self._release(track, checkpoint=False)
+
+    @rule(wanted=st.integers(1, 64))
+    def evict(self, wanted: int) -> None:
+        """An eviction brings back what it was asked for, if there is that much."""
+        allocator, tree = self.world.allocator, self.world.tree
+        before, evictable = allocator.available_size(), tree.evictable_size()
+        result = tree.evict(EvictParams(num_tokens=wanted))
+        freed = allocator.available_size() - before
+        assert freed >= min(wanted, evictable)
+        assert result.num_tokens_evicted == freed == evictable - tree.evictable_size()
+
+    @precondition(lambda self: len(self.seen) > 0)
+    @rule(pick=PICK, length=st.integers(1, 64), exact_only=st.booleans())
+    def look_up(self, pick: int, length: int, exact_only: bool) -> None:
+        """A request that waits is matched, which splits nodes, and goes away again."""
+        tokens = self.seen[pick % len(self.seen)][:length]
+        req = self.world.request("probe", tokens, exact_only)
+        key = RadixKey(array("q", tokens))
+        result = self.world.tree.match_prefix(MatchPrefixParams(key=key, req=req))
+        paths = self.memory.root.along(tokens)
+        if exact_only:
+            for path in paths[: result.device_prefix_len]:
+                assert self.memory.contents.is_exact_at(self.memory.tree[path], path)
+        if not exact_only or not self.world.tree.publish_aliased:
+            held = sum(path in self.memory.tree for path in paths)
+            assert result.device_prefix_len == held // self.setup.page * self.setup.page
+
+    @precondition(lambda self: not self.running)
+    @rule(flush=st.booleans())
+    def empty(self, flush: bool) -> None:
+        """With nothing running, eviction alone gives every slot back; so does a flush."""
+        if flush:
+            self.waiting.clear()
+            self.world.tree.reset()
+            self.world.allocator.clear()
+        else:
+            self._evict_all()
+        assert self.world.allocator.available_size() == self.setup.slots
+        assert len(self.world.allocator.references) == 0
+
+    def _evict_all(self) -> None:
+        tree = self.world.tree
+        tree.evict(EvictParams(num_tokens=tree.evictable_size()))
+        assert not tree.root_node.children
+        assert tree.evictable_size() == tree.protected_size() == tree.alias_positions == 0
+
+    @invariant()
+    def books_balance(self) -> None:
+        """The model, conservation, references and contents agree after every rule."""
+        type(self).operations += 1
+        self.memory.observe()
+
+    def teardown(self) -> None:
+        """Whatever happened: releasing everything leaves every slot free."""
+        for track in list(self.running):
+            self._release(track, checkpoint=False)
+        self.memory.observe()
+        self._evict_all()
+        assert self.world.allocator.available_size() == self.setup.slots
+        assert self.world.controller.live_positions == 0
+
+
+class _Batch:
+    """What the controller reads of SGLang's batch."""
+
+    def __init__(self, reqs: list[Any]) -> None:
+        self.reqs = reqs
+
+
+@pytest.fixture(autouse=True)
+def published_config() -> Any:
+    """SGLang's request and release paths read the process-wide configuration."""
+    with get_context().override_server_args(device="cpu", attention_backend="torch_native"):
+        yield
+
+
+def requested_operations() -> Optional[int]:
+    value = os.environ.get("REASONCACHE_PROPERTY_OPERATIONS")
+    return int(value) if value else None
+
+
+@pytest.mark.property
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -> None:
+    requested = requested_operations()
+    wanted = (requested or QUICK_OPERATIONS) // len(SETUPS)
+    steps = 60 if requested is None else 150
+    machine = type("Machine", (MemoryMachine,), {"operations": 0})
+    torch.set_num_threads(1)
+    while machine.operations < wanted:
+        run_state_machine_as_test(
+            lambda: machine(setup),
+            settings=settings(
+                max_examples=max(1, min(200, (wanted - machine.operations) // steps)),
+                stateful_step_count=steps,
+                deadline=None,
+                # The quick run is the same every time, the long one never is.
+                derandomize=requested is None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    record_property("operations", machine.operations)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real memory parts of one scheduler process, small and on the CPU.
+
+Nothing here is a stand-in except the policy: pools, rows, requests and the
+release path are SGLang's, allocator, tree, acceptor and controller are ours.
+The policy is scripted, because which blocks are similar does not matter here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocation import (
+    alloc_paged_token_slots_decode,
+    alloc_paged_token_slots_extend,
+    alloc_token_slots,
+)
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_reasoncache.cache.allocator import shared_allocator_of
+from sglang_reasoncache.cache.home import HomePositions
+from sglang_reasoncache.cache.tree import SharedRadixCache
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.policy.proposal import FilterCounters
+from sglang_reasoncache.sharing.acceptor import Acceptor
+from sglang_reasoncache.sharing.controller import OPT_OUT_KEY, SharingController
+from sglang_reasoncache.sharing.measure import BlockMeter
+
+LAYERS = 2
+MAX_ROWS = 4
+MAX_CONTEXT = 160
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to configure the memory core.
+
+    Attributes:
+        page: Page size, tokens.
+        block: Tokens per shared block; the page size when that is above 1.
+        slots: Pool size, tokens; small, so that it runs short.
+        publish: ``exact`` or ``aliased``.
+        apply: ``alias`` or ``copy``.
+        need_sort: Freed pages wait unsorted until an allocation runs short.
+    """
+
+    page: int
+    block: int
+    slots: int
+    publish: str
+    apply: str = "alias"
+    need_sort: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"page{self.page}", f"block{self.block}", self.publish]
+        parts += ["copy"] * (self.apply == "copy") + ["sorted"] * self.need_sort
+        return "-".join(parts)
+
+
+class Pair(NamedTuple):
+    """Block starts, positions in prompt plus output."""
+
+    dst_start: int
+    src_start: int
+
+
+class ScriptedFilter:
+    """Proposes what the test put into ``waiting``."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Pair] = []
+
+    def push(self, tokens: Sequence[int]) -> list[Any]:
+        pairs, self.waiting = self.waiting, []
+        if not pairs:
+            return []
+        return [SimpleNamespace(pairs=pairs, counters=FilterCounters(candidates=1))]
+
+
+class ScriptedPolicy:
+    """A policy whose blocks are all similar enough."""
+
+    class threshold:
+        is_warm = True
+
+        @staticmethod
+        def observe(distance: float) -> None:
+            assert distance >= 0
+
+        @staticmethod
+        def accepts(distance: float) -> bool:
+            return True
+
+    def filter_for(self, req: Any) -> ScriptedFilter:
+        return ScriptedFilter()
+
+    def maybe_save(self) -> None:
+        pass
+
+
+class World:
+    """Pools, allocator, tree and controller of one scheduler."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.page = setup.page
+        self.total = setup.slots
+        self.pool = MHATokenToKVPool(
+            size=setup.slots,
+            page_size=setup.page,
+            dtype=torch.float32,
+            head_num=1,
+            head_dim=4,
+            layer_num=LAYERS,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        common: dict[str, Any] = dict(
+            dtype=torch.float32, device="cpu", kvcache=self.pool, need_sort=setup.need_sort
+        )
+        stock = (
+            TokenToKVPoolAllocator(setup.slots, **common)
+            if setup.page == 1
+            else PagedTokenToKVPoolAllocator(setup.slots, page_size=setup.page, **common)
+        )
+        self.allocator = shared_allocator_of(stock)
+        self.rows = ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, "cpu", False)
+        self.tree = SharedRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=self.rows,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=setup.page,
+            ),
+            publish_aliased=setup.publish == "aliased" and setup.apply == "alias",
+        )
+        home = HomePositions(setup.slots + setup.page, "cpu")
+        meter = BlockMeter(self.pool, self.rows.req_to_token, home, None, num_heads=1)
+        self.controller = SharingController(
+            ReasonCacheConfig(block=setup.block, publish=setup.publish, apply=setup.apply),
+            setup.block,
+            ScriptedPolicy(),  # type: ignore[arg-type]
+            meter,
+            Acceptor(self.allocator, self.rows, meter, copy=setup.apply == "copy"),
+            None,
+        )
+        self.tree.controller = self.controller
+        # Views of the same memory; NumPy reads small pieces faster.
+        self._sides = [
+            (buffer.numpy(), sign, layer)
+            for layer in range(LAYERS)
+            for buffer, sign in ((self.pool.k_buffer[layer], 1), (self.pool.v_buffer[layer], -1))
+        ]
+        self.row_table = self.rows.req_to_token.numpy()
+
+    def request(self, name: str, prompt: Sequence[int], exact_only: bool) -> Req:
+        params = SamplingParams(custom_params={OPT_OUT_KEY: False} if exact_only else None)
+        return Req(name, "", array("q", prompt), params)
+
+    # -- KV content -----------------------------------------------------------
+
+    def write(self, slots: np.ndarray, contents: Sequence[int]) -> None:
+        """Store every number in all layers, K and V differing, as a forward would."""
+        values = np.asarray(contents, dtype=np.float32)[:, None, None]
+        for buffer, sign, layer in self._sides:
+            buffer[slots] = sign * (values * LAYERS + layer)
+
+    def read(self, slots: np.ndarray) -> np.ndarray:
+        """Numbers stored at ``slots``; fails where layers, sides or dims disagree."""
+        keys = self._sides[0][0][slots]
+        contents = keys[:, 0, 0] / LAYERS
+        for buffer, sign, layer in self._sides:
+            expected = (sign * (contents * LAYERS + layer))[:, None, None]
+            assert (buffer[slots] == expected).all(), "layers, sides or dims of a slot disagree"
+        return contents.astype(np.int64)
+
+    # -- what the scheduler does between forwards -------------------------------
+
+    def extend(self, req: Req) -> np.ndarray:
+        """Allocate ``[prefix_len, extend_end)`` of a locked request; return the new slots.
+
+        Follows ``alloc_for_extend`` for a batch of one.
+        """
+        if req.kv.holds_kv:
+            prefix = self.rows.req_to_token[req.kv.req_pool_idx, : req.prefix_len].to(torch.int64)
+        else:
+            prefix = self.tree.prefix_device_indices(req)
+            assert self.rows.alloc([req]) is not None
+        if self.page == 1:
+            out = alloc_token_slots(self.tree, req.extend_len)
+        else:
+            before, after = torch.tensor([req.prefix_len]), torch.tensor([req.extend_end])
+            out = alloc_paged_token_slots_extend(
+                tree_cache=self.tree,
+                prefix_lens=before,
+                prefix_lens_cpu=before,
+                seq_lens=after,
+                seq_lens_cpu=after,
+                last_loc=prefix[-1:] if len(prefix) else torch.tensor([-1]),
+                extend_num_tokens=req.extend_len,
+            )
+        row = req.kv.req_pool_idx
+        self.rows.write((row, slice(0, req.prefix_len)), prefix.to(torch.int32))
+        self.rows.write((row, slice(req.prefix_len, req.extend_end)), out.to(torch.int32))
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end
+        req.is_retracted = False
+        return out.numpy()
+
+    def can_decode(self, reqs: Sequence[Req]) -> bool:
+        """Evict for the next token of every request; False where that is not enough."""
+        pages = sum(req.kv.kv_allocated_len % self.page == 0 for req in reqs)
+        return self.allocator.check_decode_capacity(
+            num_tokens=pages * self.page, tree_cache=self.tree
+        )
+
+    def decode(self, reqs: Sequence[Req]) -> np.ndarray:
+        """Allocate one slot for each request, as ``alloc_for_decode`` does; return them."""
+        lengths = torch.tensor([req.kv.kv_allocated_len for req in reqs])
+        rows = torch.tensor([req.kv.req_pool_idx for req in reqs])
+        if self.page == 1:
+            out = alloc_token_slots(self.tree, len(reqs))
+        else:
+            out = alloc_paged_token_slots_decode(
+                tree_cache=self.tree,
+                seq_lens=lengths + 1,
+                seq_lens_cpu=lengths + 1,
+                last_loc=self.rows.req_to_token[rows, lengths - 1],
+            )
+        self.rows.write((rows, lengths), out.to(torch.int32))
+        for req in reqs:
+            req.kv.kv_allocated_len += 1
+            req.kv.kv_committed_len += 1
+        return out.numpy()
+
+    def free_pages(self) -> np.ndarray:
+        pages = self.allocator.get_all_free_pages()
+        return pages.numpy()
+
+    def row(self, req: Req) -> np.ndarray:
+        """Slots of the request's allocated positions."""
+        return self.row_table[req.kv.req_pool_idx, : req.kv.kv_allocated_len]

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared servers for tests, and the check that a server came out of a test whole."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.serving import ServerError, ServerProcess
+
+#: SGLang's own checks: account for every slot after each batch and when idle
+#: (1: silent until one is missing), and look for pages both owned and free.
+STRICT_CHECKS = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+
+_BAD_LOG_WORDS = ("Traceback (most recent call last)", "leak detected", "Leak Detected")
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What a test asks of a server. Equal specs share one.
+
+    Attributes:
+        name: short, for test ids and log files.
+        flags: command-line flags, one string each.
+        env: environment variables as pairs, on top of :data:`STRICT_CHECKS`.
+    """
+
+    name: str
+    flags: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+    def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
+        """Return a spec with more flags and variables, called ``<this>-<name>``."""
+        return ServerSpec(
+            f"{self.name}-{name}", (*self.flags, *flags), (*self.env, *sorted(env.items()))
+        )
+
+
+#: SGLang without our flag, and with it.
+STOCK = ServerSpec("stock")
+STOCK_PAGE16 = STOCK.having("page16", "--page-size", "16")
+SHARED = ServerSpec("shared", ("--enable-reasoncache",))
+SHARED_PAGE16 = SHARED.having("page16", "--page-size", "16")
+
+
+class ServerPool:
+    """Starts servers when first asked for and keeps the most recent ones alive.
+
+    Starting one costs a minute of processor time, an idle one costs none, but
+    each holds up to 3 GB.
+    """
+
+    def __init__(self, model_path: Path, log_dir: Path, capacity: int = 2) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, not {capacity}")
+        self._model_path = model_path
+        self._log_dir = log_dir
+        self._capacity = capacity
+        self._starts = 0
+        self._alive: OrderedDict[ServerSpec, ServerProcess] = OrderedDict()
+        self._unstartable: dict[ServerSpec, ServerError] = {}
+
+    def get(self, spec: ServerSpec) -> ServerProcess:
+        """Return a living server for ``spec``; may end the least recently used one.
+
+        A test that compares two servers gets both from here, the capacity allowing
+        for it, and asks again rather than keeping one across tests.
+        """
+        server = self._alive.pop(spec, None)
+        if server is not None and not server.alive:
+            server.close()
+            server = None
+        if server is None:
+            while len(self._alive) >= self._capacity:
+                self._alive.popitem(last=False)[1].close()
+            server = self._start(spec)
+        self._alive[spec] = server
+        return server
+
+    def _start(self, spec: ServerSpec) -> ServerProcess:
+        # Every test of a spec fails alike: fail the later ones without the wait.
+        if spec in self._unstartable:
+            raise ServerError(f"{spec.name} failed to start before: {self._unstartable[spec]}")
+        self._starts += 1
+        server = ServerProcess(
+            self._model_path,
+            flags=spec.flags,
+            env={**STRICT_CHECKS, **dict(spec.env)},
+            log_path=self._log_dir / f"{self._starts:02d}-{spec.name}.log",
+        )
+        try:
+            return server.start()
+        except ServerError as error:
+            self._unstartable[spec] = error
+            raise
+
+    def close(self) -> None:
+        """End every server."""
+        while self._alive:
+            self._alive.popitem()[1].close()
+
+
+def loads(server: ServerProcess) -> dict[str, Any]:
+    """Return SGLang's live counters: running, waiting, used slots and so on."""
+    response = server.get("/v1/loads", params={"include": "all"})
+    response.raise_for_status()
+    return response.json()["loads"][0]
+
+
+def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> dict[str, Any]:
+    """Wait until nothing runs, waits or holds slots of its own; return the counters.
+
+    A slot counts as held unless it is free or belongs to the prefix cache and
+    could be evicted, so a slot that leaked or a lock never released shows here.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        server.check_alive()
+        now = loads(server)
+        busy = {
+            name: now[name]
+            for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
+            if now[name]
+        }
+        if not busy:
+            return now
+        assert time.monotonic() < deadline, f"not idle after {timeout_s:g} s: {busy}"
+        time.sleep(0.1)
+
+
+def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
+    """Check that every slot is back, the cache can be flushed, and nothing complained.
+
+    Args:
+        server: the server a test has used.
+        log_start: size of its log when the test began.
+    """
+    wait_until_idle(server)
+    flushed = server.post("/flush_cache", params={"timeout": 30})
+    assert flushed.status_code == 200, f"flush refused: {flushed.text}"
+    health = server.get("/health_generate")
+    assert health.status_code == 200, f"unhealthy: status {health.status_code}"
+    wait_until_idle(server)
+    log = server.log_text(log_start)
+    for word in _BAD_LOG_WORDS:
+        assert word not in log, f"{word!r} in {server.log_path}:\n{_around(log, word)}"
+
+
+def _around(log: str, word: str, lines: int = 40) -> str:
+    start = log.index(word)
+    return "\n".join(log[start:].splitlines()[:lines])
+
+
+def generate(server: ServerProcess, text: str, max_new_tokens: int, **options: Any) -> Any:
+    """Generate greedily through SGLang's own API; ``options`` join the request body.
+
+    Sampling parameters other than the length go into ``sampling_params``.
+    """
+    sampling = {
+        "temperature": 0,
+        "max_new_tokens": max_new_tokens,
+        **options.pop("sampling_params", {}),
+    }
+    response = server.post("/generate", json={"text": text, "sampling_params": sampling, **options})
+    with contextlib.suppress(ValueError):
+        assert response.status_code == 200, response.json()
+    response.raise_for_status()
+    return response.json()

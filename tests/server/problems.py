@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for server tests: problems of the embedded reasoner through the OpenAI API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from eval.load import Answer, ask_all
+from eval.serving import MODEL_NAME, ServerProcess
+from eval.tiny_reasoner.task import Problem, generate, grade
+
+MAX_TOKENS = 1200
+#: Switches sharing off for one request.
+OPT_OUT: dict[str, Any] = {"custom_params": {"reasoncache": False}}
+
+
+def problems(count: int, seed: int = 5) -> list[Problem]:
+    """Held-out problems, the same for the same seed."""
+    return generate(seed, count)
+
+
+def solve(
+    server: ServerProcess, todo: Sequence[Problem], extra: dict[str, Any] | None = None
+) -> list[Answer]:
+    """Send all problems at once and wait for all answers; none may fail."""
+
+    async def run() -> list[Answer]:
+        async with server.async_openai() as client:
+            prompts = [problem.prompt for problem in todo]
+            return await ask_all(client, MODEL_NAME, prompts, MAX_TOKENS, lambda _: None, extra)
+
+    answers = asyncio.run(run())
+    assert not [answer.error for answer in answers if answer.error]
+    return answers
+
+
+def accuracy(todo: Sequence[Problem], answers: Sequence[Answer]) -> float:
+    """Share of right answers."""
+    right = [grade(answer.text, problem) for answer, problem in zip(answers, todo, strict=True)]
+    return sum(right) / len(right)
+
+
+def report(server: ServerProcess) -> dict[str, Any]:
+    """The one scheduler's entry of ``GET /reasoncache``."""
+    response = server.get("/reasoncache")
+    response.raise_for_status()
+    return response.json()["schedulers"][0]
+
+
+def chat_once(server: ServerProcess, messages: list[dict[str, str]], **options: Any) -> Any:
+    """One greedy, unstreamed chat completion with token log-probabilities."""
+    return server.openai().chat.completions.create(
+        model=MODEL_NAME,
+        messages=messages,  # type: ignore[arg-type]
+        temperature=0.0,
+        max_tokens=options.pop("max_tokens", MAX_TOKENS),
+        logprobs=True,
+        **options,
+    )
+
+
+def tokens_and_logprobs(response: Any) -> tuple[list[str], list[float]]:
+    """What a chat completion generated, token by token."""
+    content = response.choices[0].logprobs.content
+    return [entry.token for entry in content], [entry.logprob for entry in content]

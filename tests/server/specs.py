@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers that the sharing tests use; few, because each takes a while to start."""
+
+from __future__ import annotations
+
+from tests.server.harness import SHARED, STOCK
+
+#: KV slots that hold about five responses of the embedded model, so that
+#: requests queue, get retracted and the prefix cache is evicted.
+TIGHT = ("--max-total-tokens", "2400")
+#: Share whatever stage 1 proposes, from the first request on.
+EAGER = ("--reasoncache-percentile", "100", "--reasoncache-warmup", "0", "--reasoncache-block", "8")
+#: Long prompts arrive in pieces, together with decoding requests.
+CHUNKED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk")
+
+EXACT = SHARED.having("exact", *TIGHT, *EAGER, *CHUNKED, "--enable-metrics")
+#: Aliased nodes under forced retractions: every 40th forward throws requests out.
+ALIASED = SHARED.having(
+    "aliased",
+    *TIGHT,
+    *EAGER,
+    "--reasoncache-publish",
+    "aliased",
+    SGLANG_TEST_RETRACT="true",
+    SGLANG_TEST_RETRACT_INTERVAL="40",
+)
+#: Whole pages, paired by index: equal tokens rarely fall on the same page grid.
+PAGED = SHARED.having(
+    "page16",
+    *TIGHT,
+    "--page-size",
+    "16",
+    "--reasoncache-percentile",
+    "100",
+    "--reasoncache-warmup",
+    "0",
+    "--reasoncache-align",
+    "index",
+    "--reasoncache-publish",
+    "aliased",
+    "--schedule-conservativeness",
+    "0.1",
+)
+NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
+CORRECTED = SHARED.having("corrected", *EAGER)
+CORRECTED_COPY = CORRECTED.having("copy", "--reasoncache-apply", "copy")
+AS_CACHED = SHARED.having("as-cached", *EAGER, "--reasoncache-positions", "as-cached")
+AS_CACHED_COPY = AS_CACHED.having("copy", "--reasoncache-apply", "copy")
+
+__all__ = [
+    "ALIASED",
+    "AS_CACHED",
+    "AS_CACHED_COPY",
+    "CORRECTED",
+    "CORRECTED_COPY",
+    "EXACT",
+    "NOTHING_SHARED",
+    "PAGED",
+    "STOCK",
+]

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sharing computes, compared with the same thing done without sharing memory."""
+
+from __future__ import annotations
+
+import pytest
+
+
+from tests.server.harness import STOCK, ServerPool, ServerSpec
+from tests.server.problems import OPT_OUT, chat_once, problems, report, tokens_and_logprobs
+from tests.server.specs import (
+    ALIASED,
+    AS_CACHED,
+    AS_CACHED_COPY,
+    CORRECTED,
+    CORRECTED_COPY,
+    NOTHING_SHARED,
+)
+
+_PROMPTS = [problem.prompt for problem in problems(4, seed=11)]
+
+
+def _run(servers: ServerPool, spec: ServerSpec, extra: dict[str, object] | None = None):
+    """Each prompt alone on a server: tokens and log-probabilities do not depend on a batch."""
+    server = servers.get(spec)
+    server.post("/flush_cache")
+    out = []
+    for prompt in _PROMPTS:
+        response = chat_once(server, [{"role": "user", "content": prompt}], extra_body=extra or {})
+        out.append(tokens_and_logprobs(response))
+    return out
+
+
+def test_percentile_zero_equals_stock(servers: ServerPool) -> None:
+    """With the flag on and nothing shared, tokens and log-probabilities are stock SGLang's, bit for bit."""
+    assert _run(servers, STOCK) == _run(servers, NOTHING_SHARED)
+
+
+@pytest.mark.parametrize(
+    ("alias", "copy"), [(AS_CACHED, AS_CACHED_COPY), (CORRECTED, CORRECTED_COPY)]
+)
+def test_sharing_equals_copying(servers: ServerPool, alias: ServerSpec, copy: ServerSpec) -> None:
+    """Redirecting a row reads what copying K and V (rotated, when corrected) into own slots reads.
+
+    As cached both run the stock attention, so log-probabilities are identical.
+    Corrected, one rotates when reading and attends in one padded batch, the
+    other runs the stock loop over rotated copies: rounding of bf16 attention
+    may differ, by at most 0.05 in a log-probability.
+    """
+    shared = _run(servers, alias)
+    assert report(servers.get(alias))["totals"]["blocks_shared"] > 0
+    copied = _run(servers, copy)
+    assert report(servers.get(copy))["totals"]["blocks_shared"] > 0
+    if alias is AS_CACHED:
+        assert shared == copied
+        return
+    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(shared, copied, strict=True):
+        assert tokens == other_tokens
+        assert logprobs == pytest.approx(other_logprobs, abs=0.05)
+
+
+def test_opted_out_request_is_stock(servers: ServerPool) -> None:
+    """An opted-out request gets stock results, also where others left approximations in the cache."""
+    server = servers.get(ALIASED)
+    for prompt in _PROMPTS:
+        chat_once(server, [{"role": "user", "content": prompt}])
+    assert report(server)["totals"]["blocks_shared"] > 0
+    first = [
+        tokens_and_logprobs(
+            chat_once(server, [{"role": "user", "content": prompt}], extra_body=OPT_OUT)
+        )[0]
+        for prompt in _PROMPTS
+    ]
+    assert first == [tokens for tokens, _ in _run(servers, STOCK)]

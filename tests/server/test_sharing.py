@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharing under load, in every publish mode and page size.
+
+The ``server`` fixture checks after each test that every slot is back, the cache
+can be flushed and the log holds no traceback; SGLang's strict memory checks run
+after every batch meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import httpx
+import pytest
+
+from eval.serving import MODEL_NAME, ServerProcess
+from tests.server.harness import wait_until_idle
+from tests.server.problems import OPT_OUT, accuracy, chat_once, problems, report, solve
+from tests.server.specs import ALIASED, EXACT, PAGED
+
+ALL = pytest.mark.parametrize("server", [EXACT, ALIASED, PAGED], indirect=True)
+TOKEN_ALIGNED = pytest.mark.parametrize("server", [EXACT, ALIASED], indirect=True)
+
+
+@TOKEN_ALIGNED
+def test_shares_and_keeps_answers(server: ServerProcess) -> None:
+    """A queue of streamed requests shares memory, and its answers stay right."""
+    todo = problems(24)
+    answers = solve(server, todo)
+    totals = report(server)["totals"]
+    assert totals["blocks_shared"] > 24
+    assert totals["final_saving_ratio"] > 0.1
+    assert accuracy(todo, answers) >= 0.8
+
+
+@pytest.mark.parametrize("server", [PAGED], indirect=True)
+def test_shares_whole_pages(server: ServerProcess) -> None:
+    """At page size 16 blocks are pages; by index they differ in tokens, so only memory is checked."""
+    solve(server, problems(16))
+    seen = report(server)
+    assert seen["block"] == 16
+    assert seen["totals"]["blocks_shared"] > 0
+
+
+@pytest.mark.parametrize("server", [ALIASED], indirect=True)
+def test_retracted_requests_share_again(server: ServerProcess) -> None:
+    """After a retraction the accepted blocks are applied to the recomputed row."""
+    solve(server, problems(12, seed=6))
+    seen = report(server)
+    assert any(entry["retractions"] for entry in seen["recent"])
+    assert seen["totals"]["blocks_reapplied"] > 0
+
+
+@ALL
+def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
+    """Requests that vanish mid-stream, by abort call or by closing the connection."""
+
+    async def vanish(client: httpx.AsyncClient, number: int, prompt: str) -> None:
+        body = {
+            "model": MODEL_NAME,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": 1200,
+            "temperature": 0,
+            "stream": True,
+            "rid": f"vanish-{number}",
+        }
+        with contextlib.suppress(httpx.HTTPError):
+            async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+                received = 0
+                async for _ in stream.aiter_lines():
+                    received += 1
+                    # Two lines a token: after some 100 to 250 tokens, when
+                    # steps have begun to be shared.
+                    if received > 200 + 25 * number:
+                        break
+                if number % 2:
+                    await client.post("/abort_request", json={"rid": f"vanish-{number}"})
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300, trust_env=False) as client:
+            todo = problems(10, seed=7)
+            await asyncio.gather(*(vanish(client, i, p.prompt) for i, p in enumerate(todo)))
+
+    asyncio.run(run())
+    wait_until_idle(server)
+    assert report(server)["slots_saved_now"] == 0
+
+
+@ALL
+def test_follow_up_turn(server: ServerProcess) -> None:
+    """A second turn over a shared first answer is served, twice alike."""
+    problem = problems(1, seed=8)[0]
+    first = chat_once(server, [{"role": "user", "content": problem.prompt}])
+    turns = [
+        {"role": "user", "content": problem.prompt},
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": problem.prompt},
+    ]
+    again = [chat_once(server, turns, max_tokens=64) for _ in range(2)]
+    texts = [response.choices[0].message.content for response in again]
+    assert texts[0] == texts[1]
+
+
+@ALL
+def test_flush_between_loads(server: ServerProcess) -> None:
+    """Flushing drops the shared prefix cache; the next load starts from nothing."""
+    todo = problems(6, seed=9)
+    solve(server, todo)
+    wait_until_idle(server)
+    assert server.post("/flush_cache").status_code == 200
+    assert report(server)["totals"]["blocks_shared"] == 0
+    solve(server, todo)
+    assert report(server)["totals"]["blocks_shared"] > 0
+
+
+@TOKEN_ALIGNED
+def test_opted_out_request_shares_nothing(server: ServerProcess) -> None:
+    """``custom_params`` of the OpenAI API switches sharing off for one request."""
+    before = report(server)["totals"]
+    solve(server, problems(4, seed=10), OPT_OUT)
+    after = report(server)["totals"]
+    assert after["requests_opted_out"] == before["requests_opted_out"] + 4
+    assert after["blocks_compared"] == before["blocks_compared"]

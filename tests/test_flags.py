@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags, refusals and the switch, through SGLang's own argument parser."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
+from sglang_reasoncache.plugin import flags, refusals, seams
+
+
+def _parse(*argv: str) -> dict[str, object]:
+    parser = argparse.ArgumentParser()
+    flags.add_cli_args(None, parser)
+    return {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+
+
+def _server_args(**fields: object) -> SimpleNamespace:
+    """The fields of SGLang's record that refusals look at, with its own defaults."""
+    from sglang.srt.server_args import ServerArgs
+
+    record = ServerArgs(model_path="unused")
+    names = set(fields)
+    assert names <= set(dir(record)), f"no such field in SGLang: {names - set(dir(record))}"
+    defaults = {
+        name: getattr(record, name)
+        for name in dir(record)
+        if not name.startswith("_") and not callable(getattr(type(record), name, None))
+        and hasattr(record, name)
+    }
+    return SimpleNamespace(**{**defaults, **fields})
+
+
+def test_every_field_has_a_flag() -> None:
+    """Config, help table and parser agree."""
+    assert set(flags._HELP) == set(ReasonCacheConfig().to_dict())
+    given = _parse("--enable-reasoncache", "--reasoncache-block", "8")
+    assert given == {"enable_reasoncache": True, "reasoncache_block": 8}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block", 0),
+        ("block", 1025),
+        ("percentile", -1),
+        ("percentile", 100.5),
+        ("percentile", float("nan")),
+        ("warmup", -1),
+        ("tau_strict", 1.1),
+        ("positions", "sideways"),
+        ("publish", "everything"),
+        ("preset", "unknown"),
+        ("admission_credit", 0.95),
+        ("max_step_tokens", 1),
+    ],
+)
+def test_bad_value_names_flag_bound_and_value(field: str, value: object) -> None:
+    """The message says which flag, what is allowed and what was given."""
+    with pytest.raises(ConfigError) as caught:
+        ReasonCacheConfig(**{field: value})  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert "--reasoncache-" + field.replace("_", "-") in message
+    assert "between" in message or "one of" in message
+    assert repr(value) in message
+
+
+def test_soft_threshold_above_strict_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--reasoncache-tau-soft must be at most"):
+        ReasonCacheConfig(tau_strict=0.5, tau_soft=0.6)
+
+
+def test_preset_fills_what_was_not_given() -> None:
+    """Explicit values win over the preset."""
+    config = ReasonCacheConfig.from_mapping({"preset": "memshare", "block": 4})
+    assert (config.fixed_tau, config.use_structure, config.align) == (0.8, False, "index")
+    assert config.block == 4
+    assert ReasonCacheConfig.from_mapping({"preset": "memshare", "align": "tokens"}).align == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"enable_lmcache": True}, "--enable-lmcache"),
+        ({"enable_flexkv": True}, "--enable-flexkv"),
+        ({"enable_hisparse": True}, "--enable-hisparse"),
+        ({"enable_unified_memory": True}, "--enable-unified-memory"),
+        ({"enable_streaming_session": True}, "--enable-streaming-session"),
+        ({"enable_session_radix_cache": True}, "--enable-session-radix-cache"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
+        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend"),
+        ({"kv_canary": "log"}, "--kv-canary"),
+        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
+        ({"enable_return_indexer_topk": True}, "--enable-return-indexer-topk"),
+        ({"dcp_size": 2}, "--dcp-size"),
+        ({"pp_size": 2}, "--pp-size"),
+        ({"dllm_algorithm": "LowConfidence"}, "--dllm-algorithm"),
+        ({"skip_tokenizer_init": True}, "--skip-tokenizer-init"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"strip_thinking_cache": True}, "--strip-thinking-cache"),
+    ],
+)
+def test_incompatible_flag_is_named(fields: dict[str, object], flag: str) -> None:
+    """One message names the flag and a reason."""
+    with pytest.raises(ValueError, match="cannot be combined with") as caught:
+        refusals.check(_server_args(**fields))
+    assert f"{flag} (" in str(caught.value)
+
+
+def test_plain_flags_are_not_refused() -> None:
+    """SGLang's defaults pass."""
+    refusals.check(_server_args())
+
+
+def test_memory_debugging_with_pages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DEBUG_MEMORY_POOL", "1")
+    refusals.check(_server_args(page_size=1))
+    with pytest.raises(ValueError, match="SGLANG_DEBUG_MEMORY_POOL"):
+        refusals.check(_server_args(page_size=16))
+
+
+def test_other_sglang_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the operator insists."""
+    monkeypatch.setattr(seams, "installed_version", lambda: "0.4.0")
+    with pytest.raises(ValueError, match="found 0.4.0; pass --reasoncache-allow-untested-sglang"):
+        seams.check_version(allow_untested=False)
+    seams.check_version(allow_untested=True)
+
+
+_START = [sys.executable, "-m", "sglang.launch_server", "--model-path", "none"]
+
+
+def _start(*argv: str) -> str:
+    done = subprocess.run(
+        [*_START, *argv],
+        env={**os.environ, "SGLANG_PLATFORM": "reasoncache_cpu", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode != 0
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_refusal_is_the_last_line_of_a_real_start() -> None:
+    """An operator reads one clear line instead of a traceback."""
+    line = _start("--enable-reasoncache", "--disable-radix-cache", "--reasoncache-block", "8")
+    assert line.startswith("sglang-reasoncache: error: --enable-reasoncache cannot be combined")
+    assert "--disable-radix-cache (" in line
+
+
+_NOTHING_HOOKED = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang_reasoncache.plugin import seams
+ours = {seams.HOOK_TARGETS[name] for name in seams.FLAG_HOOKS}
+assert HookRegistry._patched == ours, HookRegistry._patched
+from sglang.srt.mem_cache.registry import registered_radix_cache_backends
+assert seams.TREE_BACKEND not in registered_radix_cache_backends()
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+assert ATTENTION_BACKENDS["torch_native"].__module__.startswith("sglang."), "attention wrapped"
+print("nothing but flags")
+"""
+
+
+def test_without_the_flag_only_flags_are_hooked() -> None:
+    """Installed and not switched on, the plugin hooks SGLang's command line and nothing else."""
+    env = {k: v for k, v in os.environ.items() if k != "SGLANG_REASONCACHE_ENABLED"}
+    env |= {"SGLANG_PLATFORM": "reasoncache_cpu", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", _NOTHING_HOOKED],
+        env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "nothing but flags" in done.stdout

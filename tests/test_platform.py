@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU platform is never activated unless it is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+from sglang_reasoncache import platform
+
+
+def test_entry_point_has_the_name_it_answers_to() -> None:
+    ours = [
+        entry
+        for entry in entry_points(group="sglang.srt.platforms")
+        if entry.load() is platform.activate
+    ]
+    assert [entry.name for entry in ours] == [platform.PLATFORM_NAME]
+
+
+@pytest.mark.parametrize("selected", [None, "", "cuda", "reasoncache", "another_platform"])
+def test_silent_unless_named(monkeypatch: pytest.MonkeyPatch, selected: str | None) -> None:
+    if selected is None:
+        monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    else:
+        monkeypatch.setenv("SGLANG_PLATFORM", selected)
+    assert platform.activate() is None
+
+
+def test_named_returns_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert platform.activate() == "sglang_reasoncache.cpu_platform:TorchCpuPlatform"
+
+
+def test_refuses_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES"):
+        platform.activate()
+
+
+def test_refuses_beside_sglangs_cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    with pytest.raises(RuntimeError, match="SGLANG_USE_CPU_ENGINE"):
+        platform.activate()
+
+
+def test_importing_it_imports_neither_sglang_nor_torch() -> None:
+    code = "import sglang_reasoncache.platform, sys; print({'sglang', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launching and ending a server process, with small stand-ins for SGLang."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eval import serving
+from eval.serving import ServerError, ServerProcess, free_port
+
+# Answers every GET with 200 after starting a child that ignores SIGTERM, and
+# prints that child's id.
+STAND_IN = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "print('ready', flush=True); time.sleep(600)"], stdout=subprocess.PIPE)
+child.stdout.readline()
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def stand_in(tmp_path: Path, code: str, **options: float) -> ServerProcess:
+    server = ServerProcess("no-model", log_path=tmp_path / "server.log", **options)  # type: ignore[arg-type]
+    server.command = [sys.executable, "-c", code, str(server.port)]
+    return server
+
+
+def test_no_child_outlives_close(tmp_path: Path) -> None:
+    with stand_in(tmp_path, STAND_IN) as server:
+        assert server.alive and server.start_seconds is not None
+        assert server.get("/health").status_code == 200
+        child = int(server.log_text().split("child ")[1].split()[0])
+        assert psutil.pid_exists(child)
+    assert not server.alive
+    assert not running(child)
+
+
+def test_no_child_outlives_a_killed_owner(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    owner = (
+        "import os, signal, sys; from eval.serving import ServerProcess;"
+        f"s = ServerProcess('no-model', log_path={str(log)!r});"
+        f"s.command = [sys.executable, '-c', {STAND_IN!r}, str(s.port)];"
+        "s.start(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", owner], cwd=ROOT, check=False)
+    child = int(log.read_text().split("child ")[1].split()[0])
+    deadline = time.monotonic() + 20
+    while running(child):
+        assert time.monotonic() < deadline, f"process {child} is still running"
+        time.sleep(0.05)
+
+
+def test_death_at_start_shows_the_log(tmp_path: Path) -> None:
+    server = stand_in(tmp_path, "import sys; print('no such flag: --xyz'); sys.exit(2)")
+    with pytest.raises(ServerError, match=r"(?s)exited with status 2.*no such flag: --xyz"):
+        server.start()
+
+
+def test_timeout_ends_the_process(tmp_path: Path) -> None:
+    code = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
+    server = stand_in(tmp_path, code, start_timeout_s=2.0)
+    with pytest.raises(ServerError, match=r"not ready after 2 s"):
+        server.start()
+    assert not psutil.pid_exists(int(server.log_text().split()[1]))
+
+
+def test_taken_port_fails_at_once(tmp_path: Path) -> None:
+    line = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1)"
+    code = f"import time; print({line!r}, flush=True); time.sleep(600)"
+    with pytest.raises(ServerError, match="failed: error while attempting to bind"):
+        stand_in(tmp_path, code).start()
+
+
+def test_flags_of_the_caller_win() -> None:
+    command = ServerProcess("m", flags=["--max-total-tokens=99", "--random-seed", "7"]).command
+    assert command.count("--random-seed") == 1
+    assert not any(part == "--max-total-tokens" for part in command)
+    assert command[-3:] == ["--max-total-tokens=99", "--random-seed", "7"]
+
+
+def test_cpu_hides_gpus_and_names_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    env = ServerProcess("m", env={"OMP_NUM_THREADS": "2", "HOME": None}).env
+    assert env["SGLANG_PLATFORM"] == "reasoncache_cpu"
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["OMP_NUM_THREADS"] == "2"
+    assert "HOME" not in env and "SGLANG_USE_CPU_ENGINE" not in env
+    assert "SGLANG_PLATFORM" not in ServerProcess("m", device="cuda").env or os.environ.get(
+        "SGLANG_PLATFORM"
+    )
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="not 'tpu'"):
+        ServerProcess("m", device="tpu")  # type: ignore[arg-type]
+
+
+def test_only_the_needed_model_is_loaded(tmp_path: Path) -> None:
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("lists the model modules of SGLang, which is not installed")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    others = serving._other_architectures(str(tmp_path)).split(",")
+    assert "llama" in others and "qwen3" not in others
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    assert serving._other_architectures(str(tmp_path)) == ""
+
+
+def test_free_port_is_below_the_ephemeral_range() -> None:
+    low, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    port = free_port()
+    assert port < low
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", port))

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Allocators that hand a shared page out again only after its last reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+from sglang_reasoncache.cache.allocator import (
+    SharedPagedAllocator,
+    SharedTokenAllocator,
+    shared_allocator_of,
+)
+from sglang_reasoncache.cache.budget import SharingBudget
+from sglang_reasoncache.cache.references import ReferenceCountError
+
+SLOTS = 16
+PAGE = 4
+COMMON: dict[str, Any] = dict(dtype=torch.float32, device="cpu", kvcache=None)
+
+
+@pytest.fixture(params=[False, True], ids=["in-order", "need-sort"])
+def token(request: pytest.FixtureRequest) -> SharedTokenAllocator:
+    return SharedTokenAllocator(SLOTS, need_sort=request.param, **COMMON)
+
+
+@pytest.fixture(params=[False, True], ids=["in-order", "need-sort"])
+def paged(request: pytest.FixtureRequest) -> SharedPagedAllocator:
+    return SharedPagedAllocator(SLOTS, page_size=PAGE, need_sort=request.param, **COMMON)
+
+
+def slots(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def page_slots(*pages: int) -> torch.Tensor:
+    """All slots of ``pages``, as a row names them."""
+    return (slots(*pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+
+
+def free_list(allocator: SharedTokenAllocator | SharedPagedAllocator) -> list[int]:
+    """Free page ids; fails if one is there twice."""
+    pages = sorted(allocator.get_all_free_pages().tolist())
+    assert len(set(pages)) == len(pages), f"free twice: {pages}"
+    return pages
+
+
+# -- page size 1 ----------------------------------------------------------------
+
+
+def test_unshared_slots_come_back_at_once(token: SharedTokenAllocator) -> None:
+    taken = token.alloc(5)
+    assert token.available_size() == SLOTS - 5
+    token.free(taken)
+    assert free_list(token) == list(range(1, SLOTS + 1))
+
+
+def test_shared_slot_comes_back_with_its_last_reference(token: SharedTokenAllocator) -> None:
+    first, second = token.alloc(2).tolist()
+    token.share([first, first])
+    for _ in range(2):
+        token.free(slots(first))
+        assert token.available_size() == SLOTS - 2
+    token.free(slots(first))
+    assert free_list(token) == [s for s in range(1, SLOTS + 1) if s != second]
+
+
+def test_slot_named_twice_in_one_call_loses_two_references(token: SharedTokenAllocator) -> None:
+    first, second = token.alloc(2).tolist()
+    token.share(slots(first))
+    token.free(slots(first, second, first))
+    assert free_list(token) == list(range(1, SLOTS + 1))
+    assert len(token.references) == 0
+
+
+def test_free_group_counts_references_across_its_calls(token: SharedTokenAllocator) -> None:
+    """SGLang frees a batch's finished requests in one group."""
+    first, second, third = token.alloc(3).tolist()
+    token.share([first, first, third])
+    token.free_group_begin()
+    token.free(slots(first, second))
+    token.free(slots(first, third))
+    assert token.available_size() == SLOTS - 3
+    assert token.references.snapshot() == {first: 3, third: 2}
+    token.free_group_end()
+    assert free_list(token) == [s for s in range(1, SLOTS + 1) if s not in (first, third)]
+    assert len(token.references) == 0
+    token.free(slots(first, third))
+    assert token.available_size() == SLOTS
+
+
+def test_double_free_is_noticed_while_anything_is_shared(token: SharedTokenAllocator) -> None:
+    first, second = token.alloc(2).tolist()
+    token.share([first])
+    with pytest.raises(ReferenceCountError):
+        token.free(slots(first, second, second))
+
+
+def test_free_page_ids_counts_too(token: SharedTokenAllocator) -> None:
+    first, second = token.alloc(2).tolist()
+    token.share([first])
+    token.free_page_ids(slots(first, second))
+    assert token.available_size() == SLOTS - 1
+
+
+def test_freed_slots_can_all_be_allocated_again(token: SharedTokenAllocator) -> None:
+    taken = token.alloc(SLOTS)
+    assert token.alloc(1) is None
+    token.share(taken)
+    token.free(taken)
+    assert token.alloc(1) is None
+    token.free(taken)
+    assert sorted(token.alloc(SLOTS).tolist()) == list(range(1, SLOTS + 1))
+
+
+# -- page size above 1 ------------------------------------------------------------
+
+
+def test_segment_frees_each_page_of_a_row(paged: SharedPagedAllocator) -> None:
+    a, b = (paged.alloc(2 * PAGE)[::PAGE] // PAGE).tolist()
+    paged.share([a])
+    # A row whose second page was redirected to its first; the last page is cut.
+    paged.free_segment(page_slots(a, a, b)[: 2 * PAGE + 1], start_pos=0)
+    assert free_list(paged) == [1, 2, 3, 4]
+    assert len(paged.references) == 0
+
+
+def test_shared_page_survives_one_of_two_rows(paged: SharedPagedAllocator) -> None:
+    a, b = (paged.alloc(2 * PAGE)[::PAGE] // PAGE).tolist()
+    paged.share(slots(a))
+    paged.free_segment(page_slots(a, b), start_pos=4 * PAGE)
+    assert free_list(paged) == sorted({1, 2, 3, 4} - {a})
+    paged.free_segment(page_slots(a), start_pos=0)
+    assert free_list(paged) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("order", [("a", "a", "b"), ("a", "b", "a"), ("b", "a", "a")])
+@pytest.mark.parametrize("cut", [0, 1, PAGE - 1])
+def test_free_counts_a_page_named_twice(
+    paged: SharedPagedAllocator, order: tuple[str, ...], cut: int
+) -> None:
+    """Stock ``free`` would deduplicate and lose the second reference."""
+    a, b = (paged.alloc(2 * PAGE)[::PAGE] // PAGE).tolist()
+    paged.share([a])
+    pages = [{"a": a, "b": b}[name] for name in order]
+    paged.free(page_slots(*pages)[: 3 * PAGE - cut])
+    assert free_list(paged) == [1, 2, 3, 4]
+
+
+def test_free_without_shared_pages_is_the_stock_one(paged: SharedPagedAllocator) -> None:
+    """Any order and any part of a page, as SGLang allows."""
+    a, b = (paged.alloc(2 * PAGE)[::PAGE] // PAGE).tolist()
+    paged.free(page_slots(a, b)[[7, 0, 5, 2]])
+    assert free_list(paged) == [1, 2, 3, 4]
+
+
+def test_free_group_counts_pages_of_both_kinds_of_free(paged: SharedPagedAllocator) -> None:
+    a, b, c = (paged.alloc(3 * PAGE)[::PAGE] // PAGE).tolist()
+    paged.share([a, a, b])
+    paged.free_group_begin()
+    paged.free(page_slots(a, c))
+    paged.free_segment(page_slots(a, b), start_pos=0)
+    paged.free_segment(page_slots(b), start_pos=0)
+    assert paged.available_size() == SLOTS - 3 * PAGE
+    paged.free_group_end()
+    assert free_list(paged) == sorted({1, 2, 3, 4} - {a})
+    assert len(paged.references) == 0
+    paged.free_page_ids(slots(a))
+    assert free_list(paged) == [1, 2, 3, 4]
+
+
+def test_nothing_freed_is_nothing_changed(paged: SharedPagedAllocator) -> None:
+    taken = paged.alloc(PAGE)
+    paged.share([int(taken[0]) // PAGE])
+    paged.free(slots())
+    paged.free_segment(slots(), start_pos=0)
+    paged.free_page_ids(slots())
+    assert paged.available_size() == SLOTS - PAGE
+
+
+def test_freed_pages_can_all_be_allocated_again(paged: SharedPagedAllocator) -> None:
+    taken = paged.alloc(SLOTS)
+    paged.share(taken[::PAGE] // PAGE)
+    paged.free_segment(taken, start_pos=0)
+    assert paged.alloc(PAGE) is None
+    paged.free_segment(taken, start_pos=0)
+    assert sorted(paged.alloc(SLOTS).tolist()) == list(range(PAGE, SLOTS + PAGE))
+
+
+# -- both ---------------------------------------------------------------------------
+
+
+def test_clear_forgets_references(
+    token: SharedTokenAllocator, paged: SharedPagedAllocator
+) -> None:
+    for allocator in (token, paged):
+        page = int(allocator.alloc(PAGE)[0]) // allocator.page_size
+        allocator.share([page])
+        allocator.clear()
+        assert len(allocator.references) == 0
+        assert allocator.available_size() == SLOTS
+
+
+@pytest.mark.parametrize("credit", [None, 0.0, 0.25])
+def test_credit_above_zero_replaces_the_prefill_budget(credit: float | None) -> None:
+    allocator = SharedTokenAllocator(SLOTS, need_sort=False, **COMMON)
+    if credit is not None:
+        allocator.credit_source = lambda: credit
+    budget = allocator.create_prefill_budget(None, num_mixed_decode_tokens=3)
+    assert type(budget) is (SharingBudget if credit else PrefillBudget)
+    assert budget.total_offset == budget.current_offset == 3
+
+
+def test_rebuilt_allocator_keeps_size_page_and_pool() -> None:
+    pool = object()
+    common: dict[str, Any] = {**COMMON, "kvcache": pool, "need_sort": True}
+    token = shared_allocator_of(TokenToKVPoolAllocator(SLOTS, **common))
+    paged = shared_allocator_of(PagedTokenToKVPoolAllocator(SLOTS, page_size=PAGE, **common))
+    assert (type(token), type(paged)) == (SharedTokenAllocator, SharedPagedAllocator)
+    for allocator, page in ((token, 1), (paged, PAGE)):
+        assert allocator.size == allocator.available_size() == SLOTS
+        assert allocator.page_size == page
+        assert allocator.get_kvcache() is pool
+        assert allocator.need_sort
+        assert allocator.dtype == torch.float32
+
+
+def test_any_other_allocator_is_refused() -> None:
+    class SlidingWindow(TokenToKVPoolAllocator):
+        """A subclass may keep books of its own."""
+
+    with pytest.raises(ValueError, match="SlidingWindow"):
+        shared_allocator_of(SlidingWindow(SLOTS, need_sort=False, **COMMON))
+    with pytest.raises(ValueError, match="SharedTokenAllocator"):
+        shared_allocator_of(SharedTokenAllocator(SLOTS, need_sort=False, **COMMON))

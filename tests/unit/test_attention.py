@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The correcting torch-native backend against dense attention in double precision.
+
+The reference takes another route: it rotates every cached key by complex
+multiplication to where it is used, then attends over the whole row.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
+from sglang_reasoncache.cache.home import HomePositions
+
+DIM = 16
+BASE = 10_000
+CONTEXT = 1024
+LENGTHS = [1, 19, 989]
+
+#: fp32: angles of up to 1024 radians are off by 1024 * 2**-24, which the softmax
+#: turns into an error of the same order; bf16: keys, probabilities and the
+#: result are each rounded to 8 bits, for values of about 1.
+TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 3e-2}
+
+pytestmark = pytest.mark.usefixtures("published_config")
+
+
+@pytest.fixture(autouse=True)
+def out_of_tree_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's rotary module asks for a CUDA kernel elsewhere than on a platform like ours."""
+    from sglang.srt.layers.rotary_embedding import base
+
+    from sglang_reasoncache.cpu_platform import TorchCpuPlatform
+
+    monkeypatch.setattr(base, "current_platform", TorchCpuPlatform())
+
+
+class Rig:
+    """A pool with rows of random keys, some of them cached for another position.
+
+    Args:
+        moved: Share of the row entries whose home is another position.
+        lengths: Tokens of each row, the newest included.
+        interleaved: GPT-J pairing of dims.
+    """
+
+    def __init__(
+        self,
+        *,
+        moved: float,
+        lengths: list[int] = LENGTHS,
+        heads: int = 4,
+        kv_heads: int = 2,
+        dtype: torch.dtype = torch.float32,
+        interleaved: bool = False,
+    ) -> None:
+        generator = torch.Generator().manual_seed(23)
+        self.generator = generator
+        self.lengths, self.heads, self.kv_heads, self.dtype = lengths, heads, kv_heads, dtype
+        self.interleaved = interleaved
+        size = sum(lengths) + 64
+        self.pool = MHATokenToKVPool(
+            size=size,
+            page_size=1,
+            dtype=dtype,
+            head_num=kv_heads,
+            head_dim=DIM,
+            layer_num=2,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        self.rows = ReqToTokenPool(len(lengths), CONTEXT, "cpu", False)
+        # What lies beyond a row's end is left over from earlier requests.
+        stale = torch.randint(1, size + 1, self.rows.req_to_token.shape, generator=generator)
+        self.rows.req_to_token.copy_(stale)
+        self.home = HomePositions(size + 1, "cpu")
+        self.home.record(
+            torch.arange(size + 1), torch.randint(0, CONTEXT, (size + 1,), generator=generator)
+        )
+        order = torch.randperm(size, generator=generator) + 1
+        self.row_of = torch.arange(1, len(lengths) + 1)
+        for row, slots in zip(self.row_of, order.split([*lengths, 64])[:-1], strict=True):
+            self.rows.req_to_token[row, : len(slots)] = slots.to(torch.int32)
+            at = torch.arange(len(slots))
+            elsewhere = torch.randint(0, CONTEXT, at.shape, generator=generator)
+            stays = torch.rand(at.shape, generator=generator) >= moved
+            self.home.record(slots, torch.where(stays, at, elsewhere))
+        rope = factory.get_rope(DIM, DIM, CONTEXT, BASE, not interleaved, None, torch.float32)
+        self.runner: Any = SimpleNamespace(
+            device="cpu",
+            req_to_token_pool=self.rows,
+            token_to_kv_pool=self.pool,
+            token_to_kv_pool_allocator=SimpleNamespace(home=self.home),
+            model=torch.nn.ModuleList([rope]),
+            model_config=SimpleNamespace(context_len=CONTEXT),
+        )
+        self.layer = RadixAttention(heads, DIM, DIM**-0.5, kv_heads, layer_id=1)
+
+    def batch(self, new: list[int]) -> Any:
+        """A forward that computes the last ``new`` tokens of each row; decode if one each."""
+        decode = all(count == 1 for count in new)
+        ends = torch.tensor(self.lengths)
+        slots, positions = [], []
+        for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
+            slots.append(self.rows.req_to_token[row, end - count : end].long())
+            positions.append(torch.arange(end - count, end))
+        return SimpleNamespace(
+            forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
+            out_cache_loc=torch.cat(slots),
+            positions=torch.cat(positions),
+            req_pool_indices=self.row_of,
+            seq_lens=ends,
+            extend_seq_lens=torch.tensor(new),
+            extend_prefix_lens=ends - torch.tensor(new),
+            encoder_lens=None,
+        )
+
+    def forward(self, backend: Any, batch: Any, decode: bool = True) -> torch.Tensor:
+        """Attention of the batch's new tokens, ``[tokens, heads, dim]``, and what they were."""
+        tokens = len(batch.out_cache_loc)
+        generator = torch.Generator().manual_seed(tokens)
+        q, k, v = (
+            torch.randn(tokens, heads * DIM, generator=generator).to(self.dtype)
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+        self.query = q.view(tokens, self.heads, DIM)
+        backend.init_forward_metadata(batch)
+        run = backend.forward_decode if decode else backend.forward_extend
+        k, v = k.view(tokens, self.kv_heads, DIM), v.view(tokens, self.kv_heads, DIM)
+        return run(q, k, v, self.layer, batch).view(tokens, self.heads, DIM)
+
+    def expected(self, batch: Any) -> torch.Tensor:
+        """Dense attention in fp64 over rows whose keys are rotated to where they are used."""
+        keys, values = self.pool.k_buffer[1].double(), self.pool.v_buffer[1].double()
+        outputs, query = [], iter(self.query.double().split(batch.extend_seq_lens.tolist()))
+        for row, end in zip(self.row_of, self.lengths, strict=True):
+            slots = self.rows.req_to_token[row, :end].long()
+            at = torch.arange(end)
+            k = self._turn(keys[slots], at - self.home.positions[slots])
+            k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
+            v = values[slots].repeat_interleave(self.heads // self.kv_heads, dim=1)
+            q = next(query)
+            scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
+            later = at[None, :] > torch.arange(end - len(q), end)[:, None]
+            weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
+            outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
+        return torch.cat(outputs)
+
+    def _turn(self, keys: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        """Rotate by multiplying complex numbers, one per pair of dims."""
+        frequency = BASE ** (-torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
+        turn = torch.polar(torch.ones(1).double(), shift[:, None] * frequency)[:, None]
+        if self.interleaved:
+            pairs = torch.view_as_complex(keys.unflatten(-1, (DIM // 2, 2)).contiguous())
+            return torch.view_as_real(pairs * turn).flatten(-2)
+        pairs = torch.complex(keys[..., : DIM // 2], keys[..., DIM // 2 :]) * turn
+        return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def check(rig: Rig, new: list[int]) -> None:
+    batch = rig.batch(new)
+    backend = CorrectedTorchNativeBackend(rig.runner)
+    found = rig.forward(backend, batch, decode=batch.forward_mode.is_decode())
+    torch.testing.assert_close(
+        found.double(), rig.expected(batch), rtol=0, atol=TOLERANCE[rig.dtype]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("moved", [0.0, 0.2, 1.0], ids=["none", "some", "all"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (6, 2), (5, 1)])
+def test_decode_reads_keys_where_they_are_used(
+    heads: int, kv_heads: int, moved: float, dtype: torch.dtype
+) -> None:
+    check(Rig(moved=moved, heads=heads, kv_heads=kv_heads, dtype=dtype), [1, 1, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("moved", [0.0, 0.2, 1.0], ids=["none", "some", "all"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)])
+@pytest.mark.parametrize("new", [[1, 19, 1], [1, 7, 300]], ids=["whole", "with-prefix"])
+def test_extend_reads_keys_where_they_are_used(
+    new: list[int], heads: int, kv_heads: int, moved: float, dtype: torch.dtype
+) -> None:
+    check(Rig(moved=moved, heads=heads, kv_heads=kv_heads, dtype=dtype), new)
+
+
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300]], ids=["decode", "extend"])
+def test_neighbouring_dims_may_be_paired(new: list[int]) -> None:
+    check(Rig(moved=1.0, interleaved=True), new)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_batch_of_one(length: int) -> None:
+    check(Rig(moved=1.0, lengths=[length]), [1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 19, 300]], ids=["decode", "extend"])
+def test_nothing_moved_gives_the_stock_bits(new: list[int], dtype: torch.dtype) -> None:
+    rig = Rig(moved=0.0, dtype=dtype)
+    batch = rig.batch(new)
+    decode = batch.forward_mode.is_decode()
+    ours = rig.forward(CorrectedTorchNativeBackend(rig.runner), batch, decode)
+    stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch, decode)
+    assert torch.equal(ours, stock)
+
+
+def test_moved_keys_do_matter() -> None:
+    """The other tests would prove nothing if reading as cached passed too."""
+    rig = Rig(moved=0.2)
+    batch = rig.batch([1, 1, 1])
+    stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
+    assert float((stock.double() - rig.expected(batch)).abs().max()) > 100 * TOLERANCE[rig.dtype]
+
+
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300]], ids=["decode", "extend"])
+def test_pool_keeps_its_bytes(new: list[int]) -> None:
+    """Keys are rotated on the way out; only the batch's own slots are written."""
+    rig = Rig(moved=1.0)
+    batch = rig.batch(new)
+    before = [buffer.clone() for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
+    rig.forward(
+        CorrectedTorchNativeBackend(rig.runner), batch, decode=batch.forward_mode.is_decode()
+    )
+    others = torch.ones(len(before[0]), dtype=torch.bool)
+    others[batch.out_cache_loc] = False
+    for old, new_buffer in zip(before, (*rig.pool.k_buffer, *rig.pool.v_buffer), strict=True):
+        assert torch.equal(old[others], new_buffer[others])
+
+
+def test_new_slots_are_at_home_where_they_are_written() -> None:
+    rig = Rig(moved=1.0)
+    batch = rig.batch([1, 7, 300])
+    CorrectedTorchNativeBackend(rig.runner).init_forward_metadata(batch)
+    assert torch.equal(rig.home.positions[batch.out_cache_loc].long(), batch.positions)
+
+
+def test_one_backend_serves_batches_of_every_kind() -> None:
+    """What one forward prepared does not leak into the next."""
+    rig = Rig(moved=1.0)
+    backend = CorrectedTorchNativeBackend(rig.runner)
+    for new in ([1, 1, 1], [1, 7, 300], [1, 1, 1]):
+        batch = rig.batch(new)
+        found = rig.forward(backend, batch, decode=batch.forward_mode.is_decode())
+        torch.testing.assert_close(
+            found.double(), rig.expected(batch), rtol=0, atol=TOLERANCE[rig.dtype]
+        )
+    for row, end in zip(rig.row_of, rig.lengths, strict=True):
+        slots = rig.rows.req_to_token[row, :end].long()
+        rig.home.record(slots, torch.arange(end))
+    batch = rig.batch([1, 1, 1])
+    stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
+    assert torch.equal(rig.forward(backend, batch), stock)
+
+
+def test_idle_forward_needs_no_rows() -> None:
+    rig = Rig(moved=1.0)
+    backend = CorrectedTorchNativeBackend(rig.runner)
+    home = rig.home.positions.clone()
+    nothing = torch.empty(0, dtype=torch.int64)
+    backend.init_forward_metadata(
+        SimpleNamespace(
+            forward_mode=ForwardMode.IDLE, out_cache_loc=nothing, positions=nothing, seq_lens=nothing
+        )
+    )
+    assert torch.equal(rig.home.positions, home)
+
+
+def test_sliding_window_is_refused_rather_than_ignored() -> None:
+    rig = Rig(moved=1.0)
+    rig.layer.sliding_window_size = 8
+    with pytest.raises(RuntimeError, match="sliding-window"):
+        rig.forward(CorrectedTorchNativeBackend(rig.runner), rig.batch([1, 1, 1]))
