@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -33,13 +35,18 @@ _WARM_UP_SEED = 77
 
 @dataclass(frozen=True)
 class Options:
-    """What to run. ``kv_budget`` in slots (tokens), ``max_tokens`` per response."""
+    """What to run. ``kv_budget`` in slots (tokens), ``max_tokens`` per response.
+
+    ``both`` are further flags of both servers, ``shared`` of ours alone.
+    """
 
     problems: int
     kv_budget: int
     max_tokens: int
     output: Path
     logs: Path
+    both: list[str]
+    shared: list[str]
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -59,6 +66,16 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--logs", type=Path, default=Path("build/demo"), help="Folder for server logs."
     )
+    parser.add_argument(
+        "--both",
+        type=shlex.split,
+        default=[],
+        metavar="FLAGS",
+        help="Further flags of both servers.",
+    )
+    parser.add_argument(
+        "--shared", type=shlex.split, default=[], metavar="FLAGS", help="Further flags of ours."
+    )
     args = parser.parse_args(argv)
     for name in ("problems", "kv_budget", "max_tokens"):
         if getattr(args, name) < 1:
@@ -74,6 +91,7 @@ def server_flags(options: Options) -> list[str]:
         "--max-total-tokens", str(options.kv_budget),
         "--max-running-requests", "128",
         "--decode-log-interval", "1",
+        *options.both,
     ]  # fmt: skip
 
 
@@ -135,9 +153,9 @@ def measure(
 
 def figures(problems: Sequence[Problem], answers: Sequence[Answer]) -> dict[str, Any]:
     """Accuracy and speed of one arm."""
-    right = [grade(answer.text, problem) for answer, problem in zip(answers, problems)]
-    clean = [ok for ok, problem in zip(right, problems) if not problem.error]
-    wrong_draft = [ok for ok, problem in zip(right, problems) if problem.error]
+    right = [grade(answer.text, problem) for answer, problem in zip(answers, problems, strict=True)]
+    clean = [ok for ok, problem in zip(right, problems, strict=True) if not problem.error]
+    wrong_draft = [ok for ok, problem in zip(right, problems, strict=True) if problem.error]
     seconds = max(a.ended for a in answers) - min(a.started for a in answers)
     tokens = sum(a.output_tokens for a in answers)
     return {
@@ -213,7 +231,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     options.logs.mkdir(parents=True, exist_ok=True)
     stock, _ = measure(options, "stock", [])
-    shared, report = measure(options, "reasoncache", ["--enable-reasoncache", *EMBEDDED_FLAGS])
+    shared, report = measure(
+        options, "reasoncache", ["--enable-reasoncache", *EMBEDDED_FLAGS, *options.shared]
+    )
     result = {"stock": stock, "reasoncache": shared}
     options.output.write_text(json.dumps(result, indent=2) + "\n")
     print_table(result)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Optional, Sequence
 
 from openai import AsyncOpenAI, OpenAIError
 
@@ -29,9 +29,9 @@ class Answer:
     text: str
     output_tokens: int
     started: float
-    first_token: Optional[float]
+    first_token: float | None
     ended: float
-    error: Optional[str] = None
+    error: str | None = None
 
 
 async def ask(
@@ -39,7 +39,7 @@ async def ask(
 ) -> Answer:
     """One greedy chat completion; a failure is returned, not raised."""
     started = time.monotonic()
-    first: Optional[float] = None
+    first: float | None = None
     pieces: list[str] = []
     request_id, tokens, error = "", 0, None
     try:
@@ -71,7 +71,7 @@ async def ask_all(
     prompts: Sequence[str],
     max_tokens: int,
     done: Callable[[Answer], None],
-    extra: Optional[dict[str, object]] = None,
+    extra: dict[str, object] | None = None,
 ) -> list[Answer]:
     """All prompts at once, in order of the list; ``done`` is called as each ends."""
 

@@ -8,8 +8,9 @@ this record; defaults live here and nowhere else.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping, Optional
+from typing import Any
 
 from sglang_reasoncache.policy.presets import PRESETS
 
@@ -56,7 +57,8 @@ class ReasonCacheConfig:
         apply: ``alias`` shares; ``copy`` writes the shared K and V into the
             request's own slots instead. It saves nothing and exists to verify.
         admission_credit: Largest share of a request's estimated future output
-            that admission may count as shared before it is. 0 switches it off.
+            that admission may count as shared before it is. 0 leaves admission
+            as SGLang's: no credit, and no new attempt when sharing frees slots.
         calibration: JSON file that keeps the distance histogram across
             restarts. Without it, a ``reasoncache_calibration.json`` beside the
             model's weights is read when there is one.
@@ -75,15 +77,15 @@ class ReasonCacheConfig:
     tau_soft: float = 0.7
     length_factor: bool = True
     use_structure: bool = True
-    fixed_tau: Optional[float] = None
+    fixed_tau: float | None = None
     structure_tolerance: int = 0
     positions: str = "auto"
     align: str = "tokens"
     publish: str = "exact"
     apply: str = "alias"
     admission_credit: float = 0.5
-    calibration: Optional[str] = None
-    random_ratio: Optional[float] = None
+    calibration: str | None = None
+    random_ratio: float | None = None
     max_step_tokens: int = 1024
     max_history_steps: int = 2048
     allow_untested_sglang: bool = False
@@ -107,9 +109,7 @@ class ReasonCacheConfig:
         self._between("max_step_tokens", 16, 65_536)
         self._between("max_history_steps", 1, 1_000_000)
         if self.tau_soft > self.tau_strict:
-            raise ConfigError(
-                "tau_soft", f"at most tau_strict ({self.tau_strict})", self.tau_soft
-            )
+            raise ConfigError("tau_soft", f"at most tau_strict ({self.tau_strict})", self.tau_soft)
 
     def _one_of(self, field: str, allowed: tuple[str, ...]) -> None:
         if getattr(self, field) not in allowed:
@@ -134,7 +134,7 @@ class ReasonCacheConfig:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "ReasonCacheConfig":
+    def from_mapping(cls, values: Mapping[str, Any]) -> ReasonCacheConfig:
         """Build from explicitly given values; the preset fills in the rest.
 
         Raises:

@@ -7,7 +7,7 @@ Import this module's class after SGLang has set ``PROMETHEUS_MULTIPROC_DIR``
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 from sglang_reasoncache.sharing.stats import SharingStats
 
@@ -41,9 +41,14 @@ class SharingMetrics:
             field: Counter(_PREFIX + field.removesuffix("_total"), text, names)
             for field, text in _COUNTERS.items()
         }
-        self._refusals = Counter(_PREFIX + "refusals", "Blocks not shared, by reason.", [*names, "reason"])
+        self._refusals = Counter(
+            _PREFIX + "refusals", "Blocks not shared, by reason.", [*names, "reason"]
+        )
         self._saved_now = Gauge(
-            _PREFIX + "slots_saved_now", "Slots the running requests do without.", names, multiprocess_mode="mostrecent"
+            _PREFIX + "slots_saved_now",
+            "Slots the running requests do without.",
+            names,
+            multiprocess_mode="mostrecent",
         )
         self._ratio = Gauge(
             _PREFIX + "memory_saving_ratio",
@@ -59,12 +64,14 @@ class SharingMetrics:
         )
         self._seen: dict[str, int] = {}
 
-    def update(self, stats: SharingStats, saved_now: int, latency: Optional[float]) -> None:
+    def update(self, stats: SharingStats, saved_now: int, latency: float | None) -> None:
         """Publish totals; ``latency`` in seconds, None where nothing was filtered."""
         for field, counter in self._counters.items():
             self._advance(counter.labels(**self._labels), field, getattr(stats, field))
         for reason, count in stats.refusals.items():
-            self._advance(self._refusals.labels(**self._labels, reason=reason), "refusal:" + reason, count)
+            self._advance(
+                self._refusals.labels(**self._labels, reason=reason), "refusal:" + reason, count
+            )
         self._saved_now.labels(**self._labels).set(saved_now)
         self._ratio.labels(**self._labels).set(stats.memory_saving_ratio)
         if latency is not None:

@@ -31,7 +31,8 @@ def _server_args(**fields: object) -> SimpleNamespace:
     defaults = {
         name: getattr(record, name)
         for name in dir(record)
-        if not name.startswith("_") and not callable(getattr(type(record), name, None))
+        if not name.startswith("_")
+        and not callable(getattr(type(record), name, None))
         and hasattr(record, name)
     }
     return SimpleNamespace(**{**defaults, **fields})
@@ -81,7 +82,9 @@ def test_preset_fills_what_was_not_given() -> None:
     config = ReasonCacheConfig.from_mapping({"preset": "memshare", "block": 4})
     assert (config.fixed_tau, config.use_structure, config.align) == (0.8, False, "index")
     assert config.block == 4
-    assert ReasonCacheConfig.from_mapping({"preset": "memshare", "align": "tokens"}).align == "tokens"
+    assert (
+        ReasonCacheConfig.from_mapping({"preset": "memshare", "align": "tokens"}).align == "tokens"
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .task import Problem, generate, grade
+from .task import Problem, follows_prompt, generate, grade
 
 
 @torch.no_grad()
@@ -55,6 +55,8 @@ def main() -> None:
     for name, keep in (("all", (True, False)), ("clean", (False,)), ("error", (True,))):
         chosen = [ok for ok, p in zip(right, problems, strict=True) if p.error in keep]
         print(f"{name:5} {fmean(chosen):.3f} of {len(chosen)}")
+    faithful = fmean(follows_prompt(t, p) for t, p in zip(texts, problems, strict=True))
+    print(f"every assignment as in the prompt {faithful:.3f}")
     same = fmean(t == p.response for t, p in zip(texts, problems, strict=True))
     print(f"word for word as the reference {same:.3f}; {seconds:.0f} s")
     for text, problem in [

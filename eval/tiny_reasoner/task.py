@@ -255,3 +255,13 @@ def extract_answer(text: str) -> str | None:
 def grade(text: str, problem: Problem) -> bool:
     """Whether the last boxed answer of ``text`` is right."""
     return extract_answer(text) == problem.answer
+
+
+def follows_prompt(text: str, problem: Problem) -> bool:
+    """Whether every assignment that a step of ``text`` starts with is one of the prompt's.
+
+    ``grade`` cannot see this: sums commute, so mixed-up lines can still give the right answer.
+    """
+    facts = {fact.strip() for part in problem.prompt.split(" . ") for fact in part.split(",")}
+    starts = [step.split()[:5] for step in text.split(STEP_END)]
+    return all(" ".join(words) in facts for words in starts if words[1:2] == ["="])

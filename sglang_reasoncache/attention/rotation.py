@@ -16,7 +16,7 @@ class Angles(NamedTuple):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def select(self, index: torch.Tensor) -> "Angles":
+    def select(self, index: torch.Tensor) -> Angles:
         return Angles(self.cos[index], self.sin[index])
 
 
@@ -54,7 +54,7 @@ class KeyRotation:
         self.is_neox = is_neox
 
     @classmethod
-    def from_model(cls, model: torch.nn.Module, max_positions: int) -> "KeyRotation":
+    def from_model(cls, model: torch.nn.Module, max_positions: int) -> KeyRotation:
         """Read the rotary embedding all attention layers of ``model`` share.
 
         Raises:

@@ -9,7 +9,7 @@ stock loop read through a view of the key cache that rotates what it hands out.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,7 @@ class CorrectedTorchNativeBackend(seams.TorchNativeAttnBackend):
         self.rotation = KeyRotation.from_model(
             model_runner.model, model_runner.model_config.context_len
         )
-        self._plan: Optional[_DecodePlan] = None
+        self._plan: _DecodePlan | None = None
         self._extend_moved = False
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -100,7 +100,9 @@ class CorrectedTorchNativeBackend(seams.TorchNativeAttnBackend):
         shift = torch.where(valid, self.home.shift(slots, at[None, :]), 0)
         return slots, shift, valid
 
-    def _run_sdpa_forward_extend(self, query: Any, output: Any, k_cache: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_sdpa_forward_extend(
+        self, query: Any, output: Any, k_cache: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if self._extend_moved:
             k_cache = _RotatingKeys(k_cache, self.home, self.rotation)
         return super()._run_sdpa_forward_extend(query, output, k_cache, *args, **kwargs)
@@ -112,16 +114,22 @@ class CorrectedTorchNativeBackend(seams.TorchNativeAttnBackend):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         *args: Any,
-        scaling: Optional[float] = None,
-        sliding_window_size: Optional[int] = None,
+        scaling: float | None = None,
+        sliding_window_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Same contract as the stock method: ``query``, ``output`` ``[batch, heads, head_dim]``."""
         plan = self._plan
         if plan is None:
             return super()._run_sdpa_forward_decode(
-                query, output, k_cache, v_cache, *args,
-                scaling=scaling, sliding_window_size=sliding_window_size, **kwargs,
+                query,
+                output,
+                k_cache,
+                v_cache,
+                *args,
+                scaling=scaling,
+                sliding_window_size=sliding_window_size,
+                **kwargs,
             )
         if sliding_window_size is not None and sliding_window_size > -1:
             raise RuntimeError("sliding-window layers are refused at start-up")  # owner: seam check

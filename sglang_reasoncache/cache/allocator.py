@@ -8,7 +8,7 @@ and stays in use until its last one.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ class _Shared:
     #: Whether any slot may be used away from its home position. Stays true until
     #: the cache is flushed: the tree can hold a moved slot with one reference.
     has_moved_slots: bool
-    credit_source: Optional[CreditSource] = None
+    credit_source: CreditSource | None = None
     page_size: int
 
     def _clear_references(self) -> None:
@@ -111,7 +111,12 @@ def shared_allocator_of(stock: Any) -> SharedTokenAllocator | SharedPagedAllocat
     Raises:
         ValueError: any other allocator: its pool layout is not supported.
     """
-    common = dict(dtype=stock.dtype, device=stock.device, kvcache=stock.get_kvcache(), need_sort=stock.need_sort)
+    common = dict(
+        dtype=stock.dtype,
+        device=stock.device,
+        kvcache=stock.get_kvcache(),
+        need_sort=stock.need_sort,
+    )
     if type(stock) is seams.TokenToKVPoolAllocator:
         return SharedTokenAllocator(stock.size, **common)
     if type(stock) is seams.PagedTokenToKVPoolAllocator:

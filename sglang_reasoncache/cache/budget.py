@@ -10,7 +10,8 @@ estimate.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any
 
 from sglang_reasoncache.plugin import seams
 
@@ -22,7 +23,9 @@ class SharingBudget(seams.PrefillBudget):
     decoding (running and admitted requests); prompts are never discounted.
     """
 
-    def __init__(self, allocator: Any, tree_cache: Any, *, credit: float, num_mixed_decode_tokens: int = 0) -> None:
+    def __init__(
+        self, allocator: Any, tree_cache: Any, *, credit: float, num_mixed_decode_tokens: int = 0
+    ) -> None:
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
         self._kept = 1.0 - credit
 
@@ -39,9 +42,9 @@ class SharingBudget(seams.PrefillBudget):
         max_new_tokens: int,
         input_tokens: int,
         swa_host_hit_length: int,
-        chunk_limit: Optional[int],
+        chunk_limit: int | None,
         auxiliary_swa_host_hit_length: int = 0,
-    ) -> tuple[bool, Optional[int]]:
+    ) -> tuple[bool, int | None]:
         now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
         needed = now + (total_tokens - now) * self._kept
         return (True, chunk_limit) if needed < self.remaining_total else (False, None)

@@ -9,7 +9,7 @@ that is absent here and not free has exactly one reference.
 
 from __future__ import annotations
 
-from typing import Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 
 class ReferenceCountError(AssertionError):

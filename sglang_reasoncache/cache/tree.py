@@ -17,7 +17,7 @@ after a shared position is inexact although its slot has one owner.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -43,7 +43,7 @@ class SharedRadixCache(seams.RadixCache):
         self._aliases: dict[Any, list[int]] = {}
         self._inexact: dict[Any, int] = {}
         # First inexact position of the request being published.
-        self._publishing_inexact: Optional[int] = None
+        self._publishing_inexact: int | None = None
         self._alias_evictable = 0
         self._alias_protected = 0
         if self.controller is not None:
@@ -81,7 +81,12 @@ class SharedRadixCache(seams.RadixCache):
             self._publishing_inexact = state.first_shared
         if self._inexact and self._is_exact_only(req):
             tokens = req.full_untruncated_fill_ids[:up_to]
-            up_to = min(up_to, self._exact_length(seams.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)))
+            up_to = min(
+                up_to,
+                self._exact_length(
+                    seams.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+                ),
+            )
         try:
             super().checkpoint(req, up_to=max(up_to, req.kv.cache_protected_len), **kwargs)
         finally:
@@ -92,7 +97,9 @@ class SharedRadixCache(seams.RadixCache):
         if self.controller is not None:
             self.controller.on_release(req)
 
-    def _insert_helper(self, node: Any, key: Any, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _insert_helper(
+        self, node: Any, key: Any, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         matched, last = super()._insert_helper(node, key, value, *args, **kwargs)
         # A leaf was added exactly when the key was not matched to its end.
         if matched < len(key):

@@ -8,7 +8,7 @@ taken before squaring: the form with cached norms cancels for near-equal blocks.
 
 from __future__ import annotations
 
-from typing import Callable, Iterable, Optional
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -20,7 +20,7 @@ def squared_differences(
     layers: Iterable[tuple[torch.Tensor, torch.Tensor]],
     dst_slots: torch.Tensor,
     src_slots: torch.Tensor,
-    rotate: Optional[RotateKeys] = None,
+    rotate: RotateKeys | None = None,
 ) -> torch.Tensor:
     """Sums of squared differences per pair, layer and side.
 
@@ -41,7 +41,9 @@ def squared_differences(
         if rotate is not None:
             source = rotate(source)
         key_sum = (keys[dst_slots].float() - source).square_().sum(dim=(1, 2, 3))
-        value_sum = (values[dst_slots].float() - values[src_slots].float()).square_().sum(dim=(1, 2, 3))
+        value_sum = (
+            (values[dst_slots].float() - values[src_slots].float()).square_().sum(dim=(1, 2, 3))
+        )
         sums.append(torch.stack((key_sum, value_sum), dim=-1))
     return torch.stack(sums, dim=1).double()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.cache.allocator import shared_allocator_of
@@ -38,7 +39,9 @@ def shared_allocator(stock: Any) -> Any:
     return allocator
 
 
-def attention_backend(model_runner: Any, config: ReasonCacheConfig, stock: Callable[[Any], Any]) -> Any:
+def attention_backend(
+    model_runner: Any, config: ReasonCacheConfig, stock: Callable[[Any], Any]
+) -> Any:
     """The correcting backend where the operator's choice allows it, else the stock one."""
     if config.positions == "as-cached" or model_runner.is_draft_worker:
         return stock(model_runner)
@@ -79,7 +82,9 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         ValueError: a model or pool that cannot be served.
     """
     if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
-        raise ValueError("--enable-reasoncache supports full-attention models only (no sliding window, state space or DSA)")
+        raise ValueError(
+            "--enable-reasoncache supports full-attention models only (no sliding window, state space or DSA)"
+        )
     params = context.params
     allocator = params.token_to_kv_pool_allocator
     config = resolve(config, allocator.rotation)
@@ -137,4 +142,7 @@ def _model_key(context: Any, pool: Any) -> str:
 
 
 def _labels(context: Any) -> dict[str, Any]:
-    return {"model_name": context.server_args.served_model_name or context.server_args.model_path, "tp_rank": context.tp_rank}
+    return {
+        "model_name": context.server_args.served_model_name or context.server_args.model_path,
+        "tp_rank": context.tp_rank,
+    }

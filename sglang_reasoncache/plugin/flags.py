@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any
 
 from sglang_reasoncache.config import PRESET_NAMES, ReasonCacheConfig, flag_of
 from sglang_reasoncache.plugin import ENABLED_ENV, refusals, seams
@@ -17,26 +18,50 @@ _PREFIX = "reasoncache_"
 
 #: Field -> (help, argparse extras). Types and defaults come from the config.
 _HELP: dict[str, tuple[str, dict[str, Any]]] = {
-    "preset": ("Named set of policy values; explicit flags win over it.", {"choices": PRESET_NAMES}),
+    "preset": (
+        "Named set of policy values; explicit flags win over it.",
+        {"choices": PRESET_NAMES},
+    ),
     "block": ("Tokens per shared block; at --page-size > 1 the page is the block.", {}),
-    "percentile": ("Share a block when its KV distance is within this percentile of those seen; 0 shares nothing.", {}),
+    "percentile": (
+        "Share a block when its KV distance is within this percentile of those seen; 0 shares nothing.",
+        {},
+    ),
     "warmup": ("KV distances observed before the first block may be shared.", {}),
     "tau_strict": ("Upper end of the dynamic lexical threshold.", {}),
     "tau_soft": ("Lower end of the dynamic lexical threshold.", {}),
     "length_factor": ("Multiply the cosine with the ratio of step lengths.", {}),
     "use_structure": ("Require equal formal content where both steps have some.", {}),
     "fixed_tau": ("Constant lexical threshold instead of the dynamic one.", {}),
-    "structure_tolerance": ("Largest tree edit distance between the formal content of two steps.", {}),
+    "structure_tolerance": (
+        "Largest tree edit distance between the formal content of two steps.",
+        {},
+    ),
     "positions": (
         "corrected: rotate a shared key to where it is used. as-cached: leave it (the papers' behaviour). "
         "auto: corrected where the attention backend can.",
         {"choices": ("auto", "corrected", "as-cached")},
     ),
-    "align": ("Pair blocks of equal tokens, or block by index (the papers' behaviour).", {"choices": ("tokens", "index")}),
-    "publish": ("What a finished request leaves in the prefix cache.", {"choices": ("exact", "aliased")}),
-    "apply": ("copy: write shared KV into own slots; saves nothing, exists to verify.", {"choices": ("alias", "copy")}),
-    "admission_credit": ("Largest share of future output that admission counts as shared in advance; 0 switches it off.", {}),
-    "calibration": ("JSON file that keeps the distance histogram across restarts.", {"metavar": "PATH"}),
+    "align": (
+        "Pair blocks of equal tokens, or block by index (the papers' behaviour).",
+        {"choices": ("tokens", "index")},
+    ),
+    "publish": (
+        "What a finished request leaves in the prefix cache.",
+        {"choices": ("exact", "aliased")},
+    ),
+    "apply": (
+        "copy: write shared KV into own slots; saves nothing, exists to verify.",
+        {"choices": ("alias", "copy")},
+    ),
+    "admission_credit": (
+        "Largest share of future output that admission counts as shared in advance; 0 switches it off.",
+        {},
+    ),
+    "calibration": (
+        "JSON file that keeps the distance histogram across restarts.",
+        {"metavar": "PATH"},
+    ),
     "random_ratio": ("Redirect this share of blocks to random earlier ones (experiment).", {}),
     "max_step_tokens": ("A reasoning step longer than this is cut there.", {}),
     "max_history_steps": ("Earlier steps compared with a new one.", {}),
@@ -72,11 +97,15 @@ def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
         text, extras = _HELP[field.name]
         if isinstance(field.default, bool):
             # --reasoncache-x and --no-reasoncache-x; None when neither is given.
-            group.add_argument(flag_of(field.name), action=argparse.BooleanOptionalAction, default=None, help=text)
+            group.add_argument(
+                flag_of(field.name), action=argparse.BooleanOptionalAction, default=None, help=text
+            )
             continue
         kind = _OPTIONAL_TYPES.get(field.name, type(field.default))
         shown = f"{text} Default: {field.default}."
-        group.add_argument(flag_of(field.name), type=kind, default=None, help=shown.replace("%", "%%"), **extras)
+        group.add_argument(
+            flag_of(field.name), type=kind, default=None, help=shown.replace("%", "%%"), **extras
+        )
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
@@ -101,7 +130,9 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
 def engine_server_args(**kwargs: Any) -> Any:
     """``sglang.Engine(enable_reasoncache=True, reasoncache_block=8, ...)``."""
     enabled = bool(kwargs.pop(ENABLE, False))
-    given = {name[len(_PREFIX):]: kwargs.pop(name) for name in list(kwargs) if name.startswith(_PREFIX)}
+    given = {
+        name[len(_PREFIX) :]: kwargs.pop(name) for name in list(kwargs) if name.startswith(_PREFIX)
+    }
     return attach(seams.ServerArgs(**kwargs), enabled, given)
 
 
@@ -115,7 +146,9 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     if not enabled:
         os.environ.pop(ENABLED_ENV, None)
         if given:
-            raise ValueError(f"{flag_of(sorted(given)[0])} does nothing without --enable-reasoncache")
+            raise ValueError(
+                f"{flag_of(sorted(given)[0])} does nothing without --enable-reasoncache"
+            )
         return server_args
     config = ReasonCacheConfig.from_mapping(given)
     # Raise here, in the operator's face, rather than in the scheduler process.
@@ -135,6 +168,6 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     return server_args
 
 
-def config_of(server_args: Any) -> Optional[ReasonCacheConfig]:
+def config_of(server_args: Any) -> ReasonCacheConfig | None:
     """The config attached to a server record, None when the flag is off."""
     return getattr(server_args, "_reasoncache", None)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Optional
+from typing import Any
 
 from sglang_reasoncache.plugin import seams
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 _installed = False
 #: The scheduler process has one controller; processes without a scheduler have none.
-_controller: Optional[Any] = None
+_controller: Any | None = None
 
 
 def install() -> None:
@@ -40,7 +40,11 @@ def install() -> None:
 
 def check_installed() -> None:
     """Raises RuntimeError when SGLang could not apply one of our hooks (it only logs that)."""
-    missing = [target for target in seams.HOOK_TARGETS.values() if target not in seams.HookRegistry._patched]
+    missing = [
+        target
+        for target in seams.HOOK_TARGETS.values()
+        if target not in seams.HookRegistry._patched
+    ]
     if missing:
         raise RuntimeError(
             "sglang-reasoncache: SGLang did not apply the hooks " + ", ".join(missing)
@@ -83,13 +87,16 @@ def _wrap_attention_backend(name: str) -> None:
 
 
 def _after_decode(_result: None, processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
-    if _controller is not None and _controller.after_decode(batch) > 0:
+    if _controller is None:
+        return
+    freed = _controller.after_decode(batch)
+    if freed and _controller.config.admission_credit > 0:
         # SGLang stops trying to admit once memory ran out and tries again when
         # a request leaves; slots that come back in between must count as well.
         processor.metrics_reporter.scheduler.running_batch.batch_is_full = False
 
 
-def _after_count_uncached(result: tuple[int, int], _checker: Any) -> Optional[tuple[int, int]]:
+def _after_count_uncached(result: tuple[int, int], _checker: Any) -> tuple[int, int] | None:
     """SGLang counts the row positions of running requests; a shared one is counted at its owner."""
     if _controller is None:
         return None
@@ -97,7 +104,7 @@ def _after_count_uncached(result: tuple[int, int], _checker: Any) -> Optional[tu
     return full - _controller.live_positions, window
 
 
-def _after_decode_log_parts(result: list[str], _stats: Any) -> Optional[list[str]]:
+def _after_decode_log_parts(result: list[str], _stats: Any) -> list[str] | None:
     return None if _controller is None else [*result, _controller.log_part()]
 
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from sglang_reasoncache.plugin import seams
 
@@ -33,31 +34,77 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.radix_cache_backend not in (None, seams.TREE_BACKEND),
         "the prefix cache must be ours to count shared slots",
     ),
-    Refusal("--disable-radix-cache", _on("disable_radix_cache"), "slots are released through the prefix cache"),
+    Refusal(
+        "--disable-radix-cache",
+        _on("disable_radix_cache"),
+        "slots are released through the prefix cache",
+    ),
     Refusal("--enable-hierarchical-cache", _on("enable_hierarchical_cache"), _OWN_TREE),
     Refusal("--enable-lmcache", _on("enable_lmcache"), _OWN_TREE),
     Refusal("--enable-flexkv", _on("enable_flexkv"), _OWN_TREE),
     Refusal("--enable-hisparse", _on("enable_hisparse"), _OWN_TREE),
-    Refusal("--enable-unified-memory", _on("enable_unified_memory"), "its pool hands out virtual slots"),
-    Refusal("--enable-unified-cache-external-linker", _on("enable_unified_cache_external_linker"), _OWN_TREE),
-    Refusal("--enable-streaming-session", _on("enable_streaming_session"), "a session keeps its row after the request"),
-    Refusal("--enable-session-radix-cache", _on("enable_session_radix_cache"), "a session keeps its row after the request"),
-    Refusal("--speculative-algorithm", _on("speculative_algorithm"), "a draft may rewrite positions that are already shared"),
+    Refusal(
+        "--enable-unified-memory", _on("enable_unified_memory"), "its pool hands out virtual slots"
+    ),
+    Refusal(
+        "--enable-unified-cache-external-linker",
+        _on("enable_unified_cache_external_linker"),
+        _OWN_TREE,
+    ),
+    Refusal(
+        "--enable-streaming-session",
+        _on("enable_streaming_session"),
+        "a session keeps its row after the request",
+    ),
+    Refusal(
+        "--enable-session-radix-cache",
+        _on("enable_session_radix_cache"),
+        "a session keeps its row after the request",
+    ),
+    Refusal(
+        "--speculative-algorithm",
+        _on("speculative_algorithm"),
+        "a draft may rewrite positions that are already shared",
+    ),
     Refusal(
         "--disaggregation-mode",
         lambda args: getattr(args, "disaggregation_mode", "null") not in (None, "null"),
         "transfers address slots by row and would send a shared one twice",
     ),
-    Refusal("--kv-canary", lambda args: getattr(args, "kv_canary", "none") not in (None, "none", False), "a canary marks slots we may free"),
-    Refusal("--enable-return-routed-experts", _on("enable_return_routed_experts"), "experts are recorded by slot"),
-    Refusal("--enable-return-indexer-topk", _on("enable_return_indexer_topk"), "indices are recorded by slot"),
-    Refusal("--prefill-only-disable-kv-cache", _on("prefill_only_disable_kv_cache"), "there is no KV cache to share"),
+    Refusal(
+        "--kv-canary",
+        lambda args: getattr(args, "kv_canary", "none") not in (None, "none", False),
+        "a canary marks slots we may free",
+    ),
+    Refusal(
+        "--enable-return-routed-experts",
+        _on("enable_return_routed_experts"),
+        "experts are recorded by slot",
+    ),
+    Refusal(
+        "--enable-return-indexer-topk",
+        _on("enable_return_indexer_topk"),
+        "indices are recorded by slot",
+    ),
+    Refusal(
+        "--prefill-only-disable-kv-cache",
+        _on("prefill_only_disable_kv_cache"),
+        "there is no KV cache to share",
+    ),
     Refusal("--skip-tokenizer-init", _on("skip_tokenizer_init"), "steps are found in text"),
-    Refusal("--strip-thinking-cache", _on("strip_thinking_cache"), "it releases output slots outside the prefix cache"),
+    Refusal(
+        "--strip-thinking-cache",
+        _on("strip_thinking_cache"),
+        "it releases output slots outside the prefix cache",
+    ),
     Refusal("--dcp-size", _above("dcp_size", 1), "a slot is spread over ranks"),
     Refusal("--pp-size", _above("pp_size", 1), "the distance needs every layer on one rank"),
     Refusal("--dllm-algorithm", _on("dllm_algorithm"), "a diffusion model rewrites its KV"),
-    Refusal("--enable-dp-attention", _on("enable_dp_attention"), "ranks would have to agree on decisions; not tested"),
+    Refusal(
+        "--enable-dp-attention",
+        _on("enable_dp_attention"),
+        "ranks would have to agree on decisions; not tested",
+    ),
     Refusal("--use-ray", _on("use_ray"), "plugins are not tested under Ray"),
 )
 
@@ -65,7 +112,12 @@ REFUSALS: tuple[Refusal, ...] = (
 def check(args: Any) -> None:
     """Raises ValueError naming every flag in the way. ``args``: raw ``ServerArgs``."""
     found = [f"{r.flag} ({r.reason})" for r in REFUSALS if r.applies(args)]
-    if os.environ.get("SGLANG_DEBUG_MEMORY_POOL", "").lower() in ("1", "true") and (args.page_size or 1) > 1:
-        found.append("SGLANG_DEBUG_MEMORY_POOL with --page-size > 1 (it counts a shared page as freed twice)")
+    if (
+        os.environ.get("SGLANG_DEBUG_MEMORY_POOL", "").lower() in ("1", "true")
+        and (args.page_size or 1) > 1
+    ):
+        found.append(
+            "SGLANG_DEBUG_MEMORY_POOL with --page-size > 1 (it counts a shared page as freed twice)"
+        )
     if found:
         raise ValueError("--enable-reasoncache cannot be combined with: " + "; ".join(found))

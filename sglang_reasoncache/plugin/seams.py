@@ -70,10 +70,8 @@ HOOK_TARGETS: dict[str, str] = {
     + "batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode",
     "count_uncached": _COMPONENTS
     + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
-    "decode_log_parts": _COMPONENTS
-    + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
-    "internal_state": _COMPONENTS
-    + "internal_state.SchedulerInternalStateController._add_env_vars",
+    "decode_log_parts": _COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
+    "internal_state": _COMPONENTS + "internal_state.SchedulerInternalStateController._add_env_vars",
 }
 
 #: The two hooks that exist without ``--enable-reasoncache``.

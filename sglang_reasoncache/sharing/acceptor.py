@@ -7,7 +7,8 @@ must hold for the server's memory to stay right, and the distance threshold.
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Optional, Protocol, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +25,7 @@ class Threshold(Protocol):
     def decide(self, distances: Sequence[float]) -> Iterable[bool]: ...
 
 
-def refusal_of(block: BlockProposal, written: int) -> Optional[Refusal]:
+def refusal_of(block: BlockProposal, written: int) -> Refusal | None:
     """Why ``block`` must not be applied whatever its distance, or None.
 
     Args:
@@ -64,7 +65,7 @@ class Acceptor:
         self._meter = meter
         self._copy = copy
 
-    def judge(self, distances: Sequence[float], threshold: Threshold) -> list[Optional[Refusal]]:
+    def judge(self, distances: Sequence[float], threshold: Threshold) -> list[Refusal | None]:
         """Show the distances to the threshold and ask it about each."""
         accepted = threshold.decide(distances)
         refusal = Refusal.DISTANCE if threshold.is_warm else Refusal.WARMUP
@@ -77,7 +78,7 @@ class Acceptor:
         """
         src_rows = located.src_slots.tolist()
         dst_rows = located.dst_slots.tolist()
-        changed = [src != dst for src, dst in zip(src_rows, dst_rows)]
+        changed = [src != dst for src, dst in zip(src_rows, dst_rows, strict=True)]
         chosen = [i for i, yes in enumerate(changed) if yes]
         if not chosen:
             return changed

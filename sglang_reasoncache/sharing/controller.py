@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import collections
 import time
-from typing import Any, Iterable, Optional, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from sglang_reasoncache.cache.budget import SharingForecast
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -53,7 +54,7 @@ class SharingController:
         policy: PolicyFactory,
         meter: BlockMeter,
         acceptor: Acceptor,
-        metrics: Optional[SharingMetrics],
+        metrics: SharingMetrics | None,
     ) -> None:
         self.config = config
         self.block = block
@@ -69,7 +70,7 @@ class SharingController:
     # -- asked by the tree ----------------------------------------------------
 
     @staticmethod
-    def state_of(req: Any) -> Optional[RequestState]:
+    def state_of(req: Any) -> RequestState | None:
         return request_state.state_of(req)
 
     @staticmethod
@@ -122,7 +123,9 @@ class SharingController:
         self.stats.decode_step(running, self.live_positions, logical)
         elapsed = time.perf_counter() - start
         self.stats.filter_seconds += elapsed
-        if self._metrics is not None and (waves or self.stats.decode_steps % _METRICS_INTERVAL == 0):
+        if self._metrics is not None and (
+            waves or self.stats.decode_steps % _METRICS_INTERVAL == 0
+        ):
             self._metrics.update(self.stats, self.live_positions, elapsed if waves else None)
         self.policy.maybe_save()
         return self.live_positions - before
@@ -138,7 +141,10 @@ class SharingController:
         if not served:
             self.stats.requests_opted_out += 1
         return request_state.attach(
-            req, RequestState(self.policy.filter_for(req) if served else None, attempt=req.retraction_count)
+            req,
+            RequestState(
+                self.policy.filter_for(req) if served else None, attempt=req.retraction_count
+            ),
         )
 
     def _follow(self, req: Any, state: RequestState, waves: list[list[BlockProposal]]) -> None:
@@ -148,7 +154,9 @@ class SharingController:
             # Recomputed after a retraction: the row holds nothing shared, the
             # decisions stand.
             state.attempt = req.retraction_count
-            blocks += [BlockProposal(req, dst, src, self.block, decided=True) for dst, src in state.shared]
+            blocks += [
+                BlockProposal(req, dst, src, self.block, decided=True) for dst, src in state.shared
+            ]
             state.shared = []
         # The newest token's KV is not written before the next forward.
         ready = len(req.output_ids) - 1
@@ -157,7 +165,9 @@ class SharingController:
             state.fed = ready
             for proposal in state.filter.push(new):
                 self._count(proposal)
-                blocks += [BlockProposal(req, p.dst_start, p.src_start, self.block) for p in proposal.pairs]
+                blocks += [
+                    BlockProposal(req, p.dst_start, p.src_start, self.block) for p in proposal.pairs
+                ]
         if blocks:
             written = len(req.origin_input_ids) + ready
             queue(self._allowed(blocks, written), waves)
@@ -187,7 +197,9 @@ class SharingController:
         if fresh:
             distances = self._meter.distances([wave[i] for i in fresh], measured.select(fresh))
             self.stats.blocks_compared += len(fresh)
-            for i, refusal in zip(fresh, self._acceptor.judge(distances, self.policy.threshold)):
+            for i, refusal in zip(
+                fresh, self._acceptor.judge(distances, self.policy.threshold), strict=True
+            ):
                 if refusal is None:
                     chosen.append(i)
                 else:
@@ -195,7 +207,9 @@ class SharingController:
         if not chosen:
             return
         blocks = [wave[i] for i in chosen]
-        for block, changed in zip(blocks, self._acceptor.apply(blocks, measured.select(chosen))):
+        for block, changed in zip(
+            blocks, self._acceptor.apply(blocks, measured.select(chosen)), strict=True
+        ):
             if changed:
                 self._note_shared(block)
             else:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ class Located(NamedTuple):
     dst_slots: torch.Tensor
     src_slots: torch.Tensor
 
-    def select(self, chosen: Sequence[int]) -> "Located":
+    def select(self, chosen: Sequence[int]) -> Located:
         index = torch.tensor(chosen, dtype=torch.int64, device=self.dst_slots.device)
         return Located(self.dst_slots[index], self.src_slots[index])
 
@@ -43,7 +44,7 @@ class BlockMeter:
         pool: Any,
         rows: torch.Tensor,
         home: HomePositions,
-        rotation: Optional[KeyRotation],
+        rotation: KeyRotation | None,
         num_heads: int,
         group: Any = None,
     ) -> None:
@@ -58,14 +59,18 @@ class BlockMeter:
     def locate(self, blocks: Sequence[BlockProposal]) -> Located:
         """Look the blocks' slots up in their rows. All have the same length; at least one."""
         dst_at, src_at, row = self._positions(blocks)
-        return Located(self._rows[row[:, None], dst_at].long(), self._rows[row[:, None], src_at].long())
+        return Located(
+            self._rows[row[:, None], dst_at].long(), self._rows[row[:, None], src_at].long()
+        )
 
     def distances(self, blocks: Sequence[BlockProposal], located: Located) -> list[float]:
         """KV distance per block, in one pass over the pool; waits for the device once."""
         dst_at, _, _ = self._positions(blocks)
         angles = self._angles(dst_at, located.src_slots)
         rotate = None if angles is None else lambda keys: self.rotation.rotate(keys, angles)
-        squares = squared_differences(self._layers(), located.dst_slots, located.src_slots, rotate).cpu()
+        squares = squared_differences(
+            self._layers(), located.dst_slots, located.src_slots, rotate
+        ).cpu()
         if self._group is not None:
             torch.distributed.all_reduce(squares, group=self._group)
         return block_distances(squares, blocks[0].length, self._num_heads).tolist()
@@ -86,7 +91,9 @@ class BlockMeter:
             keys[located.dst_slots] = source
             values[located.dst_slots] = values[located.src_slots]
 
-    def _positions(self, blocks: Sequence[BlockProposal]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _positions(
+        self, blocks: Sequence[BlockProposal]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         device = self._rows.device
         within = torch.arange(blocks[0].length, device=device)
         dst = torch.tensor([b.dst_start for b in blocks], device=device)[:, None] + within
@@ -94,10 +101,12 @@ class BlockMeter:
         row = torch.tensor([b.req.kv.req_pool_idx for b in blocks], device=device)
         return dst, src, row
 
-    def _angles(self, dst_at: torch.Tensor, src_slots: torch.Tensor) -> Optional[Angles]:
+    def _angles(self, dst_at: torch.Tensor, src_slots: torch.Tensor) -> Angles | None:
         if self.rotation is None:
             return None
         return self.rotation.angles(self._home.shift(src_slots, dst_at))
 
     def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(self._pool.get_key_buffer(i), self._pool.get_value_buffer(i)) for i in self._layer_ids]
+        return [
+            (self._pool.get_key_buffer(i), self._pool.get_value_buffer(i)) for i in self._layer_ids
+        ]

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.policy import calibration
@@ -55,7 +55,7 @@ class PolicyFactory:
             positions=config.positions,
             kv_dtype=kv_dtype,
         )
-        self._classes: Optional[TokenClasses] = None
+        self._classes: TokenClasses | None = None
         self._path = Path(config.calibration) if config.calibration else None
         self._writes = writes and self._path is not None
         self._saved_at = time.monotonic()
@@ -102,9 +102,12 @@ class PolicyFactory:
             self._saved_observations = self.threshold.num_observed
             try:
                 calibration.save(self._path, self._key, self.threshold.to_state())
-            except OSError:
-                # A full disk must not stop the server; the next interval tries again.
-                logger.exception("reasoncache: could not write --reasoncache-calibration %s", self._path)
+            except (OSError, ValueError):
+                # A full disk, or a file somebody spoilt meanwhile, must not stop the
+                # server; the next interval tries again.
+                logger.exception(
+                    "reasoncache: could not write --reasoncache-calibration %s", self._path
+                )
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 _ATTRIBUTE = "_reasoncache_state"
 
@@ -23,12 +23,12 @@ class RequestState:
         first_shared: Lowest redirected position, None while there is none.
     """
 
-    filter: Optional[Any]
+    filter: Any | None
     fed: int = 0
     attempt: int = 0
     shared: list[tuple[int, int]] = field(default_factory=list)
     live_positions: int = 0
-    first_shared: Optional[int] = None
+    first_shared: int | None = None
 
     def mark_shared(self, position: int) -> None:
         if self.first_shared is None or position < self.first_shared:
@@ -40,7 +40,7 @@ class RequestState:
         self.first_shared = None
 
 
-def state_of(req: Any) -> Optional[RequestState]:
+def state_of(req: Any) -> RequestState | None:
     """State attached to SGLang's request, None before its first decode step."""
     return getattr(req, _ATTRIBUTE, None)
 

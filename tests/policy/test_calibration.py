@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -107,14 +108,16 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         save(path, _KEY, {"weight": float("nan")})
     assert load(path, _KEY) == state_of(1)
-    target = tmp_path / "directory.json"
-    target.mkdir()
-    with pytest.raises(OSError):
-        save(target, _KEY, state_of(1))
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
-        "calibration.json",
-        "directory.json",
-    ]
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            save(path, _KEY, state_of(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["calibration.json"]
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,18 @@ def test_bounds_on_blocks_candidates_and_checks() -> None:
     assert (last.counters.candidates, last.counters.dropped_excess) == (4, 3)
 
 
+@pytest.mark.parametrize(("max_candidates", "sources"), [(1, [13]), (2, [0, 13])])
+def test_sources_of_one_step_are_bounded(max_candidates: int, sources: list[int]) -> None:
+    """Each of two earlier steps holds one half of the third."""
+    words = Words()
+    halves = ["a b c d e f m n o p q r", "s t u v w x g h i j k l", "a b c d e f g h i j k l"]
+    request = make(
+        words, block=6, strict=0.4, soft=0.4, use_structure=False, max_candidates=max_candidates
+    )
+    pairs = request.push(words.encode(response(halves)))[-1].pairs
+    assert [pair.src_start - pair.src_start % 13 for pair in pairs] == sources
+
+
 def test_a_step_over_a_bound_shares_nothing() -> None:
     words = Words()
     request = make(words, block=2, limits=Limits(max_chars=30))

@@ -83,6 +83,9 @@ def test_equal(a: str, b: str) -> None:
         ("triangle ABC is right", "triangle ABD is right"),
         ("f'(x) is odd", "f(x) is odd"),
         ("the 2nd row", "the 3rd row"),
+        ("Area² is known", "Area³ is known"),
+        ("the limit h_1 is", "the limit h_2 is"),
+        ("word1 is", "word2 is"),
         ("Case A: x = 1", "Case B: x = 1"),
         ("so a = 3", "so A = 3"),
         ("the value of a.", "the value of b."),
@@ -134,6 +137,7 @@ def test_prose(text: str) -> None:
         ("I + 1", [tree("+", "I", "1")]),
         ("I think", []),
         ("x a", [tree("*", "x", "a")]),
+        ("2 a day", [tree("*", "2", "a")]),
     ],
 )
 def test_english_letters(text: str, expected: list[Tree]) -> None:
@@ -152,6 +156,8 @@ def test_english_letters(text: str, expected: list[Tree]) -> None:
         ("speed = distance / time", [tree("=", "speed", tree("/", "distance", "time"))]),
         ("f(x, 2)", [tree("*", "f", tree("()", "x", "2"))]),
         ("[0, 1)", [tree("[)", "0", "1")]),
+        ("f() is", [tree("*", "f", tree("()"))]),
+        ("$ab$3", [tree("3")]),
         ("(which is 7)", [tree("7")]),
         ("$x$ costs $5 and $6", [tree("x"), tree("5"), tree("6")]),
         (r"\(\sqrt[3]{x}\)", [tree("sqrt", tree("[]", "3"), "x")]),

@@ -53,6 +53,22 @@ def test_equal_distances_accept_themselves(distance: float) -> None:
     assert not threshold.accepts(distance * 1.02 + 1e-6)
 
 
+def test_every_distance_is_at_most_the_edge_of_its_bin() -> None:
+    """Also just below the edges, where the logarithm rounds across them."""
+    edges = (1e-7 * 10.0 ** (np.arange(1, 2560) / 256)).tolist()
+    for edge in edges:
+        for distance in (edge * (1 - 1e-11), math.nextafter(edge, 0), edge, edge * (1 + 1e-15)):
+            assert histogram_of([distance]).percentile(50) >= distance
+
+
+def test_the_threshold_follows_the_observations() -> None:
+    threshold = AdaptiveThreshold(percentile=50, warmup=1)
+    threshold.observe(1.0)
+    assert threshold.value == pytest.approx(1.0, rel=0.01)
+    threshold.observe(3.0)
+    assert threshold.value == pytest.approx(2.0, rel=0.01)
+
+
 def test_under_and_overflow_are_counted_at_the_ends() -> None:
     assert histogram_of([1e-12, 1e-9]).percentile(50) == pytest.approx(1e-7)
     assert histogram_of([1e5, 1e9]).percentile(50) == 1e3

@@ -10,9 +10,8 @@ must be found there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import Req
@@ -45,11 +44,15 @@ class Path:
         return paths
 
 
+#: Contents of a page's positions, in order.
+Page = tuple[int, ...]
+
+
 class Contents:
     """All contents, by number; 0 is never used and -1 marks free slots."""
 
     def __init__(self) -> None:
-        self.path: list[Optional[Path]] = [None]
+        self.path: list[Path | None] = [None]
         self.exact: list[bool] = [False]
 
     def new(self, path: Path, exact: bool) -> int:
@@ -95,7 +98,7 @@ class Track:
         return len(self.req.output_ids) > 0 and len(self.shows) >= self.target
 
     @property
-    def first_shared(self) -> Optional[int]:
+    def first_shared(self) -> int | None:
         return min((block.dst_start for block in self.blocks), default=None)
 
 
@@ -109,25 +112,34 @@ class Memory:
         self.root = Path(0)
         self.contents = Contents()
         self.running: list[Track] = []
-        #: Content of every position the tree holds.
-        self.tree: dict[Path, int] = {}
-        #: Contents that the running rule may leave in the tree.
-        self.publishable: dict[Path, int] = {}
+        #: Contents of every page the tree holds, under the sequence its last token ends.
+        self.tree: dict[Path, Page] = {}
+        #: Pages that the running rule may leave in the tree.
+        self.publishable: dict[Path, Page] = {}
 
     # -- what happens to rows ---------------------------------------------------
 
     def matched(self, track: Track) -> None:
         """The row starts with what the tree holds for its tokens."""
-        length = track.req.prefix_len
-        track.shows = [self.tree[path] for path in track.paths[:length]]
+        track.shows = self.held(track.paths[: track.req.prefix_len])
         self._reassess(track)
+
+    def held(self, paths: list[Path]) -> list[int]:
+        """What the tree holds for whole pages of a sequence."""
+        page = self.world.page
+        return [content for path in paths[page - 1 :: page] for content in self.tree[path]]
+
+    def _pages(self, track: Track, up_to: int) -> Iterator[tuple[Path, Page]]:
+        """Whole pages of ``[0, up_to)`` of the row."""
+        page = self.world.page
+        for end in range(page, up_to + 1, page):
+            yield track.paths[end - 1], tuple(track.shows[end - page : end])
 
     def computed(self, track: Track, slots: np.ndarray) -> None:
         """A forward wrote the next ``len(slots)`` positions."""
         start = len(track.shows)
         new = [
-            self.contents.new(path, track.exact)
-            for path in track.paths[start : start + len(slots)]
+            self.contents.new(path, track.exact) for path in track.paths[start : start + len(slots)]
         ]
         assert len(new) == len(slots)
         self.world.write(slots, new)
@@ -151,18 +163,19 @@ class Memory:
 
     def publish(self, track: Track, up_to: int) -> None:
         """The rule about to run may leave ``[0, up_to)`` of the row in the tree."""
-        self.publishable.update(zip(track.paths[:up_to], track.shows[:up_to], strict=True))
+        self.publishable.update(self._pages(track, up_to))
 
     def repointed(self, track: Track) -> None:
         """The tree took over the row's start: where it held a copy already, the row shows that."""
-        for i, path in enumerate(track.paths[: track.req.kv.cache_protected_len]):
-            track.shows[i] = self.tree.get(path, track.shows[i])
+        pages = self._pages(track, track.req.kv.cache_protected_len)
+        shown = [content for path, own in pages for content in self.tree.get(path, own)]
+        track.shows[: len(shown)] = shown
         self._reassess(track)
 
     def published(self, track: Track, up_to: int) -> None:
         """After :meth:`observe`: whole pages of ``[0, up_to)`` are in the tree."""
-        for path in track.paths[: up_to // self.world.page * self.world.page]:
-            assert path in self.tree, f"position {path.depth - 1} was not published"
+        for path, _ in self._pages(track, up_to):
+            assert path in self.tree, f"the page that ends at {path.depth} was not published"
 
     def _reassess(self, track: Track) -> None:
         track.exact = all(
@@ -183,7 +196,7 @@ class Memory:
             while node is not tree.root_node:
                 locks[id(node)] += 1
                 node = node.parent
-        found: dict[Path, int] = {}
+        found: dict[Path, Page] = {}
         named: list[np.ndarray] = []
         evictable = protected = 0
         stack = [(child, self.root, frozenset[int]()) for child in tree.root_node.children.values()]
@@ -192,12 +205,15 @@ class Memory:
             node, path, above = stack.pop()
             slots = node.value.numpy()
             assert len(slots) == len(node.key) > 0
-            for token, content in zip(
-                node.key.token_ids, world.read(slots).tolist(), strict=True
-            ):
-                path = path.step(token)
-                found[path] = content
-            pages = self._pages(slots)
+            paths = path.along(node.key.token_ids)
+            contents = world.read(slots).tolist()
+            path = paths[-1]
+            for end in range(page, len(slots) + 1, page):
+                found[paths[end - 1]] = tuple(contents[end - page : end])
+            if not tree.publish_aliased:
+                for at, content in zip(paths, contents, strict=True):
+                    assert self.contents.is_exact_at(content, at), "approximation in an exact tree"
+            pages = self._page_ids(slots)
             named.append(pages)
             own = set(pages.tolist()) - above
             assert owned_by_tree.isdisjoint(own), "two branches hold a page their ancestors do not"
@@ -220,19 +236,17 @@ class Memory:
             assert world.read(row[: len(track.shows)]).tolist() == track.shows, (
                 f"the row of {track.req.rid} shows wrong content"
             )
-            named.append(self._pages(row[kv.cache_protected_len :]))
+            named.append(self._page_ids(row[kv.cache_protected_len :]))
             private += kv_private_tokens(kv, page)
         self._check_pages(named)
 
         live = world.controller.live_positions
         assert live == allocator.references.extra * page - tree.alias_positions
-        assert live == (
-            0 if self.copies else sum(len(t.blocks) for t in self.running) * self.block
-        )
+        assert live == (0 if self.copies else sum(len(t.blocks) for t in self.running) * self.block)
         books = (allocator.available_size(), evictable, protected, private, -live)
         assert sum(books) == world.total, f"{books} do not add up to {world.total}"
 
-    def _pages(self, slots: np.ndarray) -> np.ndarray:
+    def _page_ids(self, slots: np.ndarray) -> np.ndarray:
         """Pages a run of whole pages names, one entry per reference; the end may be cut."""
         page = self.world.page
         if page == 1:
@@ -242,18 +256,15 @@ class Memory:
         assert (slots == np.repeat(first, page)[: len(slots)] + np.arange(len(slots)) % page).all()
         return first // page
 
-    def _check_tree_contents(self, found: dict[Path, int]) -> None:
+    def _check_tree_contents(self, found: dict[Path, Page]) -> None:
         """Nothing appears in the tree that no request published, nothing changes there."""
-        for path, content in found.items():
-            if self.tree.get(path) != content:
-                assert self.publishable.get(path) == content, (
-                    f"tree position {path.depth - 1} holds content {content}, which nobody published"
+        for path, page in found.items():
+            if self.tree.get(path) != page:
+                assert self.publishable.get(path) == page, (
+                    f"the tree's page that ends at {path.depth} holds {page}, which nobody published"
                 )
         self.tree = found
         self.publishable = {}
-        if not self.world.tree.publish_aliased:
-            for path, content in found.items():
-                assert self.contents.is_exact_at(content, path), "approximation in an exact tree"
 
     def _check_pages(self, named: list[np.ndarray]) -> None:
         """Every page is either free once or referenced as often as the books say."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import torch
@@ -39,17 +39,19 @@ from tests.property.world import MAX_CONTEXT, MAX_ROWS, Pair, Setup, World
 
 QUICK_OPERATIONS = 24_000
 SETUPS = [
-    Setup(page=1, block=2, slots=96, publish="exact"),
-    Setup(page=1, block=3, slots=96, publish="aliased"),
-    Setup(page=1, block=1, slots=64, publish="aliased", need_sort=True),
-    Setup(page=4, block=4, slots=128, publish="exact"),
-    Setup(page=4, block=4, slots=128, publish="aliased"),
-    Setup(page=16, block=16, slots=320, publish="aliased", need_sort=True),
-    Setup(page=1, block=2, slots=96, publish="aliased", apply="copy"),
+    Setup(page=1, block=2, slots=160, publish="exact"),
+    Setup(page=1, block=3, slots=160, publish="aliased"),
+    Setup(page=1, block=1, slots=128, publish="aliased", need_sort=True),
+    Setup(page=4, block=4, slots=256, publish="exact"),
+    Setup(page=4, block=4, slots=256, publish="aliased"),
+    Setup(page=16, block=16, slots=640, publish="aliased", need_sort=True),
+    Setup(page=1, block=2, slots=160, publish="aliased", apply="copy"),
 ]
 #: Tokens come from an alphabet of two, so that prefixes collide.
 BITS = st.integers(0, 2**24 - 1)
 PICK = st.integers(0, 63)
+#: (gap before the destination, source); see ``_script``.
+BLOCKS = st.lists(st.tuples(PICK, PICK), min_size=4, max_size=12)
 
 
 def tokens_of(bits: int, length: int) -> list[int]:
@@ -108,7 +110,9 @@ class MemoryMachine(RuleBasedStateMachine):
         """``chunk`` is 0 for the rest of the prompt, else a number of pages."""
         req, page = track.req, self.setup.page
         end = (req.prefix_len + chunk * page) // page * page
-        req.extend_end = end if chunk and end > req.prefix_len and end < track.target else track.target
+        req.extend_end = (
+            end if chunk and end > req.prefix_len and end < track.target else track.target
+        )
 
     def _extend(self, track: Track, admit: bool = False) -> None:
         """One prefill forward, then publish as the batch result processor does."""
@@ -157,20 +161,23 @@ class MemoryMachine(RuleBasedStateMachine):
         if state is None or state.filter is None:
             return
         block, grid = self.setup.block, self.setup.page
+        start = max(track.frontier, -(-track.req.kv.cache_protected_len // grid) * grid)
         for gap, source in draws:
-            if gap == 63:
-                # Not written yet, or source and destination overlap: must be refused.
-                pair = Pair(ready // grid * grid, 0) if source % 2 else Pair(0, 0)
-                state.filter.waiting.append(pair)
+            if gap >= 60:
+                # Tree-owned, not written yet, or overlapping: must be refused.
+                owned = max(track.req.kv.cache_protected_len - block, 0)
+                unwritten = ready // grid * grid
+                hostile = ((0, 0), (owned, 0), (unwritten, 0), (start, start))
+                state.filter.waiting.append(Pair(*hostile[gap - 60]))
                 continue
-            start = -(-track.frontier // grid) * grid + gap % 4 * grid
+            start += gap % 3 * grid
             choices = (start - block) // grid + 1
             if start + block > ready or choices <= 0:
                 return
-            # Low sources are the prompt, which the tree may own.
-            state.filter.waiting.append(Pair(start, source % choices * grid))
-            if start >= track.req.kv.cache_protected_len:
-                track.frontier = start + block
+            # Low sources are the prompt, which the tree may own; high ones were just redirected.
+            at = source % 8 if source & 8 else choices - 1 - source % 8
+            state.filter.waiting.append(Pair(start, at % choices * grid))
+            start = track.frontier = start + block
 
     def _release(self, track: Track, *, checkpoint: bool) -> None:
         self.running.remove(track)
@@ -199,8 +206,8 @@ class MemoryMachine(RuleBasedStateMachine):
         origin=PICK,
         keep=st.integers(0, 48),
         bits=BITS,
-        length=st.integers(1, 24),
-        exact_only=st.sampled_from((False, False, False, True)),
+        length=st.integers(1, 12),
+        exact_only=st.sampled_from((False, False, True)),
         chunk=st.integers(0, 3),
     )
     def admit(
@@ -214,7 +221,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 base = base[:keep]
         if self.setup.page > 4:
             length *= 3
-        prompt = (base + tokens_of(bits, length))[: MAX_CONTEXT // 2]
+        prompt = (base + tokens_of(bits, length))[: MAX_CONTEXT - 60]
         if self._start(self._track(prompt, exact_only), chunk):
             self.seen = [*self.seen[-15:], prompt]
 
@@ -242,9 +249,30 @@ class MemoryMachine(RuleBasedStateMachine):
     )
     def decode(self, mask: int, steps: int, bits: int, draws: list[tuple[int, int]]) -> None:
         """Some steps of some of the requests, then share blocks of what they wrote."""
+        self._decode(mask, steps, bits, draws)
+
+    @precondition(lambda self: len(self.decoding) > 0)
+    @rule(bits=BITS, draws=BLOCKS)
+    def decode_all(self, bits: int, draws: list[tuple[int, int]]) -> None:
+        """Many steps of all requests with many blocks, so that sharing is not rare."""
+        self._decode(2**MAX_ROWS - 1, 12, bits, draws)
+
+    @precondition(lambda self: len(self.waiting) + len(self.decoding) > 0)
+    @rule(bits=BITS, draws=BLOCKS)
+    def go_on(self, bits: int, draws: list[tuple[int, int]]) -> None:
+        """What waits comes back as far as rows and memory allow, then all decode."""
+        waiting, self.waiting = self.waiting, []
+        for track in waiting:
+            if len(self.running) == MAX_ROWS or not self._start(track, 0):
+                self.waiting.append(track)
+        self._decode(2**MAX_ROWS - 1, 6, bits, draws)
+
+    def _decode(self, mask: int, steps: int, bits: int, draws: list[tuple[int, int]]) -> None:
         batch = [t for i, t in enumerate(self.decoding) if mask >> i & 1] or self.decoding[:1]
         if self.setup.page > 4:
             steps *= 3
+        # Half of the time all requests say the same.
+        spread = bits % 2 * 5
         for step in range(steps):
             batch = [t for t in batch if len(t.tokens) < MAX_CONTEXT - 2]
             batch = self._make_room(batch)
@@ -253,7 +281,7 @@ class MemoryMachine(RuleBasedStateMachine):
             slots = self.world.decode([track.req for track in batch])
             for i, track in enumerate(batch):
                 self.memory.computed(track, slots[i : i + 1])
-                self._append(track, 1 + (bits >> (step + 5 * i) % 24 & 1))
+                self._append(track, 1 + (bits >> (step + spread * i) % 24 & 1))
         # Requests are seen by the controller before their first proposal.
         if any(self.world.controller.state_of(track.req) is None for track in batch):
             self._after_decode()
@@ -295,33 +323,30 @@ class MemoryMachine(RuleBasedStateMachine):
         if not self._start(track, chunk):
             self.waiting.append(track)
 
-    @precondition(lambda self: len(self.decoding) > 0)
-    @rule(pick=PICK, ahead=st.booleans())
-    def finish(self, pick: int, ahead: bool) -> None:
-        """One request ends; with ``ahead`` the overlap schedule had prepared its next step."""
+    @precondition(lambda self: len(self.running) > 0)
+    @rule(pick=PICK, how=st.sampled_from(("finish", "finish", "ahead", "together", "abort")))
+    def release(self, pick: int, how: str) -> None:
+        """A request ends: at its stop, with all others of its batch, or for a client that left."""
+        if how == "abort" or not self.decoding:
+            track = self.running[pick % len(self.running)]
+            track.req.finished_reason = FINISH_ABORT("aborted")
+            self._release(track, checkpoint=False)
+            return
         track = self.decoding[pick % len(self.decoding)]
-        if ahead and self.world.can_decode([track.req]):
+        if how == "together":
+            # SGLang groups the frees of a batch.
+            self.world.allocator.free_group_begin()
+            for one in self.decoding:
+                self._finish(one, group=True)
+            self.world.allocator.free_group_end()
+            return
+        if how == "ahead" and self.world.can_decode([track.req]):
+            # The overlap schedule had prepared the next step already.
             self.memory.computed(track, self.world.decode([track.req]))
             self.memory.observe()
         self._finish(track)
 
-    @precondition(lambda self: len(self.decoding) > 1)
-    @rule()
-    def finish_together(self) -> None:
-        """All decoding requests end in one batch, whose frees SGLang groups."""
-        self.world.allocator.free_group_begin()
-        for track in self.decoding:
-            self._finish(track, group=True)
-        self.world.allocator.free_group_end()
-
-    @precondition(lambda self: len(self.running) > 0)
-    @rule(pick=PICK)
-    def abort(self, pick: int) -> None:
-        """A request ends and leaves nothing in the tree, in prefill or in decode."""
-        track = self.running[pick % len(self.running)]
-        track.req.finished_reason = FINISH_ABORT("aborted")
-        self._release(track, checkpoint=False)
-
+    @precondition(lambda self: len(self.memory.tree) > 0)
     @rule(wanted=st.integers(1, 64))
     def evict(self, wanted: int) -> None:
         """An eviction brings back what it was asked for, if there is that much."""
@@ -341,14 +366,16 @@ class MemoryMachine(RuleBasedStateMachine):
         key = RadixKey(array("q", tokens))
         result = self.world.tree.match_prefix(MatchPrefixParams(key=key, req=req))
         paths = self.memory.root.along(tokens)
+        contents = self.memory.held(paths[: result.device_prefix_len])
         if exact_only:
-            for path in paths[: result.device_prefix_len]:
-                assert self.memory.contents.is_exact_at(self.memory.tree[path], path)
+            for content, path in zip(contents, paths, strict=False):
+                assert self.memory.contents.is_exact_at(content, path)
         if not exact_only or not self.world.tree.publish_aliased:
-            held = sum(path in self.memory.tree for path in paths)
-            assert result.device_prefix_len == held // self.setup.page * self.setup.page
+            page = self.setup.page
+            held = sum(path in self.memory.tree for path in paths[page - 1 :: page])
+            assert result.device_prefix_len == held * page
 
-    @precondition(lambda self: not self.running)
+    @precondition(lambda self: self.memory.tree and not self.running)
     @rule(flush=st.booleans())
     def empty(self, flush: bool) -> None:
         """With nothing running, eviction alone gives every slot back; so does a flush."""
@@ -397,7 +424,7 @@ def published_config() -> Any:
         yield
 
 
-def requested_operations() -> Optional[int]:
+def requested_operations() -> int | None:
     value = os.environ.get("REASONCACHE_PROPERTY_OPERATIONS")
     return int(value) if value else None
 

@@ -32,6 +32,7 @@ from sglang_reasoncache.cache.home import HomePositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.policy.proposal import FilterCounters
+from sglang_reasoncache.policy.threshold import FixedThreshold
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.controller import OPT_OUT_KEY, SharingController
 from sglang_reasoncache.sharing.measure import BlockMeter
@@ -90,16 +91,7 @@ class ScriptedFilter:
 class ScriptedPolicy:
     """A policy whose blocks are all similar enough."""
 
-    class threshold:
-        is_warm = True
-
-        @staticmethod
-        def observe(distance: float) -> None:
-            assert distance >= 0
-
-        @staticmethod
-        def accepts(distance: float) -> bool:
-            return True
+    threshold = FixedThreshold(1e30)
 
     def filter_for(self, req: Any) -> ScriptedFilter:
         return ScriptedFilter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-
 from tests.server.harness import STOCK, ServerPool, ServerSpec
 from tests.server.problems import OPT_OUT, chat_once, problems, report, tokens_and_logprobs
 from tests.server.specs import (

@@ -71,7 +71,7 @@ def test_shared_slot_comes_back_with_its_last_reference(token: SharedTokenAlloca
 
 def test_slot_named_twice_in_one_call_loses_two_references(token: SharedTokenAllocator) -> None:
     first, second = token.alloc(2).tolist()
-    token.share(slots(first))
+    token.share([first])
     token.free(slots(first, second, first))
     assert free_list(token) == list(range(1, SLOTS + 1))
     assert len(token.references) == 0
@@ -110,7 +110,7 @@ def test_free_page_ids_counts_too(token: SharedTokenAllocator) -> None:
 def test_freed_slots_can_all_be_allocated_again(token: SharedTokenAllocator) -> None:
     taken = token.alloc(SLOTS)
     assert token.alloc(1) is None
-    token.share(taken)
+    token.share(taken.tolist())
     token.free(taken)
     assert token.alloc(1) is None
     token.free(taken)
@@ -131,7 +131,7 @@ def test_segment_frees_each_page_of_a_row(paged: SharedPagedAllocator) -> None:
 
 def test_shared_page_survives_one_of_two_rows(paged: SharedPagedAllocator) -> None:
     a, b = (paged.alloc(2 * PAGE)[::PAGE] // PAGE).tolist()
-    paged.share(slots(a))
+    paged.share([a])
     paged.free_segment(page_slots(a, b), start_pos=4 * PAGE)
     assert free_list(paged) == sorted({1, 2, 3, 4} - {a})
     paged.free_segment(page_slots(a), start_pos=0)
@@ -184,7 +184,7 @@ def test_nothing_freed_is_nothing_changed(paged: SharedPagedAllocator) -> None:
 
 def test_freed_pages_can_all_be_allocated_again(paged: SharedPagedAllocator) -> None:
     taken = paged.alloc(SLOTS)
-    paged.share(taken[::PAGE] // PAGE)
+    paged.share((taken[::PAGE] // PAGE).tolist())
     paged.free_segment(taken, start_pos=0)
     assert paged.alloc(PAGE) is None
     paged.free_segment(taken, start_pos=0)
@@ -194,14 +194,27 @@ def test_freed_pages_can_all_be_allocated_again(paged: SharedPagedAllocator) -> 
 # -- both ---------------------------------------------------------------------------
 
 
-def test_clear_forgets_references(
+def test_moved_slots_outlive_their_references(
     token: SharedTokenAllocator, paged: SharedPagedAllocator
 ) -> None:
+    """A slot in the tree can have one reference left and still be away from home."""
+    for allocator in (token, paged):
+        assert not allocator.has_moved_slots
+        page = int(allocator.alloc(PAGE)[0]) // allocator.page_size
+        allocator.share([page])
+        allocator.free_page_ids(slots(page))
+        assert len(allocator.references) == 0
+        assert allocator.has_moved_slots
+
+
+def test_clear_forgets_references(token: SharedTokenAllocator, paged: SharedPagedAllocator) -> None:
     for allocator in (token, paged):
         page = int(allocator.alloc(PAGE)[0]) // allocator.page_size
         allocator.share([page])
+        assert allocator.has_moved_slots
         allocator.clear()
         assert len(allocator.references) == 0
+        assert not allocator.has_moved_slots
         assert allocator.available_size() == SLOTS
 
 

@@ -51,6 +51,7 @@ class Rig:
         moved: Share of the row entries whose home is another position.
         lengths: Tokens of each row, the newest included.
         interleaved: GPT-J pairing of dims.
+        notes_moved: The allocator has seen slots shared, even if no row holds one now.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Rig:
         kv_heads: int = 2,
         dtype: torch.dtype = torch.float32,
         interleaved: bool = False,
+        notes_moved: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(23)
         self.generator = generator
@@ -101,7 +103,10 @@ class Rig:
             device="cpu",
             req_to_token_pool=self.rows,
             token_to_kv_pool=self.pool,
-            token_to_kv_pool_allocator=SimpleNamespace(home=self.home),
+            token_to_kv_pool_allocator=SimpleNamespace(
+                home=self.home, has_moved_slots=moved > 0 or notes_moved
+            ),
+            dtype=dtype,
             model=torch.nn.ModuleList([rope]),
             model_config=SimpleNamespace(context_len=CONTEXT),
         )
@@ -207,9 +212,12 @@ def test_batch_of_one(length: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("notes_moved", [False, True], ids=["never", "not-here"])
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 19, 300]], ids=["decode", "extend"])
-def test_nothing_moved_gives_the_stock_bits(new: list[int], dtype: torch.dtype) -> None:
-    rig = Rig(moved=0.0, dtype=dtype)
+def test_nothing_moved_gives_the_stock_bits(
+    new: list[int], notes_moved: bool, dtype: torch.dtype
+) -> None:
+    rig = Rig(moved=0.0, dtype=dtype, notes_moved=notes_moved)
     batch = rig.batch(new)
     decode = batch.forward_mode.is_decode()
     ours = rig.forward(CorrectedTorchNativeBackend(rig.runner), batch, decode)
@@ -272,7 +280,10 @@ def test_idle_forward_needs_no_rows() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     backend.init_forward_metadata(
         SimpleNamespace(
-            forward_mode=ForwardMode.IDLE, out_cache_loc=nothing, positions=nothing, seq_lens=nothing
+            forward_mode=ForwardMode.IDLE,
+            out_cache_loc=nothing,
+            positions=nothing,
+            seq_lens=nothing,
         )
     )
     assert torch.equal(rig.home.positions, home)

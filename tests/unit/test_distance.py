@@ -43,7 +43,9 @@ def loop_distance(layers: Layers, dst: list[int], src: list[int], heads: int) ->
         for side in (keys.double(), values.double()):
             squares = 0.0
             for d, s in zip(dst, src, strict=True):
-                for x, y in zip(side[d].flatten().tolist(), side[s].flatten().tolist(), strict=True):
+                for x, y in zip(
+                    side[d].flatten().tolist(), side[s].flatten().tolist(), strict=True
+                ):
                     squares += (x - y) ** 2
             total += math.sqrt(squares) / (2 * len(dst) * heads)
     return total / len(layers)
@@ -63,9 +65,7 @@ def test_layers_tokens_and_heads_by_hand() -> None:
     ones, zeros = torch.ones(2, 2, 1), torch.zeros(2, 2, 1)
     first = (torch.cat((zeros, ones)), torch.cat((ones, zeros)))
     second = (torch.cat((zeros, zeros)), torch.cat((zeros, 3 * ones)))
-    squares = squared_differences(
-        [first, second], torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
-    )
+    squares = squared_differences([first, second], torch.tensor([[0, 1]]), torch.tensor([[2, 3]]))
     assert squares.tolist() == [[[4.0, 4.0], [0.0, 36.0]]]
     # Layer 1: (2 + 2) / 8, layer 2: (0 + 6) / 8; their mean.
     assert block_distances(squares, block=2, num_heads=2).tolist() == [0.625]
@@ -134,7 +134,7 @@ def test_sums_of_split_heads_make_the_whole(split: int) -> None:
 
 def test_only_source_keys_are_rotated() -> None:
     layers = random_layers(1, 2, 4, torch.bfloat16)
-    (keys, values), = layers
+    ((keys, values),) = layers
     dst, src = random_slots(3, 2)
     seen = []
 

@@ -206,9 +206,7 @@ def test_shift_there_and_back_is_no_shift() -> None:
     rotation = rotation_of(KINDS[0])
     keys = random_keys(5)
     shift = torch.tensor([1, -19, 989, -4000, 4095], dtype=torch.int32)
-    back = rotation.rotate(
-        rotation.rotate(keys, rotation.angles(shift)), rotation.angles(-shift)
-    )
+    back = rotation.rotate(rotation.rotate(keys, rotation.angles(shift)), rotation.angles(-shift))
     torch.testing.assert_close(back, keys, rtol=0, atol=1e-6)
 
 
@@ -239,9 +237,7 @@ def test_angles_come_from_fp32_whatever_serving_uses() -> None:
     shift = torch.tensor(POSITIONS)
     frequency = BASE ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
     exact = shift[:, None] * frequency
-    torch.testing.assert_close(
-        rotation.angles(shift).cos.double(), exact.cos(), rtol=0, atol=FP32
-    )
+    torch.testing.assert_close(rotation.angles(shift).cos.double(), exact.cos(), rtol=0, atol=FP32)
 
 
 # -- models that cannot be corrected ---------------------------------------------

@@ -9,7 +9,7 @@ pages, so each case holds for every page size.
 from __future__ import annotations
 
 from array import array
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import torch
@@ -94,9 +94,7 @@ class Bench:
         """Pages of ``text`` that a request gets from the tree."""
         return self.match(text, exact_only).device_prefix_len // self.page
 
-    def run(
-        self, text: str, row: str, *, protected: int = 0, exact_only: bool = False
-    ) -> Req:
+    def run(self, text: str, row: str, *, protected: int = 0, exact_only: bool = False) -> Req:
         """A request that has computed ``text`` into ``row``, of which the tree owns the start."""
         req = self.request(text, exact_only)
         if protected:
@@ -116,7 +114,7 @@ class Bench:
         req.kv.kv_allocated_len = req.kv.kv_committed_len = len(slots)
         return req
 
-    def finish(self, req: Req, first_shared: Optional[int] = None) -> None:
+    def finish(self, req: Req, first_shared: int | None = None) -> None:
         state = attach(req, RequestState(filter=None))
         if first_shared is not None:
             state.mark_shared(first_shared * self.page)
@@ -124,7 +122,7 @@ class Bench:
         release_kv_cache(req, self.tree, checkpoint=True)
 
     def leave(
-        self, text: str, row: str, *, first_shared: Optional[int] = None, protected: int = 0
+        self, text: str, row: str, *, first_shared: int | None = None, protected: int = 0
     ) -> None:
         """A request ran and finished."""
         self.finish(self.run(text, row, protected=protected), first_shared)

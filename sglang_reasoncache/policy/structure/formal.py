@@ -8,7 +8,7 @@ two steps that differ in one digit or variable must get different trees. The
 rules therefore count a word as formal in case of doubt, which costs at most a
 missed sharing.
 
-* Numbers always count.
+* Numbers and scripts always count.
 * A single letter counts. ``a``, ``A`` and ``I`` are English words as well and
   count only next to a number, an operator or another single letter, or where
   an article cannot stand: before punctuation, a closing bracket, the end, or
@@ -50,7 +50,7 @@ _NUMBER, _WORD, _OPERATOR = int(Raw.NUMBER), int(Raw.WORD), int(Raw.OPERATOR)
 _SUP, _SUB = int(Raw.SUPERSCRIPT), int(Raw.SUBSCRIPT)
 _OPEN, _CLOSE, _NEWLINE = int(Raw.OPEN), int(Raw.CLOSE), int(Raw.NEWLINE)
 _SOLID = frozenset({_NUMBER, _WORD, _SUP, _SUB, _OPEN, _CLOSE, int(Raw.COMMAND)})
-_ALWAYS = frozenset({_NUMBER, int(Raw.TEXT_ARGUMENT), int(Raw.COMMAND)})
+_ALWAYS = frozenset({_NUMBER, _SUP, _SUB, int(Raw.TEXT_ARGUMENT), int(Raw.COMMAND)})
 _EDGE = RawToken(_NEWLINE, "\n", -2, -2)
 
 
@@ -70,7 +70,7 @@ def formal_flags(raw: Sequence[RawToken], limits: Limits) -> bytearray:
             flags[i] = _is_formal_operator(padded, i + 1)
         elif group in _ALWAYS:
             flags[i] = 1
-        elif group in (_SUP, _SUB, Raw.PRIME):
+        elif group == Raw.PRIME:
             before = padded[i]
             flags[i] = before.end == token.start and _is_operand(before)
         elif group == Raw.SYMBOL:
