@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluation tools and test models of sglang-reasoncache."""

@@ -117,6 +117,11 @@ class ReasonCacheConfig:
 
     def _between(self, field: str, low: float, high: float) -> None:
         value = getattr(self, field)
+        # sglang.Engine takes keywords of any type; a flag is parsed already.
+        number = (int,) if isinstance(_DEFAULTS.get(field), int) else (int, float)
+        if type(value) not in number:
+            kind = "an integer" if number == (int,) else "a number"
+            raise ConfigError(field, f"{kind} between {low} and {high}", value)
         # A NaN compares false with everything, so it fails here as well.
         if not low <= value <= high:
             raise ConfigError(field, f"between {low} and {high}", value)
@@ -146,3 +151,6 @@ class ReasonCacheConfig:
                 raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
         return cls(**{**PRESETS.get(preset, {}), **values})  # type: ignore[arg-type]
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ReasonCacheConfig)}

@@ -60,6 +60,9 @@ def test_every_field_has_a_flag() -> None:
         ("preset", "unknown"),
         ("admission_credit", 0.95),
         ("max_step_tokens", 1),
+        ("block", 16.0),
+        ("block", True),
+        ("percentile", "80"),
     ],
 )
 def test_bad_value_names_flag_bound_and_value(field: str, value: object) -> None:
@@ -68,7 +71,7 @@ def test_bad_value_names_flag_bound_and_value(field: str, value: object) -> None
         ReasonCacheConfig(**{field: value})  # type: ignore[arg-type]
     message = str(caught.value)
     assert "--reasoncache-" + field.replace("_", "-") in message
-    assert "between" in message or "one of" in message
+    assert "between " in message or "one of " in message
     assert repr(value) in message
 
 
@@ -109,6 +112,7 @@ def test_preset_fills_what_was_not_given() -> None:
         ({"dllm_algorithm": "LowConfidence"}, "--dllm-algorithm"),
         ({"skip_tokenizer_init": True}, "--skip-tokenizer-init"),
         ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"attn_dp_size": 2}, "--attn-dp-size"),
         ({"strip_thinking_cache": True}, "--strip-thinking-cache"),
     ],
 )

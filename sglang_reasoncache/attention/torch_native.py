@@ -137,7 +137,8 @@ class CorrectedTorchNativeBackend(seams.TorchNativeAttnBackend):
         kv_heads = k_cache.shape[1]
         keys = k_cache.index_select(0, plan.slots)
         turned = self.rotation.rotate(keys.index_select(0, plan.moved), plan.angles)
-        keys.index_copy_(0, plan.moved, turned.to(keys.dtype))
+        # Not index_copy_, which fp8 does not have.
+        keys[plan.moved] = turned.to(keys.dtype)
         values = v_cache.index_select(0, plan.slots)
         keys = keys.view(batch, plan.width, kv_heads, -1).transpose(1, 2).to(query.dtype)
         values = values.view(batch, plan.width, kv_heads, -1).transpose(1, 2).to(query.dtype)

@@ -14,7 +14,7 @@ from sglang_reasoncache.cache.home import HomePositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.metrics import SharingMetrics
-from sglang_reasoncache.plugin import seams
+from sglang_reasoncache.plugin import refusals, seams
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.controller import SharingController
 from sglang_reasoncache.sharing.measure import BlockMeter
@@ -24,12 +24,22 @@ logger = logging.getLogger(__name__)
 
 
 def shared_allocator(stock: Any) -> Any:
-    """Our allocator in place of ``stock``, with the slots' home positions attached."""
+    """Our allocator in place of ``stock``, with the slots' home positions attached.
+
+    Raises:
+        ValueError: a pool whose buffers are not ``[slots, heads, head_dim]``.
+    """
     pool = stock.get_kvcache()
-    if not isinstance(pool, seams.MHATokenToKVPool):
+    plain = (
+        type(pool) is seams.MHATokenToKVPool
+        and pool.kv_cache_layout == "nhd"
+        and not pool.is_quantized_kv_cache
+    )
+    if not plain:
         raise ValueError(
-            "--enable-reasoncache supports models with one plain multi-head KV pool, "
-            f"this model uses {type(pool).__name__}"
+            "--enable-reasoncache supports models with one plain multi-head KV pool in NHD layout "
+            f"without block quantisation, this server uses {type(pool).__name__} "
+            f"({getattr(pool, 'kv_cache_layout', 'own layout')})"
         )
     allocator = shared_allocator_of(stock)
     num_slots = pool.get_key_buffer(pool.start_layer).shape[0]
@@ -44,6 +54,17 @@ def attention_backend(
 ) -> Any:
     """The correcting backend where the operator's choice allows it, else the stock one."""
     if config.positions == "as-cached" or model_runner.is_draft_worker:
+        return stock(model_runner)
+    prefill = model_runner.prefill_attention_backend_str
+    decode = model_runner.decode_attention_backend_str
+    if prefill != decode:
+        # Each would see only its own forwards, and a slot's home position is
+        # written by the forward that writes the slot.
+        if config.positions == "corrected":
+            raise ValueError(
+                "--reasoncache-positions corrected needs one attention backend for prefill and "
+                f"decode, got {prefill} and {decode}"
+            )
         return stock(model_runner)
     from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
 
@@ -86,6 +107,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
             "--enable-reasoncache supports full-attention models only (no sliding window, state space or DSA)"
         )
     params = context.params
+    refusals.check_page_size(params.page_size)
     allocator = params.token_to_kv_pool_allocator
     config = resolve(config, allocator.rotation)
     rows = params.req_to_token_pool
@@ -111,6 +133,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
             kv_dtype=str(pool.dtype).removeprefix("torch."),
             model_path=context.server_args.model_path,
             writes=context.tp_rank == 0,
+            agree=lambda state: _first_rank_says(state, group),
         ),
         meter,
         Acceptor(allocator, rows, meter, copy=config.apply == "copy"),
@@ -124,6 +147,17 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     cache.controller = controller
     logger.info("reasoncache: on, block %d, page %d, %s", block, params.page_size, config)
     return cache
+
+
+def _first_rank_says(state: Any, group: Any) -> Any:
+    """The first tensor-parallel rank's ``state`` on every rank: they must decide alike."""
+    if group is None:
+        return state
+    import torch.distributed as dist
+
+    box = [state]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    return box[0]
 
 
 def _model_key(context: Any, pool: Any) -> str:
@@ -142,7 +176,11 @@ def _model_key(context: Any, pool: Any) -> str:
 
 
 def _labels(context: Any) -> dict[str, Any]:
+    """Labels of SGLang's own scheduler series, as far as they tell servers apart."""
+    parallel = seams.get_parallel()
     return {
         "model_name": context.server_args.served_model_name or context.server_args.model_path,
         "tp_rank": context.tp_rank,
+        "dp_rank": parallel.dp_rank if parallel.dp_size > 1 else 0,
+        **(seams.get_observability().extra_metric_labels or {}),
     }

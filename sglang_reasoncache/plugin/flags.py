@@ -115,8 +115,9 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
         for name in _HELP
         if getattr(args, _PREFIX + name, None) is not None
     }
+    server_args = original(cls, args)
     try:
-        server_args = attach(original(cls, args), bool(getattr(args, ENABLE, False)), given)
+        attach(server_args, bool(getattr(args, ENABLE, False)), given)
     except ValueError as error:
         # One line for the operator instead of SGLang's traceback.
         raise SystemExit(f"sglang-reasoncache: error: {error}") from error
@@ -164,6 +165,8 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     from sglang_reasoncache.plugin import hooks
 
     hooks.install()
+    # Children get this from load_plugins(); here it has already run.
+    seams.HookRegistry.apply_hooks()
     hooks.check_installed()
     return server_args
 

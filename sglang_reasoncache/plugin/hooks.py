@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_reasoncache.plugin import seams
@@ -16,7 +17,7 @@ _controller: Any | None = None
 
 
 def install() -> None:
-    """Register hooks, tree and attention backend with SGLang. Idempotent."""
+    """Register hooks, tree and attention backend with SGLang; it applies them. Idempotent."""
     global _installed
     if _installed:
         return
@@ -25,6 +26,7 @@ def install() -> None:
     for name, hook in (
         ("build_allocator", _after_build_allocator),
         ("decode_done", _after_decode),
+        ("prefill_done", _after_prefill),
         ("count_uncached", _after_count_uncached),
         ("decode_log_parts", _after_decode_log_parts),
         ("internal_state", _after_internal_state),
@@ -33,9 +35,6 @@ def install() -> None:
     seams.register_radix_cache_backend(seams.TREE_BACKEND, _make_tree)
     for name in seams.CORRECTABLE_BACKENDS:
         _wrap_attention_backend(name)
-    # In a child process this runs before load_plugins() applies hooks; in the
-    # main process the flag is only read afterwards, so apply them here.
-    registry.apply_hooks()
 
 
 def check_installed() -> None:
@@ -59,6 +58,9 @@ def _config() -> Any:
 
 def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
     """Exchange the freshly built allocator for ours; also gives slots their home positions."""
+    if _config() is None:
+        # An enabled server ran in this parent process before; this one is stock.
+        return None
     from sglang_reasoncache.plugin import assembly
 
     return assembly.shared_allocator(result)
@@ -81,15 +83,27 @@ def _wrap_attention_backend(name: str) -> None:
     def make(model_runner: Any) -> Any:
         from sglang_reasoncache.plugin import assembly
 
-        return assembly.attention_backend(model_runner, _config(), stock)
+        config = _config()
+        if config is None:
+            return stock(model_runner)
+        return assembly.attention_backend(model_runner, config, stock)
 
     seams.register_attention_backend(name)(make)
 
 
+def _after_prefill(_result: None, processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Under mixed chunk, decoding requests ride on a prefill batch."""
+    if _controller is not None and batch.decoding_reqs:
+        _follow(processor, batch.decoding_reqs)
+
+
 def _after_decode(_result: None, processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
-    if _controller is None:
-        return
-    freed = _controller.after_decode(batch)
+    if _controller is not None:
+        _follow(processor, batch.reqs)
+
+
+def _follow(processor: Any, reqs: Sequence[Any]) -> None:
+    freed = _controller.after_decode(reqs)
     if freed and _controller.config.admission_credit > 0:
         # SGLang stops trying to admit once memory ran out and tries again when
         # a request leaves; slots that come back in between must count as well.

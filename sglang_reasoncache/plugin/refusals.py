@@ -105,6 +105,12 @@ REFUSALS: tuple[Refusal, ...] = (
         _on("enable_dp_attention"),
         "ranks would have to agree on decisions; not tested",
     ),
+    Refusal(
+        "--attn-dp-size",
+        _above("attn_dp_size", 1),
+        "ranks would have to agree on decisions; not tested",
+    ),
+    Refusal("--attn-cp-size", _above("attn_cp_size", 1), "a request is spread over ranks"),
     Refusal("--use-ray", _on("use_ray"), "plugins are not tested under Ray"),
 )
 
@@ -112,12 +118,18 @@ REFUSALS: tuple[Refusal, ...] = (
 def check(args: Any) -> None:
     """Raises ValueError naming every flag in the way. ``args``: raw ``ServerArgs``."""
     found = [f"{r.flag} ({r.reason})" for r in REFUSALS if r.applies(args)]
-    if (
-        os.environ.get("SGLANG_DEBUG_MEMORY_POOL", "").lower() in ("1", "true")
-        and (args.page_size or 1) > 1
-    ):
-        found.append(
-            "SGLANG_DEBUG_MEMORY_POOL with --page-size > 1 (it counts a shared page as freed twice)"
-        )
     if found:
         raise ValueError("--enable-reasoncache cannot be combined with: " + "; ".join(found))
+    check_page_size(args.page_size or 1)
+
+
+def check_page_size(page_size: int) -> None:
+    """Raises ValueError where SGLang's allocator debugging would trip over shared pages.
+
+    Asked twice: for the flag, and for the page size SGLang settled on.
+    """
+    if page_size > 1 and os.environ.get("SGLANG_DEBUG_MEMORY_POOL", "").lower() in ("1", "true"):
+        raise ValueError(
+            "--enable-reasoncache cannot be combined with: SGLANG_DEBUG_MEMORY_POOL at page size "
+            f"{page_size} (it counts a shared page as freed twice)"
+        )

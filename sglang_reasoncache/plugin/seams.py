@@ -23,9 +23,8 @@ NAMES: dict[str, str] = {
     "ServerArgs": "sglang.srt.server_args.ServerArgs",
     "Engine": "sglang.srt.entrypoints.engine.Engine",
     "get_server_args": "sglang.srt.runtime_context.get_server_args",
-    "get_context": "sglang.srt.runtime_context.get_context",
-    "get_schedule": "sglang.srt.runtime_context.get_schedule",
-    "current_platform": "sglang.srt.platforms.current_platform",
+    "get_parallel": "sglang.srt.runtime_context.get_parallel",
+    "get_observability": "sglang.srt.runtime_context.get_observability",
     # registries
     "register_radix_cache_backend": "sglang.srt.mem_cache.registry.register_radix_cache_backend",
     "ATTENTION_BACKENDS": "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
@@ -68,6 +67,8 @@ HOOK_TARGETS: dict[str, str] = {
     "KVCacheConfigurator._build_token_to_kv_pool_allocator",
     "decode_done": _COMPONENTS
     + "batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode",
+    "prefill_done": _COMPONENTS
+    + "batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
     "count_uncached": _COMPONENTS
     + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
     "decode_log_parts": _COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts",

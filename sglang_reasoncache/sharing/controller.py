@@ -97,8 +97,8 @@ class SharingController:
 
     # -- a decode step --------------------------------------------------------
 
-    def after_decode(self, batch: Any) -> int:
-        """Look at what a processed decode batch added and share what is ready.
+    def after_decode(self, reqs: Sequence[Any]) -> int:
+        """Look at what a processed batch added to decoding ``reqs`` and share what is ready.
 
         Returns:
             Slots that came back to the allocator.
@@ -109,7 +109,7 @@ class SharingController:
         start = time.perf_counter()
         logical = running = 0
         waves: list[list[BlockProposal]] = []
-        for req in batch.reqs:
+        for req in reqs:
             if req.finished() or req.is_retracted or not req.kv.holds_kv:
                 continue
             running += 1

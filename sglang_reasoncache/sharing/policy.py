@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ class PolicyFactory:
         kv_dtype: Name of the pool's dtype.
         model_path: Folder of the weights, looked at for a calibration.
         writes: Whether this process writes the calibration (one rank does).
+        agree: Called with the stored histogram this rank found; returns the one
+            all ranks use.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class PolicyFactory:
         kv_dtype: str,
         model_path: str,
         writes: bool,
+        agree: Callable[[Any], Any] = lambda state: state,
     ) -> None:
         self._config = config
         self._filter_config = filter_config(config, block, page_size)
@@ -60,26 +64,29 @@ class PolicyFactory:
         self._writes = writes and self._path is not None
         self._saved_at = time.monotonic()
         self._saved_observations = 0
-        self.threshold = self._threshold(Path(model_path) / CALIBRATION_FILE)
+        stored = agree(self._stored(Path(model_path) / CALIBRATION_FILE))
+        knobs = {"percentile": config.percentile, "warmup": config.warmup}
+        self.threshold = (
+            AdaptiveThreshold(**knobs)
+            if stored is None
+            else AdaptiveThreshold.from_state(stored, **knobs)
+        )
 
-    def _threshold(self, beside_model: Path) -> AdaptiveThreshold:
-        fresh = AdaptiveThreshold(percentile=self._config.percentile, warmup=self._config.warmup)
+    def _stored(self, beside_model: Path) -> dict[str, object] | None:
+        """The histogram of an earlier run, from the operator's file or the model's folder."""
         for path in (self._path, beside_model):
             if path is None or not path.is_file():
                 continue
             stored = calibration.load(path, self._key)
-            if stored is None:
-                logger.warning("reasoncache: %s holds no distances for %s", path, self._key)
-                continue
-            logger.info("reasoncache: distances calibrated from %s", path)
-            return AdaptiveThreshold.from_state(
-                stored, percentile=self._config.percentile, warmup=self._config.warmup
-            )
+            if stored is not None:
+                logger.info("reasoncache: distances calibrated from %s", path)
+                return stored
+            logger.warning("reasoncache: %s holds no distances for %s", path, self._key)
         logger.info(
             "reasoncache: no calibration, nothing is shared before %d distances were seen",
             self._config.warmup,
         )
-        return fresh
+        return None
 
     def filter_for(self, req: Any) -> RequestFilter:
         """A filter for the output of SGLang's ``req``, whose tokenizer spells the steps."""

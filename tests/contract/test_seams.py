@@ -47,6 +47,7 @@ def test_name_exists(name: str) -> None:
             ],
         ),
         ("decode_done", ["self", "batch", "result"]),
+        ("prefill_done", ["self", "batch", "result"]),
         ("count_uncached", ["self"]),
         ("decode_log_parts", ["self"]),
         ("internal_state", ["self", "state"]),

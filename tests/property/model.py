@@ -115,7 +115,7 @@ class Memory:
         #: Contents of every page the tree holds, under the sequence its last token ends.
         self.tree: dict[Path, Page] = {}
         #: Pages that the running rule may leave in the tree.
-        self.publishable: dict[Path, Page] = {}
+        self.publishable: dict[Path, list[Page]] = {}
 
     # -- what happens to rows ---------------------------------------------------
 
@@ -163,7 +163,8 @@ class Memory:
 
     def publish(self, track: Track, up_to: int) -> None:
         """The rule about to run may leave ``[0, up_to)`` of the row in the tree."""
-        self.publishable.update(self._pages(track, up_to))
+        for path, page in self._pages(track, up_to):
+            self.publishable.setdefault(path, []).append(page)
 
     def repointed(self, track: Track) -> None:
         """The tree took over the row's start: where it held a copy already, the row shows that."""
@@ -260,7 +261,7 @@ class Memory:
         """Nothing appears in the tree that no request published, nothing changes there."""
         for path, page in found.items():
             if self.tree.get(path) != page:
-                assert self.publishable.get(path) == page, (
+                assert page in self.publishable.get(path, ()), (
                     f"the tree's page that ends at {path.depth} holds {page}, which nobody published"
                 )
         self.tree = found

@@ -51,6 +51,7 @@ SETUPS = [
 BITS = st.integers(0, 2**24 - 1)
 PICK = st.integers(0, 63)
 #: (gap before the destination, source); see ``_script``.
+ENDINGS = ("finish", "finish", "finish", "ahead", "together", "abort", "retract", "retract")
 BLOCKS = st.lists(st.tuples(PICK, PICK), min_size=4, max_size=12)
 
 
@@ -88,6 +89,11 @@ class MemoryMachine(RuleBasedStateMachine):
         req = self.world.request(str(self.names), prompt, exact_only)
         req.logprob_start_len = -1
         return Track(req, exact_only, self.memory.root.along(prompt))
+
+    def _seen(self, pick: int) -> list[int]:
+        """An earlier prompt or response, a recent one half of the time."""
+        recent = 3 if pick % 2 else len(self.seen)
+        return self.seen[-1 - pick // 2 % min(recent, len(self.seen))]
 
     def _start(self, track: Track, chunk: int) -> bool:
         """Admit ``track`` if memory allows, and run its first chunk."""
@@ -153,7 +159,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 else:
                     state.filter.waiting = []
             self.memory.shared(track, [b for b in blocks if self.memory.may_share(track, b)])
-        self.world.controller.after_decode(_Batch([track.req for track in batch]))
+        self.world.controller.after_decode([track.req for track in batch])
 
     def _script(self, track: Track, draws: list[tuple[int, int]], ready: int) -> None:
         """Propose blocks on ``track``'s row. Destinations rise, as a segmenter's do."""
@@ -216,7 +222,7 @@ class MemoryMachine(RuleBasedStateMachine):
         """A new prompt, an earlier one, part of one, or a follow-up turn."""
         base: list[int] = []
         if self.seen and origin % 4:
-            base = self.seen[origin // 4 % len(self.seen)]
+            base = self._seen(origin // 4)
             if origin % 4 == 1:
                 base = base[:keep]
         if self.setup.page > 4:
@@ -263,8 +269,10 @@ class MemoryMachine(RuleBasedStateMachine):
         """What waits comes back as far as rows and memory allow, then all decode."""
         waiting, self.waiting = self.waiting, []
         for track in waiting:
-            if len(self.running) == MAX_ROWS or not self._start(track, 0):
+            if len(self.running) == MAX_ROWS:
                 self.waiting.append(track)
+            else:
+                self._restart(track, 0)
         self._decode(2**MAX_ROWS - 1, 6, bits, draws)
 
     def _decode(self, mask: int, steps: int, bits: int, draws: list[tuple[int, int]]) -> None:
@@ -309,26 +317,26 @@ class MemoryMachine(RuleBasedStateMachine):
         track.blocks, track.shows, track.exact, track.target = [], [], True, 0
         self.waiting.append(track)
 
-    @precondition(lambda self: len(self.running) > 0)
-    @rule(pick=PICK)
-    def retract(self, pick: int) -> None:
-        """Memory ran short elsewhere."""
-        self._retract(self.running[pick % len(self.running)])
-
     @precondition(lambda self: self.waiting and len(self.running) < MAX_ROWS)
     @rule(pick=PICK, chunk=st.integers(0, 3))
     def readmit(self, pick: int, chunk: int) -> None:
         """A retracted request recomputes prompt and output; its blocks are shared again."""
-        track = self.waiting.pop(pick % len(self.waiting))
-        if not self._start(track, chunk):
+        self._restart(self.waiting.pop(pick % len(self.waiting)), chunk)
+
+    def _restart(self, track: Track, chunk: int) -> None:
+        # Every prefill ends with a token; a request that reached its limit is dropped.
+        if len(track.tokens) < MAX_CONTEXT - 2 and not self._start(track, chunk):
             self.waiting.append(track)
 
     @precondition(lambda self: len(self.running) > 0)
-    @rule(pick=PICK, how=st.sampled_from(("finish", "finish", "ahead", "together", "abort")))
+    @rule(pick=PICK, how=st.sampled_from(ENDINGS))
     def release(self, pick: int, how: str) -> None:
-        """A request ends: at its stop, with all others of its batch, or for a client that left."""
-        if how == "abort" or not self.decoding:
+        """A row is given back: at the stop, with its whole batch, for a client that left, for room."""
+        if how in ("abort", "retract") or not self.decoding:
             track = self.running[pick % len(self.running)]
+            if how == "retract":
+                self._retract(track)
+                return
             track.req.finished_reason = FINISH_ABORT("aborted")
             self._release(track, checkpoint=False)
             return
@@ -347,7 +355,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self._finish(track)
 
     @precondition(lambda self: len(self.memory.tree) > 0)
-    @rule(wanted=st.integers(1, 64))
+    @rule(wanted=st.sampled_from((1, 2, 5, 11, 40)))
     def evict(self, wanted: int) -> None:
         """An eviction brings back what it was asked for, if there is that much."""
         allocator, tree = self.world.allocator, self.world.tree
@@ -361,7 +369,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(pick=PICK, length=st.integers(1, 64), exact_only=st.booleans())
     def look_up(self, pick: int, length: int, exact_only: bool) -> None:
         """A request that waits is matched, which splits nodes, and goes away again."""
-        tokens = self.seen[pick % len(self.seen)][:length]
+        tokens = self._seen(pick)[:length]
         req = self.world.request("probe", tokens, exact_only)
         key = RadixKey(array("q", tokens))
         result = self.world.tree.match_prefix(MatchPrefixParams(key=key, req=req))
@@ -375,7 +383,7 @@ class MemoryMachine(RuleBasedStateMachine):
             held = sum(path in self.memory.tree for path in paths[page - 1 :: page])
             assert result.device_prefix_len == held * page
 
-    @precondition(lambda self: self.memory.tree and not self.running)
+    @precondition(lambda self: len(self.memory.tree) > 40 and not self.running)
     @rule(flush=st.booleans())
     def empty(self, flush: bool) -> None:
         """With nothing running, eviction alone gives every slot back; so does a flush."""
@@ -408,13 +416,6 @@ class MemoryMachine(RuleBasedStateMachine):
         self._evict_all()
         assert self.world.allocator.available_size() == self.setup.slots
         assert self.world.controller.live_positions == 0
-
-
-class _Batch:
-    """What the controller reads of SGLang's batch."""
-
-    def __init__(self, reqs: list[Any]) -> None:
-        self.reqs = reqs
 
 
 @pytest.fixture(autouse=True)

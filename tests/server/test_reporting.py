@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator can see of sharing: Prometheus, the endpoint, the log line."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from eval.serving import ServerProcess
+from tests.server.harness import wait_until_idle
+from tests.server.problems import problems, report, solve
+from tests.server.specs import EXACT
+
+SERVER = pytest.mark.parametrize("server", [EXACT], indirect=True)
+
+
+def _series(server: ServerProcess) -> dict[str, float]:
+    """Our samples by name, summed over labels."""
+    out: dict[str, float] = {}
+    for family in text_string_to_metric_families(server.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name.startswith("sglang:reasoncache_"):
+                out[sample.name] = out.get(sample.name, 0.0) + sample.value
+    return out
+
+
+@SERVER
+def test_prometheus_counts_what_the_endpoint_counts(server: ServerProcess) -> None:
+    """Series stand beside SGLang's own and grow by what happened."""
+    before, seen_before = _series(server), report(server)["totals"]
+    solve(server, problems(6, seed=12))
+    wait_until_idle(server)
+    after, seen = _series(server), report(server)["totals"]
+    for field in ("blocks_shared", "blocks_compared", "steps_seen", "steps_with_candidate"):
+        name = f"sglang:reasoncache_{field}_total"
+        grown = after[name] - before.get(name, 0.0)
+        # The last steps without a candidate may not have been published yet.
+        assert 0 < grown <= seen[field] - seen_before[field]
+    assert after["sglang:reasoncache_filter_seconds_count"] > 0
+    assert 0 < after["sglang:reasoncache_memory_saving_ratio"] < 1
+    assert "sglang:reasoncache_slots_saved_now" in after
+
+
+@SERVER
+def test_endpoint_and_log_line(server: ServerProcess) -> None:
+    """The endpoint describes settings, totals and requests; the decode log line has our words."""
+    start = server.log_size()
+    solve(server, problems(4, seed=13))
+    seen = report(server)
+    assert seen["config"]["block"] == seen["block"] == 8
+    assert seen["config"]["positions"] == "corrected"
+    assert seen["threshold"]["warm"]
+    entry = max(seen["recent"], key=lambda request: request["shared_positions"])
+    assert entry["shared_positions"] == 8 * len(entry["blocks"])
+    assert all(src + 8 <= dst for dst, src in entry["blocks"])
+    states = server.get("/server_info").json()["internal_states"]
+    assert states[0]["reasoncache"]["totals"]["blocks_shared"] > 0
+    assert "#shared token: " in server.log_text(start)
