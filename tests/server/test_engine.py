@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharing through ``sglang.Engine``, and a stock engine after it in the same process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from sglang_reasoncache.platform import PLATFORM_NAME
+
+_SCRIPT = """
+import sys
+
+import sglang
+from sglang.srt.server_args import ServerArgs
+
+from eval.tiny_reasoner.task import generate
+
+COMMON = dict(
+    model_path=sys.argv[1], device="cpu", attention_backend="torch_native",
+    max_total_tokens=4096, random_seed=0, log_level="error",
+)
+SHARING = dict(
+    enable_reasoncache=True, reasoncache_block=8, reasoncache_percentile=100.0, reasoncache_warmup=0,
+)
+
+
+def run(engine):
+    prompt = f"<|user|> {generate(5, 1)[0].prompt} <|assistant|>"
+    engine.generate(prompt, {"temperature": 0, "max_new_tokens": 900})
+    state = engine.get_server_info()["internal_states"][0].get("reasoncache")
+    engine.shutdown()
+    return state and state["totals"]["blocks_shared"]
+
+
+if __name__ == "__main__":
+    assert run(sglang.Engine(**COMMON, **SHARING)) > 0
+    # A ready record does not pass our keyword hook, so nothing was switched off.
+    assert run(sglang.Engine(server_args=ServerArgs(**COMMON))) is None
+    print("both engines as asked")
+"""
+
+
+def test_engine_shares_and_leaves_no_trace(model_path: Path, tmp_path: Path) -> None:
+    """Keyword arguments switch sharing on; the next engine of the process is stock."""
+    script = tmp_path / "engines.py"
+    script.write_text(_SCRIPT)
+    root = Path(__file__).resolve().parents[2]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env |= {
+        "SGLANG_PLATFORM": PLATFORM_NAME,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join((str(root), str(root / "eval" / "lean_start"))),
+    }
+    done = subprocess.run(
+        [sys.executable, str(script), str(model_path)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert "both engines as asked" in done.stdout, done.stderr[-4000:]
