@@ -17,7 +17,7 @@ import numpy as np
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 
-from tests.property.world import Pair, World
+from tests.property.world import NOTHING, Pair, World
 
 
 class Path:
@@ -49,7 +49,7 @@ Page = tuple[int, ...]
 
 
 class Contents:
-    """All contents, by number; 0 is never used and -1 marks free slots."""
+    """All contents, by number; 0 is never used."""
 
     def __init__(self) -> None:
         self.path: list[Path | None] = [None]
@@ -109,13 +109,17 @@ class Memory:
         self.world = world
         self.block = block
         self.copies = copies
-        self.root = Path(0)
+        self._roots: dict[str | None, Path] = {}
         self.contents = Contents()
         self.running: list[Track] = []
         #: Contents of every page the tree holds, under the sequence its last token ends.
         self.tree: dict[Path, Page] = {}
         #: Pages that the running rule may leave in the tree.
         self.publishable: dict[Path, list[Page]] = {}
+
+    def root(self, salt: str | None) -> Path:
+        """The empty sequence of a namespace."""
+        return self._roots.setdefault(salt, Path(0))
 
     # -- what happens to rows ---------------------------------------------------
 
@@ -191,6 +195,7 @@ class Memory:
         """Walk tree and rows, compare everything with the model."""
         world = self.world
         allocator, tree, page = world.allocator, world.tree, world.page
+        stored = world.contents()
         locks: Counter[int] = Counter()
         for track in self.running:
             node = track.req.lock.node
@@ -200,14 +205,17 @@ class Memory:
         found: dict[Path, Page] = {}
         named: list[np.ndarray] = []
         evictable = protected = 0
-        stack = [(child, self.root, frozenset[int]()) for child in tree.root_node.children.values()]
+        stack = [
+            (child, self.root(child.key.cache_salt), frozenset[int]())
+            for child in tree.root_node.children.values()
+        ]
         owned_by_tree: set[int] = set()
         while stack:
             node, path, above = stack.pop()
             slots = node.value.numpy()
             assert len(slots) == len(node.key) > 0
             paths = path.along(node.key.token_ids)
-            contents = world.read(slots).tolist()
+            contents = stored[slots].tolist()
             path = paths[-1]
             for end in range(page, len(slots) + 1, page):
                 found[paths[end - 1]] = tuple(contents[end - page : end])
@@ -234,7 +242,7 @@ class Memory:
         for track in self.running:
             kv = track.req.kv
             row = world.row(track.req)
-            assert world.read(row[: len(track.shows)]).tolist() == track.shows, (
+            assert stored[row[: len(track.shows)]].tolist() == track.shows, (
                 f"the row of {track.req.rid} shows wrong content"
             )
             named.append(self._page_ids(row[kv.cache_protected_len :]))
@@ -262,7 +270,7 @@ class Memory:
         for path, page in found.items():
             if self.tree.get(path) != page:
                 assert page in self.publishable.get(path, ()), (
-                    f"the tree's page that ends at {path.depth} holds {page}, which nobody published"
+                    f"nobody published {page}, the tree's page that ends at {path.depth}"
                 )
         self.tree = found
         self.publishable = {}
@@ -286,7 +294,7 @@ class Memory:
         assert world.allocator.references.snapshot() == recounted, "reference counts differ"
         # Whoever still reads a freed slot shall see it.
         slots = free if world.page == 1 else self._slots_of(free)
-        world.write(slots, [-1] * len(slots))
+        world.write(slots, [NOTHING] * len(slots))
 
     def _slots_of(self, pages: np.ndarray) -> np.ndarray:
         page = self.world.page

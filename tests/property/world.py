@@ -40,6 +40,8 @@ from sglang_reasoncache.sharing.measure import BlockMeter
 LAYERS = 2
 MAX_ROWS = 4
 MAX_CONTEXT = 160
+#: Content of a slot that nobody uses.
+NOTHING = -1
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,11 @@ class World:
             for buffer, sign in ((self.pool.k_buffer[layer], 1), (self.pool.v_buffer[layer], -1))
         ]
         self.row_table = self.rows.req_to_token.numpy()
+        self.write(np.arange(setup.slots + setup.page), [NOTHING] * (setup.slots + setup.page))
 
-    def request(self, name: str, prompt: Sequence[int], exact_only: bool) -> Req:
+    def request(self, name: str, prompt: Sequence[int], exact_only: bool, salt: str | None) -> Req:
         params = SamplingParams(custom_params={OPT_OUT_KEY: False} if exact_only else None)
-        return Req(name, "", array("q", prompt), params)
+        return Req(name, "", array("q", prompt), params, cache_salt=salt)
 
     # -- KV content -----------------------------------------------------------
 
@@ -166,14 +169,13 @@ class World:
         for buffer, sign, layer in self._sides:
             buffer[slots] = sign * (values * LAYERS + layer)
 
-    def read(self, slots: np.ndarray) -> np.ndarray:
-        """Numbers stored at ``slots``; fails where layers, sides or dims disagree."""
-        keys = self._sides[0][0][slots]
-        contents = keys[:, 0, 0] / LAYERS
+    def contents(self) -> np.ndarray:
+        """Number stored in every slot; fails where layers, sides or dims disagree."""
+        contents = self._sides[0][0][:, :1, :1] / LAYERS
         for buffer, sign, layer in self._sides:
-            expected = (sign * (contents * LAYERS + layer))[:, None, None]
-            assert (buffer[slots] == expected).all(), "layers, sides or dims of a slot disagree"
-        return contents.astype(np.int64)
+            expected = sign * (contents * LAYERS + layer)
+            assert (buffer == expected).all(), "layers, sides or dims of a slot disagree"
+        return contents[:, 0, 0].astype(np.int64)
 
     # -- what the scheduler does between forwards -------------------------------
 

@@ -41,6 +41,18 @@ PAGED = SHARED.having(
     "--schedule-conservativeness",
     "0.1",
 )
+#: Two tensor-parallel ranks, a core each: they must take every decision alike.
+TWO_RANKS = SHARED.having(
+    "tp2",
+    *TIGHT,
+    "--reasoncache-block",
+    "8",
+    "--reasoncache-percentile",
+    "90",
+    "--tp",
+    "2",
+    SGLANG_CPU_OMP_THREADS_BIND="0|1",
+)
 NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
 CORRECTED = SHARED.having("corrected", *EAGER)
 CORRECTED_COPY = CORRECTED.having("copy", "--reasoncache-apply", "copy")
@@ -57,4 +69,5 @@ __all__ = [
     "NOTHING_SHARED",
     "PAGED",
     "STOCK",
+    "TWO_RANKS",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from eval.serving import MODEL_NAME, ServerProcess
 from tests.server.harness import wait_until_idle
 from tests.server.problems import OPT_OUT, accuracy, chat_once, problems, report, solve
-from tests.server.specs import ALIASED, EXACT, PAGED
+from tests.server.specs import ALIASED, EXACT, PAGED, TWO_RANKS
 
 ALL = pytest.mark.parametrize("server", [EXACT, ALIASED, PAGED], indirect=True)
 TOKEN_ALIGNED = pytest.mark.parametrize("server", [EXACT, ALIASED], indirect=True)
@@ -41,6 +42,16 @@ def test_shares_whole_pages(server: ServerProcess) -> None:
     seen = report(server)
     assert seen["block"] == 16
     assert seen["totals"]["blocks_shared"] > 0
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core of its own")
+@pytest.mark.parametrize("server", [TWO_RANKS], indirect=True)
+def test_tensor_parallel_ranks_agree(server: ServerProcess) -> None:
+    """Distances are summed over ranks, so both redirect the same rows; else they would hang."""
+    todo = problems(10, seed=14)
+    answers = solve(server, todo)
+    assert report(server)["totals"]["blocks_shared"] > 0
+    assert accuracy(todo, answers) >= 0.8
 
 
 @pytest.mark.parametrize("server", [ALIASED], indirect=True)

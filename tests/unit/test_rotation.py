@@ -192,7 +192,7 @@ def test_length_is_kept_and_other_dims_are_untouched(kind: Kind) -> None:
 
 
 def test_yarn_key_carries_its_attention_factor() -> None:
-    """The case that a factor applied twice would fail: the cached key is longer than the raw one."""
+    """The cached key is longer than the raw one, and a factor applied twice would show."""
     (yarn,) = [kind for kind in KINDS if kind.name == "yarn"]
     keys = random_keys(1)
     cached = yarn.hugging_face()(keys, torch.tensor([17]))
