@@ -94,17 +94,17 @@ def _wrap_attention_backend(name: str) -> None:
 def _after_prefill(_result: None, processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     """Under mixed chunk, decoding requests ride on a prefill batch."""
     if _controller is not None and batch.decoding_reqs:
-        _follow(processor, batch.decoding_reqs)
+        _follow(_controller, processor, batch.decoding_reqs)
 
 
 def _after_decode(_result: None, processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     if _controller is not None:
-        _follow(processor, batch.reqs)
+        _follow(_controller, processor, batch.reqs)
 
 
-def _follow(processor: Any, reqs: Sequence[Any]) -> None:
-    freed = _controller.after_decode(reqs)
-    if freed and _controller.config.admission_credit > 0:
+def _follow(controller: Any, processor: Any, reqs: Sequence[Any]) -> None:
+    freed = controller.after_decode(reqs)
+    if freed and controller.config.admission_credit > 0:
         # SGLang stops trying to admit once memory ran out and tries again when
         # a request leaves; slots that come back in between must count as well.
         processor.metrics_reporter.scheduler.running_batch.batch_is_full = False

@@ -17,6 +17,7 @@ from sglang_reasoncache.cache.budget import SharingForecast
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.metrics import SharingMetrics
 from sglang_reasoncache.plugin import seams
+from sglang_reasoncache.policy.filter import RequestFilter
 from sglang_reasoncache.sharing import state as request_state
 from sglang_reasoncache.sharing.acceptor import Acceptor, refusal_of
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
@@ -115,9 +116,8 @@ class SharingController:
             running += 1
             logical += req.kv.kv_allocated_len
             state = request_state.state_of(req) or self._admit(req)
-            if state.filter is None:
-                continue
-            self._follow(req, state, waves)
+            if state.filter is not None:
+                self._follow(req, state, state.filter, waves)
         for wave in waves:
             self._share(wave)
         self.stats.decode_step(running, self.live_positions, logical)
@@ -147,7 +147,13 @@ class SharingController:
             ),
         )
 
-    def _follow(self, req: Any, state: RequestState, waves: list[list[BlockProposal]]) -> None:
+    def _follow(
+        self,
+        req: Any,
+        state: RequestState,
+        step_filter: RequestFilter,
+        waves: list[list[BlockProposal]],
+    ) -> None:
         """Feed the request's new tokens to its filter and queue what comes back."""
         blocks: list[BlockProposal] = []
         if state.attempt != req.retraction_count:
@@ -163,7 +169,7 @@ class SharingController:
         if ready > state.fed:
             new = req.output_ids[state.fed : ready]
             state.fed = ready
-            for proposal in state.filter.push(new):
+            for proposal in step_filter.push(new):
                 self._count(proposal)
                 blocks += [
                     BlockProposal(req, p.dst_start, p.src_start, self.block) for p in proposal.pairs
@@ -217,6 +223,7 @@ class SharingController:
 
     def _note_shared(self, block: BlockProposal) -> None:
         state = request_state.state_of(block.req)
+        assert state is not None, "only requests with state propose blocks"
         state.shared.append((block.dst_start, block.src_start))
         state.mark_shared(block.dst_start)
         if block.decided:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_reasoncache.attention.rotation import Angles, KeyRotation
+from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.cache.home import HomePositions
 from sglang_reasoncache.kernels.distance import block_distances, squared_differences
 from sglang_reasoncache.sharing.decision import BlockProposal
@@ -66,8 +66,8 @@ class BlockMeter:
     def distances(self, blocks: Sequence[BlockProposal], located: Located) -> list[float]:
         """KV distance per block, in one pass over the pool; waits for the device once."""
         dst_at, _, _ = self._positions(blocks)
-        angles = self._angles(dst_at, located.src_slots)
-        rotate = None if angles is None else lambda keys: self.rotation.rotate(keys, angles)
+        rotation, angles = self._rotation(dst_at, located.src_slots)
+        rotate = None if rotation is None else lambda keys: rotation.rotate(keys, angles)
         squares = squared_differences(
             self._layers(), located.dst_slots, located.src_slots, rotate
         ).cpu()
@@ -78,14 +78,14 @@ class BlockMeter:
     def copy(self, blocks: Sequence[BlockProposal], located: Located) -> None:
         """Write the source's K and V into the destination's own slots (``--reasoncache-apply copy``)."""
         dst_at, _, _ = self._positions(blocks)
-        angles = self._angles(dst_at, located.src_slots)
+        rotation, angles = self._rotation(dst_at, located.src_slots)
         for keys, values in self._layers():
             source = keys[located.src_slots]
-            if angles is not None:
+            if rotation is not None:
                 # Slots used where they were computed are copied bit for bit.
                 source = torch.where(
                     (angles.sin != 0).any(-1)[..., None, None],
-                    self.rotation.rotate(source, angles).to(keys.dtype),
+                    rotation.rotate(source, angles).to(keys.dtype),
                     source,
                 )
             keys[located.dst_slots] = source
@@ -101,10 +101,13 @@ class BlockMeter:
         row = torch.tensor([b.req.kv.req_pool_idx for b in blocks], device=device)
         return dst, src, row
 
-    def _angles(self, dst_at: torch.Tensor, src_slots: torch.Tensor) -> Angles | None:
+    def _rotation(
+        self, dst_at: torch.Tensor, src_slots: torch.Tensor
+    ) -> tuple[KeyRotation | None, Any]:
+        """How to turn the source keys to where they would be used, and by how much; None as cached."""
         if self.rotation is None:
-            return None
-        return self.rotation.angles(self._home.shift(src_slots, dst_at))
+            return None, None
+        return self.rotation, self.rotation.angles(self._home.shift(src_slots, dst_at))
 
     def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [

@@ -9,10 +9,11 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.policy import calibration
+from sglang_reasoncache.policy.align import AlignMode
 from sglang_reasoncache.policy.calibration import CalibrationKey
 from sglang_reasoncache.policy.filter import FilterConfig, RequestFilter
 from sglang_reasoncache.policy.segment import TokenClasses
@@ -61,16 +62,13 @@ class PolicyFactory:
         )
         self._classes: TokenClasses | None = None
         self._path = Path(config.calibration) if config.calibration else None
-        self._writes = writes and self._path is not None
+        self._writes = writes
         self._saved_at = time.monotonic()
         self._saved_observations = 0
         stored = agree(self._stored(Path(model_path) / CALIBRATION_FILE))
-        knobs = {"percentile": config.percentile, "warmup": config.warmup}
-        self.threshold = (
-            AdaptiveThreshold(**knobs)
-            if stored is None
-            else AdaptiveThreshold.from_state(stored, **knobs)
-        )
+        self.threshold = AdaptiveThreshold(config.percentile, config.warmup)
+        if stored is not None:
+            self.threshold = AdaptiveThreshold.from_state(stored, config.percentile, config.warmup)
 
     def _stored(self, beside_model: Path) -> dict[str, object] | None:
         """The histogram of an earlier run, from the operator's file or the model's folder."""
@@ -102,7 +100,11 @@ class PolicyFactory:
 
     def maybe_save(self) -> None:
         """Write the calibration now and then; called after each decode step, so it must be cheap."""
-        if not self._writes or time.monotonic() - self._saved_at < _SAVE_INTERVAL_SECONDS:
+        if (
+            self._path is None
+            or not self._writes
+            or time.monotonic() - self._saved_at < _SAVE_INTERVAL_SECONDS
+        ):
             return
         self._saved_at = time.monotonic()
         if self.threshold.num_observed > self._saved_observations:
@@ -163,7 +165,7 @@ def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> Filt
             structure_tolerance=config.structure_tolerance,
             block=block,
             page_size=page_size,
-            align=config.align,
+            align=cast(AlignMode, config.align),  # the config allows no other value
             max_step_tokens=config.max_step_tokens,
             max_history_steps=config.max_history_steps,
             random_ratio=config.random_ratio,

@@ -10,6 +10,7 @@ number, over all setups together.
 from __future__ import annotations
 
 import os
+import sys
 from array import array
 from typing import Any
 
@@ -194,20 +195,25 @@ class MemoryMachine(RuleBasedStateMachine):
         release_kv_cache(track.req, self.world.tree, checkpoint=checkpoint)
         assert not track.req.kv.holds_kv
 
-    def _finish(self, track: Track, group: bool = False) -> None:
-        """The request reached its end."""
-        req = track.req
-        req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
-        req.finished_len = len(req.output_ids)
-        up_to = len(track.shows)
-        if not self.world.tree.publish_aliased and track.first_shared is not None:
-            up_to = min(up_to, track.first_shared)
-        self.memory.publish(track, up_to)
-        self._release(track, checkpoint=True)
-        self.seen.append(track.tokens)
-        if not group:
-            self.memory.observe()
-            self.memory.published(track, 0 if track.exact_only else up_to)
+    def _finish(self, tracks: list[Track]) -> None:
+        """Requests that reached their ends in one batch, whose frees SGLang groups."""
+        left = []
+        self.world.allocator.free_group_begin()
+        for track in tracks:
+            req = track.req
+            req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
+            req.finished_len = len(req.output_ids)
+            up_to = len(track.shows)
+            if not self.world.tree.publish_aliased and track.first_shared is not None:
+                up_to = min(up_to, track.first_shared)
+            self.memory.publish(track, up_to)
+            self._release(track, checkpoint=True)
+            self.seen.append(track.tokens)
+            left.append((track, 0 if track.exact_only else up_to))
+        self.world.allocator.free_group_end()
+        self.memory.observe()
+        for track, up_to in left:
+            self.memory.published(track, up_to)
 
     # -- rules --------------------------------------------------------------------
 
@@ -290,7 +296,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def _decode(self, mask: int, steps: int, bits: int, draws: list[tuple[int, int]]) -> None:
         batch = [t for i, t in enumerate(self.decoding) if mask >> i & 1] or self.decoding[:1]
         if self.setup.page > 4:
-            steps *= 2
+            steps *= 3
         # Half of the time all requests say the same.
         spread = bits % 2 * 5
         for step in range(steps):
@@ -352,19 +358,13 @@ class MemoryMachine(RuleBasedStateMachine):
             track.req.finished_reason = FINISH_ABORT("aborted")
             self._release(track, checkpoint=False)
             return
-        track = self.decoding[pick % len(self.decoding)]
-        if how == "together":
-            # SGLang groups the frees of a batch.
-            self.world.allocator.free_group_begin()
-            for one in self.decoding:
-                self._finish(one, group=True)
-            self.world.allocator.free_group_end()
-            return
+        sharing = [track for track in self.decoding if track.blocks] or self.decoding
+        track = sharing[pick % len(sharing)]
         if how == "ahead" and self.world.can_decode([track.req]):
             # The overlap schedule had prepared the next step already.
             self.memory.computed(track, self.world.decode([track.req]))
             self.memory.observe()
-        self._finish(track)
+        self._finish(self.decoding if how == "together" else [track])
 
     @precondition(lambda self: len(self.memory.tree) > 0)
     @rule(wanted=st.sampled_from((1, 2, 5, 11, 40)))
@@ -424,6 +424,9 @@ class MemoryMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever happened: releasing everything leaves every slot free."""
         type(self).blocks_shared += self.world.controller.stats.blocks_shared
+        if sys.exc_info()[0] is not None:
+            # A rule has failed; what follows from that would hide it.
+            return
         for track in list(self.running):
             self._release(track, checkpoint=False)
         self.memory.observe()
@@ -450,13 +453,19 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
     requested = requested_operations()
     wanted = (requested or QUICK_OPERATIONS) // len(SETUPS)
     steps = 60 if requested is None else 150
-    machine = type("Machine", (MemoryMachine,), {})
+
+    class Machine(MemoryMachine):
+        """Counts for this setup alone."""
+
+        def __init__(self) -> None:
+            super().__init__(setup)
+
     torch.set_num_threads(1)
-    while machine.operations < wanted:
+    while Machine.operations < wanted:
         run_state_machine_as_test(
-            lambda: machine(setup),
+            Machine,
             settings=settings(
-                max_examples=max(1, min(200, (wanted - machine.operations) // steps)),
+                max_examples=max(1, min(200, (wanted - Machine.operations) // steps)),
                 stateful_step_count=steps,
                 deadline=None,
                 # The quick run is the same every time, the long one never is.
@@ -464,8 +473,12 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
                 suppress_health_check=list(HealthCheck),
             ),
         )
-    record_property("operations", machine.operations)
+    record_property("operations", Machine.operations)
+    if Machine.operations < 2000:
+        return
     # The run would prove little if hardly anything had been shared.
-    assert machine.blocks_shared > machine.operations // 30
-    aliases = machine.rules_with_aliases > machine.operations // 30
-    assert aliases == (setup.publish == "aliased" and setup.apply == "alias")
+    assert Machine.blocks_shared > Machine.operations // 30
+    if setup.publish == "aliased" and setup.apply == "alias":
+        assert Machine.rules_with_aliases > Machine.operations // 30
+    else:
+        assert Machine.rules_with_aliases == 0

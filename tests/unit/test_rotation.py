@@ -92,6 +92,7 @@ class Kind:
             rope_parameters=rope,
         )
         module: Any
+        made: Any
         if not self.is_neox:
             module, made = modeling_glm, modeling_glm.GlmRotaryEmbedding(GlmConfig(**common))
         elif self.partial < 1:
