@@ -23,17 +23,27 @@ from tests.property.world import NOTHING, Pair, World
 class Path:
     """A token sequence, as a node of an ever-growing trie: equal sequences are one object."""
 
-    __slots__ = ("_steps", "depth")
+    __slots__ = ("_parent", "_steps", "_token", "depth", "salt")
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
+    def __init__(self, salt: str | None, parent: Path | None = None, token: int = 0) -> None:
+        self.salt = salt
+        self.depth = 0 if parent is None else parent.depth + 1
+        self._parent, self._token = parent, token
         self._steps: dict[int, Path] = {}
 
     def step(self, token: int) -> Path:
         found = self._steps.get(token)
         if found is None:
-            found = self._steps[token] = Path(self.depth + 1)
+            found = self._steps[token] = Path(self.salt, self, token)
         return found
+
+    @property
+    def tokens(self) -> list[int]:
+        tokens, at = [], self
+        while at._parent is not None:
+            tokens.append(at._token)
+            at = at._parent
+        return tokens[::-1]
 
     def along(self, tokens: Iterable[int]) -> list[Path]:
         """The sequences that end at each of ``tokens``."""
@@ -119,7 +129,9 @@ class Memory:
 
     def root(self, salt: str | None) -> Path:
         """The empty sequence of a namespace."""
-        return self._roots.setdefault(salt, Path(0))
+        if salt not in self._roots:
+            self._roots[salt] = Path(salt)
+        return self._roots[salt]
 
     # -- what happens to rows ---------------------------------------------------
 

@@ -54,6 +54,8 @@ PICK = st.integers(0, 63)
 #: Requests with different salts must never meet in the tree.
 SALT = st.sampled_from((None, None, None, "salt"))
 ENDINGS = ("finish", "finish", "finish", "ahead", "together", "abort", "retract", "retract")
+#: (position in the tree, tokens beyond it, exact KV only)
+LOOK_UP = st.tuples(st.integers(0, 1023), st.integers(0, 3), st.booleans())
 #: (gap before the destination, source); see ``_script``.
 BLOCKS = st.lists(st.tuples(PICK, PICK), min_size=4, max_size=12)
 
@@ -238,6 +240,11 @@ class MemoryMachine(RuleBasedStateMachine):
         chunk: int,
     ) -> None:
         """A new prompt, an earlier one, part of one, or a follow-up turn."""
+        prompt = self._prompt(origin, keep, bits, length)
+        if self._start(self._track(prompt, exact_only, salt), chunk):
+            self.seen = [*self.seen[-15:], prompt]
+
+    def _prompt(self, origin: int, keep: int, bits: int, length: int) -> list[int]:
         base: list[int] = []
         if self.seen and origin % 4:
             base = self._seen(origin // 4)
@@ -245,9 +252,20 @@ class MemoryMachine(RuleBasedStateMachine):
                 base = base[:keep]
         if self.setup.page > 4:
             length *= 3
-        prompt = (base + tokens_of(bits, length))[: MAX_CONTEXT - 60]
-        if self._start(self._track(prompt, exact_only, salt), chunk):
-            self.seen = [*self.seen[-15:], prompt]
+        return (base + tokens_of(bits, length))[: MAX_CONTEXT - 60]
+
+    @precondition(lambda self: len(self.running) < MAX_ROWS)
+    @rule(origin=PICK, bits=BITS, salt=SALT, draws=BLOCKS)
+    def respond(
+        self, origin: int, bits: int, salt: str | None, draws: list[tuple[int, int]]
+    ) -> None:
+        """A whole short response, so that much of the tree comes from sharing."""
+        prompt = self._prompt(origin, bits % 48, bits, 1 + bits % 5)
+        track = self._track(prompt, False, salt)
+        if self._start(track, 0):
+            self._decode([track], 12, bits, draws)
+            if track in self.running:
+                self._finish([track])
 
     @precondition(lambda self: any(not track.decoding for track in self.running))
     @rule(pick=PICK, chunk=st.integers(0, 2))
@@ -273,13 +291,14 @@ class MemoryMachine(RuleBasedStateMachine):
     )
     def decode(self, mask: int, steps: int, bits: int, draws: list[tuple[int, int]]) -> None:
         """Some steps of some of the requests, then share blocks of what they wrote."""
-        self._decode(mask, steps, bits, draws)
+        batch = [t for i, t in enumerate(self.decoding) if mask >> i & 1]
+        self._decode(batch or self.decoding[:1], steps, bits, draws)
 
     @precondition(lambda self: len(self.decoding) > 0)
     @rule(bits=BITS, draws=BLOCKS)
     def decode_all(self, bits: int, draws: list[tuple[int, int]]) -> None:
         """Many steps of all requests with many blocks, so that sharing is not rare."""
-        self._decode(2**MAX_ROWS - 1, 12, bits, draws)
+        self._decode(self.decoding, 12, bits, draws)
 
     @precondition(lambda self: len(self.waiting) + len(self.decoding) > 0)
     @rule(bits=BITS, draws=BLOCKS)
@@ -291,10 +310,11 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.waiting.append(track)
             else:
                 self._restart(track, 0)
-        self._decode(2**MAX_ROWS - 1, 6, bits, draws)
+        self._decode(self.decoding, 6, bits, draws)
 
-    def _decode(self, mask: int, steps: int, bits: int, draws: list[tuple[int, int]]) -> None:
-        batch = [t for i, t in enumerate(self.decoding) if mask >> i & 1] or self.decoding[:1]
+    def _decode(
+        self, batch: list[Track], steps: int, bits: int, draws: list[tuple[int, int]]
+    ) -> None:
         if self.setup.page > 4:
             steps *= 3
         # Half of the time all requests say the same.
@@ -377,11 +397,16 @@ class MemoryMachine(RuleBasedStateMachine):
         assert freed >= min(wanted, evictable)
         assert result.num_tokens_evicted == freed == evictable - tree.evictable_size()
 
-    @precondition(lambda self: len(self.seen) > 0)
-    @rule(pick=PICK, length=st.integers(1, 64), exact_only=st.booleans(), salt=SALT)
-    def look_up(self, pick: int, length: int, exact_only: bool, salt: str | None) -> None:
-        """A request that waits is matched, which splits nodes, and goes away again."""
-        tokens = self._seen(pick)[:length]
+    @precondition(lambda self: len(self.memory.tree) > 0)
+    @rule(requests=st.lists(LOOK_UP, min_size=1, max_size=4))
+    def look_up(self, requests: list[tuple[int, int, bool]]) -> None:
+        """Requests that wait are matched, which splits nodes, and go away again."""
+        paths = list(self.memory.tree)
+        for at, beyond, exact_only in requests:
+            path = paths[at % len(paths)]
+            self._look_up(path.tokens + tokens_of(at, beyond), exact_only, path.salt)
+
+    def _look_up(self, tokens: list[int], exact_only: bool, salt: str | None) -> None:
         req = self.world.request("probe", tokens, exact_only, salt)
         key = RadixKey(array("q", tokens), cache_salt=salt)
         result = self.world.tree.match_prefix(MatchPrefixParams(key=key, req=req))

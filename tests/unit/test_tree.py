@@ -215,13 +215,19 @@ def test_split_divides_aliases_between_the_halves(aliased: Bench) -> None:
 
 
 @pytest.mark.parametrize("at", range(1, 6))
-def test_split_anywhere_keeps_the_sums(aliased: Bench, at: int) -> None:
+@pytest.mark.parametrize("first", range(1, 6))
+def test_split_anywhere_keeps_the_sums(aliased: Bench, first: int, at: int) -> None:
+    """Halves are split again; every position stays with its node."""
     aliased.leave("123456", "aababb", first_shared=1)
+    assert aliased.matched("123456"[:first]) == first
     assert aliased.matched("123456"[:at]) == at
     assert aliased.sizes == (2, 0, 4)
     aliased.tree.lock(aliased.match("123456"[:at]).last_device_node)
     distinct = len(set("aababb"[:at]))
     assert aliased.sizes == (2 - distinct, distinct, 4)
+    # What is below the lock goes, with the aliases it held.
+    assert aliased.evict(9) == 2 - distinct
+    assert aliased.sizes == (0, distinct, at - distinct)
 
 
 def test_insert_hands_ownership_to_the_position_below(aliased: Bench) -> None:
