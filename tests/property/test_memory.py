@@ -60,9 +60,13 @@ LOOK_UP = st.tuples(st.integers(0, 1023), st.integers(0, 3), st.booleans())
 BLOCKS = st.lists(st.tuples(PICK, PICK), min_size=4, max_size=12)
 
 
+def token_of(bits: int, at: int) -> int:
+    """Token ``at`` of an endless text; neighbouring numbers make different texts."""
+    return 1 + (bits * 0x9E3779B1 >> at % 24 + 8 & 1)
+
+
 def tokens_of(bits: int, length: int) -> list[int]:
-    """``length`` tokens, the bits of a number over and over."""
-    return [1 + (bits >> i % 24 & 1) for i in range(length)]
+    return [token_of(bits, at) for at in range(length)]
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -327,10 +331,10 @@ class MemoryMachine(RuleBasedStateMachine):
             slots = self.world.decode([track.req for track in batch])
             for i, track in enumerate(batch):
                 self.memory.computed(track, slots[i : i + 1])
-                self._append(track, 1 + (bits >> (step + spread * i) % 24 & 1))
-        # Requests are seen by the controller before their first proposal.
-        if any(self.world.controller.state_of(track.req) is None for track in batch):
-            self._after_decode()
+                self._append(track, token_of(bits, step + spread * i))
+            if any(self.world.controller.state_of(track.req) is None for track in batch):
+                # The controller makes a filter for a request when it first sees it.
+                self._after_decode()
         for i, track in enumerate(batch):
             self._script(track, draws[i :: len(batch)], len(track.shows))
         self._after_decode()
