@@ -46,6 +46,8 @@ _WIDE = Limits(max_chars=1 << 20, max_depth=64, max_nodes=1 << 16)
         ("$x$" * 1500, "max_nodes"),
         ("`x`" * 1500, "max_nodes"),
         ("$" + "abc" * 1000 + "$", "max_nodes"),
+        ("⁻" * 2000, "max_nodes"),
+        ("$" + "₁₊" * 1000 + "$", "max_nodes"),
     ],
 )
 def test_every_bound_holds(text: str, bound: str | None) -> None:

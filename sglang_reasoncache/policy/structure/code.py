@@ -22,7 +22,7 @@ _CODE = re.compile(
     r"|[<>]{2}=?|[-+*/%&|^=!<>:]=|\*\*|//|->|=>|&&|\|\||::|\+\+|--)"
     r"|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<other>\S)"
 )
-_TAB_COLUMNS = 8
+TAB_COLUMNS = 8
 
 
 def code_tree(text: str, limits: Limits) -> Tree:
@@ -66,7 +66,7 @@ def _lines(text: str, limits: Limits) -> list[tuple[int, list[Tree]]]:
             if not brackets:
                 _end_line(found, indent, stack[0])
                 stack[0] = []
-                indent = len(value.rpartition("\n")[2].expandtabs(_TAB_COLUMNS))
+                indent = len(value.rpartition("\n")[2].expandtabs(TAB_COLUMNS))
         elif kind == "open":
             if len(brackets) >= limits.max_depth:
                 raise OverBound("max_depth")

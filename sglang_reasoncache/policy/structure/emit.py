@@ -27,7 +27,7 @@ _RELATION = LEVELS["="]
 _COLUMN: Token = (Kind.SEPARATOR, "&")
 
 # Row mark, a lone backslash, delimiters of a formula that have no counterpart.
-_NO_CONTENT = frozenset({"\\", "", "(", ")", "[", "]"})
+NO_CONTENT = frozenset({"\\", "", "(", ")", "[", "]"})
 
 _BY_GROUP: dict[int, Kind] = {
     Raw.NUMBER: Kind.NUMBER,
@@ -128,7 +128,7 @@ def _emit_command(name: str, tokens: list[Token]) -> None:
         tokens.append((Kind.FUNCTION, name))
     elif name in LATEX_NAMES:
         tokens.append((Kind.NAME, LATEX_NAMES[name]))
-    elif name in _NO_CONTENT:
+    elif name in NO_CONTENT:
         tokens.append(SEPARATOR)
     else:
         tokens.append((Kind.NAME, "\\" + name))

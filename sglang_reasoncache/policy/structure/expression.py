@@ -41,6 +41,11 @@ def parse(tokens: list[Token], limits: Limits, latex: bool) -> list[Tree]:
     return _Parser(tokens, limits.max_depth, latex).parse()
 
 
+def prefix_label(sign: str) -> str:
+    """Label of the node of a prefix operator."""
+    return "sqrt" if sign == "√" else f"unary {sign}"
+
+
 class _Parser:
     """One pass over one token list. ``operand`` is the only way down."""
 
@@ -106,7 +111,7 @@ class _Parser:
             kind, value = self._tokens[self._pos]
             if kind is not _OPERATOR or value not in PREFIXES:
                 break
-            signs.append("sqrt" if value == "√" else f"unary {value}")
+            signs.append(prefix_label(value))
             self._pos += 1
             if len(signs) > self._max_depth:
                 raise OverBound("max_depth")

@@ -13,7 +13,7 @@ missed sharing.
   count only next to a number, an operator or another single letter, or where
   an article cannot stand: before punctuation, a closing bracket, the end, or
   (``a``, ``A``) before a verb or conjunction of a fixed short list.
-* A word in capitals of at most ``_MAX_CAPITALS`` letters is a name: triangle ABC.
+* A word in capitals of at most ``MAX_CAPITALS`` letters is a name: triangle ABC.
 * Any word counts beside an operator other than a hyphen, before a touching
   bracket, script or digit, and after a touching digit: f(x), Area = 3, h_1, 3rd.
 * A hyphen counts beside a number, single letter or bracket; a list bullet does
@@ -27,7 +27,13 @@ from collections.abc import Sequence
 
 from sglang_reasoncache.policy.structure.emit import emit
 from sglang_reasoncache.policy.structure.limits import Limits, OverBound
-from sglang_reasoncache.policy.structure.scan import Raw, RawToken, scan
+from sglang_reasoncache.policy.structure.scan import (
+    LONG_OPERATORS,
+    SHORT_OPERATORS,
+    Raw,
+    RawToken,
+    scan,
+)
 from sglang_reasoncache.policy.structure.vocabulary import (
     FUNCTIONS,
     OPERATORS,
@@ -36,14 +42,18 @@ from sglang_reasoncache.policy.structure.vocabulary import (
     Token,
 )
 
-_MAX_CAPITALS = 6
-_ENGLISH_LETTERS = frozenset("aAI")
-_AFTER_VARIABLE_A = frozenset(
+MAX_CAPITALS = 6
+ENGLISH_LETTERS = frozenset("aAI")
+AFTER_VARIABLE_A = frozenset(
     "is and or equals be was are to plus minus times over has gives must can we so then "
     "by from into with as".split()
 )
-_EMPHASIS = frozenset({"*", "**", "_", "__"})
-_HYPHENS = frozenset("-−–")
+EMPHASIS = frozenset({"*", "**", "_", "__"})
+HYPHENS = frozenset("-−–")
+# Operators and scripts that make any neighbouring word an operand.
+STRONG_SIGNS = frozenset({"^", "_", "**", "__", "√"}) | {
+    sign for sign in (*LONG_OPERATORS, *SHORT_OPERATORS) if OPERATORS.get(sign, sign) in STRONG
+}
 
 # Plain ints and names at module level: looked up for every token.
 _NUMBER, _WORD, _OPERATOR = int(Raw.NUMBER), int(Raw.WORD), int(Raw.OPERATOR)
@@ -88,14 +98,14 @@ def _is_operand(token: RawToken) -> bool:
 
 
 def _is_name(word: str) -> bool:
-    return len(word) <= _MAX_CAPITALS and word.isupper()
+    return len(word) <= MAX_CAPITALS and word.isupper()
 
 
 def _is_formal_word(padded: Sequence[RawToken], i: int) -> bool:
     before, token, after = padded[i - 1], padded[i], padded[i + 1]
     word = token.text
     if len(word) == 1:
-        return word not in _ENGLISH_LETTERS or _is_variable(padded, i)
+        return word not in ENGLISH_LETTERS or _is_variable(padded, i)
     if word in FUNCTIONS or word == "mod" or _is_name(word):
         return True
     if after.start == token.end and after.group in (_OPEN, _SUP, _SUB, _NUMBER):
@@ -117,16 +127,13 @@ def _is_variable(padded: Sequence[RawToken], i: int) -> bool:
         return True
     if after.group != _WORD:
         return True
-    return token.text != "I" and after.text in _AFTER_VARIABLE_A
+    return token.text != "I" and after.text in AFTER_VARIABLE_A
 
 
 def _is_strong(padded: Sequence[RawToken], i: int) -> bool:
     """The token is an operator that makes any neighbouring word an operand."""
     token = padded[i]
-    if token.group != _OPERATOR:
-        return False
-    label = OPERATORS.get(token.text, token.text)
-    if label not in STRONG and token.text not in ("^", "_", "**", "__", "√"):
+    if token.group != _OPERATOR or token.text not in STRONG_SIGNS:
         return False
     return not _is_emphasis(padded, i)
 
@@ -134,7 +141,7 @@ def _is_strong(padded: Sequence[RawToken], i: int) -> bool:
 def _is_emphasis(padded: Sequence[RawToken], i: int) -> bool:
     """Markdown: ``**word`` or ``word**``, open to the other side."""
     token = padded[i]
-    if token.text not in _EMPHASIS:
+    if token.text not in EMPHASIS:
         return False
     before, after = padded[i - 1], padded[i + 1]
     left = before.end == token.start and before.group in _SOLID
@@ -147,14 +154,14 @@ def _is_emphasis(padded: Sequence[RawToken], i: int) -> bool:
 
 def _is_formal_operator(padded: Sequence[RawToken], i: int) -> bool:
     before, token, after = padded[i - 1], padded[i], padded[i + 1]
-    if token.text in _HYPHENS:
+    if token.text in HYPHENS:
         if before.group == _NEWLINE and after.start != token.end:
             return False  # list bullet
         if after.group in (_OPEN, Raw.COMMAND):
             return True
         operands = [near.text for near in (before, after) if _is_operand(near)]
         # "word - a better way": the article alone makes no difference of the dash.
-        return len(operands) == 2 or any(text not in _ENGLISH_LETTERS for text in operands)
+        return len(operands) == 2 or any(text not in ENGLISH_LETTERS for text in operands)
     return not _is_emphasis(padded, i)
 
 
@@ -196,4 +203,7 @@ def plain_tokens(text: str, limits: Limits) -> list[Token]:
             emit(token, tokens)
         elif tokens and tokens[-1] is not SEPARATOR:
             tokens.append(SEPARATOR)
+        # One script of many characters is one raw token and many parser tokens.
+        if len(tokens) > limits.max_nodes:
+            raise OverBound("max_nodes")
     return tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 # The parser recurses once per unit of depth, about three Python frames each;
 # the interpreter stops at 1000 frames and the server uses some of its own.
-_MAX_DEPTH_ALLOWED = 128
+MAX_DEPTH_ALLOWED = 128
 
 
 class OverBound(Exception):
@@ -48,7 +48,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name, high in (
             ("max_chars", 1 << 20),
-            ("max_depth", _MAX_DEPTH_ALLOWED),
+            ("max_depth", MAX_DEPTH_ALLOWED),
             ("max_nodes", 1 << 16),
             ("max_edit_nodes", 512),
         ):

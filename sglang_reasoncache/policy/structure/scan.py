@@ -14,7 +14,14 @@ from sglang_reasoncache.policy.structure.vocabulary import LATEX_TEXT
 
 _SUP = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ"
 _SUB = "₀₁₂₃₄₅₆₇₈₉₊₋₍₎ₙᵢ"
-_LETTER = rf"[^\W\d_{_SUP}{_SUB}]"
+LETTER = rf"[^\W\d_{_SUP}{_SUB}]"
+
+# Spellings of operators: the longer ones in the order in which they are tried.
+LONG_OPERATORS = (
+    "<=>", "<->", "==>", "==", "=>", "->", "<=", ">=", "!=", ":=", "**", "__", "//",
+)  # fmt: skip
+SHORT_OPERATORS = "-+*/^_=<>~−–·×∙∗÷∕±∓≤≥≠≈≡∼≅∝∈∉∋⊂⊆⊃⊇⊥∥∣∤≪≫≺≻∪∩⊕∖∘⊗∧∨¬→⇒⇔⟹⟺↔↦∴∵√∂∇∀∃"
+_OPERATOR = "|".join(map(re.escape, LONG_OPERATORS)) + rf"|[{re.escape(SHORT_OPERATORS)}]"
 
 
 class Raw(IntEnum):
@@ -39,12 +46,11 @@ class Raw(IntEnum):
 
 # No two alternatives inside a repetition can match the same text, so matching
 # is linear. Digits stay text: no number is ever converted.
-_SCANNER = re.compile(
+SCANNER = re.compile(
     r"(\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)"
-    rf"|({_LETTER}+(?:['’]{_LETTER}+)*)"
+    rf"|({LETTER}+(?:['’]{LETTER}+)*)"
     rf"|([{_SUP}]+)|([{_SUB}]+)"
-    r"|(<=>|<->|==>|==|=>|->|<=|>=|!=|:=|\*\*|__|//"
-    r"|[-+*/^_=<>~−–·×∙∗÷∕±∓≤≥≠≈≡∼≅∝∈∉∋⊂⊆⊃⊇⊥∥∣∤≪≫≺≻∪∩⊕∖∘⊗∧∨¬→⇒⇔⟹⟺↔↦∴∵√∂∇∀∃])"
+    rf"|({_OPERATOR})"
     r"|([∑∏∫∞°%∠△∅|!])"
     r"|([(\[{⌊⌈⟨])|([)\]}⌋⌉⟩])"
     rf"|\\({LATEX_TEXT})\*?[ \t]*\{{([^{{}}]*)\}}"
@@ -70,7 +76,7 @@ def scan(text: str, max_tokens: int) -> list[RawToken]:
         OverBound: more than ``max_tokens`` tokens.
     """
     found: list[RawToken] = []
-    for match in _SCANNER.finditer(text):
+    for match in SCANNER.finditer(text):
         group = match.lastindex or Raw.OTHER
         value = match[group]
         if group == Raw.TEXT_ARGUMENT:

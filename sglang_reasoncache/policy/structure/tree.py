@@ -31,12 +31,10 @@ def labels(trees: Iterable[Tree]) -> list[str]:
     return found
 
 
-def digest(trees: Iterable[Tree]) -> bytes:
-    """Canonical hash of a sequence of trees, ``DIGEST_BYTES`` bytes.
+def serialise(trees: Iterable[Tree]) -> bytes:
+    """One spelling for every sequence of trees: equal bytes mean equal trees.
 
-    Preorder of (number of children, label length, label): every sequence of
-    trees has its own serialisation, so equal digests mean equal trees but for
-    collisions of blake2b.
+    Preorder of (number of children, label length in characters, label), UTF-8.
     """
     parts: list[str] = []
     stack = list(trees)
@@ -47,8 +45,15 @@ def digest(trees: Iterable[Tree]) -> bytes:
         if children:
             stack.extend(reversed(children))
     # surrogatepass: decoded text may hold lone surrogates, and must not raise.
-    data = "".join(parts).encode("utf-8", "surrogatepass")
-    return blake2b(data, digest_size=DIGEST_BYTES).digest()
+    return "".join(parts).encode("utf-8", "surrogatepass")
+
+
+def digest(trees: Iterable[Tree]) -> bytes:
+    """Canonical hash of a sequence of trees, ``DIGEST_BYTES`` bytes.
+
+    Equal digests mean equal trees but for collisions of blake2b.
+    """
+    return blake2b(serialise(trees), digest_size=DIGEST_BYTES).digest()
 
 
 def label_distance(a: Sequence[str], b: Sequence[str]) -> int:

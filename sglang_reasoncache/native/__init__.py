@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ library of ``csrc/``: compiled on first use, called through ctypes.
+
+ctypes releases the interpreter lock during a call, so nothing here holds up
+another thread. Without a compiler the Python twins serve, slower and with the
+same results.
+"""
+
+from sglang_reasoncache.native.build import NativeUnavailable, library
+
+__all__ = ["NativeUnavailable", "library"]
