@@ -8,7 +8,15 @@ import math
 import pytest
 import torch
 
-from sglang_reasoncache.kernels.distance import block_distances, squared_differences
+from sglang_reasoncache import native
+from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache.kernels.distance import (
+    DistanceKernel,
+    block_distances,
+    cosine_distances,
+    squared_differences,
+    squares_from_moments,
+)
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -158,3 +166,214 @@ def test_pool_may_be_a_strided_view() -> None:
     views = squared_differences([(both[:, 0], both[:, 1])], dst, src)
     copies = squared_differences([(both[:, 0].clone(), both[:, 1].clone())], dst, src)
     assert torch.equal(views, copies)
+
+
+def moments_of(*blocks: tuple[list[float], list[float]]) -> torch.Tensor:
+    """``[1, len(blocks) / 2, 2, 3]`` of pairs of vectors: K and V of each layer in turn."""
+    sums = []
+    for x, y in blocks:
+        a, b = torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)
+        sums.append(torch.stack((a @ a, b @ b, a @ b)))
+    return torch.stack(sums).view(1, -1, 2, 3)
+
+
+def test_cosine_by_hand() -> None:
+    """Parallel, opposite, orthogonal, both zero: 0, 2, 1, 0; one zero and one not: 1."""
+    same, opposite = ([1.0, 2.0], [3.0, 6.0]), ([1.0, 0.0], [-5.0, 0.0])
+    orthogonal, nothing = ([1.0, 0.0], [0.0, 2.0]), ([0.0, 0.0], [0.0, 0.0])
+    half_nothing = ([0.0, 0.0], [3.0, 4.0])
+    found = cosine_distances(moments_of(same, opposite, orthogonal, nothing))
+    assert found.tolist() == pytest.approx([(0 + 2 + 1 + 0) / 4])
+    assert cosine_distances(moments_of(nothing, nothing)).tolist() == [0.0]
+    assert cosine_distances(moments_of(half_nothing, nothing)).tolist() == [0.5]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_cosine_hides_nothing(value: float) -> None:
+    spoiled = ([value, 1.0], [1.0, 0.0])
+    assert cosine_distances(moments_of(spoiled, ([1.0], [1.0]))).isnan().all()
+    assert cosine_distances(moments_of(([0.0], [0.0]), ([0.0], [value]))).isnan().all()
+
+
+def test_cosine_of_huge_and_tiny_norms() -> None:
+    """The product of the squared norms alone would overflow or vanish in fp64."""
+    huge, tiny = ([1e150, 0.0], [1e150, 0.0]), ([1e-150, 0.0], [1e-150, 0.0])
+    assert cosine_distances(moments_of(huge, tiny)).tolist() == pytest.approx([0.0])
+
+
+def test_moments_give_squares() -> None:
+    layers = random_layers(3, 2, 8, torch.bfloat16)
+    dst, src = random_slots(4, 5)
+    kernel = DistanceKernel(layers, backend="torch")
+    squares, moments = kernel.squares(dst, src), kernel.moments(dst, src)
+    torch.testing.assert_close(squares_from_moments(moments), squares, rtol=1e-5, atol=0)
+
+
+def test_cached_norms_cancel() -> None:
+    """Why the difference is taken first: a millionth apart, the other form sees noise."""
+    keys = torch.full((2, 1, 64), 1000.0)
+    keys[1, 0, 0] += 2**-10
+    kernel = DistanceKernel([(keys, keys)], backend="torch")
+    dst, src = torch.tensor([[0]]), torch.tensor([[1]])
+    assert kernel.squares(dst, src)[0, 0, 0] == 2.0**-20
+    found = squares_from_moments(kernel.moments(dst, src))[0, 0, 0]
+    assert abs(found - 2.0**-20) >= 2.0**-20
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
+def test_reference_kernel_agrees_with_a_loop(heads: int, dtype: torch.dtype) -> None:
+    layers = random_layers(2, heads, 6, dtype)
+    dst, src = random_slots(3, 4)
+    kernel = DistanceKernel(layers, backend="torch")
+    assert kernel.backend == "torch"
+    found = block_distances(kernel.squares(dst, src), 4, heads)
+    expected = [
+        loop_distance([(keys.float(), values.float()) for keys, values in layers], d, s, heads)
+        for d, s in zip(dst.tolist(), src.tolist(), strict=True)
+    ]
+    assert found.tolist() == pytest.approx(expected, rel=FP32_SUM)
+
+
+def test_no_pairs() -> None:
+    kernel = DistanceKernel(random_layers(3, 2, 8, torch.float32), backend="torch")
+    none = torch.empty(0, 4, dtype=torch.int64)
+    assert kernel.squares(none, none).shape == (0, 3, 2)
+    assert kernel.moments(none, none).shape == (0, 3, 2, 3)
+    assert block_distances(kernel.squares(none, none), 4, 2).shape == (0,)
+
+
+def quarter_turns(dim: int = 4, is_neox: bool = True) -> KeyRotation:
+    """Every angle is the position times 90 degrees."""
+    angles = torch.arange(9)[:, None] * torch.full((dim // 2,), math.pi / 2)
+    return KeyRotation(torch.cat((angles.cos(), angles.sin()), dim=-1), dim, is_neox)
+
+
+@pytest.mark.parametrize("backend", ["torch", None])
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_source_key_is_turned_by_its_shift(backend: str | None, is_neox: bool) -> None:
+    """A quarter turn takes (1, 0) to (0, 1), its opposite to (0, -1), two to (-1, 0)."""
+    own, partner = (0, 2) if is_neox else (0, 1)
+    keys = torch.zeros(2, 1, 4)
+    keys[1, 0, own] = 1.0
+    keys[0, 0, partner] = 1.0
+    kernel = DistanceKernel([(keys, keys)], quarter_turns(is_neox=is_neox), backend=backend)
+    shift = torch.tensor([[0], [1], [-1], [2], [-3]], dtype=torch.int32)
+    dst, src = torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1, dtype=torch.int64)
+    squares = kernel.squares(dst, src, shift)
+    assert squares[:, 0, 0].tolist() == pytest.approx([2, 0, 4, 2, 0], abs=1e-5)
+    assert squares[:, 0, 1].tolist() == [2.0] * 5
+    assert kernel.squares(dst, src)[:, 0, 0].tolist() == [2.0] * 5
+
+
+@pytest.mark.parametrize("backend", ["torch", None])
+class TestRefusals:
+    """Nothing is read before the arguments have been looked at."""
+
+    def kernel(self, backend: str | None) -> DistanceKernel:
+        return DistanceKernel(
+            random_layers(2, 2, 8, torch.bfloat16), quarter_turns(8), backend=backend
+        )
+
+    @pytest.mark.parametrize(
+        ("dst", "src", "shift", "words"),
+        [
+            (torch.zeros(3, 2), torch.zeros(3, 2).long(), None, "dst_slots must be torch.int64"),
+            (torch.zeros(3).long(), torch.zeros(3).long(), None, r"must be \[pairs, d\]"),
+            (torch.zeros(3, 0).long(), torch.zeros(3, 0).long(), None, "d >= 1"),
+            (torch.zeros(3, 2).long(), torch.zeros(3, 2).int(), None, "src_slots must be"),
+            (torch.zeros(3, 2).long(), torch.zeros(2, 2).long(), None, r"got torch.int64 \[2, 2\]"),
+            (
+                torch.zeros(3, 2).long(),
+                torch.zeros(3, 2).long(),
+                torch.zeros(3, 2).long(),
+                "shift must be torch.int32",
+            ),
+            (
+                torch.zeros(3, 2).long(),
+                torch.zeros(3, 2).long(),
+                torch.zeros(3, 1).int(),
+                r"shift must be torch.int32 \[3, 2\]",
+            ),
+            (torch.full((1, 1), 64), torch.zeros(1, 1).long(), None, "dst_slots has a slot"),
+            (torch.zeros(1, 1).long(), torch.full((1, 1), -1), None, "src_slots has a slot"),
+            (
+                torch.zeros(1, 1).long(),
+                torch.zeros(1, 1).long(),
+                torch.full((1, 1), -9).int(),
+                "rotary table of 9 positions",
+            ),
+            (
+                torch.zeros(1, 1).long(),
+                torch.zeros(1, 1).long(),
+                torch.full((1, 1), -(2**31)).int(),
+                "rotary table of 9 positions",
+            ),
+        ],
+    )
+    def test_entries(
+        self,
+        backend: str | None,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        shift: torch.Tensor | None,
+        words: str,
+    ) -> None:
+        kernel = self.kernel(backend)
+        for call in (kernel.squares, kernel.moments):
+            with pytest.raises(ValueError, match=words):
+                call(dst, src, shift)
+
+    def test_shift_without_rotation(self, backend: str | None) -> None:
+        kernel = DistanceKernel(random_layers(1, 2, 8, torch.bfloat16), backend=backend)
+        slots = torch.zeros(1, 1).long()
+        with pytest.raises(ValueError, match="without a rotation"):
+            kernel.squares(slots, slots, torch.zeros(1, 1).int())
+
+    def test_buffers(self, backend: str | None) -> None:
+        good = torch.zeros(4, 2, 8)
+        for layers, words in (
+            ([], "at least one layer"),
+            ([(good.long(), good.long())], "pool dtype torch.int64"),
+            ([(good[0], good[0])], r"must be \[num_slots, heads, head_dim\]"),
+            ([(good, good[:3])], "alike in the first two"),
+            ([(good, good.half())], "V of layer 0"),
+            ([(good, good), (good, good[:, :, :4])], "V of layer 1"),
+            ([(good, good), (good.transpose(0, 1).contiguous().transpose(0, 1), good)], "K of"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                DistanceKernel(layers, backend=backend)
+
+    def test_rotation_wider_than_the_keys(self, backend: str | None) -> None:
+        with pytest.raises(ValueError, match="rotary_dim 16 does not fit head_dim 8"):
+            DistanceKernel(
+                random_layers(1, 2, 8, torch.bfloat16), quarter_turns(16), backend=backend
+            )
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="native, triton, torch"):
+        DistanceKernel(random_layers(1, 1, 2, torch.float32), backend="cuda")
+
+
+def test_pool_with_scattered_elements_is_left_to_pytorch() -> None:
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randn(64, 2, 8, generator=generator).transpose(1, 2)
+    dst, src = random_slots(3, 4)
+    kernel = DistanceKernel([(keys, keys)])
+    assert kernel.backend == "torch"
+    expected = squared_differences([(keys.contiguous(), keys.contiguous())], dst, src)
+    torch.testing.assert_close(kernel.squares(dst, src), expected, rtol=FP32_SUM, atol=0)
+    with pytest.raises(ValueError, match="side by side"):
+        DistanceKernel([(keys, keys)], backend="native")
+
+
+def test_without_the_library_pytorch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable() -> None:
+        raise native.NativeUnavailable("no compiler")
+
+    monkeypatch.setattr(native, "library", unavailable)
+    layers = random_layers(1, 1, 2, torch.float32)
+    assert DistanceKernel(layers).backend == "torch"
+    with pytest.raises(native.NativeUnavailable):
+        DistanceKernel(layers, backend="native")

@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+// Squared differences and moments of pairs of KV blocks, one pass over the pool.
+
+#include "distance.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <thread>
+#include <vector>
+
+#include "element.h"
+#include "sums.h"
+#include "vector.h"
+
+namespace reasoncache {
+namespace distance {
+namespace {
+
+using Pool = reasoncache_distance_pool;
+
+// Below this, starting a thread costs more than it saves.
+constexpr std::int64_t kInlineBytes = 1 << 20;
+// A worker takes pieces of about this size: long enough to keep prefetches going, short
+// enough to keep all workers busy to the end.
+constexpr std::int64_t kPieceBytes = 1 << 18;
+constexpr std::int64_t kLine = 64;
+// Rows ahead of the one being read whose lines are fetched meanwhile.
+constexpr std::int64_t kAhead = 2;
+// Rows ahead whose address is translated meanwhile: a row is seldom on a page seen lately.
+constexpr std::int64_t kPagesAhead = 16;
+
+struct Task {
+  const Pool& pool;
+  const std::int64_t* dst;
+  const std::int64_t* src;
+  const std::int32_t* shift;
+  std::int64_t block;
+  double* out;
+
+  std::int64_t units(std::int64_t pairs) const { return pairs * pool.num_layers * 2; }
+};
+
+// One token's K or V in both blocks, and how far in memory the rows to come are from it.
+template <class Element>
+struct Row {
+  const Element* x;
+  const Element* y;
+  std::uintptr_t next_x;  // added to an address within x, modulo 2^64
+  std::uintptr_t next_y;
+
+  RC_INLINE Row at(std::int64_t offset) const { return {x + offset, y + offset, next_x, next_y}; }
+
+  // Fetch the lines that correspond to `bytes` from here; a hint, so any address will do.
+  RC_INLINE void fetch(std::int64_t index, std::int64_t bytes) const {
+    const auto from_x = reinterpret_cast<std::uintptr_t>(x + index) + next_x;
+    const auto from_y = reinterpret_cast<std::uintptr_t>(y + index) + next_y;
+    for (std::int64_t line = 0; line < bytes; line += kLine) {
+      prefetch(from_x + static_cast<std::uintptr_t>(line));
+      prefetch(from_y + static_cast<std::uintptr_t>(line));
+    }
+  }
+};
+
+template <class Element, class Sum>
+RC_INLINE void add_plain(const Row<Element>& row, std::int64_t count, Sum& sum) {
+  constexpr std::int64_t kStep = kChains * kLanes;
+  std::int64_t i = 0;
+  for (; i + kStep <= count; i += kStep) {
+    row.fetch(i, kStep * static_cast<std::int64_t>(sizeof(Element)));
+    for (int chain = 0; chain < kChains; ++chain) {
+      sum.add(chain, load(row.x + i + chain * kLanes), load(row.y + i + chain * kLanes));
+    }
+  }
+  for (; i + kLanes <= count; i += kLanes) sum.add(0, load(row.x + i), load(row.y + i));
+  if (i < count) sum.add(1, load_some(row.x + i, count - i), load_some(row.y + i, count - i));
+}
+
+// Element i of the first half is turned together with element i of the second.
+template <class Element, class Sum>
+RC_INLINE void add_turned_halves(const Row<Element>& row, std::int64_t half, const float* cosines,
+                                 const float* sines, float sign, Sum& sum) {
+  const auto add = [&](int chain, Floats x0, Floats x1, Floats y0, Floats y1, Floats c, Floats s) {
+    s *= sign;
+    sum.add(chain, x0, multiply_add(y0, c, -(y1 * s)));
+    sum.add(chain + 1, x1, multiply_add(y1, c, y0 * s));
+  };
+  const Element* x = row.x;
+  const Element* y = row.y;
+  std::int64_t i = 0;
+  int chain = 0;
+  for (; i + kLanes <= half; i += kLanes, chain ^= 2) {
+    if (i * static_cast<std::int64_t>(sizeof(Element)) % kLine == 0) {
+      row.fetch(i, 1);
+      row.fetch(i + half, 1);
+    }
+    add(chain, load(x + i), load(x + half + i), load(y + i), load(y + half + i), load(cosines + i),
+        load(sines + i));
+  }
+  if (i < half) {
+    const std::int64_t rest = half - i;
+    add(chain, load_some(x + i, rest), load_some(x + half + i, rest), load_some(y + i, rest),
+        load_some(y + half + i, rest), load_some(cosines + i, rest), load_some(sines + i, rest));
+  }
+}
+
+// Elements 2i and 2i + 1 are turned together. `factors` holds, for each element, what
+// it and what its neighbour are multiplied with: [rotary_dim] cosines, then signed sines.
+template <class Element, class Sum>
+RC_INLINE void add_turned_neighbours(const Row<Element>& row, std::int64_t rotary_dim,
+                                     const float* factors, Sum& sum) {
+  const auto add = [&](int chain, Floats x, Floats y, Floats own, Floats other) {
+    sum.add(chain, x, multiply_add(y, own, swap_neighbours(y) * other));
+  };
+  std::int64_t i = 0;
+  int chain = 0;
+  for (; i + kLanes <= rotary_dim; i += kLanes, chain ^= 1) {
+    if (i * static_cast<std::int64_t>(sizeof(Element)) % kLine == 0) row.fetch(i, 1);
+    add(chain, load(row.x + i), load(row.y + i), load(factors + i), load(factors + rotary_dim + i));
+  }
+  if (i < rotary_dim) {
+    const std::int64_t rest = rotary_dim - i;
+    add(chain, load_some(row.x + i, rest), load_some(row.y + i, rest), load_some(factors + i, rest),
+        load_some(factors + rotary_dim + i, rest));
+  }
+}
+
+void expand_neighbours(const Pool& pool, const float* cosines, const float* sines, float sign,
+                       float* factors) {
+  float* others = factors + pool.rotary_dim;
+  for (std::int64_t i = 0; i < pool.rotary_dim / 2; ++i) {
+    factors[2 * i] = factors[2 * i + 1] = cosines[i];
+    others[2 * i] = -sign * sines[i];
+    others[2 * i + 1] = sign * sines[i];
+  }
+}
+
+template <class Element, class Sum>
+class Worker {
+ public:
+  explicit Worker(const Task& task) : task_(task), pool_(task.pool) {
+    if (task.shift != nullptr && !pool_.is_neox) {
+      factors_.resize(static_cast<std::size_t>(2 * pool_.rotary_dim));
+    }
+  }
+
+  // Units [begin, end): a unit is one side of one layer of one pair.
+  void run(std::int64_t begin, std::int64_t end) {
+    const std::int64_t last = end * task_.block - 1;
+    Sum sum;
+    for (std::int64_t unit = begin; unit < end; ++unit) {
+      const int side = static_cast<int>(unit % 2);
+      const std::int64_t pair = unit / (2 * pool_.num_layers);
+      const bool turned = side == 0 && task_.shift != nullptr;
+      for (std::int64_t token = 0; token < task_.block; ++token) {
+        const std::int64_t at = unit * task_.block + token;
+        Row<Element> row = locate(at);
+        const Row<Element> later = locate(std::min(at + kAhead, last));
+        row.next_x = reinterpret_cast<std::uintptr_t>(later.x) -
+                     reinterpret_cast<std::uintptr_t>(row.x);
+        row.next_y = reinterpret_cast<std::uintptr_t>(later.y) -
+                     reinterpret_cast<std::uintptr_t>(row.y);
+        const Row<Element> distant = locate(std::min(at + kPagesAhead, last));
+        prefetch(reinterpret_cast<std::uintptr_t>(distant.x));
+        prefetch(reinterpret_cast<std::uintptr_t>(distant.y));
+        const std::int32_t shift = turned ? task_.shift[pair * task_.block + token] : 0;
+        if (shift == 0) {
+          add_as_cached(row, side, sum);
+        } else {
+          add_turned(row, shift, sum);
+        }
+        sum.end_token();
+      }
+      sum.end_block(task_.out + unit * Sum::kOutputs);
+    }
+  }
+
+ private:
+  Row<Element> locate(std::int64_t at) const {
+    const std::int64_t unit = at / task_.block;
+    const std::int64_t pair = unit / (2 * pool_.num_layers);
+    const std::int64_t buffer = unit % (2 * pool_.num_layers);
+    const std::int64_t entry = pair * task_.block + at % task_.block;
+    const auto* base = static_cast<const Element*>(pool_.bases[buffer]);
+    const std::int64_t stride = pool_.slot_stride[buffer % 2];
+    return {base + task_.dst[entry] * stride, base + task_.src[entry] * stride, 0, 0};
+  }
+
+  void add_as_cached(const Row<Element>& row, int side, Sum& sum) const {
+    const std::int64_t dim = pool_.head_dim[side];
+    const std::int64_t stride = pool_.head_stride[side];
+    if (stride == dim) {
+      add_plain(row, pool_.num_heads * dim, sum);
+      return;
+    }
+    for (std::int64_t head = 0; head < pool_.num_heads; ++head) {
+      add_plain(row.at(head * stride), dim, sum);
+    }
+  }
+
+  void add_turned(const Row<Element>& row, std::int32_t shift, Sum& sum) {
+    const std::int64_t dim = pool_.head_dim[0];
+    const std::int64_t rotary = pool_.rotary_dim;
+    const std::int64_t half = rotary / 2;
+    const std::int64_t distance = shift < 0 ? -static_cast<std::int64_t>(shift) : shift;
+    const float sign = shift < 0 ? -1.0f : 1.0f;
+    const float* cosines = pool_.cosines + distance * half;
+    const float* sines = pool_.sines + distance * half;
+    if (!pool_.is_neox) expand_neighbours(pool_, cosines, sines, sign, factors_.data());
+    for (std::int64_t head = 0; head < pool_.num_heads; ++head) {
+      const Row<Element> part = row.at(head * pool_.head_stride[0]);
+      if (pool_.is_neox) {
+        add_turned_halves(part, half, cosines, sines, sign, sum);
+      } else {
+        add_turned_neighbours(part, rotary, factors_.data(), sum);
+      }
+      if (rotary < dim) add_plain(part.at(rotary), dim - rotary, sum);
+    }
+  }
+
+  const Task& task_;
+  const Pool& pool_;
+  std::vector<float> factors_;
+};
+
+template <class Element, class Sum>
+void run(const Task& task, std::int64_t pairs, std::int64_t threads) {
+  const Pool& pool = task.pool;
+  const std::int64_t units = task.units(pairs);
+  const std::int64_t unit_bytes = std::max<std::int64_t>(
+      1, task.block * pool.num_heads * (pool.head_dim[0] + pool.head_dim[1]) *
+             static_cast<std::int64_t>(sizeof(Element)));
+  const std::int64_t piece = std::max<std::int64_t>(1, kPieceBytes / unit_bytes);
+  const std::int64_t pieces = (units + piece - 1) / piece;
+  if (units * unit_bytes < kInlineBytes || threads < 2 || pieces < 2) {
+    Worker<Element, Sum>(task).run(0, units);
+    return;
+  }
+  threads = std::min(threads, pieces);
+  std::vector<Worker<Element, Sum>> workers;
+  workers.reserve(static_cast<std::size_t>(threads));
+  for (std::int64_t i = 0; i < threads; ++i) workers.emplace_back(task);
+  std::atomic<std::int64_t> next{0};
+  const auto work = [&](Worker<Element, Sum>& worker) {
+    for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
+      worker.run(i * piece, std::min(units, (i + 1) * piece));
+    }
+  };
+  std::vector<std::thread> helpers;
+  helpers.reserve(workers.size() - 1);
+  try {
+    for (std::size_t i = 1; i < workers.size(); ++i) {
+      helpers.emplace_back([&work, &worker = workers[i]] { work(worker); });
+    }
+  } catch (const std::exception&) {
+    // The system gives no more threads: those there are do the work.
+  }
+  work(workers[0]);
+  for (std::thread& helper : helpers) helper.join();
+}
+
+template <class Element>
+std::int32_t run(const Task& task, std::int64_t pairs, std::int32_t sum, std::int64_t threads) {
+  switch (sum) {
+    case REASONCACHE_SQUARES:
+      run<Element, SquaredDifference>(task, pairs, threads);
+      return REASONCACHE_DISTANCE_OK;
+    case REASONCACHE_MOMENTS:
+      run<Element, Moments>(task, pairs, threads);
+      return REASONCACHE_DISTANCE_OK;
+    default:
+      return REASONCACHE_DISTANCE_BAD_CALL;
+  }
+}
+
+bool all_below(const std::int64_t* slots, std::int64_t count, std::int64_t limit) {
+  std::uint64_t largest = 0;  // a negative slot is a huge one
+  for (std::int64_t i = 0; i < count; ++i) {
+    largest = std::max(largest, static_cast<std::uint64_t>(slots[i]));
+  }
+  return count == 0 || largest < static_cast<std::uint64_t>(limit);
+}
+
+bool all_in_table(const std::int32_t* shift, std::int64_t count, std::int64_t rows) {
+  std::int32_t least = 0;
+  std::int32_t most = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    least = std::min(least, shift[i]);
+    most = std::max(most, shift[i]);
+  }
+  return (least == 0 && most == 0) || (most < rows && -static_cast<std::int64_t>(least) < rows);
+}
+
+std::int32_t check(const Task& task, std::int64_t pairs) {
+  const std::int64_t count = pairs * task.block;
+  if (!all_below(task.dst, count, task.pool.num_slots)) return REASONCACHE_DISTANCE_BAD_DST;
+  if (!all_below(task.src, count, task.pool.num_slots)) return REASONCACHE_DISTANCE_BAD_SRC;
+  if (task.shift != nullptr && !all_in_table(task.shift, count, task.pool.table_rows)) {
+    return REASONCACHE_DISTANCE_BAD_SHIFT;
+  }
+  return REASONCACHE_DISTANCE_OK;
+}
+
+}  // namespace
+}  // namespace distance
+}  // namespace reasoncache
+
+extern "C" std::int32_t reasoncache_distance(const reasoncache_distance_pool* pool,
+                                             const std::int64_t* dst, const std::int64_t* src,
+                                             const std::int32_t* shift, std::int64_t pairs,
+                                             std::int64_t block, std::int32_t sum,
+                                             std::int32_t threads, double* out) noexcept {
+  using namespace reasoncache::distance;
+  const Task task{*pool, dst, src, shift, block, out};
+  const std::int32_t status = check(task, pairs);
+  if (status != REASONCACHE_DISTANCE_OK) return status;
+  const std::int64_t most = std::max(1u, std::thread::hardware_concurrency());
+  const std::int64_t workers = std::min<std::int64_t>(threads, most);
+  try {
+    switch (pool->element) {
+      case REASONCACHE_FLOAT32:
+        return run<float>(task, pairs, sum, workers);
+      case REASONCACHE_BFLOAT16:
+        return run<Bfloat16>(task, pairs, sum, workers);
+      case REASONCACHE_FLOAT16:
+        return run<Float16>(task, pairs, sum, workers);
+      case REASONCACHE_FLOAT8_E4M3FN:
+        return run<Float8E4M3>(task, pairs, sum, workers);
+      case REASONCACHE_FLOAT8_E5M2:
+        return run<Float8E5M2>(task, pairs, sum, workers);
+      default:
+        return REASONCACHE_DISTANCE_BAD_CALL;
+    }
+  } catch (const std::exception&) {
+    return REASONCACHE_DISTANCE_NO_MEMORY;
+  }
+}

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// As many fp32 lanes as the target has in one register, by compiler vectors.
+// Works with GCC and clang on any machine; intrinsics only where they help.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+namespace reasoncache {
+namespace distance {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+#define RC_INLINE inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef std::uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef std::uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
+typedef std::uint8_t Bytes __attribute__((vector_size(kLanes)));
+
+template <class Vector>
+RC_INLINE Vector unaligned(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+// a * b + c, fused where the target can: -ffp-contract=off keeps the compiler from it.
+RC_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX__) && defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Lanes 1, 0, 3, 2, 5, 4, ...
+RC_INLINE Floats swap_neighbours(Floats v) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_permute_ps((__m512)v, 0xB1);
+#elif defined(__AVX__)
+  return (Floats)_mm256_permute_ps((__m256)v, 0xB1);
+#elif defined(__clang__)
+  return __builtin_shufflevector(v, v, 1, 0, 3, 2);
+#else
+  return __builtin_shuffle(v, Ints{1, 0, 3, 2});
+#endif
+}
+
+// Sum of all lanes, in double precision.
+RC_INLINE double sum_of(Floats v) {
+  double total = 0;
+  for (int i = 0; i < kLanes; ++i) total += static_cast<double>(v[i]);
+  return total;
+}
+
+// Into the second-level cache: the first has too few outstanding misses to spare.
+RC_INLINE void prefetch(std::uintptr_t address) {
+  __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 2);
+}
+
+}  // namespace distance
+}  // namespace reasoncache
