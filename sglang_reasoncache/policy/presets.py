@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named rules: rows of the papers' tables as values of the knobs.
+"""Named rules: rows of the papers' tables as values of the operator's settings.
 
-Every value is a field of :class:`FilterConfig` but ``percentile``, which is
-the adaptive threshold's. A preset names only what differs from the defaults of
-``FilterConfig`` and from percentile 80, and always the percentile.
+Every value is a field of ``ReasonCacheConfig``. A preset names only what differs
+from the defaults there, and always the percentile. At percentile 100 no distance
+decides, so there is nothing to warm up for.
 """
 
 from __future__ import annotations
@@ -11,24 +11,56 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+# Plain cosine over a constant, no structure check, k-th block with k-th block, and
+# the same percentile rule on distances.
+_MEMSHARE: dict[str, object] = {
+    "percentile": 80.0,
+    "length_factor": False,
+    "use_structure": False,
+    "align": "index",
+}
+
 PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
-        # ReasonCache: cosine with length factor, dynamic threshold, structure, PAT.
+        # Cosine with length factor, dynamic threshold, structure, distance at p = 80.
         "reasoncache": {"percentile": 80.0},
-        # MemShare: plain cosine over a fixed 0.8, no structure check, k-th block
-        # with k-th block, the same percentile rule on distances.
-        "memshare": {
-            "percentile": 80.0,
-            "fixed_tau": 0.8,
-            "length_factor": False,
+        # The earlier paper, at its two thresholds.
+        "memshare": {**_MEMSHARE, "fixed_tau": 0.8},
+        "memshare-0.9": {**_MEMSHARE, "fixed_tau": 0.9},
+        # Stage by stage: lexical similarity alone; with structure; `reasoncache` is all three.
+        "cosine": {"percentile": 100.0, "warmup": 0, "use_structure": False},
+        "cosine-structure": {"percentile": 100.0, "warmup": 0},
+        # The percentile of the distance threshold.
+        "p20": {"percentile": 20.0},
+        "p50": {"percentile": 50.0},
+        "p80": {"percentile": 80.0},
+        "p100": {"percentile": 100.0, "warmup": 0},
+        # A constant in place of the dynamic lexical threshold, all else ReasonCache.
+        "fixed-0.8": {"percentile": 80.0, "fixed_tau": 0.8},
+        "fixed-0.9": {"percentile": 80.0, "fixed_tau": 0.9},
+        # Other encoders of a step.
+        "sentence-bert": {"percentile": 80.0, "encoder": "sentence-bert"},
+        "embedding": {"percentile": 80.0, "encoder": "embedding"},
+        # Another distance between blocks.
+        "cosine-distance": {"percentile": 80.0, "distance": "cosine"},
+        # No stage at all: what careless sharing costs.
+        "random": {
+            "percentile": 100.0,
+            "warmup": 0,
             "use_structure": False,
-            "align": "index",
+            "random_ratio": 0.3,
         },
-        # Ablation of ReasonCache: lexical similarity alone.
-        "cosine": {"percentile": 100.0, "use_structure": False},
-        # Ablation: lexical similarity and structure, no distance.
-        "cosine-structure": {"percentile": 100.0},
-        # Ablation: no stage at all.
-        "random": {"percentile": 100.0, "use_structure": False, "random_ratio": 0.3},
     }
 )
+
+# What decides on distances, after the filter.
+_STAGE_TWO = ("percentile", "warmup", "distance")
+
+
+def filter_knobs(preset: str) -> dict[str, object]:
+    """The part of a preset that :class:`FilterConfig` takes, by its names.
+
+    Raises:
+        KeyError: no such preset.
+    """
+    return {name: value for name, value in PRESETS[preset].items() if name not in _STAGE_TWO}

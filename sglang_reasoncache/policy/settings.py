@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_reasoncache.policy.align import ALIGN_MODES, AlignMode
+from sglang_reasoncache.policy.encoder import ENCODERS
 from sglang_reasoncache.policy.structure import Limits
 from sglang_reasoncache.policy.structure.tree import require_zss
 
@@ -34,6 +35,9 @@ class FilterConfig:
         max_history_steps: earlier steps that can be candidates.
         max_candidates: earlier steps that one step may take blocks from.
         max_blocks_per_step: block pairs proposed for one step.
+        encoder: what similarity compares: counts of ``tokens``, or vectors of
+            ``embedding`` or ``sentence-bert``, for which :class:`RequestFilter`
+            takes a :class:`StepEncoder`; the latter two are ablations.
         random_ratio: probability with which a block is paired with a random
             earlier one, nothing else being looked at; an ablation. None: off.
         seed: of the random pairs.
@@ -58,6 +62,7 @@ class FilterConfig:
     max_history_steps: int = 2048
     max_candidates: int = 4
     max_blocks_per_step: int = 256
+    encoder: str = "tokens"
     random_ratio: float | None = None
     seed: int = 0
     limits: Limits = field(default_factory=Limits)
@@ -88,6 +93,10 @@ class FilterConfig:
         if self.align not in ALIGN_MODES:
             raise ValueError(
                 f"--reasoncache-align must be one of {', '.join(ALIGN_MODES)}, got {self.align!r}"
+            )
+        if self.encoder not in ENCODERS:
+            raise ValueError(
+                f"--reasoncache-encoder must be one of {', '.join(ENCODERS)}, got {self.encoder!r}"
             )
         if self.use_structure and self.structure_tolerance > 0:
             require_zss()

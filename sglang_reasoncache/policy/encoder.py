@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step as one dense vector: the encoder ablations of ReasonCache and MemShare.
+
+The default, counts of token ids, needs no encoder (``policy.lexical``). The
+papers compare it with the model's own embedding layer and with Sentence-BERT,
+which is in ``plugin.encoder``: it needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[np.float32]
+
+ENCODERS = ("tokens", "embedding", "sentence-bert")
+"""What a step's similarity can be computed from; the first is no dense vector."""
+ENCODER_BOUND = f"one of {', '.join(ENCODERS)}, sentence-bert:MODEL"
+SENTENCE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+"""The papers' Sentence-BERT."""
+
+# Rows of the embedding added up at once; bounds what a long step takes.
+_ROWS_AT_ONCE = 1024
+
+
+class EncoderChoice(NamedTuple):
+    """An operator's encoder.
+
+    Attributes:
+        kind: one of :data:`ENCODERS`.
+        model: name or folder of the sentence model; empty for the others.
+    """
+
+    kind: str
+    model: str
+
+    @classmethod
+    def parse(cls, text: object) -> EncoderChoice:
+        """Read ``tokens``, ``embedding``, ``sentence-bert`` or ``sentence-bert:MODEL``.
+
+        Raises:
+            ValueError: anything else; names flag, bound and value.
+        """
+        if isinstance(text, str):
+            kind, colon, model = text.partition(":")
+            if kind == "sentence-bert" and bool(colon) == bool(model.strip()):
+                return cls(kind, model or SENTENCE_MODEL)
+            if kind in ENCODERS and kind != "sentence-bert" and not colon:
+                return cls(kind, "")
+        raise ValueError(f"--reasoncache-encoder must be {ENCODER_BOUND}, got {text!r}")
+
+
+class StepEncoder(Protocol):
+    """Makes vectors whose dot product is a similarity. Shared by all requests."""
+
+    def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
+        """The step as a unit vector.
+
+        Args:
+            step_token_ids: tokens of the step, the blank ones at its end left out.
+            text: the decoded step.
+
+        Returns:
+            Shape [dim], float32, of norm 1; all zeros for a step that cannot be
+            compared, which is then similar to nothing, not even to its copy.
+        """
+
+
+def unit(vector: npt.ArrayLike) -> Vector:
+    """``vector`` over its norm, float32; zeros if the norm is zero or not finite."""
+    wide = np.asarray(vector, dtype=np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        norm = float(np.sqrt(wide @ wide))
+    if not 0 < norm < np.inf:
+        return np.zeros(wide.shape, dtype=np.float32)
+    return (wide / norm).astype(np.float32)
+
+
+class EmbeddingEncoder:
+    """The normalised mean of the step's rows in the model's input embedding.
+
+    Ids without a row are left out. A row with NaN or infinity makes every step
+    that uses it similar to nothing.
+
+    Args:
+        matrix: shape [vocabulary, dim], float32; kept, not copied.
+
+    Raises:
+        ValueError: another shape or dtype.
+    """
+
+    def __init__(self, matrix: Vector) -> None:
+        if matrix.ndim != 2 or not matrix.shape[1] or matrix.dtype != np.float32:
+            raise ValueError(
+                "an embedding matrix must be float32 [vocabulary, dim], got "
+                f"{matrix.dtype} {list(matrix.shape)}"
+            )
+        self._matrix = matrix
+
+    def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
+        num_rows, dim = self._matrix.shape
+        known = [token for token in step_token_ids if 0 <= token < num_rows]
+        total = np.zeros(dim)
+        # The mean's divisor would cancel out.
+        for at in range(0, len(known), _ROWS_AT_ONCE):
+            rows = self._matrix[known[at : at + _ROWS_AT_ONCE]]
+            with np.errstate(invalid="ignore"):
+                total += rows.sum(axis=0, dtype=np.float64)
+        return unit(total)
