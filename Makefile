@@ -4,18 +4,22 @@
 
 PYTHON_ENV := .venv/bin/python
 PROPERTY_OPERATIONS ?= 1000000
+# Recorded responses for the benchmarks: a folder of JSONL files.
+TRACES ?= ../shared/data/traces
 
 # Python's compiled modules go into .venv; without them every server start is
 # twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-long lint format constraints clean
+.PHONY: help setup demo test test-long test-sanitized bench-filter lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         compare stock SGLang with reasoncache on the embedded model (no GPU)"
 	@echo "make test         quick test suite, real servers included (no GPU)"
 	@echo "make test-long    property test with PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) operations"
+	@echo "make test-sanitized  native code under AddressSanitizer, UBSan and ThreadSanitizer"
+	@echo "make bench-filter TRACES=$(TRACES)   what the filter costs, alone and in a server"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff format and import order"
 	@echo "make constraints  renew constraints.txt with the newest versions that resolve"
@@ -32,6 +36,12 @@ test: setup
 
 test-long: setup
 	REASONCACHE_PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) $(PYTHON_ENV) -m pytest -m property $(TEST_ARGS)
+
+test-sanitized: setup
+	tools/sanitize.sh $(PYTHON_ENV) $(TEST_ARGS)
+
+bench-filter: setup
+	$(PYTHON_ENV) -m eval.bench.filter $(TRACES) $(BENCH_ARGS)
 
 lint: setup
 	$(PYTHON_ENV) -m ruff check .

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_reasoncache.policy.encoder import ENCODER_BOUND, EncoderChoice
 from sglang_reasoncache.policy.presets import PRESETS
 
 PRESET_NAMES = tuple(PRESETS)
@@ -64,6 +65,21 @@ class ReasonCacheConfig:
             model's weights is read when there is one.
         random_ratio: Redirect this share of blocks to random earlier ones and
             look at nothing else; an experiment, set by the ``random`` preset.
+        half_life: Distances after which an observed one counts half in the
+            percentile; 0 never forgets.
+        distance: ``euclidean`` (ReasonCache) or ``cosine`` between the K and V
+            of two blocks; the latter is an ablation.
+        encoder: What the similarity of two steps compares: counts of ``tokens``
+            (ReasonCache), their mean ``embedding`` in the model's own embedding
+            layer, or ``sentence-bert[:MODEL]``; the latter two are ablations.
+        span: Tokens that may share: the ``reasoning`` part that
+            ``--reasoning-parser`` marks, or the whole ``response``. ``auto`` is
+            ``reasoning`` where a parser is set.
+        engine: ``native`` compares steps in C++ on a thread of its own,
+            ``python`` in the scheduler's. ``auto`` is ``native`` where it can be
+            compiled and knows the ablation.
+        max_pending: Finished steps that may wait for comparison; beyond, new ones
+            are not looked at (counted as ``steps_shed``).
         max_step_tokens: A step longer than this is cut there.
         max_history_steps: Earlier steps compared with a new one.
         allow_untested_sglang: Start on an SGLang version we did not test.
@@ -86,6 +102,12 @@ class ReasonCacheConfig:
     admission_credit: float = 0.5
     calibration: str | None = None
     random_ratio: float | None = None
+    half_life: int = 0
+    distance: str = "euclidean"
+    encoder: str = "tokens"
+    span: str = "auto"
+    engine: str = "auto"
+    max_pending: int = 256
     max_step_tokens: int = 1024
     max_history_steps: int = 2048
     allow_untested_sglang: bool = False
@@ -96,6 +118,13 @@ class ReasonCacheConfig:
         self._one_of("align", ("tokens", "index"))
         self._one_of("publish", ("exact", "aliased"))
         self._one_of("apply", ("alias", "copy"))
+        self._one_of("distance", ("euclidean", "cosine"))
+        self._one_of("span", ("auto", "reasoning", "response"))
+        self._one_of("engine", ("auto", "native", "python"))
+        try:
+            EncoderChoice.parse(self.encoder)
+        except ValueError as error:
+            raise ConfigError("encoder", ENCODER_BOUND, self.encoder) from error
         self._between("block", 1, 1024)
         self._between("percentile", 0, 100)
         self._between("warmup", 0, 1_000_000)
@@ -106,6 +135,8 @@ class ReasonCacheConfig:
         for field in ("random_ratio", "fixed_tau"):
             if getattr(self, field) is not None:
                 self._between(field, 0, 1)
+        self._between("half_life", 0, 1_000_000_000)
+        self._between("max_pending", 1, 1_000_000)
         self._between("max_step_tokens", 16, 65_536)
         self._between("max_history_steps", 1, 1_000_000)
         if self.tau_soft > self.tau_strict:
@@ -150,7 +181,9 @@ class ReasonCacheConfig:
             if name not in known:
                 raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
-        return cls(**{**PRESETS.get(preset, {}), **values})  # type: ignore[arg-type]
+        # sglang.Engine takes keywords of any type; the constructor refuses other ones.
+        row = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+        return cls(**{**row, **values})  # type: ignore[arg-type]
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ReasonCacheConfig)}

@@ -17,6 +17,7 @@ _PREFIX = "sglang:reasoncache_"
 _COUNTERS = {
     "steps_seen": "Reasoning steps finished.",
     "steps_with_candidate": "Steps with at least one similar earlier step.",
+    "steps_shed": "Finished steps not looked at, because too many were waiting.",
     "structure_refusals": "Candidates dropped because their formal content differs.",
     "blocks_compared": "Block pairs whose KV distance was measured.",
     "blocks_shared": "Blocks redirected to earlier slots.",
@@ -58,7 +59,7 @@ class SharingMetrics:
         )
         self._latency = Histogram(
             _PREFIX + "filter_seconds",
-            "Scheduler time spent on a decode step that finished a reasoning step with candidates.",
+            "Scheduler time spent on a decode step that had blocks to share.",
             names,
             buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
         )

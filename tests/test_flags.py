@@ -13,6 +13,7 @@ import pytest
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.plugin import flags, refusals, seams
+from sglang_reasoncache.policy.presets import PRESETS
 
 
 def _parse(*argv: str) -> dict[str, object]:
@@ -58,6 +59,11 @@ def test_every_field_has_a_flag() -> None:
         ("positions", "sideways"),
         ("publish", "everything"),
         ("preset", "unknown"),
+        ("encoder", "bert"),
+        ("encoder", "tokens:x"),
+        ("encoder", "sentence-bert:"),
+        ("encoder", 5),
+        ("distance", "manhattan"),
         ("admission_credit", 0.95),
         ("max_step_tokens", 1),
         ("block", 16.0),
@@ -88,6 +94,27 @@ def test_preset_fills_what_was_not_given() -> None:
     assert (
         ReasonCacheConfig.from_mapping({"preset": "memshare", "align": "tokens"}).align == "tokens"
     )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_on_the_command_line(name: str) -> None:
+    given = _parse("--enable-reasoncache", "--reasoncache-preset", name)
+    assert given == {"enable_reasoncache": True, "reasoncache_preset": name}
+
+
+def test_an_unknown_preset_on_the_command_line_lists_the_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        _parse("--reasoncache-preset", "p30")
+    shown = capsys.readouterr().err
+    assert all(name in shown for name in PRESETS)
+
+
+def test_an_encoder_with_a_model_on_the_command_line() -> None:
+    given = _parse("--reasoncache-encoder", "sentence-bert:/models/mini:v2")
+    assert given["reasoncache_encoder"] == "sentence-bert:/models/mini:v2"
+    ReasonCacheConfig(encoder="sentence-bert:/models/mini:v2")
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,14 @@ from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.metrics import SharingMetrics
 from sglang_reasoncache.plugin import refusals, seams
+from sglang_reasoncache.plugin.encoder import make_encoder
+from sglang_reasoncache.plugin.engines import make_engine
+from sglang_reasoncache.plugin.span import reasoning_markers
+from sglang_reasoncache.policy.span import ReasoningMarkers
 from sglang_reasoncache.sharing.acceptor import Acceptor
+from sglang_reasoncache.sharing.calibrated import CalibratedThreshold, filter_config
 from sglang_reasoncache.sharing.controller import SharingController
 from sglang_reasoncache.sharing.measure import BlockMeter
-from sglang_reasoncache.sharing.policy import PolicyFactory
 
 logger = logging.getLogger(__name__)
 
@@ -121,11 +125,23 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         allocator.rotation if config.corrected else None,
         num_heads=pool.head_num * context.tp_size,
         group=group,
+        cosine=config.distance == "cosine",
+    )
+    meter.warm_up(block)
+    tokenizer = context.tp_worker.tokenizer
+    markers = _markers(context, config, tokenizer)
+    engine = make_engine(
+        config,
+        filter_config(config, block, params.page_size),
+        tokenizer,
+        markers,
+        make_encoder(config, context.tp_worker.model_runner.model, context),
     )
     controller = SharingController(
         config,
         block,
-        PolicyFactory(
+        engine,
+        CalibratedThreshold(
             config,
             block,
             params.page_size,
@@ -138,6 +154,8 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         meter,
         Acceptor(allocator, rows, meter, copy=config.apply == "copy"),
         SharingMetrics(_labels(context)) if params.enable_metrics else None,
+        markers,
+        agree=lambda value: _least(value, group),
     )
     if config.admission_credit > 0 and config.apply == "alias":
         allocator.credit_source = lambda: controller.forecast.credit
@@ -145,8 +163,44 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         params, publish_aliased=config.publish == "aliased" and config.apply == "alias"
     )
     cache.controller = controller
-    logger.info("reasoncache: on, block %d, page %d, %s", block, params.page_size, config)
+    logger.info(
+        "reasoncache: on, block %d, page %d, steps by %s, distances by %s, %s",
+        block,
+        params.page_size,
+        engine.name,
+        meter.backend,
+        config,
+    )
     return cache
+
+
+def _markers(context: Any, config: ReasonCacheConfig, tokenizer: Any) -> ReasoningMarkers | None:
+    """Tokens around the reasoning part, None where all output may share.
+
+    Raises:
+        ValueError: ``--reasoncache-span reasoning`` without a parser that can be followed.
+    """
+    if config.span == "response":
+        return None
+    markers = reasoning_markers(context.server_args.reasoning_parser, tokenizer)
+    if markers is None and config.span == "reasoning":
+        raise ValueError(
+            "--reasoncache-span reasoning needs a --reasoning-parser whose markers are single "
+            f"tokens of the model, got {context.server_args.reasoning_parser!r}"
+        )
+    return markers
+
+
+def _least(value: int, group: Any) -> int:
+    """The least ``value`` of the tensor-parallel ranks, which call this together."""
+    if group is None:
+        return value
+    import torch
+    import torch.distributed as dist
+
+    box = torch.tensor(int(value), dtype=torch.int64)
+    dist.all_reduce(box, op=dist.ReduceOp.MIN, group=group)
+    return int(box)
 
 
 def _first_rank_says(state: Any, group: Any) -> Any:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_reasoncache.config import PRESET_NAMES, ReasonCacheConfig, flag_of
-from sglang_reasoncache.plugin import ENABLED_ENV, refusals, seams
-from sglang_reasoncache.sharing.policy import check_calibration, filter_config
+from sglang_reasoncache.plugin import ENABLED_ENV, engines, refusals, seams
+from sglang_reasoncache.sharing.calibrated import check_calibration, filter_config
 
 ENABLE = "enable_reasoncache"
 _PREFIX = "reasoncache_"
@@ -63,6 +63,33 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
         {"metavar": "PATH"},
     ),
     "random_ratio": ("Redirect this share of blocks to random earlier ones (experiment).", {}),
+    "half_life": (
+        "Distances after which an observed one counts half in the percentile; 0 never forgets.",
+        {},
+    ),
+    "distance": (
+        "How the K and V of two blocks are compared; cosine is an ablation.",
+        {"choices": ("euclidean", "cosine")},
+    ),
+    "encoder": (
+        "What step similarity compares: counts of tokens, or (ablations) embedding, the mean in the model's "
+        "embedding layer, or sentence-bert[:MODEL].",
+        {"metavar": "ENCODER"},
+    ),
+    "span": (
+        "Tokens that may share. reasoning: the part that --reasoning-parser marks. response: all output. "
+        "auto: reasoning where a parser is set.",
+        {"choices": ("auto", "reasoning", "response")},
+    ),
+    "engine": (
+        "native: compare steps in C++ on a thread of its own. python: in the scheduler's thread. "
+        "auto: native where it can be compiled.",
+        {"choices": ("auto", "native", "python")},
+    ),
+    "max_pending": (
+        "Finished steps that may wait for comparison; beyond, new ones are not looked at.",
+        {},
+    ),
     "max_step_tokens": ("A reasoning step longer than this is cut there.", {}),
     "max_history_steps": ("Earlier steps compared with a new one.", {}),
     "allow_untested_sglang": ("Start on an SGLang version that was not tested.", {}),
@@ -157,6 +184,11 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     check_calibration(config)
     seams.check_version(config.allow_untested_sglang)
     refusals.check(server_args)
+    # Imports torch, which processes without the flag need not load.
+    from sglang_reasoncache.plugin.encoder import check_encoder
+
+    check_encoder(config, server_args.tp_size)
+    engines.prepare(config)
     server_args.radix_cache_backend = seams.TREE_BACKEND
     # The record takes no new fields; an underscore attribute survives the
     # pickling into the scheduler process.

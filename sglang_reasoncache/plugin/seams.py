@@ -53,6 +53,7 @@ NAMES: dict[str, str] = {
     # front end
     "http_app": "sglang.srt.entrypoints.http_server.app",
     "http_global_state": "sglang.srt.entrypoints.http_server.get_global_state",
+    "ReasoningParser": "sglang.srt.parser.reasoning_parser.ReasoningParser",
     "get_tokenizer": "sglang.srt.utils.hf_transformers_utils.get_tokenizer",
 }
 

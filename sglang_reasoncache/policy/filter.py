@@ -7,16 +7,19 @@ the block pairs' K and V, needs the device and happens elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from sglang_reasoncache.policy.align import align_blocks
+from sglang_reasoncache.policy.dense import DenseIndex
+from sglang_reasoncache.policy.encoder import StepEncoder
 from sglang_reasoncache.policy.lexical import LexicalIndex, dynamic_threshold
 from sglang_reasoncache.policy.proposal import CandidatePair, FilterCounters, Proposal
 from sglang_reasoncache.policy.random_pairs import RandomPairs
 from sglang_reasoncache.policy.segment import Segmenter, TokenClasses
 from sglang_reasoncache.policy.settings import FilterConfig
+from sglang_reasoncache.policy.span import Place, ReasoningSpan
 from sglang_reasoncache.policy.step import Step
 from sglang_reasoncache.policy.structure import (
     Signature,
@@ -25,6 +28,7 @@ from sglang_reasoncache.policy.structure import (
     signature,
 )
 from sglang_reasoncache.policy.structure.scan import leaves_fence_open
+from sglang_reasoncache.policy.vocabulary import Vocabulary
 
 __all__ = [
     "CandidatePair",
@@ -44,26 +48,43 @@ class RequestFilter:
     Args:
         config: the knobs.
         classes: token classes, shared by all requests of a tokenizer.
-        decode: text of a list of token ids; called once for a finished step.
+        vocabulary: spells the steps; the one of ``classes``.
         start_position: logical position of the first token to come.
+        span: which tokens are reasoning, fresh and this filter's own; None: all of
+            them. Other tokens only advance the position, and a marker ends the
+            open step.
+        encoder: of the steps, one for all requests; None: counts of token ids.
+
+    Raises:
+        ValueError: the config asks for another encoder than ``tokens``, and there
+            is none.
     """
 
     def __init__(
         self,
         config: FilterConfig,
         classes: TokenClasses,
-        decode: Callable[[list[int]], str],
+        vocabulary: Vocabulary,
         start_position: int,
+        span: ReasoningSpan | None = None,
+        encoder: StepEncoder | None = None,
     ) -> None:
         self._config = config
         self._classes = classes
-        self._decode = decode
+        self._vocabulary = vocabulary
+        self._span = span
         self._segmenter = Segmenter(classes, config.max_step_tokens)
         self._position = start_position
         # Tokens of the open step; empty between two steps.
         self._open_tokens: list[int] = []
         self._in_code = False
-        self._history = LexicalIndex(config.max_history_steps, config.length_factor)
+        self._history: LexicalIndex | DenseIndex
+        if encoder is None:
+            if config.encoder != "tokens" and config.random_ratio is None:
+                raise ValueError(f"--reasoncache-encoder {config.encoder} was not built")
+            self._history = LexicalIndex(config.max_history_steps, config.length_factor)
+        else:
+            self._history = DenseIndex(encoder, config.max_history_steps, config.length_factor)
         self._random: RandomPairs | None = None
         if config.random_ratio is not None:
             self._random = RandomPairs(
@@ -98,10 +119,17 @@ class RequestFilter:
         """Finished steps, as the tokens complete them."""
         push = self._segmenter.push
         tokens = self._open_tokens
+        reasoning = self._span
         for token in token_ids:
             position = self._position
-            span = push(token, position)
             self._position = position + 1
+            if reasoning is not None and (place := reasoning.push(token)) is not Place.INSIDE:
+                if place is not Place.OUTSIDE and (span := self._segmenter.close(position)):
+                    finished = tokens.copy()
+                    tokens.clear()
+                    yield self._build(span[0], finished)
+                continue
+            span = push(token, position)
             if span is None:
                 if tokens or self._segmenter.start is not None:
                     tokens.append(token)
@@ -116,11 +144,9 @@ class RequestFilter:
         num_blank_tail = 0
         while self._classes.is_blank(tokens[-1 - num_blank_tail]):
             num_blank_tail += 1
-        text = self._decode(tokens)
+        text = self._vocabulary.text(tokens)
         step = Step.build(start, tokens, text, num_blank_tail, self._in_code)
         self._in_code = leaves_fence_open(text, self._in_code)
-        if not self._config.use_structure or self._random is not None:
-            step.text = ""  # nobody will read it
         return step
 
     def _propose(self, step: Step) -> Proposal:
@@ -140,6 +166,8 @@ class RequestFilter:
             self._random.add(step)
         else:
             self._history.add(step)
+        if not self._config.use_structure or self._random is not None:
+            step.text = ""  # nobody will read it any more
 
     def _candidates(self, step: Step, counters: FilterCounters) -> list[tuple[float, int]]:
         """Lexical candidates as (similarity, index in the history).

@@ -20,17 +20,26 @@ from sglang_reasoncache.policy.step import Step
 _POSTING_TYPE = "I"
 _POSTING_DTYPE = np.dtype(f"u{array(_POSTING_TYPE).itemsize}")
 
+# One in the fixed point numbers of the mean similarity.
+_FIXED_POINT = 2.0**40
+
 
 def dynamic_threshold(sims: npt.NDArray[np.float64], strict: float, soft: float) -> float:
     """``tau = strict - (strict - soft) * mean(sims)``; ``strict`` without history.
 
+    The mean is defined over fixed-point numbers, the sum of the integers
+    ``rint(sim * 2**40)`` over ``len(sims) * 2**40``: it does not depend on the
+    order of summation, so every implementation and every rank gets the same bits.
+
     Args:
-        sims: shape [earlier steps], similarities of one step to all of them.
+        sims: shape [earlier steps], similarities of one step to all of them,
+            between 0 and 1; at most 2**22 of them, so that the sum fits 63 bits
+            and ``len(sims) * 2**40`` is exact.
     """
     if not len(sims):
         return strict
-    # Not sims.mean(): it costs several times as much for short arrays.
-    return strict - (strict - soft) * (float(sims.sum()) / len(sims))
+    total = int(np.rint(sims * _FIXED_POINT).astype(np.int64).sum())
+    return strict - (strict - soft) * (total / (len(sims) * _FIXED_POINT))
 
 
 class LexicalIndex:

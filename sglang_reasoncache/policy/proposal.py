@@ -70,3 +70,23 @@ class Proposal(NamedTuple):
     step: Step
     pairs: tuple[CandidatePair, ...]
     counters: FilterCounters
+
+
+class StepResult(NamedTuple):
+    """A finished step of one of many requests, as an engine gives it back.
+
+    Attributes:
+        request: id the engine gave the request.
+        start: logical position of the step's first token.
+        end: one past its last.
+        pairs: as in :class:`Proposal`.
+        counters: of this step alone.
+        seconds: CPU time that was spent on it.
+    """
+
+    request: int
+    start: int
+    end: int
+    pairs: tuple[CandidatePair, ...]
+    counters: FilterCounters
+    seconds: float

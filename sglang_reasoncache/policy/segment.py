@@ -3,24 +3,27 @@
 
 A blank line is a newline, any spaces, tabs or carriage returns, and another
 newline. Tokenizers spell it in many ways: ``"\\n\\n"``, ``".\\n\\n"``, ``"\\n"``
-twice, ``".\\n"`` then ``"  \\n"``. Each token id is looked at once, as text;
-afterwards a token costs one dictionary look-up and a few tests.
+twice, ``".\\n"`` then ``"  \\n"``. All four characters are ASCII, so a token's bytes
+say all there is to say, whether or not it holds whole characters. Each token
+of a vocabulary is looked at once; afterwards a token costs one look-up and a
+few tests.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from enum import IntFlag
 
-# Runs of one character class between newlines: no ambiguity to backtrack over.
-_BLANK_LINE = re.compile(r"\n[ \t\r]*\n")
-_STARTS_NEWLINE = re.compile(r"[ \t\r]*\n")
-_ENDS_NEWLINE = re.compile(r"\n[ \t\r]*\Z")
-_VISIBLE = re.compile(r"[^ \t\r\n]")
+import numpy as np
+import numpy.typing as npt
 
-# A token is short; a longer one is classified by its two ends.
-_MAX_TOKEN_CHARS = 256
+from sglang_reasoncache.policy.vocabulary import Vocabulary
+
+# Runs of one character class between newlines: no ambiguity to backtrack over.
+_BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
+_STARTS_NEWLINE = re.compile(rb"[ \t\r]*\n")
+_ENDS_NEWLINE = re.compile(rb"\n[ \t\r]*\Z")
+_VISIBLE = re.compile(rb"[^ \t\r\n]")
 
 
 class TokenClass(IntFlag):
@@ -38,59 +41,67 @@ class TokenClass(IntFlag):
     """A blank line comes after something visible."""
 
 
-def classify(text: str) -> TokenClass:
-    """The class of one token's text."""
-    if len(text) > _MAX_TOKEN_CHARS:
-        half = _MAX_TOKEN_CHARS // 2
-        text = text[:half] + text[-half:]
-    visible = _VISIBLE.search(text)
+def classify(piece: bytes) -> TokenClass:
+    """The class of one token's bytes."""
+    visible = _VISIBLE.search(piece)
     found = TokenClass(0) if visible else TokenClass.BLANK
-    if "\n" not in text:
+    if b"\n" not in piece:
         return found
-    if _STARTS_NEWLINE.match(text):
+    if _STARTS_NEWLINE.match(piece):
         found |= TokenClass.STARTS_NEWLINE
-    if _ENDS_NEWLINE.search(text):
+    if _ENDS_NEWLINE.search(piece):
         found |= TokenClass.ENDS_NEWLINE
-    lead = visible.start() if visible else len(text)
-    if _BLANK_LINE.search(text, 0, lead):
+    lead = visible.start() if visible else len(piece)
+    if _BLANK_LINE.search(piece, 0, lead):
         found |= TokenClass.OPENS_WITH_BLANK_LINE
-    if visible and _BLANK_LINE.search(text, lead):
+    if visible and _BLANK_LINE.search(piece, lead):
         found |= TokenClass.CLOSES_WITH_BLANK_LINE
     return found
 
 
 class TokenClasses:
-    """Token id to :class:`TokenClass`, computed on first use; shared by requests.
+    """Token id to :class:`TokenClass`; shared by all requests of a tokenizer.
 
-    Args:
-        decode_one: text of a single token id.
-        max_entries: cached ids; the cache is emptied when it is full, so that
-            ids beyond any vocabulary cannot grow it.
+    Ids outside the vocabulary have no text, so they are blank.
+
+    Attributes:
+        flags: shape [size], uint8, one :class:`TokenClass` per id.
     """
 
-    def __init__(self, decode_one: Callable[[int], str], max_entries: int = 1 << 18) -> None:
-        if max_entries < 1:
-            raise ValueError(f"max_entries must be at least 1, got {max_entries}")
-        self._decode_one = decode_one
-        self._max_entries = max_entries
-        self._classes: dict[int, int] = {}
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.flags = _flags(vocabulary)
+        self.flags.flags.writeable = False
+        # Indexing bytes costs a third of indexing an array.
+        self._flags = self.flags.tobytes()
 
     def __call__(self, token_id: int) -> int:
         """The flags of ``token_id`` as a plain int (quicker to test)."""
-        found = self._classes.get(token_id)
-        if found is None:
-            if len(self._classes) >= self._max_entries:
-                self._classes.clear()
-            found = int(classify(self._decode_one(token_id)))
-            self._classes[token_id] = found
-        return found
+        return self._flags[token_id] if 0 <= token_id < len(self._flags) else _BLANK
 
     def is_blank(self, token_id: int) -> bool:
         """The token shows nothing but white space."""
         return bool(self(token_id) & _BLANK)
 
     def __len__(self) -> int:
-        return len(self._classes)
+        return len(self._flags)
+
+
+def _flags(vocabulary: Vocabulary) -> npt.NDArray[np.uint8]:
+    """Only tokens with a newline are looked at one by one."""
+    data = np.frombuffer(vocabulary.blob, dtype=np.uint8)
+    visible = _count(vocabulary, ~np.isin(data, np.frombuffer(b" \t\r\n", dtype=np.uint8)))
+    newlines = _count(vocabulary, data == ord("\n"))
+    flags = np.where(visible == 0, _BLANK, 0).astype(np.uint8)
+    for token_id in np.flatnonzero(newlines).tolist():
+        flags[token_id] = classify(vocabulary.bytes_of(token_id))
+    return flags
+
+
+def _count(vocabulary: Vocabulary, marked: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """How many bytes of each token are marked, shape [size]."""
+    before = np.concatenate([[0], np.cumsum(marked, dtype=np.int64)])
+    found: npt.NDArray[np.int64] = np.diff(before[vocabulary.offsets])
+    return found
 
 
 # Plain ints: testing an IntFlag member costs a method call.
@@ -163,6 +174,10 @@ class Segmenter:
         if position + 1 - start >= self._max_step_tokens:
             return self._finish(start, position + 1)
         return None
+
+    def close(self, end: int) -> tuple[int, int] | None:
+        """End the open step before position ``end`` without a blank line, if there is one."""
+        return None if self._start is None else self._finish(self._start, end)
 
     def _finish(self, start: int, end: int) -> tuple[int, int]:
         self._start = None

@@ -14,7 +14,7 @@ import torch
 
 from sglang_reasoncache.cache.allocator import SharedPagedAllocator, SharedTokenAllocator
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
-from sglang_reasoncache.sharing.measure import BlockMeter, Located
+from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 
 
 class Threshold(Protocol):
@@ -71,31 +71,32 @@ class Acceptor:
         refusal = Refusal.DISTANCE if threshold.is_warm else Refusal.WARMUP
         return [None if yes else refusal for yes in accepted]
 
-    def apply(self, blocks: Sequence[BlockProposal], located: Located) -> list[bool]:
-        """Redirect (or copy) every block; False where source and destination are the same slots already.
+    def apply(self, chosen: Sequence[int], measured: Measurement) -> list[bool]:
+        """Redirect (or copy) the ``chosen`` blocks of a measured wave.
 
-        ``blocks`` of one request must not use another's destination as source.
+        The rows must be as they were measured, and no block of one request may use
+        another's destination as source.
+
+        Returns:
+            For each, False where source and destination were the same slots already.
         """
-        src_rows = located.src_slots.tolist()
-        dst_rows = located.dst_slots.tolist()
-        changed = [src != dst for src, dst in zip(src_rows, dst_rows, strict=True)]
-        chosen = [i for i, yes in enumerate(changed) if yes]
-        if not chosen:
+        dst_slots, src_slots = measured.slots()
+        changed = [src_slots[i] != dst_slots[i] for i in chosen]
+        moved = [i for i, yes in zip(chosen, changed, strict=True) if yes]
+        if not moved:
             return changed
         if self._copy:
-            self._meter.copy([blocks[i] for i in chosen], located.select(chosen))
+            self._meter.copy(moved, measured)
             return changed
         page = self._allocator.page_size
         # References first: a source must never be free in between.
-        self._allocator.share([slot // page for i in chosen for slot in src_rows[i][::page]])
-        for i in chosen:
-            block = blocks[i]
-            self._pool.write(
-                (block.req.kv.req_pool_idx, slice(block.dst_start, block.dst_end)),
-                located.src_slots[i].to(torch.int32),
-            )
-        freed = [slot // page for i in chosen for slot in dst_rows[i][::page]]
-        self._allocator.free_page_ids(
-            torch.tensor(freed, dtype=torch.int64, device=located.dst_slots.device)
+        self._allocator.share([slot // page for i in moved for slot in src_slots[i][::page]])
+        device = measured.src_slots.device
+        index = torch.tensor(moved, dtype=torch.int64, device=device)
+        self._pool.write(
+            (measured.rows[index], measured.dst_at[index]),
+            measured.src_slots[index].to(torch.int32),
         )
+        freed = [slot // page for i in moved for slot in dst_slots[i][::page]]
+        self._allocator.free_page_ids(torch.tensor(freed, dtype=torch.int64, device=device))
         return changed

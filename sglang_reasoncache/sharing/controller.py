@@ -1,39 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """One per scheduler process: follows the running requests' tokens and applies decisions.
 
-Called after each decode step has been processed, between two forwards. Requests
-hand their new tokens to their filter; what the filter proposes is measured in
-one pass over the pool, judged, and applied. No request waits for any of it.
+Called after each decode step has been processed, between two forwards. New
+tokens go to the step engine; what it proposed meanwhile is measured in one pass
+over the pool, judged, and applied when the distances have arrived. Nothing here
+waits for any of it, and no request does.
 """
 
 from __future__ import annotations
 
 import collections
+import logging
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from sglang_reasoncache.cache.budget import SharingForecast
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.metrics import SharingMetrics
 from sglang_reasoncache.plugin import seams
-from sglang_reasoncache.policy.filter import RequestFilter
+from sglang_reasoncache.policy.proposal import StepResult
+from sglang_reasoncache.policy.span import ReasoningMarkers
 from sglang_reasoncache.sharing import state as request_state
 from sglang_reasoncache.sharing.acceptor import Acceptor, refusal_of
+from sglang_reasoncache.sharing.calibrated import CalibratedThreshold
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
-from sglang_reasoncache.sharing.measure import BlockMeter
-from sglang_reasoncache.sharing.policy import PolicyFactory
-from sglang_reasoncache.sharing.state import RequestState
+from sglang_reasoncache.sharing.engine import StepEngine
+from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
+from sglang_reasoncache.sharing.state import Followed, RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
 
+logger = logging.getLogger(__name__)
+
+#: Decode steps between two looks at the requests. A step of a response has some
+#: 25 tokens, so little is lost; looking costs the scheduler a microsecond a request.
+INTERVAL = 4
 #: Finished requests whose shared runs the endpoint can show.
 _RECENT_REQUESTS = 32
 #: Shared blocks listed for one of them.
 _RECENT_BLOCKS = 1024
-#: Decode steps between two updates of the Prometheus series when nothing is filtered.
-_METRICS_INTERVAL = 32
+#: Finished steps taken from the engine at once.
+_TAKE_LIMIT = 64
+#: Blocks measured at once, and about as many applied in one look at the requests: the
+#: scheduler must not stall when many steps end together.
+_MAX_WAVE = 256
+#: Looks at the requests between two updates of the Prometheus series when nothing is shared.
+_METRICS_INTERVAL = 8
 #: Key in the OpenAI API's ``custom_params`` that switches sharing off for a request.
 OPT_OUT_KEY = "reasoncache"
+
+
+class _Flight(NamedTuple):
+    """A wave whose distances are on their way."""
+
+    wave: list[BlockProposal]
+    measured: Measurement
 
 
 class SharingController:
@@ -42,30 +65,47 @@ class SharingController:
     Args:
         config: Resolved settings (``positions`` is not ``auto``).
         block: Tokens per block, the page size when that is above 1.
-        policy: Makes a filter per request and holds the distance threshold.
+        engine: Compares steps.
+        threshold: Judges distances.
         meter: Reads the pool.
         acceptor: Applies decisions.
         metrics: Prometheus series, None without ``--enable-metrics``.
+        markers: Tokens around the reasoning part; None: all output may share.
+        agree: The least of all tensor-parallel ranks' values; they call it together.
+        interval: Decode steps between two looks at the requests.
     """
 
     def __init__(
         self,
         config: ReasonCacheConfig,
         block: int,
-        policy: PolicyFactory,
+        engine: StepEngine,
+        threshold: CalibratedThreshold,
         meter: BlockMeter,
         acceptor: Acceptor,
         metrics: SharingMetrics | None,
+        markers: ReasoningMarkers | None = None,
+        agree: Callable[[int], int] = lambda value: value,
+        interval: int = INTERVAL,
     ) -> None:
         self.config = config
         self.block = block
-        self.policy = policy
+        self.threshold = threshold
         self.stats = SharingStats()
         self.forecast = SharingForecast(config.admission_credit)
         self.live_positions = 0
+        self._engine = engine
         self._meter = meter
         self._acceptor = acceptor
         self._metrics = metrics
+        self._markers = markers
+        self._agree = agree
+        self._interval = interval
+        self._tick = 0
+        self._waves: collections.deque[list[BlockProposal]] = collections.deque()
+        self._flight: _Flight | None = None
+        # Engine id -> SGLang's request, as long as that lives.
+        self._requests: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=_RECENT_REQUESTS)
 
     # -- asked by the tree ----------------------------------------------------
@@ -85,9 +125,12 @@ class SharingController:
         state = request_state.state_of(req)
         if state is None:
             return
-        if req.finished() and not isinstance(req.finished_reason, seams.FINISH_ABORT):
-            self._note_finished(req, state)
         self.live_positions -= state.live_positions
+        if req.finished():
+            if not isinstance(req.finished_reason, seams.FINISH_ABORT):
+                self._note_finished(req, state)
+            if state.followed is not None:
+                state.followed.close()
         state.forget_row()
 
     def reset(self) -> None:
@@ -99,38 +142,60 @@ class SharingController:
     # -- a decode step --------------------------------------------------------
 
     def after_decode(self, reqs: Sequence[Any]) -> int:
-        """Look at what a processed batch added to decoding ``reqs`` and share what is ready.
+        """Look at what processed batches added to decoding ``reqs`` and share what is ready.
 
         Returns:
             Slots that came back to the allocator.
         """
         if not self.config.is_active:
             return 0
-        before = self.live_positions
+        self._tick += 1
+        if self._tick % self._interval:
+            return 0
         start = time.perf_counter()
-        logical = running = 0
-        waves: list[list[BlockProposal]] = []
+        before, blocks_before = self.live_positions, self.stats.blocks_compared
+        # In this order the engine has had some decode steps for what it was fed, so a
+        # response is shared at the same tokens in every run, unless the machine is short.
+        self._advance()
+        self._feed(reqs)
+        elapsed = time.perf_counter() - start
+        self.stats.scheduler_seconds += elapsed
+        compared = self.stats.blocks_compared > blocks_before
+        if self._metrics is not None and (
+            compared or self._tick % (_METRICS_INTERVAL * self._interval) == 0
+        ):
+            self._metrics.update(self.stats, self.live_positions, elapsed if compared else None)
+        self.threshold.maybe_save()
+        return self.live_positions - before
+
+    def _feed(self, reqs: Sequence[Any]) -> None:
+        """Hand the requests' new tokens to the engine."""
+        running = logical = 0
+        ids, counts, tokens = array("q"), array("q"), array("q")
         for req in reqs:
             if req.finished() or req.is_retracted or not req.kv.holds_kv:
                 continue
             running += 1
             logical += req.kv.kv_allocated_len
             state = request_state.state_of(req) or self._admit(req)
-            if state.filter is not None:
-                self._follow(req, state, state.filter, waves)
-        for wave in waves:
-            self._share(wave)
+            if state.followed is None:
+                continue
+            if state.reapply:
+                self._reapply(req, state)
+            # The newest token's KV is not written before the next forward.
+            ready = len(req.output_ids) - 1
+            if ready > state.fed:
+                ids.append(state.followed.id)
+                counts.append(ready - state.fed)
+                tokens.extend(req.output_ids[state.fed : ready])
+                state.fed = ready
+        if ids:
+            self._engine.feed(ids, counts, tokens)
+        self.stats.steps_shed = self._engine.steps_shed
         self.stats.decode_step(running, self.live_positions, logical)
-        elapsed = time.perf_counter() - start
-        self.stats.filter_seconds += elapsed
-        if self._metrics is not None and (
-            waves or self.stats.decode_steps % _METRICS_INTERVAL == 0
-        ):
-            self._metrics.update(self.stats, self.live_positions, elapsed if waves else None)
-        self.policy.maybe_save()
-        return self.live_positions - before
 
     def _admit(self, req: Any) -> RequestState:
+        """Start to follow a request, if it may share."""
         self.stats.requests_seen += 1
         served = (
             self.allows(req)
@@ -138,86 +203,145 @@ class SharingController:
             and req.multimodal_inputs is None
             and req.input_embeds is None
         )
-        if not served:
+        followed = None
+        if served:
+            prompt = req.origin_input_ids
+            inside = self._markers is None or self._markers.inside_after(prompt)
+            try:
+                followed = Followed(self._engine, len(prompt), inside)
+            except MemoryError:
+                logger.warning("reasoncache: no memory to follow request %s", req.rid)
+            else:
+                self._requests[followed.id] = req
+        else:
             self.stats.requests_opted_out += 1
-        return request_state.attach(
-            req,
-            RequestState(
-                self.policy.filter_for(req) if served else None, attempt=req.retraction_count
-            ),
-        )
+        return request_state.attach(req, RequestState(followed))
 
-    def _follow(
-        self,
-        req: Any,
-        state: RequestState,
-        step_filter: RequestFilter,
-        waves: list[list[BlockProposal]],
-    ) -> None:
-        """Feed the request's new tokens to its filter and queue what comes back."""
-        blocks: list[BlockProposal] = []
-        if state.attempt != req.retraction_count:
-            # Recomputed after a retraction: the row holds nothing shared, the
-            # decisions stand.
-            state.attempt = req.retraction_count
-            blocks += [
-                BlockProposal(req, dst, src, self.block, decided=True) for dst, src in state.shared
-            ]
-            state.shared = []
-        # The newest token's KV is not written before the next forward.
-        ready = len(req.output_ids) - 1
-        if ready > state.fed:
-            new = req.output_ids[state.fed : ready]
-            state.fed = ready
-            for proposal in step_filter.push(new):
-                self._count(proposal)
-                blocks += [
-                    BlockProposal(req, p.dst_start, p.src_start, self.block) for p in proposal.pairs
-                ]
-        if blocks:
-            written = len(req.origin_input_ids) + ready
-            queue(self._allowed(blocks, written), waves)
+    def _reapply(self, req: Any, state: RequestState) -> None:
+        """Recomputed after a retraction: the row holds nothing shared, the decisions stand."""
+        state.reapply = False
+        blocks = [
+            BlockProposal(req, dst, src, self.block, state.row, decided=True)
+            for dst, src in state.shared
+        ]
+        state.shared = []
+        self._queue(blocks)
 
-    def _allowed(self, blocks: Iterable[BlockProposal], written: int) -> list[BlockProposal]:
+    def _queue(self, blocks: Sequence[BlockProposal]) -> None:
+        """Append one request's blocks, oldest first, to the waves that wait."""
+        waves: list[list[BlockProposal]] = []
+        queue(blocks, waves)
+        self._append(waves)
+
+    def _append(self, waves: Iterable[list[BlockProposal]]) -> None:
+        for wave in waves:
+            self._waves.extend(wave[i : i + _MAX_WAVE] for i in range(0, len(wave), _MAX_WAVE))
+
+    def _advance(self) -> None:
+        """Bring proposals as far as they come without waiting, or ``_MAX_WAVE`` blocks far.
+
+        One wave at a time is measured, so the rows it was located in stay as they
+        are until it is applied. Meanwhile steps pile up in the engine, which sheds.
+        """
+        landed = 0
+        if self._flight is None and sum(map(len, self._waves)) < _MAX_WAVE:
+            self._collect()
+        while landed < _MAX_WAVE:
+            if self._flight is None and not self._take_off():
+                return
+            flight = self._flight
+            assert flight is not None
+            if not flight.measured.is_immediate and not self._agree(flight.measured.ready()):
+                return
+            self._flight = None
+            self._land(flight)
+            landed += len(flight.wave)
+
+    def _take_off(self) -> bool:
+        """Measure the next wave; False when none waits."""
+        while self._waves:
+            wave = self._allowed(self._waves.popleft())
+            if wave:
+                self._flight = _Flight(wave, self._meter.measure(wave))
+                return True
+        return False
+
+    def _collect(self) -> None:
+        """Queue the blocks of steps that the engine has compared."""
+        if not self._engine.outstanding:
+            return
+        merged: list[list[BlockProposal]] = []
+        per_request: dict[int, list[BlockProposal]] = {}
+        for result in self._engine.take(min(self._agree(self._engine.ready()), _TAKE_LIMIT)):
+            self._count(result)
+            req = self._requests.get(result.request)
+            state = None if req is None else request_state.state_of(req)
+            if state is None:
+                self.stats.refusals[Refusal.LATE.value] += len(result.pairs)
+                continue
+            per_request.setdefault(result.request, []).extend(
+                BlockProposal(req, pair.dst_start, pair.src_start, self.block, state.row)
+                for pair in result.pairs
+            )
+        for blocks in per_request.values():
+            queue(blocks, merged)
+        self._append(merged)
+
+    def _count(self, result: StepResult) -> None:
+        seen = result.counters
+        self.stats.steps_seen += 1
+        self.stats.filter_seconds += result.seconds
+        self.stats.steps_with_candidate += bool(seen.candidates)
+        self.stats.structure_refusals += seen.dropped_structure
+        self.stats.over_bound_steps += seen.over_bound
+
+    def _allowed(self, blocks: Iterable[BlockProposal]) -> list[BlockProposal]:
         allowed = []
         for block in blocks:
-            refusal = refusal_of(block, written)
+            refusal = self._refusal(block)
             if refusal is None:
                 allowed.append(block)
             else:
                 self.stats.refusals[refusal.value] += 1
         return allowed
 
-    def _count(self, proposal: Any) -> None:
-        seen = proposal.counters
-        self.stats.steps_seen += 1
-        self.stats.steps_with_candidate += bool(seen.candidates)
-        self.stats.structure_refusals += seen.dropped_structure
-        self.stats.over_bound_steps += seen.over_bound
-
-    def _share(self, wave: list[BlockProposal]) -> None:
-        """Measure, judge and apply blocks that do not depend on each other."""
-        measured = self._meter.locate(wave)
-        fresh = [i for i, block in enumerate(wave) if not block.decided]
-        chosen = [i for i, block in enumerate(wave) if block.decided]
-        if fresh:
-            distances = self._meter.distances([wave[i] for i in fresh], measured.select(fresh))
-            self.stats.blocks_compared += len(fresh)
-            for i, refusal in zip(
-                fresh, self._acceptor.judge(distances, self.policy.threshold), strict=True
-            ):
-                if refusal is None:
-                    chosen.append(i)
-                else:
-                    self.stats.refusals[refusal.value] += 1
-        if not chosen:
-            return
-        blocks = [wave[i] for i in chosen]
-        for block, changed in zip(
-            blocks, self._acceptor.apply(blocks, measured.select(chosen)), strict=True
+    def _refusal(self, block: BlockProposal) -> Refusal | None:
+        req = block.req
+        state = request_state.state_of(req)
+        if (
+            state is None
+            or state.row != block.row
+            or req.finished()
+            or req.is_retracted
+            or not req.kv.holds_kv
         ):
+            return Refusal.LATE
+        return refusal_of(block, len(req.origin_input_ids) + len(req.output_ids) - 1)
+
+    def _land(self, flight: _Flight) -> None:
+        """Judge and apply a measured wave."""
+        wave, measured = flight
+        # Every rank adds up the sums of the whole wave before any block is left out.
+        distances = self._meter.distances(measured)
+        chosen, fresh = [], []
+        for i, block in enumerate(wave):
+            refusal = self._refusal(block)
+            if refusal is not None:
+                self.stats.refusals[refusal.value] += 1
+            elif block.decided:
+                chosen.append(i)
+            else:
+                fresh.append(i)
+        self.stats.blocks_compared += len(fresh)
+        verdicts = self._acceptor.judge([distances[i] for i in fresh], self.threshold.threshold)
+        for i, refusal in zip(fresh, verdicts, strict=True):
+            if refusal is None:
+                chosen.append(i)
+            else:
+                self.stats.refusals[refusal.value] += 1
+        for i, changed in zip(chosen, self._acceptor.apply(chosen, measured), strict=True):
             if changed:
-                self._note_shared(block)
+                self._note_shared(wave[i])
             else:
                 self.stats.refusals[Refusal.SAME_SLOTS.value] += 1
 
@@ -238,7 +362,7 @@ class SharingController:
     # -- what happened --------------------------------------------------------
 
     def _note_finished(self, req: Any, state: RequestState) -> None:
-        if state.filter is None:
+        if state.followed is None:
             return
         shared = state.live_positions
         length = len(req.origin_input_ids) + len(req.output_ids)
@@ -263,7 +387,9 @@ class SharingController:
             "block": self.block,
             "slots_saved_now": self.live_positions,
             "admission_credit": self.forecast.credit,
-            "threshold": self.policy.describe(),
+            "threshold": self.threshold.describe(),
+            "engine": self._engine.name,
+            "distances": self._meter.backend,
             "totals": self.stats.to_dict(),
             "recent": list(self._recent),
         }

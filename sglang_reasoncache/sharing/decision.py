@@ -16,6 +16,8 @@ class Refusal(Enum):
     TREE_OWNED = "tree_owned"
     NOT_WRITTEN = "not_written"
     SAME_SLOTS = "same_slots"
+    LATE = "late"
+    """The request finished, or lost its row, before the block could be shared."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,9 @@ class BlockProposal:
     """Redirect positions ``[dst_start, dst_start + length)`` of ``req`` to the slots of ``[src_start, ...)``.
 
     Positions are logical: index into prompt plus output. ``req`` is SGLang's
-    request; its row is read when the proposal is measured, so a source that is
-    itself shared resolves to the slot that holds its KV. ``decided`` blocks were
+    request and ``row`` counts its rows: a proposal for an earlier row is void.
+    The row is read when the proposal is measured, so a source that is itself
+    shared resolves to the slot that holds its KV. ``decided`` blocks were
     accepted before a retraction and are not judged again.
     """
 
@@ -32,6 +35,7 @@ class BlockProposal:
     dst_start: int
     src_start: int
     length: int
+    row: int = 0
     decided: bool = False
 
     @property

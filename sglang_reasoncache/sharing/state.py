@@ -6,7 +6,32 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_reasoncache.sharing.engine import StepEngine
+
 _ATTRIBUTE = "_reasoncache_state"
+
+
+class Followed:
+    """A request in a step engine, from opening to :meth:`close`.
+
+    A request that is aborted while it waits to be scheduled again just
+    disappears, so the end of this object closes it too.
+    """
+
+    __slots__ = ("_engine", "id")
+
+    def __init__(self, engine: StepEngine, start_position: int, inside: bool) -> None:
+        self._engine: StepEngine | None = None
+        self.id = engine.open(start_position, inside)
+        self._engine = engine
+
+    def close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close(self.id)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 @dataclass
@@ -14,18 +39,21 @@ class RequestState:
     """Mutable, owned by the controller.
 
     Attributes:
-        filter: The request's stage-1 filter; None when the request opted out.
-        fed: Output tokens already handed to ``filter``.
-        attempt: ``retraction_count`` the row state below belongs to.
+        followed: The request in the step engine; None when it opted out.
+        fed: Output tokens already handed to the engine.
+        row: Counts the rows this request has had; a proposal made for an earlier
+            one is late.
+        reapply: The row was recomputed after a retraction and holds nothing shared.
         shared: Accepted ``(dst_start, src_start)`` blocks, in order. Kept over
             a retraction, after which they are applied again.
         live_positions: Row positions that refer to a slot owned elsewhere.
         first_shared: Lowest redirected position, None while there is none.
     """
 
-    filter: Any | None
+    followed: Followed | None
     fed: int = 0
-    attempt: int = 0
+    row: int = 0
+    reapply: bool = False
     shared: list[tuple[int, int]] = field(default_factory=list)
     live_positions: int = 0
     first_shared: int | None = None
@@ -36,6 +64,8 @@ class RequestState:
 
     def forget_row(self) -> None:
         """The row is gone (finished, aborted or retracted)."""
+        self.row += 1
+        self.reapply = True
         self.live_positions = 0
         self.first_shared = None
 

@@ -12,6 +12,8 @@ from typing import Any
 class SharingStats:
     """Plain totals since start or the last flush; every number in tokens, steps or blocks.
 
+    ``filter_seconds`` is CPU time of comparing steps, wherever that runs;
+    ``scheduler_seconds`` is what the scheduler's thread spent on all of sharing.
     ``saved``/``logical`` sums run over decode steps: slots not needed and
     positions held by the running requests of that step.
     """
@@ -20,10 +22,12 @@ class SharingStats:
     steps_with_candidate: int = 0
     structure_refusals: int = 0
     over_bound_steps: int = 0
+    steps_shed: int = 0
     blocks_compared: int = 0
     blocks_shared: int = 0
     slots_saved_total: int = 0
     filter_seconds: float = 0.0
+    scheduler_seconds: float = 0.0
     requests_seen: int = 0
     requests_opted_out: int = 0
     requests_finished: int = 0
@@ -37,7 +41,7 @@ class SharingStats:
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
 
     def decode_step(self, running: int, saved: int, logical: int) -> None:
-        """One decode step with ``saved`` of ``logical`` positions redirected."""
+        """One decode step looked at, with ``saved`` of ``logical`` positions redirected."""
         if logical <= 0:
             return
         self.decode_steps += 1

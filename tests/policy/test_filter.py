@@ -19,7 +19,7 @@ from sglang_reasoncache.policy.filter import (
     Proposal,
     RequestFilter,
 )
-from sglang_reasoncache.policy.presets import PRESETS
+from sglang_reasoncache.policy.presets import filter_knobs
 from sglang_reasoncache.policy.structure import Limits, SignatureKind, same_structure, signature
 from tests.policy.test_lexical import slow_similarity
 from tests.policy.words import Words
@@ -36,7 +36,7 @@ _PHRASES = (
 
 
 def make(words: Words, start: int = 0, **knobs: Any) -> RequestFilter:
-    return RequestFilter(FilterConfig(**knobs), words.classes, words.decode, start)
+    return RequestFilter(FilterConfig(**knobs), words.classes, words.vocabulary, start)
 
 
 def response(phrases: list[str]) -> str:
@@ -47,7 +47,9 @@ def slow_filter(
     words: Words, phrases: list[str], config: FilterConfig
 ) -> list[list[CandidatePair]]:
     """Stage 1 by the paper's text: every earlier step, one after the other."""
-    unshared = RequestFilter(FilterConfig(max_step_tokens=10_000), words.classes, words.decode, 0)
+    unshared = RequestFilter(
+        FilterConfig(max_step_tokens=10_000), words.classes, words.vocabulary, 0
+    )
     steps = [proposal.step for proposal in unshared.push(words.encode(response(phrases)))]
     found = []
     for k, step in enumerate(steps):
@@ -95,7 +97,7 @@ def test_same_pairs_as_the_slow_reference(
     """However the tokens arrive, in ones or all at once."""
     words = Words()
     token_ids = words.encode(response(phrases))
-    knobs: dict[str, Any] = {k: v for k, v in PRESETS[preset].items() if k != "percentile"}
+    knobs: dict[str, Any] = filter_knobs(preset)
     knobs |= {"block": block, "max_candidates": max_candidates}
     request = make(words, **knobs)
     proposals: list[Proposal] = []
@@ -287,6 +289,10 @@ def test_blank_tokens_between_steps_do_not_pile_up() -> None:
         ({"block": 0}, "--reasoncache-block must be between 1 and 65536, got 0"),
         ({"block": 8, "page_size": 16}, "must equal the page size 16 above 1, got 8"),
         ({"align": "words"}, "--reasoncache-align must be one of tokens, index, got 'words'"),
+        (
+            {"encoder": "bert"},
+            "--reasoncache-encoder must be one of tokens, embedding, sentence-bert, got 'bert'",
+        ),
         ({"structure_tolerance": -1}, "--reasoncache-structure-tolerance"),
         ({"max_history_steps": 0}, "--reasoncache-max-history-steps"),
     ],
@@ -294,24 +300,6 @@ def test_blank_tokens_between_steps_do_not_pile_up() -> None:
 def test_bad_knobs_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FilterConfig(**knobs)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_name_existing_knobs_and_a_percentile(name: str) -> None:
-    knobs: dict[str, Any] = dict(PRESETS[name])
-    assert 0 <= float(knobs.pop("percentile")) <= 100
-    assert FilterConfig(**knobs).align in ("tokens", "index")
-
-
-def test_memshare_differs_from_reasoncache_where_the_papers_say() -> None:
-    """Fixed 0.8 on the plain cosine; no structure check."""
-    words = Words()
-    short, long = "p q r s", "p q r s p q r s p q r s"
-    knobs: dict[str, Any] = {k: v for k, v in PRESETS["memshare"].items() if k != "percentile"}
-    for preset, is_candidate in ((knobs, True), ({}, False)):
-        request = make(words, block=2, **preset)
-        request.push(words.encode(response([short, long])))
-        assert bool(request.counters.candidates) is is_candidate
 
 
 @pytest.mark.parametrize(("fixed_tau", "num_candidates"), [(0.8, 0), (0.79, 1)])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 
 import numpy as np
@@ -111,3 +112,24 @@ def test_history_bound_below_one_is_refused() -> None:
 def test_dynamic_threshold(sims: list[float], expected: float) -> None:
     """tau = 0.9 - 0.2 * mean, by hand."""
     assert dynamic_threshold(np.array(sims), 0.9, 0.7) == pytest.approx(expected)
+
+
+_SIMS = st.lists(st.floats(0, 1), min_size=1, max_size=200)
+
+
+@settings(deadline=None)
+@given(_SIMS, st.randoms(use_true_random=False))
+def test_the_threshold_does_not_depend_on_the_order(sims: list[float], rng: random.Random) -> None:
+    """To the last bit: native code sums in another order."""
+    tau = dynamic_threshold(np.array(sims), 0.9, 0.7)
+    shuffled = rng.sample(sims, len(sims))
+    assert dynamic_threshold(np.array(shuffled), 0.9, 0.7) == tau
+    # round() is to even, as rint.
+    total = sum(round(sim * 2**40) for sim in sims)
+    assert tau == 0.9 - (0.9 - 0.7) * (total / (len(sims) * 2.0**40))
+    assert tau == pytest.approx(0.9 - 0.2 * math.fsum(sims) / len(sims), abs=1e-12)
+
+
+def test_the_mean_of_a_full_history_does_not_overflow() -> None:
+    sims = np.ones(1 << 20)
+    assert dynamic_threshold(sims, 0.9, 0.7) == 0.9 - (0.9 - 0.7)

@@ -4,33 +4,46 @@
 from __future__ import annotations
 
 import re
+import string
 
 from sglang_reasoncache.policy.segment import TokenClasses
 from sglang_reasoncache.policy.step import Step
+from sglang_reasoncache.policy.vocabulary import Vocabulary
+
+_PLAIN = r"""
+after again all and at because before clear down end for here in is it know later line look need
+next not now of one out python range return so that the three to total two up value was wait we
+\( \) ```
+"""
+
+# Whoever needs another word adds it here.
+_WORDS = (
+    "\n\n",
+    "",
+    "<think>",
+    "</think>",
+    *string.digits,
+    *string.ascii_letters,
+    *string.punctuation,
+    *(f"w{i}" for i in range(500)),
+    *_PLAIN.split(),
+)
+_IDS = {word: i for i, word in enumerate(_WORDS)}
 
 
 class Words:
-    """Grows its vocabulary as it reads; words are joined by single spaces."""
+    """A fixed list of words, each spelled with a space before it."""
 
-    def __init__(self) -> None:
-        self._ids: dict[str, int] = {}
-        self._words: list[str] = []
-        self.classes = TokenClasses(self.word)
-
-    def word(self, token_id: int) -> str:
-        return self._words[token_id]
+    vocabulary = Vocabulary([f" {word}".encode() if word else b"" for word in _WORDS])
+    classes = TokenClasses(vocabulary)
 
     def encode(self, text: str) -> list[int]:
-        found = []
-        for word in re.findall(r"\n\n|\S+", text):
-            if word not in self._ids:
-                self._ids[word] = len(self._words)
-                self._words.append(word)
-            found.append(self._ids[word])
-        return found
+        """Ids of the words; KeyError on one that is not in the list."""
+        return [_IDS[word] for word in re.findall(r"\n\n|\S+", text)]
 
     def decode(self, token_ids: list[int]) -> str:
-        return " ".join(self._words[i] for i in token_ids)
+        """The words with single spaces between them."""
+        return self.vocabulary.text(token_ids).removeprefix(" ")
 
 
 def step_of(token_ids: list[int], start: int = 0, text: str | None = None) -> Step:

@@ -27,7 +27,7 @@ class Path:
 
     def __init__(self, salt: str | None, parent: Path | None = None, token: int = 0) -> None:
         self.salt = salt
-        self.depth = 0 if parent is None else parent.depth + 1
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self._parent, self._token = parent, token
         self._steps: dict[int, Path] = {}
 

@@ -9,9 +9,8 @@ The policy is scripted, because which blocks are similar does not matter here.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +30,7 @@ from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.home import HomePositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.policy.proposal import FilterCounters
+from sglang_reasoncache.policy.proposal import CandidatePair, FilterCounters, StepResult
 from sglang_reasoncache.policy.threshold import FixedThreshold
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.controller import OPT_OUT_KEY, SharingController
@@ -77,26 +76,50 @@ class Pair(NamedTuple):
     src_start: int
 
 
-class ScriptedFilter:
-    """Proposes what the test put into ``waiting``."""
+class ScriptedEngine:
+    """A step engine that proposes what the test put into ``waiting``, when it is fed."""
+
+    name = "scripted"
+    steps_shed = 0
 
     def __init__(self) -> None:
-        self.waiting: list[Pair] = []
+        self.waiting: dict[int, list[Pair]] = {}
+        self.closed: set[int] = set()
+        self._results: list[StepResult] = []
 
-    def push(self, tokens: Sequence[int]) -> list[Any]:
-        pairs, self.waiting = self.waiting, []
-        if not pairs:
-            return []
-        return [SimpleNamespace(pairs=pairs, counters=FilterCounters(candidates=1))]
+    @property
+    def outstanding(self) -> int:
+        return len(self._results)
+
+    def open(self, start_position: int, inside: bool) -> int:
+        request = len(self.waiting)
+        self.waiting[request] = []
+        return request
+
+    def close(self, request: int) -> None:
+        self.waiting[request] = []
+        self.closed.add(request)
+
+    def feed(self, requests: array[int], counts: array[int], tokens: array[int]) -> None:
+        for request in requests:
+            pairs, self.waiting[request] = self.waiting[request], []
+            if pairs:
+                found = tuple(CandidatePair(dst, src, 0, 1.0) for dst, src in pairs)
+                counters = FilterCounters(candidates=1)
+                self._results.append(StepResult(request, 0, 0, found, counters, 0.0))
+
+    def ready(self) -> int:
+        return len(self._results)
+
+    def take(self, limit: int) -> list[StepResult]:
+        taken, self._results = self._results[:limit], self._results[limit:]
+        return taken
 
 
-class ScriptedPolicy:
-    """A policy whose blocks are all similar enough."""
+class AcceptAll:
+    """A distance threshold that every block is within."""
 
     threshold = FixedThreshold(1e30)
-
-    def filter_for(self, req: Any) -> ScriptedFilter:
-        return ScriptedFilter()
 
     def maybe_save(self) -> None:
         pass
@@ -105,7 +128,13 @@ class ScriptedPolicy:
 class World:
     """Pools, allocator, tree and controller of one scheduler."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        meter_type: type[BlockMeter] = BlockMeter,
+        agree: Callable[[int], int] = lambda value: value,
+        interval: int = 1,
+    ) -> None:
         self.page = setup.page
         self.total = setup.slots
         self.pool = MHATokenToKVPool(
@@ -138,14 +167,18 @@ class World:
             publish_aliased=setup.publish == "aliased" and setup.apply == "alias",
         )
         home = HomePositions(setup.slots + setup.page, "cpu")
-        meter = BlockMeter(self.pool, self.rows.req_to_token, home, None, num_heads=1)
+        self.meter = meter = meter_type(self.pool, self.rows.req_to_token, home, None, num_heads=1)
+        self.engine = ScriptedEngine()
         self.controller = SharingController(
             ReasonCacheConfig(block=setup.block, publish=setup.publish, apply=setup.apply),
             setup.block,
-            ScriptedPolicy(),  # type: ignore[arg-type]
+            self.engine,
+            AcceptAll(),  # type: ignore[arg-type]
             meter,
             Acceptor(self.allocator, self.rows, meter, copy=setup.apply == "copy"),
             None,
+            agree=agree,
+            interval=interval,
         )
         self.tree.controller = self.controller
         # Views of the same memory; NumPy reads small pieces faster.

@@ -54,10 +54,17 @@ TWO_RANKS = SHARED.having(
     SGLANG_CPU_OMP_THREADS_BIND="0|1",
 )
 NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
-CORRECTED = SHARED.having("corrected", *EAGER)
+#: Steps compared at once, so that a response shares at the same tokens on every server.
+INLINE = ("--reasoncache-engine", "python")
+CORRECTED = SHARED.having("corrected", *EAGER, *INLINE)
 CORRECTED_COPY = CORRECTED.having("copy", "--reasoncache-apply", "copy")
-AS_CACHED = SHARED.having("as-cached", *EAGER, "--reasoncache-positions", "as-cached")
+AS_CACHED = SHARED.having("as-cached", *EAGER, *INLINE, "--reasoncache-positions", "as-cached")
 AS_CACHED_COPY = AS_CACHED.having("copy", "--reasoncache-apply", "copy")
+
+#: The model marks its reasoning; blocks are compared by angle, an ablation.
+REASONING = SHARED.having(
+    "reasoning", *EAGER, "--reasoning-parser", "qwen3", "--reasoncache-distance", "cosine"
+)
 
 __all__ = [
     "ALIASED",
@@ -68,6 +75,7 @@ __all__ = [
     "EXACT",
     "NOTHING_SHARED",
     "PAGED",
+    "REASONING",
     "STOCK",
     "TWO_RANKS",
 ]

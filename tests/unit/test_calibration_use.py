@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.sharing import policy
-from sglang_reasoncache.sharing.policy import PolicyFactory, check_calibration
+from sglang_reasoncache.sharing import calibrated
+from sglang_reasoncache.sharing.calibrated import CalibratedThreshold, check_calibration
 
 
-def _factory(config: ReasonCacheConfig, model_path: Path, writes: bool = True) -> PolicyFactory:
-    return PolicyFactory(
+def _factory(
+    config: ReasonCacheConfig, model_path: Path, writes: bool = True
+) -> CalibratedThreshold:
+    return CalibratedThreshold(
         config,
         block=8,
         page_size=1,
@@ -32,7 +34,7 @@ def _config(path: Path | None) -> ReasonCacheConfig:
 
 def test_restart_is_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one server saw, the next one starts with."""
-    monkeypatch.setattr(policy, "_SAVE_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(calibrated, "_SAVE_INTERVAL_SECONDS", 0.0)
     config = _config(tmp_path / "seen.json")
     first = _factory(config, tmp_path)
     assert not first.threshold.is_warm
@@ -47,8 +49,8 @@ def test_calibration_beside_the_model_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the flag a file in the model's folder is used and never written."""
-    monkeypatch.setattr(policy, "_SAVE_INTERVAL_SECONDS", 0.0)
-    beside = tmp_path / policy.CALIBRATION_FILE
+    monkeypatch.setattr(calibrated, "_SAVE_INTERVAL_SECONDS", 0.0)
+    beside = tmp_path / calibrated.CALIBRATION_FILE
     writer = _factory(_config(beside), tmp_path)
     writer.threshold.decide([0.1] * 8)
     writer.maybe_save()
@@ -64,7 +66,7 @@ def test_spoilt_file_does_not_stop_a_running_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is refused before a start, and only logged while serving."""
-    monkeypatch.setattr(policy, "_SAVE_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(calibrated, "_SAVE_INTERVAL_SECONDS", 0.0)
     path = tmp_path / "seen.json"
     factory = _factory(_config(path), tmp_path)
     path.write_text("{]")

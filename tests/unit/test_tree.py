@@ -115,7 +115,7 @@ class Bench:
         return req
 
     def finish(self, req: Req, first_shared: int | None = None) -> None:
-        state = attach(req, RequestState(filter=None))
+        state = attach(req, RequestState(followed=None))
         if first_shared is not None:
             state.mark_shared(first_shared * self.page)
         req.finished_reason = FINISH_LENGTH(length=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a filter per request from the operator's settings and keeps the distance threshold."""
+"""The distance threshold of a server, kept in a file across restarts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.policy import calibration
 from sglang_reasoncache.policy.align import AlignMode
 from sglang_reasoncache.policy.calibration import CalibrationKey
-from sglang_reasoncache.policy.filter import FilterConfig, RequestFilter
-from sglang_reasoncache.policy.segment import TokenClasses
+from sglang_reasoncache.policy.encoder import EncoderChoice
+from sglang_reasoncache.policy.settings import FilterConfig
 from sglang_reasoncache.policy.threshold import AdaptiveThreshold
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ CALIBRATION_FILE = "reasoncache_calibration.json"
 _SAVE_INTERVAL_SECONDS = 30.0
 
 
-class PolicyFactory:
+class CalibratedThreshold:
     """One per scheduler.
 
     Args:
@@ -53,22 +53,23 @@ class PolicyFactory:
         agree: Callable[[Any], Any] = lambda state: state,
     ) -> None:
         self._config = config
-        self._filter_config = filter_config(config, block, page_size)
         self._key = CalibrationKey(
             model=f"{model_key}/page{page_size}/{config.align}",
             block=block,
-            positions=config.positions,
+            positions=_comparison(config),
             kv_dtype=kv_dtype,
         )
-        self._classes: TokenClasses | None = None
         self._path = Path(config.calibration) if config.calibration else None
         self._writes = writes
         self._saved_at = time.monotonic()
         self._saved_observations = 0
         stored = agree(self._stored(Path(model_path) / CALIBRATION_FILE))
-        self.threshold = AdaptiveThreshold(config.percentile, config.warmup)
+        half_life = config.half_life or None
+        self.threshold = AdaptiveThreshold(config.percentile, config.warmup, half_life)
         if stored is not None:
-            self.threshold = AdaptiveThreshold.from_state(stored, config.percentile, config.warmup)
+            self.threshold = AdaptiveThreshold.from_state(
+                stored, config.percentile, config.warmup, half_life
+            )
 
     def _stored(self, beside_model: Path) -> dict[str, object] | None:
         """The histogram of an earlier run, from the operator's file or the model's folder."""
@@ -85,18 +86,6 @@ class PolicyFactory:
             self._config.warmup,
         )
         return None
-
-    def filter_for(self, req: Any) -> RequestFilter:
-        """A filter for the output of SGLang's ``req``, whose tokenizer spells the steps."""
-        tokenizer = req.tokenizer
-        if self._classes is None:
-            self._classes = TokenClasses(lambda token: tokenizer.decode([token]))
-        return RequestFilter(
-            self._filter_config,
-            self._classes,
-            lambda ids: tokenizer.decode(ids),
-            len(req.origin_input_ids),
-        )
 
     def maybe_save(self) -> None:
         """Write the calibration now and then; called after each decode step, so it must be cheap."""
@@ -127,6 +116,13 @@ class PolicyFactory:
             # JSON has no infinity; None is "whatever stage 1 lets through".
             "distance": self.threshold.value if math.isfinite(self.threshold.value) else None,
         }
+
+
+def _comparison(config: ReasonCacheConfig) -> str:
+    """How keys are stored and compared; distances of different kinds do not mix."""
+    if config.distance == "euclidean":
+        return config.positions
+    return f"{config.positions}/{config.distance}"
 
 
 def check_calibration(config: ReasonCacheConfig) -> None:
@@ -169,6 +165,7 @@ def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> Filt
             max_step_tokens=config.max_step_tokens,
             max_history_steps=config.max_history_steps,
             random_ratio=config.random_ratio,
+            encoder=EncoderChoice.parse(config.encoder).kind,
         )
     except RuntimeError as error:
         raise ValueError(str(error)) from error

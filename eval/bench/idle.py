@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the flag costs where there is nothing to share: stock and ours, in turn, on random text.
+
+Both servers stay up and take turns, so that whatever else the machine does hits
+both. Requests sample at a temperature so high that the text is noise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.load import Answer, ask_all
+from eval.serving import MODEL_NAME, ServerProcess
+from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
+from eval.tiny_reasoner.task import generate
+
+_REQUESTS = 32
+_MAX_TOKENS = 400
+_NOISE: dict[str, object] = {"temperature": 50.0, "ignore_eos": True}
+_SEED = 4_321
+
+
+@dataclass(frozen=True)
+class Round:
+    """One load on one server: output tokens/s, and the 99th percentile of seconds per token."""
+
+    tokens_per_s: float
+    tpot_p99: float
+
+
+def load(server: ServerProcess, seed: int) -> Round:
+    """Send all requests at once and wait for their ends.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    prompts = [problem.prompt for problem in generate(seed, _REQUESTS)]
+
+    async def run() -> list[Answer]:
+        async with server.async_openai() as client:
+            return await ask_all(
+                client, MODEL_NAME, prompts, _MAX_TOKENS, lambda _: None, dict(_NOISE)
+            )
+
+    answers = asyncio.run(run())
+    failed = [answer.error for answer in answers if answer.error]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")
+    seconds = max(a.ended for a in answers) - min(a.started for a in answers)
+    tpots = sorted(
+        (a.ended - (a.first_token or a.started)) / max(1, a.output_tokens - 1) for a in answers
+    )
+    return Round(
+        sum(a.output_tokens for a in answers) / seconds, tpots[int(0.99 * (len(tpots) - 1))]
+    )
+
+
+def compare(
+    rounds: int, ours: Sequence[str] = EMBEDDED_FLAGS, logs: Path = Path("build/bench")
+) -> tuple[list[Round], list[Round], dict[str, Any]]:
+    """``rounds`` loads on each server, alternating; then what ours says it did."""
+    flags = ["--enable-reasoncache", *ours]
+    with (
+        ServerProcess(CHECKPOINT, log_path=logs / "idle_stock.log") as stock,
+        ServerProcess(CHECKPOINT, flags=flags, log_path=logs / "idle_ours.log") as shared,
+    ):
+        for server in (stock, shared):
+            load(server, _SEED)
+        found: dict[str, list[Round]] = {"stock": [], "ours": []}
+        for i in range(rounds):
+            order = (("stock", stock), ("ours", shared))
+            for name, server in order if i % 2 == 0 else order[::-1]:
+                found[name].append(load(server, _SEED + 1 + i))
+        totals = shared.get("/reasoncache").json()
+    return found["stock"], found["ours"], totals
+
+
+def _spread(values: Sequence[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return f"{middle:.4f} ({low:.4f} to {high:.4f})"
+
+
+def summary(rounds: int) -> dict[str, Any]:
+    """Run the comparison and print a table; medians of the ratios of neighbouring rounds."""
+    stock, ours, totals = compare(rounds)
+    throughput = [b.tokens_per_s / a.tokens_per_s for a, b in zip(stock, ours, strict=True)]
+    tpot = [b.tpot_p99 / a.tpot_p99 for a, b in zip(stock, ours, strict=True)]
+    print(
+        f"\n{rounds} rounds of {_REQUESTS} requests x {_MAX_TOKENS} tokens of noise, alternating\n"
+    )
+    print(
+        "| | stock, median | ours, median | ratio, median (quartiles) |\n| --- | --- | --- | --- |"
+    )
+    print(
+        f"| output tokens/s | {statistics.median(r.tokens_per_s for r in stock):.1f} "
+        f"| {statistics.median(r.tokens_per_s for r in ours):.1f} | {_spread(throughput)} |"
+    )
+    print(
+        f"| p99 TPOT, ms | {statistics.median(r.tpot_p99 for r in stock) * 1e3:.2f} "
+        f"| {statistics.median(r.tpot_p99 for r in ours) * 1e3:.2f} | {_spread(tpot)} |"
+    )
+    counts = totals["schedulers"][0]["totals"]
+    print(f"\nreported by the server: {counts}")
+    return {
+        "idle_throughput_ratio": statistics.median(throughput),
+        "idle_tpot_p99_ratio": statistics.median(tpot),
+        "idle_rounds": rounds,
+        "idle_throughput_ratios": throughput,
+        "idle_tpot_p99_ratios": tpot,
+        "idle_totals": counts,
+    }
+
+
+if __name__ == "__main__":
+    import sys
+
+    summary(int(sys.argv[1]) if len(sys.argv) > 1 else 8)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers of every common kind, trained here on text of mathematics, code and Unicode."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+_ROOT = Path(__file__).parents[2]
+_VOCAB_SIZE = 6000
+_SPECIAL = ["<unk>", "<eos>"]
+_REASONING = ["<think>", "</think>", "<\uff5ctool\u2581call\uff5c>"]
+
+# The pre-tokenizers of cl100k_base and o200k_base, the latter without its cases of
+# letters. Newlines merge with the punctuation before them, in o200k_base slashes
+# behind them as well.
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL
+)
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL
+)
+
+TEXT = """<think>
+Let me think. We have x + 1 = 2, so \\( x = 1 \\).
+
+Wait, 3 + 4 = 7?  \n \nYes (really)!\n\n\n## Step 2: solve \\[ \\frac{a}{b} = \\sqrt{2} \\]\n\n- one\n- two:\n\t
+Now the code:
+```python
+def f(x):
+    return [x + 1 for _ in range(3)]  # don't
+
+
+// see http://a.b/c
+
+\tprint("done\\n\\n");
+/* comment */
+
+
+// more;\n\n//// end
+```
+
+Ünïcödé — 数学です。它是这样的。\n\n因此\uff0c答案是 5。\n\nनमस्ते e\u0301 o\u0308 and
+😀 \U0001f469\u200d\U0001f52c tokens.\r\n\r\nDone ≤ √2 · ½ …
+\t
+Really\u2028\u2028done \u00a0\u00a0 here.\x0b\x0c\n</think>
+
+**Answer** \\boxed{5}
+
+"""
+
+
+def traces_folder() -> Path | None:
+    """Folder of ``*.jsonl`` with real responses; None if there is none."""
+    told = os.environ.get("REASONCACHE_TRACES")
+    folder = Path(told) if told else _ROOT.parent / "shared" / "data" / "traces"
+    return folder if any(folder.glob("*.jsonl")) else None
+
+
+@functools.cache
+def traces() -> tuple[str, ...]:
+    """Every response of the traces, none without them."""
+    folder = traces_folder()
+    paths = sorted(folder.glob("*.jsonl")) if folder else []
+    return tuple(
+        json.loads(line)["response"]
+        for path in paths
+        for line in path.read_text(encoding="utf-8").split("\n")
+        if line.strip()
+    )
+
+
+def _corpus() -> list[str]:
+    return [TEXT] * 40 + list(traces()[::8])
+
+
+def _wrap(tokenizer: Tokenizer, **knobs: Any) -> PreTrainedTokenizerFast:
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", **knobs
+    )
+    fast.add_tokens(_REASONING, special_tokens=True)
+    return fast
+
+
+def _byte_level(split: Any) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCAB_SIZE,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=_SPECIAL,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    return _wrap(tokenizer)
+
+
+def _split(pattern: str) -> Any:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def gpt2() -> PreTrainedTokenizerFast:
+    """White space and newlines never merge with anything visible behind them but one space."""
+    return _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+
+
+def cl100k() -> PreTrainedTokenizerFast:
+    """Tokens such as ``.\\n\\n`` and ``)\\n\\n\\n``."""
+    return _byte_level(_split(_CL100K))
+
+
+def o200k() -> PreTrainedTokenizerFast:
+    """As ``cl100k``, and slashes go on behind the newlines."""
+    return _byte_level(_split(_O200K))
+
+
+def no_split() -> PreTrainedTokenizerFast:
+    """Merges across everything: tokens with text on both sides of a blank line."""
+    return _byte_level(_split(r".{1,12}?\n\n\p{L}+|\s|\S+"))
+
+
+def llama2() -> PreTrainedTokenizerFast:
+    """SentencePiece BPE: ``▁``, newlines and rare characters as bytes."""
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[^▁\n]+|▁+|\n"), "isolated")
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCAB_SIZE, limit_alphabet=100, special_tokens=_SPECIAL, show_progress=False
+    )
+    trained.train_from_iterator([text.replace("\n", "") for text in _corpus()], trainer)
+    model = json.loads(trained.to_str())["model"]
+    pieces = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(dict.fromkeys(pieces))},
+            merges=[tuple(merge) for merge in model["merges"]],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(_SPECIAL)
+    return _wrap(tokenizer)
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    """SentencePiece Unigram with newlines inside pieces; rare characters are unknown."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=2000, special_tokens=_SPECIAL, unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT] * 20 + list(traces()[::40]), trainer)
+    return _wrap(tokenizer)
+
+
+def wordpiece() -> PreTrainedTokenizerFast:
+    """Words and ``##`` pieces; each newline is kept as a word of its own."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split("\n", "isolated"),
+            pre_tokenizers.Split(Regex("[ \t\r]+"), "removed"),
+            pre_tokenizers.Punctuation(),
+        ]
+    )
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=_VOCAB_SIZE, special_tokens=_SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    return _wrap(tokenizer)
+
+
+def embedded() -> Any:
+    """The word-level tokenizer of the embedded reasoner; it knows some 130 words."""
+    return AutoTokenizer.from_pretrained(_ROOT / "eval" / "tiny_reasoner" / "checkpoint")
+
+
+MAKERS = (gpt2, cl100k, o200k, no_split, llama2, unigram, wordpiece, embedded)
+
+
+@functools.cache
+def made(name: str) -> Any:
+    """The tokenizer of that name, made once."""
+    return next(make for make in MAKERS if make.__name__ == name)()

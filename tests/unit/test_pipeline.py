@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proposals on their way: nothing waits for them, and what comes too late is dropped.
+
+SGLang's pools, requests and release path with our controller; only the moment when
+results arrive is the test's to choose, as a GPU's would be.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+
+from sglang_reasoncache.sharing.decision import BlockProposal
+from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
+from tests.property.world import Pair, Setup, World
+
+pytestmark = pytest.mark.usefixtures("published_config")
+
+SETUP = Setup(page=1, block=4, slots=120, publish="exact")
+PROMPT = list(range(1, 7))
+OUTPUT = 24
+
+
+class SlowMeter(BlockMeter):
+    """Its distances arrive when the test says so."""
+
+    arrived = False
+
+    def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
+        measured = super().measure(blocks)
+        meter = self
+
+        class Slow(type(measured)):  # type: ignore[misc]
+            is_immediate = False
+
+            def ready(self) -> bool:
+                return meter.arrived
+
+        measured.__class__ = Slow
+        return measured
+
+
+@pytest.fixture
+def slow() -> World:
+    return World(SETUP, SlowMeter)
+
+
+def arrive(world: World, yes: bool) -> None:
+    """What is in flight, now or later, has arrived or not."""
+    assert isinstance(world.meter, SlowMeter)
+    world.meter.arrived = yes
+
+
+def start(world: World, name: str = "r", first: int = 100) -> Req:
+    """A request with its prompt and most of its output computed."""
+    req = world.request(name, PROMPT, False, None)
+    prefill(world, req)
+    req.output_ids.append(first)
+    for i in range(OUTPUT):
+        decode(world, req, first + 1 + i)
+    world.controller.after_decode([req])
+    return req
+
+
+def prefill(world: World, req: Req) -> None:
+    req.init_next_round_input(world.tree)
+    req.extend_end = len(req.full_untruncated_fill_ids)
+    req.lock = world.tree.lock(req.last_node)
+    slots = world.extend(req)
+    world.write(slots, [1] * len(slots))
+    checkpoint_kv_cache(req, world.tree)
+
+
+def decode(world: World, req: Req, token: int = 7) -> None:
+    assert world.can_decode([req])
+    slots = world.decode([req])
+    world.write(slots, [token])
+    req.output_ids.append(token)
+
+
+def propose(world: World, req: Req, *pairs: Pair) -> None:
+    """The next token completes a step, and the engine compares it."""
+    world.engine.waiting[state(world, req).followed.id] += pairs
+    decode(world, req)
+    assert world.controller.after_decode([req]) == 0
+
+
+def state(world: World, req: Req) -> Any:
+    return world.controller.state_of(req)
+
+
+def finish(world: World, req: Req) -> None:
+    req.finished_reason = FINISH_LENGTH(len(req.output_ids))
+    release_kv_cache(req, world.tree, checkpoint=True)
+
+
+def assert_empty(world: World) -> None:
+    """Every slot comes back once nothing runs and the tree is flushed."""
+    world.tree.reset()
+    world.allocator.clear()
+    assert world.allocator.available_size() == world.total
+    assert world.controller.live_positions == 0
+
+
+def used(world: World) -> int:
+    return world.total - world.allocator.available_size()
+
+
+def test_a_wave_in_flight_holds_nobody_up(slow: World) -> None:
+    req = start(slow)
+    before = used(slow)
+    propose(slow, req, Pair(20, 8))
+    assert slow.controller.after_decode([req]) == 0
+    # Later results stay with the engine, so rows do not change under the measurement.
+    propose(slow, req, Pair(26, 14))
+    assert slow.engine.outstanding == 1
+    assert used(slow) == before + 2
+    arrive(slow, True)
+    assert slow.controller.after_decode([req]) == 4
+    assert slow.controller.after_decode([req]) == 4
+    assert slow.engine.outstanding == 0
+    row = slow.row(req).tolist()
+    assert row[20:24] == row[8:12] and row[26:30] == row[14:18]
+    finish(slow, req)
+    assert_empty(slow)
+
+
+@pytest.mark.parametrize("end", ["finish", "retract"])
+def test_what_arrives_for_a_row_that_is_gone_is_dropped(slow: World, end: str) -> None:
+    req, other = start(slow, "gone"), start(slow, "stays", first=200)
+    propose(slow, req, Pair(20, 8))
+    slow.controller.after_decode([req, other])
+    if end == "finish":
+        finish(slow, req)
+    else:
+        release_kv_cache(req, slow.tree, checkpoint=False)
+        req.reset_for_retract()
+    # Its slots are somebody else's by now.
+    third = start(slow, "third", first=300)
+    rows = slow.row(other).copy(), slow.row(third).copy()
+    arrive(slow, True)
+    assert slow.controller.after_decode([other, third]) == 0
+    assert slow.controller.stats.refusals["late"] == 1
+    assert (slow.row(other) == rows[0]).all() and (slow.row(third) == rows[1]).all()
+    for running in (other, third):
+        finish(slow, running)
+    assert_empty(slow)
+
+
+def test_a_retracted_request_shares_again(slow: World) -> None:
+    """Decisions stand over a retraction; a wave of the old row does not."""
+    arrive(slow, True)
+    req = start(slow)
+    propose(slow, req, Pair(20, 8))
+    assert slow.controller.after_decode([req]) == 4
+    arrive(slow, False)
+    propose(slow, req, Pair(26, 14))
+    slow.controller.after_decode([req])
+    release_kv_cache(req, slow.tree, checkpoint=False)
+    req.reset_for_retract()
+    assert slow.controller.live_positions == 0
+    prefill(slow, req)
+    arrive(slow, True)
+    decode(slow, req)
+    # The old wave lands and finds its row gone; the old decision is applied anew.
+    assert slow.controller.after_decode([req]) == 0
+    assert slow.controller.after_decode([req]) == 4
+    assert slow.controller.stats.refusals["late"] == 1
+    assert slow.controller.stats.blocks_reapplied == 1
+    row = slow.row(req).tolist()
+    assert row[20:24] == row[8:12] and row[26:30] != row[14:18]
+    finish(slow, req)
+    assert_empty(slow)
+
+
+def test_results_of_a_request_that_disappeared_are_dropped() -> None:
+    """Aborted while it waited to be scheduled again, it is never released."""
+    world = World(SETUP)
+    req = start(world)
+    followed = state(world, req).followed.id
+    world.engine.waiting[followed] += (Pair(20, 8),)
+    world.engine.feed([followed], [1], [7])  # type: ignore[arg-type]
+    release_kv_cache(req, world.tree, checkpoint=False)
+    req.reset_for_retract()
+    del req
+    gc.collect()
+    assert followed in world.engine.closed
+    other = start(world, "other")
+    world.controller.after_decode([other])
+    assert world.controller.stats.refusals["late"] == 1
+    finish(world, other)
+    assert_empty(world)
+
+
+def test_a_finished_request_leaves_the_engine(slow: World) -> None:
+    req = start(slow)
+    finish(slow, req)
+    assert state(slow, req).followed.id in slow.engine.closed
+
+
+def test_ranks_take_only_what_all_of_them_have() -> None:
+    """Under tensor parallelism the slowest rank's filter decides."""
+    allowed = 0
+    asked: list[int] = []
+
+    def agree(value: int) -> int:
+        asked.append(value)
+        return min(value, allowed)
+
+    world = World(SETUP, agree=agree)
+    req = start(world)
+    assert asked == [], "nothing handed over, nothing to agree on"
+    propose(world, req, Pair(20, 8))
+    assert world.controller.after_decode([req]) == 0
+    decode(world, req)
+    assert world.controller.after_decode([req]) == 0
+    assert asked == [1, 1]
+    allowed = 1
+    decode(world, req)
+    assert world.controller.after_decode([req]) == 4
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_ranks_wait_for_the_slowest_device(slow: World) -> None:
+    """A wave lands when it has arrived everywhere."""
+    votes: list[int] = []
+    slow.controller._agree = lambda value: votes.append(int(value)) or 0  # type: ignore[func-returns-value]
+    req = start(slow)
+    propose(slow, req, Pair(20, 8))
+    slow.controller._agree = lambda value: value
+    slow.controller.after_decode([req])
+    arrive(slow, True)
+    slow.controller._agree = lambda value: votes.append(int(value)) or 0  # type: ignore[func-returns-value]
+    assert slow.controller.after_decode([req]) == 0
+    assert votes == [1]
+    slow.controller._agree = lambda value: value
+    assert slow.controller.after_decode([req]) == 4
+
+
+def test_looks_at_the_requests_now_and_then() -> None:
+    world = World(SETUP, interval=4)
+    req = start(world)  # one call
+    assert state(world, req) is None
+    for _ in range(2):
+        decode(world, req)
+        world.controller.after_decode([req])
+    assert state(world, req) is None
+    decode(world, req)
+    world.controller.after_decode([req])
+    assert state(world, req).fed == len(req.output_ids) - 1
+    assert world.controller.stats.decode_steps == 1
+    finish(world, req)

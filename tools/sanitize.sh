@@ -1,0 +1,36 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+#
+# Runs the tests of the native code under AddressSanitizer and UndefinedBehaviorSanitizer,
+# and its thread hand-over under ThreadSanitizer. Usage: sanitize.sh PYTHON [PYTEST ARGUMENTS]
+set -eu
+cd "$(dirname "$0")/.."
+python=$1
+shift
+cxx=${CXX:-c++}
+
+echo "sanitize: ThreadSanitizer" >&2
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+"$python" - "$scratch" <<'EOF'
+import sys
+from pathlib import Path
+from sglang_reasoncache.native import generated
+
+for name, text in generated.headers().items():
+    Path(sys.argv[1], name).write_text(text, encoding="utf-8")
+EOF
+# shellcheck disable=SC2086 # CXX may hold options
+$cxx -std=c++17 -O1 -g -fsanitize=thread -pthread -Icsrc "-I$scratch" \
+    tests/native/engine_threads.cpp csrc/text/*.cpp csrc/structure/*.cpp \
+    csrc/filter/align.cpp csrc/filter/engine.cpp csrc/filter/lexical.cpp \
+    csrc/filter/segmenter.cpp csrc/filter/step_filter.cpp -o "$scratch/threads"
+# Address space randomisation leaves ThreadSanitizer of older compilers no room.
+TSAN_OPTIONS=halt_on_error=1 setarch -R "$scratch/threads"
+
+echo "sanitize: AddressSanitizer and UndefinedBehaviorSanitizer" >&2
+# The interpreter is not instrumented, so the runtimes are loaded before it; its own
+# leaks are not ours.
+export REASONCACHE_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1
+LD_PRELOAD="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libubsan.so)" \
+    "$python" -m pytest tests/native "$@"
