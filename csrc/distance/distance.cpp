@@ -35,10 +35,12 @@ struct Task {
   const std::int64_t* dst;
   const std::int64_t* src;
   const std::int32_t* shift;
+  std::int64_t pairs;
   std::int64_t block;
   double* out;
 
-  std::int64_t units(std::int64_t pairs) const { return pairs * pool.num_layers * 2; }
+  std::int64_t units() const { return pairs * pool.num_layers * 2; }
+  std::int64_t entries() const { return pairs * block; }
 };
 
 // One token's K or V in both blocks, and how far in memory the rows to come are from it.
@@ -144,46 +146,63 @@ class Worker {
     }
   }
 
-  // Units [begin, end): a unit is one side of one layer of one pair.
+  // Units [begin, end): a unit is one pair in one buffer, a layer's K or V. All pairs of a
+  // buffer come before the next buffer: the page tables of one buffer fit a cache.
   void run(std::int64_t begin, std::int64_t end) {
+    if (begin == end) return;
     const std::int64_t last = end * task_.block - 1;
+    std::int64_t at = begin * task_.block;
+    Cursor here = cursor(at);
+    Cursor soon = cursor(std::min(at + kAhead, last));
+    Cursor later = cursor(std::min(at + kPagesAhead, last));
     Sum sum;
     for (std::int64_t unit = begin; unit < end; ++unit) {
-      const int side = static_cast<int>(unit % 2);
-      const std::int64_t pair = unit / (2 * pool_.num_layers);
+      const int side = static_cast<int>(here.buffer % 2);
       const bool turned = side == 0 && task_.shift != nullptr;
-      for (std::int64_t token = 0; token < task_.block; ++token) {
-        const std::int64_t at = unit * task_.block + token;
-        Row<Element> row = locate(at);
-        const Row<Element> later = locate(std::min(at + kAhead, last));
-        row.next_x = reinterpret_cast<std::uintptr_t>(later.x) -
+      double* out = task_.out +
+                    (here.entry / task_.block * 2 * pool_.num_layers + here.buffer) * Sum::kOutputs;
+      for (std::int64_t token = 0; token < task_.block; ++token, ++at) {
+        Row<Element> row = locate(here);
+        const Row<Element> next = locate(soon);
+        row.next_x = reinterpret_cast<std::uintptr_t>(next.x) -
                      reinterpret_cast<std::uintptr_t>(row.x);
-        row.next_y = reinterpret_cast<std::uintptr_t>(later.y) -
+        row.next_y = reinterpret_cast<std::uintptr_t>(next.y) -
                      reinterpret_cast<std::uintptr_t>(row.y);
-        const Row<Element> distant = locate(std::min(at + kPagesAhead, last));
+        const Row<Element> distant = locate(later);
         prefetch(reinterpret_cast<std::uintptr_t>(distant.x));
         prefetch(reinterpret_cast<std::uintptr_t>(distant.y));
-        const std::int32_t shift = turned ? task_.shift[pair * task_.block + token] : 0;
+        const std::int32_t shift = turned ? task_.shift[here.entry] : 0;
         if (shift == 0) {
           add_as_cached(row, side, sum);
         } else {
           add_turned(row, shift, sum);
         }
         sum.end_token();
+        step(here);
+        if (at + kAhead < last) step(soon);
+        if (at + kPagesAhead < last) step(later);
       }
-      sum.end_block(task_.out + unit * Sum::kOutputs);
+      sum.end_block(out);
     }
   }
 
  private:
-  Row<Element> locate(std::int64_t at) const {
-    const std::int64_t unit = at / task_.block;
-    const std::int64_t pair = unit / (2 * pool_.num_layers);
-    const std::int64_t buffer = unit % (2 * pool_.num_layers);
-    const std::int64_t entry = pair * task_.block + at % task_.block;
-    const auto* base = static_cast<const Element*>(pool_.bases[buffer]);
-    const std::int64_t stride = pool_.slot_stride[buffer % 2];
-    return {base + task_.dst[entry] * stride, base + task_.src[entry] * stride, 0, 0};
+  // A row to come: which buffer, and which entry of the slot lists.
+  struct Cursor {
+    std::int64_t buffer;
+    std::int64_t entry;
+  };
+
+  Cursor cursor(std::int64_t at) const { return {at / task_.entries(), at % task_.entries()}; }
+
+  RC_INLINE void step(Cursor& cursor) const {
+    if (++cursor.entry == task_.entries()) cursor = {cursor.buffer + 1, 0};
+  }
+
+  RC_INLINE Row<Element> locate(const Cursor& cursor) const {
+    const auto* base = static_cast<const Element*>(pool_.bases[cursor.buffer]);
+    const std::int64_t stride = pool_.slot_stride[cursor.buffer % 2];
+    return {base + task_.dst[cursor.entry] * stride, base + task_.src[cursor.entry] * stride, 0, 0};
   }
 
   void add_as_cached(const Row<Element>& row, int side, Sum& sum) const {
@@ -224,9 +243,9 @@ class Worker {
 };
 
 template <class Element, class Sum>
-void run(const Task& task, std::int64_t pairs, std::int64_t threads) {
+void run(const Task& task, std::int64_t threads) {
   const Pool& pool = task.pool;
-  const std::int64_t units = task.units(pairs);
+  const std::int64_t units = task.units();
   const std::int64_t unit_bytes = std::max<std::int64_t>(
       1, task.block * pool.num_heads * (pool.head_dim[0] + pool.head_dim[1]) *
              static_cast<std::int64_t>(sizeof(Element)));
@@ -260,13 +279,13 @@ void run(const Task& task, std::int64_t pairs, std::int64_t threads) {
 }
 
 template <class Element>
-std::int32_t run(const Task& task, std::int64_t pairs, std::int32_t sum, std::int64_t threads) {
+std::int32_t run(const Task& task, std::int32_t sum, std::int64_t threads) {
   switch (sum) {
     case REASONCACHE_SQUARES:
-      run<Element, SquaredDifference>(task, pairs, threads);
+      run<Element, SquaredDifference>(task, threads);
       return REASONCACHE_DISTANCE_OK;
     case REASONCACHE_MOMENTS:
-      run<Element, Moments>(task, pairs, threads);
+      run<Element, Moments>(task, threads);
       return REASONCACHE_DISTANCE_OK;
     default:
       return REASONCACHE_DISTANCE_BAD_CALL;
@@ -291,8 +310,8 @@ bool all_in_table(const std::int32_t* shift, std::int64_t count, std::int64_t ro
   return (least == 0 && most == 0) || (most < rows && -static_cast<std::int64_t>(least) < rows);
 }
 
-std::int32_t check(const Task& task, std::int64_t pairs) {
-  const std::int64_t count = pairs * task.block;
+std::int32_t check(const Task& task) {
+  const std::int64_t count = task.entries();
   if (!all_below(task.dst, count, task.pool.num_slots)) return REASONCACHE_DISTANCE_BAD_DST;
   if (!all_below(task.src, count, task.pool.num_slots)) return REASONCACHE_DISTANCE_BAD_SRC;
   if (task.shift != nullptr && !all_in_table(task.shift, count, task.pool.table_rows)) {
@@ -311,23 +330,23 @@ extern "C" std::int32_t reasoncache_distance(const reasoncache_distance_pool* po
                                              std::int64_t block, std::int32_t sum,
                                              std::int32_t threads, double* out) noexcept {
   using namespace reasoncache::distance;
-  const Task task{*pool, dst, src, shift, block, out};
-  const std::int32_t status = check(task, pairs);
+  const Task task{*pool, dst, src, shift, pairs, block, out};
+  const std::int32_t status = check(task);
   if (status != REASONCACHE_DISTANCE_OK) return status;
   const std::int64_t most = std::max(1u, std::thread::hardware_concurrency());
   const std::int64_t workers = std::min<std::int64_t>(threads, most);
   try {
     switch (pool->element) {
       case REASONCACHE_FLOAT32:
-        return run<float>(task, pairs, sum, workers);
+        return run<float>(task, sum, workers);
       case REASONCACHE_BFLOAT16:
-        return run<Bfloat16>(task, pairs, sum, workers);
+        return run<Bfloat16>(task, sum, workers);
       case REASONCACHE_FLOAT16:
-        return run<Float16>(task, pairs, sum, workers);
+        return run<Float16>(task, sum, workers);
       case REASONCACHE_FLOAT8_E4M3FN:
-        return run<Float8E4M3>(task, pairs, sum, workers);
+        return run<Float8E4M3>(task, sum, workers);
       case REASONCACHE_FLOAT8_E5M2:
-        return run<Float8E5M2>(task, pairs, sum, workers);
+        return run<Float8E5M2>(task, sum, workers);
       default:
         return REASONCACHE_DISTANCE_BAD_CALL;
     }

@@ -9,10 +9,16 @@ namespace distance {
 
 constexpr int kChains = 4;  // independent sums, so that additions need not wait for each other
 
-RC_INLINE double drain(Floats (&chains)[kChains]) {
-  const double total = sum_of((chains[0] + chains[1]) + (chains[2] + chains[3]));
+// Empties the chains of a token into the sum over tokens, lane by lane.
+RC_INLINE void drain(Floats (&chains)[kChains], Doubles& total) {
+  total += __builtin_convertvector((chains[0] + chains[1]) + (chains[2] + chains[3]), Doubles);
   for (Floats& chain : chains) chain = Floats{};
-  return total;
+}
+
+RC_INLINE double take(Doubles& total) {
+  const double sum = sum_of(total);
+  total = Doubles{};
+  return sum;
 }
 
 // sum (x - y)^2
@@ -25,16 +31,13 @@ class SquaredDifference {
     chains_[chain] = multiply_add(difference, difference, chains_[chain]);
   }
 
-  RC_INLINE void end_token() { total_ += drain(chains_); }
+  RC_INLINE void end_token() { drain(chains_, total_); }
 
-  RC_INLINE void end_block(double* out) {
-    out[0] = total_;
-    total_ = 0;
-  }
+  RC_INLINE void end_block(double* out) { out[0] = take(total_); }
 
  private:
   Floats chains_[kChains] = {};
-  double total_ = 0;
+  Doubles total_ = {};
 };
 
 // sum x^2, sum y^2, sum x y
@@ -49,23 +52,20 @@ class Moments {
   }
 
   RC_INLINE void end_token() {
-    total_[0] += drain(xx_);
-    total_[1] += drain(yy_);
-    total_[2] += drain(xy_);
+    drain(xx_, total_[0]);
+    drain(yy_, total_[1]);
+    drain(xy_, total_[2]);
   }
 
   RC_INLINE void end_block(double* out) {
-    for (int i = 0; i < kOutputs; ++i) {
-      out[i] = total_[i];
-      total_[i] = 0;
-    }
+    for (int i = 0; i < kOutputs; ++i) out[i] = take(total_[i]);
   }
 
  private:
   Floats xx_[kChains] = {};
   Floats yy_[kChains] = {};
   Floats xy_[kChains] = {};
-  double total_[kOutputs] = {};
+  Doubles total_[kOutputs] = {};
 };
 
 }  // namespace distance

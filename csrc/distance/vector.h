@@ -24,6 +24,7 @@ constexpr int kLanes = 4;
 #define RC_INLINE inline __attribute__((always_inline))
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef std::uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef std::uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
@@ -60,10 +61,10 @@ RC_INLINE Floats swap_neighbours(Floats v) {
 #endif
 }
 
-// Sum of all lanes, in double precision.
-RC_INLINE double sum_of(Floats v) {
+// Sum of all lanes.
+RC_INLINE double sum_of(const Doubles& v) {
   double total = 0;
-  for (int i = 0; i < kLanes; ++i) total += static_cast<double>(v[i]);
+  for (int i = 0; i < kLanes; ++i) total += v[i];
   return total;
 }
 
