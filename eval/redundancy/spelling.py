@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens of a response: by any Hugging Face tokenizer, or words and punctuation marks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from sglang_reasoncache.plugin.vocabulary import vocabulary_of
+from sglang_reasoncache.policy.segment import TokenClasses
+from sglang_reasoncache.policy.step import Step
+from sglang_reasoncache.policy.vocabulary import Vocabulary
+
+WORDS = "words"
+# Lossless, for structure is read from the text: a space goes with the word behind it.
+_PIECES = re.compile(r"[ ]?(?:\w+|[^\w\s])|\s", re.UNICODE)
+
+
+class Spelled(NamedTuple):
+    """A response as tokens.
+
+    Attributes:
+        bag_ids: what a token counts as in a bag of tokens, by id, negative for
+            nothing; None: as itself.
+    """
+
+    token_ids: list[int]
+    vocabulary: Vocabulary
+    classes: TokenClasses
+    bag_ids: list[int] | None
+
+    def bagged(self, step: Step) -> Step:
+        """The step with the bag that similarities are computed from."""
+        if self.bag_ids is None:
+            return step
+        bag = [kind for i in step.token_ids if (kind := self.bag_ids[i]) >= 0]
+        text = self.vocabulary.text(step.token_ids)
+        return Step.build(step.start, bag, text) if bag else step
+
+
+class Speller(Protocol):
+    """Turns text into tokens."""
+
+    name: str
+
+    def spell(self, text: str) -> Spelled:
+        """The tokens of one response."""
+
+
+class WordSpeller:
+    r"""Tokens ``\w+|[^\w\s]``, the ids fresh for each response: no table that grows.
+
+    In a bag a word counts as the same with and without a space before it, and white
+    space not at all; blocks have to agree in the space as well.
+    """
+
+    name = WORDS
+
+    def spell(self, text: str) -> Spelled:
+        """The tokens of one response."""
+        ids: dict[str, int] = {}
+        token_ids = [ids.setdefault(piece, len(ids)) for piece in _PIECES.findall(text)]
+        vocabulary = Vocabulary([piece.encode() for piece in ids])
+        words: dict[str, int] = {}
+        bag_ids = [
+            words.setdefault(word, len(words)) if (word := piece.strip()) else -1 for piece in ids
+        ]
+        return Spelled(token_ids, vocabulary, TokenClasses(vocabulary), bag_ids)
+
+
+class TokenizerSpeller:
+    """The tokens of a Hugging Face tokenizer in a local folder.
+
+    Raises:
+        ValueError: no tokenizer there, or one that cannot be read.
+    """
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoTokenizer
+
+        path = Path(folder)
+        if not path.is_dir():
+            raise ValueError(f"--tokenizer must be {WORDS!r} or a folder, got {folder!r}")
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except Exception as error:
+            # Tokenizer files fail in as many ways as there are kinds of them.
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            raise ValueError(f"--tokenizer {folder!r} cannot be loaded: {first}") from error
+        self.name = path.resolve().name
+        self._vocabulary = vocabulary_of(self._tokenizer)
+        self._classes = TokenClasses(self._vocabulary)
+
+    def spell(self, text: str) -> Spelled:
+        """The tokens of one response."""
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return Spelled(list(token_ids), self._vocabulary, self._classes, None)
