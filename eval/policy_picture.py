@@ -50,7 +50,7 @@ def count(
         engine.feed(array("q", [request]), array("q", [len(tokens)]), array("q", tokens))
         engine.close(request)
         while engine.outstanding:
-            for result in engine.take(1 << 20):
+            for result in engine.take(1 << 20, 1 << 30):
                 total.add(result.counters)
     return total
 

@@ -139,6 +139,10 @@ class ReasonCacheConfig:
         self._between("max_pending", 1, 1_000_000)
         self._between("max_step_tokens", 16, 65_536)
         self._between("max_history_steps", 1, 1_000_000)
+        if self.block > self.max_step_tokens:
+            raise ConfigError(
+                "block", f"at most max_step_tokens ({self.max_step_tokens})", self.block
+            )
         if self.tau_soft > self.tau_strict:
             raise ConfigError("tau_soft", f"at most tau_strict ({self.tau_strict})", self.tau_soft)
 

@@ -58,6 +58,7 @@ REASONCACHE_API int32_t reasoncache_engine_open(Engine* engine, int64_t request,
 REASONCACHE_API void reasoncache_engine_close(Engine* engine, int64_t request) {
   try {
     engine->close(request);
+    engine->flush();
   } catch (const std::exception&) {
   }
 }
@@ -93,16 +94,18 @@ REASONCACHE_API void reasoncache_engine_wait(Engine* engine) {
   }
 }
 
-// Takes up to `limit` steps. Writes (kHeader + kCounters) numbers for each to `steps`, and for
-// each pair its destination and source to `positions` and its similarity to `similarities`;
-// `positions` has room for `limit * max_blocks_per_step` pairs. Returns the number of steps.
-REASONCACHE_API size_t reasoncache_engine_take(Engine* engine, size_t limit, int64_t* steps,
-                                               int64_t* positions, double* similarities) {
+// Takes up to `limit` steps, stopping behind the one with which they have `max_pairs` pairs.
+// Writes (kHeader + kCounters) numbers for each to `steps`, and for each pair its destination
+// and source to `positions` and its similarity to `similarities`; both have room for
+// `max_pairs + max_blocks_per_step` pairs. Returns the number of steps.
+REASONCACHE_API size_t reasoncache_engine_take(Engine* engine, size_t limit, size_t max_pairs,
+                                               int64_t* steps, int64_t* positions,
+                                               double* similarities) {
   std::vector<Result> results;
   try {
     limit = std::min(limit, engine->ready());
     results.reserve(limit);
-    engine->take(limit, results);
+    engine->take(limit, max_pairs, results);
   } catch (const std::exception&) {
     return 0;
   }

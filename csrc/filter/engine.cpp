@@ -2,6 +2,7 @@
 #include "filter/engine.h"
 
 #include <ctime>
+#include <exception>
 #include <string>
 
 namespace reasoncache {
@@ -59,14 +60,19 @@ void Engine::close(int64_t request) {
 void Engine::feed(int64_t request, const int64_t* tokens, size_t count) {
   const auto found = requests_.find(request);
   if (found == requests_.end()) return;
-  RawStep step;
-  for (size_t i = 0; i < count; ++i) {
-    const int64_t token = tokens[i];
-    const int32_t id = token >= 0 && token <= INT32_MAX ? static_cast<int32_t>(token) : -1;
-    if (found->second.segmenter.push(id, step)) {
-      hand_over(request, found->second, std::move(step));
-      step = RawStep{};
+  try {
+    RawStep step;
+    for (size_t i = 0; i < count; ++i) {
+      const int64_t token = tokens[i];
+      const int32_t id = token >= 0 && token <= INT32_MAX ? static_cast<int32_t>(token) : -1;
+      if (found->second.segmenter.push(id, step)) {
+        hand_over(request, found->second, std::move(step));
+        step = RawStep{};
+      }
     }
+  } catch (const std::exception&) {
+    // Tokens were lost, so the positions of later ones would be wrong.
+    requests_.erase(found);
   }
 }
 
@@ -76,8 +82,8 @@ void Engine::hand_over(int64_t id, Request& request, RawStep&& step) {
     request.flip_fence ^= flips_fence(vocabulary_, step.tokens);
     return;
   }
-  ++outstanding_;
   fed_.push_back({id, request.filter, std::move(step), request.flip_fence});
+  ++outstanding_;
   request.flip_fence = false;
 }
 
@@ -93,10 +99,12 @@ void Engine::flush() {
 
 size_t Engine::ready() { return num_ready_.load(std::memory_order_acquire); }
 
-void Engine::take(size_t limit, std::vector<Result>& out) {
+void Engine::take(size_t limit, size_t max_pairs, std::vector<Result>& out) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  while (limit-- > 0 && !results_.empty()) {
+  size_t num_pairs = 0;
+  while (limit-- > 0 && num_pairs < max_pairs && !results_.empty()) {
     out.push_back(std::move(results_.front()));
+    num_pairs += out.back().proposal.pairs.size();
     results_.pop_front();
     --outstanding_;
   }
@@ -132,7 +140,8 @@ void Engine::work() {
         if (item.flip_fence) item.filter->flip_fence();
         result.proposal = item.filter->propose(std::move(item.step));
       } catch (const std::exception&) {
-        // Out of memory: the step is not shared, and its counters say so.
+        // Out of memory, with the history half changed: this request proposes no more.
+        item.filter->give_up();
       }
       result.cpu_ns = thread_cpu_ns() - start;
     }

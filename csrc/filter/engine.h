@@ -37,7 +37,8 @@ class Engine {
   void close(int64_t request);
 
   // Takes a request's next tokens; finished steps go to the thread, or are shed where
-  // `max_pending` of them are waiting. Unknown requests are ignored.
+  // `max_pending` of them are waiting. Unknown requests are ignored. Out of memory, the
+  // request is closed: it shares no more.
   void feed(int64_t request, const int64_t* tokens, size_t count);
   // Starts the thread on what was fed since the last call.
   void flush();
@@ -47,8 +48,9 @@ class Engine {
   uint64_t shed() const { return shed_; }
   // Results that `take` would return now.
   size_t ready();
-  // Moves up to `limit` results, in the order of their steps, to `out`.
-  void take(size_t limit, std::vector<Result>& out);
+  // Moves up to `limit` results, in the order of their steps, to `out`; stops behind the one
+  // with which they have `max_pairs` pairs or more.
+  void take(size_t limit, size_t max_pairs, std::vector<Result>& out);
   // Waits until every step handed over has its result.
   void wait();
 

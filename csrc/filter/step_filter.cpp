@@ -9,11 +9,12 @@
 namespace reasoncache {
 
 Proposal StepFilter::propose(RawStep&& raw) {
+  Proposal proposal;
+  proposal.start = raw.start;
+  proposal.end = raw.start + static_cast<int64_t>(raw.tokens.size());
+  if (gave_up_) return proposal;
   Bag bag;
   Step step = build(std::move(raw), bag);
-  Proposal proposal;
-  proposal.start = step.start;
-  proposal.end = step.start + static_cast<int64_t>(step.tokens.size());
   if (history_.size() > 0) {
     Counters& counters = proposal.counters;
     counters.steps_compared = 1;

@@ -52,6 +52,9 @@ class StepFilter {
   // Compares the step with all earlier ones, then makes it one of them.
   Proposal propose(RawStep&& raw);
 
+  // From now on no step is compared, nor remembered.
+  void give_up() { gave_up_ = true; }
+
   // Steps that were shed held an odd number of code fences.
   void flip_fence() { in_code_ = !in_code_; }
 
@@ -66,6 +69,7 @@ class StepFilter {
   const Vocabulary& vocabulary_;
   LexicalIndex history_;
   bool in_code_ = false;
+  bool gave_up_ = false;
   // Scratch, kept for its capacity.
   std::string bytes_;
   std::u32string text_;

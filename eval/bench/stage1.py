@@ -159,7 +159,7 @@ def replay(engine: StepEngine, streams: Sequence[Sequence[int]], at_once: int) -
     feed_seconds = 0.0
 
     def collect() -> int:
-        found = engine.take(1 << 20)
+        found = engine.take(1 << 20, 1 << 30)
         for result in found:
             seconds.append(result.seconds)
             history.append(earlier[result.request])
@@ -217,7 +217,7 @@ def segment_microseconds(
         total += time.thread_time() - start
         engine.close(request)
     while engine.outstanding:
-        engine.take(1 << 20)
+        engine.take(1 << 20, 1 << 30)
     return total / sum(map(len, streams)) * 1e6
 
 
@@ -273,7 +273,7 @@ def peak_megabytes(
         for chunk, count in zip(chunks, counts, strict=True):
             engine.feed(request, count, chunk)
             engine.wait()
-            engine.take(1 << 20)
+            engine.take(1 << 20, 1 << 30)
             worst = max(worst, (used() - before) / 1e6)
         engine.shut_down()
     return worst

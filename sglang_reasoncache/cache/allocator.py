@@ -14,6 +14,7 @@ import torch
 
 from sglang_reasoncache.cache.budget import CreditSource, SharingBudget
 from sglang_reasoncache.cache.references import PageReferences
+from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.plugin import seams
 
 
@@ -31,10 +32,26 @@ class _Shared:
         self.references = PageReferences()
         self.has_moved_slots = False
 
+    @property
+    def _pool_device(self) -> Any:
+        return self.device  # type: ignore[attr-defined]
+
     def share(self, pages: list[int]) -> None:
         """Add one reference per occurrence. ``pages``: ids of pages in use."""
         self.references.add(pages)
         self.has_moved_slots = True
+
+    def release(self, pages: list[int]) -> None:
+        """Take one reference away per occurrence; pages left with none are free at once.
+
+        Never reads from the device: the caller knows the ids.
+        """
+        last = self.references.drop(pages)
+        if last:
+            self._release_unreferenced(upload(last, self._pool_device))
+
+    def _release_unreferenced(self, pages: torch.Tensor) -> None:
+        raise NotImplementedError
 
     def _last_references(self, pages: torch.Tensor) -> torch.Tensor:
         """The pages of ``pages`` (int64, one entry per reference) that nothing refers to any more.
@@ -74,6 +91,9 @@ class SharedTokenAllocator(_Shared, seams.TokenToKVPoolAllocator):
             free_index = self._last_references(free_index)
         super().free(free_index)
 
+    def _release_unreferenced(self, pages: torch.Tensor) -> None:
+        super().free(pages)
+
 
 class SharedPagedAllocator(_Shared, seams.PagedTokenToKVPoolAllocator):
     """Page size above 1: pages are shared whole."""
@@ -103,6 +123,9 @@ class SharedPagedAllocator(_Shared, seams.PagedTokenToKVPoolAllocator):
         last = self._last_references(torch.cat(page_ids) if len(page_ids) > 1 else page_ids[0])
         if last.numel():
             super()._release_page_ids(last)
+
+    def _release_unreferenced(self, pages: torch.Tensor) -> None:
+        super()._release_page_ids(pages)
 
 
 def shared_allocator_of(stock: Any) -> SharedTokenAllocator | SharedPagedAllocator:

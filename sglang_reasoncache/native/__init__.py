@@ -6,6 +6,6 @@ another thread. Without a compiler the Python twins serve, slower and with the
 same results.
 """
 
-from sglang_reasoncache.native.build import NativeUnavailable, library
+from sglang_reasoncache.native.build import NativeUnavailable, library, prepare_for_children
 
-__all__ = ["NativeUnavailable", "library"]
+__all__ = ["NativeUnavailable", "library", "prepare_for_children"]

@@ -4,7 +4,8 @@
 ``CXX`` chooses the compiler, ``REASONCACHE_CACHE_DIR`` the folder of the
 results (default: ``sglang-reasoncache`` under ``XDG_CACHE_HOME`` or
 ``~/.cache``), ``REASONCACHE_SANITIZE=1`` a build with AddressSanitizer and
-UndefinedBehaviorSanitizer for the tests.
+UndefinedBehaviorSanitizer for the tests. A server passes what it found to its
+children in ``REASONCACHE_NATIVE_LIBRARY``: a path, or ``!`` and why there is none.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 from sglang_reasoncache.native import generated
 
@@ -39,11 +42,18 @@ _OPTIMISED = ("-O3", "-march=native")
 _SANITIZED = ("-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined")
 
 
+#: For child processes; also a way to point at a library built elsewhere.
+LIBRARY_ENV = "REASONCACHE_NATIVE_LIBRARY"
+
+
 class NativeUnavailable(RuntimeError):
     """The library cannot be built or loaded here; the message says why."""
 
 
-@functools.cache
+# What the first call found; a failure is not tried again.
+_found: ctypes.CDLL | NativeUnavailable | None = None
+
+
 def library() -> ctypes.CDLL:
     """The loaded library; builds it when there is no build of this source yet.
 
@@ -52,37 +62,77 @@ def library() -> ctypes.CDLL:
     Raises:
         NativeUnavailable: no sources, no compiler, or an error of the compiler.
     """
-    path = build()
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NativeUnavailable(f"cannot load {path}: {error}") from error
+    global _found
+    if _found is None:
+        try:
+            _found = _load()
+        except NativeUnavailable as error:
+            _found = error
+        except (OSError, subprocess.SubprocessError) as error:
+            _found = NativeUnavailable(f"cannot build the native library: {error}")
+    if isinstance(_found, NativeUnavailable):
+        raise _found
+    return _found
 
 
-def build() -> Path:
-    """Path of the library for this source, compiler and CPU; compiles it if need be.
+def prepare_for_children() -> ctypes.CDLL:
+    """:func:`library`, and child processes will find the same.
 
     Raises:
         NativeUnavailable: see :func:`library`.
     """
+    try:
+        found = library()
+    except NativeUnavailable as error:
+        os.environ[LIBRARY_ENV] = f"!{error}"
+        raise
+    os.environ[LIBRARY_ENV] = found._name
+    return found
+
+
+def _load() -> ctypes.CDLL:
+    given = os.environ.get(LIBRARY_ENV, "")
+    if given.startswith("!"):
+        raise NativeUnavailable(given[1:])
     root = _source_root()
+    path = Path(given) if given else build(root)
+    try:
+        found = ctypes.CDLL(str(path))
+        found.reasoncache_source.restype = ctypes.c_char_p
+        source = found.reasoncache_source().decode()
+    except (OSError, AttributeError) as error:
+        raise NativeUnavailable(f"cannot load {path}: {error}") from error
+    if source != _source_hash(root):
+        raise NativeUnavailable(f"{path} was built from other sources than {root}")
+    return found
+
+
+def build(root: Path) -> Path:
+    """Path of the library for the sources in ``root`` and this CPU; compiles it if need be.
+
+    Raises:
+        NativeUnavailable: see :func:`library`.
+        OSError: the cache folder cannot be used.
+    """
     sources = sorted(root.rglob("*.cpp"))
     if not sources:
         raise NativeUnavailable(f"no C++ sources in {root}")
-    compiler = _compiler()
     flags = (*_FLAGS, *(_SANITIZED if sanitized() else _OPTIMISED))
-    key = _key(root, compiler, flags)
-    with _cache_folder() as cache:
+    key = _key(root, flags)
+    cache = _cache_folder()
+    if cache is not None:
         target = cache / key / _NAME
         if target.is_file():
             return target
-        try:
-            with (cache / f"{key}.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not target.is_file():
-                    _compile(root, sources, compiler, flags, target)
-        except OSError as error:
-            raise NativeUnavailable(f"cannot build in {cache}: {error}") from error
+    if cache is None or not os.access(cache, os.W_OK):
+        # Kept until the process ends; the library stays mapped after that.
+        cache = Path(_private_folder().name)
+        target = cache / key / _NAME
+    compiler = _compiler()
+    with (cache / f"{key}.lock").open("w") as lock:
+        _wait_for(lock)
+        if not target.is_file():
+            _compile(root, sources, compiler, flags, target)
     return target
 
 
@@ -109,23 +159,24 @@ def _compiler() -> list[str]:
     raise NativeUnavailable(f"no C++ compiler on PATH (looked for {', '.join(_COMPILERS)}; or CXX)")
 
 
-def _key(root: Path, compiler: Sequence[str], flags: Sequence[str]) -> str:
-    """Hash of everything that decides what the library holds."""
+def _source_hash(root: Path) -> str:
+    """Hash of the sources, and of what headers are generated from."""
     digest = hashlib.sha256()
     files = [*root.rglob("*.cpp"), *root.rglob("*.h"), *generated.inputs()]
     for path in sorted(files):
         digest.update(f"{path.name}\0".encode())
         digest.update(path.read_bytes())
-    for part in (
-        *compiler,
-        _run([*compiler, "--version"]),
-        *flags,
-        _cpu(),
-        sys.version,
-        unicodedata.unidata_version,
-    ):
-        digest.update(f"\0{part}".encode())
+    digest.update(f"{sys.version_info[:2]}\0{unicodedata.unidata_version}".encode())
     return digest.hexdigest()[:24]
+
+
+def _key(root: Path, flags: Sequence[str]) -> str:
+    """Hash of what decides what the library holds.
+
+    The compiler is not asked: a library built into an image serves where there is none.
+    """
+    parts = (_source_hash(root), os.environ.get("CXX", ""), *flags, _cpu())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 def _cpu() -> str:
@@ -137,31 +188,48 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-@contextlib.contextmanager
-def _cache_folder() -> Iterator[Path]:
-    """A folder that only this user can write: what is in it gets executed."""
+def _cache_folder() -> Path | None:
+    """A folder that nobody else can write, since what is in it gets executed; else None.
+
+    It may belong to root and be read-only, as in an image.
+    """
     given = os.environ.get("REASONCACHE_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(given) if given else Path(base) / "sglang-reasoncache"
+    if not folder.is_absolute():
+        return None  # no home
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(PermissionError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Links are followed once, here.
+        folder = folder.resolve(strict=True)
         status = folder.stat()
-        usable = (
-            status.st_uid == os.getuid()
-            and not status.st_mode & 0o022
-            and os.access(folder, os.W_OK)
-        )
     except OSError:
-        usable = False
-    if not usable:
-        # Kept until the process ends; the library stays mapped after that.
-        folder = Path(_private_folder().name)
-    yield folder
+        return None
+    own = status.st_uid in (0, os.getuid())
+    return folder if own and not status.st_mode & 0o022 else None
 
 
 @functools.cache
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="sglang-reasoncache-")
+
+
+def _wait_for(lock: IO[str]) -> None:
+    """Take the lock, or give up when whoever holds it does not finish.
+
+    Raises:
+        NativeUnavailable: after ``_TIMEOUT_SECONDS``.
+    """
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise NativeUnavailable(f"another process holds {lock.name}") from None
+            time.sleep(0.1)
 
 
 def _compile(
@@ -172,7 +240,7 @@ def _compile(
         folder = Path(scratch)
         for name, text in generated.headers().items():
             (folder / name).write_text(text, encoding="utf-8")
-        include = (f"-I{root}", f"-I{scratch}")
+        include = (f"-I{root}", f"-I{scratch}", f'-DREASONCACHE_SOURCE="{_source_hash(root)}"')
         objects = [folder / f"{i}.o" for i in range(len(sources))]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as workers:
             list(
@@ -189,15 +257,20 @@ def _compile(
         os.replace(output, target)
 
 
-def _run(command: Sequence[str]) -> str:
-    """Standard output of a compiler call.
+def _run(command: Sequence[str]) -> None:
+    """Call the compiler.
 
     Raises:
         NativeUnavailable: it failed; the message ends with what it said.
     """
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"{command[0]}: {error}") from error
@@ -205,4 +278,3 @@ def _run(command: Sequence[str]) -> str:
         raise NativeUnavailable(
             f"{shlex.join(command)} failed ({done.returncode}):\n{done.stderr[-4000:]}"
         )
-    return done.stdout

@@ -17,7 +17,9 @@ from sglang_reasoncache.policy.vocabulary import Vocabulary
 _NUM_COUNTERS = len(FilterCounters.__dataclass_fields__)
 # Numbers for each step before its counters; see csrc/filter/capi.cpp.
 _HEADER = 5
-_TAKE_LIMIT = 64
+# Read from the library at once; more are read in several goes.
+_TAKE_STEPS = 256
+_TAKE_PAIRS = 1024
 
 
 class _Config(ctypes.Structure):
@@ -124,8 +126,9 @@ class NativeEngine:
         if not self._handle:
             raise MemoryError("reasoncache: the native filter could not be created")
         self._next_request = 0
-        max_pairs = _TAKE_LIMIT * config.max_blocks_per_step
-        self._steps = np.empty((_TAKE_LIMIT, _HEADER + _NUM_COUNTERS), dtype=np.int64)
+        # The last step may go beyond.
+        max_pairs = _TAKE_PAIRS + config.max_blocks_per_step
+        self._steps = np.empty((_TAKE_STEPS, _HEADER + _NUM_COUNTERS), dtype=np.int64)
         self._positions = np.empty((max_pairs, 2), dtype=np.int64)
         self._similarities = np.empty(max_pairs, dtype=np.float64)
         self._out = tuple(
@@ -185,16 +188,19 @@ class NativeEngine:
         """Results that :meth:`take` would give now."""
         return int(self._lib.reasoncache_engine_ready(self._handle))
 
-    def take(self, limit: int) -> list[StepResult]:
-        """Up to ``limit`` results, in the order in which their steps ended."""
+    def take(self, limit: int, max_pairs: int = 1 << 30) -> list[StepResult]:
+        """See ``sharing.engine.StepEngine``."""
         found: list[StepResult] = []
-        while limit > 0:
-            wanted = min(limit, _TAKE_LIMIT)
-            count = self._lib.reasoncache_engine_take(self._handle, wanted, *self._out)
-            found += self._read(self._steps[:count].tolist())
-            limit -= count
-            if count < wanted:
+        while limit > 0 and max_pairs > 0:
+            count = self._lib.reasoncache_engine_take(
+                self._handle, min(limit, _TAKE_STEPS), min(max_pairs, _TAKE_PAIRS), *self._out
+            )
+            if not count:
                 break
+            results = self._read(self._steps[:count].tolist())
+            found += results
+            limit -= count
+            max_pairs -= sum(len(result.pairs) for result in results)
         return found
 
     def _read(self, rows: Sequence[Sequence[int]]) -> list[StepResult]:
@@ -248,7 +254,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ("outstanding", size, (pointer,)),
         ("shed", ctypes.c_uint64, (pointer,)),
         ("wait", None, (pointer,)),
-        ("take", size, (pointer, size, pointer, pointer, pointer)),
+        ("take", size, (pointer, size, size, pointer, pointer, pointer)),
     ):
         function = getattr(library, f"reasoncache_engine_{name}")
         function.restype = result

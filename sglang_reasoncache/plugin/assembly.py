@@ -137,6 +137,12 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         markers,
         make_encoder(config, context.tp_worker.model_runner.model, context),
     )
+    if _first_rank_says(engine.name, group) != engine.name:
+        # They would shed and compare differently.
+        raise ValueError(
+            f"--reasoncache-engine: this tensor-parallel rank has only {engine.name}, the first "
+            "one another; give all of them a C++ compiler or none (--reasoncache-engine python)"
+        )
     controller = SharingController(
         config,
         block,

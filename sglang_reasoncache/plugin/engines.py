@@ -15,19 +15,29 @@ from sglang_reasoncache.policy.filter import RequestFilter
 from sglang_reasoncache.policy.segment import TokenClasses
 from sglang_reasoncache.policy.settings import FilterConfig
 from sglang_reasoncache.policy.span import ReasoningMarkers, ReasoningSpan
+from sglang_reasoncache.sharing.calibrated import filter_config
 from sglang_reasoncache.sharing.engine import InlineEngine, StepEngine
 
 logger = logging.getLogger(__name__)
+
+_PYTHON_ONLY = (
+    "random sharing, a structure tolerance and other encoders than tokens are Python only"
+)
 
 
 def prepare(config: ReasonCacheConfig) -> None:
     """Compile the native library before the scheduler processes want it.
 
+    Distances use it as well, whichever engine compares steps.
+
     Raises:
-        ValueError: ``--reasoncache-engine native`` and it cannot be had.
+        ValueError: ``--reasoncache-engine native`` and it cannot be had, or does not
+            know what is asked for.
     """
+    if config.engine == "native" and not supports(filter_config(config, config.block, 1)):
+        raise ValueError(f"--reasoncache-engine native: {_PYTHON_ONLY}")
     try:
-        native.library()
+        native.prepare_for_children()
     except native.NativeUnavailable as error:
         if config.engine == "native":
             raise ValueError(f"--reasoncache-engine native: {error}") from error
@@ -85,9 +95,7 @@ def _native(
     markers: ReasoningMarkers | None,
 ) -> NativeEngine:
     if not supports(filter_config):
-        raise NotImplementedError(
-            "random sharing, a structure tolerance and other encoders than tokens are Python only"
-        )
+        raise NotImplementedError(_PYTHON_ONLY)
     return NativeEngine(
         native.library(),
         filter_config,

@@ -182,6 +182,8 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     # Raise here, in the operator's face, rather than in the scheduler process.
     filter_config(config, config.block, page_size=1)
     check_calibration(config)
+    if config.span == "reasoning" and not server_args.reasoning_parser:
+        raise ValueError("--reasoncache-span reasoning needs a --reasoning-parser, got none")
     seams.check_version(config.allow_untested_sglang)
     refusals.check(server_args)
     # Imports torch, which processes without the flag need not load.

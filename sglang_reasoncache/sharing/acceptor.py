@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang_reasoncache.cache.allocator import SharedPagedAllocator, SharedTokenAllocator
+from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 
@@ -35,6 +36,7 @@ def refusal_of(block: BlockProposal, written: int) -> Refusal | None:
     if block.dst_start < block.req.kv.cache_protected_len:
         # The prefix tree owns these; another request may read them.
         return Refusal.TREE_OWNED
+    written = min(written, block.req.kv.kv_allocated_len)
     if block.dst_end > written or block.src_start + block.length > block.dst_start:
         return Refusal.NOT_WRITTEN
     return None
@@ -92,11 +94,10 @@ class Acceptor:
         # References first: a source must never be free in between.
         self._allocator.share([slot // page for i in moved for slot in src_slots[i][::page]])
         device = measured.src_slots.device
-        index = torch.tensor(moved, dtype=torch.int64, device=device)
+        index = upload(moved, device)
         self._pool.write(
             (measured.rows[index], measured.dst_at[index]),
             measured.src_slots[index].to(torch.int32),
         )
-        freed = [slot // page for i in moved for slot in dst_slots[i][::page]]
-        self._allocator.free_page_ids(torch.tensor(freed, dtype=torch.int64, device=device))
+        self._allocator.release([slot // page for i in moved for slot in dst_slots[i][::page]])
         return changed

@@ -9,6 +9,7 @@ waits for any of it, and no request does.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import logging
 import time
@@ -41,8 +42,8 @@ INTERVAL = 4
 _RECENT_REQUESTS = 32
 #: Shared blocks listed for one of them.
 _RECENT_BLOCKS = 1024
-#: Finished steps taken from the engine at once.
-_TAKE_LIMIT = 64
+#: Finished steps taken from the engine at once, unless their blocks make a wave before.
+_TAKE_LIMIT = 256
 #: Blocks measured at once, and about as many applied in one look at the requests: the
 #: scheduler must not stall when many steps end together.
 _MAX_WAVE = 256
@@ -102,6 +103,9 @@ class SharingController:
         self._agree = agree
         self._interval = interval
         self._tick = 0
+        self._shed_before = 0
+        # Engine ids of requests that disappeared; any thread may append one.
+        self._orphans: collections.deque[int] = collections.deque()
         self._waves: collections.deque[list[BlockProposal]] = collections.deque()
         self._flight: _Flight | None = None
         # Engine id -> SGLang's request, as long as that lives.
@@ -123,21 +127,29 @@ class SharingController:
     def on_release(self, req: Any) -> None:
         """The row is gone; called for finished, aborted and retracted requests alike."""
         state = request_state.state_of(req)
+        ended = req.finished() and not isinstance(req.finished_reason, seams.FINISH_ABORT)
         if state is None:
+            if ended:
+                self._note_unfollowed(req)
             return
-        self.live_positions -= state.live_positions
-        if req.finished():
-            if not isinstance(req.finished_reason, seams.FINISH_ABORT):
-                self._note_finished(req, state)
-            if state.followed is not None:
-                state.followed.close()
+        shared, state.live_positions = state.live_positions, 0
+        self.live_positions -= shared
+        if ended:
+            self._note_finished(req, state, shared)
+        if req.finished() and state.followed is not None:
+            state.followed.close()
         state.forget_row()
+        if shared and not self.live_positions and self._metrics is not None:
+            self._metrics.update(self.stats, 0, None)
 
     def reset(self) -> None:
         """The cache was flushed; SGLang does that only when nothing runs."""
         self.live_positions = 0
         self.stats = SharingStats()
+        self._shed_before = self._engine.steps_shed
         self._recent.clear()
+        self._waves.clear()
+        self._flight = None
 
     # -- a decode step --------------------------------------------------------
 
@@ -150,6 +162,7 @@ class SharingController:
         if not self.config.is_active:
             return 0
         self._tick += 1
+        self.stats.decode_steps += 1
         if self._tick % self._interval:
             return 0
         start = time.perf_counter()
@@ -170,6 +183,8 @@ class SharingController:
 
     def _feed(self, reqs: Sequence[Any]) -> None:
         """Hand the requests' new tokens to the engine."""
+        while self._orphans:
+            self._engine.close(self._orphans.popleft())
         running = logical = 0
         ids, counts, tokens = array("q"), array("q"), array("q")
         for req in reqs:
@@ -191,24 +206,18 @@ class SharingController:
                 state.fed = ready
         if ids:
             self._engine.feed(ids, counts, tokens)
-        self.stats.steps_shed = self._engine.steps_shed
-        self.stats.decode_step(running, self.live_positions, logical)
+        self.stats.steps_shed = self._engine.steps_shed - self._shed_before
+        self.stats.look(running, self.live_positions, logical)
 
     def _admit(self, req: Any) -> RequestState:
         """Start to follow a request, if it may share."""
         self.stats.requests_seen += 1
-        served = (
-            self.allows(req)
-            and req.beam_group is None
-            and req.multimodal_inputs is None
-            and req.input_embeds is None
-        )
         followed = None
-        if served:
+        if self._serves(req):
             prompt = req.origin_input_ids
             inside = self._markers is None or self._markers.inside_after(prompt)
             try:
-                followed = Followed(self._engine, len(prompt), inside)
+                followed = Followed(self._engine, len(prompt), inside, self._orphans)
             except MemoryError:
                 logger.warning("reasoncache: no memory to follow request %s", req.rid)
             else:
@@ -216,6 +225,15 @@ class SharingController:
         else:
             self.stats.requests_opted_out += 1
         return request_state.attach(req, RequestState(followed))
+
+    def _serves(self, req: Any) -> bool:
+        """Whether a request may share at all."""
+        return (
+            self.allows(req)
+            and req.beam_group is None
+            and req.multimodal_inputs is None
+            and req.input_embeds is None
+        )
 
     def _reapply(self, req: Any, state: RequestState) -> None:
         """Recomputed after a retraction: the row holds nothing shared, the decisions stand."""
@@ -244,18 +262,21 @@ class SharingController:
         are until it is applied. Meanwhile steps pile up in the engine, which sheds.
         """
         landed = 0
-        if self._flight is None and sum(map(len, self._waves)) < _MAX_WAVE:
-            self._collect()
-        while landed < _MAX_WAVE:
-            if self._flight is None and not self._take_off():
-                return
+        while True:
             flight = self._flight
-            assert flight is not None
-            if not flight.measured.is_immediate and not self._agree(flight.measured.ready()):
+            if flight is not None:
+                if not flight.measured.is_immediate and not self._agree(flight.measured.ready()):
+                    return
+                self._flight = None
+                self._land(flight)
+                landed += len(flight.wave)
+            if landed >= _MAX_WAVE:
                 return
-            self._flight = None
-            self._land(flight)
-            landed += len(flight.wave)
+            if not self._waves and not self._collect():
+                return
+            if not self._take_off():
+                # What was collected had no blocks, or came too late; it took some time too.
+                landed += 1
 
     def _take_off(self) -> bool:
         """Measure the next wave; False when none waits."""
@@ -266,26 +287,36 @@ class SharingController:
                 return True
         return False
 
-    def _collect(self) -> None:
-        """Queue the blocks of steps that the engine has compared."""
+    def _collect(self) -> bool:
+        """Queue the blocks of steps that the engine has compared; False when there are none."""
         if not self._engine.outstanding:
-            return
-        merged: list[list[BlockProposal]] = []
+            return False
         per_request: dict[int, list[BlockProposal]] = {}
-        for result in self._engine.take(min(self._agree(self._engine.ready()), _TAKE_LIMIT)):
+        ready = min(self._agree(self._engine.ready()), _TAKE_LIMIT)
+        results = self._engine.take(ready, _MAX_WAVE)
+        for result in results:
             self._count(result)
             req = self._requests.get(result.request)
             state = None if req is None else request_state.state_of(req)
             if state is None:
                 self.stats.refusals[Refusal.LATE.value] += len(result.pairs)
                 continue
-            per_request.setdefault(result.request, []).extend(
+            # Refused here as well as later: which requests still exist may differ
+            # between ranks, and the waves they make must not.
+            blocks = per_request.setdefault(result.request, [])
+            for block in self._allowed(
                 BlockProposal(req, pair.dst_start, pair.src_start, self.block, state.row)
                 for pair in result.pairs
-            )
+            ):
+                if state.claim(block.dst_start, block.length):
+                    blocks.append(block)
+                else:
+                    self._refuse(block, Refusal.OVERLAP)
+        waves: list[list[BlockProposal]] = []
         for blocks in per_request.values():
-            queue(blocks, merged)
-        self._append(merged)
+            queue(blocks, waves)
+        self._append(waves)
+        return bool(results)
 
     def _count(self, result: StepResult) -> None:
         seen = result.counters
@@ -302,8 +333,15 @@ class SharingController:
             if refusal is None:
                 allowed.append(block)
             else:
-                self.stats.refusals[refusal.value] += 1
+                self._refuse(block, refusal)
         return allowed
+
+    def _refuse(self, block: BlockProposal, refusal: Refusal) -> None:
+        self.stats.refusals[refusal.value] += 1
+        state = request_state.state_of(block.req)
+        if block.decided and refusal is Refusal.LATE and state is not None:
+            # Retracted once more before it was applied: the decision stands.
+            state.shared.append((block.dst_start, block.src_start))
 
     def _refusal(self, block: BlockProposal) -> Refusal | None:
         req = block.req
@@ -311,6 +349,8 @@ class SharingController:
         if (
             state is None
             or state.row != block.row
+            # Being recomputed: positions may not even have slots yet.
+            or state.reapply
             or req.finished()
             or req.is_retracted
             or not req.kv.holds_kv
@@ -327,7 +367,7 @@ class SharingController:
         for i, block in enumerate(wave):
             refusal = self._refusal(block)
             if refusal is not None:
-                self.stats.refusals[refusal.value] += 1
+                self._refuse(block, refusal)
             elif block.decided:
                 chosen.append(i)
             else:
@@ -361,10 +401,17 @@ class SharingController:
 
     # -- what happened --------------------------------------------------------
 
-    def _note_finished(self, req: Any, state: RequestState) -> None:
+    def _note_unfollowed(self, req: Any) -> None:
+        """A request that ended between two looks."""
+        self.stats.requests_seen += 1
+        if self._serves(req):
+            self.stats.request_finished(0, len(req.origin_input_ids) + len(req.output_ids))
+        else:
+            self.stats.requests_opted_out += 1
+
+    def _note_finished(self, req: Any, state: RequestState, shared: int) -> None:
         if state.followed is None:
             return
-        shared = state.live_positions
         length = len(req.origin_input_ids) + len(req.output_ids)
         self.forecast.observe(shared, len(req.output_ids))
         self.stats.request_finished(shared, length)
@@ -400,19 +447,21 @@ class SharingController:
 
 
 def queue(blocks: Sequence[BlockProposal], waves: list[list[BlockProposal]]) -> None:
-    """Distribute one request's ``blocks``, oldest first, over ``waves``.
+    """Distribute one request's ``blocks``, oldest first and of one length, over ``waves``.
 
     A block whose source was redirected by another block of the same call must
     be located after that one was applied, or it would share a freed slot.
     """
+    # Destinations so far, sorted, and the wave of each. They do not overlap.
+    starts: list[int] = []
     wave_of: dict[int, int] = {}
     for block in blocks:
         wave = 0
-        if wave_of:
-            sources = range(block.src_start, block.src_start + block.length)
-            wave = max((wave_of[at] + 1 for at in sources if at in wave_of), default=0)
-        for at in range(block.dst_start, block.dst_end):
-            wave_of[at] = wave
+        first = bisect.bisect_right(starts, block.src_start - block.length)
+        for start in starts[first : bisect.bisect_left(starts, block.src_start + block.length)]:
+            wave = max(wave, wave_of[start] + 1)
+        bisect.insort(starts, block.dst_start)
+        wave_of[block.dst_start] = wave
         while len(waves) <= wave:
             waves.append([])
         waves[wave].append(block)

@@ -16,6 +16,8 @@ class Refusal(Enum):
     TREE_OWNED = "tree_owned"
     NOT_WRITTEN = "not_written"
     SAME_SLOTS = "same_slots"
+    OVERLAP = "overlap"
+    """Another block of the request has some of the positions."""
     LATE = "late"
     """The request finished, or lost its row, before the block could be shared."""
 

@@ -49,8 +49,11 @@ class StepEngine(Protocol):
     def ready(self) -> int:
         """Results that :meth:`take` would give now."""
 
-    def take(self, limit: int) -> list[StepResult]:
-        """Up to ``limit`` results, in the order in which their steps ended."""
+    def take(self, limit: int, max_pairs: int) -> list[StepResult]:
+        """Up to ``limit`` results, in the order in which their steps ended.
+
+        Stops behind the result with which they have ``max_pairs`` pairs or more.
+        """
 
 
 class InlineEngine:
@@ -109,5 +112,10 @@ class InlineEngine:
     def ready(self) -> int:
         return len(self._results)
 
-    def take(self, limit: int) -> list[StepResult]:
-        return [self._results.popleft() for _ in range(min(limit, len(self._results)))]
+    def take(self, limit: int, max_pairs: int) -> list[StepResult]:
+        taken: list[StepResult] = []
+        num_pairs = 0
+        while self._results and len(taken) < limit and num_pairs < max_pairs:
+            taken.append(self._results.popleft())
+            num_pairs += len(taken[-1].pairs)
+        return taken

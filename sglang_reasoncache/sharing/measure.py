@@ -10,6 +10,7 @@ import torch
 
 from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.cache.home import HomePositions
+from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances, cosine_distances
 from sglang_reasoncache.sharing.decision import BlockProposal
 
@@ -119,9 +120,7 @@ class BlockMeter:
         """
         device = self._rows.device
         within = torch.arange(blocks[0].length, device=device)
-        places = torch.tensor(
-            [(b.req.kv.req_pool_idx, b.dst_start, b.src_start) for b in blocks], device=device
-        )
+        places = upload([(b.req.kv.req_pool_idx, b.dst_start, b.src_start) for b in blocks], device)
         rows, dst, src = places[:, 0:1], places[:, 1:2] + within, places[:, 2:3] + within
         dst_slots = self._rows[rows, dst].long()
         src_slots = self._rows[rows, src].long()
@@ -140,7 +139,7 @@ class BlockMeter:
 
     def copy(self, chosen: Sequence[int], measured: Measurement) -> None:
         """Write the source's K and V into the destination's own slots (``--reasoncache-apply copy``)."""
-        index = torch.tensor(chosen, device=self._rows.device)
+        index = upload(chosen, self._rows.device)
         dst_slots, src_slots = measured.dst_slots[index], measured.src_slots[index]
         angles = None
         if self.rotation is not None:

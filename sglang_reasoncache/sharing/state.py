@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,23 +17,29 @@ class Followed:
     """A request in a step engine, from opening to :meth:`close`.
 
     A request that is aborted while it waits to be scheduled again just
-    disappears, so the end of this object closes it too.
+    disappears. The end of this object then leaves its id in ``orphans``, for the
+    engine's own thread to close: the collector may run in any.
     """
 
-    __slots__ = ("_engine", "id")
+    __slots__ = ("_engine", "_orphans", "id")
 
-    def __init__(self, engine: StepEngine, start_position: int, inside: bool) -> None:
+    def __init__(
+        self, engine: StepEngine, start_position: int, inside: bool, orphans: deque[int]
+    ) -> None:
         self._engine: StepEngine | None = None
+        self._orphans = orphans
         self.id = engine.open(start_position, inside)
         self._engine = engine
 
     def close(self) -> None:
+        """Forget the request. Called by the thread that feeds the engine."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close(self.id)
 
     def __del__(self) -> None:
-        self.close()
+        if self._engine is not None:
+            self._orphans.append(self.id)
 
 
 @dataclass
@@ -46,6 +54,7 @@ class RequestState:
         reapply: The row was recomputed after a retraction and holds nothing shared.
         shared: Accepted ``(dst_start, src_start)`` blocks, in order. Kept over
             a retraction, after which they are applied again.
+        claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         live_positions: Row positions that refer to a slot owned elsewhere.
         first_shared: Lowest redirected position, None while there is none.
     """
@@ -55,8 +64,20 @@ class RequestState:
     row: int = 0
     reapply: bool = False
     shared: list[tuple[int, int]] = field(default_factory=list)
+    claimed: list[int] = field(default_factory=list)
     live_positions: int = 0
     first_shared: int | None = None
+
+    def claim(self, start: int, length: int) -> bool:
+        """Keep ``[start, start + length)`` for one block; False where another one overlaps.
+
+        All of a request's blocks have the same length.
+        """
+        at = bisect.bisect_right(self.claimed, start - length)
+        if at < len(self.claimed) and self.claimed[at] < start + length:
+            return False
+        self.claimed.insert(at, start)
+        return True
 
     def mark_shared(self, position: int) -> None:
         if self.first_shared is None or position < self.first_shared:

@@ -14,8 +14,8 @@ class SharingStats:
 
     ``filter_seconds`` is CPU time of comparing steps, wherever that runs;
     ``scheduler_seconds`` is what the scheduler's thread spent on all of sharing.
-    ``saved``/``logical`` sums run over decode steps: slots not needed and
-    positions held by the running requests of that step.
+    ``saved``/``logical`` sums run over looks, one in a few decode steps: slots not needed
+    and positions held by the running requests of that step.
     """
 
     steps_seen: int = 0
@@ -33,6 +33,7 @@ class SharingStats:
     requests_finished: int = 0
     blocks_reapplied: int = 0
     decode_steps: int = 0
+    looks: int = 0
     sum_running: int = 0
     sum_saved: int = 0
     sum_logical: int = 0
@@ -40,11 +41,11 @@ class SharingStats:
     sum_final_ratio: float = 0.0
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
 
-    def decode_step(self, running: int, saved: int, logical: int) -> None:
+    def look(self, running: int, saved: int, logical: int) -> None:
         """One decode step looked at, with ``saved`` of ``logical`` positions redirected."""
         if logical <= 0:
             return
-        self.decode_steps += 1
+        self.looks += 1
         self.sum_running += running
         self.sum_saved += saved
         self.sum_logical += logical
@@ -58,7 +59,7 @@ class SharingStats:
     @property
     def memory_saving_ratio(self) -> float:
         """Slots saved over logical slots, averaged over decode steps."""
-        return self.sum_step_ratio / self.decode_steps if self.decode_steps else 0.0
+        return self.sum_step_ratio / self.looks if self.looks else 0.0
 
     @property
     def final_saving_ratio(self) -> float:
@@ -74,5 +75,5 @@ class SharingStats:
         out["refusals"] = dict(self.refusals)
         out["memory_saving_ratio"] = self.memory_saving_ratio
         out["final_saving_ratio"] = self.final_saving_ratio
-        out["mean_running"] = self.sum_running / self.decode_steps if self.decode_steps else 0.0
+        out["mean_running"] = self.sum_running / self.looks if self.looks else 0.0
         return out

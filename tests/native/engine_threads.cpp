@@ -33,7 +33,7 @@ size_t run_once() {
   for (int i = 0; i < 500; ++i) {
     for (int request = 0; request < kRequests; ++request) engine.feed(request, two_steps, 10);
     engine.flush();
-    engine.take(engine.ready(), taken);
+    engine.take(engine.ready(), 1000, taken);
     if (i % 50 == 49) engine.wait();
     if (i == 300) engine.close(3);
   }

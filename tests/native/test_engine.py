@@ -174,6 +174,17 @@ def test_sheds_by_count_and_says_so(library: ctypes.CDLL) -> None:
         engine.shut_down()
 
 
+def test_takes_no_more_pairs_than_wanted(library: ctypes.CDLL) -> None:
+    """Up to the step with which there are enough; more than the buffers hold come in several goes."""
+    engine = engine_of(library)
+    tokens = repeating(600)
+    engine.feed(array("q", [engine.open(0, True)]), array("q", [len(tokens)]), tokens)
+    engine.wait()
+    assert [len(result.pairs) for result in engine.take(100, max_pairs=4)] == [0, 3, 3]
+    assert sum(len(result.pairs) for result in engine.take(1000)) == 3 * 597
+    engine.shut_down()
+
+
 def test_fence_is_followed_through_shed_steps(library: ctypes.CDLL) -> None:
     """A fence in a step that nobody looked at still opens and closes code."""
     fence, text = PIECES.index("```"), [11, 12]

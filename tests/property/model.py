@@ -85,6 +85,7 @@ class Track:
         exact: Whether all of ``shows`` is exact.
         blocks: Redirected blocks of the current row, in order.
         again: Blocks of the row before a retraction, not yet applied again.
+        claimed: Every block that was allowed, of this row and of earlier ones.
         frontier: Where the next redirected block may start.
         target: Tokens the prefill in progress has to reach.
     """
@@ -96,6 +97,7 @@ class Track:
     exact: bool = True
     blocks: list[Pair] = field(default_factory=list)
     again: list[Pair] = field(default_factory=list)
+    claimed: list[Pair] = field(default_factory=list)
     frontier: int = 0
     target: int = 0
 
@@ -176,6 +178,13 @@ class Memory:
             and block.dst_start + self.block <= len(track.shows)
             and block.src_start + self.block <= block.dst_start
         )
+
+    def claim(self, track: Track, block: Pair) -> bool:
+        """The first block to ask for positions has them."""
+        if any(abs(block.dst_start - other.dst_start) < self.block for other in track.claimed):
+            return False
+        track.claimed.append(block)
+        return True
 
     def publish(self, track: Track, up_to: int) -> None:
         """The rule about to run may leave ``[0, up_to)`` of the row in the tree."""

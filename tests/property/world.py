@@ -77,7 +77,10 @@ class Pair(NamedTuple):
 
 
 class ScriptedEngine:
-    """A step engine that proposes what the test put into ``waiting``, when it is fed."""
+    """A step engine that proposes what the test put into ``waiting``, when it is fed.
+
+    While it is ``slow``, results stay behind.
+    """
 
     name = "scripted"
     steps_shed = 0
@@ -85,6 +88,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.waiting: dict[int, list[Pair]] = {}
         self.closed: set[int] = set()
+        self.slow = False
         self._results: list[StepResult] = []
 
     @property
@@ -108,10 +112,19 @@ class ScriptedEngine:
                 counters = FilterCounters(candidates=1)
                 self._results.append(StepResult(request, 0, 0, found, counters, 0.0))
 
-    def ready(self) -> int:
-        return len(self._results)
+    def late(self, request: int) -> list[Pair]:
+        """What was proposed for a request and not taken."""
+        return [
+            Pair(pair.dst_start, pair.src_start)
+            for result in self._results
+            if result.request == request
+            for pair in result.pairs
+        ]
 
-    def take(self, limit: int) -> list[StepResult]:
+    def ready(self) -> int:
+        return 0 if self.slow else len(self._results)
+
+    def take(self, limit: int, max_pairs: int) -> list[StepResult]:
         taken, self._results = self._results[:limit], self._results[limit:]
         return taken
 

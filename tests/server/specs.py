@@ -24,6 +24,15 @@ ALIASED = SHARED.having(
     SGLANG_TEST_RETRACT="true",
     SGLANG_TEST_RETRACT_INTERVAL="40",
 )
+#: Prompts and outputs thrown out are recomputed in pieces, between decode steps of others.
+RECOMPUTED = SHARED.having(
+    "recomputed",
+    *TIGHT,
+    *EAGER,
+    *CHUNKED,
+    SGLANG_TEST_RETRACT="true",
+    SGLANG_TEST_RETRACT_INTERVAL="17",
+)
 #: Whole pages, paired by index: equal tokens rarely fall on the same page grid.
 PAGED = SHARED.having(
     "page16",
@@ -76,6 +85,7 @@ __all__ = [
     "NOTHING_SHARED",
     "PAGED",
     "REASONING",
+    "RECOMPUTED",
     "STOCK",
     "TWO_RANKS",
 ]

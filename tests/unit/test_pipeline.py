@@ -8,6 +8,7 @@ results arrive is the test's to choose, as a GPU's would be.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,9 +68,10 @@ def start(world: World, name: str = "r", first: int = 100) -> Req:
     return req
 
 
-def prefill(world: World, req: Req) -> None:
+def prefill(world: World, req: Req, up_to: int | None = None) -> None:
+    """Compute the prompt, and what was generated before a retraction; or a first chunk of it."""
     req.init_next_round_input(world.tree)
-    req.extend_end = len(req.full_untruncated_fill_ids)
+    req.extend_end = up_to or len(req.full_untruncated_fill_ids)
     req.lock = world.tree.lock(req.last_node)
     slots = world.extend(req)
     world.write(slots, [1] * len(slots))
@@ -121,8 +123,7 @@ def test_a_wave_in_flight_holds_nobody_up(slow: World) -> None:
     assert slow.engine.outstanding == 1
     assert used(slow) == before + 2
     arrive(slow, True)
-    assert slow.controller.after_decode([req]) == 4
-    assert slow.controller.after_decode([req]) == 4
+    assert slow.controller.after_decode([req]) == 8
     assert slow.engine.outstanding == 0
     row = slow.row(req).tolist()
     assert row[20:24] == row[8:12] and row[26:30] == row[14:18]
@@ -178,6 +179,63 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     assert_empty(slow)
 
 
+def retract(world: World, req: Req) -> None:
+    release_kv_cache(req, world.tree, checkpoint=False)
+    req.reset_for_retract()
+
+
+def test_a_row_being_recomputed_is_left_alone() -> None:
+    """A result from before a retraction comes while only a first chunk has slots again."""
+    world = World(SETUP)
+    req, other = start(world, "again"), start(world, "other", first=200)
+    propose(world, req, Pair(20, 8))
+    retract(world, req)
+    prefill(world, req, up_to=12)
+    free = world.allocator.available_size()
+    assert world.controller.after_decode([other]) == 0
+    assert world.controller.stats.refusals["late"] == 1
+    assert world.allocator.available_size() == free and not len(world.allocator.references)
+    finish(world, other)
+    retract(world, req)
+    assert_empty(world)
+
+
+def test_a_decision_survives_retraction_after_retraction() -> None:
+    """Retracted again before its blocks were applied anew, a request still shares them."""
+    world = World(SETUP)
+    req = start(world)
+    propose(world, req, Pair(20, 8), Pair(26, 14))
+    assert world.controller.after_decode([req]) == 8
+    for _ in range(3):
+        retract(world, req)
+        prefill(world, req)
+        decode(world, req)
+        assert world.controller.after_decode([req]) == 0, "queued"
+    decode(world, req)
+    assert world.controller.after_decode([req]) == 8
+    assert state(world, req).shared == [(20, 8), (26, 14)]
+    assert world.controller.live_positions == 8
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_nothing_lands_before_old_decisions(slow: World) -> None:
+    """New blocks of a recomputed row come after those it had."""
+    arrive(slow, True)
+    req = start(slow)
+    propose(slow, req, Pair(20, 8))
+    assert slow.controller.after_decode([req]) == 4
+    propose(slow, req, Pair(26, 14))
+    retract(slow, req)
+    prefill(slow, req)
+    decode(slow, req)
+    slow.controller.after_decode([req])
+    slow.controller.after_decode([req])
+    assert slow.controller.live_positions == 4 * len(set(state(slow, req).shared))
+    finish(slow, req)
+    assert_empty(slow)
+
+
 def test_results_of_a_request_that_disappeared_are_dropped() -> None:
     """Aborted while it waited to be scheduled again, it is never released."""
     world = World(SETUP)
@@ -187,10 +245,14 @@ def test_results_of_a_request_that_disappeared_are_dropped() -> None:
     world.engine.feed([followed], [1], [7])  # type: ignore[arg-type]
     release_kv_cache(req, world.tree, checkpoint=False)
     req.reset_for_retract()
+    collector = threading.Thread(target=lambda held: held.clear(), args=([req],))
     del req
+    collector.start()
+    collector.join()
     gc.collect()
-    assert followed in world.engine.closed
+    assert followed not in world.engine.closed, "closed by the scheduler's thread only"
     other = start(world, "other")
+    assert followed in world.engine.closed
     world.controller.after_decode([other])
     assert world.controller.stats.refusals["late"] == 1
     finish(world, other)
@@ -254,5 +316,14 @@ def test_looks_at_the_requests_now_and_then() -> None:
     decode(world, req)
     world.controller.after_decode([req])
     assert state(world, req).fed == len(req.output_ids) - 1
-    assert world.controller.stats.decode_steps == 1
+    assert (world.controller.stats.decode_steps, world.controller.stats.looks) == (4, 1)
     finish(world, req)
+
+
+def test_a_short_request_is_counted_too() -> None:
+    """It ended before anybody looked."""
+    world = World(SETUP, interval=100)
+    req = start(world)
+    finish(world, req)
+    stats = world.controller.stats
+    assert (stats.requests_seen, stats.requests_finished) == (1, 1)

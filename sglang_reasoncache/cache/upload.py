@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host numbers as a tensor on the pool's device, without waiting for that device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def upload(
+    values: Sequence[Any], device: torch.device | str, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """``torch.tensor(values)`` on ``device``.
+
+    A plain copy to a GPU waits for its stream, which may wait for the forward in
+    flight; one from pinned memory is only queued.
+    """
+    if torch.device(device).type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
