@@ -153,6 +153,13 @@ class ServerProcess:
         """Whether the server's main process is running."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        """Of the server's main process; raises :class:`ServerError` if it is not running."""
+        self.check_alive()
+        assert self._process is not None
+        return self._process.pid
+
     def check_alive(self) -> None:
         """Raise :class:`ServerError` if the server is not running; quote its log's tail."""
         if self._process is None:

@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokenizer", help="Hugging Face folder; trained on the traces by default."
     )
     parser.add_argument("--block", type=int, default=16, help="Tokens per block (default 16).")
-    parser.add_argument("--rounds", type=int, default=8, help="Server rounds; 0: no servers.")
+    parser.add_argument("--rounds", type=int, default=32, help="Server rounds; 0: no servers.")
     parser.add_argument("--output", type=Path, default=Path("build/bench/filter.json"))
     options = parser.parse_args(argv)
     if not options.traces.exists():

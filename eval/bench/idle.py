@@ -14,23 +14,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from eval.load import Answer, ask_all
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import generate
 
 _REQUESTS = 32
-_MAX_TOKENS = 400
+# Short rounds: what else the machine does changes within seconds.
+_MAX_TOKENS = 128
 _NOISE: dict[str, object] = {"temperature": 50.0, "ignore_eos": True}
 _SEED = 4_321
 
 
 @dataclass(frozen=True)
 class Round:
-    """One load on one server: output tokens/s, and the 99th percentile of seconds per token."""
+    """One load on one server.
+
+    Attributes:
+        tokens_per_s: output tokens of all requests over the time they took.
+        tpot_p99: seconds per output token, 99th percentile of the requests.
+        scheduler_us: CPU time of the scheduler process, all its threads, for each
+            output token; other work on the machine disturbs it less than clocks.
+    """
 
     tokens_per_s: float
     tpot_p99: float
+    scheduler_us: float
 
 
 def load(server: ServerProcess, seed: int) -> Round:
@@ -47,7 +58,9 @@ def load(server: ServerProcess, seed: int) -> Round:
                 client, MODEL_NAME, prompts, _MAX_TOKENS, lambda _: None, dict(_NOISE)
             )
 
+    before = scheduler_seconds(server)
     answers = asyncio.run(run())
+    spent = scheduler_seconds(server) - before
     failed = [answer.error for answer in answers if answer.error]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")
@@ -55,9 +68,18 @@ def load(server: ServerProcess, seed: int) -> Round:
     tpots = sorted(
         (a.ended - (a.first_token or a.started)) / max(1, a.output_tokens - 1) for a in answers
     )
-    return Round(
-        sum(a.output_tokens for a in answers) / seconds, tpots[int(0.99 * (len(tpots) - 1))]
-    )
+    tokens = sum(a.output_tokens for a in answers)
+    return Round(tokens / seconds, tpots[int(0.99 * (len(tpots) - 1))], spent / tokens * 1e6)
+
+
+def scheduler_seconds(server: ServerProcess) -> float:
+    """CPU time that a server's scheduler process has used."""
+    found = 0.0
+    for child in psutil.Process(server.pid).children(recursive=True):
+        if "scheduler" in child.name() or "scheduler" in " ".join(child.cmdline()):
+            times = child.cpu_times()
+            found += times.user + times.system
+    return found
 
 
 def compare(
@@ -89,6 +111,7 @@ def summary(rounds: int) -> dict[str, Any]:
     """Run the comparison and print a table; medians of the ratios of neighbouring rounds."""
     stock, ours, totals = compare(rounds)
     throughput = [b.tokens_per_s / a.tokens_per_s for a, b in zip(stock, ours, strict=True)]
+    cpu = [b.scheduler_us / a.scheduler_us for a, b in zip(stock, ours, strict=True)]
     tpot = [b.tpot_p99 / a.tpot_p99 for a, b in zip(stock, ours, strict=True)]
     print(
         f"\n{rounds} rounds of {_REQUESTS} requests x {_MAX_TOKENS} tokens of noise, alternating\n"
@@ -104,14 +127,20 @@ def summary(rounds: int) -> dict[str, Any]:
         f"| p99 TPOT, ms | {statistics.median(r.tpot_p99 for r in stock) * 1e3:.2f} "
         f"| {statistics.median(r.tpot_p99 for r in ours) * 1e3:.2f} | {_spread(tpot)} |"
     )
+    print(
+        f"| scheduler CPU, us a token | {statistics.median(r.scheduler_us for r in stock):.1f} "
+        f"| {statistics.median(r.scheduler_us for r in ours):.1f} | {_spread(cpu)} |"
+    )
     counts = totals["schedulers"][0]["totals"]
     print(f"\nreported by the server: {counts}")
     return {
         "idle_throughput_ratio": statistics.median(throughput),
         "idle_tpot_p99_ratio": statistics.median(tpot),
+        "idle_scheduler_cpu_ratio": statistics.median(cpu),
         "idle_rounds": rounds,
         "idle_throughput_ratios": throughput,
         "idle_tpot_p99_ratios": tpot,
+        "idle_scheduler_cpu_ratios": cpu,
         "idle_totals": counts,
     }
 
@@ -119,4 +148,4 @@ def summary(rounds: int) -> dict[str, Any]:
 if __name__ == "__main__":
     import sys
 
-    summary(int(sys.argv[1]) if len(sys.argv) > 1 else 8)
+    summary(int(sys.argv[1]) if len(sys.argv) > 1 else 32)

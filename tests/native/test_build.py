@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the native library comes from, and that its absence is a reason and not a crash."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_reasoncache.native import build as native_build
+
+ROOT = Path(__file__).parents[2]
+LOAD = "from sglang_reasoncache import native; print(native.library()._name)"
+TWICE = """
+from sglang_reasoncache import native
+for _ in range(3):
+    try:
+        native.library()
+    except native.NativeUnavailable as error:
+        print(str(error).splitlines()[0])
+"""
+PASS_ON = """
+import os
+from sglang_reasoncache import native
+try:
+    native.prepare_for_children()
+except native.NativeUnavailable:
+    pass
+print(os.environ["REASONCACHE_NATIVE_LIBRARY"].splitlines()[0])
+"""
+
+
+def python(code: str, **env: str) -> str:
+    """Standard output of a fresh interpreter with no library chosen and these variables."""
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("REASONCACHE")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**variables, **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> Path:
+    """Stands for a compiler: fails, says so in no known encoding, and counts its calls."""
+    script = tmp_path / "cxx"
+    script.write_text(f"#!/bin/sh\necho x >>{tmp_path}/calls\nprintf 'br\\377ken' >&2\nexit 3\n")
+    script.chmod(0o700)
+    return script
+
+
+@pytest.fixture
+def fake_build(tmp_path: Path) -> Path:
+    """A cache folder that claims to hold a build of these sources."""
+    root = native_build._source_root()
+    cache = tmp_path / "cache"
+    flags = (*native_build._FLAGS, *native_build._OPTIMISED)
+    target = cache / native_build._key(root, flags) / native_build._NAME
+    target.parent.mkdir(parents=True, mode=0o700)
+    cache.chmod(0o700)
+    target.write_bytes(b"no library")
+    return cache
+
+
+def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler: Path) -> None:
+    said = python(TWICE, CXX=str(compiler), REASONCACHE_CACHE_DIR=str(tmp_path / "new"))
+    lines = said.splitlines()
+    assert len(lines) == 3 and "failed (3)" in lines[0]
+    # At most one attempt for each source file, all in parallel, and none later.
+    calls = len((tmp_path / "calls").read_text().splitlines())
+    assert calls <= len(list(native_build._source_root().rglob("*.cpp")))
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    said = python(TWICE, PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(tmp_path / "new"))
+    assert "no C++ compiler on PATH" in said.splitlines()[0]
+
+
+def test_children_hear_what_the_server_found(tmp_path: Path, compiler: Path) -> None:
+    """Ranks neither compile again nor fail in another way."""
+    env = {"CXX": str(compiler), "REASONCACHE_CACHE_DIR": str(tmp_path / "new")}
+    passed_on = python(PASS_ON, **env)
+    assert passed_on.startswith("!") and "failed (3)" in passed_on
+    assert "no compiler in the parent" in python(
+        TWICE, REASONCACHE_NATIVE_LIBRARY="!no compiler in the parent"
+    )
+
+
+def test_what_is_in_the_cache_is_used_without_a_compiler(tmp_path: Path, fake_build: Path) -> None:
+    said = python(TWICE, PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(fake_build))
+    assert f"cannot load {fake_build}" in said.splitlines()[0]
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_cache_that_others_can_write_is_not_trusted(
+    tmp_path: Path, fake_build: Path, mode: int
+) -> None:
+    fake_build.chmod(mode)
+    said = python(TWICE, PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(fake_build))
+    assert "no C++ compiler" in said.splitlines()[0], "nothing was loaded from there"
+
+
+def test_a_cache_of_somebody_else_is_not_trusted(tmp_path: Path, fake_build: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder away")
+    os.chown(fake_build, 12345, 12345)
+    said = python(TWICE, PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(fake_build))
+    assert "no C++ compiler" in said.splitlines()[0]
+
+
+def test_no_home_leaves_no_folder_behind(tmp_path: Path, compiler: Path) -> None:
+    """``~`` of nobody stays ``~``, which is no place to create."""
+    python(TWICE, HOME="~", XDG_CACHE_HOME="", CXX=str(compiler))
+    assert not (ROOT / "~").exists()
+
+
+def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    source, other = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text('const char *reasoncache_source(void) { return "another"; }\n')
+    compiler = shutil.which("cc") or "gcc"
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
+    assert "was built from other sources" in python(TWICE, REASONCACHE_NATIVE_LIBRARY=str(other))
+    source.write_text("int nothing;\n")
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
+    assert "cannot load" in python(TWICE, REASONCACHE_NATIVE_LIBRARY=str(other))
+    assert "cannot load" in python(TWICE, REASONCACHE_NATIVE_LIBRARY=str(tmp_path / "absent.so"))
+
+
+def test_builds_once_in_a_private_folder(tmp_path: Path, library: object) -> None:
+    """A real build, then the same file again; nobody else may write it."""
+    if native_build.sanitized():
+        pytest.skip("the sanitizers' runtime is not loaded in the child")
+    cache = tmp_path / "new" / "cache"
+    first = Path(python(LOAD, REASONCACHE_CACHE_DIR=str(cache)))
+    built = first.stat().st_mtime_ns
+    assert first.is_relative_to(cache)
+    assert stat.S_IMODE(cache.stat().st_mode) & 0o022 == 0
+    assert Path(python(LOAD, REASONCACHE_CACHE_DIR=str(cache), CXX="")) == first
+    assert first.stat().st_mtime_ns == built
+    assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"], "no scratch left"
