@@ -38,7 +38,7 @@ from sglang.srt.runtime_context import get_context
 from tests.property.model import Memory, Track
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Pair, Setup, World
 
-QUICK_OPERATIONS = 36_000
+QUICK_OPERATIONS = 24_000
 SETUPS = [
     Setup(page=1, block=2, slots=160, publish="exact"),
     Setup(page=1, block=3, slots=160, publish="aliased"),

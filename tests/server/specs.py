@@ -14,24 +14,17 @@ EAGER = ("--reasoncache-percentile", "100", "--reasoncache-warmup", "0", "--reas
 CHUNKED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk")
 
 EXACT = SHARED.having("exact", *TIGHT, *EAGER, *CHUNKED, "--enable-metrics")
-#: Aliased nodes under forced retractions: every 40th forward throws requests out.
+#: Aliased nodes under forced retractions: every 25th forward throws requests out, which are
+#: then recomputed in pieces between decode steps of others.
 ALIASED = SHARED.having(
     "aliased",
     *TIGHT,
     *EAGER,
+    *CHUNKED,
     "--reasoncache-publish",
     "aliased",
     SGLANG_TEST_RETRACT="true",
-    SGLANG_TEST_RETRACT_INTERVAL="40",
-)
-#: Prompts and outputs thrown out are recomputed in pieces, between decode steps of others.
-RECOMPUTED = SHARED.having(
-    "recomputed",
-    *TIGHT,
-    *EAGER,
-    *CHUNKED,
-    SGLANG_TEST_RETRACT="true",
-    SGLANG_TEST_RETRACT_INTERVAL="17",
+    SGLANG_TEST_RETRACT_INTERVAL="25",
 )
 #: Whole pages, paired by index: equal tokens rarely fall on the same page grid.
 PAGED = SHARED.having(
@@ -85,7 +78,6 @@ __all__ = [
     "NOTHING_SHARED",
     "PAGED",
     "REASONING",
-    "RECOMPUTED",
     "STOCK",
     "TWO_RANKS",
 ]

@@ -18,7 +18,7 @@ import pytest
 from eval.serving import MODEL_NAME, ServerProcess
 from tests.server.harness import wait_until_idle
 from tests.server.problems import OPT_OUT, accuracy, chat_once, problems, report, solve
-from tests.server.specs import ALIASED, EXACT, PAGED, RECOMPUTED, TWO_RANKS
+from tests.server.specs import ALIASED, EXACT, PAGED, TWO_RANKS
 
 ALL = pytest.mark.parametrize("server", [EXACT, ALIASED, PAGED], indirect=True)
 TOKEN_ALIGNED = pytest.mark.parametrize("server", [EXACT, ALIASED], indirect=True)
@@ -54,7 +54,7 @@ def test_tensor_parallel_ranks_agree(server: ServerProcess) -> None:
     assert accuracy(todo, answers) >= 0.8
 
 
-@pytest.mark.parametrize("server", [ALIASED, RECOMPUTED], indirect=True)
+@pytest.mark.parametrize("server", [ALIASED], indirect=True)
 def test_retracted_requests_share_again(server: ServerProcess) -> None:
     """After a retraction the accepted blocks are applied to the recomputed row."""
     todo = problems(12, seed=6)
