@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One folder per run: configuration first, then what each cell left.
+
+::
+
+    RUN/config.json                              written before anything starts
+    RUN/TASK/METHOD/seed-N/responses.jsonl       one Response a line, as each ends
+    RUN/TASK/METHOD/seed-N/results.jsonl         one Result a line, in the order of problems
+    RUN/TASK/METHOD/seed-N/timeline.jsonl        one Moment a line
+    RUN/TASK/METHOD/seed-N/legs.jsonl            one Leg a line
+    RUN/TASK/METHOD/seed-N/server-L.log          output of the server of leg L
+
+A process may be killed at any byte: a last line without its end is cut off when
+the run goes on, and everything before it counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eval.runs.records import Leg, Moment, Record, Response, Result
+
+_R = TypeVar("_R", bound=Record)
+CONFIG = "config.json"
+
+
+class RunError(ValueError):
+    """A run folder cannot be used; the message names the file and the fault."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One task, method and seed of a run."""
+
+    run: Path
+    task: str
+    method: str
+    seed: int
+
+    @property
+    def folder(self) -> Path:
+        return self.run / self.task / self.method / f"seed-{self.seed}"
+
+    def log_path(self, leg: int) -> Path:
+        """Where the server of a leg writes."""
+        return self.folder / f"server-{leg}.log"
+
+    def responses(self) -> list[Response]:
+        """All lines, failed requests and repeats included, in the order they ended."""
+        return read_records(self.folder / "responses.jsonl", Response)
+
+    def answered(self) -> dict[str, Response]:
+        """Complete responses by problem."""
+        return {row.problem_id: row for row in self.responses() if row.error is None}
+
+    def results(self) -> list[Result]:
+        return read_records(self.folder / "results.jsonl", Result)
+
+    def timeline(self) -> list[Moment]:
+        return read_records(self.folder / "timeline.jsonl", Moment)
+
+    def legs(self) -> list[Leg]:
+        return read_records(self.folder / "legs.jsonl", Leg)
+
+    def append(self, record: Response | Moment | Leg) -> None:
+        """Add a line and hand it to the operating system."""
+        name = {Response: "responses", Moment: "timeline", Leg: "legs"}[type(record)]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(_line(record))
+
+    def write_results(self, results: Iterable[Result]) -> None:
+        """Replace the grades; grading again loses nothing."""
+        write_whole(self.folder / "results.jsonl", "".join(map(_line, results)))
+
+    def mend(self) -> None:
+        """Cut unfinished last lines off, before anything is appended to them."""
+        for name in ("responses", "timeline", "legs"):
+            path = self.folder / f"{name}.jsonl"
+            if path.is_file():
+                data = path.read_bytes()
+                whole = data.rfind(b"\n") + 1
+                if whole < len(data):
+                    os.truncate(path, whole)
+
+
+def cells(run: Path) -> list[Cell]:
+    """The cells of a run that have been begun, in the order of its configuration.
+
+    Raises:
+        RunError: not a run folder.
+    """
+    config = read_config(run)
+    found = [
+        Cell(run, task, method, seed)
+        for task in config["tasks"]
+        for method in config["methods"]
+        for seed in config["seeds"]
+    ]
+    return [cell for cell in found if cell.folder.is_dir()]
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """``config.json``; ``tasks``, ``methods`` and ``seeds`` are lists of names and numbers.
+
+    Raises:
+        RunError: missing or broken.
+    """
+    path = run / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise RunError(f"{path}: {error}") from error
+    for key in ("tasks", "methods", "seeds"):
+        if not isinstance(config, dict) or not isinstance(config.get(key), list):
+            raise RunError(f"{path}: {key!r} must be a list")
+    return dict(config)
+
+
+def write_config(run: Path, config: dict[str, Any]) -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    write_whole(run / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write all of a file or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(path.name + ".part")
+    half.write_text(text, encoding="utf-8")
+    half.replace(path)
+
+
+def read_records(path: Path, kind: type[_R]) -> list[_R]:
+    """The lines of a file, [] if there is none; an unfinished last line is passed over.
+
+    Raises:
+        RunError: a line that is no such record; names file and line.
+    """
+    if not path.is_file():
+        return []
+    rows = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                rows.append(kind.from_dict(json.loads(line)))
+            except (ValueError, AttributeError) as error:
+                raise RunError(f"{path}:{number}: {error}") from error
+    return rows
+
+
+def _line(record: Record) -> str:
+    # ASCII, so that lone surrogates in a response survive.
+    return json.dumps(record.to_dict()) + "\n"

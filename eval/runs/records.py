@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run leaves on disk, one JSON object per record."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class Record:
+    """A frozen row of plain JSON values."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read a row; fields that a later version added are passed over.
+
+        Raises:
+            ValueError: a field is missing.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        try:
+            return cls(**{name: value for name, value in values.items() if name in known})
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Response(Record):
+    """One answered (or failed) request. Times in seconds since its leg began.
+
+    Attributes:
+        problem_id: which problem.
+        leg: which server session of the cell answered it; a resumed run adds legs.
+        request_id: the server's id.
+        text: all that was streamed; reasoning that a server sends apart comes first,
+            between ``<think>`` and ``</think>``.
+        prompt_tokens, output_tokens: counted by the server.
+        started: when the request was sent.
+        first_token: when the first text arrived, None if none did.
+        ended: when the stream closed.
+        finish_reason: as the server gave it, "" if it gave none.
+        error: what went wrong, None for a complete response.
+    """
+
+    problem_id: str
+    leg: int
+    request_id: str
+    text: str
+    prompt_tokens: int
+    output_tokens: int
+    started: float
+    first_token: float | None
+    ended: float
+    finish_reason: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Result(Record):
+    """One graded response; ``group`` is the problem's."""
+
+    problem_id: str
+    correct: bool
+    score: float
+    extracted: str | None
+    note: str
+    group: str
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Moment(Record):
+    """The server during a decode step, as its own log tells.
+
+    Attributes:
+        step: number of the logged line within the leg.
+        running: requests in the batch.
+        queued: requests that wait.
+        used: KV slots in use.
+        saved: KV slots that sharing made unnecessary at this moment.
+        tokens_per_s: generation throughput by the server's own clock.
+    """
+
+    leg: int
+    step: int
+    running: int
+    queued: int
+    used: int
+    saved: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Leg(Record):
+    """One server session of a cell.
+
+    Attributes:
+        leg: its number, from 0.
+        seconds: from the first request sent to the last response ended.
+        output_tokens: of the responses that were complete.
+        responses: how many were complete.
+        decode_steps: decode forwards, from the log's lines times their interval.
+        retractions: requests that were thrown out of a batch and recomputed.
+        report: the scheduler's entry of ``GET /reasoncache``, {} for a stock server.
+        leaked_slots: slots in use after the last response and a flush.
+        command: the server's command line, [] for one that was only given as URL.
+    """
+
+    leg: int
+    seconds: float
+    output_tokens: int
+    responses: int
+    decode_steps: int
+    retractions: int
+    report: dict[str, Any]
+    leaked_slots: int | None
+    command: list[str]
