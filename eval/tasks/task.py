@@ -79,9 +79,14 @@ class Task(Protocol):
         measure: what ``Verdict.score`` is, "accuracy" or "F1".
     """
 
-    name: str
-    title: str
-    measure: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def measure(self) -> str: ...
 
     def load(self, source: Source) -> list[Problem]:
         """The problems, in the order to send them.

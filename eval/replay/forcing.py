@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forces the next token of a request to be that of a recorded response.
+
+The server needs ``--enable-custom-logit-processor`` and must be able to import
+this module; what a request carries is its name, not its code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+#: Key in ``custom_params``: the response's token ids.
+FORCED = "forced_tokens"
+
+
+class ForcedTokens(CustomLogitProcessor):
+    """Leaves one token possible, the one that was recorded at this place.
+
+    The place is how much of the request has KV, which a retraction does not
+    upset: what is recomputed is followed by the same token as before. A request
+    that runs on after its last recorded token is left alone.
+    """
+
+    def __call__(
+        self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
+    ) -> torch.Tensor:
+        """``logits`` ``[requests, vocabulary]``, changed in place."""
+        rows, tokens = [], []
+        for row, params in enumerate(custom_param_list or ()):
+            request = params["__req__"]
+            place = request.kv.kv_committed_len - len(request.origin_input_ids)
+            forced = params[FORCED]
+            if 0 <= place < len(forced):
+                rows.append(row)
+                tokens.append(forced[place])
+        if rows:
+            logits[rows] = float("-inf")
+            logits[rows, tokens] = 0.0
+        return logits
+
+
+def forced_request(token_ids: list[int]) -> dict[str, Any]:
+    """Fields of a request's body that make its response these tokens, and no more.
+
+    Raises:
+        ValueError: no token.
+    """
+    if not token_ids:
+        raise ValueError("a response to replay needs at least one token, got none")
+    return {
+        "custom_logit_processor": ForcedTokens.to_str(),
+        "custom_params": {FORCED: list(token_ids)},
+        "ignore_eos": True,
+        "temperature": 0.0,
+        # Spaces between special tokens are not in the record.
+        "skip_special_tokens": False,
+    }

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model for replays: real proportions and a real tokenizer, weights that know nothing.
+
+Since every next token is forced, the weights decide nothing but K and V. What
+matters is what a decode step costs: a large model's step reads its weights once
+for all requests, and each request's KV beside them. QwQ-32B in bf16 has 65.5 GB of
+weights and 262 KB of KV a token, 250,000 to 1; this one 130,000 to 1, so that
+throughput follows the number of running requests on a CPU as it does on a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+VOCABULARY_SIZE = 16_000
+CONTEXT_LENGTH = 65_536
+_PAD, _USER, _ASSISTANT = "<|pad|>", "<|user|>", "<|assistant|>"
+_CHAT_TEMPLATE = (
+    "{%- for m in messages -%}"
+    f"{{{{- ('{_USER}' if m['role'] == 'user' else '{_ASSISTANT}') + m['content'] -}}}}"
+    "{%- endfor -%}"
+    f"{{%- if add_generation_prompt -%}}{{{{- '{_ASSISTANT}' -}}}}{{%- endif -%}}"
+)
+
+
+def replay_config() -> Qwen3Config:
+    """Two layers of one KV head: 256 bytes of KV a token in bf16, 17 M parameters."""
+    return Qwen3Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=256,
+        intermediate_size=8192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_LENGTH,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+
+
+def kv_bytes_per_token(config: Qwen3Config) -> int:
+    """Bytes of K and V of one token, all layers, in bf16."""
+    return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+
+
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of :data:`VOCABULARY_SIZE` pieces at most; any text is reproduced exactly."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[_PAD, _USER, _ASSISTANT],
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        eos_token=_PAD,
+        pad_token=_PAD,
+        clean_up_tokenization_spaces=False,
+        chat_template=_CHAT_TEMPLATE,
+        model_max_length=CONTEXT_LENGTH,
+    )
+
+
+def build(folder: Path, texts: Sequence[str], seed: int = 0) -> Path:
+    """Write model and tokenizer to a folder of their own under ``folder``; kept if it is there.
+
+    Args:
+        texts: what the tokenizer is trained on; also names the folder.
+        seed: of the weights.
+
+    Returns:
+        The model's folder.
+    """
+    config = replay_config()
+    key = hashlib.sha256(repr((config.to_dict(), seed)).encode())
+    for text in texts:
+        key.update(text.encode("utf-8", "surrogatepass"))
+    home = folder / f"replay-{key.hexdigest()[:12]}"
+    # Written last, so a build that was cut off is done again.
+    if (home / "generation_config.json").is_file():
+        return home
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.config.dtype = "bfloat16"
+    model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0, do_sample=False)
+    home.mkdir(parents=True, exist_ok=True)
+    train_tokenizer(texts).save_pretrained(home)
+    model.save_pretrained(home)
+    return home

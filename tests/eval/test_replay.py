@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays: what was recorded comes back, over a real server that is short of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from eval.replay.__main__ import main, texts_of
+from eval.replay.forcing import FORCED, forced_request
+from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE, build, kv_bytes_per_token
+from eval.replay.task import ReplayTask
+from eval.runs.client import Listeners, Request, connect, send_all
+from eval.runs.records import Response
+from eval.server_log import retractions
+from eval.serving import MODEL_NAME, ServerProcess
+from eval.tasks.task import Problem, Source, TaskError
+from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
+from eval.tiny_reasoner.task import generate
+
+TASK = ReplayTask("recorded", "Recorded")
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Reference responses of the embedded reasoner's task; they repeat themselves."""
+    rows: list[dict[str, object]] = [
+        {"id": f"r{i}", "question": problem.prompt, "response": problem.response}
+        for i, problem in enumerate(generate(seed=5, count=12))
+    ]
+    return write(tmp_path_factory.mktemp("recorded") / "responses.jsonl", rows)
+
+
+def load(path: Path, limit: int | None = None) -> list[Problem]:
+    return TASK.load(Source(path=path, model=str(CHECKPOINT), limit=limit))
+
+
+def test_problems_are_longest_first_and_hold_every_token(recorded: Path) -> None:
+    problems = load(recorded)
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    lengths = [problem.max_tokens or 0 for problem in problems]
+    assert lengths == sorted(lengths, reverse=True)
+    assert len({problem.id for problem in problems}) == 12
+    for problem in problems:
+        forced = problem.extra["custom_params"][FORCED]
+        assert len(forced) == problem.max_tokens
+        assert tokenizer.decode(forced) == problem.reference
+
+
+@pytest.mark.parametrize("limit", [1, 4, 11, 12, 40])
+def test_a_limit_takes_evenly(recorded: Path, limit: int) -> None:
+    everything = [problem.id for problem in load(recorded)]
+    chosen = [everything.index(problem.id) for problem in load(recorded, limit)]
+    assert len(chosen) == min(limit, 12)
+    assert chosen == sorted(set(chosen))
+    gaps = [b - a for a, b in zip([-1, *chosen], [*chosen, 12], strict=True)]
+    assert max(gaps) <= 12 / len(chosen) + 1
+
+
+def test_grading(recorded: Path) -> None:
+    problem = load(recorded, 1)[0]
+    assert TASK.grade(problem, problem.reference).correct
+    for text in ("", problem.reference[:-1], problem.reference + " ", "x" * 10_000_000):
+        verdict = TASK.grade(problem, text)
+        assert not verdict.correct and verdict.note.startswith("differs at character")
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"id": "a", "question": "q"}, "no field 'response'"),
+        ({"id": "a", "question": "q", "response": ""}, "empty"),
+        ({"id": "a", "question": "q", "response": 7}, "no text"),
+        ({"id": "a", "response": "r"}, "no field 'question'"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, object], fault: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"id": "0", "question": "q", "response": "j = q"}, row])
+    with pytest.raises(TaskError, match=rf"rows\.jsonl:2: .*{fault}"):
+        load(path)
+
+
+def test_no_file_no_tokenizer_no_token() -> None:
+    with pytest.raises(TaskError, match="--data recorded=FILE"):
+        TASK.load(Source(model=str(CHECKPOINT)))
+    with pytest.raises(TaskError, match="--model"):
+        TASK.load(Source(path=Path("nothing.jsonl"), model="/no/such/model"))
+    with pytest.raises(ValueError, match="at least one token"):
+        forced_request([])
+
+
+def test_the_model_is_built_once_and_spells_exactly(
+    tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(recorded), "--out", str(tmp_path)])
+    folder = Path(capsys.readouterr().out.split()[-1])
+    weights = folder / "model.safetensors"
+    built = weights.stat().st_mtime_ns
+    main([str(recorded), "--out", str(tmp_path)])
+    assert weights.stat().st_mtime_ns == built
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for text in [*texts_of([recorded]), " \n\n odd\u00e9\u4e2d\x00 \t", "<|user|>"]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert max(ids) < VOCABULARY_SIZE
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_bad_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"answer": "no response here"}])
+    with pytest.raises(SystemExit):
+        main([str(path), "--out", str(tmp_path)])
+    assert f"{path}:1" in capsys.readouterr().err
+
+
+def test_proportion_of_weights_to_kv(tmp_path: Path, recorded: Path) -> None:
+    """A step's weights against a token's KV, as the module says."""
+    folder = build(tmp_path, texts_of([recorded]))
+    config = AutoConfig.from_pretrained(folder)
+    weights = (folder / "model.safetensors").stat().st_size
+    assert weights / kv_bytes_per_token(config) == pytest.approx(130_000, rel=0.05)
+    assert config.max_position_embeddings == CONTEXT_LENGTH
+
+
+@pytest.mark.server
+def test_replay_over_retractions(recorded: Path, tmp_path: Path) -> None:
+    """Every response comes back word for word, though requests are thrown out and recomputed."""
+    problems = load(recorded)
+    flags = [
+        *TASK.server_flags(),
+        "--enable-reasoncache",
+        *EMBEDDED_FLAGS,
+        "--max-total-tokens",
+        "2000",
+    ]
+    requests = [Request(p.id, p.prompt, {**p.extra, "max_tokens": p.max_tokens}) for p in problems]
+    responses: list[Response] = []
+    env = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "64"}
+    with ServerProcess(CHECKPOINT, flags=flags, env=env, log_path=tmp_path / "log") as server:
+
+        async def drive() -> None:
+            async with connect(server.url, 300.0) as client:
+                heard = Listeners(lambda: None, responses.append)
+                await send_all(
+                    client,
+                    MODEL_NAME,
+                    requests,
+                    0,
+                    time.monotonic(),
+                    heard,
+                    in_flight=None,
+                    attempts=1,
+                )
+
+        asyncio.run(drive())
+        totals = server.get("/reasoncache").json()["schedulers"][0]["totals"]
+        thrown_out = retractions(server.log_text())
+    assert {row.problem_id: row.error for row in responses} == {p.id: None for p in problems}
+    texts = {row.problem_id: row.text for row in responses}
+    for problem in problems:
+        assert TASK.grade(problem, texts[problem.id]).correct
+    assert thrown_out > 0
+    assert totals["final_saving_ratio"] > 0.1

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code that a model wrote, at its worst: it fails, nothing gets out, nothing stays behind."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eval.tasks import sandbox
+from eval.tasks.sandbox import Limits, Outcome, SandboxError, run
+
+LIMITS = Limits(wall_s=12.0, cpu_s=1)
+SLACK_S = 20.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _available() -> None:
+    try:
+        sandbox.check()
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+def _jailed() -> set[str]:
+    """Processes in a process namespace below ours."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                status = (folder / "status").read_text()
+            except OSError:
+                continue
+            ids = [line.split()[1:] for line in status.splitlines() if line.startswith("NSpid")]
+            if ids and len(ids[0]) > 1:
+                found.add(folder.name)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    before = _jailed()
+    yield
+    deadline = time.monotonic() + 10
+    while (left := _jailed() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+    assert not list(Path("/tmp").glob("sandbox-*/*"))
+
+
+def _run(program: str) -> Outcome:
+    begin = time.monotonic()
+    outcome = run(program, LIMITS)
+    assert time.monotonic() - begin < LIMITS.wall_s + SLACK_S
+    return outcome
+
+
+def test_program_that_reaches_its_end_passes() -> None:
+    source = """
+import collections, dataclasses, hashlib, itertools, math, re, typing
+@dataclasses.dataclass
+class Point:
+    x: int
+print("noise")
+open("/box/mine", "w").write("x")
+assert hashlib.md5(b"x").hexdigest().startswith("9dd4") and Point(1).x == 1
+"""
+    assert _run(source) == Outcome(True)
+
+
+@pytest.mark.parametrize(
+    ("program", "note"),
+    [
+        ("assert 1 == 2, 'unequal'", "AssertionError: unequal"),
+        ("def broken(:", "SyntaxError"),
+        ("raise SystemExit(0)", "SystemExit"),
+        ("import os; os._exit(0)", "ended before"),
+        ("import ctypes; ctypes.string_at(0)", "ended before"),
+        ("import os; os.abort()", "ended before"),
+        ("def f(): f()\nf()", "RecursionError"),
+        ("x = '\x00'", "null bytes"),
+        ("x = '\ud800'", "UnicodeEncodeError"),
+        ("input()", "EOFError"),
+        ("", None),
+    ],
+    ids=range(11),
+)
+def test_how_a_program_ends(program: str, note: str | None) -> None:
+    outcome = _run(program)
+    assert outcome.passed == (note is None)
+    assert (note or "") in outcome.note
+
+
+@pytest.mark.parametrize(
+    ("program", "note"),
+    [
+        ("while True: pass", "ended before"),
+        ("import threading\nwhile True: threading.Thread(target=lambda: 9**9**9).start()", ""),
+        ("x = bytearray(1 << 34)", "MemoryError"),
+        ("x = []\nwhile True: x.append(bytearray(1 << 20))", ""),
+        ("9 ** 9 ** 9 ** 9", "ended before"),
+        ("import os\nwhile True: os.fork()", "BlockingIOError"),
+        (
+            "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+            "",
+        ),
+        ("import os\nos.setsid()\nif os.fork(): raise ValueError\nwhile True: pass", ""),
+        ("while True: print('x' * 10000)", "printed more than"),
+        ("import sys\nwhile True: sys.stderr.write('x' * 10000)", "printed more than"),
+        ("open('/box/big', 'wb').write(bytes(64 << 20))", "OSError"),
+        ("for i in range(99): open(f'/box/{i}', 'wb').write(bytes(8 << 20))", "OSError"),
+        ("for i in range(9999): open(f'/box/{i}', 'wb')", "OSError"),
+        ("f = [open('/dev/null') for _ in range(999)]", "OSError"),
+    ],
+    ids=range(14),
+)
+def test_greed_fails(program: str, note: str) -> None:
+    outcome = _run(program)
+    assert not outcome.passed
+    assert note in outcome.note
+
+
+@pytest.mark.parametrize(
+    "target", ["os.getppid()", "0", "1", "-1", "os.getpid()"], ids=lambda target: target
+)
+def test_killing_fails(target: str) -> None:
+    outcome = _run(f"import os, signal\nos.kill({target}, signal.SIGKILL)")
+    assert not outcome.passed
+
+
+def test_background_processes_die_with_the_program() -> None:
+    source = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(1000)\n"
+    begin = time.monotonic()
+    assert _run(source).passed
+    assert time.monotonic() - begin < LIMITS.wall_s
+
+
+def test_waiting_fails() -> None:
+    outcome = run("import time; time.sleep(1000)", Limits(wall_s=1.5))
+    assert outcome == Outcome(False, "ran longer than 1.5 s")
+
+
+def test_network_is_denied() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        connect = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)"
+        assert "PermissionError" in _run(connect).note
+        # By system call, past Python's module, every family of addresses.
+        raw = (
+            "import ctypes\nlibc = ctypes.CDLL(None)\n"
+            "assert all(libc.socket(family, kind, 0) == -1"
+            " for family in range(46) for kind in (1, 2, 3))"
+        )
+        assert _run(raw) == Outcome(True)
+        server.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_only_one_network_device_and_it_is_down() -> None:
+    """The namespace holds even without the filter of system calls."""
+    source = """
+import fcntl, socket, struct
+pair = socket.socketpair()  # for the ioctl only
+flags = fcntl.ioctl(pair[0], 0x8913, struct.pack("16sH14x", b"lo", 0))
+assert struct.unpack("16sH14x", flags)[1] & 1 == 0, "up"
+try:
+    fcntl.ioctl(pair[0], 0x8913, struct.pack("16sH14x", b"eth0", 0))
+except OSError:
+    pass
+else:
+    raise AssertionError("eth0")
+"""
+    assert _run(source) == Outcome(True)
+
+
+def test_files_outside_cannot_be_seen_or_written(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("token")
+    assert "FileNotFoundError" in _run(f"open({str(secret)!r})").note
+    assert not _run(f"open({str(tmp_path / 'made')!r}, 'w')").passed
+    for path in ("/made", "/usr/made", "/etc/made", "/tmp/made", "/dev/made"):
+        assert not _run(f"open({path!r}, 'w')").passed
+        assert not Path(path).exists()
+    hidden = "import os\nassert not any(map(os.path.exists, ('/proc', '/sys', '/tmp', '/home')))"
+    assert _run(hidden) == Outcome(True)
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
+def test_no_secrets_and_no_rights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    source = """
+import os, ctypes
+assert "HF_TOKEN" not in os.environ and "secret" not in str(os.environ)
+assert os.getuid() == os.geteuid() == 65534 and os.getpid() == 1
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.unshare(0x10000000) == -1                        # a user namespace of its own
+assert libc.mount(b"tmpfs", b"/box", b"tmpfs", 0, b"") == -1
+assert libc.setuid(0) == -1
+assert libc.ptrace(0, 0, 0, 0) == -1
+open_files = []
+for number in range(3, 64):
+    try:
+        os.fstat(number)
+        open_files.append(number)
+    except OSError:
+        pass
+assert not open_files, open_files
+"""
+    assert _run(source) == Outcome(True)
+
+
+def test_programs_do_not_see_each_other() -> None:
+    assert _run("open('/box/left', 'w')").passed
+    assert _run("import os\nassert os.listdir('/box') == []").passed
+
+
+def test_what_cannot_be_locked_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A jail script that fails to build the jail: the message arrives and nothing was run."""
+    jail = tmp_path / "jail.py"
+    original = sandbox._JAIL.read_text()
+    refused = original.replace("_libc.unshare, _NEWUSER", "_libc.unshare, -1")
+    assert refused != original
+    jail.write_text(refused)
+    monkeypatch.setattr(sandbox, "_JAIL", jail)
+    with pytest.raises(SandboxError, match=r"user namespace.*Invalid argument"):
+        run("print('ran')")
+
+
+def test_enormous_program_is_not_started() -> None:
+    assert "longer than" in run("x" * (1 << 21)).note

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registry, orders and seeds of problems, sampling settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from eval.tasks.registry import TASKS, find_task
+from eval.tasks.sampling import Sampling, sampling_for
+from eval.tasks.task import Source, TaskError
+
+
+def test_registry_names_itself() -> None:
+    assert set(TASKS) >= {
+        *("aime24", "aime25", "math500", "gsm8k", "gpqa_diamond", "humaneval"),
+        *("hotpotqa", "trec", "tiny_reasoner"),
+    }
+    for name, task in TASKS.items():
+        assert task.name == name and re.fullmatch("[a-z0-9_]+", name)
+        assert task.title and task.measure in ("accuracy", "F1")
+        assert find_task(name) is task
+        assert list(task.server_flags()) == list(task.server_flags())
+    assert len({task.title for task in TASKS.values()}) == len(TASKS)
+
+
+def test_unknown_task_names_the_flag_and_the_known() -> None:
+    with pytest.raises(TaskError, match=r"--tasks: no task 'mmlu'; there are .*aime24.*trec"):
+        find_task("mmlu")
+
+
+def test_code_needs_permission() -> None:
+    with pytest.raises(TaskError, match=r"--tasks humaneval .* --allow-code-execution"):
+        find_task("humaneval").load(Source(path=Path("any.jsonl")))
+
+
+def _gpqa_file(tmp_path: Path, count: int) -> Path:
+    path = tmp_path / "gpqa.jsonl"
+    rows = [
+        {"id": f"r{i}", "question": "Q {A}", "answer": "right", "wrong": ["w1", "w2", "w3"]}
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_gpqa_choices_are_shuffled_by_seed_and_problem(tmp_path: Path) -> None:
+    path = _gpqa_file(tmp_path, 200)
+    task = find_task("gpqa_diamond")
+    first = task.load(Source(path=path, seed=0))
+    assert first == task.load(Source(path=path, seed=0))
+    assert first[:50] == task.load(Source(path=path, seed=0, limit=50))
+    other = task.load(Source(path=path, seed=1))
+    changed = sum(a.prompt != b.prompt for a, b in zip(first, other, strict=True))
+    assert 150 < changed < 200
+    letters = Counter(problem.reference for problem in first)
+    assert set(letters) == set("ABCD") and min(letters.values()) > 25
+    for problem in first:
+        assert f"\n{problem.reference}) right" in problem.prompt
+        assert all(f") {text}" in problem.prompt for text in ("w1", "w2", "w3"))
+        assert "Q {A}" in problem.prompt
+
+
+def test_tiny_reasoner_generates() -> None:
+    task = find_task("tiny_reasoner")
+    problems = task.load(Source(seed=3, limit=40))
+    default = task.load(Source(seed=3))
+    assert len(default) == 500 and problems == default[:40]
+    assert {p.group for p in problems} == {"error", "clean"}
+    assert len({p.id for p in problems}) == 40
+    assert all(p.max_tokens == 1500 for p in problems)
+    assert {p.prompt for p in problems}.isdisjoint(
+        p.prompt for p in task.load(Source(seed=4, limit=40))
+    )
+    with pytest.raises(TaskError, match="--data tiny_reasoner=x.jsonl"):
+        task.load(Source(path=Path("x.jsonl")))
+    with pytest.raises(TaskError, match="at most 100000 for tiny_reasoner, not 100001"):
+        task.load(Source(limit=100_001))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", (0.6, 0.95, None, None)),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", (0.6, 0.95, None, None)),
+        ("/models/qwq_32b", (0.6, 0.95, 40, 0.0)),
+        ("Qwen/QwQ-32B", (0.6, 0.95, 40, 0.0)),
+        ("Qwen/Qwen3-30B-A3B", (0.6, 0.95, 20, 0.0)),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", (0.7, 0.8, 20, 0.0)),
+        ("microsoft/Phi-4-reasoning", (0.8, 0.95, 50, None)),
+        ("microsoft/Phi-4-reasoning-plus", (0.8, 0.95, 50, None)),
+        ("microsoft/Phi-4-mini-reasoning", (0.8, 0.95, None, None)),
+        ("openai/gpt-oss-20b", (1.0, 1.0, None, None)),
+        ("eval/tiny_reasoner/checkpoint", (0.0, 1.0, None, None)),
+        ("somebody/unheard-of", (0.6, 0.95, None, None)),
+        ("", (0.6, 0.95, None, None)),
+    ],
+)
+def test_sampling(model: str, expected: tuple[float, float, int | None, float | None]) -> None:
+    found = sampling_for(model)
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == expected
+
+
+def test_sampling_body_is_what_the_client_takes() -> None:
+    body = Sampling(0.6, 0.95, 20, 0.0, 100, 7).to_body()
+    assert body == {
+        **{"temperature": 0.6, "top_p": 0.95, "max_tokens": 100, "seed": 7},
+        "extra_body": {"top_k": 20, "min_p": 0.0},
+    }
+    assert Sampling(0.0, 1.0).to_body() == {"temperature": 0.0, "top_p": 1.0, "max_tokens": 32768}
