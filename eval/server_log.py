@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run looked like from SGLang's own log, the same for every server.
 
-Needs ``--decode-log-interval 1``, so that every decode step leaves its line.
+A server logs one decode step in ``--decode-log-interval``. :func:`summarise` needs an
+interval of 1, so that every step leaves its line; :func:`moments` takes any.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ import re
 import statistics
 from dataclasses import dataclass
 
+from eval.runs.records import Moment
+
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?#(?:full )?token: (\d+)")
+_SHARED = re.compile(r"#shared token: (\d+)")
+_SPEED = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
+_QUEUED = re.compile(r"#queue-req: (\d+)")
 _RETRACT = re.compile(r"#retracted_reqs: (\d+)")
 
 
@@ -35,5 +41,35 @@ def summarise(log: str) -> LogSummary:
         mean_running=statistics.fmean(running),
         peak_slots=max(slots),
         mean_slots=statistics.fmean(slots),
-        retractions=sum(int(n) for n in _RETRACT.findall(log)),
+        retractions=retractions(log),
     )
+
+
+def retractions(log: str) -> int:
+    """Requests thrown out of a batch in a stretch of log."""
+    return sum(int(n) for n in _RETRACT.findall(log))
+
+
+def moments(log: str, leg: int) -> list[Moment]:
+    """One :class:`Moment` for each decode line of a stretch of log, in its order.
+
+    A stock server's lines have nothing shared. With several data-parallel schedulers each
+    writes lines of its own.
+    """
+    found: list[Moment] = []
+    for line in log.splitlines():
+        decode = _DECODE.search(line)
+        if decode is not None:
+            shared, speed, queued = (p.search(line) for p in (_SHARED, _SPEED, _QUEUED))
+            found.append(
+                Moment(
+                    leg=leg,
+                    step=len(found),
+                    running=int(decode[1]),
+                    queued=int(queued[1]) if queued else 0,
+                    used=int(decode[2]),
+                    saved=int(shared[1]) if shared else 0,
+                    tokens_per_s=float(speed[1]) if speed else 0.0,
+                )
+            )
+    return found

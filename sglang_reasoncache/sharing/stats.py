@@ -15,7 +15,9 @@ class SharingStats:
     ``filter_seconds`` is CPU time of comparing steps, wherever that runs;
     ``scheduler_seconds`` is what the scheduler's thread spent on all of sharing.
     ``saved``/``logical`` sums run over looks, one in a few decode steps: slots not needed
-    and positions held by the running requests of that step.
+    and positions held by the running requests of that step. ``finished_positions`` and
+    ``finished_redirected`` add up the requests that finished, each at its end: all positions,
+    prompt included, and those that referred to a slot owned elsewhere.
     """
 
     steps_seen: int = 0
@@ -31,6 +33,8 @@ class SharingStats:
     requests_seen: int = 0
     requests_opted_out: int = 0
     requests_finished: int = 0
+    finished_positions: int = 0
+    finished_redirected: int = 0
     blocks_reapplied: int = 0
     decode_steps: int = 0
     looks: int = 0
@@ -53,6 +57,8 @@ class SharingStats:
 
     def request_finished(self, saved: int, logical: int) -> None:
         self.requests_finished += 1
+        self.finished_positions += logical
+        self.finished_redirected += saved
         if logical > 0:
             self.sum_final_ratio += saved / logical
 
@@ -66,6 +72,13 @@ class SharingStats:
         """Slots saved over logical slots at the end of a response, averaged over requests."""
         return self.sum_final_ratio / self.requests_finished if self.requests_finished else 0.0
 
+    @property
+    def affected_ratio(self) -> float:
+        """Redirected positions of finished requests over all their positions: long ones count more."""
+        return (
+            self.finished_redirected / self.finished_positions if self.finished_positions else 0.0
+        )
+
     def to_dict(self) -> dict[str, Any]:
         out = {
             name: value
@@ -75,5 +88,6 @@ class SharingStats:
         out["refusals"] = dict(self.refusals)
         out["memory_saving_ratio"] = self.memory_saving_ratio
         out["final_saving_ratio"] = self.final_saving_ratio
+        out["affected_ratio"] = self.affected_ratio
         out["mean_running"] = self.sum_running / self.looks if self.looks else 0.0
         return out

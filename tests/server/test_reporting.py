@@ -53,6 +53,7 @@ def test_endpoint_and_log_line(server: ServerProcess) -> None:
     assert seen["engine"] in ("native", "python")
     assert seen["totals"]["filter_seconds"] > 0
     assert seen["totals"]["steps_shed"] == 0
+    assert 0 < seen["totals"]["affected_ratio"] < 1
     entry = max(seen["recent"], key=lambda request: request["shared_positions"])
     assert entry["shared_positions"] == 8 * len(entry["blocks"])
     assert all(src + 8 <= dst for dst, src in entry["blocks"])

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods by name: what a server is started with so that it shares as one row of a table says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, flag_of
+from sglang_reasoncache.policy.presets import PRESETS
+
+
+class MethodError(ValueError):
+    """A method's specification is wrong; the message names ``--methods`` and the fault."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to serve.
+
+    Attributes:
+        name: the specification as given, and the name of its folder.
+        title: for tables and pictures.
+        flags: of the server, on top of those that all methods of a run get.
+        match: the method whose saving this one must reach, "" for none. Its
+            ``--reasoncache-random-ratio`` is found during the run.
+    """
+
+    name: str
+    title: str
+    flags: tuple[str, ...] = ()
+    match: str = ""
+
+    @property
+    def shares(self) -> bool:
+        return bool(self.flags)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A row of the table of methods.
+
+    Attributes:
+        title: for tables and pictures.
+        values: settings of the plugin, by the names of ``ReasonCacheConfig``; None for a
+            server without the plugin.
+        matches: whether its saving can be made equal to another method's.
+    """
+
+    title: str
+    values: Mapping[str, object] | None
+    matches: bool = False
+
+
+_TITLES = {
+    "reasoncache": "ReasonCache",
+    "memshare": "MemShare",
+    "memshare-0.9": "MemShare, threshold 0.9",
+    "cosine": "Cosine only",
+    "cosine-structure": "Cosine + structure",
+    "random": "Random sharing",
+    "sentence-bert": "Encoder Sentence-BERT",
+    "embedding": "Encoder embedding layer",
+    "cosine-distance": "Cosine distance",
+}
+
+#: Every method by name. A later policy is one more entry.
+METHODS: dict[str, Recipe] = {
+    "dense": Recipe("Dense", None),
+    **{
+        name: Recipe(_TITLES.get(name, name), {"preset": name}, matches=name == "random")
+        for name in PRESETS
+    },
+}
+
+_FIELDS = {field.name: field for field in dataclasses.fields(ReasonCacheConfig)}
+_TYPES: dict[str, type] = {"calibration": str, "fixed_tau": float, "random_ratio": float}
+_BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+_NAME = re.compile(r"[A-Za-z0-9._:=,+/-]{1,200}")
+
+
+def find_method(spec: str, embedded_flags: Sequence[str] = ()) -> Method:
+    """The method that ``NAME[:key=value,...]`` stands for.
+
+    A key is an option ``--reasoncache-KEY`` of the server, without that prefix; of
+    ``random`` also ``match``, the specification of another method.
+
+    Args:
+        spec: as in ``--methods``.
+        embedded_flags: flag and value in turn, for every sharing method whose
+            specification leaves them open.
+
+    Raises:
+        MethodError: unknown name or key, or a value out of bounds.
+    """
+    name, colon, rest = spec.partition(":")
+    recipe = METHODS.get(name)
+    if recipe is None or not _NAME.fullmatch(spec):
+        known = ", ".join(METHODS)
+        raise MethodError(f"--methods: {spec!r} is no method; known are {known}")
+    pairs = dict(_pair(spec, part) for part in rest.split(",")) if colon else {}
+    match = pairs.pop("match", "") if recipe.matches else ""
+    if recipe.values is None:
+        if pairs:
+            raise MethodError(f"--methods: {spec!r}: {name} takes no options")
+        return Method(spec, recipe.title)
+    values = {**recipe.values, **{key: _value(spec, key, text) for key, text in pairs.items()}}
+    given = {flag_of(key) for key in values}
+    flags = ["--enable-reasoncache", *_spell(values)]
+    for flag, value in zip(embedded_flags[::2], embedded_flags[1::2], strict=True):
+        if flag not in given:
+            flags += [flag, value]
+            values[flag_key(flag)] = _value(spec, flag_key(flag), value)
+    try:
+        ReasonCacheConfig.from_mapping(values)
+    except ConfigError as error:
+        raise MethodError(f"--methods: {spec!r}: {error}") from error
+    if match and "random_ratio" in pairs:
+        raise MethodError(f"--methods: {spec!r}: match and random_ratio exclude each other")
+    detail = f" ({', '.join(f'{key}={text}' for key, text in pairs.items())})" if pairs else ""
+    return Method(spec.replace("/", "_"), recipe.title + detail, tuple(flags), match)
+
+
+def find_methods(specs: Sequence[str], embedded_flags: Sequence[str] = ()) -> list[Method]:
+    """All methods of a run, each random one with the method that it matches.
+
+    Raises:
+        MethodError: as :func:`find_method`; a name given twice; a match that is not in the run.
+    """
+    methods = [find_method(spec, embedded_flags) for spec in specs]
+    names = [method.name for method in methods]
+    for name in names:
+        if names.count(name) > 1:
+            raise MethodError(f"--methods: {name!r} is given twice")
+    return [_matched(method, methods) for method in methods]
+
+
+def with_ratio(method: Method, ratio: float) -> Method:
+    """A random method that redirects this share of blocks."""
+    return dataclasses.replace(
+        method, flags=(*method.flags, flag_of("random_ratio"), f"{ratio:.4f}")
+    )
+
+
+def flag_key(flag: str) -> str:
+    """``--reasoncache-fixed-tau`` -> ``fixed_tau``."""
+    return flag.removeprefix("--reasoncache-").replace("-", "_")
+
+
+def _matched(method: Method, methods: Sequence[Method]) -> Method:
+    recipe = METHODS[method.name.partition(":")[0]]
+    if not recipe.matches or flag_of("random_ratio") in method.flags:
+        return method
+    match = method.match.replace("/", "_") or "reasoncache"
+    target = next((other for other in methods if other.name == match), None)
+    if target is None or target is method or not target.shares or target.match:
+        raise MethodError(
+            f"--methods: {method.name!r} shares as much as {match!r}, which must be a sharing "
+            "method of the same run; else give random:match=METHOD or random:random_ratio=R"
+        )
+    return dataclasses.replace(method, match=match)
+
+
+def _pair(spec: str, part: str) -> tuple[str, str]:
+    key, equals, text = part.partition("=")
+    key = key.strip().replace("-", "_")
+    if not equals or not key or not text:
+        raise MethodError(f"--methods: {spec!r}: {part!r} is not key=value")
+    return key, text
+
+
+def _value(spec: str, key: str, text: str) -> object:
+    field = _FIELDS.get(key)
+    if field is None or key == "preset":
+        known = ", ".join(name for name in _FIELDS if name != "preset")
+        raise MethodError(f"--methods: {spec!r}: no option {key!r}; known are {known}")
+    kind = _TYPES.get(key, type(field.default))
+    if kind is bool:
+        if text.lower() not in _BOOLEANS:
+            raise MethodError(f"--methods: {spec!r}: {key} must be true or false, got {text!r}")
+        return _BOOLEANS[text.lower()]
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise MethodError(
+            f"--methods: {spec!r}: {key} must be {kind.__name__}, got {text!r}"
+        ) from error
+
+
+def _spell(values: Mapping[str, object]) -> list[str]:
+    flags: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, bool):
+            flags.append(flag_of(key) if value else flag_of(key).replace("--", "--no-", 1))
+        else:
+            flags += [flag_of(key), str(value)]
+    return flags

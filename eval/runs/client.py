@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of a run through the official OpenAI client: streaming, nothing retried behind our back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
+
+from eval.runs.records import Response
+
+#: Characters of a response that are kept; a stream that goes on beyond has failed.
+MAX_CHARACTERS = 4_000_000
+_CONNECT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One problem to send; ``body`` goes into the request as it is."""
+
+    problem_id: str
+    prompt: str
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Called in the thread of the event loop.
+
+    Attributes:
+        delta: some text arrived, about a token.
+        ended: a request ended, well or not; the record is complete.
+    """
+
+    delta: Callable[[], None]
+    ended: Callable[[Response], None]
+
+
+@contextlib.asynccontextmanager
+async def connect(url: str, timeout_s: float) -> AsyncIterator[AsyncOpenAI]:
+    """A client of the server at ``url`` (without ``/v1``), with room for any number of requests.
+
+    A request may wait for memory for hours before its first byte, so ``timeout_s`` of
+    silence is the only limit besides that of connecting.
+    """
+    _lift_file_limit()
+    http = DefaultAsyncHttpxClient(
+        # A proxy from the environment must not see loopback traffic.
+        trust_env=not is_local(url),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        timeout=httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
+    )
+    async with AsyncOpenAI(
+        base_url=f"{url.rstrip('/')}/v1",
+        api_key=api_key(),
+        max_retries=0,
+        timeout=httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
+        http_client=http,
+    ) as client:
+        yield client
+
+
+async def send(
+    client: AsyncOpenAI, model: str, request: Request, leg: int, began: float, heard: Listeners
+) -> Response:
+    """One chat completion; what goes wrong is in the record, not raised.
+
+    Args:
+        client: of :func:`connect`.
+        model: name by which the server knows its model.
+        request: what to send.
+        leg: goes into the record.
+        began: monotonic time of the leg's begin.
+        heard: its ``delta`` is called while text arrives.
+    """
+    started = time.monotonic() - began
+    first: float | None = None
+    thought: list[str] = []
+    said: list[str] = []
+    size = prompt_tokens = output_tokens = 0
+    request_id, reason, error = "", "", None
+    try:
+        stream = await client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": request.prompt}],
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=dict(request.body),
+        )
+        async with stream:
+            async for chunk in stream:
+                request_id = chunk.id or request_id
+                if chunk.usage is not None:
+                    prompt_tokens = chunk.usage.prompt_tokens
+                    output_tokens = chunk.usage.completion_tokens
+                for choice in chunk.choices:
+                    reason = choice.finish_reason or reason
+                    # With --reasoning-parser SGLang streams what was thought in a field of its own.
+                    reasoning = getattr(choice.delta, "reasoning_content", None)
+                    content = choice.delta.content
+                    if not isinstance(reasoning, str):
+                        reasoning = ""
+                    if reasoning or content:
+                        if first is None:
+                            first = time.monotonic() - began
+                        heard.delta()
+                        thought.append(reasoning)
+                        said.append(content or "")
+                        size += len(reasoning) + len(content or "")
+                if size > MAX_CHARACTERS:
+                    error = f"the response has more than {MAX_CHARACTERS} characters"
+                    break
+    except (OpenAIError, httpx.HTTPError, ValueError) as problem:
+        # A stream that breaks off is httpx's error, a chunk that is no JSON a ValueError.
+        error = f"{type(problem).__name__}: {problem}"[:2000]
+    if error is None and reason in ("", "abort"):
+        error = "the server aborted it" if reason else "the stream ended without a finish reason"
+    text = "".join(said)
+    reasoning_text = "".join(thought)
+    if reasoning_text:
+        text = f"<think>{reasoning_text}</think>{text}"
+    return Response(
+        problem_id=request.problem_id,
+        leg=leg,
+        request_id=request_id,
+        text=text,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        started=started,
+        first_token=first,
+        ended=time.monotonic() - began,
+        finish_reason=reason,
+        error=error,
+    )
+
+
+async def send_all(
+    client: AsyncOpenAI,
+    model: str,
+    requests: Sequence[Request],
+    leg: int,
+    began: float,
+    heard: Listeners,
+    in_flight: int | None = None,
+    attempts: int = 1,
+) -> None:
+    """All requests, at most ``in_flight`` at a time, each up to ``attempts`` times if it fails.
+
+    ``heard.ended`` is called for every attempt.
+    """
+    room = asyncio.Semaphore(in_flight or max(len(requests), 1))
+
+    async def one(request: Request) -> None:
+        async with room:
+            for _ in range(attempts):
+                response = await send(client, model, request, leg, began, heard)
+                heard.ended(response)
+                if response.error is None:
+                    return
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                group.create_task(one(request))
+    except ExceptionGroup as several:
+        # From ``heard.ended``: a full disk, say. One is enough to tell.
+        raise several.exceptions[0] from several
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL is this machine's own loopback."""
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
+def api_key() -> str:
+    """The operator's key; servers of our own ask for none."""
+    return os.environ.get("OPENAI_API_KEY") or "unused"
+
+
+def _lift_file_limit() -> None:
+    """A connection is an open file; many systems allow 1,024 unless asked for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers of a run: one at a time, kept as long as cells need the same; or given by URL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import httpx
+
+from eval.runs.client import api_key, is_local
+from eval.runs.folder import RunError
+from eval.runs.server_report import has_restarted, merge
+from eval.serving import MODEL_NAME, ServerError, ServerProcess
+
+#: Folder of a run with the output of each server it started, whole.
+LOGS = "servers"
+_IDLE_TIMEOUT_S = 120.0
+
+
+class Server(Protocol):
+    """What measuring a cell needs of a server.
+
+    Attributes:
+        url: without ``/v1``.
+        command: its command line, [] for a given server.
+        model: the name that requests give.
+    """
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def command(self) -> list[str]: ...
+
+    @property
+    def model(self) -> str: ...
+
+    def report(self) -> dict[str, Any]:
+        """``GET /reasoncache`` as of :func:`eval.runs.server_report.merge`, {} for stock."""
+
+    def settle(self) -> None:
+        """Wait until nothing runs, so that the totals of :meth:`report` are whole."""
+
+    def clear(self) -> int | None:
+        """Flush its caches once it is idle; return slots in use after, None if unknown.
+
+        The totals of :meth:`report` count from zero then.
+        """
+
+    def log_size(self) -> int:
+        """Bytes it has written, for :meth:`log_text`."""
+
+    def log_text(self, since: int) -> str:
+        """What it has written since, "" for a given server."""
+
+    def check(self) -> None:
+        """Raises ServerError if it is dead."""
+
+
+class StartedServer:
+    """A server of our own."""
+
+    def __init__(self, process: ServerProcess) -> None:
+        self.process = process
+        self.model = MODEL_NAME
+
+    @property
+    def url(self) -> str:
+        return self.process.url
+
+    @property
+    def command(self) -> list[str]:
+        return self.process.command
+
+    def report(self) -> dict[str, Any]:
+        return _report(self.process.get)
+
+    def settle(self) -> None:
+        _wait(self._idle, f"{self.url}: requests still run")
+
+    def clear(self) -> int:
+        self.settle()
+        _wait(self._flushed, f"{self.url}: /flush_cache was refused")
+        if not has_restarted(self.report()):
+            raise RunError(f"{self.url}/reasoncache: the totals did not restart at /flush_cache")
+        return self._sum("num_used_tokens")
+
+    def log_size(self) -> int:
+        return self.process.log_size()
+
+    def log_text(self, since: int) -> str:
+        return self.process.log_text(since)
+
+    def check(self) -> None:
+        self.process.check_alive()
+
+    def _idle(self) -> bool:
+        self.check()
+        return not self._sum("num_running_reqs") and not self._sum("num_waiting_reqs")
+
+    def _flushed(self) -> bool:
+        self.check()
+        return self.process.post("/flush_cache", params={"timeout": 10}).status_code == 200
+
+    def _sum(self, name: str) -> int:
+        try:
+            response = self.process.get("/v1/loads", params={"include": "all"})
+            response.raise_for_status()
+            return int(sum(load[name] for load in response.json()["loads"]))
+        except httpx.HTTPError as error:
+            self.check()
+            raise ServerError(f"{self.url}/v1/loads says {error!r}") from error
+
+
+class GivenServer:
+    """A server that somebody else runs; it is only asked, never flushed or ended."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.command: list[str] = []
+        try:
+            response = self._get("/v1/models")
+            response.raise_for_status()
+            self.model = str(response.json()["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise ServerError(f"--url {self.url}: /v1/models says {error!r}") from error
+
+    def report(self) -> dict[str, Any]:
+        return _report(self._get)
+
+    def _get(self, path: str) -> httpx.Response:
+        return httpx.get(
+            self.url + path,
+            timeout=60.0,
+            trust_env=not is_local(self.url),
+            headers={"Authorization": f"Bearer {api_key()}"},
+        )
+
+    def settle(self) -> None:
+        return None
+
+    def clear(self) -> None:
+        return None
+
+    def log_size(self) -> int:
+        return 0
+
+    def log_text(self, since: int) -> str:
+        return ""
+
+    def check(self) -> None:
+        return None
+
+
+class Servers:
+    """At most one started server, so that memory and processors are its own. A context manager.
+
+    Args:
+        run: folder of the run, for logs.
+        model_path: folder or hub name.
+        device: ``cpu`` or ``cuda``.
+        limited: whether the flags set the number of KV slots; else a GPU's server takes all.
+    """
+
+    def __init__(self, run: Path, model_path: str | Path, device: str, limited: bool) -> None:
+        self._logs = run / LOGS
+        self._model_path = model_path
+        self._device = device
+        self._limited = limited
+        self._flags: list[str] = []
+        self._server: StartedServer | None = None
+        self._unstartable: dict[tuple[str, ...], ServerError] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def get(self, name: str, flags: Sequence[str], starting: Callable[[], None]) -> StartedServer:
+        """The running server if it has these flags, else a new one.
+
+        Args:
+            name: for the log's file name.
+            flags: of the server.
+            starting: called before a start, which takes a minute or, for large models, many.
+
+        Raises:
+            ServerError: it does not start, or did not with the same flags before.
+        """
+        if self._server is not None and self._flags == list(flags) and self._server.process.alive:
+            return self._server
+        self.close()
+        if tuple(flags) in self._unstartable:
+            raise self._unstartable[tuple(flags)]
+        starting()
+        number = len(list(self._logs.glob("*.log")))
+        process = ServerProcess(
+            self._model_path,
+            flags=flags,
+            log_path=self._logs / f"{number:03d}-{name}.log",
+            device="cuda" if self._device == "cuda" else "cpu",
+            # Weights of a large model may have to be fetched first.
+            start_timeout_s=7200.0,
+        )
+        if self._device == "cuda" and not self._limited:
+            _unlimit(process.command)
+        try:
+            process.start()
+        except ServerError as error:
+            self._unstartable[tuple(flags)] = error
+            raise
+        self._server, self._flags = StartedServer(process), list(flags)
+        return self._server
+
+    def close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.process.close()
+
+
+def _unlimit(command: list[str]) -> None:
+    """Take out the number of KV slots that ServerProcess sets unless told: it is meant for CPUs."""
+    if "--max-total-tokens" in command:
+        at = command.index("--max-total-tokens")
+        del command[at : at + 2]
+
+
+def _report(get: Callable[[str], httpx.Response]) -> dict[str, Any]:
+    try:
+        response = get("/reasoncache")
+        if response.status_code == 404:
+            return {}
+        response.raise_for_status()
+        return merge(response.json()["schedulers"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ServerError(f"/reasoncache says {error!r}") from error
+
+
+def _wait(ready: Callable[[], bool], problem: str) -> None:
+    deadline = time.monotonic() + _IDLE_TIMEOUT_S
+    while not ready():
+        if time.monotonic() > deadline:
+            raise RunError(f"{problem} after {_IDLE_TIMEOUT_S:g} s")
+        time.sleep(0.1)

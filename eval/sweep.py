@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m eval.sweep --budgets 48000,12000,3000 --out DIR [flags of eval.run]``: one run a KV budget.
+
+From "everything fits" down to "two requests fit": ``python -m eval.report DIR/kv-*`` then
+shows where the gain of sharing starts, peaks and ends. A sweep that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval import run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one budget after the other.
+
+    Returns:
+        Exit status of the first run that was not whole, as of :func:`eval.run.main`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.sweep",
+        description=__doc__.splitlines()[0],
+        epilog="All other flags go to python -m eval.run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--budgets", type=_budgets, required=True, metavar="SLOTS,SLOTS,...")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    args, rest = parser.parse_known_args(argv)
+    taken = [flag for flag in rest if flag.partition("=")[0] in ("--kv-budget", "--resume")]
+    if taken:
+        parser.error(f"{taken[0]} does not go with --budgets")
+    folders = [args.out / f"kv-{budget}" for budget in args.budgets]
+    for budget, folder in zip(args.budgets, folders, strict=True):
+        status = run.main([*rest, "--kv-budget", str(budget), "--out", str(folder)])
+        if status:
+            return status
+    print("python -m eval.report " + " ".join(map(str, folders)))
+    return 0
+
+
+def _budgets(text: str) -> list[int]:
+    try:
+        budgets = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers of KV slots, got {text!r}") from None
+    if min(budgets) < 1 or len(set(budgets)) < len(budgets):
+        raise argparse.ArgumentTypeError(f"must be different and at least 1, got {text!r}")
+    return budgets
+
+
+if __name__ == "__main__":
+    sys.exit(main())

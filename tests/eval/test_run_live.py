@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m eval.run`` as an operator calls it, against real servers of the embedded model."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eval.runs.folder import Cell, cells, read_config
+from eval.serving import ServerProcess
+from tests.server.harness import STOCK
+
+pytestmark = pytest.mark.server
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBLEMS = 8
+BASE = ("--tasks", "tiny_reasoner", "--limit", str(PROBLEMS), "--warm-up", "2")
+
+
+def start(*argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "eval.run", *argv],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(*argv: str) -> str:
+    """Run to the end; what it printed."""
+    process = start(*argv)
+    out, _ = process.communicate(timeout=1800)
+    assert process.returncode == 0, out
+    return out
+
+
+def wait_for_responses(cell: Cell, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 1200
+    while len(cell.answered()) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"no {count} responses in {cell.folder}"
+        time.sleep(0.02)
+
+
+def assert_complete(cell: Cell) -> None:
+    """Every problem was answered once, and nothing is left in the server."""
+    rows = cell.responses()
+    counts = collections.Counter(row.problem_id for row in rows if row.error is None)
+    assert len(counts) == PROBLEMS
+    assert set(counts.values()) == {1}
+    assert all(row.output_tokens > 0 and row.text for row in rows if row.error is None)
+    legs = cell.legs()
+    assert legs[-1].responses == sum(row.leg == legs[-1].leg for row in rows)
+    results = cell.results()
+    assert sorted(row.problem_id for row in results) == sorted(counts)
+    assert sum(row.correct for row in results) >= PROBLEMS - 2
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """SIGKILL in the middle of a cell, and of a line: nothing is lost and nothing asked twice."""
+    out = tmp_path / "run"
+    argv = (*BASE, "--methods", "dense,reasoncache", "--in-flight", "2", "--kv-budget", "4000")
+    first = start(*argv, "--out", str(out))
+    cell = Cell(out, "tiny_reasoner", "dense", 0)
+    try:
+        wait_for_responses(cell, 2, first)
+        children = psutil.Process(first.pid).children(recursive=True)
+    finally:
+        first.kill()
+        first.communicate()
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+    kept = cell.answered()
+    assert 2 <= len(kept) < PROBLEMS
+    with (cell.folder / "responses.jsonl").open("a") as file:
+        file.write('{"problem_id": "tiny_reasoner-0-7", "leg": 0, "te')
+
+    refused = start(*argv, "--seeds", "1", "--out", str(out))
+    told, _ = refused.communicate(timeout=120)
+    assert refused.returncode == 1
+    assert "seeds is [0] in this run, now [1]" in told
+
+    run("--resume", str(out))
+    begun = cells(out)
+    assert [found.method for found in begun] == ["dense", "reasoncache"]
+    for found in begun:
+        assert_complete(found)
+        leg = found.legs()[-1]
+        assert leg.leaked_slots == 0
+        assert leg.decode_steps > 0
+        assert found.log_path(leg.leg).is_file()
+        timeline = found.timeline()
+        assert timeline
+        assert all(0 < moment.used <= 4000 and moment.running <= 2 for moment in timeline)
+    dense, shared = begun
+    assert {row.leg for row in dense.responses()} == {0, 1}
+    assert {name: dense.answered()[name] for name in kept} == kept
+    assert dense.legs()[-1].report == {}
+    report = shared.legs()[-1].report
+    # The warm-up was flushed away, and the totals with it.
+    assert report["totals"]["requests_finished"] == PROBLEMS
+    assert 0 < report["totals"]["affected_ratio"] < 1
+    assert max(moment.saved for moment in shared.timeline()) > 0
+    assert len(read_config(out)["resumed"]) == 1
+
+    before = {found.method: found.results() for found in begun}
+    for found in begun:
+        (found.folder / "results.jsonl").unlink()
+    run("--grade", str(out))
+    assert {found.method: found.results() for found in begun} == before
+    # Nothing is left to do, so no server starts.
+    run(*argv, "--out", str(out))
+    assert len(list((out / "servers").glob("*.log"))) == 3
+
+
+@pytest.mark.parametrize("server", [STOCK], indirect=True)
+def test_a_given_server_and_ctrl_c(server: ServerProcess, tmp_path: Path) -> None:
+    """A server given by URL is only asked; stopping keeps what is there."""
+    out = tmp_path / "run"
+    argv = (*BASE, "--methods", "dense", "--url", f"dense={server.url}", "--out", str(out))
+    first = start(*argv, "--in-flight", "1")
+    cell = Cell(out, "tiny_reasoner", "dense", 0)
+    wait_for_responses(cell, 1, first)
+    os.kill(first.pid, signal.SIGINT)
+    told, _ = first.communicate(timeout=120)
+    assert first.returncode == 130, told
+    assert len(cell.answered()) < PROBLEMS
+    (leg,) = cell.legs()
+    assert (leg.leg, leg.leaked_slots, leg.command) == (0, None, [])
+    assert leg.responses == len(cell.answered())
+
+    run(*argv, "--in-flight", "1")
+    assert_complete(cell)
+    assert [leg.leg for leg in cell.legs()] == [0, 1]
+    assert cell.timeline() == []
+    assert not (out / "servers").exists()
+    config = json.loads((out / "config.json").read_text())
+    assert config["method_details"]["dense"]["url"] == server.url
