@@ -28,7 +28,7 @@ from sglang_reasoncache.platform import PLATFORM_NAME
 if TYPE_CHECKING:
     from openai import OpenAI
 
-#: KV slots when the flags name none; SGLang would otherwise fill most of the RAM.
+#: KV slots on a CPU when the flags name none; SGLang would otherwise fill most of the RAM.
 DEFAULT_KV_SLOTS = 16384
 #: The name requests give as ``model``.
 MODEL_NAME = "default"
@@ -268,11 +268,11 @@ def _command(model_path: str, port: int, device: str, flags: Sequence[str]) -> l
     defaults = {
         "--served-model-name": [MODEL_NAME],
         "--random-seed": ["0"],
-        "--max-total-tokens": [str(DEFAULT_KV_SLOTS)],
     }
     if device == "cpu":
         # An idle scheduler spins otherwise and takes the clients' processor.
         defaults |= {
+            "--max-total-tokens": [str(DEFAULT_KV_SLOTS)],
             "--device": ["cpu"],
             "--attention-backend": ["torch_native"],
             "--sleep-on-idle": [],

@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--attempts", type=int, metavar="N", help="Times a failing request is sent (default 2).")
     add("--warm-up", type=int, metavar="N", help="Requests before each cell (default 8).")
     add("--decode-log-interval", type=int, metavar="K", help="Decode steps a log line (10).")
+    add("--keep-servers", type=int, metavar="N", help="Servers up at once (default 1).")
     add("--request-timeout", type=float, metavar="S", help="Longest silence (default 21600).")
     add("--resume", type=Path, metavar="RUN", help="Go on with a run; takes no other flag.")
     add("--grade", type=Path, metavar="RUN", help="Grade the responses of a run again.")

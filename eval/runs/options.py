@@ -22,6 +22,7 @@ _LEAST = {
     "attempts": 1,
     "warm_up": 0,
     "decode_log_interval": 1,
+    "keep_servers": 1,
 }
 #: Sampling parameters that can be set by hand, with their bounds.
 SAMPLING = {
@@ -55,6 +56,7 @@ class RunOptions:
         warm_up: requests sent before each measured cell.
         decode_log_interval: decode steps between two lines of the server's log.
         request_timeout: seconds without a byte after which a request has failed.
+        keep_servers: servers that stay up at once and take turns.
     """
 
     model: str = EMBEDDED
@@ -75,6 +77,7 @@ class RunOptions:
     warm_up: int = 8
     decode_log_interval: int = 10
     request_timeout: float = 21_600.0
+    keep_servers: int = 1
 
     @property
     def embedded(self) -> bool:

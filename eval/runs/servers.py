@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of a run: one at a time, kept as long as cells need the same; or given by URL."""
+"""The servers of a run: started ones, kept as long as cells need the same; or given by URL."""
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -156,23 +157,24 @@ class GivenServer:
 
 
 class Servers:
-    """At most one started server, so that memory and processors are its own. A context manager.
+    """Started servers, by their flags. A context manager.
+
+    One at a time has memory and processors to itself. Where idle servers cost nothing
+    (a CPU, with ``--sleep-on-idle``) several can stay up and take turns.
 
     Args:
         run: folder of the run, for logs.
         model_path: folder or hub name.
         device: ``cpu`` or ``cuda``.
-        limited: whether the flags set the number of KV slots; else a GPU's server takes all.
+        keep: servers that stay up; the one that was used longest ago is closed.
     """
 
-    def __init__(self, run: Path, model_path: str | Path, device: str, limited: bool) -> None:
+    def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
         self._logs = run / LOGS
         self._model_path = model_path
         self._device = device
-        self._limited = limited
-        self._flags: list[str] = []
-        self._server: StartedServer | None = None
-        self._unstartable: dict[tuple[str, ...], ServerError] = {}
+        self._keep = keep
+        self._up: OrderedDict[tuple[str, ...], StartedServer] = OrderedDict()
 
     def __enter__(self) -> Self:
         return self
@@ -181,7 +183,7 @@ class Servers:
         self.close()
 
     def get(self, name: str, flags: Sequence[str], starting: Callable[[], None]) -> StartedServer:
-        """The running server if it has these flags, else a new one.
+        """The running server with these flags, else a new one.
 
         Args:
             name: for the log's file name.
@@ -189,14 +191,22 @@ class Servers:
             starting: called before a start, which takes a minute or, for large models, many.
 
         Raises:
-            ServerError: it does not start, or did not with the same flags before.
+            ServerError: it does not start.
         """
-        if self._server is not None and self._flags == list(flags) and self._server.process.alive:
-            return self._server
-        self.close()
-        if tuple(flags) in self._unstartable:
-            raise self._unstartable[tuple(flags)]
-        starting()
+        key = tuple(flags)
+        server = self._up.pop(key, None)
+        if server is not None and not server.process.alive:
+            server.process.close()
+            server = None
+        if server is None:
+            while len(self._up) >= self._keep:
+                self._up.popitem(last=False)[1].process.close()
+            starting()
+            server = StartedServer(self._start(name, flags))
+        self._up[key] = server
+        return server
+
+    def _start(self, name: str, flags: Sequence[str]) -> ServerProcess:
         number = len(list(self._logs.glob("*.log")))
         process = ServerProcess(
             self._model_path,
@@ -206,27 +216,12 @@ class Servers:
             # Weights of a large model may have to be fetched first.
             start_timeout_s=7200.0,
         )
-        if self._device == "cuda" and not self._limited:
-            _unlimit(process.command)
-        try:
-            process.start()
-        except ServerError as error:
-            self._unstartable[tuple(flags)] = error
-            raise
-        self._server, self._flags = StartedServer(process), list(flags)
-        return self._server
+        return process.start()
 
     def close(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            server.process.close()
-
-
-def _unlimit(command: list[str]) -> None:
-    """Take out the number of KV slots that ServerProcess sets unless told: it is meant for CPUs."""
-    if "--max-total-tokens" in command:
-        at = command.index("--max-total-tokens")
-        del command[at : at + 2]
+        """End all."""
+        while self._up:
+            self._up.popitem()[1].process.close()
 
 
 def _report(get: Callable[[str], httpx.Response]) -> dict[str, Any]:

@@ -56,11 +56,11 @@ def run(options: RunOptions, out: Path | None) -> bool:
         config, changed = settle_config(folder, config)
         for what in changed:
             display.say(f"since this run was begun: {what}", "yellow")
-        limited = options.kv_budget is not None or any(
-            flag.partition("=")[0] == "--max-total-tokens" for flag in options.server_flags
-        )
         path = model_path(options)
-        with display.shown(), Servers(folder, path, options.device, limited) as servers:
+        with (
+            display.shown(),
+            Servers(folder, path, options.device, options.keep_servers) as servers,
+        ):
             session = Session(folder, config, problems, methods, body, servers, display)
             whole = session.work()
     display.say(f"{folder}: python -m eval.report {folder}")

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from eval.runs.servers import _unlimit
-from eval.serving import ServerProcess
+from typing import Literal
+
+import pytest
+
+from eval.serving import DEFAULT_KV_SLOTS, ServerProcess
 
 
-def test_a_gpu_without_a_budget_is_filled() -> None:
-    """ServerProcess bounds the KV slots unless told; that bound is meant for CPUs."""
-    command = ServerProcess("m", device="cuda", flags=["--tp", "2"]).command
-    assert "--max-total-tokens" in command
-    _unlimit(command)
-    assert "--max-total-tokens" not in command
+@pytest.mark.parametrize(("device", "bounded"), [("cpu", True), ("cuda", False)])
+def test_a_gpu_without_a_budget_is_filled(device: Literal["cpu", "cuda"], bounded: bool) -> None:
+    command = ServerProcess("m", device=device, flags=["--tp", "2"]).command
+    assert ("--max-total-tokens" in command) == bounded
+    assert (str(DEFAULT_KV_SLOTS) in command) == bounded
     assert command[-2:] == ["--tp", "2"]
     assert command[command.index("--random-seed") + 1] == "0"
