@@ -18,13 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from eval.measures.accuracy import accuracy, compare, keyed
 from eval.measures.memory import memory
 from eval.replay.__main__ import MODELS, texts_of
 from eval.replay.model import build
+from eval.replay.pieces import write_pieces
 from eval.runs.folder import Cell, RunError
 from eval.runs.options import make_options
 from eval.runs.work import run
+from eval.tasks.registry import find_task
+from eval.tasks.task import Source
 
 DENSE, OURS, RANDOM = "dense", "reasoncache", "random"
 
@@ -39,8 +44,10 @@ class Workload:
         limit: problems of one round.
         rounds: how often each method takes its turn; the reasoner's rounds have
             different problems, a replay's the same.
-        kv_budget: KV slots of each server.
-        ours: our method, as in ``eval.run --methods``.
+        kv_budget: KV slots of each server. Small enough that the longest response does
+            not decide how long a round takes: see :func:`crowding`.
+        piece: cut responses of over :data:`LOOPING` tokens into pieces of this length
+            and replay those; 0 replays whole responses.
     """
 
     name: str
@@ -48,26 +55,47 @@ class Workload:
     limit: int
     rounds: int
     kv_budget: int
-    ours: str = OURS
-
-    @property
-    def replays(self) -> bool:
-        return bool(self.traces)
+    piece: int = 0
 
     @property
     def methods(self) -> list[str]:
-        return [DENSE, self.ours] if self.replays else [DENSE, self.ours, RANDOM]
+        return [DENSE, OURS] if self.traces else [DENSE, OURS, RANDOM]
 
 
+#: Responses of the AIME file that are longer go round in circles up to the limit of the model
+#: that wrote them; the next shorter one has 14,406 tokens.
+LOOPING = 20_000
 WORKLOADS = (
-    Workload("tiny_reasoner", "", limit=80, rounds=2, kv_budget=4000),
-    Workload("aime24_replay", "aime24_sky_t1_32b.jsonl", limit=8, rounds=1, kv_budget=60_000),
-    Workload("math500_replay", "math500_sky_t1_27b.jsonl", limit=40, rounds=2, kv_budget=12_000),
+    Workload("tiny_reasoner", "", limit=50, rounds=2, kv_budget=4000),
+    Workload(
+        "aime24_replay",
+        "aime24_sky_t1_32b.jsonl",
+        limit=12,
+        rounds=2,
+        kv_budget=10_000,
+        piece=4000,
+    ),
+    Workload("math500_replay", "math500_sky_t1_27b.jsonl", limit=20, rounds=2, kv_budget=8000),
 )
+#: The same attention for all, so that what differs is the memory.
+SERVER_FLAGS = ("--attention-backend", "reasoncache_cpu")
+
+
+def crowding(lengths: Sequence[int], kv_budget: int) -> float:
+    """How many times longer a round takes for lack of memory than its longest response alone.
+
+    A response of n tokens holds n/2 slots over n steps; below 2 a round measures the
+    longest response and not the memory.
+    """
+    return sum(n * n / 2 for n in lengths) / kv_budget / max(lengths)
 
 
 def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str, Any]:
-    """Run one workload and sum it up."""
+    """Run one workload and sum it up.
+
+    Raises:
+        RunError: a round would not be short of memory.
+    """
     values: dict[str, Any] = {
         "tasks": [workload.name],
         "methods": workload.methods,
@@ -75,16 +103,27 @@ def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str
         "limit": workload.limit,
         "kv_budget": workload.kv_budget,
         "device": "cpu",
-        "warm_up": 2 if workload.replays else 8,
-        "keep_servers": 2,
+        "warm_up": 2 if workload.traces else 8,
+        "keep_servers": len(workload.methods),
+        "server_flags": list(SERVER_FLAGS),
     }
-    if workload.replays:
+    if workload.traces:
         # Greedy, though every token is forced: a server that draws is started anew for each seed.
-        values |= {
-            "model": model,
-            "data": {workload.name: str(traces / workload.traces)},
-            "temperature": 0.0,
-        }
+        path = traces / workload.traces
+        if workload.piece:
+            path = out.parent / f"{workload.name}-pieces.jsonl"
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            rows = [json.loads(line) for line in (traces / workload.traces).open("rb")]
+            write_pieces(rows, tokenizer, workload.piece, LOOPING, path)
+        values |= {"model": model, "data": {workload.name: str(path)}, "temperature": 0.0}
+        source = Source(path=path, model=model, limit=workload.limit)
+        problems = find_task(workload.name).load(source)
+        crowded = crowding([p.max_tokens or 1 for p in problems], workload.kv_budget)
+        if crowded < 2:
+            raise RunError(
+                f"{workload.name}: {workload.kv_budget} KV slots leave room for everyone "
+                f"(crowding {crowded:.1f}, at least 2)"
+            )
     run(make_options(values), out)
     return summarise(workload, out)
 
@@ -96,8 +135,8 @@ def summarise(workload: Workload, out: Path) -> dict[str, Any]:
         for name in workload.methods
     }
     speeds = {name: [_tokens_per_s(cell) for cell in row] for name, row in cells.items()}
-    ratios = [b / a for a, b in zip(speeds[DENSE], speeds[workload.ours], strict=True)]
-    saved = _memory(cells[workload.ours])
+    ratios = [b / a for a, b in zip(speeds[DENSE], speeds[OURS], strict=True)]
+    saved = _memory(cells[OURS])
     found = {
         "throughput_ratio": statistics.median(ratios),
         "throughput_ratios": ratios,
@@ -116,8 +155,8 @@ def summarise(workload: Workload, out: Path) -> dict[str, Any]:
         name: estimate.value if (estimate := accuracy(row)) else None
         for name, row in results.items()
     }
-    if not workload.replays:
-        found["accuracy_ratio"] = _kept(results, workload.ours)
+    if not workload.traces:
+        found["accuracy_ratio"] = _kept(results, OURS)
         found["random_accuracy_ratio"] = _kept(results, RANDOM)
         found["random_final_saving_ratio"] = _memory(cells[RANDOM]).final_saving
     return found
@@ -169,8 +208,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = [w for w in WORKLOADS if w.name in names]
     model = ""
     try:
-        if any(w.replays for w in chosen):
-            files = [args.traces / w.traces for w in WORKLOADS if w.replays]
+        if any(w.traces for w in chosen):
+            files = [args.traces / w.traces for w in WORKLOADS if w.traces]
             model = str(build(MODELS, texts_of(files)))
         result: dict[str, Any] = {}
         for workload in chosen:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from eval.replay.__main__ import main, texts_of
 from eval.replay.forcing import FORCED, forced_request
 from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE, build, kv_bytes_per_token
+from eval.replay.pieces import cut, write_pieces
 from eval.replay.task import ReplayTask
 from eval.runs.client import Listeners, Request, connect, send_all
 from eval.runs.records import Response
@@ -129,6 +130,36 @@ def test_proportion_of_weights_to_kv(tmp_path: Path, recorded: Path) -> None:
     weights = (folder / "model.safetensors").stat().st_size
     assert weights / kv_bytes_per_token(config) == pytest.approx(130_000, rel=0.05)
     assert config.max_position_embeddings == CONTEXT_LENGTH
+
+
+def test_pieces_are_whole_steps_in_order() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    response = generate(seed=9, count=1)[0].response
+    for tokens in (1, 20, 100):
+        pieces = cut(response, tokenizer, tokens)
+        whole = "".join(pieces)
+        assert response.startswith(whole)
+        assert all(piece.endswith("\n\n") for piece in pieces[:-1])
+        assert all(len(tokenizer.encode(piece)) >= tokens for piece in pieces)
+        left = tokenizer.encode(response[len(whole) :])
+        assert len(left) < tokens or not left
+    assert cut(response, tokenizer, 10_000) == []
+    assert cut("", tokenizer, 5) == []
+
+
+def test_short_responses_are_not_cut(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    long, short = "j = q\n\n" * 50, "j = q\n\n" * 5
+    rows = [
+        {"id": "long", "question": "q", "response": long},
+        {"id": "short", "question": "q", "response": short},
+    ]
+    least = len(tokenizer.encode(long))
+    path = tmp_path / "pieces.jsonl"
+    assert write_pieces(rows, tokenizer, least // 2, least, path) == 2
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["id"] for row in found] == ["long.0", "long.1"]
+    assert "".join(row["response"] for row in found) == long
 
 
 @pytest.mark.server
