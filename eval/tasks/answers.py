@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import re
+from collections import deque
+
 THINK, THINK_END = "<think>", "</think>"
-_BOXES = ("\\boxed", "\\fbox")
+_BOXES = (re.compile(r"\\boxed ?\{"), re.compile(r"\\fbox ?\{"))
+_MAX_BOXES = 100
 
 
 def after_thinking(response: str) -> str:
@@ -16,20 +20,41 @@ def after_thinking(response: str) -> str:
     return "" if not ended and response.lstrip().startswith(THINK) else answer
 
 
+def with_opened_thinking(response: str) -> str:
+    """A response to a prompt that ended in ``<think>``, so that its reasoning can be told.
+
+    One with ``</think>`` needs nothing; without, all of it is reasoning.
+    """
+    if THINK_END in response or response.lstrip().startswith(THINK):
+        return response
+    return THINK + response
+
+
 def last_boxed(text: str, max_chars: int) -> str | None:
-    r"""Content of the last ``\boxed{}``, without the spaces around it.
+    r"""Content of the last ``\boxed{}`` that closes and is not empty, without spaces around it.
+
+    ``\fbox{}`` counts only in a text without ``\boxed{}``. At most 100 boxes are tried.
 
     Returns:
-        None if there is none that closes within ``max_chars`` characters.
+        None if none of them closes within ``max_chars`` characters, "" if those that do are empty.
     """
-    start = max(text.rfind(box + "{") for box in _BOXES)
-    spaced = max(text.rfind(box + " {") for box in _BOXES)
-    start = max(start, spaced)
-    if start < 0:
-        return None
-    start = text.index("{", start) + 1
+    found = None
+    for box in _BOXES:
+        starts = deque((match.end() for match in box.finditer(text)), maxlen=_MAX_BOXES)
+        for start in reversed(starts):
+            content = _braced(text[start : start + max_chars + 1])
+            if content:
+                return content
+            found = content if found is None else found
+        if starts:
+            break
+    return found
+
+
+def _braced(text: str) -> str | None:
+    """What stands before the brace that closes one before ``text``."""
     depth, escaped = 1, False
-    for i, char in enumerate(text[start : start + max_chars + 1]):
+    for i, char in enumerate(text):
         if escaped:
             escaped = False
         elif char == "\\":
@@ -37,7 +62,7 @@ def last_boxed(text: str, max_chars: int) -> str | None:
         elif char in "{}":
             depth += 1 if char == "{" else -1
             if depth == 0:
-                return text[start : start + i].strip()
+                return text[:i].strip()
     return None
 
 

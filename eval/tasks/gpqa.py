@@ -25,11 +25,23 @@ A) {A}
 B) {B}
 C) {C}
 D) {D}"""
-_MARKS = r"[^A-Za-z0-9]{0,20}"
-_WRAPPERS = r"(?:(?:boxed|text|textbf|mathrm|mathbf)[^A-Za-z0-9]{1,4}){0,2}"
-_ANSWER = re.compile(
-    rf"(?:(?i:answer)(?:\s{{1,3}}is)?{_MARKS}|\\boxed\s?\{{[^A-Za-z0-9]{{0,4}}){_WRAPPERS}"
-    r"([A-D])(?![A-Za-z0-9])"
+# Nothing here matches across the end of a line: after a heading "Answer" anything may follow.
+_MARKS = r"[^A-Za-z0-9\n]{0,20}"
+_NAME = r"(?i:answer(?: option| choice)?|(?:correct|right|best|final) (?:option|choice))"
+_WRAPPERS = r"(?:(?:boxed|text|textbf|mathrm|mathbf)[^A-Za-z0-9\n]{1,4}){0,2}"
+_BEFORE = rf"{_WRAPPERS}(?:(?i:option|choice)[^A-Za-z0-9\n]{{1,4}})?"
+# Not "Carbon", "C_6" or "D-glucose".
+_LETTER = r"[A-D](?![A-Za-z0-9]|[-'_^][A-Za-z0-9{])"
+# No words behind it: "a" is one itself.
+_SMALL = r"[a-d](?![ \t]*[-'_^A-Za-z0-9])"
+# The first that is found anywhere counts, in its last place: what the prompt asks for, a box, prose.
+_ANSWERS = tuple(
+    re.compile(expression)
+    for expression in (
+        rf"{_NAME}[^A-Za-z0-9\n:]{{0,10}}:{_MARKS}{_BEFORE}({_LETTER}|{_SMALL})",
+        rf"\\(?:boxed|fbox) ?\{{[^A-Za-z0-9\n]{{0,4}}{_BEFORE}({_LETTER})",
+        rf"{_NAME}[ \t]{{1,3}}is{_MARKS}{_BEFORE}({_LETTER})",
+    )
 )
 _LONE = re.compile(r"[^A-Za-z0-9]{0,10}([A-D])[^A-Za-z0-9]{0,10}")
 # Answers stand at the end; what comes long before it is not looked at.
@@ -56,7 +68,7 @@ class GpqaTask:
         return load(self.name, source, hub, lambda row: _problem(row, source.seed))
 
     def grade(self, problem: Problem, response: str) -> Verdict:
-        """Judge the last letter that is called the answer, or a last line of one letter."""
+        """Judge the last letter after "Answer:", else boxed, else "answer is", else alone at the end."""
         letter = extract_letter(after_thinking(response)[-_TAIL_CHARS:])
         if letter is None:
             return Verdict(False, 0.0, None, "no 'Answer: LETTER' found")
@@ -69,13 +81,12 @@ class GpqaTask:
 
 def extract_letter(text: str) -> str | None:
     """A to D, or None; time is linear in the text."""
-    letter = None
-    for match in _ANSWER.finditer(text):
-        letter = match[1]
-    if letter is None:
-        lone = _LONE.fullmatch(text.strip().rpartition("\n")[2])
-        letter = lone[1] if lone else None
-    return letter
+    for expression in _ANSWERS:
+        letters = [match[1] for match in expression.finditer(text)]
+        if letters:
+            return letters[-1].upper()
+    lone = _LONE.fullmatch(text.strip().rpartition("\n")[2])
+    return lone[1] if lone else None
 
 
 def _problem(row: Row, seed: int) -> Problem:

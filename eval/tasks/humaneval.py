@@ -20,6 +20,11 @@ Complete the following Python function. Give the whole function, with the import
 {prompt}
 ```"""
 _FENCE = "```"
+# Also right behind the mark of a list's item.
+_OPENING = re.compile(r"[ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?(?=```)")
+_FUTURE = re.compile(
+    r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]{0,200}\)|[^(\n][^\n]*)", re.MULTILINE
+)
 _MAX_CODE_CHARS = 100_000
 
 
@@ -67,9 +72,15 @@ class HumanEvalTask:
         if len(code) > _MAX_CODE_CHARS:
             return Verdict(False, 0.0, None, f"code longer than {_MAX_CODE_CHARS} characters")
         # The prompt comes first: its imports and helpers hold, and what the response defines again
-        # replaces them.
+        # replaces them. Only imports from __future__ must stand before everything.
         program = "\n".join(
-            (reference["prompt"], code, reference["test"], f"check({reference['entry_point']})")
+            (
+                *(match[0] for match in _FUTURE.finditer(code)),
+                reference["prompt"],
+                _FUTURE.sub("", code),
+                reference["test"],
+                f"check({reference['entry_point']})",
+            )
         )
         outcome = sandbox.run(program, self.limits)
         return Verdict(outcome.passed, float(outcome.passed), shorten(code), outcome.note)
@@ -81,26 +92,33 @@ class HumanEvalTask:
 def extract_code(text: str, entry_point: str) -> str | None:
     """The last fenced block that defines ``entry_point``, else the last one, else bare code."""
     blocks = _blocks(text)
-    defines = f"def {entry_point}"
+    # No \s: it runs over line ends, in quadratic time over empty lines.
+    defines = re.compile(rf"^[ \t]*def[ \t]+{re.escape(entry_point)}[ \t]*\(", re.MULTILINE)
     for block in reversed(blocks):
-        if defines in block:
+        if defines.search(block):
             return block
     if blocks:
         return blocks[-1]
-    return text if defines in text or text.startswith(("    ", "\t")) else None
+    return text if defines.search(text) or text.startswith(("    ", "\t")) else None
 
 
 def _blocks(text: str) -> list[str]:
-    """What stands between lines that start with a fence; a last one may be cut off."""
+    """What stands between lines that start with a fence; a last one may be cut off.
+
+    Lines lose the indent of the fence, as far as they have it (CommonMark's rule).
+    """
     blocks: list[str] = []
     lines: list[str] | None = None
+    indent = 0
     for line in text.split("\n"):
-        if line.lstrip().startswith(_FENCE):
-            if lines is not None:
-                blocks.append("\n".join(lines))
-            lines = None if lines is not None else []
-        elif lines is not None:
-            lines.append(line)
+        if lines is None:
+            if opening := _OPENING.match(line):
+                lines, indent = [], opening.end()
+        elif line.lstrip().startswith(_FENCE):
+            blocks.append("\n".join(lines))
+            lines = None
+        else:
+            lines.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
     if lines:
         blocks.append("\n".join(lines))
     return [block for block in blocks if block.strip()]

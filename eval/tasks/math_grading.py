@@ -44,7 +44,7 @@ class MathGrader:
         """Whether the answers are the same, and why the comparison failed, "" if it did not.
 
         Raises:
-            RuntimeError: the child does not start.
+            TaskError: the child does not start.
         """
         with self._lock:
             if self._process is None:
@@ -77,19 +77,22 @@ class MathGrader:
 
     def _start(self) -> None:
         self._buffer = b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(_WORKER), str(self.memory_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            # Ctrl-C is for the run, which closes this in its own time.
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(_WORKER), str(self.memory_bytes)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={},
+                # Ctrl-C is for the run, which closes this in its own time.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise TaskError(f"math-verify's process did not start: {error}") from error
         reply = self._reply(_START_S)
         if reply != b'"ready"':
             self._stop()
-            raise RuntimeError(f"math-verify's process did not start: {reply!r}")
+            raise TaskError(f"math-verify's process did not start: {reply!r}")
 
     def _reply(self, limit_s: float) -> bytes | None:
         """The next line, None if none comes in time, b"" if none will."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -18,7 +18,6 @@ class Sampling:
         top_k: so many tokens at most, None for no bound.
         min_p: tokens at least this likely, relative to the likeliest; None for no bound.
         max_tokens: length of a response, reasoning included.
-        seed: of the server's sampler, None for chance.
     """
 
     temperature: float = 0.6
@@ -26,20 +25,10 @@ class Sampling:
     top_k: int | None = None
     min_p: float | None = None
     max_tokens: int = 32768
-    seed: int | None = None
 
     def to_body(self) -> dict[str, Any]:
-        """Arguments of the OpenAI client's ``create``; what OpenAI does not know is in ``extra_body``."""
-        body: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_tokens": self.max_tokens,
-        }
-        if self.seed is not None:
-            body["seed"] = self.seed
-        extra = {"top_k": self.top_k, "min_p": self.min_p}
-        extra = {name: value for name, value in extra.items() if value is not None}
-        return {**body, "extra_body": extra} if extra else body
+        """Fields of a request's body as SGLang takes it, some of them not OpenAI's."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 _DEFAULT = Sampling()
@@ -69,10 +58,23 @@ def sampling_for(model_name: str) -> Sampling:
     """The official settings of a model's family, else temperature 0.6 and top-p 0.95.
 
     Args:
-        model_name: hub name or folder; the family's name may stand anywhere in it.
+        model_name: hub name or folder; the family's name may stand anywhere in its last part, not
+            in the owner's name or a folder's above.
     """
-    name = re.sub(r"[-_ ]+", "-", model_name.lower())
+    name = re.sub(r"[-_ ]+", "-", _own_name(model_name).lower())
     for expression, sampling in _FAMILIES:
         if re.search(expression, name):
             return sampling
     return _DEFAULT
+
+
+def _own_name(model_name: str) -> str:
+    parts = [part for part in model_name.split("/") if part]
+    for part in parts:
+        # The hub's cache: models--OWNER--NAME/snapshots/REVISION.
+        if part.startswith("models--"):
+            return part.rpartition("--")[2]
+    # The folder of a training run's checkpoint has no name of its own.
+    if len(parts) > 1 and re.fullmatch(r"checkpoint(-[0-9]+)?", parts[-1]):
+        del parts[-1]
+    return parts[-1] if parts else ""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class TaskError(ValueError):
-    """A task cannot be loaded; the message names the file and line, or the option."""
+    """A task cannot be loaded or graded; the message names the file and line, or the option."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,11 @@ class Task(Protocol):
         """
 
     def grade(self, problem: Problem, response: str) -> Verdict:
-        """Judge one response, reasoning included; any text whatsoever, in bounded time."""
+        """Judge one response, reasoning included; any text whatsoever, in bounded time.
+
+        Raises:
+            TaskError, SandboxError: what grades cannot be started; says nothing of the response.
+        """
 
     def server_flags(self) -> Sequence[str]:
         """Flags that a server needs to answer this task at all."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.tasks.answers import after_thinking, last_boxed
+from eval.tasks.answers import after_thinking, last_boxed, with_opened_thinking
 from eval.tasks.math_grading import GRADER, MathGrader
 from eval.tasks.mathematics import AIME24, GSM8K, MATH500
-from eval.tasks.task import Problem, Verdict
+from eval.tasks.task import Problem, TaskError, Verdict
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "shared" / "data" / "benchmarks"
 
@@ -109,7 +110,14 @@ def test_missing_answers(response: str, note: str) -> None:
         ("\\boxed{\\boxed{7}}", "7"),
         ("\\fbox{8}", "8"),
         ("\\boxed {9}", "9"),
-        ("\\boxed{1} \\boxed{2", None),
+        ("\\boxed{1} \\boxed{2", "1"),
+        ("\\boxed{1} \\boxed{ } \\boxed{}", "1"),
+        ("\\boxed{1} or \\boxed{\\boxed{}", "1"),
+        ("\\boxed{1} in an \\fbox{2}", "1"),
+        ("in \\boxed form: \\fbox{2}", "2"),
+        ("\\boxed{} \\fbox{2}", ""),
+        ("\\boxed{", None),
+        ("\\boxed{1}" + "\\boxed{" * 1000, None),
         ("\\boxed{123456}", None),
         ("\\boxed{12345}", "12345"),
     ],
@@ -117,6 +125,24 @@ def test_missing_answers(response: str, note: str) -> None:
 def test_last_box(response: str, found: str | None) -> None:
     limit = 5 if "12345" in response else 100
     assert last_boxed(response, limit) == found
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("hm \\boxed{1}, no", ""),
+        ("", ""),
+        ("hm</think>\\boxed{2}", "\\boxed{2}"),
+        ("<think>hm</think>\\boxed{2}", "\\boxed{2}"),
+        ("\n<think>\\boxed{1}", ""),
+    ],
+)
+def test_reasoning_that_the_prompt_opened(response: str, answer: str) -> None:
+    """A response that was cut off within it has no answer, whatever it wrote down on its way."""
+    opened = with_opened_thinking(response)
+    assert after_thinking(opened) == answer
+    assert with_opened_thinking(opened) == opened
+    assert not _grade("1", opened).correct
 
 
 HOSTILE = {
@@ -208,8 +234,17 @@ def test_a_process_that_dies_is_replaced(grader: MathGrader) -> None:
 
 def test_a_process_without_memory_is_an_error() -> None:
     grader = MathGrader(memory_bytes=40 << 20)
-    with pytest.raises(RuntimeError, match="did not start"):
+    with pytest.raises(TaskError, match="did not start"):
         grader.equal("1", "2")
+
+
+def test_a_process_that_cannot_be_made_is_an_error(
+    grader: MathGrader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(TaskError, match=r"did not start: .*/nowhere/python"):
+            grader.equal("1", "2")
 
 
 def test_threads_take_turns() -> None:

@@ -25,7 +25,29 @@ TINY = find_task("tiny_reasoner")
     ("response", "letter"),
     [
         ("Answer: C", "C"),
-        ("answer: c", None),
+        ("answer: c", "C"),
+        ("Answer: c) 5 m", "C"),
+        ("Answer: a", "A"),
+        ("Answer: a mystery", None),
+        ("Answer: d-orbitals", None),
+        ("Answer: D-glucose", None),
+        ("**Answer**: (b)", "B"),
+        ("Answer: Option D", "D"),
+        ("Answer: \\text{Option D}", "D"),
+        ("Correct option: B", "B"),
+        ("The correct choice is (B).", "B"),
+        ("The answer is option C", "C"),
+        ("So the answer is Choice **C**.", "C"),
+        ("Answer: C\n\nNote that answer B is wrong.", "C"),
+        ("Answer: C\n\nThe answer is not B, the answer is A.", "C"),
+        ("Answer: C, and not \\boxed{B}", "C"),
+        ("The answer is A? No: \\boxed{B}", "B"),
+        ("### Answer\n\nA detailed look shows the product is D.", None),
+        ("Answer:\n\nB is what remains of the sample.", None),
+        ("The answer is\nA thing of beauty", None),
+        ("I looked at answer B.", None),
+        ("\\boxed{C_6H_6}", None),
+        ("\\boxed{\\text{Option C}}", "C"),
         ("<think>Answer: A</think>\nAnswer: C", "C"),
         ("Answer: A ... no.\n\n**Answer: C**", "C"),
         ("**Answer:** C", "C"),
@@ -56,6 +78,24 @@ def test_letters(response: str, letter: str | None) -> None:
         assert verdict.extracted == letter
         assert verdict.correct == (letter == reference) and verdict.score == float(verdict.correct)
         assert bool(verdict.note) == (letter is None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Answer:" * 3000, "answer is " * 2000, "\\boxed{" * 3000, "Answer" + ": " * 10_000],
+    ids=range(4),
+)
+def test_letters_are_found_in_time(text: str) -> None:
+    begin = time.monotonic()
+    assert GPQA.grade(Problem("p", "Q", "A"), text).extracted is None
+    assert time.monotonic() - begin < 5
+
+
+def test_code_is_found_in_time() -> None:
+    begin = time.monotonic()
+    for text in ("\n" * 10**6, " " * 10**6, "  ```\n" * 10**5, "def " * 10**5):
+        extract_code(text, "one")
+    assert time.monotonic() - begin < 20
 
 
 def test_normalisation_is_longbenchs() -> None:
@@ -144,6 +184,16 @@ def test_trec_takes_the_first_line() -> None:
         ("```\nx = 1\n```", "x = 1"),
         ("def one():\n    return 1", "def one():\n    return 1"),
         ("    return 1", "    return 1"),
+        (
+            "1. So:\n   ```python\n   def one():\n       return 1\n   ```",
+            "def one():\n    return 1",
+        ),
+        ("- ```python\n  def one():\n      return 1\n  ```", "def one():\n    return 1"),
+        ("  ```\ndef one():\n    return 1\n  ```", "def one():\n  return 1"),
+        ("```\n    return 1\n```", "    return 1"),
+        ("```\ndef one(): 1\n```\n```\ndef one_more(): 2\n```", "def one(): 1"),
+        ("```\ndef one(): 1\n```\n```\n# a call, not def one\none()\n```", "def one(): 1"),
+        ("I would write def one like this.", None),
         ("I cannot.", None),
         ("```\n```", None),
         ("", None),
@@ -169,6 +219,10 @@ def test_humaneval_runs_the_tests() -> None:
     assert grade("def first(x: List[int]) -> int:\n    return x[0]").correct
     assert grade("    return x[0]").correct
     assert task.grade(problem, "    return x[0]\n").correct
+    later = "def first(x: Later) -> int:\n    return x[0]"
+    assert grade(f"from __future__ import annotations\n\n{later}").correct
+    assert grade(f"import re\nfrom __future__ import (\n    annotations,\n)\n{later}").correct
+    assert grade(later).note.startswith("NameError")
     wrong = grade("def first(x):\n    return x[1]")
     assert not wrong.correct and wrong.note.startswith("AssertionError")
     assert grade("def first(x):\n  return y").note.startswith("NameError")

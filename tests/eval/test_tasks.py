@@ -13,6 +13,8 @@ import pytest
 from eval.tasks.registry import TASKS, find_task
 from eval.tasks.sampling import Sampling, sampling_for
 from eval.tasks.task import Source, TaskError
+from eval.tasks.thinking import opens_thinking
+from eval.tiny_reasoner.model import build_tokenizer
 
 
 def test_registry_names_itself() -> None:
@@ -88,6 +90,13 @@ def test_tiny_reasoner_generates() -> None:
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", (0.6, 0.95, None, None)),
         ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", (0.6, 0.95, None, None)),
         ("/models/qwq_32b", (0.6, 0.95, 40, 0.0)),
+        ("/models/Qwen3-8B/", (0.6, 0.95, 20, 0.0)),
+        ("/data/QwQ_ckpts/llama", (0.6, 0.95, None, None)),
+        ("qwen3-fans/llama", (0.6, 0.95, None, None)),
+        ("out/QwQ-tuned/checkpoint-500", (0.6, 0.95, 40, 0.0)),
+        ("/hub/models--Qwen--QwQ-32B/snapshots/0123abcd", (0.6, 0.95, 40, 0.0)),
+        ("/hub/models--qwq-fans--llama/snapshots/0123abcd", (0.6, 0.95, None, None)),
+        ("tiny_reasoner", (0.0, 1.0, None, None)),
         ("Qwen/QwQ-32B", (0.6, 0.95, 40, 0.0)),
         ("Qwen/Qwen3-30B-A3B", (0.6, 0.95, 20, 0.0)),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", (0.7, 0.8, 20, 0.0)),
@@ -105,10 +114,48 @@ def test_sampling(model: str, expected: tuple[float, float, int | None, float | 
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == expected
 
 
-def test_sampling_body_is_what_the_client_takes() -> None:
-    body = Sampling(0.6, 0.95, 20, 0.0, 100, 7).to_body()
+def test_sampling_body_is_flat() -> None:
+    body = Sampling(0.6, 0.95, 20, 0.0, 100).to_body()
     assert body == {
-        **{"temperature": 0.6, "top_p": 0.95, "max_tokens": 100, "seed": 7},
-        "extra_body": {"top_k": 20, "min_p": 0.0},
+        **{"temperature": 0.6, "top_p": 0.95, "max_tokens": 100},
+        **{"top_k": 20, "min_p": 0.0},
     }
     assert Sampling(0.0, 1.0).to_body() == {"temperature": 0.0, "top_p": 1.0, "max_tokens": 32768}
+
+
+_TURNS = "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + m['content'] }}{%- endfor %}"
+_ASKED = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+_HYBRID = "{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "opens"),
+    [
+        # How the templates of QwQ-32B, the R1 distills, Qwen3 and Qwen2.5 end.
+        (_TURNS + _ASKED + "{{- '<think>\\n' }}{%- endif %}", True),
+        (_TURNS + "{% if add_generation_prompt %}{{'<|Assistant|><think>\\n'}}{% endif %}", True),
+        (_TURNS + _ASKED + _HYBRID + "{%- endif %}", False),
+        (_TURNS + _ASKED + "{%- endif %}", False),
+        # Without a generation prompt the user's own words come last.
+        ("{{- messages[0]['content'] + '<think></think>' }}", False),
+        ("{{ raise_exception('no such role') }}", False),
+        ("{% if %}", False),
+        (None, False),
+    ],
+    ids=range(8),
+)
+def test_templates_that_open_the_reasoning(
+    template: str | None, opens: bool, tmp_path: Path
+) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(str(tmp_path))
+    assert opens_thinking(str(tmp_path)) is opens
+
+
+def test_a_model_without_tokenizer_opens_nothing(tmp_path: Path) -> None:
+    assert opens_thinking(str(tmp_path)) is False
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    assert opens_thinking(str(tmp_path)) is False
+    assert opens_thinking("") is False
