@@ -25,8 +25,12 @@ $cxx -std=c++17 -O1 -g -fsanitize=thread -pthread -Icsrc "-I$scratch" \
     tests/native/engine_threads.cpp csrc/text/*.cpp csrc/structure/*.cpp \
     csrc/filter/align.cpp csrc/filter/engine.cpp csrc/filter/lexical.cpp \
     csrc/filter/segmenter.cpp csrc/filter/step_filter.cpp -o "$scratch/threads"
+# shellcheck disable=SC2086
+$cxx -std=c++17 -O1 -g -fsanitize=thread -pthread -Icsrc \
+    tests/native/attention_threads.cpp csrc/attention/*.cpp -o "$scratch/attention"
 # Address space randomisation leaves ThreadSanitizer of older compilers no room.
 TSAN_OPTIONS=halt_on_error=1 setarch -R "$scratch/threads"
+TSAN_OPTIONS=halt_on_error=1 setarch -R "$scratch/attention"
 
 echo "sanitize: AddressSanitizer and UndefinedBehaviorSanitizer" >&2
 # The interpreter is not instrumented, so the runtimes are loaded before it; its own

@@ -7,7 +7,6 @@ both. Requests sample at a temperature so high that the text is noise.
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from eval.load import Answer, ask_all
+from eval.runs.client import Request, ask_all
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import generate
@@ -24,7 +23,7 @@ from eval.tiny_reasoner.task import generate
 _REQUESTS = 32
 # Short rounds: what else the machine does changes within seconds.
 _MAX_TOKENS = 128
-_NOISE: dict[str, object] = {"temperature": 50.0, "ignore_eos": True}
+_NOISE: dict[str, object] = {"temperature": 50.0, "ignore_eos": True, "max_tokens": _MAX_TOKENS}
 _SEED = 4_321
 
 
@@ -50,16 +49,12 @@ def load(server: ServerProcess, seed: int) -> Round:
     Raises:
         RuntimeError: a request failed.
     """
-    prompts = [problem.prompt for problem in generate(seed, _REQUESTS)]
-
-    async def run() -> list[Answer]:
-        async with server.async_openai() as client:
-            return await ask_all(
-                client, MODEL_NAME, prompts, _MAX_TOKENS, lambda _: None, dict(_NOISE)
-            )
-
+    requests = [
+        Request(str(number), problem.prompt, _NOISE)
+        for number, problem in enumerate(generate(seed, _REQUESTS))
+    ]
     before = scheduler_seconds(server)
-    answers = asyncio.run(run())
+    answers = ask_all(server.url, MODEL_NAME, requests)
     spent = scheduler_seconds(server) - before
     failed = [answer.error for answer in answers if answer.error]
     if failed:

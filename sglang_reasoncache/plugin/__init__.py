@@ -2,7 +2,8 @@
 """Attaches to SGLang through its own entry points; nothing is patched or copied.
 
 :func:`register` runs in every SGLang process. Without ``--enable-reasoncache``
-it adds command-line flags and that is all.
+it adds command-line flags and, on this project's CPU platform, its attention
+backend; that is all.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ ENABLED_ENV = "SGLANG_REASONCACHE_ENABLED"
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``: add the flags, and the rest when switched on.
+    """Entry point ``sglang.srt.plugins``: add flags and backend, and the rest when switched on.
 
     SGLang swallows what a plugin raises here, so nothing is refused in this
     function; refusals come from the flag hook and the cache factory.
     """
-    from sglang_reasoncache.plugin import flags, hooks
+    from sglang_reasoncache.plugin import cpu_attention, flags, hooks
 
     flags.install()
+    cpu_attention.install()
     if os.environ.get(ENABLED_ENV) == "1":
         hooks.install()

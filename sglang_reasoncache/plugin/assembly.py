@@ -54,9 +54,12 @@ def shared_allocator(stock: Any) -> Any:
 
 
 def attention_backend(
-    model_runner: Any, config: ReasonCacheConfig, stock: Callable[[Any], Any]
+    model_runner: Any, config: ReasonCacheConfig, name: str, stock: Callable[[Any], Any]
 ) -> Any:
-    """The correcting backend where the operator's choice allows it, else the stock one."""
+    """The correcting backend where the operator's choice allows it, else the stock one.
+
+    ``name``: one of ``seams.CORRECTABLE_BACKENDS``, made by ``stock`` without correction.
+    """
     if config.positions == "as-cached" or model_runner.is_draft_worker:
         return stock(model_runner)
     prefill = model_runner.prefill_attention_backend_str
@@ -70,10 +73,8 @@ def attention_backend(
                 f"decode, got {prefill} and {decode}"
             )
         return stock(model_runner)
-    from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
-
     try:
-        backend = CorrectedTorchNativeBackend(model_runner)
+        backend = _correcting_backend(model_runner, name)
     except ValueError:
         if config.positions == "corrected":
             raise
@@ -81,6 +82,16 @@ def attention_backend(
         return stock(model_runner)
     model_runner.token_to_kv_pool_allocator.rotation = backend.rotation
     return backend
+
+
+def _correcting_backend(model_runner: Any, name: str) -> Any:
+    if name == seams.CPU_BACKEND:
+        from sglang_reasoncache.plugin import cpu_attention
+
+        return cpu_attention.make(model_runner, corrected=True)
+    from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
+
+    return CorrectedTorchNativeBackend(model_runner)
 
 
 def resolve(config: ReasonCacheConfig, rotation: KeyRotation | None) -> ReasonCacheConfig:

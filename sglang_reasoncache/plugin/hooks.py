@@ -34,7 +34,9 @@ def install() -> None:
         registry.register(seams.HOOK_TARGETS[name], hook, kind.AFTER)
     seams.register_radix_cache_backend(seams.TREE_BACKEND, _make_tree)
     for name in seams.CORRECTABLE_BACKENDS:
-        _wrap_attention_backend(name)
+        # Our own is there on our CPU platform only.
+        if name in seams.ATTENTION_BACKENDS:
+            _wrap_attention_backend(name)
 
 
 def check_installed() -> None:
@@ -86,7 +88,7 @@ def _wrap_attention_backend(name: str) -> None:
         config = _config()
         if config is None:
             return stock(model_runner)
-        return assembly.attention_backend(model_runner, config, stock)
+        return assembly.attention_backend(model_runner, config, name, stock)
 
     seams.register_attention_backend(name)(make)
 

@@ -29,12 +29,14 @@ NAMES: dict[str, str] = {
     "register_radix_cache_backend": "sglang.srt.mem_cache.registry.register_radix_cache_backend",
     "ATTENTION_BACKENDS": "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
     "register_attention_backend": "sglang.srt.layers.attention.attention_registry.register_attention_backend",
+    "add_attention_backend_choices": "sglang.srt.arg_groups.choices.add_attention_backend_choices",
     # memory
     "TokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator",
     "PagedTokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
     "MHATokenToKVPool": "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
     "ReqToTokenPool": "sglang.srt.mem_cache.memory_pool.ReqToTokenPool",
     "KVWriteLoc": "sglang.srt.mem_cache.memory_pool.KVWriteLoc",
+    "get_last_loc_torch": "sglang.srt.mem_cache.allocation.get_last_loc_torch",
     "PrefillBudget": "sglang.srt.mem_cache.prefill_budget.PrefillBudget",
     "RadixCache": "sglang.srt.mem_cache.radix_cache.RadixCache",
     "RadixKey": "sglang.srt.mem_cache.radix_cache.RadixKey",
@@ -47,6 +49,8 @@ NAMES: dict[str, str] = {
     "FINISH_ABORT": "sglang.srt.managers.schedule_batch.FINISH_ABORT",
     # attention
     "TorchNativeAttnBackend": "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
+    "RadixAttention": "sglang.srt.layers.radix_attention.RadixAttention",
+    "AttentionType": "sglang.srt.layers.radix_attention.AttentionType",
     "RotaryEmbedding": "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding",
     "MRotaryEmbedding": "sglang.srt.layers.rotary_embedding.mrope.MRotaryEmbedding",
     "LinearScalingRotaryEmbedding": "sglang.srt.layers.rotary_embedding.base.LinearScalingRotaryEmbedding",
@@ -76,14 +80,20 @@ HOOK_TARGETS: dict[str, str] = {
     "internal_state": _COMPONENTS + "internal_state.SchedulerInternalStateController._add_env_vars",
 }
 
+#: The hook of our attention backend, where it serves, with or without ``--enable-reasoncache``.
+CPU_HOOK_TARGETS: dict[str, str] = {"last_loc": "sglang.srt.mem_cache.allocation.get_last_loc"}
+
 #: The two hooks that exist without ``--enable-reasoncache``.
 FLAG_HOOKS = ("add_cli_args", "from_cli_args")
 
 #: ``--radix-cache-backend`` name of our tree.
 TREE_BACKEND = "reasoncache"
 
+#: ``--attention-backend`` name of our own backend on our CPU platform.
+CPU_BACKEND = "reasoncache_cpu"
+
 #: Attention backends whose reads we can correct, by name.
-CORRECTABLE_BACKENDS = ("torch_native",)
+CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND)
 
 
 def resolve(name: str) -> Any:

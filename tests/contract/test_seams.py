@@ -58,6 +58,13 @@ def test_hook_target_signature(hook: str, parameters: list[str]) -> None:
     assert _parameters(seams.HOOK_TARGETS[hook]) == parameters
 
 
+def test_last_loc_signature() -> None:
+    """The hook of the CPU platform hands all arguments on to SGLang's torch version."""
+    hooked = _parameters(seams.CPU_HOOK_TARGETS["last_loc"])
+    assert hooked == ["req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"]
+    assert _parameters(seams.NAMES["get_last_loc_torch"]) == hooked
+
+
 def test_every_hook_has_a_signature_test() -> None:
     """The list above is complete."""
     marks = test_hook_target_signature.pytestmark  # type: ignore[attr-defined]

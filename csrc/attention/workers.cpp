@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "workers.h"
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <thread>
+
+namespace reasoncache {
+namespace attention {
+namespace {
+
+// How long a helper looks for the next call before it sleeps: layers of one forward follow
+// each other within this time, forwards of an idle server do not.
+constexpr std::chrono::microseconds kLook{50};
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#endif
+}
+
+}  // namespace
+
+Workers& Workers::get() {
+  static std::mutex mutex;
+  static Workers* workers = nullptr;
+  static pid_t owner = -1;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (workers == nullptr || owner != getpid()) {
+    // Helpers may use it until the process ends, and a forked child has none of them.
+    workers = new Workers;
+    owner = getpid();
+  }
+  return *workers;
+}
+
+bool Workers::grow(int helpers) {
+  try {
+    for (; threads_ < helpers; ++threads_) std::thread([this] { help(); }).detach();
+  } catch (const std::exception&) {
+    // The system gives no more threads: those there are do the work.
+  }
+  return threads_ > 0;
+}
+
+void Workers::run(int helpers, void (*body)(void*), void* context) {
+  const std::unique_lock<std::mutex> mine(one_call_, std::try_to_lock);
+  if (!mine.owns_lock() || helpers < 1 || !grow(helpers)) {
+    body(context);
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    body_ = body;
+    context_ = context;
+    places_ = helpers;
+    calls_.fetch_add(1, std::memory_order_relaxed);
+  }
+  begin_.notify_all();
+  body(context);
+  std::unique_lock<std::mutex> lock(mutex_);
+  // Nobody joins from here on: a helper that slept through the call costs nothing.
+  body_ = nullptr;
+  end_.wait(lock, [this] { return active_ == 0; });
+}
+
+void Workers::help() {
+  std::uint64_t seen = 0;
+  for (;;) {
+    const auto until = std::chrono::steady_clock::now() + kLook;
+    while (calls_.load(std::memory_order_relaxed) == seen &&
+           std::chrono::steady_clock::now() < until) {
+      for (int i = 0; i < 32; ++i) relax();
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    begin_.wait(lock, [&] { return calls_.load(std::memory_order_relaxed) != seen; });
+    seen = calls_.load(std::memory_order_relaxed);
+    if (body_ == nullptr || places_ == 0) continue;
+    --places_;
+    ++active_;
+    void (*const body)(void*) = body_;
+    void* const context = context_;
+    lock.unlock();
+    body(context);
+    lock.lock();
+    if (--active_ == 0) end_.notify_one();
+  }
+}
+
+}  // namespace attention
+}  // namespace reasoncache

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Threads kept for the next call: an attention layer is shorter than starting one.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+
+namespace reasoncache {
+namespace attention {
+
+class Workers {
+ public:
+  // The process's own; made on first use and after a fork, never destroyed.
+  static Workers& get();
+
+  // Calls body(context) here and on up to `helpers` other threads, and returns when all calls
+  // have. The body divides the work by itself, and must do all of it even if called once: it
+  // is when another call is in progress. Nothing may leave it by exception.
+  void run(int helpers, void (*body)(void*), void* context);
+
+ private:
+  void help();
+  bool grow(int helpers);
+
+  std::mutex one_call_;
+  std::mutex mutex_;
+  std::condition_variable begin_;
+  std::condition_variable end_;
+  std::atomic<std::uint64_t> calls_{0};
+  void (*body_)(void*) = nullptr;  // null while nobody may join
+  void* context_ = nullptr;
+  int places_ = 0;  // threads that may still join
+  int active_ = 0;
+  int threads_ = 0;
+};
+
+}  // namespace attention
+}  // namespace reasoncache

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang attention backend ``reasoncache_cpu``: a whole batch in one call per layer.
+
+Rows are planned once per forward and read by every layer where they lie. With
+``home`` positions a shared key is used where it is read, without them as cached.
+Writes and pool stay SGLang's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache.cache.home import HomePositions
+from sglang_reasoncache.kernels.decode import decode_attention
+from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.plugin import seams
+
+logger = logging.getLogger(__name__)
+
+#: ``--attention-backend`` name.
+NAME = seams.CPU_BACKEND
+
+
+class PagedCpuBackend(seams.TorchNativeAttnBackend):
+    """Attention of the CPU platform by this project's kernels.
+
+    Args:
+        model_runner: SGLang's runner, its pool already there.
+        corrected: Use shared keys at the position where they are read; the runner's
+            allocator then carries ``home``. False reads every key as cached.
+
+    Raises:
+        ValueError: a model, pool or mode that cannot be served, by name; or corrected
+            positions that the model's rotary embedding does not allow.
+    """
+
+    def __init__(self, model_runner: Any, *, corrected: bool = False) -> None:
+        check_served(model_runner)
+        super().__init__(model_runner)
+        self._allocator = model_runner.token_to_kv_pool_allocator
+        self._dtype = model_runner.dtype
+        self.home: HomePositions | None = None
+        self.rotation: KeyRotation | None = None
+        if corrected:
+            self.home = self._allocator.home
+            self.rotation = KeyRotation.from_model(
+                model_runner.model, model_runner.model_config.context_len
+            )
+        pool = self.token_to_kv_pool
+        self._layers = {
+            layer: PagedKv(pool.get_key_buffer(layer), pool.get_value_buffer(layer), self.rotation)
+            for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)
+        }
+        self._num_slots = self._layers[pool.start_layer].num_slots
+        # Soft-capped logits are beyond PyTorch's fused attention.
+        self._singly = any(layer.logit_cap > 0 for layer in _attention_layers(model_runner.model))
+        self._decode_plan: RowPlan | None = None
+        self._extend_plan: ExtendPlan | None = None
+        if self._layers[pool.start_layer].backend != "native":
+            logger.warning(
+                "reasoncache: --attention-backend %s runs in PyTorch here, slower than "
+                "torch_native: no C++ compiler was found",
+                NAME,
+            )
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan the rows; every layer of this forward reads them."""
+        self._decode_plan = self._extend_plan = None
+        mode = forward_batch.forward_mode
+        if forward_batch.out_cache_loc is None or mode.is_idle():
+            return
+        home = None
+        if self.home is not None:
+            self.home.record(forward_batch.out_cache_loc, forward_batch.positions)
+            if self._allocator.has_moved_slots:
+                home = self.home.positions
+        plan = plan_rows(
+            self.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            home,
+            num_slots=self._num_slots,
+        )
+        if mode.is_decode():
+            self._decode_plan = plan
+        else:
+            self._extend_plan = ExtendPlan(
+                plan, forward_batch.extend_seq_lens.tolist(), self._dtype, singly=self._singly
+            )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
+        self._write(k, v, layer, forward_batch, save_kv_cache)
+        if self._decode_plan is None:
+            raise RuntimeError("forward_decode without a plan of its batch")
+        out = decode_attention(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            self._layers[layer.layer_id],
+            self._decode_plan,
+            scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            sinks=None if sinks is None else sinks.float(),
+        )
+        return out.view(out.shape[0], -1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
+        self._write(k, v, layer, forward_batch, save_kv_cache)
+        plan = self._extend_plan
+        if plan is None:
+            raise RuntimeError("forward_extend without a plan of its batch")
+        if sinks is not None and not self._singly:
+            self._singly = True
+            plan = self._extend_plan = ExtendPlan(
+                plan.rows, forward_batch.extend_seq_lens.tolist(), self._dtype, singly=True
+            )
+        out = extend_attention(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            self._layers[layer.layer_id],
+            plan,
+            scale=layer.scaling,
+            logit_cap=layer.logit_cap,
+            sinks=None if sinks is None else sinks.float(),
+        )
+        return out.view(out.shape[0], -1)
+
+    def _write(
+        self,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+    ) -> None:
+        if save_kv_cache and k is not None and v is not None:
+            self.token_to_kv_pool.set_kv_buffer(
+                layer, seams.KVWriteLoc(forward_batch.out_cache_loc, None), k, v
+            )
+
+
+def check_served(model_runner: Any) -> None:
+    """Refuse what these kernels do not compute.
+
+    Raises:
+        ValueError: naming the first thing in the way.
+    """
+    if model_runner.use_mla_backend:
+        raise ValueError(f"--attention-backend {NAME} does not serve multi-head latent attention")
+    if model_runner.model_config.is_encoder_decoder:
+        raise ValueError(f"--attention-backend {NAME} does not serve encoder-decoder models")
+    if not model_runner.spec_algorithm.is_none():
+        raise ValueError(f"--attention-backend {NAME} does not serve --speculative-algorithm")
+    pool = model_runner.token_to_kv_pool
+    if type(pool) is not seams.MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        raise ValueError(
+            f"--attention-backend {NAME} reads one plain multi-head KV pool in NHD layout, this "
+            f"server uses {type(pool).__name__} ({getattr(pool, 'kv_cache_layout', 'own layout')})"
+        )
+    if pool.is_quantized_kv_cache:
+        raise ValueError(f"--attention-backend {NAME} does not read block-quantised KV caches")
+    for layer in _attention_layers(model_runner.model):
+        for name, found, served in (
+            ("sliding window", layer.sliding_window_size, (-1, None)),
+            ("cross attention", layer.is_cross_attention, (False,)),
+            ("attention type", layer.attn_type, (seams.AttentionType.DECODER,)),
+            ("position encoding", layer.pos_encoding_mode, ("NONE",)),
+            ("logit capping", layer.logit_capping_method, ("tanh",)),
+            ("attention temperature length", layer.xai_temperature_len, (-1,)),
+        ):
+            if found not in served:
+                raise ValueError(
+                    f"--attention-backend {NAME}: layer {layer.layer_id} has {name} {found}, "
+                    f"served: {served[0]}"
+                )
+
+
+def _attention_layers(model: torch.nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, seams.RadixAttention)]

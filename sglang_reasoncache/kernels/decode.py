@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged decode attention: one query token per row, grouped query heads, moved keys."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_reasoncache.kernels import attention_reference
+from sglang_reasoncache.kernels.paged import PagedKv, check_shift, threads_of_a_call
+from sglang_reasoncache.kernels.plan import RowPlan
+
+
+def decode_attention(
+    query: torch.Tensor,
+    kv: PagedKv,
+    plan: RowPlan,
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    spans: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    threads: int | None = None,
+) -> torch.Tensor:
+    """``softmax(scale * q . k) v`` of every query over its own entries.
+
+    A key moved by n positions is read as it lies in the pool, under the query turned
+    back by n: what that costs grows with the runs of equal shift, not with the entries.
+    The result does not depend on the number of threads.
+
+    Args:
+        query: ``[batch, heads, k_dim]``, fp32, bf16 or fp16, elements of a head side by side.
+        kv: Keys and values; ``heads`` is a multiple of its heads, and query head h reads
+            KV head ``h // (heads / kv_heads)``.
+        plan: What request b reads, unless ``spans`` says otherwise.
+        scale: Of the logits.
+        logit_cap: ``cap * tanh(logit / cap)``; 0 leaves logits as they are.
+        sinks: fp32 ``[heads]``, logits that take weight and have no value.
+        spans: int32 ``[batch]`` each, first entry of each query and one past its last;
+            several queries may read the same entries.
+        out: ``[batch, heads, v_dim]`` of the query's dtype, written; None makes one.
+        lse: fp32 ``[batch, heads]``, natural log of the sum of exponentials, written.
+        threads: Upper bound on CPU threads; None takes what PyTorch uses.
+
+    Returns:
+        ``out``; zeros where there are no entries.
+
+    Raises:
+        ValueError: wrong dtype, shape or device; moved entries without a rotation; on
+            the CPU, a slot, span or shift out of range.
+    """
+    check_shift(kv, plan.shift)
+    batch = plan.kv_indptr.shape[0] - 1 if spans is None else spans[0].shape[0]
+    heads, k_dim = query.shape[1:] if query.dim() == 3 else (0, 0)
+    if query.shape[:1] != (batch,) or k_dim != kv.keys.shape[2] or heads % kv.num_heads:
+        raise ValueError(
+            f"query must be [{batch}, a multiple of {kv.num_heads}, {kv.keys.shape[2]}], "
+            f"got {list(query.shape)}"
+        )
+    shape = (batch, heads, kv.values.shape[2])
+    if out is None:
+        out = query.new_empty(shape)
+    elif out.shape != shape or out.dtype != query.dtype:
+        raise ValueError(
+            f"out must be {query.dtype} {list(shape)}, got {out.dtype} {list(out.shape)}"
+        )
+    if lse is not None and (
+        lse.dtype != torch.float32 or lse.shape != (batch, heads) or not lse.is_contiguous()
+    ):
+        raise ValueError(f"lse must be fp32 [{batch}, {heads}], got {lse.dtype} {list(lse.shape)}")
+    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (heads,)):
+        raise ValueError(f"sinks must be fp32 [{heads}], got {sinks.dtype} {list(sinks.shape)}")
+    begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
+    if begin.dtype != torch.int32 or end.dtype != torch.int32 or end.shape != begin.shape:
+        raise ValueError(f"spans must be two int32 [batch], got {begin.dtype}, {end.dtype}")
+    if kv.native is None or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        found, found_lse = attention_reference.decode_attention(
+            query, kv.keys, kv.values, begin, end, plan.kv_indices, plan.shift, kv.rotation,
+            scale, logit_cap, sinks,
+        )  # fmt: skip
+        if lse is not None:
+            lse.copy_(found_lse)
+        return out.copy_(found)
+    if query.stride(2) != 1 or query.device.type != "cpu":
+        query = query.contiguous().cpu()
+    if out.stride(2) != 1:
+        raise ValueError(f"out must have elements of a head side by side, got {out.stride()}")
+    kv.native.decode(
+        query,
+        out,
+        lse,
+        begin.contiguous(),
+        end.contiguous(),
+        plan.kv_indices,
+        plan.shift,
+        None if sinks is None else sinks.contiguous(),
+        scale,
+        logit_cap,
+        threads_of_a_call(threads),
+    )
+    return out

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Extend attention: several new tokens of a request over its prefix and themselves.
+
+A request with few new tokens (one under mixed chunked prefill) is read token by
+token as in decode, straight from the pool. One with more is gathered once,
+corrected, and goes through PyTorch's fused attention, new tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from sglang_reasoncache.kernels.decode import decode_attention
+from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan import RowPlan
+
+#: Up to this many new tokens a request is read token by token.
+MOST_SINGLE = 4
+#: Queries masked at once over a prefix, and the largest mask kept for the next layer.
+_BLOCK = 1024
+_MASK_ELEMENTS = 1 << 22
+
+
+class Piece(NamedTuple):
+    """New tokens ``[q_begin, q_end)`` of the batch over entries ``[kv_begin, kv_end)``."""
+
+    q_begin: int
+    q_end: int
+    kv_begin: int
+    kv_end: int
+
+
+class ExtendPlan:
+    """What one forward's new tokens read; every layer uses the same.
+
+    Args:
+        plan: Rows up to and including the new tokens.
+        new: New tokens of each request, the last entries of its row.
+        dtype: Of the queries.
+        singly: Read every token as in decode (for soft caps and sinks).
+
+    Raises:
+        ValueError: more new tokens than a row has entries.
+    """
+
+    def __init__(
+        self, plan: RowPlan, new: Sequence[int], dtype: torch.dtype, *, singly: bool = False
+    ) -> None:
+        self.rows = plan
+        self.num_tokens = sum(new)
+        self.pieces: list[Piece] = []
+        self._dtype = dtype
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        tokens: list[int] = []
+        begins: list[int] = []
+        ends: list[int] = []
+        bounds = plan.kv_indptr.tolist()
+        if len(bounds) != len(new) + 1:
+            raise ValueError(f"new must have {len(bounds) - 1} entries, got {len(new)}")
+        at = 0
+        for count, begin, end in zip(new, bounds, bounds[1:], strict=False):
+            if not 0 <= count <= end - begin:
+                raise ValueError(f"{count} new tokens in a row of {end - begin} entries")
+            if singly or count <= MOST_SINGLE:
+                tokens += range(at, at + count)
+                begins += [begin] * count
+                ends += range(end - count + 1, end + 1)
+            else:
+                self.pieces.append(Piece(at, at + count, begin, end))
+            at += count
+        self.singles = torch.tensor(tokens, dtype=torch.int64)
+        self.spans = (
+            torch.tensor(begins, dtype=torch.int32),
+            torch.tensor(ends, dtype=torch.int32),
+        )
+
+    def mask(self, new: int, total: int) -> torch.Tensor:
+        """Additive ``[new, total]``: the last ``new`` entries see themselves and what is before."""
+        found = self._masks.get((new, total))
+        if found is None:
+            found = torch.full((new, total), float("-inf"), dtype=self._dtype)
+            found.triu_(total - new + 1)
+            if found.numel() <= _MASK_ELEMENTS:
+                self._masks[new, total] = found
+        return found
+
+
+def extend_attention(
+    query: torch.Tensor,
+    kv: PagedKv,
+    plan: ExtendPlan,
+    *,
+    scale: float,
+    logit_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    threads: int | None = None,
+) -> torch.Tensor:
+    """Causal attention of every new token over its request's entries up to itself.
+
+    Args:
+        query: ``[tokens, heads, k_dim]``, requests one after the other.
+        kv, scale, logit_cap, sinks, threads: See :func:`decode_attention`; soft caps and
+            sinks need a plan made with ``singly``.
+        out: ``[tokens, heads, v_dim]``, written; None makes one.
+
+    Raises:
+        ValueError: See :func:`decode_attention`.
+    """
+    if query.shape[0] != plan.num_tokens:
+        raise ValueError(f"query must have {plan.num_tokens} tokens, got {query.shape[0]}")
+    if plan.pieces and (logit_cap > 0 or sinks is not None):
+        raise ValueError("soft caps and sinks need an ExtendPlan made with singly=True")
+    if out is None:
+        out = query.new_empty((*query.shape[:2], kv.values.shape[2]))
+    if plan.singles.numel() or not plan.pieces:
+        # Nothing to pick out where every token is read by itself.
+        whole = not plan.pieces
+        found = decode_attention(
+            query if whole else query[plan.singles],
+            kv,
+            plan.rows,
+            scale=scale,
+            logit_cap=logit_cap,
+            sinks=sinks,
+            spans=plan.spans,
+            out=out if whole else None,
+            threads=threads,
+        )
+        if not whole:
+            out[plan.singles] = found
+    for piece in plan.pieces:
+        _extend_one(query, kv, plan, piece, scale, out, threads)
+    return out
+
+
+def _extend_one(
+    query: torch.Tensor,
+    kv: PagedKv,
+    plan: ExtendPlan,
+    piece: Piece,
+    scale: float,
+    out: torch.Tensor,
+    threads: int | None,
+) -> None:
+    entries = slice(piece.kv_begin, piece.kv_end)
+    shift = None if plan.rows.shift is None else plan.rows.shift[entries]
+    keys, values = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype, threads=threads)
+    keys, values = keys[None], values[None]
+    new, total = piece.q_end - piece.q_begin, piece.kv_end - piece.kv_begin
+    grouped = query.shape[1] != kv.num_heads
+    for begin in range(0, new, new if new == total else _BLOCK):
+        end = new if new == total else min(new, begin + _BLOCK)
+        seen = total - new + end
+        tokens = slice(piece.q_begin + begin, piece.q_begin + end)
+        found = F.scaled_dot_product_attention(
+            query[tokens].transpose(0, 1)[None],
+            keys[:, :, :seen],
+            values[:, :, :seen],
+            attn_mask=None if new == total else plan.mask(end - begin, seen),
+            is_causal=new == total,
+            scale=scale,
+            enable_gqa=grouped,
+        )
+        out[tokens] = found[0].transpose(0, 1)

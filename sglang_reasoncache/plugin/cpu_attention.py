@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offers ``--attention-backend reasoncache_cpu`` on this project's CPU platform.
+
+With or without ``--enable-reasoncache``: without it, rows are read as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from sglang_reasoncache.platform import PLATFORM_NAME
+from sglang_reasoncache.plugin import seams
+
+
+def install() -> None:
+    """Register the backend where our platform is the one chosen by name. Idempotent."""
+    if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
+        return
+    if seams.CPU_BACKEND in seams.ATTENTION_BACKENDS:
+        return
+    seams.add_attention_backend_choices([seams.CPU_BACKEND])
+    seams.register_attention_backend(seams.CPU_BACKEND)(make)
+
+
+def make(model_runner: Any, *, corrected: bool = False) -> Any:
+    """The backend of a scheduler process; see ``PagedCpuBackend``."""
+    from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
+
+    hook_last_loc()
+    return PagedCpuBackend(model_runner, corrected=corrected)
+
+
+def hook_last_loc() -> None:
+    """Keep SGLang from launching Triton at page sizes above 1, as it does for names it does not know.
+
+    Done when the backend is made: no other server has this hook.
+
+    Raises:
+        RuntimeError: SGLang could not apply it (it only logs that).
+    """
+    target = seams.CPU_HOOK_TARGETS["last_loc"]
+    if target in seams.HookRegistry._patched:
+        return
+    seams.HookRegistry.register(target, _around_last_loc, seams.HookType.AROUND)
+    seams.HookRegistry.apply_hooks()
+    if target not in seams.HookRegistry._patched:
+        raise RuntimeError(f"sglang-reasoncache: SGLang did not apply the hook {target}")
+
+
+def _around_last_loc(
+    original: Callable[..., Any], req_to_token: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if req_to_token.device.type != "cpu":
+        return original(req_to_token, *args, **kwargs)
+    return seams.get_last_loc_torch(req_to_token, *args, **kwargs)

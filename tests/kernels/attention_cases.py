@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools, rows and expected results for the tests of paged attention.
+
+Expectations take another route: plain Python over positions, keys turned by complex
+multiplication, dense softmax, all in double precision over the values as stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+
+from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache.kernels.plan import RowPlan
+
+#: Positions in the rotary table of the tests.
+TABLE = 40_000
+
+#: (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
+#: last place, and what fp32 sums over 256 dims and turned queries lose in a logit.
+TOLERANCE = {
+    torch.float32: (0.0, 2e-5),
+    torch.bfloat16: (2.0**-8, 2e-5),
+    torch.float16: (2.0**-11, 2e-5),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One pool, and rows of ``lengths`` positions in it.
+
+    Attributes:
+        shared: Share of the entries that name a slot at home elsewhere.
+        holes: Share of the positions that were dropped; 1 leaves one entry a row.
+        layout: As SGLang has it; K and V of a slot side by side; with room between
+            heads; at an odd address.
+    """
+
+    lengths: tuple[int, ...] = (0, 1, 19, 989)
+    heads: int = 4
+    kv_heads: int = 2
+    k_dim: int = 64
+    v_dim: int = 64
+    rotary_dim: int = 64  # 0: no rotation
+    is_neox: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    query_dtype: torch.dtype = torch.bfloat16
+    shared: float = 0.3
+    holes: float = 0.0
+    layout: str = "halves"
+
+    def __str__(self) -> str:
+        kind = f"{'neox' if self.is_neox else 'gptj'}{self.rotary_dim}"
+        return (
+            f"{max(self.lengths, default=0)}x{len(self.lengths)}-{self.heads}/{self.kv_heads}h-{self.k_dim}-"
+            f"{self.v_dim}-{kind if self.rotary_dim else 'plain'}-{str(self.dtype)[6:]}-"
+            f"{str(self.query_dtype)[6:]}-s{self.shared}-h{self.holes}-{self.layout}"
+        )
+
+
+LAYOUTS = ("halves", "slot", "gaps", "odd")
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+CASES = [
+    *(Case(shared=shared, holes=holes)
+      for shared, holes in itertools.product((0.0, 0.3, 1.0), (0.0, 0.4, 1.0))),
+    *(Case(heads=heads, kv_heads=kv_heads) for heads, kv_heads in
+      ((1, 1), (3, 3), (5, 1), (6, 2), (7, 1), (8, 1), (12, 1), (32, 8), (16, 1))),
+    *(Case(k_dim=dim, v_dim=dim, rotary_dim=dim, is_neox=neox, lengths=(1, 70))
+      for dim, neox in itertools.product((8, 24, 32, 72, 80, 96, 128, 192, 256), (True, False))),
+    Case(k_dim=128, v_dim=128, rotary_dim=32),
+    Case(k_dim=96, v_dim=40, rotary_dim=80, is_neox=False),
+    Case(rotary_dim=0, shared=0.0),
+    *(Case(dtype=dtype, query_dtype=dtype) for dtype in (torch.float32, torch.float16)),
+    *(Case(dtype=dtype, query_dtype=torch.float32, k_dim=72, v_dim=72, rotary_dim=72)
+      for dtype in (torch.bfloat16, *_FP8)),
+    *(Case(layout=layout, dtype=dtype, query_dtype=torch.float32, kv_heads=2, heads=6)
+      for layout, dtype in itertools.product(LAYOUTS, (torch.bfloat16, torch.float32))),
+    Case(lengths=(512, 513, 1024, 1536), shared=0.5),
+    Case(lengths=()),
+    Case(lengths=(30_000,), shared=0.1),
+]  # fmt: skip
+
+
+@dataclasses.dataclass
+class Rig:
+    """A case's tensors. Slots that no row names hold NaN, slot 0 (SGLang's padding) too."""
+
+    case: Case
+    keys: torch.Tensor
+    values: torch.Tensor
+    rows: torch.Tensor
+    requests: torch.Tensor
+    lengths: torch.Tensor
+    home: torch.Tensor
+    rotation: KeyRotation | None
+    query: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.case.k_dim**-0.5
+
+    def plan(self, window: int | None = None) -> RowPlan:
+        """Entry by entry."""
+        indptr, indices, shift = [0], [], []
+        for request, length in zip(self.requests.tolist(), self.lengths.tolist(), strict=True):
+            first = 0 if window is None else max(0, length - window)
+            row = self.rows[request].tolist()
+            for position in range(first, length):
+                if row[position] >= 0:
+                    indices.append(row[position])
+                    shift.append(position - int(self.home[row[position]]))
+            indptr.append(len(indices))
+        return RowPlan(
+            torch.tensor(indptr, dtype=torch.int32),
+            torch.tensor(indices, dtype=torch.int32),
+            torch.tensor(shift, dtype=torch.int32) if any(shift) else None,
+        )
+
+    def turned(self, plan: RowPlan) -> torch.Tensor:
+        """fp64 keys of the plan's entries where they are used, ``[total, kv_heads, k_dim]``."""
+        keys = double(self.keys)[plan.kv_indices.long()]
+        if plan.shift is None or self.rotation is None:
+            return keys
+        size, rotation = self.case.rotary_dim, self.rotation
+        by = plan.shift.long()
+        sines = rotation.sin.double()[by.abs()] * by.sign()[:, None]
+        turn = torch.complex(rotation.cos.double()[by.abs()], sines)[:, None]
+        x = keys[..., :size]
+        if self.case.is_neox:
+            pairs = torch.complex(x[..., : size // 2], x[..., size // 2 :]) * turn
+            x = torch.cat((pairs.real, pairs.imag), dim=-1)
+        else:
+            pairs = torch.view_as_complex(x.unflatten(-1, (size // 2, 2)).contiguous()) * turn
+            x = torch.view_as_real(pairs).flatten(-2)
+        return torch.cat((x, keys[..., size:]), dim=-1)
+
+    def expected(
+        self,
+        plan: RowPlan,
+        spans: tuple[torch.Tensor, torch.Tensor] | None = None,
+        query: torch.Tensor | None = None,
+        cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp64 attention ``[batch, heads, v_dim]`` and log-sum-exp ``[batch, heads]``."""
+        begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
+        query = (self.query if query is None else query).double()
+        keys, values = self.turned(plan), double(self.values)[plan.kv_indices.long()]
+        group = self.case.heads // self.case.kv_heads
+        out = torch.zeros((len(begin), self.case.heads, self.case.v_dim), dtype=torch.float64)
+        lse = torch.full(out.shape[:2], float("-inf"), dtype=torch.float64)
+        for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+            k = keys[first:last].repeat_interleave(group, dim=1)
+            v = values[first:last].repeat_interleave(group, dim=1)
+            logits = (query[b] * k).sum(-1) * self.scale
+            if cap:
+                logits = cap * (logits / cap).tanh()
+            weights = logits.exp()
+            total = weights.sum(0) + (0 if sinks is None else sinks.double().exp())
+            lse[b] = total.log()
+            if last > first:
+                out[b] = (weights[..., None] * v).sum(0) / total[:, None]
+        return out, lse
+
+
+def make(case: Case, seed: int = 3) -> Rig:
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(case.lengths)
+    num_slots = total + 40
+    width = max((1, *case.lengths)) + 3
+    keys, values = _buffers(case, num_slots, generator)
+    # Stale entries of earlier requests beyond every row's end, and rows of nobody.
+    rows = torch.randint(0, num_slots, (len(case.lengths) + 2, width), generator=generator)
+    home = torch.randint(0, 3000, (num_slots,), generator=generator)
+    order = torch.randperm(num_slots - 1, generator=generator) + 1
+    requests = torch.randperm(len(case.lengths) + 2, generator=generator)[: len(case.lengths)]
+    used = torch.zeros(num_slots, dtype=torch.bool)
+    for request, slots in zip(
+        requests.tolist(), order[:total].split(list(case.lengths)), strict=True
+    ):
+        count = len(slots)
+        at = torch.arange(count)
+        home[slots] = at
+        if case.rotary_dim and count:
+            # Runs of shared positions, as blocks are; one far away, in both directions.
+            away = torch.rand((count + 7) // 8, generator=generator) < case.shared
+            away = away.repeat_interleave(8)[:count]
+            near = torch.randint(-50, 50, (len(away),), generator=generator)
+            runs = near[at // 8 * 8 % len(near)]
+            home[slots] = torch.where(away, at - runs, at)
+            if case.shared:
+                home[slots[0]] = TABLE - 1
+                home[slots[-1]] = count - 1 - (TABLE - 1) if count > 1 else TABLE - 1
+        dropped = torch.rand(count, generator=generator) < case.holes
+        if case.holes == 1 and count:
+            dropped[count // 2] = False
+        rows[request, :count] = torch.where(dropped, -1 - at % 3, slots)
+        used[slots[~dropped]] = True
+    for buffer in (keys, values):
+        poison(buffer, ~used)
+    query = torch.randn((len(case.lengths), case.heads, case.k_dim), generator=generator).to(
+        case.query_dtype
+    )
+    return Rig(
+        case, keys, values, rows.to(torch.int32), requests, torch.tensor(case.lengths, dtype=torch.int64),
+        home.to(torch.int32), make_rotation(case), query,
+    )  # fmt: skip
+
+
+def make_rotation(case: Case) -> KeyRotation | None:
+    if not case.rotary_dim:
+        return None
+    powers = torch.arange(0, case.rotary_dim, 2).double() / case.rotary_dim
+    angles = torch.arange(TABLE).double()[:, None] * 10_000.0**-powers
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+    return KeyRotation(table, case.rotary_dim, case.is_neox)
+
+
+def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
+    """NaN into the slots chosen by a mask."""
+    filled = buffer.float()
+    filled[where] = float("nan")
+    buffer.copy_(filled.to(buffer.dtype))
+
+
+def double(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.float().double()
+
+
+def assert_attention(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within the tolerance of the result's dtype; NaN never passes."""
+    relative, absolute = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=relative, atol=absolute)
+
+
+def _buffers(
+    case: Case, num_slots: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    heads, k_dim, v_dim = case.kv_heads, case.k_dim, case.v_dim
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    match case.layout:
+        case "halves":
+            return made(num_slots, heads, k_dim), made(num_slots, heads, v_dim)
+        case "slot":
+            both = made(num_slots, 2, heads, k_dim)
+            return both[:, 0], both[:, 1]
+        case "gaps":
+            both = made(2, num_slots, heads, k_dim + 5)
+            return both[0, :, :, :k_dim], both[1, :, :, 3 : k_dim + 3]
+        case "odd":
+            flat = made(2, num_slots * heads * k_dim + 1)[:, 1:]
+            return flat[0].view(num_slots, heads, k_dim), flat[1].view(num_slots, heads, k_dim)
+    raise AssertionError(case.layout)

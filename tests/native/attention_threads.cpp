@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention from several threads at once, for ThreadSanitizer; see tools/sanitize.sh.
+
+#include <cstdio>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "attention/attention.h"
+
+namespace {
+
+constexpr std::int64_t kSlots = 4000;
+constexpr std::int64_t kHeads = 4;
+constexpr std::int64_t kKvHeads = 2;
+constexpr std::int64_t kDim = 32;
+constexpr std::int64_t kBatch = 3;
+constexpr int kCalls = 60;
+
+std::vector<float> numbers(std::int64_t count) {
+  std::vector<float> made(static_cast<std::size_t>(count));
+  std::uint32_t state = 1;
+  for (float& value : made) {
+    state = state * 1664525u + 1013904223u;
+    value = static_cast<float>(state >> 8) / 8388608.0f - 1.0f;
+  }
+  return made;
+}
+
+}  // namespace
+
+int main() {
+  const std::vector<float> keys = numbers(kSlots * kKvHeads * kDim);
+  const std::vector<float> values = numbers(kSlots * kKvHeads * kDim);
+  const std::vector<float> query = numbers(kBatch * kHeads * kDim);
+  std::vector<std::int32_t> indices(kSlots);
+  for (std::int64_t i = 0; i < kSlots; ++i) {
+    indices[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(i * 7 % kSlots);
+  }
+  const std::int32_t bounds[kBatch + 1] = {0, 1500, 1501, kSlots};
+
+  reasoncache_kv kv{};
+  kv.keys = keys.data();
+  kv.values = values.data();
+  kv.num_slots = kSlots;
+  kv.num_heads = kKvHeads;
+  kv.k_dim = kv.v_dim = kDim;
+  kv.k_slot_stride = kv.v_slot_stride = kKvHeads * kDim;
+  kv.k_head_stride = kv.v_head_stride = kDim;
+
+  const auto decode = [&](int threads) {
+    std::vector<float> out(query.size());
+    reasoncache_decode_call call{};
+    call.query = query.data();
+    call.out = out.data();
+    call.batch = kBatch;
+    call.num_heads = kHeads;
+    call.q_row_stride = call.out_row_stride = kHeads * kDim;
+    call.q_head_stride = call.out_head_stride = kDim;
+    call.begin = bounds;
+    call.end = bounds + 1;
+    call.kv_indices = indices.data();
+    call.total = kSlots;
+    call.scale = 0.2f;
+    call.threads = threads;
+    if (reasoncache_decode(&kv, &call) != REASONCACHE_ATTENTION_OK) out.clear();
+    return out;
+  };
+  const auto gather = [&](int threads) {
+    std::vector<float> out(keys.size() * 2);
+    reasoncache_gather_call call{};
+    call.kv_indices = indices.data();
+    call.count = kSlots;
+    call.out_k = out.data();
+    call.out_v = out.data() + keys.size();
+    call.threads = threads;
+    if (reasoncache_gather(&kv, &call) != REASONCACHE_ATTENTION_OK) out.clear();
+    return out;
+  };
+
+  const std::vector<float> expected = decode(1);
+  const std::vector<float> gathered = gather(1);
+  if (expected.empty() || gathered.empty()) return 1;
+  bool same[3] = {true, true, true};
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 3; ++caller) {
+    callers.emplace_back([&, caller] {
+      for (int i = 0; i < kCalls; ++i) {
+        same[caller] = same[caller] && decode(1 + (i + caller) % 4) == expected;
+        if (i % 8 == 0) same[caller] = same[caller] && gather(2 + caller) == gathered;
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  if (!same[0] || !same[1] || !same[2]) {
+    std::fprintf(stderr, "results differ between threads\n");
+    return 1;
+  }
+  return 0;
+}
