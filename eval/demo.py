@@ -9,22 +9,31 @@ a table and one response with its shared steps marked.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import shlex
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from eval.load import Answer, ask_all
 from eval.marking import marked_response
-from eval.server_log import summarise
-from eval.serving import MODEL_NAME, ServerProcess
+from eval.measures.memory import memory
+from eval.measures.speed import speed
+from eval.runs.cell_runner import measure as run_cell
+from eval.runs.cell_runner import warm_up
+from eval.runs.client import Request
+from eval.runs.command_line import with_values
+from eval.runs.folder import Cell
+from eval.runs.options import RunOptions
+from eval.runs.progress import Display
+from eval.runs.records import Response
+from eval.runs.servers import StartedServer
+from eval.serving import ServerProcess
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import Problem, generate, grade
 
@@ -76,7 +85,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--shared", type=shlex.split, default=[], metavar="FLAGS", help="Further flags of ours."
     )
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(with_values(words, ("--both", "--shared")))
     for name in ("problems", "kv_budget", "max_tokens"):
         if getattr(args, name) < 1:
             parser.error(
@@ -95,107 +105,68 @@ def server_flags(options: Options) -> list[str]:
     ]  # fmt: skip
 
 
-async def run_problems(
-    server: ServerProcess, problems: Sequence[Problem], max_tokens: int, title: str
-) -> list[Answer]:
-    """Send all problems at once and show how many have been answered."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    async with server.async_openai() as client:
-        with Progress(*columns) as progress:
-            task = progress.add_task(title, total=len(problems))
-            return await ask_all(
-                client,
-                MODEL_NAME,
-                [problem.prompt for problem in problems],
-                max_tokens,
-                lambda _answer: progress.advance(task),
-            )
-
-
 def measure(
     options: Options, name: str, flags: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any], list[Response]]:
     """Start a server, warm it up, run the problems.
 
     Returns:
-        The arm's figures for ``demo.json``, and the server's own report (empty for stock).
+        The arm's figures for ``demo.json``, the server's own report (empty for stock), and
+        the responses.
     """
     problems = generate(_SEED, options.problems)
-    console = Console()
-    console.print(f"[bold]{name}[/bold]: starting the server (about a minute)")
-    log = options.logs / f"{name}.log"
-    with ServerProcess(CHECKPOINT, flags=[*server_flags(options), *flags], log_path=log) as server:
-        asyncio.run(run_problems(server, generate(_WARM_UP_SEED, 8), options.max_tokens, "warm-up"))
-        server.post("/flush_cache")
-        offset = server.log_size()
-        answers = asyncio.run(run_problems(server, problems, options.max_tokens, name))
-        report = server.get("/reasoncache").json()["schedulers"][0] if flags else {}
-        seen = summarise(server.log_text(offset))
-        leaked = leaked_slots(server)
-    failed = [a.error for a in answers if a.error]
+    asked = {str(number): problem for number, problem in enumerate(problems)}
+    display = Display()
+    display.say(f"{name}: starting the server (about a minute)", "bold")
+    started = ServerProcess(
+        CHECKPOINT,
+        flags=[*server_flags(options), *flags],
+        log_path=options.logs / f"{name}.log",
+    )
+    # One log line a decode step, and no request sent twice.
+    how = RunOptions(decode_log_interval=1, attempts=1)
+    with tempfile.TemporaryDirectory() as folder, started as process, display.shown():
+        server, cell = StartedServer(process), Cell(Path(folder), "demo", name, 0)
+        spare = requests_of(dict(enumerate(generate(_WARM_UP_SEED, 8))), options.max_tokens)
+        with display.bar("warm-up", len(spare)) as bar:
+            warm_up(server, spare, how, bar)
+        with display.bar(name, len(asked)) as bar:
+            leg = run_cell(cell, requests_of(asked, options.max_tokens), server, how, bar)
+        responses, timeline = cell.responses(), cell.timeline()
+    failed = [row.error for row in responses if row.error]
     if failed:
-        console.print(f"[red]{len(failed)} requests failed, first: {failed[0]}[/red]")
-    return {
-        **figures(problems, answers),
-        **log_figures(seen),
-        "leaked_slots": leaked,
-        **saving(report),
-    }, {
-        **report,
-        "answers": answers,
-    }
-
-
-def figures(problems: Sequence[Problem], answers: Sequence[Answer]) -> dict[str, Any]:
-    """Accuracy and speed of one arm."""
-    right = [grade(answer.text, problem) for answer, problem in zip(answers, problems, strict=True)]
-    clean = [ok for ok, problem in zip(right, problems, strict=True) if not problem.error]
-    wrong_draft = [ok for ok, problem in zip(right, problems, strict=True) if problem.error]
-    seconds = max(a.ended for a in answers) - min(a.started for a in answers)
-    tokens = sum(a.output_tokens for a in answers)
-    return {
+        display.say(f"{len(failed)} requests failed, first: {failed[0]}", "red")
+    held, paced = memory([leg], timeline), speed(responses, [leg], timeline)
+    texts = {row.problem_id: row.text for row in responses}
+    right = {number: grade(texts[number], problem) for number, problem in asked.items()}
+    found = {
         "problems": len(problems),
-        "accuracy": share(right),
-        "accuracy_clean": share(clean),
-        "accuracy_error": share(wrong_draft),
-        "output_tokens_per_s": tokens / seconds,
-        "output_tokens": tokens,
-        "seconds": seconds,
-        "failed_requests": sum(a.error is not None for a in answers),
+        "accuracy": share(list(right.values())),
+        "accuracy_clean": share([ok for n, ok in right.items() if not asked[n].error]),
+        "accuracy_error": share([ok for n, ok in right.items() if asked[n].error]),
+        "output_tokens_per_s": paced.tokens_per_s or 0.0,
+        "output_tokens": leg.output_tokens,
+        "seconds": leg.seconds,
+        "failed_requests": len(failed),
+        "peak_slots": held.peak_slots or 0,
+        "mean_slots": held.mean_slots or 0.0,
+        "mean_running": paced.mean_running or 0.0,
+        "decode_steps": leg.decode_steps,
+        "retractions": leg.retractions,
+        "leaked_slots": leg.leaked_slots,
+        "memory_saving_ratio": held.saving or 0.0,
+        "final_saving_ratio": held.final_saving or 0.0,
     }
+    return found, leg.report, responses
+
+
+def requests_of(problems: Mapping[Any, Problem], max_tokens: int) -> list[Request]:
+    body = {"temperature": 0.0, "max_tokens": max_tokens}
+    return [Request(str(number), problem.prompt, body) for number, problem in problems.items()]
 
 
 def share(flags: Sequence[bool]) -> float:
     return sum(flags) / len(flags) if flags else 0.0
-
-
-def log_figures(seen: Any) -> dict[str, Any]:
-    return {
-        "peak_slots": seen.peak_slots,
-        "mean_slots": seen.mean_slots,
-        "mean_running": seen.mean_running,
-        "decode_steps": seen.decode_steps,
-        "retractions": seen.retractions,
-    }
-
-
-def saving(report: dict[str, Any]) -> dict[str, float]:
-    """Saving ratios; a stock server saves nothing."""
-    totals = report.get("totals", {})
-    return {key: totals.get(key, 0.0) for key in ("memory_saving_ratio", "final_saving_ratio")}
-
-
-def leaked_slots(server: ServerProcess) -> int:
-    """Slots in use once nothing runs and the cache is flushed."""
-    server.post("/flush_cache")
-    return int(
-        sum(load["num_used_tokens"] for load in server.get("/v1/loads?include=all").json()["loads"])
-    )
 
 
 _ROWS = (
@@ -230,14 +201,14 @@ def print_table(result: dict[str, dict[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     options.logs.mkdir(parents=True, exist_ok=True)
-    stock, _ = measure(options, "stock", [])
-    shared, report = measure(
+    stock, _, _ = measure(options, "stock", [])
+    shared, report, responses = measure(
         options, "reasoncache", ["--enable-reasoncache", *EMBEDDED_FLAGS, *options.shared]
     )
     result = {"stock": stock, "reasoncache": shared}
     options.output.write_text(json.dumps(result, indent=2) + "\n")
     print_table(result)
-    Console().print(marked_response(report, CHECKPOINT))
+    Console().print(marked_response(report, responses, CHECKPOINT))
     Console().print(f"wrote {options.output}; server logs in {options.logs}")
 
 

@@ -10,17 +10,20 @@ from typing import Any
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from eval.load import Answer
+from eval.runs.records import Response
 
 
-def marked_response(report: dict[str, Any], checkpoint: Path) -> Text:
+def marked_response(
+    report: dict[str, Any], responses: Sequence[Response], checkpoint: Path
+) -> Text:
     """The response among ``report["recent"]`` that shares most, shared tokens highlighted.
 
     Args:
-        report: One scheduler's ``GET /reasoncache`` with ``answers`` added.
+        report: One scheduler's ``GET /reasoncache``.
+        responses: To requests that it tells of.
         checkpoint: Folder of the tokenizer that the server used.
     """
-    answers: dict[str, Answer] = {a.request_id: a for a in report["answers"]}
+    answers = {response.request_id: response for response in responses}
     known = [entry for entry in report.get("recent", ()) if entry["rid"] in answers]
     if not known:
         return Text("no finished request with shared steps to show")

@@ -78,6 +78,8 @@ METHODS: dict[str, Recipe] = {
 _FIELDS = {field.name: field for field in dataclasses.fields(ReasonCacheConfig)}
 _TYPES: dict[str, type] = {"calibration": str, "fixed_tau": float, "random_ratio": float}
 _BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+# Commas belong to the other method only if it has options.
+_MATCH = re.compile(r"(?:^|,)match=([^,:]+:.+|[^,:]+)")
 _NAME = re.compile(r"[A-Za-z0-9._:=,+/-]{1,200}")
 
 
@@ -85,7 +87,8 @@ def find_method(spec: str, embedded_flags: Sequence[str] = ()) -> Method:
     """The method that ``NAME[:key=value,...]`` stands for.
 
     A key is an option ``--reasoncache-KEY`` of the server, without that prefix; of
-    ``random`` also ``match``, the specification of another method.
+    ``random`` also ``match``, the specification of another method, which ends the list:
+    options of ``random`` itself come before it.
 
     Args:
         spec: as in ``--methods``.
@@ -100,8 +103,13 @@ def find_method(spec: str, embedded_flags: Sequence[str] = ()) -> Method:
     if recipe is None or not _NAME.fullmatch(spec):
         known = ", ".join(METHODS)
         raise MethodError(f"--methods: {spec!r} is no method; known are {known}")
+    other = _MATCH.search(rest) if recipe.matches else None
+    if other is not None:
+        before, after = rest[: other.start()], rest[other.end() :]
+        colon = colon if before or after else ""
+        rest = before + after if before else after[1:]
     pairs = dict(_pair(spec, part) for part in rest.split(",")) if colon else {}
-    match = pairs.pop("match", "") if recipe.matches else ""
+    match = other[1] if other is not None else ""
     if recipe.values is None:
         if pairs:
             raise MethodError(f"--methods: {spec!r}: {name} takes no options")

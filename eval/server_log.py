@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run looked like from SGLang's own log, the same for every server.
 
-A server logs one decode step in ``--decode-log-interval``. :func:`summarise` needs an
-interval of 1, so that every step leaves its line; :func:`moments` takes any.
+A server logs one decode step in ``--decode-log-interval``.
 """
 
 from __future__ import annotations
 
 import re
-import statistics
-from dataclasses import dataclass
 
 from eval.runs.records import Moment
 
@@ -18,36 +15,19 @@ _SHARED = re.compile(r"#shared token: (\d+)")
 _SPEED = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
 _RETRACT = re.compile(r"#retracted_reqs: (\d+)")
-
-
-@dataclass(frozen=True)
-class LogSummary:
-    """Figures over the decode steps found in a stretch of log; zeros when there is none."""
-
-    decode_steps: int
-    mean_running: float
-    peak_slots: int
-    mean_slots: float
-    retractions: int
-
-
-def summarise(log: str) -> LogSummary:
-    """Read the stretch of log that one measured run wrote."""
-    steps = [(int(running), int(slots)) for running, slots in _DECODE.findall(log)]
-    running = [r for r, _ in steps] or [0]
-    slots = [s for _, s in steps] or [0]
-    return LogSummary(
-        decode_steps=len(steps),
-        mean_running=statistics.fmean(running),
-        peak_slots=max(slots),
-        mean_slots=statistics.fmean(slots),
-        retractions=retractions(log),
-    )
+# Each scheduler says so, of several tensor-parallel ones the first as well as the others.
+_CUT = re.compile(r"^(.*)Request length is longer than the KV cache pool size .*Truncated", re.M)
+_OTHER_RANK = re.compile(r"\bTP[1-9]\d*\b")
 
 
 def retractions(log: str) -> int:
     """Requests thrown out of a batch in a stretch of log."""
     return sum(int(n) for n in _RETRACT.findall(log))
+
+
+def cut_prompts(log: str) -> int:
+    """Prompts that were cut to what the model or the memory holds, in a stretch of log."""
+    return sum(not _OTHER_RANK.search(prefix) for prefix in _CUT.findall(log))
 
 
 def moments(log: str, leg: int) -> list[Moment]:

@@ -13,13 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval import run
+from eval.runs.command_line import with_values
+
+#: Statuses of a bad command line and of Ctrl-C.
+_AT_ONCE = (2, 130)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one budget after the other.
 
     Returns:
-        Exit status of the first run that was not whole, as of :func:`eval.run.main`.
+        Exit status of the first run that was not whole, as of :func:`eval.run.main`; only
+        a bad command line and Ctrl-C keep later budgets from being tried.
     """
     parser = argparse.ArgumentParser(
         prog="python -m eval.sweep",
@@ -29,17 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--budgets", type=_budgets, required=True, metavar="SLOTS,SLOTS,...")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    args, rest = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args, rest = parser.parse_known_args(with_values(words, ("--server-flags",)))
     taken = [flag for flag in rest if flag.partition("=")[0] in ("--kv-budget", "--resume")]
     if taken:
         parser.error(f"{taken[0]} does not go with --budgets")
     folders = [args.out / f"kv-{budget}" for budget in args.budgets]
+    first = 0
     for budget, folder in zip(args.budgets, folders, strict=True):
         status = run.main([*rest, "--kv-budget", str(budget), "--out", str(folder)])
-        if status:
+        if status in _AT_ONCE:
             return status
+        first = first or status
     print("python -m eval.report " + " ".join(map(str, folders)))
-    return 0
+    return first
 
 
 def _budgets(text: str) -> list[int]:

@@ -20,12 +20,10 @@ class Lengths:
     Attributes:
         mean: with interval, problems as clusters.
         quartiles: 5th, 25th, 50th, 75th and 95th percentile.
-        cut: responses that ended at ``max_tokens``.
     """
 
     mean: Estimate
     quartiles: tuple[float, float, float, float, float]
-    cut: int
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,19 @@ def lengths(responses: Mapping[Key, Response]) -> Lengths | None:
     if estimate is None:
         return None
     p5, p25, p50, p75, p95 = (float(q) for q in np.percentile(tokens, (5, 25, 50, 75, 95)))
-    cut = sum(row.finish_reason == "length" for row in responses.values())
-    return Lengths(estimate, (p5, p25, p50, p75, p95), cut)
+    return Lengths(estimate, (p5, p25, p50, p75, p95))
+
+
+def cut(responses: Mapping[Key, Response], replayed: Mapping[Key, Result] | None = None) -> int:
+    """Responses that ended by length.
+
+    Args:
+        responses: complete ones.
+        replayed: grades of a replay, each response of which ends so: those that reproduce
+            the record are not cut.
+    """
+    whole = {key for key, row in (replayed or {}).items() if row.correct}
+    return sum(row.finish_reason == "length" and key not in whole for key, row in responses.items())
 
 
 def compare(

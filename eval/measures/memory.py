@@ -84,7 +84,10 @@ def over_time(timeline: Sequence[Moment], points: int = 300) -> Curve | None:
 
 
 def _ratio(legs: Sequence[Leg], name: str, weight: str) -> float | None:
-    """Weighted mean over legs; a stock server shares nothing, whose report is empty."""
+    """Weighted mean over legs; a stock server shares nothing, whose report is empty.
+
+    None if a leg that answered something does not tell.
+    """
     total = weights = 0.0
     for leg in legs:
         totals = leg.report.get("totals") if isinstance(leg.report, dict) else None
@@ -94,6 +97,8 @@ def _ratio(legs: Sequence[Leg], name: str, weight: str) -> float | None:
             value, heavy = 0.0, float(leg.output_tokens)
         else:
             value, heavy = None, 0.0
+        if value is None and not totals and not leg.responses:
+            continue
         if value is None:
             return None
         total += heavy * value

@@ -16,8 +16,10 @@ class Speed:
     """None where the records do not tell.
 
     Attributes:
-        tokens_per_s: output tokens of complete responses per second, over all legs.
-        problems_per_min: complete responses per minute, over all legs.
+        tokens_per_s: output tokens of complete responses per second. None where more than
+            one leg answered, or the one that did was stopped: what it was generating when
+            it ended took time and is counted nowhere.
+        problems_per_min: complete responses per minute, in the same legs.
         ttft_p50, ttft_p99: seconds from sending a request to its first text.
         tpot_p50, tpot_p99: seconds per output token after the first.
         mean_running: requests in the batch, averaged over logged decode steps.
@@ -25,6 +27,7 @@ class Speed:
         responses: complete ones.
         unrecorded: complete ones in legs that have no record (killed before their end);
             they count for latency, not for throughput.
+        resumed: whether throughput is None because the cell was stopped or resumed.
     """
 
     tokens_per_s: float | None
@@ -37,27 +40,31 @@ class Speed:
     seconds: float
     responses: int
     unrecorded: int
+    resumed: bool
 
 
 def speed(responses: Sequence[Response], legs: Sequence[Leg], timeline: Sequence[Moment]) -> Speed:
     """Failed requests count nowhere here."""
     complete = [row for row in responses if row.error is None]
-    seconds = sum(leg.seconds for leg in legs)
-    recorded = {leg.leg for leg in legs}
+    recorded = {leg.leg: leg for leg in legs}
+    answering = {row.leg for row in complete}
+    only = recorded.get(next(iter(answering))) if len(answering) == 1 else None
+    whole = only if only is not None and only.ended and only.seconds > 0 else None
     first = [row.first_token - row.started for row in complete if row.first_token is not None]
     ttft_p50, ttft_p99 = _percentiles(first)
     tpot_p50, tpot_p99 = _percentiles([t for row in complete if (t := tpot(row)) is not None])
     return Speed(
-        tokens_per_s=sum(leg.output_tokens for leg in legs) / seconds if seconds > 0 else None,
-        problems_per_min=60 * sum(leg.responses for leg in legs) / seconds if seconds > 0 else None,
+        tokens_per_s=whole.output_tokens / whole.seconds if whole else None,
+        problems_per_min=60 * whole.responses / whole.seconds if whole else None,
         ttft_p50=ttft_p50,
         ttft_p99=ttft_p99,
         tpot_p50=tpot_p50,
         tpot_p99=tpot_p99,
         mean_running=float(np.mean([m.running for m in timeline])) if timeline else None,
-        seconds=seconds,
+        seconds=sum(leg.seconds for leg in legs),
         responses=len(complete),
         unrecorded=sum(row.leg not in recorded for row in complete),
+        resumed=len(answering) > 1 or (only is not None and not only.ended),
     )
 
 

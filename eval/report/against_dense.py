@@ -64,7 +64,7 @@ def speed(runs: Sequence[Run]) -> Table | None:
                 words(run.label),
                 words(group.task),
                 words(run.title(group.method)),
-                spread(ratio, f"no leg record of a seed that dense has too ({at})", "{:.2f}"),
+                spread(ratio, _no_ratio(group, dense), "{:.2f}"),
                 number(goal, f"no saving ratio ({at})", "{:.2f}"),
                 Entry("-", None, f"no ratio or goal ({at})")
                 if met is None
@@ -136,15 +136,19 @@ def requests(runs: Sequence[Run]) -> Table:
                     number(len(group.results), form="{:d}"),
                     number(group.failed, form="{:d}"),
                     number(group.unanswered, form="{:d}"),
-                    number(group.lengths.cut if group.lengths else 0, form="{:d}"),
+                    number(group.cut, form="{:d}"),
                     spread(group.memory("leaked_slots"), f"not looked at ({at})", "{:.0f}"),
                 ]
             )
     columns = (
         "run", "task", "method", "seeds", "legs", "answered", "graded", "failed attempts",
-        "never answered", "cut at max_tokens", "leaked slots",
+        "never answered", "cut by length", "leaked slots",
     )  # fmt: skip
-    return Table("requests", "Requests", columns, rows)
+    notes = [
+        "Cut by length: ended at max_tokens, at the model's context or where the KV slots ended; of "
+        "a replay, those short of the record."
+    ]
+    return Table("requests", "Requests", columns, rows, notes)
 
 
 def _pairs(runs: Sequence[Run]) -> Iterator[tuple[Run, Group, Group]]:
@@ -153,6 +157,13 @@ def _pairs(runs: Sequence[Run]) -> Iterator[tuple[Run, Group, Group]]:
             dense = run.groups.get((task, DENSE))
             if method != DENSE and dense is not None:
                 yield run, group, dense
+
+
+def _no_ratio(group: Group, dense: Group) -> str:
+    at = f"({group.task}, {group.method})"
+    if group.resumed or dense.resumed:
+        return f"resumed {at}"
+    return f"no leg record of a seed that dense has too {at}"
 
 
 def _p_text(value: float) -> str:

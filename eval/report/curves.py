@@ -49,8 +49,8 @@ def memory(run: Run, task: str, path: Path) -> Data | None:
                 label=f"{name}: saved",
             )  # fmt: skip
         running.plot(x, curve.running, color=colour(method), linewidth=1.4, label=name)
-    if run.kv_budget:
-        slots.axhline(run.kv_budget, color=GREY, linestyle="--", linewidth=1, label="KV budget")
+    if run.kv_slots:
+        slots.axhline(run.kv_slots, color=GREY, linestyle="--", linewidth=1, label="KV slots")
     slots.set_title(f"{text(task)}, {text(run.label)}", fontsize=11, loc="left")
     slots.set_ylabel("KV slots (tokens)")
     running.set_ylabel("running requests")
@@ -65,12 +65,12 @@ def memory(run: Run, task: str, path: Path) -> Data | None:
 
 
 def budgets(runs: Sequence[Run]) -> dict[tuple[str, str], dict[int, list[Run]]]:
-    """Runs by (model, task) and KV budget, where there are several budgets."""
+    """Runs by (model, task) and the KV slots they really had, where several budgets were asked for."""
     found: dict[tuple[str, str], dict[int, list[Run]]] = {}
     for run in runs:
-        if run.kv_budget is not None:
+        if run.kv_budget is not None and run.kv_slots is not None:
             for task in run.tasks:
-                found.setdefault((run.model, task), {}).setdefault(run.kv_budget, []).append(run)
+                found.setdefault((run.model, task), {}).setdefault(run.kv_slots, []).append(run)
     return {key: by_budget for key, by_budget in found.items() if len(by_budget) > 1}
 
 
@@ -129,7 +129,7 @@ def budget(task: str, by_budget: dict[int, list[Run]], path: Path) -> Data | Non
     )
     axes[1, 0].axhline(1, color=GREY, linestyle="--", linewidth=1)
     axes[1, 0].set_ylabel("ratio of tokens/s")
-    axes[1, 0].set_xlabel("KV budget (slots, one a token)")
+    axes[1, 0].set_xlabel("KV slots that the servers had (one a token)")
     save(made, path)
     return {
         what: {m: {str(b): as_json(line[b]) for b in sorted(line)} for m, line in lines.items()}
@@ -149,7 +149,10 @@ def budget_table(task: str, model: str, by_budget: dict[int, list[Run]]) -> Tabl
                 [
                     Entry(f"{slots:,}", slots),
                     words(runs[0].title(method)),
-                    spread(_over(runs, task, method, _tokens_per_s), f"no leg record ({at})"),
+                    spread(
+                        _over(runs, task, method, _tokens_per_s),
+                        f"{'resumed' if any(g.resumed for g in groups) else 'no leg record'} ({at})",
+                    ),
                     Entry("1", 1)
                     if method == DENSE
                     else spread(_over(runs, task, method, _speedup), f"no pair ({at})", "{:.2f}"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from eval.measures.interval import Estimate, Spread
 from eval.measures.memory import Curve, Memory, memory, over_time
 from eval.measures.speed import Speed, speed
 from eval.methods import MethodError, find_method
+from eval.replay.task import ReplayTask
 from eval.runs.folder import Cell, cells, read_config
 from eval.runs.options import EMBEDDED
 from eval.runs.records import Response, Result
+from eval.tasks.registry import TASKS
 from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache.policy.settings import FilterConfig
 
@@ -45,6 +47,8 @@ class Group:
         errors: the messages of failed attempts, shortened, with their numbers.
         legs: server sessions, over all seeds.
         command: the last server's, [] if it was only given as URL.
+        kv_slots: KV slots that the servers had, fewest first; empty if none told.
+        cut_prompts: prompts that servers cut, over all legs that know.
     """
 
     task: str
@@ -57,6 +61,8 @@ class Group:
     errors: collections.Counter[str]
     legs: int
     command: list[str]
+    kv_slots: tuple[int, ...] = ()
+    cut_prompts: int = 0
 
     @cached_property
     def accuracy(self) -> Estimate | None:
@@ -65,6 +71,21 @@ class Group:
     @cached_property
     def lengths(self) -> length.Lengths | None:
         return length.lengths(self.responses)
+
+    @cached_property
+    def cut(self) -> int:
+        """Responses that ended by length; of a replay, which always does, those cut short of it."""
+        replayed = isinstance(TASKS.get(self.task), ReplayTask)
+        return length.cut(self.responses, self.results if replayed else None)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether a seed has no throughput because it was stopped or resumed."""
+        return any(cell.speed.resumed for cell in self.cells.values())
+
+    def no_speed(self) -> str:
+        """Why there may be no throughput."""
+        return f"{'resumed' if self.resumed else 'no leg record'} ({self.task}, {self.method})"
 
     def speed(self, name: str) -> Spread | None:
         """A field of :class:`Speed` over seeds."""
@@ -92,14 +113,12 @@ class Run:
     Attributes:
         label: its name in tables, unique in a report.
         groups: by task and method, those that have been begun.
-        shortfalls: what its configuration asks for and it lacks, a line each.
     """
 
     label: str
     folder: Path
     config: dict[str, Any]
     groups: dict[tuple[str, str], Group]
-    shortfalls: list[str] = field(default_factory=list)
 
     @property
     def tasks(self) -> list[str]:
@@ -127,9 +146,15 @@ class Run:
 
     @property
     def kv_budget(self) -> int | None:
-        """KV slots of the servers, None if SGLang chose."""
+        """KV slots that the servers were asked to have, None if SGLang chose."""
         budget = self.config.get("kv_budget")
         return budget if isinstance(budget, int) and not isinstance(budget, bool) else None
+
+    @property
+    def kv_slots(self) -> int | None:
+        """KV slots that the servers really had, at least; the budget where none told."""
+        told = [group.kv_slots[0] for group in self.groups.values() if group.kv_slots]
+        return min(told, default=self.kv_budget)
 
     @property
     def block(self) -> int:
@@ -175,7 +200,7 @@ def load(folders: Sequence[Path]) -> list[Run]:
         label = path.name if names[path.name] == 1 else f"{path.parent.name}/{path.name}"
         runs.append(_load(folder, label))
     models = list(dict.fromkeys(run.model for run in runs))
-    return sorted(runs, key=lambda run: (models.index(run.model), run.kv_budget or 0))
+    return sorted(runs, key=lambda run: (models.index(run.model), run.kv_slots or 0))
 
 
 def _load(folder: Path, label: str) -> Run:
@@ -184,7 +209,7 @@ def _load(folder: Path, label: str) -> Run:
     for cell in cells(folder):
         by_group.setdefault((cell.task, cell.method), []).append(cell)
     groups = {key: _group(*key, found) for key, found in by_group.items()}
-    return Run(label, folder, config, groups, _shortfalls(config, groups))
+    return Run(label, folder, config, groups)
 
 
 def _group(task: str, method: str, found: Sequence[Cell]) -> Group:
@@ -192,13 +217,16 @@ def _group(task: str, method: str, found: Sequence[Cell]) -> Group:
     results: dict[int, list[Result]] = {}
     responses: dict[int, list[Response]] = {}
     errors: collections.Counter[str] = collections.Counter()
-    unanswered = legs_seen = 0
+    unanswered = legs_seen = cut_prompts = 0
+    slots: set[int] = set()
     command: list[str] = []
     for cell in found:
         # Only here a cell's texts are in memory.
         rows = [dataclasses.replace(row, text="") for row in cell.responses()]
         legs, timeline = cell.legs(), cell.timeline()
         command = next((leg.command for leg in reversed(legs) if leg.command), command)
+        slots |= {leg.kv_slots for leg in legs if leg.kv_slots}
+        cut_prompts += sum(leg.cut_prompts or 0 for leg in legs)
         responses[cell.seed], results[cell.seed] = rows, cell.results()
         errors.update(row.error[:200] for row in rows if row.error is not None)
         answered = {row.problem_id for row in rows if row.error is None}
@@ -221,48 +249,6 @@ def _group(task: str, method: str, found: Sequence[Cell]) -> Group:
         errors,
         legs_seen,
         command,
+        tuple(sorted(slots)),
+        cut_prompts,
     )
-
-
-def _shortfalls(config: dict[str, Any], groups: dict[tuple[str, str], Group]) -> list[str]:
-    """Cells not begun, problems without an answer or a grade, legs without a record."""
-    found = []
-    for task in config["tasks"]:
-        of_task = [group for (name, _), group in groups.items() if name == task]
-        # A configuration without numbers: every method and seed is asked the same problems.
-        most = max(
-            (
-                sum(other == seed for _, other in group.responses)
-                for group in of_task
-                for seed in group.cells
-            ),
-            default=0,
-        )
-        for method in config["methods"]:
-            group = groups.get((task, method))
-            for seed in config["seeds"]:
-                name = f"{task}, {method}, seed {seed}"
-                if group is None or seed not in group.cells:
-                    found.append(f"{name}: not begun")
-                    continue
-                answered = sum(other == seed for _, other in group.responses)
-                graded = sum(other == seed for _, other in group.results)
-                cell = group.cells[seed]
-                asked = _asked(config, task, seed) or most
-                if answered < asked:
-                    found.append(f"{name}: {answered} of {asked} problems answered")
-                if graded < answered:
-                    found.append(f"{name}: {graded} of {answered} responses graded")
-                if cell.speed.unrecorded:
-                    found.append(
-                        f"{name}: {cell.speed.unrecorded} responses in legs without a record"
-                    )
-    return found
-
-
-def _asked(config: dict[str, Any], task: str, seed: int) -> int | None:
-    """Number of problems of a cell as configured."""
-    entry = config.get("problems")
-    for key in (task, str(seed), "count"):
-        entry = entry.get(key) if isinstance(entry, dict) else None
-    return entry if isinstance(entry, int) else None

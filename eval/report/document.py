@@ -15,6 +15,7 @@ from eval.report.markdown import code, plain
 from eval.report.origin import origin, source
 from eval.report.page import Options, Page, slug
 from eval.report.run_figures import add_figures
+from eval.report.shortfalls import shortfalls
 from eval.runs.folder import write_whole
 
 #: With more runs, figures of single runs are drawn for the fullest of each model only.
@@ -55,8 +56,9 @@ def write(runs: Sequence[Run], options: Options) -> Path:
                 "folder": str(run.folder),
                 "model": run.model,
                 "kv_budget": run.kv_budget,
+                "kv_slots": run.kv_slots,
                 "origin": origin,
-                "incomplete": run.shortfalls,
+                "incomplete": shortfalls(run),
             }
             for run, origin in zip(runs, origins, strict=True)
         ],
@@ -72,8 +74,9 @@ def write(runs: Sequence[Run], options: Options) -> Path:
 
 def _runs(out: Page, runs: Sequence[Run]) -> None:
     for run in runs:
-        label = "**incomplete** " if run.shortfalls else ""
-        budget = f", {run.kv_budget:,} KV slots" if run.kv_budget else ""
+        lacking = shortfalls(run)
+        label = "**incomplete** " if lacking else ""
+        budget = f", {run.kv_slots:,} KV slots" if run.kv_slots else ""
         seeds = ", ".join(map(str, run.config["seeds"]))
         out.lines.append(
             f"- {label}{origin(run)}: {plain(run.model)}{budget}, seeds {plain(seeds)}"
@@ -83,10 +86,10 @@ def _runs(out: Page, runs: Sequence[Run]) -> None:
             command = " ".join(map(str, command))
         if command:
             out.lines.append(f"  - {code(str(command), 2000)}")
-        for fault in run.shortfalls[:_MOST_LINES]:
+        for fault in lacking[:_MOST_LINES]:
             out.lines.append(f"  - incomplete: {plain(fault)}")
-        if len(run.shortfalls) > _MOST_LINES:
-            out.lines.append(f"  - and {len(run.shortfalls) - _MOST_LINES} more")
+        if len(lacking) > _MOST_LINES:
+            out.lines.append(f"  - and {len(lacking) - _MOST_LINES} more")
     out.lines.append("")
     out.say(
         "Tables I to IV have the shape of the ReasonCache paper's (arXiv 2507.21433). Its Figure 2 is "

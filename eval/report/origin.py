@@ -8,6 +8,7 @@ from typing import Any
 
 from eval.report.data import Run
 from eval.report.markdown import code, plain
+from eval.report.shortfalls import shortfalls
 
 
 def origin(run: Run) -> str:
@@ -38,7 +39,7 @@ def _place(run: Run) -> tuple[str, ...]:
     # The mark of files that differ from the commit stays.
     short = text[:12] + ("+" if text.endswith("+") else "") if commit else "-"
     place = (f"commit {short}", _machine(run.config.get("machine")))
-    return (*place, "incomplete") if run.shortfalls else place
+    return (*place, "incomplete") if shortfalls(run) else place
 
 
 def _date(run: Run) -> str:

@@ -116,6 +116,7 @@ def _full_row(run: Run, group: Group) -> list[Entry]:
     at = f"{group.task}, {group.method}"
     no_report = f"no server report with this figure ({at})"
     no_leg, no_line = f"no leg record ({at})", f"no timeline ({at})"
+    no_speed = group.no_speed()
     no_text = f"no complete response ({at})"
     lengths = group.lengths
     return [
@@ -126,8 +127,8 @@ def _full_row(run: Run, group: Group) -> list[Entry]:
         spread(group.memory("saving"), no_report, "{:.1%}"),
         spread(group.memory("final_saving"), no_report, "{:.1%}"),
         spread(group.memory("affected"), no_report, "{:.1%}"),
-        spread(group.speed("tokens_per_s"), no_leg),
-        spread(group.speed("problems_per_min"), no_leg),
+        spread(group.speed("tokens_per_s"), no_speed),
+        spread(group.speed("problems_per_min"), no_speed),
         _two(group.speed("ttft_p50"), group.speed("ttft_p99"), no_text, 1, "{:.2f}"),
         _two(group.speed("tpot_p50"), group.speed("tpot_p99"), no_text, 1000, "{:.1f}"),
         spread(group.speed("mean_running"), no_line),
@@ -145,27 +146,35 @@ def _two(one: Spread | None, other: Spread | None, why: str, scale: float, form:
 
 
 def _alike(run: Run, found: Sequence[Group]) -> str:
-    """Which methods save about as much as ReasonCache."""
-    own = next((_saving(group) for group in found if group.method == REASONCACHE), None)
+    """Which methods save about as much as ReasonCache at the end of a response.
+
+    That is what random sharing is made to match; over decode steps it saves otherwise.
+    """
+    own = next((_final_saving(group) for group in found if group.method == REASONCACHE), None)
     if not own:
         return ""
-    if not any(_saving(group) for group in found if group.method != REASONCACHE):
+    if not any(_final_saving(group) for group in found if group.method != REASONCACHE):
         return ""
     like = [
         f"{plain(run.title(group.method))} ({saving:.1%})"
         for group in found
         if group.method != REASONCACHE
-        and (saving := _saving(group)) is not None
+        and (saving := _final_saving(group)) is not None
         and abs(saving - own) <= LIKE * own
     ]
     return (
-        f"{plain(run.label)}, {plain(found[0].task)}: at like saving (within {LIKE:.0%} of "
-        f"ReasonCache's {own:.1%}): {', '.join(like) or 'none'}."
+        f"{plain(run.label)}, {plain(found[0].task)}: at like saving at the end of a response "
+        f"(within {LIKE:.0%} of ReasonCache's {own:.1%}): {', '.join(like) or 'none'}."
     )
 
 
 def _saving(group: Group) -> float | None:
     spread_of = group.memory("saving")
+    return None if spread_of is None else spread_of.median
+
+
+def _final_saving(group: Group) -> float | None:
+    spread_of = group.memory("final_saving")
     return None if spread_of is None else spread_of.median
 
 
@@ -181,7 +190,7 @@ def _accuracy_and_speed(run: Run, task: str, method: str) -> list[Entry]:
         return [Entry("-", None, f"not run: {at} in {run.label}")] * 2
     return [
         share(group.accuracy, f"no grades ({at})"),
-        spread(group.speed("tokens_per_s"), f"no leg record ({at})"),
+        spread(group.speed("tokens_per_s"), group.no_speed()),
     ]
 
 

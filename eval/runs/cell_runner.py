@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
-import time
 from collections.abc import Sequence
+from typing import Any
 
-from eval.runs.client import Listeners, Request, connect, send_all
-from eval.runs.folder import Cell
+from eval.runs.client import Listeners, Request, drive
+from eval.runs.folder import Cell, RunError
 from eval.runs.options import RunOptions
 from eval.runs.progress import Bar
 from eval.runs.records import Leg, Response
 from eval.runs.servers import Server
-from eval.server_log import moments, retractions
+from eval.server_log import cut_prompts, moments, retractions
 from eval.serving import ServerError
 
 _LOG_NAME = re.compile(r"server-(\d+)\.log")
@@ -56,14 +55,16 @@ def measure(
 ) -> Leg:
     """One leg of a cell: every response is on disk the moment it ends, the rest follows.
 
-    However this ends, what the log tells about the leg is kept.
+    However this ends, what the log and a living server tell about the leg is kept.
 
     Raises:
         ServerError: the server died.
+        RunError: requests still run after the last response, or the flush is refused.
+        OSError: something cannot be written.
     """
     leg = next_leg(cell)
     server.clear()
-    offset = server.log_size()
+    slots, offset = server.kv_slots(), server.log_size()
     responses: list[Response] = []
 
     def ended(response: Response) -> None:
@@ -72,19 +73,53 @@ def measure(
         if response.error is None:
             bar.advance()
 
-    report, leaked = {}, None
+    report: dict[str, Any] | None = None
+    whole, leaked = False, None
+
+    def keep() -> Leg:
+        complete = [row for row in responses if row.error is None]
+        log = server.log_text(offset)
+        timeline = moments(log, leg)
+        record = Leg(
+            leg=leg,
+            seconds=max((row.ended for row in responses), default=0.0)
+            - min((row.started for row in responses), default=0.0),
+            output_tokens=sum(row.output_tokens for row in complete),
+            responses=len(complete),
+            decode_steps=len(timeline) * options.decode_log_interval,
+            retractions=retractions(log),
+            report=report or {},
+            leaked_slots=leaked,
+            command=list(server.command),
+            ended=whole,
+            kv_slots=slots,
+            cut_prompts=cut_prompts(log) if server.command else None,
+        )
+        cell.folder.mkdir(parents=True, exist_ok=True)
+        if record.command:
+            cell.log_path(leg).write_text(log, encoding="utf-8")
+        for moment in timeline:
+            cell.append(moment)
+        cell.append(record)
+        return record
+
     try:
         _drive(server, requests, leg, options, Listeners(bar.meter.count, ended), options.attempts)
         server.check()
+        whole = True
         server.settle()
-        report, leaked = server.report(), server.clear()
-    finally:
-        with contextlib.suppress(OSError):
-            log = server.log_text(offset)
-            record = _record(leg, responses, log, options.decode_log_interval, server)
-            record = Leg(**{**record.to_dict(), "report": report, "leaked_slots": leaked})
-            _keep(cell, record, log)
-    return record
+        report = server.report()
+        leaked = server.clear()
+    except BaseException:
+        # What has ended the leg is what the caller must hear of, not what fails after it.
+        with contextlib.suppress(OSError, ServerError, RunError):
+            if report is None:
+                with contextlib.suppress(ServerError):
+                    server.check()
+                    report = server.report()
+            keep()
+        raise
+    return keep()
 
 
 def _drive(
@@ -95,45 +130,5 @@ def _drive(
     heard: Listeners,
     attempts: int,
 ) -> None:
-    async def drive() -> None:
-        async with connect(server.url, options.request_timeout) as client:
-            await send_all(
-                client,
-                server.model,
-                requests,
-                leg,
-                time.monotonic(),
-                heard,
-                in_flight=options.in_flight,
-                attempts=attempts,
-            )
-
-    asyncio.run(drive())
-
-
-def _record(
-    leg: int, responses: Sequence[Response], log: str, interval: int, server: Server
-) -> Leg:
-    complete = [row for row in responses if row.error is None]
-    begin = min((row.started for row in responses), default=0.0)
-    end = max((row.ended for row in responses), default=0.0)
-    return Leg(
-        leg=leg,
-        seconds=end - begin,
-        output_tokens=sum(row.output_tokens for row in complete),
-        responses=len(complete),
-        decode_steps=len(moments(log, leg)) * interval,
-        retractions=retractions(log),
-        report={},
-        leaked_slots=None,
-        command=list(server.command),
-    )
-
-
-def _keep(cell: Cell, record: Leg, log: str) -> None:
-    cell.folder.mkdir(parents=True, exist_ok=True)
-    if record.command:
-        cell.log_path(record.leg).write_text(log, encoding="utf-8")
-    for moment in moments(log, record.leg):
-        cell.append(moment)
-    cell.append(record)
+    timeout, room = options.request_timeout, options.in_flight
+    drive(server.url, server.model, requests, leg, heard, timeout, room, attempts)

@@ -37,11 +37,11 @@ class Listeners:
     """Called in the thread of the event loop.
 
     Attributes:
-        delta: some text arrived, about a token.
+        delta: so many characters arrived.
         ended: a request ended, well or not; the record is complete.
     """
 
-    delta: Callable[[], None]
+    delta: Callable[[int], None]
     ended: Callable[[Response], None]
 
 
@@ -112,10 +112,11 @@ async def send(
                     if reasoning or content:
                         if first is None:
                             first = time.monotonic() - began
-                        heard.delta()
                         thought.append(reasoning)
                         said.append(content or "")
-                        size += len(reasoning) + len(content or "")
+                        more = len(reasoning) + len(content or "")
+                        heard.delta(more)
+                        size += more
                 if size > MAX_CHARACTERS:
                     error = f"the response has more than {MAX_CHARACTERS} characters"
                     break
@@ -174,6 +175,39 @@ async def send_all(
     except ExceptionGroup as several:
         # From ``heard.ended``: a full disk, say. One is enough to tell.
         raise several.exceptions[0] from several
+
+
+def drive(
+    url: str,
+    model: str,
+    requests: Sequence[Request],
+    leg: int,
+    heard: Listeners,
+    timeout_s: float,
+    in_flight: int | None = None,
+    attempts: int = 1,
+) -> None:
+    """:func:`send_all` from beginning to end in an event loop of its own; times begin now."""
+
+    async def run() -> None:
+        async with connect(url, timeout_s) as client:
+            began = time.monotonic()
+            await send_all(client, model, requests, leg, began, heard, in_flight, attempts)
+
+    asyncio.run(run())
+
+
+def ask_all(
+    url: str, model: str, requests: Sequence[Request], timeout_s: float = 600.0
+) -> list[Response]:
+    """Responses to requests sent all at once, in the order of the requests; none is retried."""
+    ended: dict[str, Response] = {}
+
+    def keep(response: Response) -> None:
+        ended[response.problem_id] = response
+
+    drive(url, model, requests, 0, Listeners(lambda _: None, keep), timeout_s)
+    return [ended[request.problem_id] for request in requests]
 
 
 def is_local(url: str) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def parse(argv: Sequence[str] | None = None) -> Command:
     Exits with status 2 and a message that names flag (or file), bound and value.
     """
     parser = _parser()
-    given = vars(parser.parse_args(argv))
+    words = sys.argv[1:] if argv is None else argv
+    given = vars(parser.parse_args(with_values(words, ("--server-flags",))))
     file = given.pop("config", None)
     alone = [name for name in ("resume", "grade") if name in given]
     if alone:
@@ -62,6 +64,21 @@ def parse(argv: Sequence[str] | None = None) -> Command:
         return Command(make_options(values), None if out is None else Path(out))
     except (RunError, OSError) as error:
         parser.error(str(error))
+
+
+def with_values(argv: Sequence[str], flags: Collection[str]) -> list[str]:
+    """A command line in which each of ``flags`` is joined to the word after it.
+
+    Their values are flags of a server: left apart, argparse would take ``--tp=2`` for a flag
+    of its own.
+    """
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] in flags:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _parser() -> argparse.ArgumentParser:

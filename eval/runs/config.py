@@ -20,7 +20,18 @@ from eval.runs.options import RunOptions, to_config
 from eval.tasks.task import Problem
 
 #: What may differ when a run goes on; all else decides what is measured.
-_MAY_DIFFER = frozenset(("machine", "versions", "date", "command_line", "resumed", "random_ratios"))
+_MAY_DIFFER = frozenset(
+    (
+        "machine",
+        "versions",
+        "date",
+        "command_line",
+        "resumed",
+        "random_ratios",
+        # Folders of older versions lack it; it follows from the model.
+        "opens_thinking",
+    )
+)
 
 
 def make_config(
@@ -28,6 +39,7 @@ def make_config(
     methods: Sequence[Method],
     problems: Mapping[tuple[str, int], Sequence[Problem]],
     body: Mapping[str, Any],
+    opens_thinking: bool,
 ) -> dict[str, Any]:
     """The configuration of a new run; plain JSON values.
 
@@ -36,6 +48,7 @@ def make_config(
         methods: of ``options.methods``, in their order.
         problems: of each task and seed.
         body: the sampling part of each request.
+        opens_thinking: whether the chat template begins responses with ``<think>``.
     """
     return {
         **to_config(options),
@@ -51,6 +64,7 @@ def make_config(
             for method, spec in zip(methods, options.methods, strict=True)
         },
         "sampling": dict(body),
+        "opens_thinking": opens_thinking,
         "data": {
             task: {"path": path, "sha256": file_digest(Path(path))}
             for task, path in options.data.items()
@@ -94,6 +108,7 @@ def settle_config(run: Path, config: dict[str, Any]) -> tuple[dict[str, Any], li
         if last.get(group, {}).get(name) != value
     ]
     there.setdefault("resumed", []).append(now)
+    there.setdefault("opens_thinking", config["opens_thinking"])
     write_config(run, there)
     return there, changed
 

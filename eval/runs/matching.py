@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.runs.folder import Cell
+from eval.runs.folder import Cell, RunError
 
 #: Relative difference between two savings that counts as equal.
 TOLERANCE = 0.05
@@ -18,6 +18,10 @@ _MOST_PILOTS = 3
 # earlier one, and an unfinished last step is never compared.
 _FIRST_FACTOR = 1.3
 _LEAST_RATIO = 0.01
+
+
+class NothingToMatch(RunError):
+    """A method saved nothing, so no random sharing saves as much."""
 
 
 @dataclass(frozen=True)

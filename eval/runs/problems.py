@@ -20,6 +20,11 @@ def model_path(options: RunOptions) -> str:
     return str(CHECKPOINT) if options.embedded else options.model
 
 
+def forced(problem: Problem) -> bool:
+    """Whether the response is a record, as long as the problem's ``max_tokens``."""
+    return bool(problem.extra.get("ignore_eos")) and problem.max_tokens is not None
+
+
 class ProblemSet:
     """Loads each task once per seed.
 
@@ -60,7 +65,7 @@ class ProblemSet:
             asked = {p.prompt for p in measured} | {p.id for p in measured}
             try:
                 found = self._load(task, seed + _OTHER_SEED, None)
-            except TaskError:
+            except (TaskError, RunError):
                 found = []
             self._others[key] = [p for p in found if not {p.prompt, p.id} & asked]
         spare = self._others[key][:count]

@@ -21,24 +21,24 @@ from rich.text import Text
 
 
 class Meter:
-    """Pieces of text that arrived, about a token each: a speed to look at, not to report."""
+    """Text that arrived: a speed to look at, not to report."""
 
     def __init__(self) -> None:
-        self.pieces = 0
+        self.characters = 0
         self._began = time.monotonic()
 
-    def count(self) -> None:
-        self.pieces += 1
+    def count(self, characters: int) -> None:
+        self.characters += characters
 
     @property
     def per_second(self) -> float:
-        return self.pieces / max(time.monotonic() - self._began, 1e-9)
+        return self.characters / max(time.monotonic() - self._began, 1e-9)
 
 
 class _Speed(ProgressColumn):
     def render(self, task: Task) -> Text:
         meter = task.fields.get("meter")
-        return Text("" if meter is None else f"{meter.per_second:,.0f} tokens/s")
+        return Text("" if meter is None else f"{meter.per_second:,.0f} characters/s")
 
 
 class Bar:

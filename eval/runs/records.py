@@ -109,6 +109,12 @@ class Leg(Record):
         report: the scheduler's entry of ``GET /reasoncache``, {} for a stock server.
         leaked_slots: slots in use after the last response and a flush.
         command: the server's command line, [] for one that was only given as URL.
+        ended: whether its last request ended with the server alive; one that was stopped has
+            requests whose time counts and whose tokens are lost.
+        kv_slots: KV slots that the server really has, of one data-parallel scheduler; it may
+            lower what it was asked for. None if it did not say.
+        cut_prompts: prompts that the server cut because they were longer than the model's
+            context or its KV slots; None for a given server, whose log is out of reach.
     """
 
     leg: int
@@ -120,3 +126,6 @@ class Leg(Record):
     report: dict[str, Any]
     leaked_slots: int | None
     command: list[str]
+    ended: bool = True
+    kv_slots: int | None = None
+    cut_prompts: int | None = None

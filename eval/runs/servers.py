@@ -13,7 +13,7 @@ import httpx
 
 from eval.runs.client import api_key, is_local
 from eval.runs.folder import RunError
-from eval.runs.server_report import has_restarted, merge
+from eval.runs.server_report import fetch_kv_slots, fetch_report, has_restarted, since
 from eval.serving import MODEL_NAME, ServerError, ServerProcess
 
 #: Folder of a run with the output of each server it started, whole.
@@ -41,6 +41,9 @@ class Server(Protocol):
 
     def report(self) -> dict[str, Any]:
         """``GET /reasoncache`` as of :func:`eval.runs.server_report.merge`, {} for stock."""
+
+    def kv_slots(self) -> int | None:
+        """KV slots that it really has, of one data-parallel scheduler; None if it does not say."""
 
     def settle(self) -> None:
         """Wait until nothing runs, so that the totals of :meth:`report` are whole."""
@@ -77,7 +80,10 @@ class StartedServer:
         return self.process.command
 
     def report(self) -> dict[str, Any]:
-        return _report(self.process.get)
+        return fetch_report(self.process.get)
+
+    def kv_slots(self) -> int | None:
+        return fetch_kv_slots(self.process.get)
 
     def settle(self) -> None:
         _wait(self._idle, f"{self.url}: requests still run")
@@ -122,6 +128,7 @@ class GivenServer:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.command: list[str] = []
+        self._before: dict[str, Any] = {}
         try:
             response = self._get("/v1/models")
             response.raise_for_status()
@@ -130,7 +137,10 @@ class GivenServer:
             raise ServerError(f"--url {self.url}: /v1/models says {error!r}") from error
 
     def report(self) -> dict[str, Any]:
-        return _report(self._get)
+        return since(self._before, fetch_report(self._get))
+
+    def kv_slots(self) -> int | None:
+        return fetch_kv_slots(self._get)
 
     def _get(self, path: str) -> httpx.Response:
         return httpx.get(
@@ -144,7 +154,8 @@ class GivenServer:
         return None
 
     def clear(self) -> None:
-        return None
+        # Not ours to flush: what it has counted so far is taken off later reports.
+        self._before = fetch_report(self._get)
 
     def log_size(self) -> int:
         return 0
@@ -222,17 +233,6 @@ class Servers:
         """End all."""
         while self._up:
             self._up.popitem()[1].process.close()
-
-
-def _report(get: Callable[[str], httpx.Response]) -> dict[str, Any]:
-    try:
-        response = get("/reasoncache")
-        if response.status_code == 404:
-            return {}
-        response.raise_for_status()
-        return merge(response.json()["schedulers"])
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        raise ServerError(f"/reasoncache says {error!r}") from error
 
 
 def _wait(ready: Callable[[], bool], problem: str) -> None:

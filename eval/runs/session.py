@@ -14,10 +14,11 @@ from eval.runs.cell_runner import measure, warm_up
 from eval.runs.client import Request
 from eval.runs.folder import Cell, RunError, write_config
 from eval.runs.grading import grade_cell
-from eval.runs.matching import PILOT_PROBLEMS, TOLERANCE, final_saving, match
+from eval.runs.matching import PILOT_PROBLEMS, TOLERANCE, NothingToMatch, final_saving, match
 from eval.runs.problems import ProblemSet
 from eval.runs.progress import Display
 from eval.runs.records import Leg, Result
+from eval.runs.room import faults, refuse_what_cannot_fit, warnings
 from eval.runs.servers import GivenServer, Server, Servers
 from eval.serving import ServerError
 from eval.tasks.sandbox import SandboxError
@@ -71,10 +72,11 @@ class Session:
         for step in steps:
             try:
                 whole &= self._cell(step)
-            except ServerError as error:
-                # One method that cannot be served must not cost the others their night.
+            except (ServerError, RunError) as error:
+                # One cell that cannot be measured must not cost the others their night.
                 self._display.say(f"{_title(step)}: {error}", "red")
-                self._servers.close()
+                if not isinstance(error, NothingToMatch):
+                    self._servers.close()
                 whole = False
         return whole
 
@@ -88,6 +90,13 @@ class Session:
         leg = None
         if todo:
             server = self._server(step, title)
+            slots = server.kv_slots()
+            if slots is not None:
+                refuse_what_cannot_fit(self._problems, step.task, slots)
+                wanted = self._options.kv_budget if server.command else None
+                longest = max(self._limit(problem, step.seed) for problem in todo)
+                for warning in warnings(slots, wanted, longest):
+                    self._display.say(f"{title}: {warning}", "yellow")
             spare = self._problems.others(step.task, step.seed, self._options.warm_up)
             with self._display.bar(f"{title}: warm-up", len(spare)) as bar:
                 requests = [self._request(problem, step.seed, True) for problem in spare]
@@ -107,16 +116,22 @@ class Session:
     ) -> bool:
         failed = len(problems) - len(cell.answered())
         try:
-            results = grade_cell(cell, self._problems.task(step.task), problems)
+            task, opens = self._problems.task(step.task), bool(self._config["opens_thinking"])
+            results = grade_cell(cell, task, problems, opens)
         except (TaskError, SandboxError) as error:
             self._display.say(f"{title}: not graded: {error}", "red")
             return False
         self._display.say(summary(title, results, leg))
         if failed:
             self._display.say(f"{title}: {failed} requests failed; run again to retry", "red")
-        if leg is not None and leg.leaked_slots:
-            self._display.say(f"{title}: {leg.leaked_slots} KV slots leaked", "red")
+        if leg is not None:
+            limits = {problem.id: self._limit(problem, step.seed) for problem in problems}
+            for fault in faults(leg, cell.responses(), limits):
+                self._display.say(f"{title}: {fault}", "red")
         return not failed
+
+    def _limit(self, problem: Problem, seed: int) -> int:
+        return int(self._body_of(problem, seed, False).get("max_tokens") or 0)
 
     # -- servers ----------------------------------------------------------------
 
@@ -171,7 +186,7 @@ class Session:
             # Every leg of it was killed before it could tell.
             saving = self._pilot(step, other)
         if not saving:
-            raise RunError(
+            raise NothingToMatch(
                 f"{step.method.name}: {other.name} saved nothing on {step.task}, so there is "
                 "nothing to match; give random:random_ratio=R"
             )
@@ -185,6 +200,7 @@ class Session:
         spare = self._problems.others(step.task, step.seed, PILOT_PROBLEMS, generic=False)
         spare = spare or self._problems.measured(step.task, step.seed)[:PILOT_PROBLEMS]
         with self._display.bar(title, len(spare)) as bar:
+            # As long as the measured ones: in long responses a method finds more to share.
             requests = [self._request(problem, step.seed) for problem in spare]
             warm_up(server, requests, self._options, bar)
         server.settle()

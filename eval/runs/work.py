@@ -16,10 +16,14 @@ from eval.runs.lock import locked
 from eval.runs.options import RunOptions, from_config
 from eval.runs.problems import ProblemSet, model_path
 from eval.runs.progress import Display
+from eval.runs.room import refuse_what_cannot_fit
 from eval.runs.servers import Servers
 from eval.runs.session import Session, summary
 from eval.tasks.registry import find_task
 from eval.tasks.sampling import sampling_for
+from eval.tasks.sandbox import SandboxError
+from eval.tasks.task import TaskError
+from eval.tasks.thinking import opens_thinking
 from eval.tiny_reasoner import EMBEDDED_FLAGS
 
 
@@ -42,14 +46,19 @@ def run(options: RunOptions, out: Path | None) -> bool:
     """Begin or go on with a run in ``out``, by default a folder named after the options."""
     options = dataclasses.replace(options, device=resolve_device(options.device))
     methods = find_methods(options.methods, EMBEDDED_FLAGS if options.embedded else ())
+    given = {m.name for m, s in zip(methods, options.methods, strict=True) if s in options.urls}
     for method, spec in zip(methods, options.methods, strict=True):
-        if method.match in options.urls and spec not in options.urls:
+        if method.match in given and method.name not in given:
             raise RunError(
                 f"--methods: {spec!r} cannot match {method.match!r}, whose server is given by --url"
             )
     problems = ProblemSet(options, {name: find_task(name) for name in options.tasks})
+    if options.kv_budget is not None:
+        for name in options.tasks:
+            refuse_what_cannot_fit(problems, name, options.kv_budget)
     body = request_body(options)
-    config = make_config(options, methods, problems.all_measured, body)
+    thinks = opens_thinking(model_path(options))
+    config = make_config(options, methods, problems.all_measured, body, thinks)
     folder = out or default_folder(config)
     display = Display()
     with locked(folder):
@@ -68,7 +77,10 @@ def run(options: RunOptions, out: Path | None) -> bool:
 
 
 def grade(folder: Path, allow_code: bool) -> bool:
-    """Grade the responses of a run again; no server is needed."""
+    """Grade the responses of a run again; no server is needed.
+
+    True when every problem of every cell is answered and could be graded.
+    """
     there = read_config(folder)
     options = from_config(there)
     loaded = dataclasses.replace(
@@ -76,25 +88,36 @@ def grade(folder: Path, allow_code: bool) -> bool:
     )
     methods = find_methods(options.methods, EMBEDDED_FLAGS if options.embedded else ())
     problems = ProblemSet(loaded, {name: find_task(name) for name in options.tasks})
-    now = make_config(options, methods, problems.all_measured, there["sampling"])
+    thinks = there.get("opens_thinking")
+    if thinks is None:
+        thinks = opens_thinking(model_path(options))
+    now = make_config(options, methods, problems.all_measured, there["sampling"], thinks)
     same = ("data", "problems")
     check_same(folder, {key: there.get(key) for key in same}, {key: now[key] for key in same})
-    display = Display()
+    display, whole = Display(), True
     with locked(folder):
         for cell in cells(folder):
             cell.mend()
             asked = problems.measured(cell.task, cell.seed)
-            results = grade_cell(cell, problems.task(cell.task), asked)
             title = f"{cell.task}, {cell.method}, seed {cell.seed}"
+            try:
+                results = grade_cell(cell, problems.task(cell.task), asked, thinks)
+            except (TaskError, SandboxError) as error:
+                # What one task's grader lacks must not cost the others theirs.
+                display.say(f"{title}: not graded: {error}", "red")
+                whole = False
+                continue
             display.say(summary(title, results, None))
-    return True
+            missing = len(asked) - len(cell.answered())
+            if missing:
+                display.say(f"{title}: {missing} problems are not answered", "yellow")
+                whole = False
+    return whole
 
 
 def request_body(options: RunOptions) -> dict[str, Any]:
     """The sampling part of each request: the model family's own, and what was set by hand."""
-    body = sampling_for(options.model).to_body()
-    # Flat: all of it travels in the client's extra_body.
-    body = {**body, **body.pop("extra_body", {}), **options.sampling_overrides}
+    body = {**sampling_for(options.model).to_body(), **options.sampling_overrides}
     if options.max_tokens is not None:
         body["max_tokens"] = options.max_tokens
     return body

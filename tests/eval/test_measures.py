@@ -93,25 +93,47 @@ def test_classes_of_problems() -> None:
     assert list(found) == ["x"] and found["x"].value == 0.5
 
 
-def test_speed_over_legs() -> None:
+def test_speed_of_a_leg_that_went_to_its_end() -> None:
     rows = [
         response("a"),
         response("b", started=0.0, first_token=2.0, ended=2.0, tokens=1),
         response("c", first_token=None, tokens=0),
         response("d", tokens=1000, error="timed out"),
-        response("e", leg=1, first_token=1.25, ended=1.35),
+        response("e", first_token=1.25, ended=1.35),
     ]
-    legs = [leg(seconds=10, output_tokens=100, responses=4), leg(2, seconds=30, output_tokens=20)]
+    # Before it one was stopped that had answered nothing yet.
+    legs = [
+        leg(seconds=10, output_tokens=100, responses=4),
+        leg(2, seconds=30, output_tokens=0, responses=0, ended=False),
+    ]
     found = speed(rows, legs, [moment(0, running=2), moment(1, running=4)])
-    assert found.tokens_per_s == pytest.approx(120 / 40)
-    assert found.problems_per_min == pytest.approx(60 * 9 / 40)
+    assert found.tokens_per_s == pytest.approx(100 / 10)
+    assert found.problems_per_min == pytest.approx(60 * 4 / 10)
+    assert (found.resumed, found.seconds) == (False, 40)
     assert found.ttft_p50 == pytest.approx(0.5)
     assert found.ttft_p99 == pytest.approx(np.percentile([0.5, 2.0, 0.25], 99))
     # One token has no time between tokens.
     assert found.tpot_p50 == pytest.approx((0.1 + 0.01) / 2)
     assert found.mean_running == 3
-    assert (found.responses, found.unrecorded) == (4, 1)
+    assert (found.responses, found.unrecorded) == (4, 0)
     assert tpot(rows[1]) is None
+
+
+def test_a_resumed_cell_has_no_throughput() -> None:
+    """Tokens of what was in flight when a leg was stopped are lost, their time is not."""
+    both = [response("a"), response("b", leg=1)]
+    for rows, legs, unrecorded in (
+        (both, [leg(), leg(1)], 0),
+        (both, [leg(), leg(1, ended=False)], 0),
+        (both, [leg(1)], 1),
+        (both[:1], [leg(ended=False)], 0),
+    ):
+        found = speed(rows, legs, [])
+        assert found.tokens_per_s is found.problems_per_min is None
+        assert found.resumed and found.tpot_p50 is not None
+        assert found.unrecorded == unrecorded
+    killed = speed(both[:1], [], [])
+    assert killed.tokens_per_s is None and not killed.resumed and killed.unrecorded == 1
 
 
 def test_speed_of_nothing() -> None:
@@ -145,6 +167,11 @@ def test_what_a_server_does_not_report_is_unknown_but_stock_saves_nothing() -> N
     broken = {"memory_saving_ratio": math.nan, "looks": 10}
     assert memory.memory([leg(0, broken)], []).saving is None
     assert memory.memory([], []).retractions is None
+    # A leg whose server died before it answered says nothing about the others.
+    dead = leg(1, {}, report={}, responses=0)
+    assert memory.memory([leg(0, old), dead], []).saving == pytest.approx(0.1)
+    answered = leg(1, {}, report={}, responses=1)
+    assert memory.memory([leg(0, old), answered], []).saving is None
 
 
 @_SETTINGS
@@ -186,7 +213,10 @@ def test_lengths_leave_failures_out_and_count_cut_responses() -> None:
     )
     found = length.lengths(rows)
     assert found is not None
-    assert found.mean.value == 200 and found.mean.n == 2 and found.cut == 1
+    assert found.mean.value == 200 and found.mean.n == 2 and length.cut(rows) == 1
+    # A replay ends by length; what reproduces the record is whole.
+    assert length.cut(rows, {("b", 0): result("b", True)}) == 0
+    assert length.cut(rows, {("b", 0): result("b", False)}) == 1
     assert found.quartiles[2] == 200
     right = accuracy.keyed({0: [result("a", True), result("b", False)]})
     assert list(length.correct_only(rows, right)) == [("a", 0)]

@@ -72,6 +72,10 @@ def test_embedded_flags_unless_set() -> None:
         ("reasoncache:match=dense", "no option 'match'"),
         ("dense:block=8", "dense takes no options"),
         ("random:match=reasoncache,random_ratio=0.2", "exclude"),
+        ("random:random_ratio=0.2,match=reasoncache:block=8", "exclude"),
+        ("random:match=", "'match=' is not key=value"),
+        ("random:block=8,", "'' is not key=value"),
+        ("random:match=memshare,", "'' is not key=value"),
         ("reasoncache:encoder=a b", "is no method"),
     ],
 )
@@ -86,6 +90,14 @@ def test_random_matches_reasoncache_by_default() -> None:
     assert methods[0].match == "reasoncache"
     assert with_ratio(methods[0], 0.4321).flags[-2:] == ("--reasoncache-random-ratio", "0.4321")
     assert find_methods(["memshare", "random:match=memshare"])[1].match == "memshare"
+
+
+def test_what_is_matched_can_have_options() -> None:
+    target = "reasoncache:block=32,percentile=50"
+    methods = find_methods([target, f"random:block=8,match={target}", f"random:match={target}"])
+    assert [method.match for method in methods] == ["", target, target]
+    assert methods[1].flags[3:] == ("--reasoncache-block", "8")
+    assert methods[2].flags == find_method("random").flags
 
 
 def test_a_given_ratio_matches_nothing() -> None:

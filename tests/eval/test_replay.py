@@ -180,7 +180,7 @@ def test_replay_over_retractions(recorded: Path, tmp_path: Path) -> None:
 
         async def drive() -> None:
             async with connect(server.url, 300.0) as client:
-                heard = Listeners(lambda: None, responses.append)
+                heard = Listeners(lambda _: None, responses.append)
                 await send_all(
                     client,
                     MODEL_NAME,

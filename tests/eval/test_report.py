@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -222,6 +223,78 @@ def test_an_unfinished_run_is_called_so(tmp_path: Path) -> None:
     assert row["tiny_reasoner: accuracy"]["text"] == row["average accuracy"]["text"] == "-"
     assert row["other: accuracy"]["text"] != "-"
     assert "no grades (tiny&#95;reasoner" in text or "no grades (tiny_reasoner" in text
+
+
+def test_a_resumed_cell_is_called_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"dense": 0.0, "reasoncache": 0.2}, seeds=(0,), problems=3)
+    cell = Cell(run, "tiny_reasoner", "reasoncache", 0)
+    first, (leg,) = cell.responses()[0], cell.legs()
+    cell.append(dataclasses.replace(first, problem_id="late", leg=1))
+    cell.append(dataclasses.replace(leg, leg=1, responses=1))
+    text, summary, _ = report(run, "--heatmap-model", "none")
+    assert (
+        "tiny_reasoner, reasoncache, seed 0: stopped or resumed, so it has no throughput"
+        in summary["runs"][0]["incomplete"]
+    )
+    for table, column in (("table_1", "tiny_reasoner: tokens/s"), ("table_2", "tokens/s")):
+        entry = table_row(summary, table, "ReasonCache")[column]
+        assert (entry["text"], entry["missing"]) == ("-", "resumed (tiny_reasoner, reasoncache)")
+    entry = table_row(summary, "speed_against_dense", "ReasonCache")["tokens/s ratio"]
+    assert entry["missing"] == "resumed (tiny_reasoner, reasoncache)"
+    assert table_row(summary, "table_2", "ReasonCache")["saved, decode steps"]["text"] == "20.0%"
+    assert "Missing (-): resumed" in text
+
+
+def test_like_saving_is_that_at_the_end_of_a_response(tmp_path: Path) -> None:
+    """Which random sharing is matched on; over decode steps it saves otherwise."""
+    run = write_run(
+        tmp_path / "run", {"dense": 0.0, "reasoncache": 0.2, "random": 0.13}, seeds=(0,)
+    )
+    path = run / "tiny_reasoner" / "random" / "seed-0" / "legs.jsonl"
+    leg = json.loads(path.read_text())
+    leg["report"]["totals"]["final_saving_ratio"] = 0.29
+    path.write_text(json.dumps(leg) + "\n")
+    _, summary, _ = report(run, "--heatmap-model", "none")
+    notes = " ".join(summary["tables"]["table_2"]["notes"])
+    assert "(within 10% of ReasonCache's 30.0%): Random sharing (29.0%)." in notes
+
+
+def test_the_sweep_shows_the_slots_that_servers_had(tmp_path: Path) -> None:
+    runs = [
+        write_run(
+            tmp_path / f"kv{budget}", {"dense": 0.0}, seeds=(0,), problems=2, kv_budget=budget
+        )
+        for budget in (1000, 2000)
+    ]
+    path = runs[1] / "tiny_reasoner" / "dense" / "seed-0" / "legs.jsonl"
+    leg = json.loads(path.read_text())
+    path.write_text(json.dumps({**leg, "kv_slots": 1500, "cut_prompts": 3}) + "\n")
+    _, summary, _ = report(*runs, "--heatmap-model", "none")
+    assert list(summary["figures"]["budget_tiny-reasoner"]["tokens_per_s"]["dense"]) == [
+        "1000",
+        "1500",
+    ]
+    assert [(run["kv_budget"], run["kv_slots"]) for run in summary["runs"]] == [
+        (1000, 1000),
+        (2000, 1500),
+    ]
+    assert summary["runs"][1]["incomplete"] == [
+        "tiny_reasoner, dense: a server had 1500 KV slots, not 2000",
+        "tiny_reasoner, dense: 3 prompts were cut by the server",
+    ]
+
+
+def test_a_replay_is_cut_where_it_differs_from_the_record(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run", {"dense": 0.0}, seeds=(0,), problems=3, tasks=("aime24_replay",)
+    )
+    cell = Cell(run, "aime24_replay", "dense", 0)
+    rows = [dataclasses.replace(row, finish_reason="length") for row in cell.responses()]
+    (cell.folder / "responses.jsonl").unlink()
+    for row in rows:
+        cell.append(row)
+    # All but one are graded as the record.
+    assert load([run])[0].groups["aime24_replay", "dense"].cut == 1
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:

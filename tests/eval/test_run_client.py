@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from eval.runs import client
-from eval.runs.client import Listeners, Request, connect, send_all
+from eval.runs.client import Listeners, Request, ask_all, connect, send_all
 from eval.runs.records import Response
+from tests.eval.peer import Peer as ManyPeer
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -87,7 +88,7 @@ def ask(peer: Peer, count: int = 1, **options: Any) -> list[Response]:
     async def run() -> None:
         async with peer.serving() as url, connect(url, 10.0) as opened:
             requests = [Request(f"p{i}", f"prompt {i}", {"top_k": 4}) for i in range(count)]
-            heard = Listeners(lambda: None, ended.append)
+            heard = Listeners(lambda _: None, ended.append)
             await send_all(opened, "m", requests, 3, 0.0, heard, **options)
 
     asyncio.run(run())
@@ -180,6 +181,14 @@ def test_requests_in_flight(in_flight: int | None, expected: int) -> None:
     assert peer.most_open == expected
 
 
+def test_responses_in_the_order_of_the_requests() -> None:
+    with ManyPeer().serving() as peer:
+        requests = [Request(f"p{i}", f"prompt {i}", {"top_k": 4}) for i in range(5)]
+        answers = ask_all(peer.url, "m", requests)
+    assert [row.problem_id for row in answers] == [f"p{i}" for i in range(5)]
+    assert {body["top_k"] for body in peer.bodies} == {4}
+
+
 def test_what_a_listener_raises_comes_through() -> None:
     good = HEAD + event({"content": "a"}) + STOP + USAGE + END
 
@@ -188,7 +197,7 @@ def test_what_a_listener_raises_comes_through() -> None:
 
     async def run(ended: Callable[[Response], None]) -> None:
         async with Peer(good).serving() as url, connect(url, 10.0) as opened:
-            heard = Listeners(lambda: None, ended)
+            heard = Listeners(lambda _: None, ended)
             await send_all(opened, "m", [Request("p", "q")], 0, 0.0, heard)
 
     with pytest.raises(OSError, match="disk full"):

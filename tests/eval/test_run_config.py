@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def config_of(options: RunOptions) -> dict[str, Any]:
     problems = ProblemSet(options, {name: find_task(name) for name in options.tasks})
     methods = find_methods(options.methods, EMBEDDED_FLAGS)
-    return make_config(options, methods, problems.all_measured, request_body(options))
+    body = request_body(options)
+    return make_config(options, methods, problems.all_measured, body, False)
 
 
 def test_says_what_is_run(tmp_path: Path) -> None:
@@ -73,6 +74,15 @@ def test_another_command_is_refused(tmp_path: Path, field: str, value: Any) -> N
     with pytest.raises(RunError, match=rf"config.json: {field} is .* in this run, now "):
         settle_config(tmp_path, other)
     assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_folder_of_an_older_version_learns_how_responses_begin(tmp_path: Path) -> None:
+    old = config_of(OPTIONS)
+    del old["opens_thinking"]
+    settle_config(tmp_path, old)
+    assert "opens_thinking" not in read_config(tmp_path)
+    config, _ = settle_config(tmp_path, config_of(OPTIONS))
+    assert config["opens_thinking"] is read_config(tmp_path)["opens_thinking"] is False
 
 
 def test_changed_data_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from eval.runs.records import Moment
-from eval.server_log import moments, retractions, summarise
+from eval.server_log import cut_prompts, moments, retractions
 
 STOCK = """\
 [2026-11-21 16:57:55] Prefill batch, #new-seq: 4, #new-token: 180, #cached-token: 0, token usage: 0.00
@@ -36,12 +36,6 @@ def test_sharing_lines() -> None:
     ]
 
 
-def test_summary_of_both() -> None:
-    """Shared tokens are no slots in use."""
-    seen = summarise(STOCK + SHARING)
-    assert (seen.decode_steps, seen.peak_slots, seen.mean_running) == (4, 1053, 5.25)
-
-
 def test_a_cut_line_is_no_moment() -> None:
     assert moments("[2026-11-21 16:57:10] Decode batch, #running-req: 6, #tok", 0) == []
     (half,) = moments("Decode batch, #running-req: 6, #full token: 10, cpu gra", 0)
@@ -50,5 +44,15 @@ def test_a_cut_line_is_no_moment() -> None:
 
 def test_retractions_add_up() -> None:
     log = "\n".join(f"... #retracted_reqs: {n}, #new_tokens_gained: 9" for n in (2, 3))
-    assert retractions(log) == summarise(log).retractions == 5
+    assert retractions(log) == 5
     assert retractions(STOCK) == 0
+
+
+def test_cut_prompts_count_once_with_several_ranks() -> None:
+    said = (
+        "Request length is longer than the KV cache pool size or the max context length. Truncated."
+    )
+    ranks = ("", " TP0", " TP1", " DP1 TP0", " DP1 TP12")
+    log = "".join(f"[2026-11-21 16:57:55{rank}] {said} a=1\n" for rank in ranks)
+    assert cut_prompts(log) == 3
+    assert cut_prompts(STOCK) == 0

@@ -53,6 +53,19 @@ def test_lists_and_pairs(tmp_path: Path) -> None:
     assert found.sampling_overrides == {"top_k": 20, "temperature": 0.6}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--server-flags", "--enable-deterministic-inference"],
+        ["--server-flags=--enable-deterministic-inference"],
+    ],
+)
+def test_a_single_server_flag_is_a_value(words: list[str]) -> None:
+    found = options("--tasks", "a", *words, "--seeds", "3")
+    assert found.server_flags == ("--enable-deterministic-inference",)
+    assert found.seeds == (3,)
+
+
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
@@ -103,6 +116,7 @@ def test_resume_and_grade_stand_alone() -> None:
         (["--grade", "x", "--config", "y"], "--grade goes without --config"),
         (["--tasks", "a", "--config", "/nowhere.toml"], "--config /nowhere.toml"),
         (["--task", "a"], "unrecognized arguments"),
+        (["--tasks", "a", "--server-flags"], "--server-flags: expected one argument"),
     ],
 )
 def test_bad_flags_are_named(

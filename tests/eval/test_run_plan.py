@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from eval.methods import find_methods
 from eval.runs.options import RunOptions
 from eval.runs.plan import order, samples, sampling_seed, server_flags
@@ -39,9 +41,20 @@ def test_flags_of_a_server() -> None:
     )
     flags = server_flags(options, ["--of-task"], method, 3, {"temperature": 0.0})
     assert flags == [
-        "--decode-log-interval", "5", "--max-total-tokens", "500",
-        "--of-task", "--tp", "2", *method.flags,
+        "--decode-log-interval", "5", "--allow-auto-truncate", "--stream-interval", "8",
+        "--max-total-tokens", "500", "--of-task", "--tp", "2", *method.flags,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("of", ["task", "run"])
+def test_one_stream_interval(of: str) -> None:
+    """A replay's own, or the operator's, takes the place of ours."""
+    method = find_methods(["dense"])[0]
+    own = ["--stream-interval", "16"] if of == "task" else ["--stream-interval=16"]
+    options = RunOptions(model="m", server_flags=tuple(own) if of == "run" else ())
+    flags = server_flags(options, own if of == "task" else [], method, 0, {})
+    assert [flag for flag in flags if flag.startswith("--stream-interval")] == own[:1]
+    assert flags[-len(own) :] == own
 
 
 def test_sampling_draws_other_numbers_with_each_seed() -> None:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from eval.load import Answer, ask_all
+from eval.runs.client import Request, ask_all
+from eval.runs.records import Response
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tiny_reasoner.task import Problem, generate, grade
 
@@ -23,20 +23,16 @@ def problems(count: int, seed: int = 5) -> list[Problem]:
 
 def solve(
     server: ServerProcess, todo: Sequence[Problem], extra: dict[str, Any] | None = None
-) -> list[Answer]:
+) -> list[Response]:
     """Send all problems at once and wait for all answers; none may fail."""
-
-    async def run() -> list[Answer]:
-        async with server.async_openai() as client:
-            prompts = [problem.prompt for problem in todo]
-            return await ask_all(client, MODEL_NAME, prompts, MAX_TOKENS, lambda _: None, extra)
-
-    answers = asyncio.run(run())
+    body = {"temperature": 0.0, "max_tokens": MAX_TOKENS, **(extra or {})}
+    requests = [Request(str(i), problem.prompt, body) for i, problem in enumerate(todo)]
+    answers = ask_all(server.url, MODEL_NAME, requests)
     assert not [answer.error for answer in answers if answer.error]
     return answers
 
 
-def accuracy(todo: Sequence[Problem], answers: Sequence[Answer]) -> float:
+def accuracy(todo: Sequence[Problem], answers: Sequence[Response]) -> float:
     """Share of right answers."""
     right = [grade(answer.text, problem) for answer, problem in zip(answers, todo, strict=True)]
     return sum(right) / len(right)
