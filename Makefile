@@ -11,7 +11,7 @@ TRACES ?= ../shared/data/traces
 # twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-long test-sanitized bench-filter bench-serve lint format constraints clean
+.PHONY: help setup demo test test-long test-sanitized bench-filter bench-serve bench-kernels lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test-sanitized  native code under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench-filter TRACES=$(TRACES)   what the filter costs, alone and in a server"
 	@echo "make bench-serve TRACES=$(TRACES)    stock against ours: throughput, memory, answers (20 minutes)"
+	@echo "make bench-kernels  the CPU's paged attention against SGLang's torch-native backend"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff format and import order"
 	@echo "make constraints  renew constraints.txt with the newest versions that resolve"
@@ -46,6 +47,9 @@ bench-filter: setup
 
 bench-serve: setup
 	$(PYTHON_ENV) -m eval.bench.serve $(TRACES) $(BENCH_ARGS)
+
+bench-kernels: setup
+	$(PYTHON_ENV) -m eval.bench.attention $(BENCH_ARGS)
 
 lint: setup
 	$(PYTHON_ENV) -m ruff check .

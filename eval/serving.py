@@ -224,23 +224,14 @@ class ServerProcess:
         """Return an official client of this server; ``options`` go to its constructor."""
         import openai
 
-        return openai.OpenAI(**self._openai_options(openai.DefaultHttpxClient, options))
-
-    def async_openai(self, **options: Any) -> Any:
-        """Return the asynchronous official client, an ``openai.AsyncOpenAI``."""
-        import openai
-
-        return openai.AsyncOpenAI(**self._openai_options(openai.DefaultAsyncHttpxClient, options))
-
-    def _openai_options(self, http_client: Any, options: dict[str, Any]) -> dict[str, Any]:
-        return {
+        defaults = {
             "base_url": f"{self.url}/v1",
             "api_key": "unused",
             "timeout": 600.0,
             "max_retries": 0,
-            "http_client": http_client(trust_env=False),
-            **options,
+            "http_client": openai.DefaultHttpxClient(trust_env=False),
         }
+        return openai.OpenAI(**{**defaults, **options})
 
 
 def free_port() -> int:

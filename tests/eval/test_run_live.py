@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from eval.report.__main__ import main as report_of
 from eval.runs.folder import Cell, cells, read_config
 from eval.serving import ServerProcess
 from tests.server.harness import STOCK
@@ -120,6 +121,11 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     # Nothing is left to do, so no server starts.
     run(*argv, "--out", str(out))
     assert len(list((out / "servers").glob("*.log"))) == 3
+
+    assert report_of([str(out), "--heatmap-model", "none"]) == 0
+    document = (out / "report" / "REPORT.md").read_text()
+    assert "ReasonCache" in document and "resumed" in document
+    assert (out / "report" / "summary.json").is_file()
 
 
 @pytest.mark.parametrize("server", [STOCK], indirect=True)
