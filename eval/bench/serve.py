@@ -73,9 +73,9 @@ WORKLOADS = (
         "aime24_replay",
         "aime24_sky_t1_32b.jsonl",
         f"{OURS}:block=8",
-        limit=20,
+        limit=16,
         rounds=2,
-        kv_budget=12_000,
+        kv_budget=10_000,
         piece=3000,
     ),
     Workload(
@@ -84,7 +84,7 @@ WORKLOADS = (
         f"{OURS}:block=8",
         limit=16,
         rounds=2,
-        kv_budget=8000,
+        kv_budget=5000,
     ),
 )
 #: The same for all, so that what differs is the memory: attention, and an admission that fills
