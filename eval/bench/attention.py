@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.attention``: decode attention on the CPU, ours against SGLang's torch-native.
 
-Both are called as SGLang calls them, on one pool of SGLang's, round by round in turn, with
-the memory bandwidth measured in between. A pool has as many layers as it takes to leave
-the caches; slots lie as requests that decode together get them. ``--server`` also compares
-two servers of the embedded model. Prints a Markdown table, writes ``build/bench/kernels.json``.
+Both are called as SGLang calls them, on one pool of SGLang's, round by round in turn. The
+memory bandwidth is measured in between, which empties the caches; slots lie as requests that
+decode together get them. ``--server`` also compares two servers of the embedded model.
+Prints a Markdown table, writes ``build/bench/kernels.json``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from sglang_reasoncache.plugin import seams
 
 #: Tokens of a shared block.
 _BLOCK = 16
-#: K and V of a pool, and the arrays of the yardstick.
+#: Of the arrays of the yardstick, which run before every step and leave nothing of the pool
+#: in the caches, and about what a pool may take.
 _GIGABYTES = 1.0
+_MOST_LAYERS = 8
 _SEED = 5
 #: Largest difference from attention over physically rotated keys, relative to its norm:
 #: both round to bf16, torch's also inside.
@@ -65,7 +67,7 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        return math.ceil(_GIGABYTES * 1e9 / self.layer_bytes)
+        return min(_MOST_LAYERS, math.ceil(_GIGABYTES * 1e9 / self.layer_bytes))
 
 
 #: Those of 32 requests are the ones the result is named after.

@@ -156,7 +156,7 @@ def _circumstances() -> dict[str, Any]:
         "machine": describe_machine(),
         "versions": describe_versions(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command_line": shlex.join(["python", "-m", "eval.run", *sys.argv[1:]]),
+        "command_line": shlex.join(["python", *sys.orig_argv[1:]]),
     }
 
 
