@@ -89,7 +89,9 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+        # Within the values seen, however few.
+        several = [*values] * 2 if len(values) == 1 else values
+        low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
         return cls(middle, low, high)
 
     def text(self, digits: int) -> str:
@@ -104,6 +106,8 @@ class Row:
         plan_us: What our backend does once for a step, home positions included.
         decode_ms: Our time of one layer.
         native_ms: SGLang's; it reads shared entries as cached.
+        native_threads: With which it was faster, one or all. PyTorch's threads wait for each
+            other at every small operator, which on a busy machine takes longer than the work.
         speedup: SGLang's step over ours, of the same round.
         read_gb_per_s: The machine's, in between.
     """
@@ -114,6 +118,7 @@ class Row:
     plan_us: Spread
     decode_ms: Spread
     native_ms: Spread
+    native_threads: int
     speedup: Spread
     gb_per_s: float
     read_gb_per_s: Spread
@@ -250,30 +255,37 @@ def shared_blocks(tokens: int, fraction: float, draw: random.Random) -> list[tup
 
 
 def measure(step: Step, percent: int, rounds: int, yardstick: Yardstick) -> Row:
-    """Steps of both backends in turn; the first round warms up."""
+    """Steps of both backends in turn, SGLang's with one thread and with all; one round warms up."""
     step.share(percent)
-    times: dict[str, list[tuple[float, float]]] = {"ours": [], "native": []}
+    threads = torch.get_num_threads()
+    sides = [(step.ours, threads), *((step.native, count) for count in sorted({1, threads}))]
+    times: list[list[tuple[float, float]]] = [[] for _ in sides]
     reads: list[float] = []
-    for number in range(rounds + 1):
-        order = (("ours", step.ours), ("native", step.native))
-        for name, backend in order if number % 2 else order[::-1]:
-            took = step.seconds(backend)
-            read = yardstick.read()
-            if number:
-                times[name].append(took)
-                reads.append(read)
-    layers = step.shape.layers
-    decode = Spread.of([decode / layers * 1e3 for _, decode in times["ours"]])
+    try:
+        for number in range(rounds + 1):
+            order = list(enumerate(sides))
+            for index, (backend, count) in order if number % 2 else order[::-1]:
+                torch.set_num_threads(count)
+                took = step.seconds(backend)
+                torch.set_num_threads(threads)
+                read = yardstick.read()
+                if number:
+                    times[index].append(took)
+                    reads.append(read)
+    finally:
+        torch.set_num_threads(threads)
+    layers, ours = step.shape.layers, times[0]
+    decode = Spread.of([decode / layers * 1e3 for _, decode in ours])
+    best = min(range(1, len(sides)), key=lambda i: statistics.median(map(sum, times[i])))
     return Row(
         shape=str(step.shape),
         layers=layers,
         shared_percent=percent,
-        plan_us=Spread.of([plan * 1e6 for plan, _ in times["ours"]]),
+        plan_us=Spread.of([plan * 1e6 for plan, _ in ours]),
         decode_ms=decode,
-        native_ms=Spread.of([native / layers * 1e3 for _, native in times["native"]]),
-        speedup=Spread.of(
-            [sum(b) / sum(a) for a, b in zip(times["ours"], times["native"], strict=True)]
-        ),
+        native_ms=Spread.of([native / layers * 1e3 for _, native in times[best]]),
+        native_threads=sides[best][1],
+        speedup=Spread.of([sum(b) / sum(a) for a, b in zip(ours, times[best], strict=True)]),
         gb_per_s=step.shape.layer_bytes / decode.median / 1e6,
         read_gb_per_s=Spread.of(reads),
     )
@@ -285,9 +297,9 @@ def measure_all(shapes: Sequence[Shape], shared: Sequence[int], rounds: int) -> 
 
     print(
         "\n| requests x tokens - heads/KV heads x dim | layers | shared | plan, us | ours, ms a layer "
-        "| torch-native, ms a layer | speed-up of a step | GB/s | of read bandwidth |"
+        "| torch-native, ms a layer | its threads | speed-up of a step | GB/s | of read bandwidth |"
     )
-    print("|" + " --- |" * 9)
+    print("|" + " --- |" * 10)
     rows = []
     yardstick = Yardstick(torch.device("cpu"), _GIGABYTES)
     with (
@@ -301,8 +313,9 @@ def measure_all(shapes: Sequence[Shape], shared: Sequence[int], rounds: int) -> 
                 rows.append(row)
                 print(
                     f"| {row.shape} | {row.layers} | {row.shared_percent}% | {row.plan_us.text(0)} "
-                    f"| {row.decode_ms.text(3)} | {row.native_ms.text(3)} | {row.speedup.text(2)} "
-                    f"| {row.gb_per_s:.1f} | {row.of_read:.2f} of {row.read_gb_per_s.text(1)} |",
+                    f"| {row.decode_ms.text(3)} | {row.native_ms.text(3)} | {row.native_threads} "
+                    f"| {row.speedup.text(2)} | {row.gb_per_s:.1f} "
+                    f"| {row.of_read:.2f} of {row.read_gb_per_s.text(1)} |",
                     flush=True,
                 )
     return rows
@@ -367,7 +380,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--shared", default="0,22,50", help="Percent of entries (default 0,22,50).")
     parser.add_argument("--rounds", type=int, default=9, help="Rounds a setting (default 9).")
-    parser.add_argument("--threads", type=int, help="Of both backends (default: as PyTorch has).")
+    parser.add_argument("--threads", type=int, help="All of them (default: as PyTorch has).")
     parser.add_argument("--server", action="store_true", help="Also compare two servers.")
     parser.add_argument("--server-rounds", type=int, default=5, help="Default 5.")
     parser.add_argument("--output", type=Path, default=Path("build/bench/kernels.json"))

@@ -88,7 +88,9 @@ def compare(
     if both is None:
         return None
     low = both.ratio.low if both.ratio else None
-    return LengthComparison(len(keys), both.difference, both.ratio, low is not None and low > 1)
+    # Equal lengths leave an interval of 1 to 1, give or take a rounding.
+    longer = low is not None and low > 1 + 1e-9
+    return LengthComparison(len(keys), both.difference, both.ratio, longer)
 
 
 def correct_only(

@@ -198,6 +198,8 @@ def test_longer_answers_are_flagged() -> None:
     assert grown.difference.value == pytest.approx(10)
     less = length.compare(dense, more)
     assert less is not None and not less.longer
+    equal = length.compare(dense, dense)
+    assert equal is not None and not equal.longer
 
 
 def test_lengths_leave_failures_out_and_count_cut_responses() -> None:
