@@ -76,7 +76,7 @@ class Task(Protocol):
     Attributes:
         name: as in ``--tasks``, ``[a-z0-9_]+``.
         title: for tables and pictures.
-        measure: what ``Verdict.score`` is, "accuracy" or "F1".
+        measure: what ``Verdict.score`` is: "accuracy", "F1", or "reproduced" of a replay.
     """
 
     @property
