@@ -70,10 +70,13 @@ class ReplayTask:
         )
 
     def grade(self, problem: Problem, response: str) -> Verdict:
-        """Whether the response is the record."""
-        text = response[:_MAX_RESPONSE_CHARS]
-        same = text == problem.reference
-        note = "" if same else f"differs at character {_first_difference(text, problem.reference)}"
+        """Whether the response is the record, but for white space around it.
+
+        Some tokenizers put a space before the first word when they decode piece by piece.
+        """
+        text, record = response[:_MAX_RESPONSE_CHARS].strip(), problem.reference.strip()
+        same = text == record
+        note = "" if same else f"differs at character {_first_difference(text, record)}"
         return Verdict(same, float(same), None, note)
 
     def server_flags(self) -> Sequence[str]:

@@ -71,7 +71,8 @@ def test_a_limit_takes_evenly(recorded: Path, limit: int) -> None:
 def test_grading(recorded: Path) -> None:
     problem = load(recorded, 1)[0]
     assert TASK.grade(problem, problem.reference).correct
-    for text in ("", problem.reference[:-1], problem.reference + " ", "x" * 10_000_000):
+    assert TASK.grade(problem, f" {problem.reference}\n").correct
+    for text in ("", problem.reference[:-1], problem.reference + " .", "x" * 10_000_000):
         verdict = TASK.grade(problem, text)
         assert not verdict.correct and verdict.note.startswith("differs at character")
 
