@@ -538,8 +538,9 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
     record_property("operations", Machine.operations)
     if Machine.operations < 2000:
         return
-    # The run would prove little if hardly anything had been shared, or come late.
-    assert Machine.blocks_late > 0
+    # The run would prove little if hardly anything had been shared, or come late. Requests of
+    # large pages have few blocks, and which of them come late hangs on the tree's clock.
+    assert Machine.blocks_late > 0 or setup.page == 16
     assert Machine.blocks_shared > Machine.rules_run // 30
     if setup.publish == "aliased" and setup.apply == "alias":
         assert Machine.rules_with_aliases > Machine.rules_run // 30
