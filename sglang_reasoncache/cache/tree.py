@@ -74,6 +74,10 @@ class SharedRadixCache(seams.RadixCache):
         if not req.finished() and len(req.output_ids):
             up_to = min(up_to, len(req.origin_input_ids))
         state = None if self.controller is None else self.controller.state_of(req)
+        if state is not None and state.holes.first is not None:
+            # What was computed behind a hole did not see it. Everything before the first one
+            # is older than any drop: holes only appear among written positions.
+            up_to = min(up_to, state.holes.first)
         if state is not None and state.first_shared is not None:
             assert req.finished(), "a shared row is not published while its request runs"
             if not self.publish_aliased:

@@ -113,11 +113,12 @@ def _follow(controller: Any, processor: Any, reqs: Sequence[Any]) -> None:
 
 
 def _after_count_uncached(result: tuple[int, int], _checker: Any) -> tuple[int, int] | None:
-    """SGLang counts the row positions of running requests; a shared one is counted at its owner."""
+    """SGLang counts the row positions of running requests; a shared one is counted at its owner,
+    a dropped one not at all."""
     if _controller is None:
         return None
     full, window = result
-    return full - _controller.live_positions, window
+    return full - _controller.saved_positions, window
 
 
 def _after_decode_log_parts(result: list[str], _stats: Any) -> list[str] | None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sglang_reasoncache.config import ReasonCacheConfig, flag_of
 from sglang_reasoncache.plugin import seams
 
 
@@ -121,6 +122,23 @@ def check(args: Any) -> None:
     if found:
         raise ValueError("--enable-reasoncache cannot be combined with: " + "; ".join(found))
     check_page_size(args.page_size or 1)
+
+
+def check_holes(args: Any, config: ReasonCacheConfig) -> None:
+    """Raises ValueError where a policy drops positions and a flag asks for attention that reads them."""
+    if not config.policies.evictors:
+        return
+    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        name = getattr(args, field, None)
+        if name is not None and name not in seams.HOLE_BACKENDS:
+            raise ValueError(reads_holes(config, "--" + field.replace("_", "-"), name))
+
+
+def reads_holes(config: ReasonCacheConfig, flag: str, name: str) -> str:
+    return (
+        f"{flag_of('policy')} {config.policy} drops positions, which {flag} {name} would read; "
+        f"use {' or '.join(seams.HOLE_BACKENDS)}"
+    )
 
 
 def check_page_size(page_size: int) -> None:

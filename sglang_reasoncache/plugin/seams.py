@@ -96,6 +96,10 @@ CPU_BACKEND = "reasoncache_cpu"
 CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND)
 
 
+#: Attention backends that skip dropped positions, by name.
+HOLE_BACKENDS = (CPU_BACKEND,)
+
+
 def resolve(name: str) -> Any:
     """The SGLang object called ``name`` here. Raises KeyError, ImportError or AttributeError."""
     return pkgutil.resolve_name(NAMES[name])

@@ -2,7 +2,7 @@
 """Random requests through allocator, tree and sharing, compared with a plain model after each rule.
 
 An operation is what a scheduler does at once: admit a request, run a prefill
-chunk or some decode steps, share blocks, finish, abort, retract, match, evict,
+chunk or some decode steps, share blocks, drop positions, finish, abort, retract, match, evict,
 flush. The quick run takes ``QUICK_OPERATIONS`` of them,
 ``REASONCACHE_PROPERTY_OPERATIONS`` sets another number, over all setups together.
 """
@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.common import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_context
 
+from sglang_reasoncache.sharing.decision import Drop
 from tests.property.model import Memory, Track
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Pair, Setup, World
 
@@ -56,6 +57,8 @@ SALT = st.sampled_from((None, None, None, "salt"))
 ENDINGS = ("finish", "finish", "finish", "ahead", "together", "abort", "retract", "retract")
 #: (position in the tree, tokens beyond it, exact KV only)
 LOOK_UP = st.tuples(st.integers(0, 1023), st.integers(0, 3), st.booleans())
+#: (where, length, how); see ``_script_drops``.
+DROPS = st.lists(st.tuples(PICK, st.integers(1, 12), st.integers(0, 15)), min_size=1, max_size=6)
 #: (gap before the destination, source); see ``_script``.
 BLOCKS = st.lists(st.tuples(PICK, PICK), min_size=4, max_size=12)
 
@@ -76,6 +79,7 @@ class MemoryMachine(RuleBasedStateMachine):
     rules_run = 0
     blocks_shared = 0
     blocks_late = 0
+    positions_dropped = 0
     rules_with_aliases = 0
 
     def __init__(self, setup: Setup) -> None:
@@ -170,7 +174,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.starved = max(0, self.starved - 1)
         for track in batch:
             state = self.world.controller.state_of(track.req)
-            blocks, track.again = track.again, []
+            again, track.again = track.again, []
+            late: list[Pair] = []
             fresh: list[Pair] = []
             if state is not None and state.followed is not None:
                 engine, request = self.world.engine, state.followed.id
@@ -180,18 +185,50 @@ class MemoryMachine(RuleBasedStateMachine):
                     # A row that is new since they were proposed has lost its late blocks.
                     late = [] if state.reapply else engine.late(request)
                     type(self).blocks_late += len(late)
-                    fresh = late + engine.waiting[request]
-            allowed = self.memory.may_share
-            blocks = [block for block in blocks if allowed(track, block)]
-            blocks += [b for b in fresh if allowed(track, b) and self.memory.claim(track, b)]
-            if blocks:
-                self._count()
-                self.memory.shared(track, blocks)
+                    fresh = engine.waiting[request]
+            drops = self.world.evictor.waiting.get(track.req.rid, [])
+            # The first look applies what came late, then drops; the second one all other blocks.
+            self._share(track, [], late)
+            if not track.exact_only:
+                if drops or track.dropped_again:
+                    self._count()
+                self.memory.drop(track, drops)
+            self._share(track, again, fresh)
         before = self.world.allocator.available_size()
         # The first look hands tokens over, the second one applies what came of them.
         reqs = [track.req for track in batch]
         freed = self.world.controller.after_decode(reqs) + self.world.controller.after_decode(reqs)
         assert self.world.allocator.available_size() - before == freed
+        self.world.evictor.waiting.clear()
+
+    def _share(self, track: Track, again: list[Pair], fresh: list[Pair]) -> None:
+        """Blocks accepted before a retraction, and new ones, as far as the rules allow."""
+        allowed = self.memory.may_share
+        blocks = [block for block in again if allowed(track, block)]
+        blocks += [b for b in fresh if allowed(track, b) and self.memory.claim(track, b)]
+        if blocks:
+            self._count()
+            self.memory.shared(track, blocks)
+
+    def _script_drops(self, track: Track, draws: list[tuple[int, int, int]]) -> None:
+        """Propose drops on ``track``'s row: whole pages as a policy would, or nonsense."""
+        page, low, high = self.setup.page, track.req.kv.cache_protected_len, len(track.shows)
+        pages = max((high - low) // page, 1)
+        waiting: list[object] = []
+        for where, length, how in draws:
+            start = low + where % pages * page
+            hostile: tuple[object, ...] = (
+                Drop(max(low - page, 0), 2 * page),
+                Drop(high // page * page, page),
+                Drop(high - 1, 1),
+                Drop(start, 0),
+                Drop(-page, page),
+                None,
+            )
+            # Rows end in a page or two; longer runs would all be refused.
+            run = Drop(start, min(length, pages - where % pages) * page)
+            waiting.append(hostile[how] if how < len(hostile) else run)
+        self.world.evictor.waiting[track.req.rid] = waiting
 
     def _script(self, track: Track, draws: list[tuple[int, int]], ready: int) -> None:
         """Propose blocks on ``track``'s row. Destinations rise, as a segmenter's do."""
@@ -235,6 +272,7 @@ class MemoryMachine(RuleBasedStateMachine):
             up_to = len(track.shows)
             if not self.world.tree.publish_aliased and track.first_shared is not None:
                 up_to = min(up_to, track.first_shared)
+            up_to = min([up_to, *track.holes])
             self.memory.publish(track, up_to)
             self._release(track, checkpoint=True)
             self.seen.append(track.tokens)
@@ -327,6 +365,20 @@ class MemoryMachine(RuleBasedStateMachine):
         """Many steps of all requests with many blocks, so that sharing is not rare."""
         self._decode(self.decoding, 12, bits, draws)
 
+    @precondition(lambda self: len(self.decoding) > 0)
+    @rule(pick=PICK, drops=DROPS, steps=st.integers(0, 6), bits=BITS, draws=BLOCKS)
+    def drop(
+        self,
+        pick: int,
+        drops: list[tuple[int, int, int]],
+        steps: int,
+        bits: int,
+        draws: list[tuple[int, int]],
+    ) -> None:
+        """A policy answers for one request, while blocks of it may be on their way."""
+        self._script_drops(self.decoding[pick % len(self.decoding)], drops)
+        self._decode(self.decoding, steps, bits, draws)
+
     @precondition(lambda self: len(self.waiting) + len(self.decoding) > 0)
     @rule(bits=BITS, draws=BLOCKS)
     def go_on(self, bits: int, draws: list[tuple[int, int]]) -> None:
@@ -380,6 +432,7 @@ class MemoryMachine(RuleBasedStateMachine):
         evict_from_tree_cache(self.world.tree, 2 * len(self.running))
         track.req.reset_for_retract()
         track.again = track.again + track.blocks if track.again else track.blocks
+        track.dropped_again |= set(track.holes)
         track.blocks, track.shows, track.exact, track.target = [], [], True, 0
         self.waiting.append(track)
 
@@ -485,6 +538,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever happened: releasing everything leaves every slot free."""
         type(self).blocks_shared += self.world.controller.stats.blocks_shared
+        type(self).positions_dropped += self.world.controller.stats.positions_dropped
         if sys.exc_info()[0] is not None:
             # A rule has failed; what follows from that would hide it.
             return
@@ -493,7 +547,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.observe()
         self._evict_all()
         assert self.world.allocator.available_size() == self.setup.slots
-        assert self.world.controller.live_positions == 0
+        assert self.world.controller.saved_positions == 0
 
 
 @pytest.fixture(autouse=True)
@@ -542,6 +596,7 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
     # large pages have few blocks, and which of them come late hangs on the tree's clock.
     assert Machine.blocks_late > 0 or setup.page == 16
     assert Machine.blocks_shared > Machine.rules_run // 30
+    assert Machine.positions_dropped > Machine.rules_run // 30
     if setup.publish == "aliased" and setup.apply == "alias":
         assert Machine.rules_with_aliases > Machine.rules_run // 30
     else:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real memory parts of one scheduler process, small and on the CPU.
 
-Nothing here is a stand-in except the policy: pools, rows, requests and the
+Nothing here is a stand-in except the policies: pools, rows, requests and the
 release path are SGLang's, allocator, tree, acceptor and controller are ours.
-The policy is scripted, because which blocks are similar does not matter here.
+The policies are scripted: which blocks are similar, or which positions are worth
+keeping, does not matter here.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.home import HomePositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.policies.contract import RequestView
+from sglang_reasoncache.policies.registry import NamedPolicy
 from sglang_reasoncache.policy.proposal import CandidatePair, FilterCounters, StepResult
 from sglang_reasoncache.policy.threshold import FixedThreshold
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.controller import OPT_OUT_KEY, SharingController
+from sglang_reasoncache.sharing.dropping import Dropper
+from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.measure import BlockMeter
 
 LAYERS = 2
@@ -129,6 +134,38 @@ class ScriptedEngine:
         return taken
 
 
+class ScriptedEvictor:
+    """A policy that gives up what the test put into ``waiting``, whatever that is, at the next look.
+
+    Attributes:
+        waiting: Drops by request name.
+        about: Name of the request that is looked at; views have none.
+    """
+
+    needs: frozenset[str] = frozenset()
+    slack = 0
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Any]] = {}
+        self.about = ""
+
+    def excess(self, written: int, held: int) -> int:
+        return len(self.waiting.get(self.about, ()))
+
+    def drops(self, view: RequestView, excess: int) -> list[Any]:
+        return self.waiting.pop(self.about)
+
+
+class NamingDropper(Dropper):
+    """Tells the scripted evictor which request it is asked about."""
+
+    def look(self, req: Any, state: Any, stats: Any) -> Any:
+        for _, policy in self._evictors:
+            if isinstance(policy, ScriptedEvictor):
+                policy.about = req.rid
+        return super().look(req, state, stats)
+
+
 class AcceptAll:
     """A distance threshold that every block is within."""
 
@@ -136,6 +173,9 @@ class AcceptAll:
 
     def maybe_save(self) -> None:
         pass
+
+    def describe(self) -> dict[str, Any]:
+        return {}
 
 
 class World:
@@ -147,7 +187,9 @@ class World:
         meter_type: type[BlockMeter] = BlockMeter,
         agree: Callable[[int], int] = lambda value: value,
         interval: int = 1,
+        evictors: Sequence[NamedPolicy] = (),
     ) -> None:
+        """``evictors``: instead of the scripted one."""
         self.page = setup.page
         self.total = setup.slots
         self.pool = MHATokenToKVPool(
@@ -182,13 +224,19 @@ class World:
         home = HomePositions(setup.slots + setup.page, "cpu")
         self.meter = meter = meter_type(self.pool, self.rows.req_to_token, home, None, num_heads=1)
         self.engine = ScriptedEngine()
+        self.evictor = ScriptedEvictor()
+        acceptor = Acceptor(self.allocator, self.rows, meter, copy=setup.apply == "copy")
+        keys = KeySource(self.pool, self.rows.req_to_token, home, None, num_heads=1)
         self.controller = SharingController(
             ReasonCacheConfig(block=setup.block, publish=setup.publish, apply=setup.apply),
             setup.block,
             self.engine,
             AcceptAll(),  # type: ignore[arg-type]
             meter,
-            Acceptor(self.allocator, self.rows, meter, copy=setup.apply == "copy"),
+            acceptor,
+            NamingDropper(
+                evictors or [NamedPolicy("scripted", self.evictor)], acceptor, keys, setup.page
+            ),
             None,
             agree=agree,
             interval=interval,

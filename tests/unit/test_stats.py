@@ -10,8 +10,8 @@ from sglang_reasoncache.sharing.stats import SharingStats
 
 def test_affected_ratio_counts_tokens_final_ratio_requests() -> None:
     stats = SharingStats()
-    stats.request_finished(50, 100)
-    stats.request_finished(0, 900)
+    stats.request_finished(50, 0, 100)
+    stats.request_finished(0, 0, 900)
     seen = stats.to_dict()
     assert (seen["finished_redirected"], seen["finished_positions"]) == (50, 1000)
     assert seen["affected_ratio"] == pytest.approx(0.05)

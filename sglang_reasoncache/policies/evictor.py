@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What evictors share: a budget with room for some more, and picking by score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_reasoncache.policies.contract import OptionError, RequestView
+from sglang_reasoncache.sharing.decision import Drop
+
+
+@dataclass(frozen=True)
+class Evictor:
+    """Options of every evictor; exactly one of ``budget`` and ``share`` must be given.
+
+    Attributes:
+        budget: Positions a request holds, prompt included.
+        share: The same as a share of its positions so far.
+        slack: Positions above that before the policy acts; it then goes down to the budget.
+        recent: Newest positions that stay.
+    """
+
+    budget: int | None = None
+    share: float | None = None
+    slack: int = 32
+    recent: int = 1
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset()
+
+    def __post_init__(self) -> None:
+        if (self.budget is None) == (self.share is None):
+            raise OptionError("budget or share", "given, one of the two")
+        if self.budget is not None:
+            between("budget", self.budget, 1, 10_000_000)
+        if self.share is not None and not 0 < self.share < 1:
+            raise OptionError("share", "above 0 and below 1")
+        between("slack", self.slack, 1, 65_536)
+        between("recent", self.recent, 1, 65_536)
+        if self.budget is not None and self.recent > self.budget:
+            raise OptionError("recent", f"at most the budget ({self.budget})")
+
+    def excess(self, written: int, held: int) -> int:
+        allowed = self.budget if self.share is None else math.ceil(self.share * written)
+        assert allowed is not None, "one of the two is given"
+        return held - allowed if held - allowed > self.slack else 0
+
+
+def between(key: str, value: float, low: float, high: float) -> None:
+    """Raises OptionError for a value out of bounds, or not a number."""
+    if not low <= value <= high:
+        raise OptionError(key, f"between {low} and {high}")
+
+
+def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raises OptionError for any other value."""
+    if value not in allowed:
+        raise OptionError(key, "one of " + ", ".join(allowed))
+
+
+def runs(positions: np.ndarray) -> list[Drop]:
+    """Ascending positions as runs."""
+    if not len(positions):
+        return []
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [Drop(int(part[0]), len(part)) for part in np.split(positions, breaks)]
+
+
+def drop_highest(
+    view: RequestView, candidates: np.ndarray, scores: np.ndarray, excess: int
+) -> Iterable[Drop]:
+    """Give up the candidates of highest score, older ones first among equals.
+
+    Args:
+        candidates: Of :meth:`RequestView.candidates`, or some whole pages of it.
+        scores: float ``[candidates]``. A page has the mean of its positions.
+        excess: Positions; rounded up to whole pages.
+    """
+    page = view.page
+    by_page = scores.reshape(-1, page).mean(axis=1)
+    chosen = np.argsort(-by_page, kind="stable")[: math.ceil(excess / page)]
+    return runs(candidates.reshape(-1, page)[np.sort(chosen)].ravel())

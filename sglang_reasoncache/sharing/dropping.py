@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks the evicting policies about one request, and has what they decide applied."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import zlib
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_reasoncache.policies.contract import RequestView
+from sglang_reasoncache.policies.registry import NamedPolicy
+from sglang_reasoncache.sharing.acceptor import Acceptor, Dropped
+from sglang_reasoncache.sharing.decision import Drop, DropRefusal
+from sglang_reasoncache.sharing.keys import KeySource
+from sglang_reasoncache.sharing.state import RequestState
+from sglang_reasoncache.sharing.stats import SharingStats
+
+logger = logging.getLogger(__name__)
+
+
+class Dropper:
+    """One per scheduler.
+
+    Args:
+        evictors: In the order in which they are asked.
+        acceptor: Checks and applies what they answer.
+        keys: Read for policies that need them.
+        page: Page size, positions.
+
+    Attributes:
+        positions_now: Positions that the running requests have dropped.
+    """
+
+    def __init__(
+        self, evictors: Sequence[NamedPolicy], acceptor: Acceptor, keys: KeySource, page: int
+    ) -> None:
+        self._evictors = tuple(evictors)
+        self._acceptor = acceptor
+        self._keys = keys
+        self._page = page
+        self._failed: set[str] = set()
+        self.positions_now = 0
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._evictors)
+
+    def look(self, req: Any, state: RequestState, stats: SharingStats) -> Dropped:
+        """Drop what was dropped before a retraction, then what the policies give up now.
+
+        ``req`` holds its row, and nothing of it is being computed but its newest token.
+        """
+        written = len(req.origin_input_ids) + len(req.output_ids) - 1
+        total = Dropped(0, 0)
+        holes = state.holes
+        if holes.again:
+            # First of all: the row came back at its full size.
+            again, holes.again = holes.again, []
+            total += self._apply(req, state, _owned(again, req), written, stats)
+        for name, policy in self._evictors:
+            if written < state.next_drop.get(name, 0):
+                continue
+            excess = policy.excess(written, written - holes.count)
+            if excess <= 0:
+                continue
+            # A budget below what a request must hold would be asked for at every look.
+            state.next_drop[name] = written + policy.slack
+            total += self._apply(
+                req, state, self._ask(name, policy, req, state, excess, stats), written, stats
+            )
+        self.positions_now += total.positions
+        return total
+
+    def _ask(
+        self,
+        name: str,
+        policy: Any,
+        req: Any,
+        state: RequestState,
+        excess: int,
+        stats: SharingStats,
+    ) -> list[Drop]:
+        """What the policy answers; nothing if it fails, whatever it does wrong."""
+        written = len(req.origin_input_ids) + len(req.output_ids) - 1
+        held = state.holes.held(written)
+        view = RequestView(
+            prompt=len(req.origin_input_ids),
+            written=written,
+            owned=req.kv.cache_protected_len,
+            page=self._page,
+            held=held,
+            seed=zlib.crc32(array("q", req.origin_input_ids)),
+            keys=self._keys.of(req.kv.req_pool_idx, held),
+        )
+        stats.drop_decisions += 1
+        try:
+            # More runs than positions are nonsense, and need not be listed to the end.
+            return list(itertools.islice(policy.drops(view, excess), written + 1))
+        except Exception:
+            stats.drop_refusals[DropRefusal.POLICY_FAILED.value] += 1
+            if name not in self._failed:
+                self._failed.add(name)
+                logger.exception("reasoncache: policy %s failed, further failures count only", name)
+            return []
+
+    def _apply(
+        self, req: Any, state: RequestState, drops: list[Drop], written: int, stats: SharingStats
+    ) -> Dropped:
+        if not drops:
+            return Dropped(0, 0)
+        done = self._acceptor.drop(req, state.holes, drops, written, stats.drop_refusals)
+        stats.positions_dropped += done.positions
+        stats.slots_freed_by_drops += done.freed
+        return done
+
+    def forget(self, state: RequestState) -> int:
+        """The row is gone; returns how many of its positions were dropped."""
+        gone = state.holes.count
+        self.positions_now -= gone
+        return gone
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Name and options of every policy, for the endpoint."""
+        return [{"name": name, **vars(policy)} for name, policy in self._evictors]
+
+
+def _owned(drops: list[Drop], req: Any) -> list[Drop]:
+    """Less what the prefix tree owns by now: another response with the same text."""
+    low = req.kv.cache_protected_len
+    starts = [max(drop.start, low) for drop in drops]
+    return [
+        Drop(at, drop.end - at) for at, drop in zip(starts, drops, strict=True) if at < drop.end
+    ]
