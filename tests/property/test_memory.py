@@ -213,7 +213,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def _script_drops(self, track: Track, draws: list[tuple[int, int, int]]) -> None:
         """Propose drops on ``track``'s row: whole pages as a policy would, or nonsense."""
         page, low, high = self.setup.page, track.req.kv.cache_protected_len, len(track.shows)
-        pages = max((high - low) // page, 1)
+        pages = max((high - 1 - low) // page, 1)
         waiting: list[object] = []
         for where, length, how in draws:
             start = low + where % pages * page
@@ -376,7 +376,13 @@ class MemoryMachine(RuleBasedStateMachine):
         draws: list[tuple[int, int]],
     ) -> None:
         """A policy answers for one request, while blocks of it may be on their way."""
-        self._script_drops(self.decoding[pick % len(self.decoding)], drops)
+        if pick % 4:
+            # Long rows have something to give.
+            willing = [track for track in self.decoding if not track.exact_only]
+            track = max(willing or self.decoding, key=lambda track: len(track.shows))
+        else:
+            track = self.decoding[pick // 4 % len(self.decoding)]
+        self._script_drops(track, drops)
         self._decode(self.decoding, steps, bits, draws)
 
     @precondition(lambda self: len(self.waiting) + len(self.decoding) > 0)
