@@ -435,7 +435,7 @@ class SharingController:
         """A request that ended between two looks."""
         self.stats.requests_seen += 1
         if self._serves(req):
-            self.stats.request_finished(0, 0, len(req.origin_input_ids) + len(req.output_ids))
+            self.stats.request_finished(0, len(req.origin_input_ids) + len(req.output_ids))
         else:
             self.stats.requests_opted_out += 1
 
@@ -444,7 +444,7 @@ class SharingController:
             return
         length = len(req.origin_input_ids) + len(req.output_ids)
         self.forecast.observe(shared + dropped, len(req.output_ids))
-        self.stats.request_finished(shared, dropped, length)
+        self.stats.request_finished(shared, length, dropped)
         self._recent.append(
             {
                 "rid": req.rid,

@@ -62,7 +62,7 @@ class SharingStats:
         self.sum_logical += logical
         self.sum_step_ratio += saved / logical
 
-    def request_finished(self, redirected: int, dropped: int, logical: int) -> None:
+    def request_finished(self, redirected: int, logical: int, dropped: int = 0) -> None:
         self.requests_finished += 1
         self.finished_positions += logical
         self.finished_redirected += redirected

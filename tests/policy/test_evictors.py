@@ -223,7 +223,7 @@ def test_keydiff_gives_up_what_is_like_the_rest(anchor: str, seed: int) -> None:
 def test_keydiff_pairwise_ranks_a_head_as_the_normalised_anchor() -> None:
     """As the paper says; over several heads the two averages differ."""
     keys = random_keys(30, 3)
-    order = {}
+    order: dict[str, list[list[int]]] = {}
     for anchor in ("mean_norm", "pairwise"):
         for i in range(12):
             one = keys[:1, :, :1]

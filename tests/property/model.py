@@ -304,8 +304,8 @@ class Memory:
             written = row[: len(track.shows)]
             shown = np.where(written < 0, HOLE, stored[written])
             assert shown.tolist() == track.shows, f"the row of {track.req.rid} shows wrong content"
-            own = row[kv.cache_protected_len :]
-            named.append(self._page_ids(own))
+            mine = row[kv.cache_protected_len :]
+            named.append(self._page_ids(mine))
             private += kv_private_tokens(kv, page)
             holes = track.holes
             dropped += len(holes)
@@ -313,9 +313,9 @@ class Memory:
                 continue
             if holes:
                 # Some of the names of a shared slot are gone.
-                tree_owned = set(row[: kv.cache_protected_len].tolist())
-                expected_live += int((own >= 0).sum()) - len(
-                    set(own[own >= 0].tolist()) - tree_owned
+                tree_mineed = set(row[: kv.cache_protected_len].tolist())
+                expected_live += int((mine >= 0).sum()) - len(
+                    set(mine[mine >= 0].tolist()) - tree_mineed
                 )
             else:
                 expected_live += len(track.blocks) * self.block

@@ -55,6 +55,45 @@ TWO_RANKS = SHARED.having(
     "2",
     SGLANG_CPU_OMP_THREADS_BIND="0|1",
 )
+#: Attention that skips dropped positions.
+PAGED_READS = ("--attention-backend", "reasoncache_cpu")
+#: A budget well below a response, met often, on the overlap schedule.
+DROPPING = SHARED.having(
+    "streamingllm",
+    *TIGHT,
+    *CHUNKED,
+    *PAGED_READS,
+    "--enable-metrics",
+    "--reasoncache-policy",
+    "streamingllm:budget=160:slack=8",
+)
+#: Whole pages by their keys, under forced retractions, without the overlap schedule.
+DROPPING_PAGES = SHARED.having(
+    "keydiff-page16",
+    *TIGHT,
+    *PAGED_READS,
+    "--page-size",
+    "16",
+    "--disable-overlap-schedule",
+    "--reasoncache-policy",
+    "keydiff:share=0.6:keys=unrotated",
+    SGLANG_TEST_RETRACT="true",
+    SGLANG_TEST_RETRACT_INTERVAL="25",
+)
+#: Sharing and dropping on the same rows, under forced retractions.
+SHARING_AND_DROPPING = SHARED.having(
+    "both",
+    *TIGHT,
+    *EAGER,
+    *CHUNKED,
+    *PAGED_READS,
+    "--reasoncache-publish",
+    "aliased",
+    "--reasoncache-policy",
+    "reasoncache+streamingllm:budget=240",
+    SGLANG_TEST_RETRACT="true",
+    SGLANG_TEST_RETRACT_INTERVAL="25",
+)
 NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
 #: Steps compared at once, so that a response shares at the same tokens on every server.
 INLINE = ("--reasoncache-engine", "python")
@@ -74,10 +113,13 @@ __all__ = [
     "AS_CACHED_COPY",
     "CORRECTED",
     "CORRECTED_COPY",
+    "DROPPING",
+    "DROPPING_PAGES",
     "EXACT",
     "NOTHING_SHARED",
     "PAGED",
     "REASONING",
+    "SHARING_AND_DROPPING",
     "STOCK",
     "TWO_RANKS",
 ]

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that drop positions, in a live server and under load.
+
+The ``server`` fixture checks after each test that every slot is back; SGLang's
+strict memory checks run after every batch meanwhile.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval.serving import ServerError, ServerProcess
+from tests.server.harness import generate, wait_until_idle
+from tests.server.problems import OPT_OUT, chat_once, problems, report, solve
+from tests.server.specs import DROPPING, DROPPING_PAGES, SHARING_AND_DROPPING
+from tests.server.test_reporting import _series
+from tests.server.test_sharing import (
+    test_aborted_and_disconnected_requests_give_everything_back as give_everything_back,
+)
+
+EACH = (DROPPING, DROPPING_PAGES, SHARING_AND_DROPPING)
+ALL = pytest.mark.parametrize("server", EACH, indirect=True)
+#: Largest difference of a log-probability between bf16 in the server and fp32 in the loop.
+ROUNDING = 0.15
+
+
+def respond(server: ServerProcess, prompts: list[str]) -> list[dict[str, Any]]:
+    """All at once; token ids, their log-probabilities, and what the endpoint tells."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        futures = [
+            pool.submit(generate, server, text, 700, return_logprob=True) for text in prompts
+        ]
+        bodies = [future.result() for future in futures]
+    wait_until_idle(server)
+    recent = {entry["rid"]: entry for entry in report(server)["recent"]}
+    return [
+        {
+            "logprobs": [logprob for logprob, _, _ in body["meta_info"]["output_token_logprobs"]],
+            "tokens": [token for _, token, _ in body["meta_info"]["output_token_logprobs"]],
+            **recent[body["meta_info"]["id"]],
+        }
+        for body in bodies
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(model_path: Path) -> Any:
+    """Tokenizer and model of the Hugging Face loop, fp32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    return AutoTokenizer.from_pretrained(model_path), model
+
+
+@torch.no_grad()
+def masked_logprobs(
+    model: Any, tokens: list[int], drops: list[list[int]], seen_after: int
+) -> torch.Tensor:
+    """fp32 ``[tokens, vocabulary]`` of a run in which attention is masked instead.
+
+    A drop made at ``written`` positions hides its keys from the queries at ``written +
+    seen_after`` and later.
+    """
+    count = len(tokens)
+    visible = torch.ones(count, count, dtype=torch.bool).tril()
+    for written, start, length in drops:
+        visible[written + seen_after :, start : start + length] = False
+    mask = torch.zeros(count, count).masked_fill(~visible, torch.finfo(torch.float32).min)
+    out = model(input_ids=torch.tensor([tokens]), attention_mask=mask[None, None])
+    return out.logits[0].log_softmax(dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("server", "together"), [(DROPPING, 6), (DROPPING_PAGES, 1)], indirect=["server"]
+)
+def test_dropping_equals_masking(server: ServerProcess, together: int, reference: Any) -> None:
+    """Tokens and log-probabilities are those of a loop whose attention is masked.
+
+    Dropped slots are overwritten meanwhile, by requests that run beside it or by itself.
+    """
+    tokenizer, model = reference
+    prompts = [f"<|user|> {p.prompt} <|assistant|>" for p in problems(6, seed=21)]
+    # In overlap, the forward in flight at a drop has read the old slots already.
+    overlaps = not server.get("/server_info").json()["disable_overlap_schedule"]
+    assert overlaps == (together > 1)
+    compared = distant = 0
+    for at in range(0, len(prompts), together):
+        group = prompts[at : at + together]
+        for text, found in zip(group, respond(server, group), strict=True):
+            assert found["retractions"] == 0
+            assert found["dropped_positions"] > 100
+            prompt = tokenizer(text)["input_ids"]
+            assert len(prompt) == found["prompt_tokens"]
+            tokens = prompt + found["tokens"]
+            logprobs = masked_logprobs(model, tokens, found["drops"], int(overlaps))
+            dense = masked_logprobs(model, tokens, [], 0)
+            for i, (token, logprob) in enumerate(
+                zip(found["tokens"], found["logprobs"], strict=True), len(prompt) - 1
+            ):
+                assert logprob == pytest.approx(float(logprobs[i, token]), abs=ROUNDING)
+                # Greedy in the server; the loop may prefer another one of a tie.
+                assert float(logprobs[i].max() - logprobs[i, token]) < ROUNDING
+                compared += 1
+                distant += abs(float(dense[i, token]) - logprob) > 2 * ROUNDING
+    assert compared > 1000
+    # Reading what was dropped would show.
+    assert distant > compared // 50
+
+
+@ALL
+def test_frees_slots_under_load(server: ServerProcess) -> None:
+    """A queue of requests stays within the budget, and what is freed is used by others."""
+    todo = problems(16, seed=22)
+    before = report(server)["totals"]
+    solve(server, todo)
+    wait_until_idle(server)
+    seen = report(server)
+    totals = seen["totals"]
+    assert totals["positions_dropped"] - before["positions_dropped"] > 16 * 50
+    assert totals["slots_freed_by_drops"] > 0
+    assert totals["drop_refusals"] == {}
+    assert 0.2 < totals["final_saving_ratio"] < 0.95
+    assert seen["positions_dropped_now"] == seen["slots_saved_now"] == 0
+
+
+@pytest.mark.parametrize("server", [DROPPING], indirect=True)
+def test_budget_and_reports(server: ServerProcess) -> None:
+    """Endpoint, Prometheus and the decode log line say what happened."""
+    start, series = server.log_size(), _series(server)
+    [found] = respond(server, [f"<|user|> {problems(1, seed=23)[0].prompt} <|assistant|>"])
+    length = found["prompt_tokens"] + found["output_tokens"]
+    # Budget, slack, and what is written between two looks and at the end.
+    assert 160 <= length - found["dropped_positions"] <= 160 + 8 + 8
+    seen = report(server)
+    assert seen["evictors"][0]["name"] == "streamingllm"
+    assert (seen["evictors"][0]["budget"], seen["evictors"][0]["sinks"]) == (160, 4)
+    assert seen["totals"]["blocks_compared"] == 0
+    after = _series(server)
+    for name in ("positions_dropped", "slots_freed_by_drops", "drop_decisions"):
+        assert after[f"sglang:reasoncache_{name}_total"] > series.get(
+            f"sglang:reasoncache_{name}_total", 0.0
+        )
+    assert after["sglang:reasoncache_positions_dropped_now"] == 0
+    assert "#dropped token: " in server.log_text(start)
+
+
+@pytest.mark.parametrize("server", [SHARING_AND_DROPPING], indirect=True)
+def test_shares_and_drops_on_the_same_rows(server: ServerProcess) -> None:
+    solve(server, problems(12, seed=24))
+    totals = report(server)["totals"]
+    assert totals["blocks_shared"] > 12
+    assert totals["positions_dropped"] > totals["slots_freed_by_drops"] > 0
+    assert totals["refusals"]["dropped"] > 0, "some block met a hole"
+    assert any(row["blocks"] and row["drops"] for row in report(server)["recent"])
+
+
+@pytest.mark.parametrize("server", [DROPPING_PAGES, SHARING_AND_DROPPING], indirect=True)
+def test_retracted_requests_drop_again(server: ServerProcess) -> None:
+    solve(server, problems(10, seed=25))
+    rows = [row for row in report(server)["recent"] if row["retractions"]]
+    assert rows
+    # More was dropped than is gone at the end: some of it twice.
+    assert any(sum(run[2] for run in row["drops"]) > row["dropped_positions"] > 0 for row in rows)
+
+
+@ALL
+def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
+    give_everything_back(server)
+    assert report(server)["positions_dropped_now"] == 0
+
+
+@ALL
+def test_follow_up_turn(server: ServerProcess) -> None:
+    """A second turn finds its prefix up to the first hole, computes the rest, and is the same twice."""
+    problem = problems(1, seed=26)[0]
+    first = chat_once(server, [{"role": "user", "content": problem.prompt}])
+    turns = [
+        {"role": "user", "content": problem.prompt},
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": problem.prompt},
+    ]
+    again = [chat_once(server, turns, max_tokens=64) for _ in range(2)]
+    texts = [response.choices[0].message.content for response in again]
+    assert texts[0] == texts[1]
+
+
+@ALL
+def test_flush_between_loads(server: ServerProcess) -> None:
+    todo = problems(6, seed=27)
+    solve(server, todo)
+    wait_until_idle(server)
+    assert server.post("/flush_cache").status_code == 200
+    assert report(server)["totals"]["positions_dropped"] == 0
+    solve(server, todo)
+    assert report(server)["totals"]["positions_dropped"] > 0
+
+
+@pytest.mark.parametrize("server", [DROPPING], indirect=True)
+def test_opted_out_request_keeps_everything(server: ServerProcess) -> None:
+    before = report(server)["totals"]
+    solve(server, problems(4, seed=28), OPT_OUT)
+    after = report(server)["totals"]
+    assert after["requests_opted_out"] == before["requests_opted_out"] + 4
+    assert after["positions_dropped"] == before["positions_dropped"]
+
+
+def test_a_default_backend_that_would_read_holes_is_refused(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """Where no flag names it, the backend is known only when the server has chosen it."""
+    flags = ("--enable-reasoncache", "--reasoncache-policy", "random:share=0.5")
+    server = ServerProcess(model_path, flags=flags, log_path=tmp_path / "log")
+    at = server.command.index("--attention-backend")
+    del server.command[at : at + 2]
+    with pytest.raises(ServerError, match="random:share=0.5 drops positions, which"):
+        server.start()
