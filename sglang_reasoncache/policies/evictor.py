@@ -21,13 +21,14 @@ class Evictor:
         budget: Positions a request holds, prompt included.
         share: The same as a share of its positions so far.
         slack: Positions above that before the policy acts; it then goes down to the budget.
-        recent: Newest positions that stay.
+        recent: Newest positions that stay, even where the budget is not met then: the prompt
+            alone may exceed it, and a response that forgets every word at once is noise.
     """
 
     budget: int | None = None
     share: float | None = None
     slack: int = 32
-    recent: int = 1
+    recent: int = 32
 
     @property
     def needs(self) -> frozenset[str]:
@@ -42,8 +43,6 @@ class Evictor:
             raise OptionError("share", "above 0 and below 1")
         between("slack", self.slack, 1, 65_536)
         between("recent", self.recent, 1, 65_536)
-        if self.budget is not None and self.recent > self.budget:
-            raise OptionError("recent", f"at most the budget ({self.budget})")
 
     def excess(self, written: int, held: int) -> int:
         allowed = self.budget if self.share is None else math.ceil(self.share * written)

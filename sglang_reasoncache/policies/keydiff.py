@@ -41,6 +41,8 @@ def similarity(keys: torch.Tensor, variant: str) -> torch.Tensor:
 class KeyDiff(Evictor):
     """Gives up the positions whose keys are most like the mean of all held keys.
 
+    The paper protects no recent positions (``recent=1``), or 10 to 20% of the budget.
+
     Attributes:
         anchor: What a key is compared with, see :func:`similarity`.
         keys: ``cached`` compares them as they lie in the pool, rotated; ``unrotated`` as

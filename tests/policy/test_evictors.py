@@ -114,7 +114,7 @@ def test_excess_has_slack(policy: Evictor, written: int, held: int, excess: int)
 
 
 def test_streamingllm_keeps_sinks_and_window() -> None:
-    policy = StreamingLLM(budget=10, slack=1)
+    policy = StreamingLLM(budget=10, slack=1, recent=1)
     assert positions(policy.drops(view(20), 10)) == list(range(4, 14))
     # What is left: 4 sinks and the 6 newest.
     assert positions(policy.drops(view(22, gone=range(4, 14)), 2)) == [14, 15]
@@ -127,19 +127,24 @@ def test_streamingllm_cannot_have_the_prompt() -> None:
 
 def test_streamingllm_in_pages() -> None:
     """Sinks and excess are rounded up to whole pages."""
-    policy = StreamingLLM(budget=16, slack=1)
+    policy = StreamingLLM(budget=16, slack=1, recent=1)
     assert positions(policy.drops(view(30, page=4), 13)) == list(range(4, 20))
-    assert positions(StreamingLLM(budget=16, sinks=5).drops(view(30, page=4), 4)) == [8, 9, 10, 11]
+    assert positions(StreamingLLM(budget=16, sinks=5, recent=1).drops(view(30, page=4), 4)) == [
+        8,
+        9,
+        10,
+        11,
+    ]
 
 
 # -- random --------------------------------------------------------------------
 
 
 def test_random_eviction_is_the_same_again_and_differs_by_seed_and_prompt() -> None:
-    policy = RandomEviction(budget=10)
+    policy = RandomEviction(budget=10, recent=1)
     found = positions(policy.drops(view(40), 20))
     assert found == positions(policy.drops(view(40), 20))
-    assert found != positions(RandomEviction(budget=10, seed=1).drops(view(40), 20))
+    assert found != positions(RandomEviction(budget=10, seed=1, recent=1).drops(view(40), 20))
     assert found != positions(policy.drops(view(40, seed=8), 20))
 
 
@@ -149,7 +154,7 @@ def test_random_eviction_is_uniform_however_it_got_there(page: int) -> None:
     kept: Counter[int] = Counter()
     tries, last = 400, 41 * page
     for seed in range(tries):
-        policy = RandomEviction(budget=10 * page + 1, seed=seed, slack=1)
+        policy = RandomEviction(budget=10 * page + 1, seed=seed, slack=1, recent=1)
         gone: list[int] = []
         for written in range(20 * page + 1, last + 1, 4 * page):
             now = view(written, page=page, gone=gone)
@@ -207,7 +212,7 @@ def highest(scores: list[float], among: Iterable[int], count: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(5))
 def test_l2norm_keeps_low_norms(seed: int) -> None:
     keys = random_keys(24, seed)
-    found = positions(L2Norm(budget=8).drops(view(24, owned=5, keys=keys), 9))
+    found = positions(L2Norm(budget=8, recent=1).drops(view(24, owned=5, keys=keys), 9))
     assert found == highest(norm_by_hand(keys), range(5, 23), 9)
 
 
@@ -227,7 +232,7 @@ def test_keydiff_pairwise_ranks_a_head_as_the_normalised_anchor() -> None:
     for anchor in ("mean_norm", "pairwise"):
         for i in range(12):
             one = keys[:1, :, :1]
-            drops = KeyDiff(budget=1, anchor=anchor).drops(view(30, keys=one), i + 1)
+            drops = KeyDiff(budget=1, anchor=anchor, recent=1).drops(view(30, keys=one), i + 1)
             order.setdefault(anchor, []).append(positions(drops))
     assert order["mean_norm"] == order["pairwise"]
 
@@ -238,20 +243,23 @@ def test_keydiff_by_hand() -> None:
     # The raw mean leans to the long key, so that goes first; cosines with (2.4, 0.82) are
     # 0.946, 0.9999, 0.323 and 0.974.
     given = view(5, keys=keys[None, :, None])
-    assert positions(KeyDiff(budget=1).drops(given, 1)) == [1]
-    assert positions(KeyDiff(budget=1).drops(given, 2)) == [1, 3]
+    assert positions(KeyDiff(budget=1, recent=1).drops(given, 1)) == [1]
+    assert positions(KeyDiff(budget=1, recent=1).drops(given, 2)) == [1, 3]
     # At length 1 the mean is (0.789, 0.285): 0.941, 0.9996, 0.34 and 0.969.
-    assert positions(KeyDiff(budget=1, anchor="mean_norm").drops(given, 3)) == [0, 1, 3]
+    assert positions(KeyDiff(budget=1, anchor="mean_norm", recent=1).drops(given, 3)) == [0, 1, 3]
 
 
 def test_keydiff_without_rotation_reads_other_keys() -> None:
     keys = random_keys(20, 1)
-    policy = KeyDiff(budget=10, keys="unrotated")
+    policy = KeyDiff(budget=10, keys="unrotated", recent=1)
     found = positions(policy.drops(view(20, keys=keys), 8))
     assert found == highest(keydiff_by_hand(keys.flip(1), "mean_raw"), range(19), 8)
 
 
-@pytest.mark.parametrize("policy", [L2Norm(budget=8), KeyDiff(budget=8), RandomEviction(budget=8)])
+@pytest.mark.parametrize(
+    "policy",
+    [L2Norm(budget=8, recent=1), KeyDiff(budget=8, recent=1), RandomEviction(budget=8, recent=1)],
+)
 def test_scores_of_a_page_are_averaged(policy: Evictor) -> None:
     """Whole pages go, by their mean; what was dropped before has no key and no say."""
     gone = range(8, 12)
@@ -269,7 +277,7 @@ def test_scores_of_a_page_are_averaged(policy: Evictor) -> None:
         assert found == sorted(at + i for at in best for i in range(4))
 
 
-@pytest.mark.parametrize("policy", [L2Norm(budget=4), KeyDiff(budget=4)])
+@pytest.mark.parametrize("policy", [L2Norm(budget=4, recent=1), KeyDiff(budget=4, recent=1)])
 def test_keys_of_no_length_and_no_number(policy: Evictor) -> None:
     """All zeros tie, and older ones go first; a NaN is never better than a number."""
     zeros = torch.zeros(1, 10, 1, 4)

@@ -62,7 +62,7 @@ def test_every_built_in_policy_can_be_made(name: str) -> None:
         ("streamingllm:share=1", "share of streamingllm above 0 and below 1"),
         ("streamingllm:share=nan", "share of streamingllm above 0 and below 1"),
         ("streamingllm:budget=64:sinks=-1", "sinks of streamingllm between 0 and 65536"),
-        ("streamingllm:budget=64:recent=65", "recent of streamingllm at most the budget (64)"),
+        ("streamingllm:budget=64:recent=0", "recent of streamingllm between 1 and 65536"),
         ("streamingllm:budget=64:window=3", "options of streamingllm among budget, share"),
         ("streamingllm:budget", "key=value for streamingllm instead of 'budget'"),
         ("streamingllm:budget=1:budget=2", "budget of streamingllm once"),

@@ -336,7 +336,9 @@ def test_drops_that_the_tree_owns_by_now_stay_undone() -> None:
 
 
 def test_an_opted_out_request_is_never_asked_about() -> None:
-    world = World(SINGLE, evictors=[NamedPolicy("streamingllm", StreamingLLM(budget=10, slack=1))])
+    world = World(
+        SINGLE, evictors=[NamedPolicy("streamingllm", StreamingLLM(budget=10, slack=1, recent=1))]
+    )
     req = world.request("exact", PROMPT, True, None)
     prefill(world, req)
     req.output_ids.append(1)
@@ -354,7 +356,7 @@ def test_an_opted_out_request_is_never_asked_about() -> None:
 @pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
 def test_a_budget_holds_from_step_to_step(setup: Setup) -> None:
     budget, slack = 20, 4
-    evictor = StreamingLLM(budget=budget, slack=slack)
+    evictor = StreamingLLM(budget=budget, slack=slack, recent=1)
     world = World(setup, evictors=[NamedPolicy("streamingllm", evictor)])
     req = world.request("r", PROMPT, False, None)
     prefill(world, req)
@@ -377,7 +379,7 @@ def test_a_budget_holds_from_step_to_step(setup: Setup) -> None:
 
 
 def test_a_budget_below_the_prompt_is_not_asked_for_each_time() -> None:
-    evictor = StreamingLLM(budget=2, slack=8)
+    evictor = StreamingLLM(budget=2, slack=8, recent=1)
     world = World(SINGLE, evictors=[NamedPolicy("streamingllm", evictor)])
     req = start(world)
     for i in range(16):
@@ -393,8 +395,8 @@ def test_a_budget_below_the_prompt_is_not_asked_for_each_time() -> None:
 def test_policies_in_sequence(first: str) -> None:
     """The second one sees what the first one left."""
     both = [
-        NamedPolicy("streamingllm", StreamingLLM(budget=20, slack=1)),
-        NamedPolicy("keydiff", KeyDiff(budget=16, slack=1)),
+        NamedPolicy("streamingllm", StreamingLLM(budget=20, slack=1, recent=1)),
+        NamedPolicy("keydiff", KeyDiff(budget=16, slack=1, recent=1)),
     ]
     world = World(SINGLE, evictors=both if first == "streamingllm" else both[::-1])
     req = start(world)
