@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -218,3 +219,29 @@ def test_without_the_flag_only_flags_are_hooked() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "nothing but flags" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "field", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"]
+)
+def test_attention_that_reads_holes_is_refused_by_name(field: str) -> None:
+    """Stock backends would take a dropped position's -1 for the last slot of the pool."""
+    config = ReasonCacheConfig(policy="reasoncache+streamingllm:budget=64")
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            "--reasoncache-policy reasoncache+streamingllm:budget=64 drops positions, which "
+            f"{flag} triton would read; use reasoncache_cpu"
+        ),
+    ):
+        refusals.check_holes(_server_args(**{field: "triton"}), config)
+    refusals.check_holes(_server_args(**{field: "reasoncache_cpu"}), config)
+    refusals.check_holes(_server_args(**{field: "triton"}), ReasonCacheConfig())
+
+
+def test_a_policy_on_the_command_line() -> None:
+    text = "reasoncache+keydiff:share=0.5,anchor=mean_norm"
+    given = _parse("--enable-reasoncache", "--reasoncache-policy", text)
+    assert given["reasoncache_policy"] == text
+    assert ReasonCacheConfig.from_mapping({"policy": text}).policies.shares

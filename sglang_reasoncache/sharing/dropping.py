@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import zlib
@@ -10,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_reasoncache.policies.contract import RequestView
+from sglang_reasoncache.policies.contract import Policy, RequestView
 from sglang_reasoncache.policies.registry import NamedPolicy
 from sglang_reasoncache.sharing.acceptor import Acceptor, Dropped
 from sglang_reasoncache.sharing.decision import Drop, DropRefusal
@@ -53,7 +54,9 @@ class Dropper:
 
         ``req`` holds its row, and nothing of it is being computed but its newest token.
         """
+        # The newest token's KV is not written before the next forward.
         written = len(req.origin_input_ids) + len(req.output_ids) - 1
+        written = min(written, req.kv.kv_allocated_len)
         total = Dropped(0, 0)
         holes = state.holes
         if holes.again:
@@ -63,30 +66,15 @@ class Dropper:
         for name, policy in self._evictors:
             if written < state.next_drop.get(name, 0):
                 continue
-            excess = policy.excess(written, written - holes.count)
-            if excess <= 0:
-                continue
-            # A budget below what a request must hold would be asked for at every look.
-            state.next_drop[name] = written + policy.slack
-            total += self._apply(
-                req, state, self._ask(name, policy, req, state, excess, stats), written, stats
-            )
+            drops = self._ask(name, policy, req, state, written, stats)
+            if drops:
+                total += self._apply(req, state, drops, written, stats)
         self.positions_now += total.positions
         return total
 
-    def _ask(
-        self,
-        name: str,
-        policy: Any,
-        req: Any,
-        state: RequestState,
-        excess: int,
-        stats: SharingStats,
-    ) -> list[Drop]:
-        """What the policy answers; nothing if it fails, whatever it does wrong."""
-        written = len(req.origin_input_ids) + len(req.output_ids) - 1
+    def _view(self, req: Any, state: RequestState, written: int) -> RequestView:
         held = state.holes.held(written)
-        view = RequestView(
+        return RequestView(
             prompt=len(req.origin_input_ids),
             written=written,
             owned=req.kv.cache_protected_len,
@@ -95,10 +83,27 @@ class Dropper:
             seed=zlib.crc32(array("q", req.origin_input_ids)),
             keys=self._keys.of(req.kv.req_pool_idx, held),
         )
-        stats.drop_decisions += 1
+
+    def _ask(
+        self,
+        name: str,
+        policy: Policy,
+        req: Any,
+        state: RequestState,
+        written: int,
+        stats: SharingStats,
+    ) -> list[Drop]:
+        """What the policy answers; nothing if it fails, whatever it does wrong."""
         try:
+            excess = policy.excess(written, written - state.holes.count)
+            if not excess > 0:
+                return []
+            # A budget below what a request must hold would be asked for at every look.
+            state.next_drop[name] = written + policy.slack
+            stats.drop_decisions += 1
+            answer = policy.drops(self._view(req, state, written), excess)
             # More runs than positions are nonsense, and need not be listed to the end.
-            return list(itertools.islice(policy.drops(view, excess), written + 1))
+            return list(itertools.islice(answer, written + 1))
         except Exception:
             stats.drop_refusals[DropRefusal.POLICY_FAILED.value] += 1
             if name not in self._failed:
@@ -109,8 +114,6 @@ class Dropper:
     def _apply(
         self, req: Any, state: RequestState, drops: list[Drop], written: int, stats: SharingStats
     ) -> Dropped:
-        if not drops:
-            return Dropped(0, 0)
         done = self._acceptor.drop(req, state.holes, drops, written, stats.drop_refusals)
         stats.positions_dropped += done.positions
         stats.slots_freed_by_drops += done.freed
@@ -124,7 +127,11 @@ class Dropper:
 
     def describe(self) -> list[dict[str, Any]]:
         """Name and options of every policy, for the endpoint."""
-        return [{"name": name, **vars(policy)} for name, policy in self._evictors]
+        return [{"name": name, **_options(policy)} for name, policy in self._evictors]
+
+
+def _options(policy: Any) -> dict[str, Any]:
+    return {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
 
 
 def _owned(drops: list[Drop], req: Any) -> list[Drop]:

@@ -105,6 +105,8 @@ def test_every_hook_has_a_signature_test() -> None:
             ],
         ),
         ("PrefillBudget", "_available_and_evictable", ["self"]),
+        ("TokenToKVPoolAllocator", "free_page_ids", ["self", "page_ids"]),
+        ("PagedTokenToKVPoolAllocator", "free_page_ids", ["self", "page_ids"]),
         ("RotaryEmbedding", "_compute_cos_sin_cache", ["self"]),
     ],
 )

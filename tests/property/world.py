@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,6 +134,7 @@ class ScriptedEngine:
         return taken
 
 
+@dataclass
 class ScriptedEvictor:
     """A policy that gives up what the test put into ``waiting``, whatever that is, at the next look.
 
@@ -142,12 +143,10 @@ class ScriptedEvictor:
         about: Name of the request that is looked at; views have none.
     """
 
-    needs: frozenset[str] = frozenset()
+    waiting: dict[str, list[Any]] = field(default_factory=dict)
+    about: str = ""
+    needs = frozenset[str]()
     slack = 0
-
-    def __init__(self) -> None:
-        self.waiting: dict[str, list[Any]] = {}
-        self.about = ""
 
     def excess(self, written: int, held: int) -> int:
         return len(self.waiting.get(self.about, ()))

@@ -148,7 +148,7 @@ class Failing:
         self.how = how
 
     def excess(self, written: int, held: int) -> int:
-        return 3
+        return None if self.how == "has no excess" else 3  # type: ignore[return-value]
 
     def drops(self, view: RequestView, excess: int) -> Any:
         if self.how == "raises":
@@ -169,6 +169,7 @@ class Failing:
     [
         ("raises", {"policy_failed": 1}),
         ("is no list", {"policy_failed": 1}),
+        ("has no excess", {"policy_failed": 2}),
         ("raises half way", {"policy_failed": 1}),
         ("is endless", {"tree_owned": WRITTEN + 1}),
         ("writes into its view", {"tree_owned": 1}),
