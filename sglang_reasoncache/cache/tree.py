@@ -6,8 +6,10 @@ path can hold the same slot, so this tree counts *physically*: a slot counts
 once, at its topmost position. Why that position is unique: a second reference
 to a slot arises only from a request that has the slot in its own row, so it is
 published below the first on the same path; branches that share the slot share
-the ancestor that holds it. Locks and leaf-first eviction run along the path,
-hence the topmost holder is locked whenever any other is, and evicted last.
+the ancestor that holds it. Dropping changes nothing here: a path ends before the first
+hole of its row, so a reference is never published without the one above it. Locks and
+leaf-first eviction run along the path, hence the topmost holder is locked whenever any
+other is, and evicted last.
 
 ``_aliases`` holds, per node, the offsets that do not count; a node that is not
 in it is counted as SGLang counts it. ``_inexact`` holds, per node, the first

@@ -184,7 +184,7 @@ class Acceptor:
             return Dropped(0, 0)
         positions = np.concatenate(parts)
         rows = self._pool.req_to_token
-        at = torch.from_numpy(positions).to(rows.device)
+        at = upload(positions, rows.device)
         slots = rows[req.kv.req_pool_idx, at]
         self._pool.write((req.kv.req_pool_idx, at), torch.full_like(slots, -1))
         return Dropped(len(positions), self._allocator.drop(slots[::page].long() // page))

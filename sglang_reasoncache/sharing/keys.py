@@ -11,6 +11,7 @@ import torch
 
 from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.cache.home import HomePositions
+from sglang_reasoncache.cache.upload import upload
 
 
 class KeySource:
@@ -63,8 +64,7 @@ class HeldKeys:
     def _where(self) -> torch.Tensor:
         if self._slots is None:
             rows = self._source.rows
-            held = torch.from_numpy(self._held).to(rows.device)
-            self._slots = rows[self._row, held].long()
+            self._slots = rows[self._row, upload(self._held, rows.device)].long()
         return self._slots
 
     def home(self) -> torch.Tensor:
