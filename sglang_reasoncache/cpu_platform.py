@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A platform on which a stock SGLang server runs with torch operators only.
+"""A platform on which a stock SGLang server runs without a GPU.
 
 Meant for tests and the demo: the scheduler, prefix cache, overlap schedule and
-HTTP APIs are SGLang's own, only the kernels are plain torch.
+HTTP APIs are SGLang's own; operators are torch's, but for attention.
 """
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -23,8 +23,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities(supports_triton=False)
 
     def get_default_attention_backend(self) -> str:
-        """Attention through ``scaled_dot_product_attention``."""
-        return "torch_native"
+        """Our own, or SGLang's ``torch_native`` where C++ cannot be compiled."""
+        from sglang_reasoncache.plugin import cpu_attention
+
+        return cpu_attention.default_backend()
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         """There is no device to pin host memory for."""

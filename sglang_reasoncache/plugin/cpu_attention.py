@@ -6,12 +6,16 @@ With or without ``--enable-reasoncache``: without it, rows are read as they are.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
+from sglang_reasoncache import native
 from sglang_reasoncache.platform import PLATFORM_NAME
 from sglang_reasoncache.plugin import seams
+
+logger = logging.getLogger(__name__)
 
 
 def install() -> None:
@@ -22,6 +26,18 @@ def install() -> None:
         return
     seams.add_attention_backend_choices([seams.CPU_BACKEND])
     seams.register_attention_backend(seams.CPU_BACKEND)(make)
+
+
+def default_backend() -> str:
+    """What serves where the operator names no ``--attention-backend``; compiles it if need be."""
+    if seams.CPU_BACKEND not in seams.ATTENTION_BACKENDS:
+        return "torch_native"
+    try:
+        native.prepare_for_children()
+    except native.NativeUnavailable as error:
+        logger.warning("reasoncache: --attention-backend torch_native, the slow one: %s", error)
+        return "torch_native"
+    return seams.CPU_BACKEND
 
 
 def make(model_runner: Any, *, corrected: bool = False) -> Any:

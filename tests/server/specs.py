@@ -55,6 +55,8 @@ TWO_RANKS = SHARED.having(
     "2",
     SGLANG_CPU_OMP_THREADS_BIND="0|1",
 )
+#: SGLang's own attention.
+STOCK_TORCH = STOCK.having("torch-native", "--attention-backend", "torch_native")
 NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
 #: Steps compared at once, so that a response shares at the same tokens on every server.
 INLINE = ("--reasoncache-engine", "python")
@@ -79,5 +81,6 @@ __all__ = [
     "PAGED",
     "REASONING",
     "STOCK",
+    "STOCK_TORCH",
     "TWO_RANKS",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_reasoncache.plugin.seams import CPU_BACKEND
 from tests.server.harness import STOCK, ServerPool, ServerSpec
 from tests.server.problems import OPT_OUT, chat_once, problems, report, tokens_and_logprobs
 from tests.server.specs import (
@@ -14,6 +15,7 @@ from tests.server.specs import (
     CORRECTED,
     CORRECTED_COPY,
     NOTHING_SHARED,
+    STOCK_TORCH,
 )
 
 _PROMPTS = [problem.prompt for problem in problems(4, seed=11)]
@@ -30,9 +32,22 @@ def _run(servers: ServerPool, spec: ServerSpec, extra: dict[str, object] | None 
     return out
 
 
+def _assert_alike(one, other) -> None:
+    """Equal tokens; log-probabilities within what rounding attention to bf16 changes, 0.05."""
+    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(one, other, strict=True):
+        assert tokens == other_tokens
+        assert logprobs == pytest.approx(other_logprobs, abs=0.05)
+
+
 def test_percentile_zero_equals_stock(servers: ServerPool) -> None:
     """With the flag on and nothing shared, tokens and log-probabilities are stock SGLang's, bit for bit."""
     assert _run(servers, STOCK) == _run(servers, NOTHING_SHARED)
+
+
+def test_our_attention_answers_as_sglangs(servers: ServerPool) -> None:
+    """Without our flag: the same tokens through ``torch_native`` and through ``reasoncache_cpu``."""
+    assert servers.get(STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
+    _assert_alike(_run(servers, STOCK_TORCH), _run(servers, STOCK))
 
 
 @pytest.mark.parametrize(
@@ -41,10 +56,9 @@ def test_percentile_zero_equals_stock(servers: ServerPool) -> None:
 def test_sharing_equals_copying(servers: ServerPool, alias: ServerSpec, copy: ServerSpec) -> None:
     """Redirecting a row reads what copying K and V (rotated, when corrected) into own slots reads.
 
-    As cached both run the stock attention, so log-probabilities are identical.
-    Corrected, one rotates when reading and attends in one padded batch, the
-    other runs the stock loop over rotated copies: rounding of bf16 attention
-    may differ, by at most 0.05 in a log-probability.
+    As cached both read the same values, so log-probabilities are identical.
+    Corrected, one turns the query in fp32, the other reads rotated copies of
+    the keys, rounded to bf16: see :func:`_assert_alike`.
     """
     shared = _run(servers, alias)
     assert report(servers.get(alias))["totals"]["blocks_shared"] > 0
@@ -53,9 +67,7 @@ def test_sharing_equals_copying(servers: ServerPool, alias: ServerSpec, copy: Se
     if alias is AS_CACHED:
         assert shared == copied
         return
-    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(shared, copied, strict=True):
-        assert tokens == other_tokens
-        assert logprobs == pytest.approx(other_logprobs, abs=0.05)
+    _assert_alike(shared, copied)
 
 
 def test_opted_out_request_is_stock(servers: ServerPool) -> None:

@@ -10,15 +10,12 @@ import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.kernels import extend
-from tests.unit.test_attention import DIM, TOLERANCE, Rig, out_of_tree_platform
+from tests.unit.attention_rig import DIM, TOLERANCE, Rig, idle_batch
 
-__all__ = ["out_of_tree_platform"]
-
-pytestmark = pytest.mark.usefixtures("published_config")
+pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
 #: New tokens of the three rows: decode, prefill, and decode requests in a prefill batch.
 BATCHES = {
@@ -122,15 +119,7 @@ def test_idle_forward_needs_no_rows() -> None:
     rig = Rig(moved=1.0)
     backend = backend_of(rig)
     home = rig.home.positions.clone()
-    nothing = torch.empty(0, dtype=torch.int64)
-    backend.init_forward_metadata(
-        SimpleNamespace(
-            forward_mode=ForwardMode.IDLE,
-            out_cache_loc=nothing,
-            positions=nothing,
-            seq_lens=nothing,
-        )
-    )
+    backend.init_forward_metadata(idle_batch())
     assert torch.equal(rig.home.positions, home)
 
 
