@@ -21,6 +21,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from eval.bench.stage1 import Spelling, make_engine, spelling_of
+from eval.redundancy.rows import texts_of
 from sglang_reasoncache.policy.proposal import FilterCounters
 from sglang_reasoncache.policy.settings import FilterConfig
 
