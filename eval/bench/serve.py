@@ -69,12 +69,12 @@ class Workload:
 #: that wrote them; the next shorter one has 14,406 tokens.
 LOOPING = 20_000
 WORKLOADS = (
-    Workload("tiny_reasoner", "", OURS, limit=40, rounds=2, kv_budget=4000),
+    Workload("tiny_reasoner", "", OURS, limit=32, rounds=2, kv_budget=4000),
     Workload(
         "aime24_replay",
         "aime24_sky_t1_32b.jsonl",
         f"{OURS}:block=8",
-        limit=8,
+        limit=10,
         rounds=2,
         kv_budget=8000,
         piece=3000,

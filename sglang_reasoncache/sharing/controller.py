@@ -185,13 +185,14 @@ class SharingController:
         """Hand the requests' new tokens to the engine."""
         while self._orphans:
             self._engine.close(self._orphans.popleft())
-        running = logical = 0
+        running = logical = output = 0
         ids, counts, tokens = array("q"), array("q"), array("q")
         for req in reqs:
             if req.finished() or req.is_retracted or not req.kv.holds_kv:
                 continue
             running += 1
             logical += req.kv.kv_allocated_len
+            output += len(req.output_ids)
             state = request_state.state_of(req) or self._admit(req)
             if state.followed is None:
                 continue
@@ -208,6 +209,7 @@ class SharingController:
             self._engine.feed(ids, counts, tokens)
         self.stats.steps_shed = self._engine.steps_shed - self._shed_before
         self.stats.look(running, self.live_positions, logical)
+        self.forecast.look(self.live_positions, output)
 
     def _admit(self, req: Any) -> RequestState:
         """Start to follow a request, if it may share."""
