@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,17 @@ import torch
 from sglang_reasoncache.kernels.distance import DistanceKernel
 from tests.kernels.cases import (
     CASES,
-    TABLE,
     Case,
     Layers,
     assert_sums,
     expected_moments,
     make_entries,
     make_layers,
-    make_rotation,
+    rotation_of,
     spoil,
     tolerance,
 )
+from tests.kernels.rotary import TABLE
 
 pytest.importorskip("triton")
 
@@ -44,17 +43,10 @@ ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 on_device = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
 )
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Uninitialized memory reads as NaN, so that nothing is left unwritten unnoticed."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def placed(layers: Layers) -> Layers:
@@ -99,7 +91,7 @@ def device_cases() -> list[Case]:
 @on_device
 @pytest.mark.parametrize("case", device_cases(), ids=str)
 def test_agrees_with_gathered_blocks(case: Case) -> None:
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     dst, src, shift = make_entries(case)
     kernel = DistanceKernel(placed(layers), rotation, backend="triton")
     for by in {id(s): s for s in (None, shift)}.values():
@@ -132,7 +124,7 @@ def test_what_is_not_finite_shows(dtype: torch.dtype, is_neox: bool) -> None:
     case = Case(
         pairs=5, block=2, dtype=dtype, is_neox=is_neox, heads=3, k_dim=20, rotary_dim=12, v_dim=20
     )
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     spoiled = spoil(layers)
     dst = torch.tensor([[3, 0], [4, 1], [0, 1], [9, 9], [5, 6]])
     src = torch.tensor([[1, 0], [0, 0], [7, 6], [8, 1], [2, 2]])
@@ -150,7 +142,7 @@ def test_what_is_not_finite_shows(dtype: torch.dtype, is_neox: bool) -> None:
 @on_device
 def test_no_shift_is_as_cached() -> None:
     case = Case(heads=3, k_dim=96, rotary_dim=96, v_dim=96)
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     layers[0][0][5, 0, 0] = float("inf")
     dst, src, shift = (None if t is None else t.to(DEVICE) for t in make_entries(case))
     assert dst is not None and src is not None and shift is not None
@@ -168,7 +160,7 @@ def test_no_shift_is_as_cached() -> None:
 def test_entry_out_of_range_is_nan() -> None:
     """No look at values before the launch, so a bad one costs its pair and nothing else."""
     case = Case(pairs=7)
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     dst, src, shift = make_entries(case)
     assert shift is not None
     kernel = DistanceKernel(placed(layers), rotation, backend="triton")
