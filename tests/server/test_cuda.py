@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.serving import ServerProcess
+from eval.serving import ServerError, ServerProcess
 from tests.server.harness import STRICT_CHECKS, assert_whole
-from tests.server.problems import chat_once, problems, report, solve, tokens_and_logprobs
+from tests.server.problems import OPT_OUT, chat_once, problems, report, solve, tokens_and_logprobs
 from tests.server.specs import EAGER, INLINE
 
 pytestmark = [
@@ -73,29 +73,27 @@ def shared(
 
 
 def test_sharing_equals_copying(
-    shared: ServerProcess,
-    model_path: Path,
-    tmp_path: Path,
-    attention: str,
-    graphs: tuple[str, ...],
+    model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...]
 ) -> None:
     """The same answers as a server that writes rotated K and V into the requests' own slots.
 
-    That server runs without the overlap schedule, where copies race with the forward.
+    Both without the overlap schedule: copies would race with the forward in flight, and
+    a block would be shared a token later.
     """
-    config = report(shared)["config"]
-    assert config["positions"] == "corrected"
-    found = _answers(shared)
-    assert report(shared)["totals"]["blocks_shared"] > 0
-    assert_whole(shared)
-    copying = ("--reasoncache-apply", "copy", "--disable-overlap-schedule")
-    with _served(
-        model_path, tmp_path / "copy.log", attention, graphs, "--reasoncache-positions",
-        "corrected", *copying,
-    ) as server:  # fmt: skip
-        copied = _answers(server)
-        assert report(server)["totals"]["blocks_shared"] > 0
-    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(found, copied, strict=True):
+    answers = {}
+    for apply in ("alias", "copy"):
+        flags = ("--reasoncache-positions", "corrected", "--reasoncache-apply", apply)
+        log = tmp_path / f"{apply}.log"
+        with _served(
+            model_path, log, attention, graphs, *flags, "--disable-overlap-schedule"
+        ) as server:
+            answers[apply] = _answers(server)
+            assert report(server)["config"]["positions"] == "corrected"
+            assert report(server)["totals"]["blocks_shared"] > 0
+            assert_whole(server)
+    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(
+        answers["alias"], answers["copy"], strict=True
+    ):
         assert tokens == other_tokens
         assert logprobs == pytest.approx(other_logprobs, abs=_LOGPROB_ERROR)
 
@@ -105,23 +103,23 @@ def test_batches_with_and_without_shared_blocks(shared: ServerProcess) -> None:
     for count in (12, 3):
         answers = solve(shared, problems(count, seed=3))
         assert all(answer.text for answer in answers)
+    assert report(shared)["totals"]["blocks_shared"] > 0
     assert_whole(shared)
 
 
 def test_opted_out_requests_stay_exact(shared: ServerProcess) -> None:
     """Unshared requests run SGLang's kernels, alone or after others shared."""
-    extra = {"custom_params": {"reasoncache": False}}
     shared.post("/flush_cache")
-    before = _opted_out(shared, extra)
+    before = _opted_out(shared)
     _answers(shared)
     shared.post("/flush_cache")
-    assert _opted_out(shared, extra) == before
+    assert _opted_out(shared) == before
 
 
-def _opted_out(server: ServerProcess, extra: dict[str, object]) -> list[list[str]]:
+def _opted_out(server: ServerProcess) -> list[list[str]]:
     return [
         tokens_and_logprobs(
-            chat_once(server, [{"role": "user", "content": prompt}], extra_body=extra)
+            chat_once(server, [{"role": "user", "content": prompt}], extra_body=OPT_OUT)
         )[0]
         for prompt in _PROMPTS
     ]
@@ -137,8 +135,6 @@ def _opted_out(server: ServerProcess, extra: dict[str, object]) -> list[list[str
 def test_what_cannot_be_corrected_is_refused(
     model_path: Path, tmp_path: Path, flags: tuple[str, ...], named: str
 ) -> None:
-    from eval.serving import ServerError
-
     asked = ("--reasoncache-positions", "corrected", *flags)
     server = _served(
         model_path, tmp_path / "refused.log", "flashinfer", ("--disable-cuda-graph",), *asked
