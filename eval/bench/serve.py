@@ -74,7 +74,9 @@ WORKLOADS = (
         "aime24_replay",
         "aime24_sky_t1_32b.jsonl",
         f"{OURS}:block=8",
-        limit=10,
+        # Equal lengths run in waves, 2 at a time where nothing is shared, up to 4 with sharing:
+        # a number that fills the last wave of either.
+        limit=8,
         rounds=2,
         kv_budget=8000,
         piece=3000,
