@@ -16,6 +16,7 @@ from sglang_reasoncache.attention.served import attention_layers
 from sglang_reasoncache.cache.home import HomePositions
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
+from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.plugin import seams
@@ -52,7 +53,40 @@ class MovedAttention:
         self.rotation = first.rotation
         self._num_slots = first.num_slots
         # Soft-capped logits are beyond PyTorch's fused attention.
-        self._singly = any(layer.logit_cap > 0 for layer in attention_layers(model_runner.model))
+        self._attention = attention_layers(model_runner.model)
+        self._singly = any(layer.logit_cap > 0 for layer in self._attention)
+
+    def warm_up(self) -> None:
+        """Compile what the first forwards over moved slots would wait for, some seconds.
+
+        Reads row 0, which is no request's, and writes nothing.
+        """
+        from sglang_reasoncache.kernels.plan_triton import plan_into
+
+        one = torch.ones(1, dtype=torch.int64, device=self.device)
+        rows, entries = self._rows.req_to_token, 8
+        plan = plan_into(
+            self.buffers(1, entries),
+            rows,
+            one * 0,
+            one * entries,
+            self.home.positions,
+            num_slots=self._num_slots,
+        )
+        assert plan.shift is not None, "what is planned into buffers has shifts"
+        spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
+        for layer in {
+            (x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in self._attention
+        }.values():
+            kv = self._layers[layer.layer_id]
+            query = torch.zeros(
+                (1, layer.tp_q_head_num, layer.qk_head_dim), dtype=self._dtype, device=self.device
+            )
+            # Addresses that are multiples of 16 bytes and others are kernels of their own.
+            for some in (None, spans):
+                decode_attention(query, kv, plan, scale=1.0, logit_cap=layer.logit_cap, spans=some)
+            for first in (0, 1):
+                gather_kv(kv, plan.kv_indices[first:], plan.shift[first:], self._dtype)
 
     def record(self, forward_batch: Any) -> None:
         """Note where the forward's new tokens are at home."""

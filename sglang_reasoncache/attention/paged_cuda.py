@@ -57,6 +57,8 @@ class MovedReads(_Stock):
         self._extend_plan: ExtendPlan | None = None
         # Every graph's plan: replays follow one another on one stream.
         self._graph_buffers: PlanBuffers | None = None
+        # Graphs captured before larger ones were asked for still write here.
+        self._outgrown: list[PlanBuffers] = []
         self._graph_variant: str | None = None
 
     @property
@@ -98,8 +100,9 @@ class MovedReads(_Stock):
     def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
         """Allocate what graphs of up to ``max_bs`` requests read."""
         super().init_cuda_graph_state(max_bs, *args, **kwargs)
-        # Graphs captured before keep the addresses they know.
         if self._graph_buffers is None or len(self._graph_buffers.moved) < max_bs:
+            if self._graph_buffers is not None:
+                self._outgrown.append(self._graph_buffers)
             self._graph_buffers = self.moved.buffers(max_bs)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:

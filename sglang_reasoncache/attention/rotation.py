@@ -132,10 +132,19 @@ def _check_layers(model: torch.nn.Module) -> None:
         if not any(isinstance(child, seams.RadixAttention) for child in children):
             continue
         kind = type(owner).__name__
-        if not any(isinstance(child, seams.RotaryEmbedding) for child in children):
+        rotary = [child for child in children if isinstance(child, seams.RotaryEmbedding)]
+        if not rotary:
             raise ValueError(
                 "--reasoncache-positions corrected needs a rotary embedding in every attention "
                 f"layer, {name} ({kind}) has none; as-cached works without"
+            )
+        # One made for a part of the head leaves open which dims that part is.
+        sizes = {child.head_size for child in rotary}
+        heads = {c.qk_head_dim for c in children if isinstance(c, seams.RadixAttention)}
+        if sizes != heads:
+            raise ValueError(
+                f"--reasoncache-positions corrected: {name} ({kind}) rotates a part of {sizes} dims "
+                f"placed by the model itself in heads of {heads}; as-cached works"
             )
         flag = _SCALES_ROTATED_KEYS.get(kind)
         if flag is not None and getattr(owner, flag, True):

@@ -41,11 +41,19 @@ def default_backend() -> str:
 
 
 def make(model_runner: Any, *, corrected: bool = False) -> Any:
-    """The backend of a scheduler process; see ``PagedCpuBackend``."""
+    """The backend of a scheduler process; see ``PagedCpuBackend``.
+
+    Raises:
+        ValueError: what cannot be served, and what may serve it instead.
+    """
     from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 
     hook_last_loc()
-    return PagedCpuBackend(model_runner, corrected=corrected)
+    try:
+        return PagedCpuBackend(model_runner, corrected=corrected)
+    except ValueError as error:
+        # It is the default: the operator may not have named it.
+        raise ValueError(f"{error}; SGLang's own is --attention-backend torch_native") from error
 
 
 def hook_last_loc() -> None:

@@ -35,6 +35,7 @@ def make(model_runner: Any, name: str) -> Any:
     backend = backend_class(name)(model_runner, **_arguments(model_runner, name))
     if backend.moved.backend != "triton":
         raise ValueError(f"{asked} needs Triton kernels, which cannot be had here")
+    backend.moved.warm_up()
     _install_hooks()
     _backend = backend
     return backend

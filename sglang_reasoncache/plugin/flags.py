@@ -39,7 +39,7 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "positions": (
         "corrected: rotate a shared key to where it is used. as-cached: leave it (the papers' behaviour). "
-        "auto: corrected where the attention backend can.",
+        "auto: corrected on the CPU platform where the model allows it, else as-cached.",
         {"choices": ("auto", "corrected", "as-cached")},
     ),
     "align": (

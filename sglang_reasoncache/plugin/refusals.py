@@ -157,7 +157,8 @@ def check_corrected(args: Any, asked: str) -> None:
 
 
 def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true")
+    # The words that SGLang takes for true.
+    return os.environ.get(variable, "").lower() in ("true", "1", "yes", "y")
 
 
 def check_page_size(page_size: int) -> None:

@@ -111,8 +111,8 @@ def test_opted_out_requests_stay_exact(shared: ServerProcess) -> None:
     """Unshared requests run SGLang's kernels, alone or after others shared."""
     shared.post("/flush_cache")
     before = _opted_out(shared)
+    # No flush after it: slots stay moved, and which kernels run hangs on the batch.
     _answers(shared)
-    shared.post("/flush_cache")
     assert _opted_out(shared) == before
 
 

@@ -270,7 +270,8 @@ def test_flags_in_the_way_are_named(field: str, flag: str) -> None:
         refusals.check_corrected(args, asked)
 
 
-def test_glued_metadata_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+@pytest.mark.parametrize("word", ["1", "true", "YES", "y"])
+def test_glued_metadata_is_refused(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", word)
     with pytest.raises(ValueError, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
         refusals.check_corrected(SimpleNamespace(), "corrected")

@@ -89,7 +89,13 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Any:
     config.get_num_kv_heads = lambda *_: rig.kv_heads
     # On a device this is what a pool gets.
     monkeypatch.setattr(moved, "PagedKv", functools.partial(PagedKv, backend="triton"))
-    return cuda_attention.backend_class("triton")(runner)
+    backend = cuda_attention.backend_class("triton")(runner)
+    before = [buffer.clone() for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
+    backend.moved.warm_up()
+    after = (*rig.pool.k_buffer, *rig.pool.v_buffer)
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
+    return backend
 
 
 class Graphs:

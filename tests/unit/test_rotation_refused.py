@@ -110,3 +110,13 @@ def test_keys_scaled_after_their_rotation_are_refused(use_qk_norm: bool) -> None
         return
     with pytest.raises(ValueError, match=r"0 \(HunYuanAttention, use_qk_norm\) scales keys"):
         KeyRotation.from_model(torch.nn.ModuleList([layer]), 64)
+
+
+def test_parts_of_a_head_that_a_model_places_itself_are_refused() -> None:
+    """XLLM's rotated dims are neither the first ones of a head nor side by side."""
+    part = Attention(rotary_of(head_size=32, rotary_dim=32))
+    with pytest.raises(ValueError, match=r"0 \(Attention\) rotates a part of \{32\} dims.*\{64\}"):
+        KeyRotation.from_model(torch.nn.ModuleList([part]), 64)
+    # The usual way: of a head's first dims, told by the rotary module.
+    usual = Attention(rotary_of(rotary_dim=32))
+    assert KeyRotation.from_model(torch.nn.ModuleList([usual]), 64).rotary_dim == 32
