@@ -86,7 +86,7 @@ WORKLOADS = (
         "math500_sky_t1_27b.jsonl",
         f"{OURS}:block=8",
         limit=8,
-        rounds=2,
+        rounds=1,
         kv_budget=4000,
     ),
 )
