@@ -69,6 +69,24 @@ def test_our_attention_answers_as_sglangs(servers: ServerPool) -> None:
     _assert_same_answers(_run(servers, STOCK_TORCH), _run(servers, STOCK))
 
 
+def test_opted_out_request_is_stock(servers: ServerPool) -> None:
+    """An opted-out request gets stock results, also where others left approximations in the cache.
+
+    But for rounding: this server prefills in pieces and recomputes after retractions.
+    """
+    server = servers.get(ALIASED)
+    for prompt in _PROMPTS:
+        chat_once(server, [{"role": "user", "content": prompt}])
+    assert report(server)["totals"]["blocks_shared"] > 0
+    first = [
+        tokens_and_logprobs(
+            chat_once(server, [{"role": "user", "content": prompt}], extra_body=OPT_OUT)
+        )
+        for prompt in _PROMPTS
+    ]
+    _assert_same_answers(first, _run(servers, STOCK))
+
+
 @pytest.mark.parametrize(
     ("alias", "copy"), [(AS_CACHED, AS_CACHED_COPY), (CORRECTED, CORRECTED_COPY)]
 )
@@ -87,21 +105,3 @@ def test_sharing_equals_copying(servers: ServerPool, alias: ServerSpec, copy: Se
         assert shared == copied
         return
     _assert_alike(shared, copied)
-
-
-def test_opted_out_request_is_stock(servers: ServerPool) -> None:
-    """An opted-out request gets stock results, also where others left approximations in the cache.
-
-    But for rounding: this server prefills in pieces and recomputes after retractions.
-    """
-    server = servers.get(ALIASED)
-    for prompt in _PROMPTS:
-        chat_once(server, [{"role": "user", "content": prompt}])
-    assert report(server)["totals"]["blocks_shared"] > 0
-    first = [
-        tokens_and_logprobs(
-            chat_once(server, [{"role": "user", "content": prompt}], extra_body=OPT_OUT)
-        )
-        for prompt in _PROMPTS
-    ]
-    _assert_same_answers(first, _run(servers, STOCK))
