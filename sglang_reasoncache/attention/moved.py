@@ -134,8 +134,17 @@ class MovedAttention:
         entries = [a + b for a, b in zip(before, new, strict=True)]
         return ExtendPlan(rows, new, self._dtype, singly=singly, entries=entries)
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any) -> None:
+    def write(
+        self,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+    ) -> None:
         """Put new keys and values into the pool, as SGLang's backends do."""
+        if not save_kv_cache or k is None or v is None:
+            return
         self._pool.set_kv_buffer(
             layer,
             seams.KVWriteLoc.for_batch(forward_batch),

@@ -161,8 +161,7 @@ class MovedReads(_Stock):
         if plan is None:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sinks = _sinks(kwargs)
-        if save_kv_cache and k is not None and v is not None:
-            self.moved.write(k, v, layer, forward_batch)
+        self.moved.write(k, v, layer, forward_batch, save_kv_cache)
         return self.moved.decode(q, layer, plan, sinks)
 
     def forward_extend(
@@ -180,8 +179,7 @@ class MovedReads(_Stock):
         if plan is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sinks = _sinks(kwargs)
-        if save_kv_cache and k is not None and v is not None:
-            self.moved.write(k, v, layer, forward_batch)
+        self.moved.write(k, v, layer, forward_batch, save_kv_cache)
         return self.moved.extend(q, layer, plan, forward_batch, sinks)
 
 

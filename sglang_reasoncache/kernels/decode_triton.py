@@ -23,6 +23,7 @@ from sglang_reasoncache.kernels.rotate_triton import (
     as_read,
     current_device,
     fp8_to_fp16,
+    load_entries,
     load_factors,
     pairing,
 )
@@ -163,13 +164,9 @@ def chunk_kernel(
         for at in range(start, stop, TILE):
             entry = at + tl.arange(0, TILE)
             inside = entry < stop
-            slot = tl.load(kv_indices + entry, mask=inside, other=-1)
-            ok = inside & (slot >= 0) & (slot < num_slots)
-            by = tl.zeros([TILE], tl.int32)
-            if HALF > 0:
-                by = tl.load(shift + entry, mask=inside, other=0)
-                ok &= (by > -table_rows) & (by < table_rows)
-            slot = tl.where(ok, slot, 0).to(tl.int64)
+            slot, by, ok = load_entries(
+                kv_indices, shift, entry, inside, num_slots, table_rows, HALF
+            )
             k_at = keys + (slot * k_slot_stride)[None, :]
             k_mask = ok[None, :] & (k_column < K_DIM)[:, None]
             k = _operand(tl.load(k_at + k_column[:, None], mask=k_mask, other=0), ELEMENT)

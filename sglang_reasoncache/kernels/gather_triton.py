@@ -13,6 +13,7 @@ from sglang_reasoncache.kernels.rotate_triton import (
     ELEMENT,
     as_read,
     current_device,
+    load_entries,
     load_factors,
     load_fp32,
     pairing,
@@ -56,13 +57,7 @@ def gather_kernel(
     head = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = entry < count
-    slot = tl.load(kv_indices + entry, mask=inside, other=-1)
-    ok = inside & (slot >= 0) & (slot < num_slots)
-    by = tl.zeros([ROWS], tl.int32)
-    if HALF > 0:
-        by = tl.load(shift + entry, mask=inside, other=0)
-        ok &= (by > -table_rows) & (by < table_rows)
-    slot = tl.where(ok, slot, 0).to(tl.int64)
+    slot, by, ok = load_entries(kv_indices, shift, entry, inside, num_slots, table_rows, HALF)
     column = tl.arange(0, K_COLS)
     at = keys + (slot * k_slot_stride + head * k_head_stride)[:, None]
     mask = ok[:, None] & (column < K_DIM)[None, :]

@@ -58,6 +58,21 @@ def load_fp32(pointer, mask, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def load_entries(kv_indices, shift, entry, inside, num_slots, table_rows, HALF: tl.constexpr):
+    """Slots and shifts of a tile of entries, and which of them may be read.
+
+    Returns int64 slots, 0 where they may not, and int32 shifts, all 0 if HALF is 0.
+    """
+    slot = tl.load(kv_indices + entry, mask=inside, other=-1)
+    ok = inside & (slot >= 0) & (slot < num_slots)
+    by = tl.zeros_like(slot)
+    if HALF > 0:
+        by = tl.load(shift + entry, mask=inside, other=0)
+        ok &= (by > -table_rows) & (by < table_rows)
+    return tl.where(ok, slot, 0).to(tl.int64), by, ok
+
+
+@triton.jit
 def pairing(column, HALF: tl.constexpr, NEOX: tl.constexpr):
     """Which elements of a head turn together.
 

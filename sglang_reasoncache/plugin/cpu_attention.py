@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_reasoncache import native
 from sglang_reasoncache.platform import PLATFORM_NAME
-from sglang_reasoncache.plugin import seams
+from sglang_reasoncache.plugin import hooking, seams
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +65,7 @@ def hook_last_loc() -> None:
         RuntimeError: SGLang could not apply it (it only logs that).
     """
     target = seams.CPU_HOOK_TARGETS["last_loc"]
-    if target in seams.HookRegistry._patched:
-        return
-    seams.HookRegistry.register(target, _around_last_loc, seams.HookType.AROUND)
-    seams.HookRegistry.apply_hooks()
-    if target not in seams.HookRegistry._patched:
-        raise RuntimeError(f"sglang-reasoncache: SGLang did not apply the hook {target}")
+    hooking.apply({target: (_around_last_loc, seams.HookType.AROUND)})
 
 
 def _around_last_loc(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_reasoncache.plugin import refusals, seams
+from sglang_reasoncache.plugin import hooking, refusals, seams
 
 #: The backend of this scheduler process.
 _backend: Any | None = None
@@ -61,20 +61,13 @@ def _device(model_runner: Any) -> str:
 
 
 def _install_hooks() -> None:
-    registry, kind = seams.HookRegistry, seams.HookType
-    hooks = {
-        "forward_batch": (_after_forward_batch, kind.AFTER),
-        "graph_variants": (_around_graph_variants, kind.AROUND),
-    }
-    for hook, (function, how) in hooks.items():
-        if seams.CUDA_HOOK_TARGETS[hook] not in registry._patched:
-            registry.register(seams.CUDA_HOOK_TARGETS[hook], function, how)
-    registry.apply_hooks()
-    missing = [t for t in seams.CUDA_HOOK_TARGETS.values() if t not in registry._patched]
-    if missing:
-        raise RuntimeError(
-            "sglang-reasoncache: SGLang did not apply the hooks " + ", ".join(missing)
-        )
+    targets, kind = seams.CUDA_HOOK_TARGETS, seams.HookType
+    hooking.apply(
+        {
+            targets["forward_batch"]: (_after_forward_batch, kind.AFTER),
+            targets["graph_variants"]: (_around_graph_variants, kind.AROUND),
+        }
+    )
 
 
 def _after_forward_batch(

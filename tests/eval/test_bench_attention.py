@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,8 +18,8 @@ from eval.bench.attention_growth import Point, Setting, curve_of, curves, draw, 
 from eval.bench.attention_rows import BLOCK, Shape, home_positions, lay_rows, shared_blocks
 from eval.bench.quartiles import Quartiles
 from sglang_reasoncache.kernels.plan import plan_rows
+from tests.triton_runs import interpreted
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(3, 989, 4, 2, 64)
 
 
@@ -240,14 +237,6 @@ with torch.inference_mode():
 
 def test_the_gpu_batch_interpreted() -> None:
     """Plans, decode and gather of what is timed on a GPU, and that a wrong result is seen."""
-    done = subprocess.run(
-        [sys.executable, "-c", GPU_STEP],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = interpreted("-c", GPU_STEP, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.fullmatch(r"ones, 3x70-8/2x32: relative error [\d.]+\n", done.stdout)

@@ -1,19 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of paged attention: on a GPU if there is one, interpreted, compiled for three.
-
-The interpreter replaces Triton as a whole when it is imported, so its tests
-run in a process of their own, which runs this file again.
-"""
+"""The Triton kernels of paged attention: on a GPU if there is one, interpreted, compiled for three."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Collection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,16 +27,20 @@ from tests.kernels.attention_cases import (
     make,
     repeating,
 )
+from tests.triton_runs import (
+    DEVICE,
+    INTERPRETED,
+    on_device,
+    run_interpreted,
+    starts_interpreter,
+    there,
+)
 
 pytest.importorskip("triton")
 
 import triton
 
 from sglang_reasoncache.kernels import decode_triton, gather_triton, plan_triton
-
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -57,32 +53,9 @@ def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plan_triton, "PIECES", 4)
 
 
-on_device = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
-)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
+@starts_interpreter
 def test_interpreted() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"\b\d+ passed", done.stdout)
-
-
-def there(tensor: torch.Tensor) -> torch.Tensor:
-    """On the device, strides and distance from an aligned address included."""
-    if DEVICE == "cpu":
-        return tensor
-    storage = tensor.untyped_storage().to(device=DEVICE)
-    empty = torch.empty(0, dtype=tensor.dtype, device=DEVICE)
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    run_interpreted(__file__)
 
 
 def kv_of(rig: Rig) -> PagedKv:

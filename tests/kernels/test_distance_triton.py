@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton distance kernel: on a GPU if there is one, interpreted, compiled for three GPUs.
-
-The interpreter replaces Triton as a whole when it is imported, so its tests
-run in a process of their own, which runs this file again.
-"""
+"""The Triton distance kernel: on a GPU if there is one, interpreted, compiled for three GPUs."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +23,14 @@ from tests.kernels.cases import (
     tolerance,
 )
 from tests.kernels.rotary import TABLE
+from tests.triton_runs import (
+    DEVICE,
+    INTERPRETED,
+    on_device,
+    run_interpreted,
+    starts_interpreter,
+    there,
+)
 
 pytest.importorskip("triton")
 
@@ -39,41 +39,17 @@ import triton.language as tl
 
 from sglang_reasoncache.kernels import distance_triton
 
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-on_device = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
-)
 
 
 def placed(layers: Layers) -> Layers:
-    """The same buffers on the device, strides and distance from an aligned address included."""
-    if DEVICE == "cpu":
-        return layers
-
-    def place(buffer: torch.Tensor) -> torch.Tensor:
-        storage = buffer.untyped_storage().to(device=DEVICE)
-        empty = torch.empty(0, dtype=buffer.dtype, device=DEVICE)
-        return empty.set_(storage, buffer.storage_offset(), buffer.shape, buffer.stride())
-
-    return [(place(keys), place(values)) for keys, values in layers]
+    """The same buffers on the device."""
+    return [(there(keys), there(values)) for keys, values in layers]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
+@starts_interpreter
 def test_interpreted() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"\b\d+ passed", done.stdout)
+    run_interpreted(__file__)
 
 
 def device_cases() -> list[Case]:

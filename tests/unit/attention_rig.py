@@ -7,11 +7,12 @@ multiplication to where it is used, then attends over the whole row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -27,6 +28,16 @@ LENGTHS = [1, 19, 989]
 #: turns into an error of the same order; bf16: keys, probabilities and the
 #: result are each rounded to 8 bits, for values of about 1.
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 3e-2}
+
+
+#: New tokens of the three rows: decode, prefill, and decode requests in a prefill batch.
+BATCHES = {
+    "decode": [1, 1, 1],
+    "whole": [1, 19, 989],
+    "with-prefix": [1, 7, 300],
+    "mixed": [1, 1, 40],
+    "few": [1, 3, 4],
+}
 
 
 class Rig:
@@ -170,3 +181,31 @@ def idle_batch() -> Any:
         positions=nothing,
         seq_lens=nothing,
     )
+
+
+def served_runner(rig: Rig) -> Any:
+    """The rig's runner with what start-up looks at, and the layer in its model."""
+    runner = rig.runner
+    runner.use_mla_backend = False
+    runner.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+    runner.model_config.is_encoder_decoder = False
+    if not any(isinstance(module, RadixAttention) for module in runner.model):
+        runner.model.append(rig.layer)
+    return runner
+
+
+#: What our attention does not serve: a change of a rig, and how the refusal names it.
+UNSERVED: list[tuple[Callable[[Any], None], str]] = [
+    (lambda r: setattr(r.layer, "sliding_window_size", 8), "sliding window 8"),
+    (lambda r: setattr(r.layer, "is_cross_attention", True), "cross attention"),
+    (lambda r: setattr(r.layer, "attn_type", AttentionType.ENCODER_ONLY), "attention type"),
+    (lambda r: setattr(r.layer, "xai_temperature_len", 4), "temperature"),
+    (lambda r: setattr(r.runner, "use_mla_backend", True), "latent attention"),
+    (lambda r: setattr(r.runner.model_config, "is_encoder_decoder", True), "encoder-decoder"),
+    (
+        lambda r: setattr(r.runner, "spec_algorithm", SimpleNamespace(is_none=lambda: False)),
+        "--speculative-algorithm",
+    ),
+    (lambda r: setattr(r.pool, "kv_cache_layout", "hnd"), "hnd"),
+    (lambda r: setattr(r.runner, "token_to_kv_pool", SimpleNamespace()), "SimpleNamespace"),
+]

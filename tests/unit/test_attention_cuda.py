@@ -15,23 +15,21 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_reasoncache.attention.paged_cuda import MovedReads
 from sglang_reasoncache.plugin import cuda_attention, refusals, seams
-from tests.unit.attention_rig import DIM, TOLERANCE, Rig, idle_batch
+from tests.unit.attention_rig import (
+    BATCHES,
+    DIM,
+    TOLERANCE,
+    UNSERVED,
+    Rig,
+    idle_batch,
+    served_runner,
+)
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
-
-#: New tokens of the three rows: decode, prefill, and decode requests in a prefill batch.
-BATCHES = {
-    "decode": [1, 1, 1],
-    "whole": [1, 19, 989],
-    "with-prefix": [1, 7, 300],
-    "mixed": [1, 1, 40],
-    "few": [1, 3, 4],
-}
 
 
 class Backend(MovedReads, TorchNativeAttnBackend):
@@ -39,15 +37,10 @@ class Backend(MovedReads, TorchNativeAttnBackend):
 
 
 def runner_of(rig: Rig) -> Any:
-    """The rig's runner with what start-up looks at, and the layer in its model."""
-    runner = rig.runner
-    runner.use_mla_backend = False
-    runner.spec_algorithm = SimpleNamespace(is_none=lambda: True)
-    runner.model_config.is_encoder_decoder = False
+    """The rig's runner as that of a server on CUDA."""
+    runner = served_runner(rig)
     runner.decode_attention_backend_str = "triton"
     runner.server_args = SimpleNamespace()
-    if not any(isinstance(module, RadixAttention) for module in runner.model):
-        runner.model.append(rig.layer)
     return runner
 
 
@@ -207,23 +200,7 @@ def test_prefill_graphs_run_what_is_not_moved() -> None:
     assert backend.can_run_prefill_cuda_graph(batch)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda r: setattr(r.layer, "sliding_window_size", 8), "sliding window 8"),
-        (lambda r: setattr(r.layer, "is_cross_attention", True), "cross attention"),
-        (lambda r: setattr(r.layer, "attn_type", AttentionType.ENCODER_ONLY), "attention type"),
-        (lambda r: setattr(r.layer, "xai_temperature_len", 4), "temperature"),
-        (lambda r: setattr(r.runner, "use_mla_backend", True), "latent attention"),
-        (lambda r: setattr(r.runner.model_config, "is_encoder_decoder", True), "encoder-decoder"),
-        (
-            lambda r: setattr(r.runner, "spec_algorithm", SimpleNamespace(is_none=lambda: False)),
-            "--speculative-algorithm",
-        ),
-        (lambda r: setattr(r.pool, "kv_cache_layout", "hnd"), "hnd"),
-        (lambda r: setattr(r.runner, "token_to_kv_pool", SimpleNamespace()), "SimpleNamespace"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), UNSERVED)
 def test_what_cannot_be_served_is_refused_by_name(change: Any, message: str) -> None:
     rig = Rig(moved=0.0)
     runner_of(rig)

@@ -3,20 +3,13 @@
 
 Without a GPU: SGLang's and our Triton kernels run under Triton's interpreter, on
 CPU tensors. What a CUDA graph would replay is a capture's call with the state it
-was captured with, over the same buffers. The interpreter replaces Triton as a
-whole when it is imported, so these tests run in a process of their own, which
-runs this file again.
+was captured with, over the same buffers.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,11 +31,10 @@ from sglang_reasoncache.attention import moved
 from sglang_reasoncache.attention.paged_cuda import MOVED, PLAIN, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import cuda_attention
+from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import DIM, TOLERANCE, Rig
 from tests.unit.test_attention_cuda import batch_of, forward, runner_of
 
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 #: Requests that graphs are captured for; batches are padded to one of these.
 SIZES = (3, 1)
 LENGTHS = [1, 19, 70]
@@ -51,18 +43,9 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
+@starts_interpreter
 def test_interpreted() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert re.search(r"\b\d+ passed", done.stdout)
+    run_interpreted(__file__)
 
 
 def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Any:
