@@ -21,7 +21,7 @@ help:
 	@echo "make test-sanitized  native code under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench-filter TRACES=$(TRACES)   what the filter costs, alone and in a server"
 	@echo "make bench-serve TRACES=$(TRACES)    stock against ours: throughput, memory, answers (20 minutes)"
-	@echo "make bench-kernels  the CPU's paged attention against SGLang's torch-native backend"
+	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff format and import order"
 	@echo "make constraints  renew constraints.txt with the newest versions that resolve"
@@ -50,7 +50,7 @@ bench-serve: setup
 	$(PYTHON_ENV) -m eval.bench.serve $(TRACES) $(BENCH_ARGS)
 
 bench-kernels: setup
-	$(PYTHON_ENV) -m eval.bench.attention $(BENCH_ARGS)
+	$(PYTHON_ENV) -m eval.bench.attention --growth --server $(BENCH_ARGS)
 
 lint: setup
 	$(PYTHON_ENV) -m ruff check .

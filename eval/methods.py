@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, flag_of
+from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, flag_of, type_of
 from sglang_reasoncache.policy.presets import PRESETS
 
 
@@ -75,8 +75,7 @@ METHODS: dict[str, Recipe] = {
     },
 }
 
-_FIELDS = {field.name: field for field in dataclasses.fields(ReasonCacheConfig)}
-_TYPES: dict[str, type] = {"calibration": str, "fixed_tau": float, "random_ratio": float}
+_FIELDS = tuple(field.name for field in dataclasses.fields(ReasonCacheConfig))
 _BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 # Commas belong to the other method only if it has options.
 _MATCH = re.compile(r"(?:^|,)match=([^,:]+:.+|[^,:]+)")
@@ -180,11 +179,10 @@ def _pair(spec: str, part: str) -> tuple[str, str]:
 
 
 def _value(spec: str, key: str, text: str) -> object:
-    field = _FIELDS.get(key)
-    if field is None or key == "preset":
+    if key not in _FIELDS or key == "preset":
         known = ", ".join(name for name in _FIELDS if name != "preset")
         raise MethodError(f"--methods: {spec!r}: no option {key!r}; known are {known}")
-    kind = _TYPES.get(key, type(field.default))
+    kind = type_of(key)
     if kind is bool:
         if text.lower() not in _BOOLEANS:
             raise MethodError(f"--methods: {spec!r}: {key} must be true or false, got {text!r}")

@@ -20,7 +20,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from eval.bench.stage1 import Spelling, make_engine, responses, spelling_of
+from eval.bench.stage1 import Spelling, make_engine, spelling_of
+from eval.redundancy.rows import texts_of
 from sglang_reasoncache.policy.proposal import FilterCounters
 from sglang_reasoncache.policy.settings import FilterConfig
 
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/policy.png"))
     options = parser.parse_args(argv)
     files = sorted(options.traces.glob("*.jsonl")) if options.traces.is_dir() else [options.traces]
-    texts = responses(files)
+    texts = texts_of(files)
     tokenizer, spelling = spelling_of(None, texts)
     streams = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     config = FilterConfig(block=_BLOCK)

@@ -265,7 +265,6 @@ def _command(model_path: str, port: int, device: str, flags: Sequence[str]) -> l
         defaults |= {
             "--max-total-tokens": [str(DEFAULT_KV_SLOTS)],
             "--device": ["cpu"],
-            "--attention-backend": ["torch_native"],
             "--sleep-on-idle": [],
         }
     given = {flag.split("=", 1)[0] for flag in flags}

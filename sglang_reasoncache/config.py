@@ -214,3 +214,10 @@ class ReasonCacheConfig:
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ReasonCacheConfig)}
+#: Fields whose default is None say nothing about their type.
+_OPTIONAL_TYPES: dict[str, type] = {"calibration": str, "fixed_tau": float, "random_ratio": float}
+
+
+def type_of(field: str) -> type:
+    """What the text of a flag is read as: bool, int, float or str."""
+    return _OPTIONAL_TYPES.get(field, type(_DEFAULTS[field]))

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A platform on which a stock SGLang server runs with torch operators only.
+"""A platform on which a stock SGLang server runs without a GPU.
 
 Meant for tests and the demo: the scheduler, prefix cache, overlap schedule and
-HTTP APIs are SGLang's own, only the kernels are plain torch.
+HTTP APIs are SGLang's own; operators are torch's, but for attention.
 """
+
+from typing import Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+#: Any of them is the operator's choice.
+_ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -22,9 +27,17 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     # the paged allocator would launch its kernels on CPU tensors.
     capabilities = PlatformCapabilities(supports_triton=False)
 
-    def get_default_attention_backend(self) -> str:
-        """Attention through ``scaled_dot_product_attention``."""
-        return "torch_native"
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Our own attention, or SGLang's ``torch_native`` where C++ cannot be compiled.
+
+        SGLang has settled on what its CPU engine would take by now, so what the operator
+        said is looked up in the input. ``get_default_attention_backend`` is not asked on a CPU.
+        """
+        from sglang_reasoncache.plugin import cpu_attention
+
+        given = getattr(server_args, "_raw_input", None) or {}
+        if not any(given.get(name) for name in _ATTENTION_FIELDS):
+            server_args.attention_backend = cpu_attention.default_backend()
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         """There is no device to pin host memory for."""

@@ -44,6 +44,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
 
 
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialized memory reads as NaN, so that nothing is left unwritten unnoticed."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def model_path() -> Path:
     """Directory of the embedded reasoner, or of REASONCACHE_TEST_MODEL."""

@@ -33,6 +33,7 @@ struct reasoncache_plan_call {
   std::int32_t* kv_indices;       // [capacity]
   std::int32_t* shift;            // [capacity], null exactly if home is
   std::int64_t capacity;
+  std::int32_t together;          // entries of one slot near each other, see row_order.py
   std::int32_t is_moved;          // written: whether any shift is not 0
 };
 

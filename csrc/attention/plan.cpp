@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
+#include <vector>
 
 #include "attention.h"
 
@@ -37,7 +39,34 @@ std::int32_t shift_by(const std::int32_t* home, const std::int32_t* slots, std::
   return any;
 }
 
+struct Entry {
+  std::int32_t window;
+  std::int32_t shift;
+  std::int32_t slot;
+};
+
+// Entries of one request by (home / 64, shift), else as they come; as row_order.py has it.
+void put_together(const std::int32_t* home, std::int32_t* indices, std::int32_t* shift,
+                  std::int64_t count, std::vector<Entry>& entries) {
+  if (shift == nullptr) {
+    std::sort(indices, indices + count);
+    return;
+  }
+  entries.resize(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) {
+    entries[i] = {home[indices[i]] >> 6, shift[i], indices[i]};
+  }
+  std::stable_sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+    return a.window != b.window ? a.window < b.window : a.shift < b.shift;
+  });
+  for (std::int64_t i = 0; i < count; ++i) {
+    indices[i] = entries[i].slot;
+    shift[i] = entries[i].shift;
+  }
+}
+
 std::int32_t plan(reasoncache_plan_call& call) {
+  std::vector<Entry> entries;
   std::int64_t at = 0;
   std::int32_t any = 0;
   call.kv_indptr[0] = 0;
@@ -51,23 +80,31 @@ std::int32_t plan(reasoncache_plan_call& call) {
     const std::int64_t count = length - first;
     if (count > call.capacity - at) return REASONCACHE_ATTENTION_BAD_LEN;
     const std::int32_t* slots = call.rows + request * call.row_stride + first;
-    std::int32_t* indices = call.kv_indices + at;
+    const std::int64_t begin = at;
+    std::int32_t* indices = call.kv_indices + begin;
+    std::int32_t* shift = call.home == nullptr ? nullptr : call.shift + begin;
+    std::int32_t moved = 0;
     const Bounds found = bounds_of(slots, count);
     if (found.most >= call.num_slots) return REASONCACHE_ATTENTION_BAD_SLOT;
     if (found.least >= 0) {
       if (count > 0) {
         std::memcpy(indices, slots, static_cast<std::size_t>(count) * sizeof *slots);
       }
-      if (call.home != nullptr) any |= shift_by(call.home, slots, count, first, call.shift + at);
+      if (shift != nullptr) moved = shift_by(call.home, slots, count, first, shift);
       at += count;
     } else {
       for (std::int64_t i = 0; i < count; ++i) {
         if (slots[i] < 0) continue;
         call.kv_indices[at] = slots[i];
-        if (call.home != nullptr) any |= shift_by(call.home, slots + i, 1, first + i, call.shift + at);
+        if (shift != nullptr) moved |= shift_by(call.home, slots + i, 1, first + i, call.shift + at);
         ++at;
       }
     }
+    // Rows in which nothing is moved stay in order of positions.
+    if (call.together != 0 && (shift == nullptr || moved != 0)) {
+      put_together(call.home, indices, shift, at - begin, entries);
+    }
+    any |= moved;
     call.kv_indptr[b + 1] = static_cast<std::int32_t>(at);
   }
   call.is_moved = any != 0;
@@ -80,5 +117,9 @@ std::int32_t plan(reasoncache_plan_call& call) {
 
 extern "C" std::int32_t reasoncache_plan(reasoncache_plan_call* call) noexcept {
   if (call->capacity > INT32_MAX) return REASONCACHE_ATTENTION_BAD_LEN;
-  return reasoncache::attention::plan(*call);
+  try {
+    return reasoncache::attention::plan(*call);
+  } catch (const std::bad_alloc&) {
+    return REASONCACHE_ATTENTION_NO_MEMORY;
+  }
 }

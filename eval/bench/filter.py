@@ -24,10 +24,10 @@ from eval.bench.stage1 import (
     make_engine,
     peak_megabytes,
     replay,
-    responses,
     segment_microseconds,
     spelling_of,
 )
+from eval.redundancy.rows import texts_of
 from sglang_reasoncache.policy.settings import FilterConfig
 
 _AT_ONCE = 8
@@ -57,11 +57,12 @@ def stage1(options: argparse.Namespace) -> dict[str, Any]:
     """Stage 1 on the traces; prints a table."""
     folder = options.traces.is_dir()
     files = sorted(options.traces.glob("aime*.jsonl")) if folder else [options.traces]
-    texts = responses(files)
-    if not texts:
+    try:
+        texts = texts_of(files)
+    except ValueError as error:
         raise SystemExit(
-            f"no responses in {options.traces} (a folder needs files named aime*.jsonl)"
-        )
+            f"{options.traces} (a folder needs files named aime*.jsonl): {error}"
+        ) from error
     tokenizer, spelling = spelling_of(options.tokenizer, texts)
     streams = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     config = FilterConfig(block=options.block)

@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-from eval.runs.client import Request, ask_all
+from eval.bench.quartiles import Quartiles
+from eval.runs.client import Request, ask_all, tokens_per_s
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import generate
@@ -56,15 +57,12 @@ def load(server: ServerProcess, seed: int) -> Round:
     before = scheduler_seconds(server)
     answers = ask_all(server.url, MODEL_NAME, requests)
     spent = scheduler_seconds(server) - before
-    failed = [answer.error for answer in answers if answer.error]
-    if failed:
-        raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")
-    seconds = max(a.ended for a in answers) - min(a.started for a in answers)
+    speed = tokens_per_s(answers)
     tpots = sorted(
         (a.ended - (a.first_token or a.started)) / max(1, a.output_tokens - 1) for a in answers
     )
     tokens = sum(a.output_tokens for a in answers)
-    return Round(tokens / seconds, tpots[int(0.99 * (len(tpots) - 1))], spent / tokens * 1e6)
+    return Round(speed, tpots[int(0.99 * (len(tpots) - 1))], spent / tokens * 1e6)
 
 
 def scheduler_seconds(server: ServerProcess) -> float:
@@ -97,11 +95,6 @@ def compare(
     return found["stock"], found["ours"], totals
 
 
-def _spread(values: Sequence[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
-    return f"{middle:.4f} ({low:.4f} to {high:.4f})"
-
-
 def summary(rounds: int) -> dict[str, Any]:
     """Run the comparison and print a table; medians of the ratios of neighbouring rounds."""
     stock, ours, totals = compare(rounds)
@@ -116,15 +109,15 @@ def summary(rounds: int) -> dict[str, Any]:
     )
     print(
         f"| output tokens/s | {statistics.median(r.tokens_per_s for r in stock):.1f} "
-        f"| {statistics.median(r.tokens_per_s for r in ours):.1f} | {_spread(throughput)} |"
+        f"| {statistics.median(r.tokens_per_s for r in ours):.1f} | {Quartiles.of(throughput).text(4)} |"
     )
     print(
         f"| p99 TPOT, ms | {statistics.median(r.tpot_p99 for r in stock) * 1e3:.2f} "
-        f"| {statistics.median(r.tpot_p99 for r in ours) * 1e3:.2f} | {_spread(tpot)} |"
+        f"| {statistics.median(r.tpot_p99 for r in ours) * 1e3:.2f} | {Quartiles.of(tpot).text(4)} |"
     )
     print(
         f"| scheduler CPU, us a token | {statistics.median(r.scheduler_us for r in stock):.1f} "
-        f"| {statistics.median(r.scheduler_us for r in ours):.1f} | {_spread(cpu)} |"
+        f"| {statistics.median(r.scheduler_us for r in ours):.1f} | {Quartiles.of(cpu).text(4)} |"
     )
     counts = totals["schedulers"][0]["totals"]
     print(f"\nreported by the server: {counts}")

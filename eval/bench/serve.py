@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from eval.measures.accuracy import accuracy, compare, keyed
 from eval.measures.memory import memory
-from eval.replay.__main__ import MODELS, texts_of
+from eval.measures.speed import speed
+from eval.redundancy.rows import texts_of
+from eval.replay.__main__ import MODELS
 from eval.replay.model import build
 from eval.replay.pieces import write_pieces
 from eval.runs.folder import Cell, RunError
@@ -30,6 +30,7 @@ from eval.runs.options import make_options
 from eval.runs.work import run
 from eval.tasks.registry import find_task
 from eval.tasks.task import Source
+from eval.tokenizers import load_tokenizer
 
 DENSE, OURS, RANDOM = "dense", "reasoncache", "random"
 
@@ -73,7 +74,9 @@ WORKLOADS = (
         "aime24_replay",
         "aime24_sky_t1_32b.jsonl",
         f"{OURS}:block=8",
-        limit=12,
+        # Equal lengths run in waves, 2 at a time where nothing is shared, up to 4 with sharing:
+        # a number that fills the last wave of either.
+        limit=8,
         rounds=2,
         kv_budget=8000,
         piece=3000,
@@ -82,19 +85,14 @@ WORKLOADS = (
         "math500_replay",
         "math500_sky_t1_27b.jsonl",
         f"{OURS}:block=8",
-        limit=14,
-        rounds=2,
-        kv_budget=7000,
+        limit=8,
+        rounds=1,
+        kv_budget=4000,
     ),
 )
-#: The same for all, so that what differs is the memory: attention, and an admission that fills
-#: the pool. SGLang's documentation advises 0.3 where requests wait beside free slots.
-SERVER_FLAGS = (
-    "--attention-backend",
-    "reasoncache_cpu",
-    "--schedule-conservativeness",
-    "0.3",
-)
+#: The same for all, so that what differs is the memory: an admission that fills the pool.
+#: SGLang's documentation advises 0.3 where requests wait beside free slots.
+SERVER_FLAGS = ("--schedule-conservativeness", "0.3")
 
 
 #: A round is refused below.
@@ -130,14 +128,13 @@ def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str
     if workload.traces:
         # Greedy, though every token is forced: a server that draws is started anew for each seed.
         path = traces / workload.traces
+        task = find_task(workload.name)
         if workload.piece:
+            whole = task.load(Source(path=path, model=model))
             path = out.parent / f"{workload.name}-pieces.jsonl"
-            tokenizer = AutoTokenizer.from_pretrained(model)
-            rows = [json.loads(line) for line in (traces / workload.traces).open("rb")]
-            write_pieces(rows, tokenizer, workload.piece, LOOPING, path)
+            write_pieces(whole, load_tokenizer(model), workload.piece, LOOPING, path)
         values |= {"model": model, "data": {workload.name: str(path)}, "temperature": 0.0}
-        source = Source(path=path, model=model, limit=workload.limit)
-        problems = find_task(workload.name).load(source)
+        problems = task.load(Source(path=path, model=model, limit=workload.limit))
         crowded = crowding([p.max_tokens or 1 for p in problems], workload.kv_budget)
         if crowded < LEAST_CROWDING:
             raise RunError(
@@ -183,11 +180,10 @@ def summarise(workload: Workload, out: Path) -> dict[str, Any]:
 
 
 def _tokens_per_s(cell: Cell) -> float:
-    legs = cell.legs()
-    seconds = sum(leg.seconds for leg in legs)
-    if not seconds:
-        raise RunError(f"{cell.folder}: nothing was measured")
-    return sum(leg.output_tokens for leg in legs) / seconds
+    found = speed(cell.responses(), cell.legs(), cell.timeline()).tokens_per_s
+    if found is None:
+        raise RunError(f"{cell.folder}: not measured in one go; start over in a new folder")
+    return found
 
 
 def _memory(cells: Sequence[Cell]) -> Any:
@@ -198,8 +194,8 @@ def _memory(cells: Sequence[Cell]) -> Any:
 
 
 def _running(cells: Sequence[Cell]) -> float | None:
-    running = [moment.running for cell in cells for moment in cell.timeline()]
-    return statistics.fmean(running) if running else None
+    timeline = [moment for cell in cells for moment in cell.timeline()]
+    return speed([], [], timeline).mean_running
 
 
 def _failed(cell: Cell) -> int:

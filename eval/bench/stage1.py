@@ -10,13 +10,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import json
 import math
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,23 +90,6 @@ class Replay:
             return math.nan
         x, y = zip(*found, strict=True)
         return float(np.polyfit(x, y, 1)[0])
-
-
-def responses(paths: Iterable[Path], field: str = "response") -> list[str]:
-    """The responses of JSONL files.
-
-    Raises:
-        ValueError: a line that is no JSON object with the field, by file and line.
-    """
-    found = []
-    for path in paths:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    found.append(str(json.loads(line)[field]))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{path}:{number}: no JSON object with {field!r}") from error
-    return found
 
 
 def spelling_of(tokenizer: str | None, texts: Sequence[str]) -> tuple[Any, Spelling]:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from eval.jsonl import kind_of, read_object, valid_text
+
 _MAX_NAME_CHARS = 40
+_MAX_LINE_BYTES = 16 << 20
 
 
 class Row(NamedTuple):
@@ -50,6 +52,24 @@ def read_rows(
                     complain(number, str(error))
 
 
+def texts_of(paths: Iterable[Path]) -> list[str]:
+    """The responses of JSONL files.
+
+    Raises:
+        ValueError: a bad line, or no response at all; names the file.
+    """
+    found: list[str] = []
+    for path in paths:
+
+        def complain(number: int, fault: str, path: Path = path) -> None:
+            raise ValueError(f"{path}:{number}: {fault}")
+
+        found += [row.response for row in read_rows(path, "response", _MAX_LINE_BYTES, complain)]
+    if not found:
+        raise ValueError("no response in the files")
+    return found
+
+
 def _lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     """Numbered lines; None for one that is too long."""
     number = 0
@@ -65,36 +85,20 @@ def _lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]
 
 def _row(line: bytes, field: str, file_name: str) -> Row:
     """Raises ValueError that says what is wrong with the line."""
-    try:
-        content = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        # A number of thousands of digits, brackets nested thousands deep.
-        raise ValueError(f"not JSON that can be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"not an object but {_kind(content)}")
+    content = read_object(line)
     if field not in content:
         raise ValueError(f"no field {field!r}")
     response = content[field]
     if not isinstance(response, str):
-        raise ValueError(f"field {field!r} is no text but {_kind(response)}")
+        raise ValueError(f"field {field!r} is no text but {kind_of(response)}")
     if not response.strip():
         raise ValueError(f"field {field!r} is empty")
     correct = content.get("correct")
     return Row(
         _name(content.get("dataset"), file_name),
         correct if isinstance(correct, bool) else None,
-        # Half surrogates pass through JSON and nothing else.
-        response.encode("utf-8", errors="replace").decode("utf-8"),
+        valid_text(response),
     )
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
-    return "null" if value is None else kinds.get(type(value), "a number")
 
 
 def _name(value: Any, default: str) -> str:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from eval.tokenizers import TokenizerError, load_tokenizer
 from sglang_reasoncache.plugin.vocabulary import vocabulary_of
 from sglang_reasoncache.policy.segment import TokenClasses
 from sglang_reasoncache.policy.step import Step
@@ -77,17 +78,13 @@ class TokenizerSpeller:
     """
 
     def __init__(self, folder: str) -> None:
-        from transformers import AutoTokenizer
-
         path = Path(folder)
         if not path.is_dir():
             raise ValueError(f"--tokenizer must be {WORDS!r} or a folder, got {folder!r}")
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except Exception as error:
-            # Tokenizer files fail in as many ways as there are kinds of them.
-            first = (str(error) or type(error).__name__).splitlines()[0]
-            raise ValueError(f"--tokenizer {folder!r} cannot be loaded: {first}") from error
+            self._tokenizer = load_tokenizer(folder, local=True)
+        except TokenizerError as error:
+            raise ValueError(f"--tokenizer: {error}") from error
         self.name = path.resolve().name
         self._vocabulary = vocabulary_of(self._tokenizer)
         self._classes = TokenClasses(self._vocabulary)

@@ -7,30 +7,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.redundancy.rows import read_rows
+from eval.redundancy.rows import texts_of
 from eval.replay.model import build
 
 #: Under the folder from which the command is called.
 MODELS = Path("build/replay")
-_MAX_LINE_BYTES = 16 << 20
-
-
-def texts_of(paths: Sequence[Path]) -> list[str]:
-    """The responses of JSONL files.
-
-    Raises:
-        ValueError: a bad line, or no response at all; names the file.
-    """
-    found = []
-    for path in paths:
-
-        def complain(number: int, fault: str, path: Path = path) -> None:
-            raise ValueError(f"{path}:{number}: {fault}")
-
-        found += [row.response for row in read_rows(path, "response", _MAX_LINE_BYTES, complain)]
-    if not found:
-        raise ValueError(f"no response in {', '.join(map(str, paths))}")
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:

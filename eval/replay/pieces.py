@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.runs.folder import write_whole
+from eval.tasks.task import Problem
 
 _STEP_END = "\n\n"
 
@@ -39,21 +40,20 @@ def cut(response: str, tokenizer: Any, tokens: int) -> list[str]:
 
 
 def write_pieces(
-    rows: Sequence[dict[str, Any]], tokenizer: Any, tokens: int, least: int, path: Path
+    problems: Sequence[Problem], tokenizer: Any, tokens: int, least: int, path: Path
 ) -> int:
-    """Write the pieces of all responses of at least ``least`` tokens as JSONL; return how many.
+    """Write the pieces of all records of at least ``least`` tokens as JSONL; return how many.
 
     Args:
-        rows: with ``id``, ``question`` and ``response``.
+        problems: of a replay; the reference is the recorded response, ``max_tokens`` its length.
     """
     lines = []
-    for row in rows:
-        whole = tokenizer.encode(row["response"], add_special_tokens=False, verbose=False)
-        if len(whole) < least:
+    for problem in problems:
+        if (problem.max_tokens or 0) < least:
             continue
-        for number, piece in enumerate(cut(row["response"], tokenizer, tokens)):
-            name = f"{row['id']}.{number}"
-            lines.append({"id": name, "question": row["question"], "response": piece})
+        for number, piece in enumerate(cut(problem.reference, tokenizer, tokens)):
+            name = f"{problem.id}.{number}"
+            lines.append({"id": name, "question": problem.prompt, "response": piece})
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
     return len(lines)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from eval.tasks import rows
 from eval.tasks.task import Problem, Source, TaskError, Verdict
+from eval.tokenizers import TokenizerError, load_tokenizer
 
 _MAX_RESPONSE_CHARS = 4 << 20
 #: Tokens between two pieces of a streamed response: parsing each token's piece in the
@@ -44,7 +44,10 @@ class ReplayTask:
             raise TaskError(
                 f"--tasks {self.name}: needs recorded responses, --data {self.name}=FILE.jsonl"
             )
-        tokenizer = _tokenizer(source.model)
+        try:
+            tokenizer = load_tokenizer(source.model)
+        except TokenizerError as error:
+            raise TaskError(f"--model: {error}") from error
         everything = replace(source, limit=None)
         problems = rows.load(
             self.name, everything, rows.Hub(""), lambda row: self._problem(row, tokenizer)
@@ -92,15 +95,3 @@ def _first_difference(one: str, other: str) -> int:
         if a != b:
             return at
     return min(len(one), len(other))
-
-
-@lru_cache(maxsize=4)
-def _tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except Exception as error:
-        # Tokenizer files fail in as many ways as there are kinds of them.
-        first = (str(error) or type(error).__name__).splitlines()[0]
-        raise TaskError(f"--model {model!r}: its tokenizer cannot be loaded: {first}") from error

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from eval.tokenizers import TokenizerError, load_tokenizer
 from sglang_reasoncache.policy.filter import FilterConfig, RequestFilter
 from sglang_reasoncache.policy.segment import TokenClasses
 from sglang_reasoncache.policy.vocabulary import Vocabulary
@@ -89,15 +90,12 @@ def measure(folder: Path, texts: Sequence[tuple[str, str]], block: int) -> Heatm
     Raises:
         HeatmapError: no such pair, or a model that this cannot run.
     """
-    from transformers import AutoTokenizer
-
     from sglang_reasoncache.plugin.vocabulary import vocabulary_of
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        # Tokenizer files fail in as many ways as there are kinds of them.
-        raise HeatmapError(f"{folder}: no tokenizer: {_first_line(error)}") from error
+        tokenizer = load_tokenizer(str(folder), local=True)
+    except TokenizerError as error:
+        raise HeatmapError(str(error)) from error
     vocabulary = vocabulary_of(tokenizer)
     classes = TokenClasses(vocabulary)
     best: tuple[list[int], int, StepPair] | None = None

@@ -210,6 +210,19 @@ def ask_all(
     return [ended[request.problem_id] for request in requests]
 
 
+def tokens_per_s(answers: Sequence[Response]) -> float:
+    """Output tokens of requests sent together over the time that all took.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    failed = [answer.error for answer in answers if answer.error]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")
+    seconds = max(a.ended for a in answers) - min(a.started for a in answers)
+    return sum(a.output_tokens for a in answers) / seconds
+
+
 def is_local(url: str) -> bool:
     """Whether a URL is this machine's own loopback."""
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")

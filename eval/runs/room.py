@@ -10,6 +10,7 @@ from eval.runs.folder import RunError
 from eval.runs.problems import ProblemSet, forced, model_path
 from eval.runs.records import Leg, Response
 from eval.tasks.task import Problem
+from eval.tokenizers import load_tokenizer
 
 #: SGLang leaves so many slots of its pool free after prompt and longest response.
 _SPARE_SLOTS = 2
@@ -32,7 +33,7 @@ def refuse_what_cannot_fit(problems: ProblemSet, task: str, slots: int) -> None:
     replayed = [problem for problem in asked.values() if forced(problem)]
     if not replayed:
         return
-    tokenizer = _tokenizer(model_path(problems.options))
+    tokenizer = load_tokenizer(model_path(problems.options))
     for problem in sorted(replayed, key=lambda one: one.max_tokens or 0, reverse=True):
         needed = _prompt_tokens(tokenizer, problem) + (problem.max_tokens or 0) + _SPARE_SLOTS
         if needed > slots:
@@ -94,10 +95,3 @@ def _prompt_tokens(tokenizer: Any, problem: Problem) -> int:
     return len(
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     )
-
-
-def _tokenizer(model: str) -> Any:
-    # Takes seconds to import, and only replays need it.
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)

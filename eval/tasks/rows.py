@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import IO, Any
 
+from eval.jsonl import kind_of, read_object, valid_text
 from eval.tasks.task import Problem, Source, TaskError
 
 MAX_LINE_BYTES = 16 << 20
@@ -55,10 +55,10 @@ class Row:
         """
         name, value = self._find(names)
         if not isinstance(value, str):
-            raise self.fault(f"field {name!r} is no text but {_kind(value)}")
+            raise self.fault(f"field {name!r} is no text but {kind_of(value)}")
         if not value.strip():
             raise self.fault(f"field {name!r} is empty")
-        return _valid(value)
+        return valid_text(value)
 
     def words(self, *names: str) -> str:
         """As `text`; a whole number counts as its digits."""
@@ -76,10 +76,10 @@ class Row:
         if isinstance(value, str):
             return [self.text(name)]
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-            raise self.fault(f"field {name!r} is no list of texts but {_kind(value)}")
+            raise self.fault(f"field {name!r} is no list of texts but {kind_of(value)}")
         if not value or not all(v.strip() for v in value):
             raise self.fault(f"field {name!r} is empty")
-        return [_valid(v) for v in value]
+        return [valid_text(v) for v in value]
 
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
@@ -152,23 +152,12 @@ def _jsonl_rows(file: IO[bytes], name: str, max_bytes: int | None = None) -> Ite
             raise TaskError(f"{where}: line longer than {MAX_LINE_BYTES} bytes")
         if max_bytes is not None and size > max_bytes:
             raise TaskError(f"{where}: more than {max_bytes} bytes")
-        if line.strip():
-            yield Row(_object(line, where), where, number)
-
-
-def _object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        content = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise TaskError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        # A number of thousands of digits, brackets nested thousands deep.
-        raise TaskError(f"{where}: not JSON that can be read: {error}") from error
-    if not isinstance(content, dict):
-        raise TaskError(f"{where}: not an object but {_kind(content)}")
-    return content
+        if not line.strip():
+            continue
+        try:
+            yield Row(read_object(line), where, number)
+        except ValueError as error:
+            raise TaskError(f"{where}: {error}") from error
 
 
 def _hub_rows(task: str, hub: Hub, files: ExitStack) -> Iterator[Row]:
@@ -197,13 +186,3 @@ def _archive_rows(hub: Hub, files: ExitStack) -> Iterator[Row]:
     member = files.enter_context(archive.open(hub.member))
     name = f"{hub.dataset}/{hub.archive}/{hub.member}"
     return _jsonl_rows(member, name, _MAX_ARCHIVE_BYTES)
-
-
-def _valid(text: str) -> str:
-    # Half surrogates pass through JSON and nothing else.
-    return text.encode("utf-8", errors="replace").decode("utf-8")
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
-    return "null" if value is None else kinds.get(type(value), "a number")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from eval.tasks.answers import THINK, with_opened_thinking
+from eval.tokenizers import load_tokenizer
 
 __all__ = ["opens_thinking", "with_opened_thinking"]
 
@@ -22,15 +23,11 @@ def opens_thinking(model: str) -> bool:
     """
     if not model:
         return False
-    from transformers import AutoTokenizer
-
     try:
-        # False, not None: None asks on the terminal whether a model's own code may run.
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        prompt = tokenizer.apply_chat_template(
+        prompt = load_tokenizer(model).apply_chat_template(
             [{"role": "user", "content": "1 + 1"}], tokenize=False, add_generation_prompt=True
         )
     except Exception:
-        # Tokenizers and templates fail in as many ways as there are kinds of them.
+        # Templates fail, as tokenizers do, in as many ways as there are kinds of them.
         return False
     return isinstance(prompt, str) and prompt.rstrip().endswith(THINK)

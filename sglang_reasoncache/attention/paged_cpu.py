@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache.attention.served import attention_layers, check_served
 from sglang_reasoncache.cache.home import HomePositions
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
@@ -45,7 +46,7 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
     skips_holes = True
 
     def __init__(self, model_runner: Any, *, corrected: bool = False) -> None:
-        check_served(model_runner)
+        check_served(model_runner, f"--attention-backend {NAME}")
         super().__init__(model_runner)
         self._allocator = model_runner.token_to_kv_pool_allocator
         self._dtype = model_runner.dtype
@@ -63,7 +64,7 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
         }
         self._num_slots = self._layers[pool.start_layer].num_slots
         # Soft-capped logits are beyond PyTorch's fused attention.
-        self._singly = any(layer.logit_cap > 0 for layer in _attention_layers(model_runner.model))
+        self._singly = any(layer.logit_cap > 0 for layer in attention_layers(model_runner.model))
         self._decode_plan: RowPlan | None = None
         self._extend_plan: ExtendPlan | None = None
         if self._layers[pool.start_layer].backend != "native":
@@ -164,43 +165,3 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
             self.token_to_kv_pool.set_kv_buffer(
                 layer, seams.KVWriteLoc(forward_batch.out_cache_loc, None), k, v
             )
-
-
-def check_served(model_runner: Any) -> None:
-    """Refuse what these kernels do not compute.
-
-    Raises:
-        ValueError: naming the first thing in the way.
-    """
-    if model_runner.use_mla_backend:
-        raise ValueError(f"--attention-backend {NAME} does not serve multi-head latent attention")
-    if model_runner.model_config.is_encoder_decoder:
-        raise ValueError(f"--attention-backend {NAME} does not serve encoder-decoder models")
-    if not model_runner.spec_algorithm.is_none():
-        raise ValueError(f"--attention-backend {NAME} does not serve --speculative-algorithm")
-    pool = model_runner.token_to_kv_pool
-    if type(pool) is not seams.MHATokenToKVPool or pool.kv_cache_layout != "nhd":
-        raise ValueError(
-            f"--attention-backend {NAME} reads one plain multi-head KV pool in NHD layout, this "
-            f"server uses {type(pool).__name__} ({getattr(pool, 'kv_cache_layout', 'own layout')})"
-        )
-    if pool.is_quantized_kv_cache:
-        raise ValueError(f"--attention-backend {NAME} does not read block-quantised KV caches")
-    for layer in _attention_layers(model_runner.model):
-        for name, found, served in (
-            ("sliding window", layer.sliding_window_size, (-1, None)),
-            ("cross attention", layer.is_cross_attention, (False,)),
-            ("attention type", layer.attn_type, (seams.AttentionType.DECODER,)),
-            ("position encoding", layer.pos_encoding_mode, ("NONE",)),
-            ("logit capping", layer.logit_capping_method, ("tanh",)),
-            ("attention temperature length", layer.xai_temperature_len, (-1,)),
-        ):
-            if found not in served:
-                raise ValueError(
-                    f"--attention-backend {NAME}: layer {layer.layer_id} has {name} {found}, "
-                    f"served: {served[0]}"
-                )
-
-
-def _attention_layers(model: torch.nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, seams.RadixAttention)]

@@ -30,6 +30,10 @@ _LINEAR_KINDS = (
     "DynamicNTKScalingRotaryEmbedding",
 )
 
+#: Attention modules that, where the attribute is true, scale each dim of a key by a learned
+#: weight after its rotation: what lies in the pool is no rotated key.
+_SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
+
 
 class KeyRotation:
     """Rotation by whole positions.
@@ -59,16 +63,18 @@ class KeyRotation:
 
         Raises:
             ValueError: no rotary embedding, several different ones, a kind
-                whose angle is not linear in the position, or a table shorter
-                than the context.
+                whose angle is not linear in the position, layers without one,
+                keys changed after their rotation, or a table shorter than the
+                context.
         """
-        found = [m for m in model.modules() if isinstance(m, seams.RotaryEmbedding)]
+        found = _rotary_modules(model)
         kinds = {type(m).__name__ for m in found}
         if len(kinds) != 1 or not kinds <= set(_LINEAR_KINDS):
             raise ValueError(
                 "--reasoncache-positions corrected needs one plain rotary embedding per model, "
                 f"found {sorted(kinds) or 'none'}; as-cached works without"
             )
+        _check_layers(model)
         tables = [m._compute_cos_sin_cache().float() for m in _distinct(found)]
         first = found[0]
         if any(t.shape != tables[0].shape or not torch.equal(t, tables[0]) for t in tables):
@@ -107,3 +113,42 @@ class KeyRotation:
 def _distinct(modules: list[Any]) -> list[Any]:
     """SGLang hands the same rotary module to every layer; check each object once."""
     return list({id(m): m for m in modules}.values())
+
+
+def _rotary_modules(model: torch.nn.Module) -> list[Any]:
+    """Also those of SGLang's rotary modules that are no RotaryEmbedding (LongRoPE, dual chunk)."""
+    package = seams.RotaryEmbedding.__module__.rpartition(".")[0] + "."
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, seams.RotaryEmbedding) or type(module).__module__.startswith(package)
+    ]
+
+
+def _check_layers(model: torch.nn.Module) -> None:
+    """Raises ValueError where a layer's cached keys are not, or not only, rotated."""
+    for name, owner in model.named_modules():
+        children = list(owner.children())
+        if not any(isinstance(child, seams.RadixAttention) for child in children):
+            continue
+        kind = type(owner).__name__
+        rotary = [child for child in children if isinstance(child, seams.RotaryEmbedding)]
+        if not rotary:
+            raise ValueError(
+                "--reasoncache-positions corrected needs a rotary embedding in every attention "
+                f"layer, {name} ({kind}) has none; as-cached works without"
+            )
+        # One made for a part of the head leaves open which dims that part is.
+        sizes = {child.head_size for child in rotary}
+        heads = {c.qk_head_dim for c in children if isinstance(c, seams.RadixAttention)}
+        if sizes != heads:
+            raise ValueError(
+                f"--reasoncache-positions corrected: {name} ({kind}) rotates a part of {sizes} dims "
+                f"placed by the model itself in heads of {heads}; as-cached works"
+            )
+        flag = _SCALES_ROTATED_KEYS.get(kind)
+        if flag is not None and getattr(owner, flag, True):
+            raise ValueError(
+                f"--reasoncache-positions corrected: {name} ({kind}, {flag}) scales keys after "
+                "their rotation, which cannot be turned any more; as-cached works"
+            )

@@ -50,11 +50,16 @@ class SharingBudget(seams.PrefillBudget):
         return (True, chunk_limit) if needed < self.remaining_total else (False, None)
 
 
+#: Output tokens of the running requests from which on their share says something.
+_LEAST_RUNNING = 512
+
+
 class SharingForecast:
     """Share of output positions that ended up shared, over recent requests.
 
     Exponentially weighted by tokens with a memory of ``horizon`` output tokens,
-    so one odd request moves it little; 0 until something finished.
+    so one odd request moves it little. The running requests count where they share
+    more already: long responses say nothing for minutes otherwise.
     """
 
     def __init__(self, limit: float, horizon: float = 20_000.0) -> None:
@@ -62,6 +67,7 @@ class SharingForecast:
         self._horizon = horizon
         self._shared = 0.0
         self._tokens = 0.0
+        self._running = 0.0
 
     def observe(self, shared: int, tokens: int) -> None:
         """A request ended with ``shared`` of its ``tokens`` output positions redirected."""
@@ -71,12 +77,15 @@ class SharingForecast:
         self._shared = self._shared * fade + shared
         self._tokens = self._tokens * fade + tokens
 
+    def look(self, shared: int, tokens: int) -> None:
+        """``shared`` of the ``tokens`` output positions of all running requests are redirected."""
+        self._running = shared / tokens if tokens >= _LEAST_RUNNING else 0.0
+
     @property
     def credit(self) -> float:
         """Share to count on, in [0, limit]."""
-        if self._tokens == 0:
-            return 0.0
-        return min(self._shared / self._tokens, self._limit)
+        finished = self._shared / self._tokens if self._tokens else 0.0
+        return min(max(finished, self._running), self._limit)
 
 
 CreditSource = Callable[[], float]

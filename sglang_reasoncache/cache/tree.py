@@ -19,6 +19,7 @@ after a shared position is inexact although its slot has one owner.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -192,6 +193,23 @@ class SharedRadixCache(seams.RadixCache):
         super()._delete_leaf(node)
         self._alias_evictable -= len(self._aliases.pop(node, ()))
         self._inexact.pop(node, None)
+
+    # -- asked for every forward ------------------------------------------------
+
+    def reads_moved(self, reqs: Iterable[Any]) -> bool:
+        """Whether the row of any of ``reqs`` may name a slot away from its home position.
+
+        It may where one of its blocks was redirected, or where its prefix ends in a
+        node that is inexact: a moved slot lies behind the first inexact position, and
+        what is below an inexact node is inexact.
+        """
+        if not self.token_to_kv_pool_allocator.has_moved_slots:
+            return False
+        return any(req.last_node in self._inexact or self._is_redirected(req) for req in reqs)
+
+    def _is_redirected(self, req: Any) -> bool:
+        state = None if self.controller is None else self.controller.state_of(req)
+        return state is not None and state.first_shared is not None
 
     # -- requests that want exact KV only --------------------------------------
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_reasoncache.kernels.pool import read_rows
+
 if TYPE_CHECKING:
     from sglang_reasoncache.attention.rotation import KeyRotation
 
@@ -64,7 +66,7 @@ def gather_kv(
     slots = kv_indices.long()
     if slots.numel() and (slots.min() < 0 or slots.max() >= keys.shape[0]):
         raise ValueError("gather: a slot outside the pool")
-    k, v = _rows(keys, slots), _rows(values, slots)
+    k, v = read_rows(keys, slots), read_rows(values, slots)
     if shift is not None and rotation is not None and shift.numel():
         if shift.long().abs().max() >= rotation.cos.shape[0]:
             raise ValueError("gather: shift has an entry beyond the rotary table")
@@ -111,10 +113,3 @@ def decode_attention(
             weights = logits.softmax(dim=1)[:, : last - first]
             out[b] = torch.einsum("hn,nhd->hd", weights, row_v)
     return out, lse
-
-
-def _rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    if buffer.dtype.itemsize == 1:
-        # Not every PyTorch operator knows fp8; its bytes can always be gathered.
-        return buffer.view(torch.uint8)[slots].view(buffer.dtype).float()
-    return buffer[slots].float()

@@ -6,8 +6,9 @@ from __future__ import annotations
 import torch
 
 from sglang_reasoncache.kernels import attention_reference
-from sglang_reasoncache.kernels.paged import PagedKv, check_shift, threads_of_a_call
+from sglang_reasoncache.kernels.paged import PagedKv, check_shift
 from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.pool import threads_of_a_call
 
 
 def decode_attention(
@@ -27,7 +28,8 @@ def decode_attention(
 
     A key moved by n positions is read as it lies in the pool, under the query turned
     back by n: what that costs grows with the runs of equal shift, not with the entries.
-    The result does not depend on the number of threads.
+    The result does not depend on the number of threads, nor on the rest of the batch.
+    On a CUDA device the call only launches, and can be captured in a graph.
 
     Args:
         query: ``[batch, heads, k_dim]``, fp32, bf16 or fp16, elements of a head side by side.
@@ -41,14 +43,15 @@ def decode_attention(
             several queries may read the same entries.
         out: ``[batch, heads, v_dim]`` of the query's dtype, written; None makes one.
         lse: fp32 ``[batch, heads]``, natural log of the sum of exponentials, written.
-        threads: Upper bound on CPU threads; None takes what PyTorch uses.
+        threads: Upper bound on CPU threads; None takes what PyTorch uses. For "native".
 
     Returns:
         ``out``; zeros where there are no entries.
 
     Raises:
-        ValueError: wrong dtype, shape or device; moved entries without a rotation; on
-            the CPU, a slot, span or shift out of range.
+        ValueError: wrong dtype, shape or device; moved entries without a rotation; by
+            "native" and "torch", a slot, span or shift out of range. "triton" does not
+            look at values: such an entry counts as if it were not there.
     """
     check_shift(kv, plan.shift)
     batch = plan.kv_indptr.shape[0] - 1 if spans is None else spans[0].shape[0]
@@ -74,7 +77,7 @@ def decode_attention(
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
     if begin.dtype != torch.int32 or end.dtype != torch.int32 or end.shape != begin.shape:
         raise ValueError(f"spans must be two int32 [batch], got {begin.dtype}, {end.dtype}")
-    if kv.native is None or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if kv.backend == "torch" or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         found, found_lse = attention_reference.decode_attention(
             query, kv.keys, kv.values, begin, end, plan.kv_indices, plan.shift, kv.rotation,
             scale, logit_cap, sinks,
@@ -82,10 +85,21 @@ def decode_attention(
         if lse is not None:
             lse.copy_(found_lse)
         return out.copy_(found)
-    if query.stride(2) != 1 or query.device.type != "cpu":
-        query = query.contiguous().cpu()
+    if query.device != kv.keys.device:
+        query = query.to(kv.keys.device)
+    if query.stride(2) != 1:
+        query = query.contiguous()
     if out.stride(2) != 1:
         raise ValueError(f"out must have elements of a head side by side, got {out.stride()}")
+    if kv.native is None:
+        from sglang_reasoncache.kernels import decode_triton
+
+        decode_triton.decode(
+            query, kv.keys, kv.values, kv.rotation, out, lse, begin.contiguous(), end.contiguous(),
+            plan.kv_indices.contiguous(), None if plan.shift is None else plan.shift.contiguous(),
+            None if sinks is None else sinks.contiguous(), scale, logit_cap,
+        )  # fmt: skip
+        return out
     kv.native.decode(
         query,
         out,

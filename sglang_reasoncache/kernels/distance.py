@@ -9,12 +9,12 @@ taken before squaring: the form with cached norms cancels for near-equal blocks
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from sglang_reasoncache.kernels.pool import check_rotation, check_sides, threads_of_a_call
 from sglang_reasoncache.kernels.reference import Layer, ReferenceDistance, squared_differences
 
 if TYPE_CHECKING:
@@ -79,10 +79,8 @@ class DistanceKernel:
     ) -> None:
         layers = [(keys, values) for keys, values in layers]
         _check_layers(layers)
-        if rotation is not None:
-            _check_rotation(rotation, layers[0][0].shape[2])
-        if threads is None:
-            threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        check_rotation(rotation, layers[0][0].shape[2])
+        threads = threads_of_a_call(threads)
         self._device = layers[0][0].device
         self._rotates = rotation is not None
         self.backend, self._impl = _choose(layers, rotation, backend, threads)
@@ -243,23 +241,14 @@ def _check_layers(layers: Sequence[Layer]) -> None:
     keys, values = layers[0]
     if keys.dtype not in DTYPES:
         raise ValueError(f"pool dtype {keys.dtype}, supported: {', '.join(map(str, DTYPES))}")
+    check_sides(keys, values)
     for side, first in enumerate((keys, values)):
-        if first.dim() != 3 or first.shape[:2] != keys.shape[:2]:
-            raise ValueError(
-                "buffers must be [num_slots, heads, head_dim], K and V alike in the first two; got "
-                f"K {list(keys.shape)}, V {list(values.shape)}"
-            )
         for index, layer in enumerate(layers):
             buffer = layer[side]
             found = (buffer.dtype, buffer.device, tuple(buffer.shape), buffer.stride())
             wanted = (keys.dtype, keys.device, tuple(first.shape), first.stride())
             if found != wanted:
                 raise ValueError(f"{'KV'[side]} of layer {index} is {found}, not {wanted}")
-
-
-def _check_rotation(rotation: KeyRotation, head_dim: int) -> None:
-    if rotation.rotary_dim > head_dim or rotation.rotary_dim % 2:
-        raise ValueError(f"rotary_dim {rotation.rotary_dim} does not fit head_dim {head_dim}")
 
 
 def _check_entries(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_reasoncache.kernels.rotate_triton import ELEMENT as _ELEMENT
+from sglang_reasoncache.kernels.rotate_triton import current_device
+from sglang_reasoncache.kernels.rotate_triton import load_fp32 as _load
+
 if TYPE_CHECKING:
     from sglang_reasoncache.attention.rotation import KeyRotation
-
-# Names of element types inside the kernels. fp8 is read as bytes: GPUs before
-# sm_89 have no conversion for it.
-_ELEMENT = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-}
 
 #: Elements of a block that a program holds at once.
 TILE = 2048
@@ -43,20 +36,6 @@ def _pointer(bases, index, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
-
-
-@triton.jit
-def _load(pointer, mask, ELEMENT: tl.constexpr):
-    """fp32 values, 0 where masked."""
-    raw = tl.load(pointer, mask=mask, other=0)
-    if ELEMENT == "e5m2":  # the upper byte of an fp16
-        return (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    if ELEMENT == "e4m3":  # as fp16 the same bits mean 2^-8 of it; the largest code is NaN
-        bits = raw.to(tl.uint16)
-        half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
-        value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
-    return raw.to(tl.float32)
 
 
 @triton.jit
@@ -407,7 +386,7 @@ class TritonDistance:
         else:
             # Never read; arguments have to be tensors of the same types.
             tables = (dst_slots, self._bases, self._bases)
-        with self._current_device():
+        with current_device(self._device):
             distance_kernel[(pairs, len(self._layers), 2)](
                 self._bases,
                 dst_slots,
@@ -424,8 +403,3 @@ class TritonDistance:
                 **self._constants[turned, moments],
                 num_warps=NUM_WARPS,
             )
-
-    def _current_device(self) -> contextlib.AbstractContextManager[Any]:
-        if self._device.type == "cuda":
-            return torch.cuda.device(self._device)
-        return contextlib.nullcontext()

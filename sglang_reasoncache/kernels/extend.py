@@ -9,11 +9,15 @@ corrected, and goes through PyTorch's fused attention, new tokens only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
 
+from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
@@ -43,25 +47,38 @@ class ExtendPlan:
         new: New tokens of each request, the last entries of its row.
         dtype: Of the queries.
         singly: Read every token as in decode (for soft caps and sinks).
+        entries: Entries of each row of ``plan``, where the host knows them (of rows
+            without a dropped position: their lengths); None reads them back from
+            ``plan``, which waits for a device.
 
     Raises:
         ValueError: more new tokens than a row has entries.
     """
 
     def __init__(
-        self, plan: RowPlan, new: Sequence[int], dtype: torch.dtype, *, singly: bool = False
+        self,
+        plan: RowPlan,
+        new: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        singly: bool = False,
+        entries: Sequence[int] | None = None,
     ) -> None:
         self.rows = plan
         self.num_tokens = sum(new)
         self.pieces: list[Piece] = []
         self._dtype = dtype
+        self._device = plan.kv_indptr.device
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
         tokens: list[int] = []
         begins: list[int] = []
         ends: list[int] = []
-        bounds = plan.kv_indptr.tolist()
-        if len(bounds) != len(new) + 1:
-            raise ValueError(f"new must have {len(bounds) - 1} entries, got {len(new)}")
+        bounds = plan.kv_indptr.tolist() if entries is None else [0, *accumulate(entries)]
+        if len(bounds) != len(new) + 1 or len(bounds) != len(plan.kv_indptr):
+            raise ValueError(
+                f"new and entries must have {len(plan.kv_indptr) - 1} entries, got {len(new)} "
+                f"and {len(bounds) - 1}"
+            )
         at = 0
         for count, begin, end in zip(new, bounds, bounds[1:], strict=False):
             if not 0 <= count <= end - begin:
@@ -73,18 +90,19 @@ class ExtendPlan:
             else:
                 self.pieces.append(Piece(at, at + count, begin, end))
             at += count
-        self.singles = torch.tensor(tokens, dtype=torch.int64)
+        self.singles = upload(tokens, self._device)
         self.spans = (
-            torch.tensor(begins, dtype=torch.int32),
-            torch.tensor(ends, dtype=torch.int32),
+            upload(begins, self._device, torch.int32),
+            upload(ends, self._device, torch.int32),
         )
 
     def mask(self, new: int, total: int) -> torch.Tensor:
         """Additive ``[new, total]``: the last ``new`` entries see themselves and what is before."""
         found = self._masks.get((new, total))
         if found is None:
-            found = torch.full((new, total), float("-inf"), dtype=self._dtype)
-            found.triu_(total - new + 1)
+            found = torch.full(
+                (new, total), float("-inf"), dtype=self._dtype, device=self._device
+            ).triu_(total - new + 1)
             if found.numel() <= _MASK_ELEMENTS:
                 self._masks[new, total] = found
         return found
@@ -153,18 +171,37 @@ def _extend_one(
     keys, values = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype, threads=threads)
     keys, values = keys[None], values[None]
     new, total = piece.q_end - piece.q_begin, piece.kv_end - piece.kv_begin
+    queries = query[piece.q_begin : piece.q_end].transpose(0, 1)[None]
     grouped = query.shape[1] != kv.num_heads
-    for begin in range(0, new, new if new == total else _BLOCK):
-        end = new if new == total else min(new, begin + _BLOCK)
+    flash = _is_flash(queries, keys, values, grouped)
+    if grouped and query.device.type == "cuda" and not flash:
+        # PyTorch's other fused kernel wants a KV head for every query head.
+        group = query.shape[1] // kv.num_heads
+        keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
+        grouped = False
+    whole = flash or new == total
+    for begin in range(0, new, new if whole else _BLOCK):
+        end = new if whole else min(new, begin + _BLOCK)
         seen = total - new + end
-        tokens = slice(piece.q_begin + begin, piece.q_begin + end)
+        mask = None
+        if new != total:
+            mask = causal_lower_right(new, total) if flash else plan.mask(end - begin, seen)
         found = F.scaled_dot_product_attention(
-            query[tokens].transpose(0, 1)[None],
+            queries[:, :, begin:end],
             keys[:, :, :seen],
             values[:, :, :seen],
-            attn_mask=None if new == total else plan.mask(end - begin, seen),
+            attn_mask=mask,
             is_causal=new == total,
             scale=scale,
             enable_gqa=grouped,
         )
-        out[tokens] = found[0].transpose(0, 1)
+        out[piece.q_begin + begin : piece.q_begin + end] = found[0].transpose(0, 1)
+
+
+def _is_flash(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, grouped: bool
+) -> bool:
+    """Whether a device's flash kernel serves, which needs no mask to begin after a prefix."""
+    if queries.device.type != "cuda":
+        return False
+    return can_use_flash_attention(SDPAParams(queries, keys, values, None, 0.0, False, grouped))

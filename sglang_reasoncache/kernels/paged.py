@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
-import os
+import copy
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_reasoncache import native
+from sglang_reasoncache.kernels.pool import check_rotation, check_sides
 
 if TYPE_CHECKING:
     from sglang_reasoncache.attention.rotation import KeyRotation
     from sglang_reasoncache.native.attention import NativeKv
 
-#: C++ for host memory, PyTorch for what it does not take and as the reference.
-BACKENDS = ("native", "torch")
+#: C++ for host memory, Triton for CUDA devices, PyTorch for what these do not take and as
+#: the reference.
+BACKENDS = ("native", "triton", "torch")
 
 
 class PagedKv:
@@ -48,24 +51,21 @@ class PagedKv:
         *,
         backend: str | None = None,
     ) -> None:
-        if keys.dim() != 3 or values.dim() != 3 or keys.shape[:2] != values.shape[:2]:
-            raise ValueError(
-                "buffers must be [num_slots, heads, head_dim], K and V alike in the first two; got "
-                f"K {list(keys.shape)}, V {list(values.shape)}"
-            )
+        check_sides(keys, values)
         if keys.dtype != values.dtype or keys.device != values.device:
             raise ValueError(
                 f"K is {keys.dtype} on {keys.device}, V {values.dtype} on {values.device}"
             )
-        if rotation is not None and (
-            rotation.rotary_dim > keys.shape[2] or rotation.rotary_dim % 2
-        ):
-            raise ValueError(
-                f"rotary_dim {rotation.rotary_dim} does not fit head_dim {keys.shape[2]}"
-            )
+        check_rotation(rotation, keys.shape[2])
+        if rotation is not None and rotation.cos.device != keys.device:
+            rotation = _on(rotation, keys.device)
         self.keys, self.values, self.rotation = keys, values, rotation
-        self.native = _native(keys, values, rotation, backend)
-        self.backend = "torch" if self.native is None else "native"
+        self.backend = _choose(keys, values, backend)
+        self.native: NativeKv | None = None
+        if self.backend == "native":
+            from sglang_reasoncache.native.attention import NativeKv
+
+            self.native = NativeKv(native.library(), keys, values, rotation)
 
     @property
     def num_slots(self) -> int:
@@ -76,44 +76,48 @@ class PagedKv:
         return self.keys.shape[1]
 
 
-def threads_of_a_call(threads: int | None) -> int:
-    """``threads``, or what PyTorch uses as far as this process may run on as many cores."""
-    if threads is not None:
-        return threads
-    return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
-
-
 def check_shift(kv: PagedKv, shift: torch.Tensor | None) -> None:
     """Raises ValueError where moved entries could not be turned."""
     if shift is not None and kv.rotation is None:
         raise ValueError("the plan has moved entries, but the pool was given no rotation")
 
 
-def _native(
-    keys: torch.Tensor, values: torch.Tensor, rotation: KeyRotation | None, backend: str | None
-) -> NativeKv | None:
-    from sglang_reasoncache.native.attention import NativeKv
+@functools.lru_cache(maxsize=4)
+def _on(rotation: KeyRotation, device: torch.device) -> KeyRotation:
+    """The same rotation there; all layers share one copy of its table."""
+    there = copy.copy(rotation)
+    there.cos, there.sin = rotation.cos.to(device), rotation.sin.to(device)
+    return there
+
+
+def _choose(keys: torch.Tensor, values: torch.Tensor, backend: str | None) -> str:
+    """The backend asked for, if it can read these, or the first that can."""
     from sglang_reasoncache.native.distance import DTYPES
 
     if backend not in (None, *BACKENDS):
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch":
-        return None
-    readable = (
-        keys.device.type == "cpu"
-        and keys.dtype in DTYPES
-        and keys.stride(2) == values.stride(2) == 1
-    )
-    if not readable:
-        if backend is None:
-            return None
+        return backend
+    readable = keys.dtype in DTYPES and keys.stride(2) == values.stride(2) == 1
+    on_host = keys.device.type == "cpu"
+    if backend is not None and (not readable or (backend == "native" and not on_host)):
+        place = " in host memory" if backend == "native" else ""
         raise ValueError(
-            f"native: keys {keys.dtype} on {keys.device} with strides {keys.stride()}; elements of "
-            "a head must lie side by side in host memory"
+            f"{backend}: keys {keys.dtype} on {keys.device} with strides {keys.stride()}; elements "
+            f"of a head must lie side by side{place}"
         )
     try:
-        return NativeKv(native.library(), keys, values, rotation)
+        if backend == "native" or (backend is None and readable and on_host):
+            native.library()
+            return "native"
+        if backend == "triton" or (backend is None and readable and keys.device.type == "cuda"):
+            from sglang_reasoncache.kernels import decode_triton, gather_triton  # noqa: F401
+
+            return "triton"
     except native.NativeUnavailable:
-        if backend is None:
-            return None
-        raise
+        if backend is not None:
+            raise
+    except ImportError as error:
+        if backend is not None:
+            raise ValueError(f"triton: {error}") from error
+    return "torch"

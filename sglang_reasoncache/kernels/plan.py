@@ -8,14 +8,17 @@ from typing import NamedTuple
 import torch
 
 from sglang_reasoncache import native
-from sglang_reasoncache.kernels import attention_reference
+from sglang_reasoncache.kernels import attention_reference, row_order
+
+BACKENDS = ("native", "triton", "torch")
 
 
 class RowPlan(NamedTuple):
     """Which slots the queries of a forward read; every layer uses the same.
 
     Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order
-    of their positions. Entries are single tokens whatever the page size of the pool.
+    of their positions unless asked otherwise. Entries are single tokens whatever
+    the page size of the pool.
 
     Attributes:
         kv_indptr: int32 ``[batch + 1]``.
@@ -37,9 +40,13 @@ def plan_rows(
     *,
     num_slots: int,
     window: int | None = None,
+    keep: torch.Tensor | None = None,
+    together: bool = False,
     backend: str | None = None,
 ) -> RowPlan:
     """Flatten the rows of a batch.
+
+    On a CUDA device this waits for it; :func:`~.plan_triton.plan_into` does not.
 
     Args:
         rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position;
@@ -50,16 +57,22 @@ def plan_rows(
             where every slot is used at home.
         num_slots: Slots of the pool, the bound of every entry.
         window: Only that many of the newest positions of each request; None: all.
-        backend: "native" or "torch"; None takes the first that is available.
+        keep: bool ``[batch, positions]``, at least as many positions as the longest request
+            has: which of them are read in this step. None: all.
+        together: Entries of one slot near each other instead of in order of positions,
+            in rows with a moved entry (without ``home``: in all rows); the order is
+            that of :mod:`~sglang_reasoncache.kernels.row_order`.
+        backend: One of :data:`BACKENDS`; None takes the first that can read the rows.
 
     Raises:
-        ValueError: tensors of wrong dtype or shape, a request, length or slot out of
-            range, an unknown backend.
+        ValueError: tensors of wrong dtype or shape, an unknown backend or one that
+            cannot read the rows; by "native" and "torch", a request, length or slot
+            out of range. "triton" drops such entries, see ``plan_into``.
         sglang_reasoncache.native.NativeUnavailable: ``backend`` is "native" and the
             C++ library cannot be had.
     """
-    if backend not in (None, "native", "torch"):
-        raise ValueError(f"backend must be native or torch, got {backend!r}")
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if rows.dtype != torch.int32 or rows.dim() != 2:
         raise ValueError(
             f"rows must be int32 [num_rows, width], got {rows.dtype} {list(rows.shape)}"
@@ -73,7 +86,16 @@ def plan_rows(
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     requests, lengths = requests.long().contiguous(), lengths.long().contiguous()
-    on_host = rows.device.type == "cpu" and rows.stride(1) == 1
+    if keep is not None:
+        if keep.dtype != torch.bool or keep.dim() != 2 or keep.shape[0] != len(requests):
+            raise ValueError(
+                f"keep must be bool [{len(requests)}, positions], got {keep.dtype} {list(keep.shape)}"
+            )
+        # What is not kept is a hole, for this step.
+        rows = rows[requests, : keep.shape[1]].masked_fill(~keep[:, : rows.shape[1]], -1)
+        requests = torch.arange(len(requests), device=rows.device)
+    side_by_side = rows.stride(1) == 1
+    on_host = rows.device.type == "cpu" and side_by_side
     if backend == "native" or (backend is None and on_host):
         if not on_host:
             raise ValueError(f"native: rows on {rows.device} with strides {rows.stride()}")
@@ -95,6 +117,21 @@ def plan_rows(
                     num_slots,
                     -1 if window is None else window,
                     capacity=max(0, int(lengths.sum())),
+                    together=together,
                 )
             )
-    return RowPlan(*attention_reference.plan_rows(rows, requests, lengths, home, num_slots, window))
+    flatten = attention_reference.plan_rows
+    if backend == "triton" or (backend is None and rows.device.type == "cuda" and side_by_side):
+        try:
+            from sglang_reasoncache.kernels import plan_triton
+        except ImportError as error:
+            if backend == "triton":
+                raise ValueError(f"triton: {error}") from error
+        else:
+            flatten = plan_triton.plan_rows
+    plan = RowPlan(*flatten(rows, requests, lengths, home, num_slots, window))
+    if not together:
+        return plan
+    order = row_order.together(*plan, home)
+    shift = None if plan.shift is None else plan.shift[order]
+    return RowPlan(plan.kv_indptr, plan.kv_indices[order], shift)

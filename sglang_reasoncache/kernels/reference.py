@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_reasoncache.kernels.pool import read_rows
+
 if TYPE_CHECKING:
     from sglang_reasoncache.attention.rotation import KeyRotation
 
@@ -142,17 +144,9 @@ def _gathered(
     """Per layer the fp32 blocks (destination, source) of the key side, then of the value side."""
 
     def sides(keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        source = _rows(keys, src_slots)
-        yield _rows(keys, dst_slots), source if rotate is None else rotate(source)
-        yield _rows(values, dst_slots), _rows(values, src_slots)
+        source = read_rows(keys, src_slots)
+        yield read_rows(keys, dst_slots), source if rotate is None else rotate(source)
+        yield read_rows(values, dst_slots), read_rows(values, src_slots)
 
     for keys, values in layers:
         yield sides(keys, values)  # type: ignore[misc]
-
-
-def _rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """fp32 ``[pairs, d, heads, head_dim]``."""
-    if buffer.dtype.itemsize == 1:
-        # Not every PyTorch operator knows fp8; its bytes can always be gathered.
-        return buffer.view(torch.uint8)[slots].view(buffer.dtype).float()
-    return buffer[slots].float()

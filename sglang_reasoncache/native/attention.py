@@ -51,6 +51,7 @@ class _PlanCall(ctypes.Structure):
         ("kv_indices", _pointer),
         ("shift", _pointer),
         ("capacity", _int64),
+        ("together", _int32),
         ("is_moved", _int32),
     )
 
@@ -127,6 +128,7 @@ def native_plan(
     num_slots: int,
     window: int,
     capacity: int,
+    together: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See :func:`sglang_reasoncache.kernels.plan.plan_rows`.
 
@@ -157,6 +159,7 @@ def native_plan(
         kv_indices=kv_indices.data_ptr(),
         shift=None if shift is None else shift.data_ptr(),
         capacity=capacity,
+        together=together,
     )
     _check(library.reasoncache_plan(ctypes.byref(call)), "plan")
     total = int(kv_indptr[-1])

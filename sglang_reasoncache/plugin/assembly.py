@@ -78,6 +78,13 @@ def _attention_backend(
 ) -> Any:
     if config.positions == "as-cached" or model_runner.is_draft_worker:
         return stock(model_runner)
+    if config.positions == "auto" and name in seams.CUDA_BACKENDS:
+        # Nobody gets kernels by default that no GPU has run yet.
+        logger.warning(
+            "reasoncache: shared keys are read as cached; --reasoncache-positions corrected asks "
+            "for kernels that were checked without a GPU only"
+        )
+        return stock(model_runner)
     prefill = model_runner.prefill_attention_backend_str
     decode = model_runner.decode_attention_backend_str
     if prefill != decode:
@@ -91,10 +98,10 @@ def _attention_backend(
         return stock(model_runner)
     try:
         backend = _correcting_backend(model_runner, name)
-    except ValueError:
+    except ValueError as error:
         if config.positions == "corrected":
             raise
-        logger.exception("reasoncache: falling back to --reasoncache-positions as-cached")
+        logger.warning("reasoncache: --reasoncache-positions falls back to as-cached: %s", error)
         return stock(model_runner)
     model_runner.token_to_kv_pool_allocator.rotation = backend.rotation
     return backend
@@ -105,13 +112,21 @@ def _correcting_backend(model_runner: Any, name: str) -> Any:
         from sglang_reasoncache.plugin import cpu_attention
 
         return cpu_attention.make(model_runner, corrected=True)
+    if name in seams.CUDA_BACKENDS:
+        from sglang_reasoncache.plugin import cuda_attention
+
+        return cuda_attention.make(model_runner, name)
     from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
 
     return CorrectedTorchNativeBackend(model_runner)
 
 
-def resolve(config: ReasonCacheConfig, rotation: KeyRotation | None) -> ReasonCacheConfig:
+def resolve(
+    config: ReasonCacheConfig, rotation: KeyRotation | None, attention: Any
+) -> ReasonCacheConfig:
     """Settle ``auto`` by what the attention backend turned out to be.
+
+    ``attention``: SGLang's name of that backend.
 
     Raises:
         ValueError: corrected positions were asked for and cannot be served.
@@ -119,7 +134,8 @@ def resolve(config: ReasonCacheConfig, rotation: KeyRotation | None) -> ReasonCa
     if config.positions == "corrected" and rotation is None:
         raise ValueError(
             "--reasoncache-positions corrected needs --attention-backend "
-            f"{' or '.join(seams.CORRECTABLE_BACKENDS)}; use as-cached with the one you have"
+            f"{', '.join(seams.CORRECTABLE_BACKENDS)}, this server runs {attention}; use as-cached "
+            "with it"
         )
     settled = "as-cached" if rotation is None else config.positions.replace("auto", "corrected")
     if settled != config.positions:
@@ -140,7 +156,9 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     params = context.params
     refusals.check_page_size(params.page_size)
     allocator = params.token_to_kv_pool_allocator
-    config = resolve(config, allocator.rotation)
+    config = resolve(
+        config, allocator.rotation, context.tp_worker.model_runner.decode_attention_backend_str
+    )
     _check_evictors(context, config)
     rows = params.req_to_token_pool
     pool = allocator.get_kvcache()

@@ -6,12 +6,16 @@ With or without ``--enable-reasoncache``: without it, rows are read as they are.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
+from sglang_reasoncache import native
 from sglang_reasoncache.platform import PLATFORM_NAME
-from sglang_reasoncache.plugin import seams
+from sglang_reasoncache.plugin import hooking, seams
+
+logger = logging.getLogger(__name__)
 
 
 def install() -> None:
@@ -24,12 +28,32 @@ def install() -> None:
     seams.register_attention_backend(seams.CPU_BACKEND)(make)
 
 
+def default_backend() -> str:
+    """What serves where the operator names no ``--attention-backend``; compiles it if need be."""
+    if seams.CPU_BACKEND not in seams.ATTENTION_BACKENDS:
+        return "torch_native"
+    try:
+        native.prepare_for_children()
+    except native.NativeUnavailable as error:
+        logger.warning("reasoncache: --attention-backend torch_native, the slow one: %s", error)
+        return "torch_native"
+    return seams.CPU_BACKEND
+
+
 def make(model_runner: Any, *, corrected: bool = False) -> Any:
-    """The backend of a scheduler process; see ``PagedCpuBackend``."""
+    """The backend of a scheduler process; see ``PagedCpuBackend``.
+
+    Raises:
+        ValueError: what cannot be served, and what may serve it instead.
+    """
     from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 
     hook_last_loc()
-    return PagedCpuBackend(model_runner, corrected=corrected)
+    try:
+        return PagedCpuBackend(model_runner, corrected=corrected)
+    except ValueError as error:
+        # It is the default: the operator may not have named it.
+        raise ValueError(f"{error}; SGLang's own is --attention-backend torch_native") from error
 
 
 def hook_last_loc() -> None:
@@ -41,12 +65,7 @@ def hook_last_loc() -> None:
         RuntimeError: SGLang could not apply it (it only logs that).
     """
     target = seams.CPU_HOOK_TARGETS["last_loc"]
-    if target in seams.HookRegistry._patched:
-        return
-    seams.HookRegistry.register(target, _around_last_loc, seams.HookType.AROUND)
-    seams.HookRegistry.apply_hooks()
-    if target not in seams.HookRegistry._patched:
-        raise RuntimeError(f"sglang-reasoncache: SGLang did not apply the hook {target}")
+    hooking.apply({target: (_around_last_loc, seams.HookType.AROUND)})
 
 
 def _around_last_loc(

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang_reasoncache.config import PRESET_NAMES, ReasonCacheConfig, flag_of
+from sglang_reasoncache.config import PRESET_NAMES, ReasonCacheConfig, flag_of, type_of
 from sglang_reasoncache.plugin import ENABLED_ENV, engines, refusals, seams
 from sglang_reasoncache.sharing.calibrated import check_calibration, filter_config
 
@@ -45,7 +45,7 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "positions": (
         "corrected: rotate a shared key to where it is used. as-cached: leave it (the papers' behaviour). "
-        "auto: corrected where the attention backend can.",
+        "auto: corrected on the CPU platform where the model allows it, else as-cached.",
         {"choices": ("auto", "corrected", "as-cached")},
     ),
     "align": (
@@ -102,10 +102,6 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-#: Fields whose default is None say nothing about their type.
-_OPTIONAL_TYPES: dict[str, type] = {"calibration": str, "fixed_tau": float, "random_ratio": float}
-
-
 def install() -> None:
     """Hook the two places where SGLang reads its command line, and ``Engine``'s record."""
     registry, kind = seams.HookRegistry, seams.HookType
@@ -134,10 +130,13 @@ def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
                 flag_of(field.name), action=argparse.BooleanOptionalAction, default=None, help=text
             )
             continue
-        kind = _OPTIONAL_TYPES.get(field.name, type(field.default))
         shown = f"{text} Default: {field.default}."
         group.add_argument(
-            flag_of(field.name), type=kind, default=None, help=shown.replace("%", "%%"), **extras
+            flag_of(field.name),
+            type=type_of(field.name),
+            default=None,
+            help=shown.replace("%", "%%"),
+            **extras,
         )
 
 

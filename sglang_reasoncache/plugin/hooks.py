@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_reasoncache.plugin import seams
+from sglang_reasoncache.plugin import hooking, seams
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +41,7 @@ def install() -> None:
 
 def check_installed() -> None:
     """Raises RuntimeError when SGLang could not apply one of our hooks (it only logs that)."""
-    missing = [
-        target
-        for target in seams.HOOK_TARGETS.values()
-        if target not in seams.HookRegistry._patched
-    ]
-    if missing:
-        raise RuntimeError(
-            "sglang-reasoncache: SGLang did not apply the hooks " + ", ".join(missing)
-        )
+    hooking.check_applied(seams.HOOK_TARGETS.values())
 
 
 def _config() -> Any:

@@ -141,12 +141,50 @@ def reads_holes(config: ReasonCacheConfig, flag: str, name: str) -> str:
     )
 
 
+#: In the way of corrected positions on CUDA only; as-cached runs SGLang's backends as they are.
+CORRECTED_REFUSALS: tuple[Refusal, ...] = (
+    Refusal("--enable-pdmux", _on("enable_pdmux"), "it makes one attention backend a stream"),
+    Refusal(
+        "--enable-two-batch-overlap",
+        _on("enable_two_batch_overlap"),
+        "it cuts a batch between two attention backends",
+    ),
+    Refusal("--enable-mis", _on("enable_mis"), "its positions are not those of the row"),
+    Refusal("--enable-torch-compile", _on("enable_torch_compile"), "our kernels would be traced"),
+    Refusal(
+        "--enable-deterministic-inference",
+        _on("enable_deterministic_inference"),
+        "a batch decides which kernel reads its requests",
+    ),
+    Refusal(
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+        lambda _args: _is_set("SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
+        "it replays one preparation for both variants of a decode graph",
+    ),
+)
+
+
+def check_corrected(args: Any, asked: str) -> None:
+    """Raises ValueError naming every flag in the way of corrected positions on CUDA.
+
+    ``args``: raw ``ServerArgs``. ``asked``: the beginning of the message.
+    """
+    found = [f"{r.flag} ({r.reason})" for r in CORRECTED_REFUSALS if r.applies(args)]
+    if found:
+        raise ValueError(f"{asked} cannot be combined with: " + "; ".join(found))
+
+
+def _is_set(variable: str) -> bool:
+    # The words that SGLang takes for true.
+    return os.environ.get(variable, "").lower() in ("true", "1", "yes", "y")
+
+
 def check_page_size(page_size: int) -> None:
     """Raises ValueError where SGLang's allocator debugging would trip over shared pages.
 
     Asked twice: for the flag, and for the page size SGLang settled on.
     """
-    if page_size > 1 and os.environ.get("SGLANG_DEBUG_MEMORY_POOL", "").lower() in ("1", "true"):
+    if page_size > 1 and _is_set("SGLANG_DEBUG_MEMORY_POOL"):
         raise ValueError(
             "--enable-reasoncache cannot be combined with: SGLANG_DEBUG_MEMORY_POOL at page size "
             f"{page_size} (it counts a shared page as freed twice)"

@@ -49,6 +49,11 @@ NAMES: dict[str, str] = {
     "FINISH_ABORT": "sglang.srt.managers.schedule_batch.FINISH_ABORT",
     # attention
     "TorchNativeAttnBackend": "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
+    "FlashInferAttnBackend": "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend",
+    "TritonAttnBackend": "sglang.srt.layers.attention.triton_backend.TritonAttnBackend",
+    "SharedReadEnds": "sglang.srt.layers.attention.base_attn_backend.SharedReadEnds",
+    "get_capture_attention_variant": "sglang.srt.model_executor.runner_utils.capture_mode."
+    "get_capture_attention_variant",
     "RadixAttention": "sglang.srt.layers.radix_attention.RadixAttention",
     "AttentionType": "sglang.srt.layers.radix_attention.AttentionType",
     "RotaryEmbedding": "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding",
@@ -83,6 +88,12 @@ HOOK_TARGETS: dict[str, str] = {
 #: The hook of our attention backend, where it serves, with or without ``--enable-reasoncache``.
 CPU_HOOK_TARGETS: dict[str, str] = {"last_loc": "sglang.srt.mem_cache.allocation.get_last_loc"}
 
+#: The hooks of our attention on CUDA, where it serves.
+CUDA_HOOK_TARGETS: dict[str, str] = {
+    "forward_batch": "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+    "graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
+}
+
 #: The two hooks that exist without ``--enable-reasoncache``.
 FLAG_HOOKS = ("add_cli_args", "from_cli_args")
 
@@ -92,8 +103,11 @@ TREE_BACKEND = "reasoncache"
 #: ``--attention-backend`` name of our own backend on our CPU platform.
 CPU_BACKEND = "reasoncache_cpu"
 
+#: SGLang's backends in front of which we read moved slots on CUDA.
+CUDA_BACKENDS = ("flashinfer", "triton")
+
 #: Attention backends whose reads we can correct, by name.
-CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND)
+CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
 
 
 #: Attention backends that skip dropped positions, by name.

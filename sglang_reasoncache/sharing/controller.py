@@ -201,13 +201,14 @@ class SharingController:
         """Hand the requests' new tokens to the engine."""
         while self._orphans:
             self._engine.close(self._orphans.popleft())
-        running = logical = 0
+        running = logical = output = 0
         ids, counts, tokens = array("q"), array("q"), array("q")
         for req in reqs:
             if not _is_running(req):
                 continue
             running += 1
             logical += req.kv.kv_allocated_len
+            output += len(req.output_ids)
             state = request_state.state_of(req) or self._admit(req)
             if state.followed is None:
                 continue
@@ -224,6 +225,7 @@ class SharingController:
             self._engine.feed(ids, counts, tokens)
         self.stats.steps_shed = self._engine.steps_shed - self._shed_before
         self.stats.look(running, self.saved_positions, logical)
+        self.forecast.look(self.saved_positions, output)
 
     def _drop(self, reqs: Sequence[Any]) -> None:
         """Have the policies look at every request that did not opt out."""

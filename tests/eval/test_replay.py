@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from eval.replay.__main__ import main, texts_of
+from eval.redundancy.rows import texts_of
+from eval.replay.__main__ import main
 from eval.replay.forcing import FORCED, forced_request
 from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE, build, kv_bytes_per_token
 from eval.replay.pieces import cut, write_pieces
@@ -151,13 +152,13 @@ def test_pieces_are_whole_steps_in_order() -> None:
 def test_short_responses_are_not_cut(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     long, short = "j = q\n\n" * 50, "j = q\n\n" * 5
-    rows = [
-        {"id": "long", "question": "q", "response": long},
-        {"id": "short", "question": "q", "response": short},
+    problems = [
+        Problem(id=name, prompt="q", reference=text, max_tokens=len(tokenizer.encode(text)))
+        for name, text in (("long", long), ("short", short))
     ]
     least = len(tokenizer.encode(long))
     path = tmp_path / "pieces.jsonl"
-    assert write_pieces(rows, tokenizer, least // 2, least, path) == 2
+    assert write_pieces(problems, tokenizer, least // 2, least, path) == 2
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["id"] for row in found] == ["long.0", "long.1"]
     assert "".join(row["response"] for row in found) == long

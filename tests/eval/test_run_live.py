@@ -34,6 +34,8 @@ def start(*argv: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -101,7 +103,9 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
         assert found.log_path(leg.leg).is_file()
         timeline = found.timeline()
         assert timeline
-        assert all(0 < moment.used <= 4000 and moment.running <= 2 for moment in timeline)
+        # A step that ends the last request is logged after its slots came back.
+        assert all(0 <= moment.used <= 4000 and moment.running <= 2 for moment in timeline)
+        assert max(moment.used for moment in timeline) > 0
     dense, shared = begun
     assert {row.leg for row in dense.responses()} == {0, 1}
     assert {name: dense.answered()[name] for name in kept} == kept

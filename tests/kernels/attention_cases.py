@@ -14,9 +14,7 @@ import torch
 
 from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.kernels.plan import RowPlan
-
-#: Positions in the rotary table of the tests.
-TABLE = 40_000
+from tests.kernels.rotary import TABLE, make_rotation
 
 #: (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
 #: last place, and what fp32 sums over 256 dims and turned queries lose in a logit.
@@ -102,17 +100,23 @@ class Rig:
     def scale(self) -> float:
         return self.case.k_dim**-0.5
 
-    def plan(self, window: int | None = None) -> RowPlan:
+    def plan(self, window: int | None = None, *, together: bool = False) -> RowPlan:
         """Entry by entry."""
-        indptr, indices, shift = [0], [], []
+        indptr: list[int] = [0]
+        entries: list[tuple[int, int]] = []
         for request, length in zip(self.requests.tolist(), self.lengths.tolist(), strict=True):
             first = 0 if window is None else max(0, length - window)
             row = self.rows[request].tolist()
-            for position in range(first, length):
-                if row[position] >= 0:
-                    indices.append(row[position])
-                    shift.append(position - int(self.home[row[position]]))
-            indptr.append(len(indices))
+            some = [
+                (row[position], position - int(self.home[row[position]]))
+                for position in range(first, length)
+                if row[position] >= 0
+            ]
+            if together and any(by for _, by in some):
+                some.sort(key=lambda entry: (int(self.home[entry[0]]) // 64, entry[1]))
+            entries += some
+            indptr.append(len(entries))
+        indices, shift = [slot for slot, _ in entries], [by for _, by in entries]
         return RowPlan(
             torch.tensor(indptr, dtype=torch.int32),
             torch.tensor(indices, dtype=torch.int32),
@@ -206,17 +210,18 @@ def make(case: Case, seed: int = 3) -> Rig:
     )
     return Rig(
         case, keys, values, rows.to(torch.int32), requests, torch.tensor(case.lengths, dtype=torch.int64),
-        home.to(torch.int32), make_rotation(case), query,
+        home.to(torch.int32), make_rotation(case.rotary_dim, case.is_neox), query,
     )  # fmt: skip
 
 
-def make_rotation(case: Case) -> KeyRotation | None:
-    if not case.rotary_dim:
-        return None
-    powers = torch.arange(0, case.rotary_dim, 2).double() / case.rotary_dim
-    angles = torch.arange(TABLE).double()[:, None] * 10_000.0**-powers
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
-    return KeyRotation(table, case.rotary_dim, case.is_neox)
+def repeating(lengths: tuple[int, ...]) -> Rig:
+    """Blocks of 8 positions that name the slots of an earlier block, one of them three times."""
+    rig = make(Case(lengths=lengths, shared=0.0, holes=0.1))
+    for request, length in zip(rig.requests.tolist(), lengths, strict=True):
+        for to, source in ((40, 16), (72, 16), (104, 40), (120, 0)):
+            if to + 8 <= length:
+                rig.rows[request, to : to + 8] = rig.rows[request, source : source + 8]
+    return rig
 
 
 def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
@@ -228,6 +233,12 @@ def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
 
 def double(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.float().double()
+
+
+def assert_plans(found: RowPlan, expected: RowPlan) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine is None) == (other is None)
+        assert mine is None or other is None or torch.equal(mine.cpu(), other)
 
 
 def assert_attention(found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import itertools
 import torch
 
 from sglang_reasoncache.attention.rotation import KeyRotation
+from tests.kernels.rotary import TABLE, make_rotation
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -19,9 +20,6 @@ DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-
-#: Positions in the rotary table of the tests.
-TABLE = 40_000
 
 #: Relative tolerance of sums in fp32 over up to 19 * 8 * 256 products; stored values are
 #: read exactly, so it does not depend on their dtype.
@@ -125,13 +123,8 @@ def make_entries(
     return dst, src, shift.to(torch.int32)
 
 
-def make_rotation(case: Case) -> KeyRotation | None:
-    if not case.rotary_dim:
-        return None
-    powers = torch.arange(0, case.rotary_dim, 2).double() / case.rotary_dim
-    angles = torch.arange(TABLE).double()[:, None] * 10_000.0**-powers
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
-    return KeyRotation(table, case.rotary_dim, case.is_neox)
+def rotation_of(case: Case) -> KeyRotation | None:
+    return make_rotation(case.rotary_dim, case.is_neox)
 
 
 def expected_moments(

@@ -14,7 +14,16 @@ from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
-from tests.kernels.attention_cases import CASES, TABLE, Case, Rig, assert_attention, make
+from tests.kernels.attention_cases import (
+    CASES,
+    TABLE,
+    Case,
+    Rig,
+    assert_attention,
+    assert_plans,
+    make,
+    repeating,
+)
 
 BACKENDS = ("native", "torch")
 
@@ -54,9 +63,7 @@ def kv_of(rig: Rig, backend: str) -> PagedKv:
 def test_reference_agrees_with_dense_attention(case: Case) -> None:
     rig = make(case)
     plan, expected_plan = plan_of(rig, "torch"), rig.plan()
-    for found, expected in zip(plan, expected_plan, strict=True):
-        assert (found is None) == (expected is None)
-        assert found is None or expected is None or torch.equal(found, expected)
+    assert_plans(plan, expected_plan)
     lse = torch.empty((len(case.lengths), case.heads))
     out = decode_attention(rig.query, kv_of(rig, "torch"), plan, scale=rig.scale, lse=lse)
     expected_out, expected_lse = rig.expected(plan)
@@ -70,6 +77,70 @@ def test_window(backend: str, window: int) -> None:
     plan, expected = plan_of(rig, backend, window=window), rig.plan(window)
     assert torch.equal(plan.kv_indices, expected.kv_indices)
     assert torch.equal(plan.kv_indptr, expected.kv_indptr)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_step_reads_what_is_kept(backend: str, page: int) -> None:
+    """A subset of positions, or of pages, with their shifts; what was dropped before stays so."""
+    rig = make(Case(lengths=(1, 19, 989), shared=0.4, holes=0.2))
+    generator = torch.Generator().manual_seed(6)
+    pages = torch.rand((3, -(-989 // page)), generator=generator) < 0.3
+    pages[:, 0] = True
+    keep = pages.repeat_interleave(page, dim=1)
+    found = plan_of(rig, backend, keep=keep)
+    rows = rig.rows.clone()
+    for kept, request in zip(keep, rig.requests, strict=True):
+        rows[request, : keep.shape[1]][~kept[: rows.shape[1]]] = -1
+    rig.rows = rows
+    assert_plans(found, rig.plan())
+    assert 0 < len(found.kv_indices) < sum((1, 19, 989))
+
+
+def test_kept_positions_must_fit_the_batch(backend: str) -> None:
+    rig = make(Case(lengths=(3, 5)))
+    for keep in (torch.ones(3, 5, dtype=torch.bool), torch.ones(2, 5)):
+        with pytest.raises(ValueError, match="keep must be bool"):
+            plan_of(rig, backend, keep=keep)
+    with pytest.raises(ValueError, match="length"):
+        plan_of(rig, backend, keep=torch.ones(2, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_entries_of_a_slot_lie_together(backend: str, window: int | None) -> None:
+    rig = repeating((130, 0, 30, 989, 1))
+    found, expected = (
+        plan_of(rig, backend, together=True, window=window),
+        rig.plan(window, together=True),
+    )
+    assert_plans(found, expected)
+    assert not torch.equal(expected.kv_indices, rig.plan(window).kv_indices)
+    # Uses of a slot are no further apart than the entries of its window of 64 home positions.
+    assert found.shift is not None
+    for begin, end in zip(found.kv_indptr, found.kv_indptr[1:], strict=False):
+        if not found.shift[begin:end].any():
+            continue
+        windows = rig.home[found.kv_indices[begin:end].long()] // 64
+        for window_of in windows.unique():
+            places = (windows == window_of).nonzero()
+            assert places.max() - places.min() + 1 == len(places)
+    # Nothing is known to be moved: every row is sorted.
+    as_cached = plan_of(rig, backend, together=True, window=window, home=None)
+    for begin, end in zip(found.kv_indptr, found.kv_indptr[1:], strict=False):
+        assert torch.equal(as_cached.kv_indices[begin:end], found.kv_indices[begin:end].sort()[0])
+
+
+def test_order_does_not_change_attention(backend: str) -> None:
+    rig = repeating((130, 30, 989))
+    kv = kv_of(rig, backend)
+    plain, together = (
+        decode_attention(
+            rig.query, kv, plan_of(rig, backend, together=together), scale=rig.scale
+        ).float()
+        for together in (False, True)
+    )
+    torch.testing.assert_close(plain, together, rtol=2**-7, atol=2e-5)
+    # The row in which nothing is moved has the same bits.
+    assert torch.equal(plain[1], together[1])
 
 
 def test_lengths_may_be_int32(backend: str) -> None:
@@ -184,7 +255,7 @@ def test_plan_refuses(backend: str, changed: dict[str, Any], message: str) -> No
 def test_pools_that_cannot_be_read_are_refused() -> None:
     rig = make(Case())
     with pytest.raises(ValueError, match="backend must be"):
-        plan_of(rig, "triton")
+        plan_of(rig, "cuda")
     with pytest.raises(ValueError, match="K and V alike"):
         PagedKv(rig.keys, rig.values[:-1])
     with pytest.raises(ValueError, match="V torch.float32"):

@@ -1,19 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton distance kernel: on a GPU if there is one, interpreted, compiled for three GPUs.
-
-The interpreter replaces Triton as a whole when it is imported, so its tests
-run in a process of their own, which runs this file again.
-"""
+"""The Triton distance kernel: on a GPU if there is one, interpreted, compiled for three GPUs."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,16 +12,24 @@ import torch
 from sglang_reasoncache.kernels.distance import DistanceKernel
 from tests.kernels.cases import (
     CASES,
-    TABLE,
     Case,
     Layers,
     assert_sums,
     expected_moments,
     make_entries,
     make_layers,
-    make_rotation,
+    rotation_of,
     spoil,
     tolerance,
+)
+from tests.kernels.rotary import TABLE
+from tests.triton_runs import (
+    DEVICE,
+    INTERPRETED,
+    on_device,
+    run_interpreted,
+    starts_interpreter,
+    there,
 )
 
 pytest.importorskip("triton")
@@ -40,48 +39,17 @@ import triton.language as tl
 
 from sglang_reasoncache.kernels import distance_triton
 
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-
-on_device = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
-)
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Uninitialized memory reads as NaN, so that nothing is left unwritten unnoticed."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def placed(layers: Layers) -> Layers:
-    """The same buffers on the device, strides and distance from an aligned address included."""
-    if DEVICE == "cpu":
-        return layers
-
-    def place(buffer: torch.Tensor) -> torch.Tensor:
-        storage = buffer.untyped_storage().to(device=DEVICE)
-        empty = torch.empty(0, dtype=buffer.dtype, device=DEVICE)
-        return empty.set_(storage, buffer.storage_offset(), buffer.shape, buffer.stride())
-
-    return [(place(keys), place(values)) for keys, values in layers]
+    """The same buffers on the device."""
+    return [(there(keys), there(values)) for keys, values in layers]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
+@starts_interpreter
 def test_interpreted() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"\b\d+ passed", done.stdout)
+    run_interpreted(__file__)
 
 
 def device_cases() -> list[Case]:
@@ -99,7 +67,7 @@ def device_cases() -> list[Case]:
 @on_device
 @pytest.mark.parametrize("case", device_cases(), ids=str)
 def test_agrees_with_gathered_blocks(case: Case) -> None:
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     dst, src, shift = make_entries(case)
     kernel = DistanceKernel(placed(layers), rotation, backend="triton")
     for by in {id(s): s for s in (None, shift)}.values():
@@ -132,7 +100,7 @@ def test_what_is_not_finite_shows(dtype: torch.dtype, is_neox: bool) -> None:
     case = Case(
         pairs=5, block=2, dtype=dtype, is_neox=is_neox, heads=3, k_dim=20, rotary_dim=12, v_dim=20
     )
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     spoiled = spoil(layers)
     dst = torch.tensor([[3, 0], [4, 1], [0, 1], [9, 9], [5, 6]])
     src = torch.tensor([[1, 0], [0, 0], [7, 6], [8, 1], [2, 2]])
@@ -150,7 +118,7 @@ def test_what_is_not_finite_shows(dtype: torch.dtype, is_neox: bool) -> None:
 @on_device
 def test_no_shift_is_as_cached() -> None:
     case = Case(heads=3, k_dim=96, rotary_dim=96, v_dim=96)
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     layers[0][0][5, 0, 0] = float("inf")
     dst, src, shift = (None if t is None else t.to(DEVICE) for t in make_entries(case))
     assert dst is not None and src is not None and shift is not None
@@ -168,7 +136,7 @@ def test_no_shift_is_as_cached() -> None:
 def test_entry_out_of_range_is_nan() -> None:
     """No look at values before the launch, so a bad one costs its pair and nothing else."""
     case = Case(pairs=7)
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     dst, src, shift = make_entries(case)
     assert shift is not None
     kernel = DistanceKernel(placed(layers), rotation, backend="triton")

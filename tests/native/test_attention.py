@@ -5,27 +5,30 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_reasoncache import native
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.native.attention import NativeKv, native_plan
-from tests.kernels.attention_cases import CASES, TABLE, Case, Rig, assert_attention, make, poison
+from tests.kernels.attention_cases import (
+    CASES,
+    Case,
+    Rig,
+    assert_attention,
+    assert_plans,
+    make,
+    poison,
+    repeating,
+)
+from tests.kernels.rotary import TABLE
+from tests.native.builds import CSRC, OLDER, build_as_older
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCES = sorted((CSRC / "attention").glob("*.cpp"))
-#: What a build for an older x86 lacks: AVX-512; then AVX, F16C and FMA too.
-OLDER = {"x86-64-v3": {"avx2", "f16c", "fma"}, "x86-64": set[str]()}
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(scope="module", params=["native", *OLDER])
@@ -33,32 +36,7 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The library of this machine, or the kernels alone as an older CPU would run them."""
     if request.param == "native":
         return request.getfixturevalue("library")
-    if native.build.sanitized():
-        pytest.skip("one build with the sanitizers is enough")
-    if platform.machine() != "x86_64":
-        pytest.skip("a build for an x86 CPU")
-    flags = set(Path("/proc/cpuinfo").read_text().split())
-    if not flags >= OLDER[request.param]:
-        pytest.skip(f"this CPU is older than {request.param}")
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    target = tmp_path_factory.mktemp("build") / "attention.so"
-    options = f"-std=c++17 -O1 -march={request.param} -fPIC -shared -pthread -ffp-contract=off"
-    subprocess.run(
-        [compiler, *shlex.split(options), f"-I{CSRC}", *map(str, SOURCES), "-o", str(target)],
-        check=True,
-    )
-    return ctypes.CDLL(str(target))
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Uninitialized memory reads as NaN, so that nothing is left unwritten unnoticed."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    return build_as_older(request.param, SOURCES, tmp_path_factory.mktemp("build"))
 
 
 def plan_of(library: ctypes.CDLL, rig: Rig, **changed: Any) -> RowPlan:
@@ -98,14 +76,6 @@ def decode(
     return out, lse
 
 
-def assert_plans(found: RowPlan, expected: RowPlan) -> None:
-    assert torch.equal(found.kv_indptr, expected.kv_indptr)
-    assert torch.equal(found.kv_indices, expected.kv_indices)
-    assert (found.shift is None) == (expected.shift is None)
-    if found.shift is not None and expected.shift is not None:
-        assert torch.equal(found.shift, expected.shift)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decode_agrees_with_dense_attention(build: ctypes.CDLL, case: Case) -> None:
     rig = make(case)
@@ -121,6 +91,34 @@ def test_decode_agrees_with_dense_attention(build: ctypes.CDLL, case: Case) -> N
 def test_plan_of_the_newest_positions(build: ctypes.CDLL, window: int) -> None:
     rig = make(Case(holes=0.3))
     assert_plans(plan_of(build, rig, window=window), rig.plan(window))
+
+
+@pytest.mark.parametrize("window", [-1, 100])
+def test_plan_with_entries_of_a_slot_together(build: ctypes.CDLL, window: int) -> None:
+    rig = repeating((130, 0, 30, 989, 1))
+    # Shifts and slots up to the ends of their bits.
+    rig.home[rig.rows[rig.requests[3], 200:203].clamp(min=0)] = torch.tensor(
+        [2**31 - 1, -(2**31) + 989, 300], dtype=torch.int32
+    )
+    expected = rig.plan(None if window < 0 else window, together=True)
+    assert_plans(plan_of(build, rig, window=window, together=True), expected)
+
+
+def test_plan_of_the_last_slots_together(build: ctypes.CDLL) -> None:
+    last = 2**31 - 1
+    rows = torch.tensor([[last - 1, 70, last - 64, 3, last - 1]], dtype=torch.int32)
+    _, indices, shift = native_plan(
+        build,
+        rows,
+        torch.tensor([0]),
+        torch.tensor([5]),
+        home=None,
+        num_slots=last,
+        window=-1,
+        capacity=5,
+        together=True,
+    )
+    assert indices.tolist() == [3, 70, last - 64, last - 1, last - 1] and shift is None
 
 
 def test_plan_without_homes_moves_nothing(build: ctypes.CDLL) -> None:

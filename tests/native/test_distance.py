@@ -4,36 +4,30 @@
 from __future__ import annotations
 
 import ctypes
-import platform
-import shlex
-import shutil
-import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
-from sglang_reasoncache import native
 from sglang_reasoncache.kernels.distance import DistanceKernel
 from sglang_reasoncache.native.distance import DTYPES, NativeDistance
 from tests.kernels.cases import (
     CASES,
-    TABLE,
     Case,
     assert_sums,
     expected_moments,
     make_entries,
     make_layers,
-    make_rotation,
+    rotation_of,
     spoil,
     tolerance,
 )
+from tests.kernels.rotary import TABLE
+from tests.native.builds import CSRC, OLDER, build_as_older
 
-SOURCE = Path(__file__).resolve().parents[2] / "csrc" / "distance" / "distance.cpp"
-#: What a build for an older x86 lacks: AVX-512; then AVX, F16C and FMA too.
-OLDER = {"x86-64-v3": {"avx2", "f16c", "fma"}, "x86-64": set[str]()}
+SOURCE = CSRC / "distance" / "distance.cpp"
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(scope="module", params=["native", *OLDER])
@@ -41,34 +35,12 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The library of this machine, or the kernel alone as an older CPU would run it."""
     if request.param == "native":
         return request.getfixturevalue("library")
-    if native.build.sanitized():
-        pytest.skip("one build with the sanitizers is enough")
-    if platform.machine() != "x86_64":
-        pytest.skip("a build for an x86 CPU")
-    flags = set(Path("/proc/cpuinfo").read_text().split())
-    if not flags >= OLDER[request.param]:
-        pytest.skip(f"this CPU is older than {request.param}")
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    target = tmp_path_factory.mktemp("build") / "distance.so"
-    options = f"-std=c++17 -O2 -march={request.param} -fPIC -shared -pthread -ffp-contract=off"
-    subprocess.run([compiler, *shlex.split(options), str(SOURCE), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Uninitialized memory reads as NaN, so that nothing is left unwritten unnoticed."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    return build_as_older(request.param, [SOURCE], tmp_path_factory.mktemp("build"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_gathered_blocks(build: ctypes.CDLL, case: Case) -> None:
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     dst, src, shift = make_entries(case)
     kernel = NativeDistance(build, layers, rotation, threads=1)
     for by in {id(s): s for s in (None, shift)}.values():
@@ -104,7 +76,7 @@ def test_what_is_not_finite_shows(build: ctypes.CDLL, dtype: torch.dtype, is_neo
     case = Case(
         pairs=48, block=2, dtype=dtype, is_neox=is_neox, heads=3, k_dim=20, rotary_dim=12, v_dim=20
     )
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     spoiled = spoil(layers)
     dst = torch.arange(48)[:, None].expand(-1, 2).contiguous()
     src = dst.flip(0)
@@ -121,7 +93,7 @@ def test_what_is_not_finite_shows(build: ctypes.CDLL, dtype: torch.dtype, is_neo
 
 def test_no_shift_is_as_cached_bit_for_bit(build: ctypes.CDLL) -> None:
     case = Case(heads=3, k_dim=96, rotary_dim=96, v_dim=96)
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     dst, src, shift = make_entries(case)
     assert shift is not None
     kernel = NativeDistance(build, layers, rotation, threads=1)
@@ -136,7 +108,7 @@ def test_threads_change_nothing(build: ctypes.CDLL, is_neox: bool) -> None:
     case = Case(
         pairs=37, block=16, layers=5, heads=4, k_dim=64, v_dim=64, rotary_dim=64, is_neox=is_neox
     )
-    layers, rotation = make_layers(case, slots=300), make_rotation(case)
+    layers, rotation = make_layers(case, slots=300), rotation_of(case)
     dst, src, shift = make_entries(case, slots=300)
     # Well above the size that is worth a thread.
     assert dst.numel() * case.layers * 2 * 2 * 4 * 64 * 2 > 4 << 20
@@ -149,7 +121,7 @@ def test_threads_change_nothing(build: ctypes.CDLL, is_neox: bool) -> None:
 
 def test_concurrent_calls(build: ctypes.CDLL) -> None:
     case = Case(pairs=9, block=16, heads=4, k_dim=64, v_dim=64, rotary_dim=64)
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     dst, src, shift = make_entries(case)
     kernel = NativeDistance(build, layers, rotation, threads=2)
     expected = kernel.squares(dst, src, shift)
@@ -160,7 +132,7 @@ def test_concurrent_calls(build: ctypes.CDLL) -> None:
 
 def test_slots_may_be_views(build: ctypes.CDLL) -> None:
     case = Case()
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     dst, src, shift = make_entries(case)
     assert shift is not None
     kernel = NativeDistance(build, layers, rotation, threads=1)
@@ -174,7 +146,7 @@ def test_slots_may_be_views(build: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("slot", [-1, 48, 1 << 40, -(1 << 63)])
 def test_slot_outside_the_pool(build: ctypes.CDLL, slot: int) -> None:
     case = Case()
-    kernel = NativeDistance(build, make_layers(case), make_rotation(case), threads=1)
+    kernel = NativeDistance(build, make_layers(case), rotation_of(case), threads=1)
     dst, src, shift = make_entries(case)
     bad = dst.clone()
     bad[1, 3] = slot
@@ -188,7 +160,7 @@ def test_slot_outside_the_pool(build: ctypes.CDLL, slot: int) -> None:
 @pytest.mark.parametrize("shift", [TABLE, -TABLE, (1 << 31) - 1, -(1 << 31)])
 def test_shift_outside_the_table(build: ctypes.CDLL, shift: int) -> None:
     case = Case()
-    kernel = NativeDistance(build, make_layers(case), make_rotation(case), threads=1)
+    kernel = NativeDistance(build, make_layers(case), rotation_of(case), threads=1)
     dst, src, by = make_entries(case)
     assert by is not None
     by[1, 3] = shift
@@ -198,7 +170,7 @@ def test_shift_outside_the_table(build: ctypes.CDLL, shift: int) -> None:
 
 def test_kernel_takes_it_for_host_memory(library: ctypes.CDLL) -> None:
     case = Case(dtype=torch.float8_e4m3fn)
-    layers, rotation = make_layers(case), make_rotation(case)
+    layers, rotation = make_layers(case), rotation_of(case)
     dst, src, shift = make_entries(case)
     chosen = DistanceKernel(layers, rotation)
     assert chosen.backend == "native"

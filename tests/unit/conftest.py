@@ -15,3 +15,13 @@ def published_config() -> Iterator[None]:
 
     with get_context().override_server_args(device="cpu", attention_backend="torch_native"):
         yield
+
+
+@pytest.fixture
+def out_of_tree_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's rotary module asks for a CUDA kernel elsewhere than on a platform like ours."""
+    from sglang.srt.layers.rotary_embedding import base
+
+    from sglang_reasoncache.cpu_platform import TorchCpuPlatform
+
+    monkeypatch.setattr(base, "current_platform", TorchCpuPlatform())

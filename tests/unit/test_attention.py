@@ -1,179 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The correcting torch-native backend against dense attention in double precision.
-
-The reference takes another route: it rotates every cached key by complex
-multiplication to where it is used, then attends over the whole row.
-"""
+"""The correcting torch-native backend against dense attention in double precision."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import factory
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
-from sglang_reasoncache.cache.home import HomePositions
+from tests.unit.attention_rig import LENGTHS, TOLERANCE, Rig, idle_batch
 
-DIM = 16
-BASE = 10_000
-CONTEXT = 1024
-LENGTHS = [1, 19, 989]
-
-#: fp32: angles of up to 1024 radians are off by 1024 * 2**-24, which the softmax
-#: turns into an error of the same order; bf16: keys, probabilities and the
-#: result are each rounded to 8 bits, for values of about 1.
-TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 3e-2}
-
-pytestmark = pytest.mark.usefixtures("published_config")
-
-
-@pytest.fixture(autouse=True)
-def out_of_tree_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's rotary module asks for a CUDA kernel elsewhere than on a platform like ours."""
-    from sglang.srt.layers.rotary_embedding import base
-
-    from sglang_reasoncache.cpu_platform import TorchCpuPlatform
-
-    monkeypatch.setattr(base, "current_platform", TorchCpuPlatform())
-
-
-class Rig:
-    """A pool with rows of random keys, some of them cached for another position.
-
-    Args:
-        moved: Share of the row entries whose home is another position.
-        lengths: Tokens of each row, the newest included.
-        interleaved: GPT-J pairing of dims.
-        notes_moved: The allocator has seen slots shared, even if no row holds one now.
-    """
-
-    def __init__(
-        self,
-        *,
-        moved: float,
-        lengths: list[int] = LENGTHS,
-        heads: int = 4,
-        kv_heads: int = 2,
-        dtype: torch.dtype = torch.float32,
-        interleaved: bool = False,
-        notes_moved: bool = False,
-    ) -> None:
-        generator = torch.Generator().manual_seed(23)
-        self.generator = generator
-        self.lengths, self.heads, self.kv_heads, self.dtype = lengths, heads, kv_heads, dtype
-        self.interleaved = interleaved
-        size = sum(lengths) + 64
-        self.pool = MHATokenToKVPool(
-            size=size,
-            page_size=1,
-            dtype=dtype,
-            head_num=kv_heads,
-            head_dim=DIM,
-            layer_num=2,
-            device="cpu",
-            enable_memory_saver=False,
-        )
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
-            buffer.copy_(torch.randn(buffer.shape, generator=generator))
-        self.rows = ReqToTokenPool(len(lengths), CONTEXT, "cpu", False)
-        # What lies beyond a row's end is left over from earlier requests.
-        stale = torch.randint(1, size + 1, self.rows.req_to_token.shape, generator=generator)
-        self.rows.req_to_token.copy_(stale)
-        self.home = HomePositions(size + 1, "cpu")
-        self.home.record(
-            torch.arange(size + 1), torch.randint(0, CONTEXT, (size + 1,), generator=generator)
-        )
-        order = torch.randperm(size, generator=generator) + 1
-        # Slots of nobody hold anything; only slot 0, SGLang's padding, may be read for nothing.
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
-            buffer[order[-64:]] = float("nan")
-        self.row_of = torch.arange(1, len(lengths) + 1)
-        for row, slots in zip(self.row_of, order.split([*lengths, 64])[:-1], strict=True):
-            self.rows.req_to_token[row, : len(slots)] = slots.to(torch.int32)
-            at = torch.arange(len(slots))
-            elsewhere = torch.randint(0, CONTEXT, at.shape, generator=generator)
-            stays = torch.rand(at.shape, generator=generator) >= moved
-            self.home.record(slots, torch.where(stays, at, elsewhere))
-        rope = factory.get_rope(DIM, DIM, CONTEXT, BASE, not interleaved, None, torch.float32)
-        self.runner: Any = SimpleNamespace(
-            device="cpu",
-            req_to_token_pool=self.rows,
-            token_to_kv_pool=self.pool,
-            token_to_kv_pool_allocator=SimpleNamespace(
-                home=self.home, has_moved_slots=moved > 0 or notes_moved
-            ),
-            dtype=dtype,
-            model=torch.nn.ModuleList([rope]),
-            model_config=SimpleNamespace(context_len=CONTEXT),
-        )
-        self.layer = RadixAttention(heads, DIM, DIM**-0.5, kv_heads, layer_id=1)
-
-    def batch(self, new: list[int]) -> Any:
-        """A forward that computes the last ``new`` tokens of each row; decode if one each."""
-        decode = all(count == 1 for count in new)
-        ends = torch.tensor(self.lengths)
-        slots, positions = [], []
-        for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
-            slots.append(self.rows.req_to_token[row, end - count : end].long())
-            positions.append(torch.arange(end - count, end))
-        return SimpleNamespace(
-            forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
-            out_cache_loc=torch.cat(slots),
-            positions=torch.cat(positions),
-            req_pool_indices=self.row_of,
-            seq_lens=ends,
-            extend_seq_lens=torch.tensor(new),
-            extend_prefix_lens=ends - torch.tensor(new),
-            encoder_lens=None,
-        )
-
-    def forward(self, backend: Any, batch: Any, decode: bool = True) -> torch.Tensor:
-        """Attention of the batch's new tokens, ``[tokens, heads, dim]``, and what they were."""
-        tokens = len(batch.out_cache_loc)
-        generator = torch.Generator().manual_seed(tokens)
-        q, k, v = (
-            torch.randn(tokens, heads * DIM, generator=generator).to(self.dtype)
-            for heads in (self.heads, self.kv_heads, self.kv_heads)
-        )
-        self.query = q.view(tokens, self.heads, DIM)
-        backend.init_forward_metadata(batch)
-        run = backend.forward_decode if decode else backend.forward_extend
-        k, v = k.view(tokens, self.kv_heads, DIM), v.view(tokens, self.kv_heads, DIM)
-        return run(q, k, v, self.layer, batch).view(tokens, self.heads, DIM)
-
-    def expected(self, batch: Any) -> torch.Tensor:
-        """Dense attention in fp64 over rows whose keys are rotated to where they are used."""
-        keys, values = self.pool.k_buffer[1].double(), self.pool.v_buffer[1].double()
-        outputs, query = [], iter(self.query.double().split(batch.extend_seq_lens.tolist()))
-        for row, end in zip(self.row_of, self.lengths, strict=True):
-            slots = self.rows.req_to_token[row, :end].long()
-            at = torch.arange(end)
-            k = self._turn(keys[slots], at - self.home.positions[slots])
-            k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
-            v = values[slots].repeat_interleave(self.heads // self.kv_heads, dim=1)
-            q = next(query)
-            scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
-            later = at[None, :] > torch.arange(end - len(q), end)[:, None]
-            weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
-            outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
-        return torch.cat(outputs)
-
-    def _turn(self, keys: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        """Rotate by multiplying complex numbers, one per pair of dims."""
-        frequency = BASE ** (-torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
-        turn = torch.polar(torch.ones(1).double(), shift[:, None] * frequency)[:, None]
-        if self.interleaved:
-            pairs = torch.view_as_complex(keys.unflatten(-1, (DIM // 2, 2)).contiguous())
-            return torch.view_as_real(pairs * turn).flatten(-2)
-        pairs = torch.complex(keys[..., : DIM // 2], keys[..., DIM // 2 :]) * turn
-        return torch.cat((pairs.real, pairs.imag), dim=-1)
+pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
 
 def check(rig: Rig, new: list[int]) -> None:
@@ -280,15 +117,7 @@ def test_idle_forward_needs_no_rows() -> None:
     rig = Rig(moved=1.0)
     backend = CorrectedTorchNativeBackend(rig.runner)
     home = rig.home.positions.clone()
-    nothing = torch.empty(0, dtype=torch.int64)
-    backend.init_forward_metadata(
-        SimpleNamespace(
-            forward_mode=ForwardMode.IDLE,
-            out_cache_loc=nothing,
-            positions=nothing,
-            seq_lens=nothing,
-        )
-    )
+    backend.init_forward_metadata(idle_batch())
     assert torch.equal(rig.home.positions, home)
 
 

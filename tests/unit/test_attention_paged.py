@@ -3,46 +3,29 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.kernels import extend
-from tests.unit.test_attention import DIM, TOLERANCE, Rig, out_of_tree_platform
+from tests.unit.attention_rig import (
+    BATCHES,
+    DIM,
+    TOLERANCE,
+    UNSERVED,
+    Rig,
+    idle_batch,
+    served_runner,
+)
 
-__all__ = ["out_of_tree_platform"]
-
-pytestmark = pytest.mark.usefixtures("published_config")
-
-#: New tokens of the three rows: decode, prefill, and decode requests in a prefill batch.
-BATCHES = {
-    "decode": [1, 1, 1],
-    "whole": [1, 19, 989],
-    "with-prefix": [1, 7, 300],
-    "mixed": [1, 1, 40],
-    "few": [1, 3, 4],
-}
-
-
-def runner_of(rig: Rig) -> Any:
-    """The rig's runner with what start-up looks at, and the layer in its model."""
-    runner = rig.runner
-    runner.use_mla_backend = False
-    runner.spec_algorithm = SimpleNamespace(is_none=lambda: True)
-    runner.model_config.is_encoder_decoder = False
-    if not any(isinstance(module, RadixAttention) for module in runner.model):
-        runner.model.append(rig.layer)
-    return runner
+pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
 
 def backend_of(rig: Rig, corrected: bool = True) -> PagedCpuBackend:
-    return PagedCpuBackend(runner_of(rig), corrected=corrected)
+    return PagedCpuBackend(served_runner(rig), corrected=corrected)
 
 
 def check(rig: Rig, new: list[int], backend: PagedCpuBackend | None = None) -> None:
@@ -122,15 +105,7 @@ def test_idle_forward_needs_no_rows() -> None:
     rig = Rig(moved=1.0)
     backend = backend_of(rig)
     home = rig.home.positions.clone()
-    nothing = torch.empty(0, dtype=torch.int64)
-    backend.init_forward_metadata(
-        SimpleNamespace(
-            forward_mode=ForwardMode.IDLE,
-            out_cache_loc=nothing,
-            positions=nothing,
-            seq_lens=nothing,
-        )
-    )
+    backend.init_forward_metadata(idle_batch())
     assert torch.equal(rig.home.positions, home)
 
 
@@ -160,26 +135,10 @@ def test_logits_are_soft_capped(new: list[int]) -> None:
     assert (found.double() - plain).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda r: setattr(r.layer, "sliding_window_size", 8), "sliding window 8"),
-        (lambda r: setattr(r.layer, "is_cross_attention", True), "cross attention"),
-        (lambda r: setattr(r.layer, "attn_type", AttentionType.ENCODER_ONLY), "attention type"),
-        (lambda r: setattr(r.layer, "xai_temperature_len", 4), "temperature"),
-        (lambda r: setattr(r.runner, "use_mla_backend", True), "latent attention"),
-        (lambda r: setattr(r.runner.model_config, "is_encoder_decoder", True), "encoder-decoder"),
-        (
-            lambda r: setattr(r.runner, "spec_algorithm", SimpleNamespace(is_none=lambda: False)),
-            "--speculative-algorithm",
-        ),
-        (lambda r: setattr(r.pool, "kv_cache_layout", "hnd"), "hnd"),
-        (lambda r: setattr(r.runner, "token_to_kv_pool", SimpleNamespace()), "SimpleNamespace"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), UNSERVED)
 def test_what_cannot_be_served_is_refused_by_name(change: Any, message: str) -> None:
     rig = Rig(moved=0.0)
-    runner_of(rig)
+    served_runner(rig)
     change(rig)
     with pytest.raises(ValueError, match=f"--attention-backend reasoncache_cpu.*{message}"):
         PagedCpuBackend(rig.runner)
@@ -187,7 +146,7 @@ def test_what_cannot_be_served_is_refused_by_name(change: Any, message: str) -> 
 
 def test_positions_without_a_linear_rotation_are_refused() -> None:
     rig = Rig(moved=0.0)
-    runner_of(rig).model = torch.nn.ModuleList([rig.layer])
+    served_runner(rig).model = torch.nn.ModuleList([rig.layer])
     with pytest.raises(ValueError, match="rotary embedding"):
         PagedCpuBackend(rig.runner, corrected=True)
     PagedCpuBackend(rig.runner)

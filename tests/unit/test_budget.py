@@ -152,6 +152,20 @@ def test_forecast_is_the_share_of_tokens() -> None:
     assert forecast.credit == pytest.approx((30 * 0.7 + 10) / (100 * 0.7 + 300))
 
 
+def test_running_requests_count_where_they_share_more() -> None:
+    forecast = SharingForecast(limit=0.9)
+    forecast.look(100, 500)
+    assert forecast.credit == 0.0, "too few tokens to say"
+    forecast.look(256, 1024)
+    assert forecast.credit == 0.25
+    forecast.observe(400, 1000)
+    assert forecast.credit == pytest.approx(0.4)
+    forecast.look(500, 1000)
+    assert forecast.credit == 0.5
+    forecast.look(0, 0)
+    assert forecast.credit == pytest.approx(0.4)
+
+
 def test_forecast_is_limited() -> None:
     forecast = SharingForecast(limit=0.4)
     forecast.observe(90, 100)

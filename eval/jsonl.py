@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of JSONL files that anybody may have written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def read_object(line: bytes) -> dict[str, Any]:
+    """The object that one line holds.
+
+    Raises:
+        ValueError: says what is wrong with the line; who calls knows its file and number.
+    """
+    try:
+        content = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, brackets nested thousands deep.
+        raise ValueError(f"not JSON that can be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"not an object but {kind_of(content)}")
+    return content
+
+
+def kind_of(value: Any) -> str:
+    """A value's kind, for messages."""
+    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+    return "null" if value is None else kinds.get(type(value), "a number")
+
+
+def valid_text(text: str) -> str:
+    """Half surrogates, which pass through JSON and nothing else, become question marks."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")

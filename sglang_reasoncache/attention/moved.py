@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over rows that name moved slots, on the pool's device, by this project's kernels.
+
+Nothing here waits for a device: lengths come from the host's copies, and a plan
+has room for as many entries as they say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache.attention.served import attention_layers
+from sglang_reasoncache.cache.home import HomePositions
+from sglang_reasoncache.kernels.decode import decode_attention
+from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
+from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.plugin import seams
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+
+
+class MovedAttention:
+    """Plans and computes; keeps nothing of a forward.
+
+    Args:
+        model_runner: SGLang's runner; its allocator carries ``home``.
+
+    Raises:
+        ValueError: no rotary embedding by which a key could be moved.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        self._rows = model_runner.req_to_token_pool
+        self._pool = model_runner.token_to_kv_pool
+        self._dtype = model_runner.dtype
+        self.home: HomePositions = model_runner.token_to_kv_pool_allocator.home
+        self.device = self.home.positions.device
+        rotation = KeyRotation.from_model(model_runner.model, model_runner.model_config.context_len)
+        pool = self._pool
+        self._layers = {
+            layer: PagedKv(pool.get_key_buffer(layer), pool.get_value_buffer(layer), rotation)
+            for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)
+        }
+        first = self._layers[pool.start_layer]
+        self.backend = first.backend
+        #: The model's, on the pool's device.
+        self.rotation = first.rotation
+        self._num_slots = first.num_slots
+        # Soft-capped logits are beyond PyTorch's fused attention.
+        self._attention = attention_layers(model_runner.model)
+        self._singly = any(layer.logit_cap > 0 for layer in self._attention)
+
+    def warm_up(self) -> None:
+        """Compile what the first forwards over moved slots would wait for, some seconds.
+
+        Reads row 0, which is no request's, and writes nothing.
+        """
+        from sglang_reasoncache.kernels.plan_triton import plan_into
+
+        one = torch.ones(1, dtype=torch.int64, device=self.device)
+        rows, entries = self._rows.req_to_token, 8
+        plan = plan_into(
+            self.buffers(1, entries),
+            rows,
+            one * 0,
+            one * entries,
+            self.home.positions,
+            num_slots=self._num_slots,
+        )
+        assert plan.shift is not None, "what is planned into buffers has shifts"
+        spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
+        for layer in {
+            (x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in self._attention
+        }.values():
+            kv = self._layers[layer.layer_id]
+            query = torch.zeros(
+                (1, layer.tp_q_head_num, layer.qk_head_dim), dtype=self._dtype, device=self.device
+            )
+            # Addresses that are multiples of 16 bytes and others are kernels of their own.
+            for some in (None, spans):
+                decode_attention(query, kv, plan, scale=1.0, logit_cap=layer.logit_cap, spans=some)
+            for first in (0, 1):
+                gather_kv(kv, plan.kv_indices[first:], plan.shift[first:], self._dtype)
+
+    def record(self, forward_batch: Any) -> None:
+        """Note where the forward's new tokens are at home."""
+        slots = forward_batch.out_cache_loc
+        self.home.record(slots, forward_batch.positions[: slots.shape[0]])
+
+    def buffers(self, batch: int, entries: int | None = None) -> PlanBuffers:
+        """Room for plans of ``batch`` requests and ``entries``; None: whole rows."""
+        from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+
+        return PlanBuffers.of(
+            batch,
+            batch * self._rows.req_to_token.shape[1] if entries is None else entries,
+            self.device,
+        )
+
+    def plan_into(self, buffers: PlanBuffers, forward_batch: Any) -> RowPlan:
+        """Plan a batch's rows; what this queues on the device can be captured in a CUDA graph."""
+        from sglang_reasoncache.kernels.plan_triton import plan_into
+
+        return plan_into(buffers, *self._read(forward_batch), num_slots=self._num_slots)
+
+    def plan(self, forward_batch: Any) -> RowPlan:
+        """Plan a batch in memory of its own."""
+        if self.backend != "triton":
+            return plan_rows(*self._read(forward_batch), num_slots=self._num_slots)
+        lengths = forward_batch.seq_lens_cpu
+        entries = None if lengths is None else int(lengths.sum())
+        return self.plan_into(self.buffers(forward_batch.seq_lens.shape[0], entries), forward_batch)
+
+    def _read(self, forward_batch: Any) -> tuple[torch.Tensor, ...]:
+        return (
+            self._rows.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            self.home.positions,
+        )
+
+    def plan_extend(self, forward_batch: Any) -> ExtendPlan:
+        """Plan a batch of new tokens over their prefixes."""
+        return self._extend_plan(self.plan(forward_batch), forward_batch, self._singly)
+
+    def _extend_plan(self, rows: RowPlan, forward_batch: Any, singly: bool) -> ExtendPlan:
+        new, before = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+        entries = [a + b for a, b in zip(before, new, strict=True)]
+        return ExtendPlan(rows, new, self._dtype, singly=singly, entries=entries)
+
+    def write(
+        self,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+    ) -> None:
+        """Put new keys and values into the pool, as SGLang's backends do."""
+        if not save_kv_cache or k is None or v is None:
+            return
+        self._pool.set_kv_buffer(
+            layer,
+            seams.KVWriteLoc.for_batch(forward_batch),
+            k,
+            v,
+            layer.k_scale,
+            layer.v_scale,
+        )
+
+    def decode(
+        self, q: torch.Tensor, layer: Any, plan: RowPlan, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
+        scale, v_scale = self._scales(layer)
+        out = decode_attention(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            self._layers[layer.layer_id],
+            plan,
+            scale=scale,
+            logit_cap=layer.logit_cap,
+            sinks=None if sinks is None else sinks.float(),
+        )
+        return _flat(out, v_scale)
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        layer: Any,
+        plan: ExtendPlan,
+        forward_batch: Any,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
+        scale, v_scale = self._scales(layer)
+        if sinks is not None and plan.pieces:
+            self._singly = True
+            plan = self._extend_plan(plan.rows, forward_batch, singly=True)
+        out = extend_attention(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            self._layers[layer.layer_id],
+            plan,
+            scale=scale,
+            logit_cap=layer.logit_cap,
+            sinks=None if sinks is None else sinks.float(),
+        )
+        return _flat(out, v_scale)
+
+    def _scales(self, layer: Any) -> tuple[float, float]:
+        """What logits are multiplied by, and outputs: the pool divides only what it narrows."""
+        if self._pool.dtype == self._dtype:
+            return layer.scaling, 1.0
+        k_scale, v_scale = layer.k_scale_float, layer.v_scale_float
+        return (
+            layer.scaling * (1.0 if k_scale is None else k_scale),
+            1.0 if v_scale is None else v_scale,
+        )
+
+
+def _flat(out: torch.Tensor, v_scale: float) -> torch.Tensor:
+    if v_scale != 1.0:
+        out *= v_scale
+    return out.view(out.shape[0], -1)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's attention backends for CUDA, with shared keys read where they are used.
+
+The operator's backend stays what it is. A forward in which no slot is away from
+home runs the stock code and is only followed by a note of its slots' positions;
+one with moved slots is planned and computed by our kernels. In a decode graph the
+plan is part of the graph, so replaying it costs the host nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_reasoncache.attention.moved import MovedAttention
+from sglang_reasoncache.attention.served import check_served
+from sglang_reasoncache.cache.moved import MovedMark
+from sglang_reasoncache.kernels.extend import ExtendPlan
+from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.plugin import seams
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+
+    # What stands behind the mixin: any of SGLang's backends.
+    _Stock = Any
+else:
+    _Stock = object
+
+#: Graph variants: SGLang's kernels, and ours.
+PLAIN, MOVED = "plain", "moved"
+
+
+class MovedReads(_Stock):
+    """Put in front of one of SGLang's backends, as in ``class C(MovedReads, TritonAttnBackend)``.
+
+    Args:
+        model_runner: SGLang's runner, its pool already there; its allocator carries ``home``.
+        **stock: For the backend behind.
+
+    Raises:
+        ValueError: a model or pool that cannot be served, by name.
+    """
+
+    def __init__(self, model_runner: Any, **stock: Any) -> None:
+        check_served(
+            model_runner,
+            "--reasoncache-positions corrected over --attention-backend "
+            f"{model_runner.decode_attention_backend_str}",
+        )
+        # First, because it may refuse: SGLang's backend takes memory.
+        self.moved = MovedAttention(model_runner)
+        super().__init__(model_runner, **stock)
+        self.mark = MovedMark(model_runner.token_to_kv_pool_allocator)
+        self._decode_plan: RowPlan | None = None
+        self._extend_plan: ExtendPlan | None = None
+        # Every graph's plan: replays follow one another on one stream.
+        self._graph_buffers: PlanBuffers | None = None
+        # Graphs captured before larger ones were asked for still write here.
+        self._outgrown: list[PlanBuffers] = []
+        self._graph_variant: str | None = None
+
+    @property
+    def rotation(self) -> Any:
+        """The model's ``KeyRotation``, on the pool's device."""
+        return self.moved.rotation
+
+    # -- outside of graphs ------------------------------------------------------
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan a forward, by our means or SGLang's."""
+        self._decode_plan = self._extend_plan = None
+        mode = forward_batch.forward_mode
+        if forward_batch.out_cache_loc is None or mode.is_idle():
+            super().init_forward_metadata(forward_batch)
+            return
+        self.moved.record(forward_batch)
+        if not self.mark.reads_moved(forward_batch.rids):
+            super().init_forward_metadata(forward_batch)
+        elif mode.is_decode():
+            self._decode_plan = self.moved.plan(forward_batch)
+        else:
+            self._extend_plan = self.moved.plan_extend(forward_batch)
+
+    # -- in graphs --------------------------------------------------------------
+
+    def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
+        """Prefill graphs hold SGLang's kernels; a prefill over moved slots runs without."""
+        if self.mark.reads_moved(forward_batch.rids):
+            return False
+        stock = getattr(super(), "can_run_prefill_cuda_graph", None)
+        return stock is None or stock(forward_batch)
+
+    def choose_graph(self, forward_batch: Any) -> str:
+        """Which variant the forward about to be replayed runs; its preparation comes next."""
+        self._graph_variant = MOVED if self.mark.reads_moved(forward_batch.rids) else PLAIN
+        return self._graph_variant
+
+    def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
+        """Allocate what graphs of up to ``max_bs`` requests read."""
+        super().init_cuda_graph_state(max_bs, *args, **kwargs)
+        if self._graph_buffers is None or len(self._graph_buffers.moved) < max_bs:
+            if self._graph_buffers is not None:
+                self._outgrown.append(self._graph_buffers)
+            self._graph_buffers = self.moved.buffers(max_bs)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """What has to be done before a graph is captured or replayed."""
+        self._decode_plan = self._extend_plan = None
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            self.moved.record(forward_batch)
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)
+            return
+        variant = seams.get_capture_attention_variant() if in_capture else self._graph_variant
+        if variant == PLAIN:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)
+        elif variant == MOVED and self._graph_buffers is not None:
+            # SGLang's kernels are not in this graph, and a capture would replace the
+            # plans that the plain graph of this size reads.
+            self._decode_plan = self._graph_buffers.plan_of(forward_batch.batch_size)
+        else:
+            raise RuntimeError(
+                f"sglang-reasoncache: a decode graph of variant {variant!r}, known are "
+                f"{PLAIN!r} and {MOVED!r}"
+            )
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """What becomes part of a graph: home positions of new slots, and our plan."""
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            super().init_forward_metadata_in_graph(forward_batch)
+            return
+        self.moved.record(forward_batch)
+        if self._decode_plan is None:
+            super().init_forward_metadata_in_graph(forward_batch)
+        else:
+            assert self._graph_buffers is not None
+            self.moved.plan_into(self._graph_buffers, forward_batch)
+
+    def shared_read_ends(self, mode: Any) -> Any:
+        """Our plan is the last to look at rows: in the graph, or before a forward without one."""
+        stock = super().shared_read_ends(mode)
+        if not mode.is_decode_or_idle():
+            return stock
+        return seams.SharedReadEnds.max_of((stock, seams.SharedReadEnds.IN_REPLAY))
+
+    # -- a layer ----------------------------------------------------------------
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
+        plan = self._decode_plan
+        if plan is None:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        sinks = _sinks(kwargs)
+        self.moved.write(k, v, layer, forward_batch, save_kv_cache)
+        return self.moved.decode(q, layer, plan, sinks)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
+        plan = self._extend_plan
+        if plan is None:
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        sinks = _sinks(kwargs)
+        self.moved.write(k, v, layer, forward_batch, save_kv_cache)
+        return self.moved.extend(q, layer, plan, forward_batch, sinks)
+
+
+class GraphVariants:
+    """SGLang's ``AttentionGraphVariants``: two decode graphs a batch size.
+
+    Args:
+        backend: The one whose forwards are captured.
+    """
+
+    #: SGLang captures in this order; both use one pool of memory.
+    capture_labels = (PLAIN, MOVED)
+
+    def __init__(self, backend: MovedReads) -> None:
+        self._backend = backend
+
+    def select(self, forward_batch: Any) -> str:
+        """The label of the graph that ``forward_batch`` runs."""
+        return self._backend.choose_graph(forward_batch)
+
+
+def _sinks(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    sinks = kwargs.pop("sinks", None)
+    unknown = sorted(name for name, value in kwargs.items() if value is not None)
+    if unknown:
+        raise ValueError(
+            f"--reasoncache-positions corrected: attention with {', '.join(unknown)} is not served"
+        )
+    return sinks

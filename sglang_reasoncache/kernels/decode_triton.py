@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged decode attention on a GPU: chunks of a request side by side, then their merge.
+
+Two launches whose grids depend on nothing but the number of queries, so both can be
+captured in a CUDA graph. The first cuts each query's entries into at most ``SPLITS``
+chunks; a program takes one chunk and all query heads of a KV head, and writes an
+output and a log-sum-exp. The second merges these.
+
+Where a chunk ends depends on the number of entries and nothing else: a request
+has the same bits alone and in any batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_reasoncache.kernels.rotate_triton import (
+    ELEMENT,
+    as_read,
+    current_device,
+    fp8_to_fp16,
+    load_entries,
+    load_factors,
+    pairing,
+)
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.attention.rotation import KeyRotation
+
+#: Most chunks of a query's entries.
+SPLITS = 32
+#: Entries of a chunk are a multiple of this, which every tile divides.
+CHUNK = 256
+#: Queries of one launch: bounds the memory of unmerged outputs.
+QUERIES = 128
+NUM_STAGES = 2
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+# Triton's interpreter multiplies the codes of bf16 instead of their values.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _operand(raw, ELEMENT: tl.constexpr):
+    """Elements of a pool as a tensor core multiplies them, without rounding."""
+    if ELEMENT == "e4m3" or ELEMENT == "e5m2":
+        return fp8_to_fp16(raw, ELEMENT)
+    else:
+        return raw
+
+
+@triton.jit
+def _parts(x, ELEMENT: tl.constexpr):
+    """fp32 as the sum of two operands; where they are narrower, 16 of its bits or more."""
+    if ELEMENT == "fp32":
+        return x, x
+    elif ELEMENT == "bf16":
+        high = x.to(tl.bfloat16)
+        return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+    else:
+        high = x.to(tl.float16)
+        return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _dot(x, y, sums):
+    if _INTERPRETED:
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), sums)
+    return tl.dot(x, y, sums, input_precision="ieee")
+
+
+@triton.jit
+def _times(high, low, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
+    """``sums + (high + low) y``; ``low`` is known to be 0 if EXACT."""
+    sums = _dot(high, y, sums)
+    if ELEMENT != "fp32" and not EXACT:
+        sums = _dot(low, y, sums)
+    return sums
+
+
+@triton.jit
+def _next(shifts):
+    """One that is not 0, if there is any."""
+    most = tl.max(shifts, axis=0)
+    return tl.where(most != 0, most, tl.min(shifts, axis=0))
+
+
+@triton.jit
+def _bounds(begin, end, row, total, split, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
+    """First entry of a chunk, one past its last, and the number of chunks that are not empty."""
+    first = tl.minimum(tl.maximum(tl.load(begin + row), 0), total)
+    last = tl.minimum(tl.maximum(tl.load(end + row), first), total)
+    size = tl.cdiv(tl.cdiv(last - first, SPLITS), CHUNK) * CHUNK
+    start = tl.minimum(first + split * size, last)
+    # A chunk of nothing would divide by 0.
+    return start, tl.minimum(start + size, last), tl.cdiv(last - first, tl.maximum(size, 1))
+
+
+@triton.jit(do_not_specialize=["total", "num_slots", "table_rows"])
+def chunk_kernel(
+    query,  # [rows, heads, K_DIM]
+    keys,  # [num_slots, kv_heads, K_DIM]
+    values,  # [num_slots, kv_heads, V_DIM]
+    begin,  # int32 [rows]
+    end,  # int32 [rows]
+    kv_indices,  # int32 [total]
+    shift,  # int32 [total], unused unless HALF
+    cosines,  # fp32 [table_rows, HALF], likewise
+    sines,
+    parts,  # fp32 [rows, heads, SPLITS, V_DIM]: outputs of the chunks
+    part_lse,  # fp32 [rows, heads, SPLITS]: base 2
+    total,
+    num_slots,
+    table_rows,
+    q_row_stride,
+    q_head_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_slot_stride,
+    v_head_stride,
+    scale,
+    logit_cap,
+    ELEMENT: tl.constexpr,
+    EXACT: tl.constexpr,  # the query is of the operands' type
+    CAPPED: tl.constexpr,
+    HALF: tl.constexpr,  # 0: nothing is moved
+    NEOX: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_COLS: tl.constexpr,
+    V_COLS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    HEADS: tl.constexpr,  # of a program, at least 16
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows)."""
+    blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(0) // blocks
+    split = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    start, stop, _used = _bounds(begin, end, row, total, split, SPLITS, CHUNK)
+    if start < stop:
+        member = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
+        head = kv_head * GROUP + member
+        k_column = tl.arange(0, K_COLS)
+        v_column = tl.arange(0, V_COLS)
+        q_at = query + row * q_row_stride + (head * q_head_stride)[:, None]
+        q_mask = (member < GROUP)[:, None] & (k_column < K_DIM)[None, :]
+        whole = tl.load(q_at + k_column[None, :], mask=q_mask, other=0.0).to(tl.float32)
+        q_high, q_low = _parts(whole, ELEMENT)
+        keys += kv_head.to(tl.int64) * k_head_stride
+        values += kv_head.to(tl.int64) * v_head_stride
+        turned, other, first, angle = pairing(k_column, HALF, NEOX)
+        most = tl.full([HEADS], float("-inf"), tl.float32)
+        weight = tl.zeros([HEADS], tl.float32)
+        sums = tl.zeros([HEADS, V_COLS], tl.float32)
+        for at in range(start, stop, TILE):
+            entry = at + tl.arange(0, TILE)
+            inside = entry < stop
+            slot, by, ok = load_entries(
+                kv_indices, shift, entry, inside, num_slots, table_rows, HALF
+            )
+            k_at = keys + (slot * k_slot_stride)[None, :]
+            k_mask = ok[None, :] & (k_column < K_DIM)[:, None]
+            k = _operand(tl.load(k_at + k_column[:, None], mask=k_mask, other=0), ELEMENT)
+            zeros = tl.zeros([HEADS, TILE], tl.float32)
+            logit = _times(q_high, q_low, k, zeros, ELEMENT, EXACT)
+            if HALF > 0:
+                # Shifts still to be done. No mask of one bit: those cannot change threads.
+                left = tl.where(ok, by, 0)
+                one = _next(left)
+                if one != 0:  # a loop inside a branch leaves the outer one pipelined
+                    while one != 0:
+                        cosine, sine = load_factors(
+                            cosines, sines, -one, turned, first, angle, True, HALF
+                        )
+                        # Loaded again: kept, it would take registers from every tile.
+                        q = tl.load(q_at + k_column[None, :], mask=q_mask, other=0.0)
+                        there = tl.load(q_at + other[None, :], mask=q_mask, other=0.0)
+                        back = q.to(tl.float32) * cosine[None, :]
+                        back += there.to(tl.float32) * sine[None, :]
+                        high, low = _parts(back, ELEMENT)
+                        found = _times(high, low, k, zeros, ELEMENT, False)
+                        logit = tl.where(left[None, :] == one, found, logit)
+                        left = tl.where(left == one, 0, left)
+                        one = _next(left)
+            logit *= scale
+            if CAPPED:  # tanh x = 1 - 2 / (exp 2x + 1)
+                logit = logit_cap * (1 - 2 / (tl.exp(2 / logit_cap * logit) + 1))
+            # Keys that were not read are 0.
+            logit = logit * _LOG2E + tl.where(ok, 0.0, float("-inf"))[None, :]
+            v_at = values + (slot * v_slot_stride)[:, None] + v_column[None, :]
+            v_mask = ok[:, None] & (v_column < V_DIM)[None, :]
+            v = _operand(tl.load(v_at, mask=v_mask, other=0), ELEMENT)
+            now = tl.maximum(most, tl.max(logit, axis=1))
+            # Nothing so far: -inf less -inf would be NaN.
+            base = tl.where(now == float("-inf"), 0.0, now)
+            fading = tl.exp2(most - base)
+            p = tl.exp2(logit - base[:, None])
+            weight = weight * fading + tl.sum(p, axis=1)
+            high, low = _parts(p, ELEMENT)
+            sums = _times(high, low, v, sums * fading[:, None], ELEMENT, False)
+            most = now
+        heads = tl.num_programs(0) // blocks * GROUP
+        unit = (row * heads + head) * SPLITS + split
+        nothing = weight == 0
+        result = sums / tl.where(nothing, 1.0, weight)[:, None]
+        lse = tl.where(nothing, float("-inf"), most + tl.log2(weight))
+        tl.store(part_lse + unit, lse, mask=member < GROUP)
+        o_mask = (member < GROUP)[:, None] & (v_column < V_DIM)[None, :]
+        tl.store(parts + (unit * V_DIM)[:, None] + v_column[None, :], result, mask=o_mask)
+
+
+@triton.jit(do_not_specialize=["total"])
+def merge_kernel(
+    parts,  # as the chunk kernel left them
+    part_lse,
+    begin,
+    end,
+    sinks,  # fp32 [heads], unused unless SINKS
+    out,  # [rows, heads, V_DIM]
+    lse,  # fp32 [rows, heads], unused unless LSE
+    total,
+    out_row_stride,
+    out_head_stride,
+    SINKS: tl.constexpr,
+    LSE: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_COLS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (heads, rows)."""
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    unit = row * tl.num_programs(0) + head
+    _start, _stop, used = _bounds(begin, end, row, total, 0, SPLITS, CHUNK)
+    split = tl.arange(0, SPLITS)
+    column = tl.arange(0, V_COLS)
+    found = tl.load(part_lse + unit * SPLITS + split, mask=split < used, other=float("-inf"))
+    at = (unit * SPLITS + split)[:, None] * V_DIM + column[None, :]
+    mask = (split < used)[:, None] & (column < V_DIM)[None, :]
+    part = tl.load(parts + at, mask=mask, other=0.0)
+    most = tl.max(found, axis=0)
+    sink = float("-inf")
+    if SINKS:
+        sink = tl.load(sinks + head) * _LOG2E
+        most = tl.maximum(most, sink)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    weight = tl.exp2(found - base)
+    whole = tl.sum(weight, axis=0) + tl.exp2(sink - base)
+    nothing = whole == 0
+    result = tl.sum(part * weight[:, None], axis=0) / tl.where(nothing, 1.0, whole)
+    o_at = out + row * out_row_stride + head * out_head_stride + column
+    tl.store(o_at, result.to(out.dtype.element_ty), mask=column < V_DIM)
+    if LSE:
+        both = tl.where(nothing, float("-inf"), (base + tl.log2(whole)) * _LN2)
+        tl.store(lse + unit, both)
+
+
+def columns(dim: int) -> int:
+    """Columns of a tile that holds heads of ``dim`` elements; tensor cores want 16."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def warps(k_dim: int) -> int:
+    """Of a program: queries lie in the registers of each warp as a whole."""
+    return 4 if k_dim <= 128 else 8
+
+
+def tile(keys: torch.Tensor, values: torch.Tensor) -> int:
+    """Entries read at once, a power of 2: up to 16 KiB of K and as much of V."""
+    size = columns(max(keys.shape[2], values.shape[2])) * keys.element_size()
+    return max(16, min(64, 2**14 // size))
+
+
+def constants(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rotation: KeyRotation | None,
+    *,
+    capped: bool = False,
+    splits: int,
+) -> dict[str, Any]:
+    """Compile-time arguments of :func:`chunk_kernel`; ``rotation`` only if entries are moved."""
+    group = query.shape[1] // keys.shape[1]
+    return dict(
+        ELEMENT=ELEMENT[keys.dtype],
+        # fp8 is multiplied as fp16.
+        EXACT=query.dtype == (torch.float16 if keys.element_size() == 1 else keys.dtype),
+        CAPPED=capped,
+        HALF=0 if rotation is None else rotation.rotary_dim // 2,
+        NEOX=rotation is not None and rotation.is_neox,
+        K_DIM=keys.shape[2],
+        V_DIM=values.shape[2],
+        K_COLS=columns(keys.shape[2]),
+        V_COLS=columns(values.shape[2]),
+        GROUP=group,
+        HEADS=min(64, columns(group)),
+        SPLITS=splits,
+        CHUNK=CHUNK,
+        TILE=tile(keys, values),
+    )
+
+
+def decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rotation: KeyRotation | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    begin: torch.Tensor,
+    end: torch.Tensor,
+    kv_indices: torch.Tensor,
+    shift: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    logit_cap: float,
+    *,
+    splits: int | None = None,
+) -> None:
+    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`, whose arguments these are.
+
+    Nothing is waited for, and values are not looked at: an entry whose slot or shift
+    is out of range counts as if it were not there, and ``begin`` and ``end`` are cut
+    to ``kv_indices``. Memory of ``min(batch, QUERIES) * heads * splits`` outputs in
+    fp32 is taken for the time of the call.
+
+    Args:
+        splits: Most chunks of a query, a power of 2; None takes :data:`SPLITS`.
+    """
+    splits = splits or SPLITS
+    batch, heads, _ = query.shape
+    if not batch:
+        return
+    turns = rotation if shift is not None else None
+    fixed = constants(query, keys, values, turns, capped=logit_cap > 0, splits=splits)
+    rows, v_dim = min(batch, QUERIES), values.shape[2]
+    parts = torch.empty((rows, heads, splits, v_dim), dtype=torch.float32, device=query.device)
+    part_lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=query.device)
+    # Arguments that are not read have to be tensors of the same types.
+    tables = (kv_indices, part_lse, part_lse) if turns is None else (shift, turns.cos, turns.sin)
+    total = kv_indices.shape[0]
+    blocks = keys.shape[1] * triton.cdiv(fixed["GROUP"], fixed["HEADS"])
+    with current_device(query.device):
+        for some in range(0, batch, rows):
+            here = slice(some, some + rows)
+            count = min(rows, batch - some)
+            chunk_kernel[(blocks, splits, count)](
+                query[here],
+                as_read(keys),
+                as_read(values),
+                begin[here],
+                end[here],
+                kv_indices,
+                *tables,
+                parts,
+                part_lse,
+                total,
+                keys.shape[0],
+                0 if turns is None else turns.cos.shape[0],
+                query.stride(0),
+                query.stride(1),
+                keys.stride(0),
+                keys.stride(1),
+                values.stride(0),
+                values.stride(1),
+                scale,
+                logit_cap,
+                **fixed,
+                num_warps=warps(keys.shape[2]),
+                num_stages=NUM_STAGES,
+            )
+            merge_kernel[(heads, count)](
+                parts,
+                part_lse,
+                begin[here],
+                end[here],
+                part_lse if sinks is None else sinks,
+                out[here],
+                part_lse if lse is None else lse[here],
+                total,
+                out.stride(0),
+                out.stride(1),
+                SINKS=sinks is not None,
+                LSE=lse is not None,
+                V_DIM=v_dim,
+                V_COLS=fixed["V_COLS"],
+                SPLITS=splits,
+                CHUNK=CHUNK,
+                num_warps=4,
+            )

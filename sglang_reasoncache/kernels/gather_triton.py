@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries of a pool as contiguous K and V on a GPU, moved keys turned on the way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_reasoncache.kernels.rotate_triton import (
+    ELEMENT,
+    as_read,
+    current_device,
+    load_entries,
+    load_factors,
+    load_fp32,
+    pairing,
+)
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.attention.rotation import KeyRotation
+
+#: Elements a program holds at once.
+TILE = 4096
+NUM_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["count", "num_slots", "table_rows"])
+def gather_kernel(
+    keys,  # [num_slots, heads, K_DIM]
+    values,  # [num_slots, heads, V_DIM]
+    kv_indices,  # int32 [count]
+    shift,  # int32 [count], unused unless HALF
+    cosines,  # fp32 [table_rows, HALF], likewise
+    sines,
+    out_k,  # [heads, count, K_DIM]
+    out_v,  # [heads, count, V_DIM]
+    count,
+    num_slots,
+    table_rows,
+    k_slot_stride,
+    k_head_stride,
+    v_slot_stride,
+    v_head_stride,
+    ELEMENT: tl.constexpr,
+    HALF: tl.constexpr,  # 0: nothing is moved
+    NEOX: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_COLS: tl.constexpr,
+    V_COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid (cdiv(count, ROWS), heads)."""
+    head = tl.program_id(1).to(tl.int64)
+    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = entry < count
+    slot, by, ok = load_entries(kv_indices, shift, entry, inside, num_slots, table_rows, HALF)
+    column = tl.arange(0, K_COLS)
+    at = keys + (slot * k_slot_stride + head * k_head_stride)[:, None]
+    mask = ok[:, None] & (column < K_DIM)[None, :]
+    k = load_fp32(at + column[None, :], mask, ELEMENT)
+    if HALF > 0:
+        moved = ok & (by != 0)
+        if tl.max(moved.to(tl.int32), axis=0) > 0:
+            turned, other, first, angle = pairing(column, HALF, NEOX)
+            cosine, sine = load_factors(
+                cosines, sines, by[:, None], turned[None, :], first[None, :],
+                angle[None, :], moved[:, None], HALF,
+            )  # fmt: skip
+            there = load_fp32(at + other[None, :], mask, ELEMENT)
+            # An element that stays where it is stays as it is: inf * 0 would be NaN.
+            stays = ~(moved[:, None] & turned[None, :])
+            k = tl.where(stays, k, k * cosine + there * sine)
+    row = (head * count + entry)[:, None]
+    mask = inside[:, None] & (column < K_DIM)[None, :]
+    tl.store(out_k + row * K_DIM + column[None, :], k.to(out_k.dtype.element_ty), mask=mask)
+    column = tl.arange(0, V_COLS)
+    at = values + (slot * v_slot_stride + head * v_head_stride)[:, None]
+    mask = ok[:, None] & (column < V_DIM)[None, :]
+    v = load_fp32(at + column[None, :], mask, ELEMENT)
+    mask = inside[:, None] & (column < V_DIM)[None, :]
+    tl.store(out_v + row * V_DIM + column[None, :], v.to(out_v.dtype.element_ty), mask=mask)
+
+
+def gather(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rotation: KeyRotation | None,
+    kv_indices: torch.Tensor,
+    shift: torch.Tensor | None,
+    out_k: torch.Tensor,
+    out_v: torch.Tensor,
+) -> None:
+    """See :func:`sglang_reasoncache.kernels.gather.gather_kv`.
+
+    Nothing is waited for, and values are not looked at: an entry whose slot or shift
+    is out of range comes out as zeros.
+    """
+    count, heads = kv_indices.shape[0], keys.shape[1]
+    if not count:
+        return
+    turns = rotation if shift is not None else None
+    k_cols, v_cols = (triton.next_power_of_2(side.shape[2]) for side in (keys, values))
+    rows = max(1, TILE // max(k_cols, v_cols))
+    # Arguments that are not read have to be tensors of the same types.
+    tables = (kv_indices, out_k, out_k) if turns is None else (shift, turns.cos, turns.sin)
+    with current_device(keys.device):
+        gather_kernel[(triton.cdiv(count, rows), heads)](
+            as_read(keys),
+            as_read(values),
+            kv_indices,
+            *tables,
+            out_k,
+            out_v,
+            count,
+            keys.shape[0],
+            0 if turns is None else turns.cos.shape[0],
+            keys.stride(0),
+            keys.stride(1),
+            values.stride(0),
+            values.stride(1),
+            ELEMENT=ELEMENT[keys.dtype],
+            HALF=0 if turns is None else turns.rotary_dim // 2,
+            NEOX=turns is not None and turns.is_neox,
+            K_DIM=keys.shape[2],
+            V_DIM=values.shape[2],
+            K_COLS=k_cols,
+            V_COLS=v_cols,
+            ROWS=rows,
+            num_warps=NUM_WARPS,
+        )

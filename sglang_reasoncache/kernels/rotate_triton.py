@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Triton kernels share: elements of a pool as numbers, and rotation."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+# Names of element types inside the kernels. fp8 is read as bytes: GPUs before
+# sm_89 have no conversion for it.
+ELEMENT = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+
+
+def as_read(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer as the kernels take it: fp8 as uint8."""
+    return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@triton.jit
+def fp8_to_fp16(raw, ELEMENT: tl.constexpr):
+    """Bytes of either fp8 as fp16, without rounding."""
+    bits = raw.to(tl.uint16)
+    if ELEMENT == "e5m2":  # the upper byte of an fp16
+        return (bits << 8).to(tl.float16, bitcast=True)
+    # As fp16 the same bits mean 2^-8 of it; the largest code is NaN.
+    half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
+    value = half.to(tl.float16, bitcast=True) * 256.0
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def to_fp32(raw, ELEMENT: tl.constexpr):
+    """What was loaded from a pool, as fp32."""
+    if ELEMENT == "e4m3" or ELEMENT == "e5m2":
+        return fp8_to_fp16(raw, ELEMENT).to(tl.float32)
+    return raw.to(tl.float32)
+
+
+@triton.jit
+def load_fp32(pointer, mask, ELEMENT: tl.constexpr):
+    """fp32 values, 0 where masked."""
+    return to_fp32(tl.load(pointer, mask=mask, other=0), ELEMENT)
+
+
+@triton.jit
+def load_entries(kv_indices, shift, entry, inside, num_slots, table_rows, HALF: tl.constexpr):
+    """Slots and shifts of a tile of entries, and which of them may be read.
+
+    Returns int64 slots, 0 where they may not, and int32 shifts, all 0 if HALF is 0.
+    """
+    slot = tl.load(kv_indices + entry, mask=inside, other=-1)
+    ok = inside & (slot >= 0) & (slot < num_slots)
+    by = tl.zeros_like(slot)
+    if HALF > 0:
+        by = tl.load(shift + entry, mask=inside, other=0)
+        ok &= (by > -table_rows) & (by < table_rows)
+    return tl.where(ok, slot, 0).to(tl.int64), by, ok
+
+
+@triton.jit
+def pairing(column, HALF: tl.constexpr, NEOX: tl.constexpr):
+    """Which elements of a head turn together.
+
+    Returns, for every column: whether it is turned at all, the column it is paired
+    with (itself if it is not), whether it is the first of the pair, and the pair's
+    index in a row of the rotary table.
+    """
+    turned = column < 2 * HALF
+    if NEOX:
+        first = column < HALF
+        other = tl.where(first, column + HALF, column - HALF)
+        angle = tl.where(first, column, column - HALF)
+    else:
+        first = column % 2 == 0
+        other = column ^ 1
+        angle = column // 2
+    return turned, tl.where(turned, other, column), first, angle
+
+
+@triton.jit
+def load_factors(cosines, sines, shift, turned, first, angle, mask, HALF: tl.constexpr):
+    """What an element, and the one it is paired with, are multiplied by to turn it.
+
+    All arguments broadcast; ``shift`` is in positions, either way. Nothing is read
+    where ``mask`` is off or the element is not ``turned``: it stays as it is.
+    """
+    at = tl.abs(shift).to(tl.int64) * HALF + angle
+    cosine = tl.load(cosines + at, mask=mask & turned, other=1.0)
+    sine = tl.load(sines + at, mask=mask & turned, other=0.0)
+    return cosine, tl.where((shift < 0) ^ first, -sine, sine)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Corrected positions over ``--attention-backend flashinfer`` and ``triton`` on CUDA.
+
+Two hooks come with the backend and are on no other server: one asks the prefix tree
+of every batch whether it reads moved slots, one gives decode graphs two variants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_reasoncache.plugin import hooking, refusals, seams
+
+#: The backend of this scheduler process.
+_backend: Any | None = None
+
+
+def make(model_runner: Any, name: str) -> Any:
+    """The backend of a scheduler process. ``name``: one of ``seams.CUDA_BACKENDS``.
+
+    Raises:
+        ValueError: a device, model, pool, flag or mode that cannot be served, by name.
+        RuntimeError: SGLang could not apply a hook (it only logs that).
+    """
+    global _backend
+    asked = f"--reasoncache-positions corrected over --attention-backend {name}"
+    if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
+        raise ValueError(
+            f"{asked} needs an NVIDIA GPU, this server runs on {_device(model_runner)}"
+        )
+    refusals.check_corrected(model_runner.server_args, asked)
+    backend = backend_class(name)(model_runner, **_arguments(model_runner, name))
+    if backend.moved.backend != "triton":
+        raise ValueError(f"{asked} needs Triton kernels, which cannot be had here")
+    backend.moved.warm_up()
+    _install_hooks()
+    _backend = backend
+    return backend
+
+
+def backend_class(name: str) -> type:
+    """Our class over SGLang's backend ``name``. Raises ImportError where SGLang's is missing."""
+    from sglang_reasoncache.attention.paged_cuda import MovedReads
+
+    stock = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}[name]
+    return type(f"Moved{stock}", (MovedReads, getattr(seams, stock)), {"__module__": __name__})
+
+
+def _arguments(model_runner: Any, name: str) -> dict[str, Any]:
+    """What SGLang's registry hands to its backend besides the runner."""
+    if name == "flashinfer":
+        return {"init_new_workspace": model_runner.init_new_workspace}
+    return {}
+
+
+def _device(model_runner: Any) -> str:
+    return f"{model_runner.device} (ROCm)" if torch.version.hip else str(model_runner.device)
+
+
+def _install_hooks() -> None:
+    targets, kind = seams.CUDA_HOOK_TARGETS, seams.HookType
+    hooking.apply(
+        {
+            targets["forward_batch"]: (_after_forward_batch, kind.AFTER),
+            targets["graph_variants"]: (_around_graph_variants, kind.AROUND),
+        }
+    )
+
+
+def _after_forward_batch(
+    result: Any, _cls: type, batch: Any, model_runner: Any, **_kwargs: Any
+) -> None:
+    """Batches without our tree (SGLang's own trial runs) stay unknown."""
+    if _backend is None or model_runner.is_draft_worker:
+        return
+    reads_moved = getattr(batch.tree_cache, "reads_moved", None)
+    if reads_moved is not None:
+        _backend.mark.note(result.rids, reads_moved(batch.reqs))
+
+
+def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:
+    variants = original(hf_config)
+    if _backend is None:
+        return variants
+    if variants is not None:
+        raise ValueError(
+            "--reasoncache-positions corrected: this model's decode graphs have variants of "
+            f"their own ({', '.join(variants.capture_labels)})"
+        )
+    from sglang_reasoncache.attention.paged_cuda import GraphVariants
+
+    return GraphVariants(_backend)

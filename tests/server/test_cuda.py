@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Corrected positions over SGLang's own attention backends, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.serving import ServerError, ServerProcess
+from tests.server.harness import STRICT_CHECKS, assert_whole
+from tests.server.problems import OPT_OUT, chat_once, problems, report, solve, tokens_and_logprobs
+from tests.server.specs import EAGER, INLINE
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(torch.version.hip is not None, reason="needs an NVIDIA GPU, this is ROCm"),
+]
+
+_PROMPTS = [problem.prompt for problem in problems(4, seed=11)]
+#: Both lists of tokens come from bf16 attention, one with keys turned before they are rounded.
+_LOGPROB_ERROR = 0.05
+
+
+@pytest.fixture(scope="module", params=["flashinfer", "triton"])
+def attention(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=["graphs", "eager"])
+def graphs(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return (
+        ("--cuda-graph-max-bs-decode", "8")
+        if request.param == "graphs"
+        else ("--disable-cuda-graph",)
+    )
+
+
+def _served(
+    model_path: Path, log: Path, attention: str, graphs: tuple[str, ...], *more: str
+) -> ServerProcess:
+    flags = ("--enable-reasoncache", "--attention-backend", attention, *graphs, *EAGER, *INLINE)
+    return ServerProcess(
+        model_path,
+        flags=(*flags, "--mem-fraction-static", "0.3", "--max-running-requests", "16", *more),
+        env=STRICT_CHECKS,
+        log_path=log,
+        device="cuda",
+    )
+
+
+def _answers(server: ServerProcess) -> list[tuple[list[str], list[float]]]:
+    return [
+        tokens_and_logprobs(chat_once(server, [{"role": "user", "content": prompt}]))
+        for prompt in _PROMPTS
+    ]
+
+
+@pytest.fixture(scope="module")
+def shared(
+    model_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    attention: str,
+    graphs: tuple[str, ...],
+) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("cuda") / f"{attention}.log"
+    with _served(
+        model_path, log, attention, graphs, "--reasoncache-positions", "corrected"
+    ) as server:
+        yield server
+
+
+def test_sharing_equals_copying(
+    model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...]
+) -> None:
+    """The same answers as a server that writes rotated K and V into the requests' own slots.
+
+    Both without the overlap schedule: copies would race with the forward in flight, and
+    a block would be shared a token later.
+    """
+    answers = {}
+    for apply in ("alias", "copy"):
+        flags = ("--reasoncache-positions", "corrected", "--reasoncache-apply", apply)
+        log = tmp_path / f"{apply}.log"
+        with _served(
+            model_path, log, attention, graphs, *flags, "--disable-overlap-schedule"
+        ) as server:
+            answers[apply] = _answers(server)
+            assert report(server)["config"]["positions"] == "corrected"
+            assert report(server)["totals"]["blocks_shared"] > 0
+            assert_whole(server)
+    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(
+        answers["alias"], answers["copy"], strict=True
+    ):
+        assert tokens == other_tokens
+        assert logprobs == pytest.approx(other_logprobs, abs=_LOGPROB_ERROR)
+
+
+def test_batches_with_and_without_shared_blocks(shared: ServerProcess) -> None:
+    """More requests than the largest graph, then few: every one is answered, every slot comes back."""
+    for count in (12, 3):
+        answers = solve(shared, problems(count, seed=3))
+        assert all(answer.text for answer in answers)
+    assert report(shared)["totals"]["blocks_shared"] > 0
+    assert_whole(shared)
+
+
+def test_opted_out_requests_stay_exact(shared: ServerProcess) -> None:
+    """Unshared requests run SGLang's kernels, alone or after others shared."""
+    shared.post("/flush_cache")
+    before = _opted_out(shared)
+    # No flush after it: slots stay moved, and which kernels run hangs on the batch.
+    _answers(shared)
+    assert _opted_out(shared) == before
+
+
+def _opted_out(server: ServerProcess) -> list[list[str]]:
+    return [
+        tokens_and_logprobs(
+            chat_once(server, [{"role": "user", "content": prompt}], extra_body=OPT_OUT)
+        )[0]
+        for prompt in _PROMPTS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--enable-torch-compile",), "--enable-torch-compile"),
+        (("--prefill-attention-backend", "triton"), "flashinfer"),
+    ],
+)
+def test_what_cannot_be_corrected_is_refused(
+    model_path: Path, tmp_path: Path, flags: tuple[str, ...], named: str
+) -> None:
+    asked = ("--reasoncache-positions", "corrected", *flags)
+    server = _served(
+        model_path, tmp_path / "refused.log", "flashinfer", ("--disable-cuda-graph",), *asked
+    )
+    with pytest.raises(ServerError, match=named):
+        server.start()
+    server.close()

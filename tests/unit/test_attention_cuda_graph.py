@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two decode graphs a batch size, in front of SGLang's own Triton backend.
+
+Without a GPU: SGLang's and our Triton kernels run under Triton's interpreter, on
+CPU tensors. What a CUDA graph would replay is a capture's call with the state it
+was captured with, over the same buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention import graph_variants
+from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
+    DecodeCudaGraphRunner,
+    build_replay_fb_view,
+)
+from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
+from sglang.srt.runtime_context import get_parallel
+from transformers import Qwen3Config
+
+from sglang_reasoncache.attention import moved
+from sglang_reasoncache.attention.paged_cuda import MOVED, PLAIN, GraphVariants
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.plugin import cuda_attention
+from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
+from tests.unit.attention_rig import DIM, TOLERANCE, Rig
+from tests.unit.test_attention_cuda import batch_of, forward, runner_of
+
+#: Requests that graphs are captured for; batches are padded to one of these.
+SIZES = (3, 1)
+LENGTHS = [1, 19, 70]
+
+pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
+
+
+@starts_interpreter
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ours over SGLang's Triton backend, as a server's start makes it."""
+    runner = runner_of(rig)
+    runner.sliding_window_size = None
+    runner.gpu_id = 0
+    runner.page_size = 1
+    runner.is_draft_worker = False
+    runner.decode_num_tokens_per_req = lambda: 1
+    runner.kv_cache_dtype = rig.dtype
+    runner.kv_index_translator = KVIndexTranslator(
+        req_to_token=rig.rows.req_to_token,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        token_to_kv_pool=rig.pool,
+        page_size=1,
+        device="cpu",
+    )
+    config = runner.model_config
+    config.hf_config = config.hf_text_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
+    config.attention_arch = config.linear_attn_registry_result = None
+    config.head_dim = config.v_head_dim = config.swa_v_head_dim = DIM
+    config.get_max_num_attention_heads = lambda: rig.heads
+    config.get_num_kv_heads = lambda *_: rig.kv_heads
+    # On a device this is what a pool gets.
+    monkeypatch.setattr(moved, "PagedKv", functools.partial(PagedKv, backend="triton"))
+    backend = cuda_attention.backend_class("triton")(runner)
+    before = [buffer.clone() for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
+    backend.moved.warm_up()
+    after = (*rig.pool.k_buffer, *rig.pool.v_buffer)
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
+    return backend
+
+
+class Graphs:
+    """The steps of SGLang's decode runner around its backend, with a capture's call as the graph."""
+
+    def __init__(self, rig: Rig, backend: Any) -> None:
+        self.rig, self.backend = rig, backend
+        self.runner = SimpleNamespace(attention_graph_variants=GraphVariants(backend))
+        most = max(SIZES)
+        backend.init_cuda_graph_state(most, most)
+        fill = backend.get_cuda_graph_seq_len_fill_value()
+        whole = functools.partial(torch.zeros, most, dtype=torch.int64)
+        self.buffers = SimpleNamespace(
+            input_ids=whole(),
+            positions=whole(),
+            req_pool_indices=whole(),
+            seq_lens=whole().fill_(fill),
+            seq_lens_cpu=whole().fill_(fill),
+            mamba_track_indices=None,
+        )
+        self.fill, self.out_cache_loc = fill, whole()
+        self.q = torch.zeros(most, rig.heads * DIM, dtype=rig.dtype)
+        self.kv = torch.zeros(2, most, rig.kv_heads, DIM, dtype=rig.dtype)
+        self.graphs: dict[tuple[int, str], Any] = {}
+        self.replayed: list[str] = []
+        for size in SIZES:
+            for label in GraphVariants.capture_labels:
+                _set_capture_attention_variant(label)
+                self.graphs[size, label] = self._capture(size)
+        _set_capture_attention_variant(None)
+
+    def _capture(self, size: int) -> Any:
+        backend, buffers = self.backend, self.buffers
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=size,
+            input_ids=buffers.input_ids[:size],
+            req_pool_indices=buffers.req_pool_indices[:size],
+            seq_lens=buffers.seq_lens[:size],
+            seq_lens_cpu=buffers.seq_lens_cpu[:size],
+            seq_lens_sum=size * self.fill,
+            out_cache_loc=self.out_cache_loc[:size],
+            positions=buffers.positions[:size],
+        )
+        self.backend.kv_index_translator.bind_runner_slots(batch)
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        state = (backend._decode_plan, backend.forward_metadata)
+
+        def replay() -> torch.Tensor:
+            backend._decode_plan, backend.forward_metadata = state
+            backend.init_forward_metadata_in_graph(batch)
+            k, v = self.kv[:, :size]
+            return backend.forward_decode(self.q[:size], k, v, self.rig.layer, batch)
+
+        replay()
+        return replay
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        real = batch.batch_size
+        self.size = min(size for size in SIZES if size >= real)
+        label = DecodeCudaGraphRunner._resolve_attention_variant(self.runner, batch, self.size)
+        assert label is not None
+        self.replayed.append(label)
+        for name, padding in (
+            ("positions", 0),
+            ("req_pool_indices", 0),
+            ("seq_lens", self.fill),
+            ("seq_lens_cpu", self.fill),
+        ):
+            getattr(self.buffers, name)[:real] = getattr(batch, name)
+            getattr(self.buffers, name)[real:] = padding
+        self.out_cache_loc[:real] = batch.out_cache_loc
+        self.out_cache_loc[real:] = 0
+        self.backend.kv_index_translator.bind_runner_slots(batch)
+        view = build_replay_fb_view(
+            forward_batch=batch,
+            buffers=self.buffers,
+            bs=self.size,
+            raw_bs=real,
+            num_tokens=self.size,
+            global_num_tokens_cpu=None,
+            seq_len_fill_value=self.fill,
+            capture_forward_mode=ForwardMode.DECODE,
+            is_encoder_decoder=False,
+        )
+        self.backend.init_forward_metadata_out_graph(view)
+
+    def forward_decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _layer: Any, _batch: Any
+    ) -> torch.Tensor:
+        real = len(q)
+        self.q[:real], self.kv[0, :real], self.kv[1, :real] = q, k, v
+        return self.graphs[self.size, self.replayed[-1]]()[:real]
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig(moved=0.4, lengths=LENGTHS, heads=2, kv_heads=1)
+
+
+@pytest.fixture
+def backend(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with get_parallel().override(attn_dcp_rank=0, attn_tp_rank=0):
+        yield triton_backend(rig, monkeypatch)
+
+
+def close(rig: Rig, found: torch.Tensor, batch: ForwardBatch) -> bool:
+    error = (found.double() - rig.expected(batch)).abs().max()
+    return bool(error <= TOLERANCE[rig.dtype])
+
+
+def as_cached(rig: Rig, batch: ForwardBatch) -> Any:
+    """Expectation of a forward that reads every key where it was computed."""
+    home = rig.home.positions.clone()
+    for row, end in zip(rig.row_of, rig.lengths, strict=True):
+        rig.home.record(rig.rows.req_to_token[row, :end].long(), torch.arange(end))
+    expected = rig.expected(batch)
+    rig.home.positions.copy_(home)
+    return expected
+
+
+@interpreted
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 3, 30]], ids=["decode", "extend"])
+def test_eager_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int]) -> None:
+    batch = batch_of(rig, new)
+    backend.kv_index_translator.bind_runner_slots(batch)
+    assert backend.moved.backend == "triton"
+    assert close(rig, forward(rig, backend, batch), batch)
+    backend.mark.note(batch.rids, False)
+    found = forward(rig, backend, batch)
+    assert not close(rig, found, batch)
+    expected = as_cached(rig, batch)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[rig.dtype])
+
+
+@interpreted
+def test_graphs_are_chosen_batch_by_batch(rig: Rig, backend: Any) -> None:
+    graphs = Graphs(rig, backend)
+    batch = batch_of(rig, [1, 1, 1])
+    slots = batch.out_cache_loc
+    for moves in (True, False, True):
+        backend.mark.note(batch.rids, moves)
+        rig.home.positions[slots] = 7
+        found = forward(rig, graphs, batch)
+        assert torch.equal(rig.home.positions[slots].long(), batch.positions)
+        assert close(rig, found, batch) == moves
+        if not moves:
+            expected = as_cached(rig, batch)
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-4)
+    assert graphs.replayed == [MOVED, PLAIN, MOVED]
+
+
+@interpreted
+def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> None:
+    """A captured plan is made anew: other rows, lengths and batch sizes, other home positions."""
+    graphs = Graphs(rig, backend)
+    for lengths in ([1, 19, 70], [1, 2, 33]):
+        rig.lengths = lengths
+        batch = batch_of(rig, [1, 1, 1])
+        assert close(rig, forward(rig, graphs, batch), batch)
+        rig.home.record(rig.rows.req_to_token[3, : lengths[2] - 1].long(), torch.tensor(5))
+    assert close(rig, forward(rig, graphs, batch), batch)
+    for lengths, size in (([12, 33], 3), ([33], 1)):
+        rig.row_of, rig.lengths = rig.row_of[-len(lengths) :], lengths
+        batch = batch_of(rig, [1] * len(lengths))
+        assert close(rig, forward(rig, graphs, batch), batch)
+        assert graphs.size == size
+
+
+@interpreted
+def test_an_eager_forward_between_replays_leaves_graphs_alone(rig: Rig, backend: Any) -> None:
+    graphs = Graphs(rig, backend)
+    decode, extend = batch_of(rig, [1, 1, 1]), batch_of(rig, [1, 3, 30])
+    backend.kv_index_translator.bind_runner_slots(extend)
+    assert close(rig, forward(rig, graphs, decode), decode)
+    assert close(rig, forward(rig, backend, extend), extend)
+    assert close(rig, forward(rig, graphs, decode), decode)
+
+
+@interpreted
+def test_a_graph_of_no_known_variant_is_refused(rig: Rig, backend: Any) -> None:
+    backend.init_cuda_graph_state(3, 3)
+    batch = batch_of(rig, [1, 1, 1])
+    for in_capture in (True, False):
+        with pytest.raises(RuntimeError, match="variant None"):
+            backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
+
+
+@pytest.fixture
+def hooked(backend: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang with our two hooks, which stay: this process ends with these tests."""
+    cuda_attention._install_hooks()
+    monkeypatch.setattr(cuda_attention, "_backend", backend)
+    yield backend
+
+
+@interpreted
+def test_hooks_reach_the_runner_and_every_batch(rig: Rig, hooked: Any) -> None:
+    hf_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
+    for module in (graph_variants, decode_cuda_graph_runner):
+        variants = module.create_attention_graph_variants(hf_config)
+        assert isinstance(variants, GraphVariants)
+    batch = batch_of(rig, [1, 1, 1])
+    assert variants.select(batch) == MOVED
+    hooked.mark.note(batch.rids, False)
+    assert variants.select(batch) == PLAIN
+    # The hook is there; what it is called with is in tests/contract.
+    assert isinstance(ForwardBatch.__dict__["init_new"], classmethod)
+    assert ForwardBatch.init_new.__wrapped__ is not None
+    asked: list[Any] = []
+
+    def reads_moved(reqs: Any) -> bool:
+        asked.append(reqs)
+        return len(asked) == 1
+
+    tree = SimpleNamespace(reads_moved=reads_moved)
+    for expected in (True, False):
+        reqs = [object()]
+        cuda_attention._after_forward_batch(
+            batch,
+            ForwardBatch,
+            SimpleNamespace(tree_cache=tree, reqs=reqs),
+            SimpleNamespace(is_draft_worker=False),
+        )
+        assert asked[-1] is reqs
+        assert hooked.mark.reads_moved(batch.rids) == expected
