@@ -16,6 +16,7 @@
 #include "distance/distance.h"
 #include "rotate.h"
 #include "tile.h"
+#include "weights.h"
 #include "workers.h"
 
 namespace reasoncache {
@@ -45,6 +46,7 @@ struct Task {
   std::int64_t group;     // query heads of a KV head
   std::int64_t k_padded;  // dims rounded up to whole vectors
   std::int64_t v_padded;
+  Weights weights;
   std::vector<Unit> units{};
   std::vector<std::int64_t> first_partial{};  // [batch + 1]
   std::vector<float> partials{};              // [num_partials][num_heads][2 + v_padded]
@@ -85,7 +87,7 @@ void write_sums_as(const Task& task, std::int64_t offset, const float* sums, flo
 }
 
 // Weighted sum of values to output: the sink only takes weight away.
-void write_out(const Task& task, std::int64_t row, std::int64_t head, float most, float total,
+void write_out(Task& task, std::int64_t row, std::int64_t head, float most, float total,
                const float* sums) {
   float weight = 1.0f;
   if (task.call.sinks != nullptr) {
@@ -110,6 +112,7 @@ void write_out(const Task& task, std::int64_t row, std::int64_t head, float most
   if (task.call.lse != nullptr) {
     task.call.lse[row * task.call.num_heads + head] = most + std::log(total);
   }
+  if (task.weights.wanted()) task.weights.set_lse(row, head, most + std::log(total));
 }
 
 template <class Element>
@@ -148,14 +151,14 @@ class Worker {
         const bool same = head + 1 < unit.last_head;
         const std::int64_t next = same ? at : end;
         const std::int64_t next_end = same ? end : std::min<std::int64_t>(end + kTile, unit.end);
-        tile(at, end, head, next, next_end, same ? head + 1 : unit.first_head);
+        tile(unit.query, at, end, head, next, next_end, same ? head + 1 : unit.first_head);
       }
     }
     finish(unit, first, last);
   }
 
-  void tile(std::int64_t at, std::int64_t end, std::int64_t kv_head, std::int64_t next,
-            std::int64_t next_end, std::int64_t next_head) {
+  void tile(std::int64_t query, std::int64_t at, std::int64_t end, std::int64_t kv_head,
+            std::int64_t next, std::int64_t next_end, std::int64_t next_head) {
     const int count = static_cast<int>(end - at);
     rows(kv_.keys, kv_.k_slot_stride, kv_head * kv_.k_head_stride, at, end, keys_);
     rows(kv_.values, kv_.v_slot_stride, kv_head * kv_.v_head_stride, at, end, values_);
@@ -168,7 +171,7 @@ class Worker {
       constexpr int kHeads = decltype(number)::value;
       if constexpr (kHeads <= kMostHeads) {
         for (; head + kHeads <= last; head += kHeads) {
-          under<kHeads>(at, count, head, values, keys);
+          under<kHeads>(query, at, count, head, values, keys);
           values.count = keys.count = 0;
         }
       }
@@ -181,8 +184,8 @@ class Worker {
 
   // One tile under kHeads query heads from `head` on.
   template <int kHeads>
-  void under(std::int64_t at, int count, std::int64_t head, const Ahead<Element>& values,
-             const Ahead<Element>& keys) {
+  void under(std::int64_t row, std::int64_t at, int count, std::int64_t head,
+             const Ahead<Element>& values, const Ahead<Element>& keys) {
     const std::int32_t* shift = task_.call.shift == nullptr ? nullptr : task_.call.shift + at;
     for (int begin = 0, end; begin < count; begin = end) {
       end = shift == nullptr ? count : begin + 1;
@@ -194,6 +197,7 @@ class Worker {
       scores_of<Element, kHeads>(keys_ + begin, end - begin, values, begin, query, kv_.k_dim,
                                  task_.k_padded, scores_ + begin * kHeads);
     }
+    if (task_.weights.wanted()) task_.weights.template keep<kHeads>(row, at, count, head, scores_);
     Softmax<kHeads> softmax;
     std::copy_n(&most_[static_cast<std::size_t>(head)], kHeads, softmax.most);
     std::copy_n(&total_[static_cast<std::size_t>(head)], kHeads, softmax.total);
@@ -225,9 +229,11 @@ class Worker {
       to[1] = total;
       std::copy_n(sums(head), task_.v_padded, to + 2);
     }
-    if (unit.partial < 0) return;
+    if (unit.partial < 0 && !task_.weights.wanted()) return;
     auto& left = task_.left[static_cast<std::size_t>(unit.query)];
-    if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) merge(unit.query);
+    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    if (unit.partial >= 0) merge(unit.query);
+    if (task_.weights.wanted()) task_.weights.add_up(unit.query);
   }
 
   void merge(std::int64_t row) {
@@ -369,7 +375,9 @@ extern "C" std::int32_t reasoncache_decode(const reasoncache_kv* kv,
   if (status != REASONCACHE_ATTENTION_OK || call->batch == 0) return status;
   try {
     Task task{*kv, *call, call->num_heads / kv->num_heads, whole_vectors(kv->k_dim),
-              whole_vectors(kv->v_dim)};
+              whole_vectors(kv->v_dim),
+              Weights{call->weights, call->begin, call->end, call->batch, call->num_heads,
+                      call->logit_cap}};
     switch (kv->element) {
       case REASONCACHE_FLOAT32:
         return run<float>(task);
