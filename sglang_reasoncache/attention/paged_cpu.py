@@ -15,12 +15,14 @@ import torch
 
 from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.attention.served import attention_layers, check_served
+from sglang_reasoncache.attention.statistics import AttentionStatistics, Observed
 from sglang_reasoncache.cache.home import HomePositions
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.plugin import seams
+from sglang_reasoncache.policies.contract import Observation
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
         self._singly = any(layer.logit_cap > 0 for layer in attention_layers(model_runner.model))
         self._decode_plan: RowPlan | None = None
         self._extend_plan: ExtendPlan | None = None
+        self._statistics: AttentionStatistics | None = None
+        self._observed: Observed | None = None
         if self._layers[pool.start_layer].backend != "native":
             logger.warning(
                 "reasoncache: --attention-backend %s runs in PyTorch here, slower than "
@@ -74,9 +78,15 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
                 NAME,
             )
 
+    def observe(self, wanted: Observation) -> AttentionStatistics:
+        """Note from now on how much weight positions get; the same object in every call."""
+        if self._statistics is None:
+            self._statistics = AttentionStatistics(self.req_to_token_pool.req_to_token, wanted)
+        return self._statistics
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan the rows; every layer of this forward reads them."""
-        self._decode_plan = self._extend_plan = None
+        self._decode_plan = self._extend_plan = self._observed = None
         mode = forward_batch.forward_mode
         if forward_batch.out_cache_loc is None or mode.is_idle():
             return
@@ -92,11 +102,14 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
             home,
             num_slots=self._num_slots,
         )
-        if mode.is_decode():
+        new = None if mode.is_decode() else forward_batch.extend_seq_lens.tolist()
+        if new is None:
             self._decode_plan = plan
         else:
-            self._extend_plan = ExtendPlan(
-                plan, forward_batch.extend_seq_lens.tolist(), self._dtype, singly=self._singly
+            self._extend_plan = ExtendPlan(plan, new, self._dtype, singly=self._singly)
+        if self._statistics is not None:
+            self._observed = self._statistics.observe(
+                plan, forward_batch.req_pool_indices, forward_batch.seq_lens, new
             )
 
     def forward_decode(
@@ -120,6 +133,7 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
             sinks=None if sinks is None else sinks.float(),
+            weights=None if self._observed is None else self._observed.weights,
         )
         return out.view(out.shape[0], -1)
 
@@ -143,14 +157,28 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
             plan = self._extend_plan = ExtendPlan(
                 plan.rows, forward_batch.extend_seq_lens.tolist(), self._dtype, singly=True
             )
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        sinks = None if sinks is None else sinks.float()
         out = extend_attention(
-            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            query,
             self._layers[layer.layer_id],
             plan,
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
-            sinks=None if sinks is None else sinks.float(),
+            sinks=sinks,
         )
+        if self._observed is not None:
+            # PyTorch's fused attention tells no weights; these are a few queries of each prompt.
+            decode_attention(
+                query[self._observed.tokens],
+                self._layers[layer.layer_id],
+                plan.rows,
+                scale=layer.scaling,
+                logit_cap=layer.logit_cap,
+                sinks=sinks,
+                spans=self._observed.spans,
+                weights=self._observed.weights,
+            )
         return out.view(out.shape[0], -1)
 
     def _write(

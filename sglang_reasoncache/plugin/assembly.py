@@ -18,7 +18,7 @@ from sglang_reasoncache.plugin import refusals, seams
 from sglang_reasoncache.plugin.encoder import make_encoder
 from sglang_reasoncache.plugin.engines import make_engine
 from sglang_reasoncache.plugin.span import reasoning_markers
-from sglang_reasoncache.policies.contract import UNROTATED_KEYS
+from sglang_reasoncache.policies.contract import ATTENTION, UNROTATED_KEYS
 from sglang_reasoncache.policy.span import ReasoningMarkers
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibrated import CalibratedThreshold, filter_config
@@ -26,6 +26,7 @@ from sglang_reasoncache.sharing.controller import SharingController
 from sglang_reasoncache.sharing.dropping import Dropper
 from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.weights import WeightSource, observation_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,9 @@ def shared_allocator(stock: Any) -> Any:
     allocator = shared_allocator_of(stock)
     num_slots = pool.get_key_buffer(pool.start_layer).shape[0]
     allocator.home = HomePositions(num_slots, allocator.device)
-    # Filled in by the attention backend that can correct positions.
+    # Filled in by the attention backend that can correct positions, and observe weights.
     allocator.rotation = None
+    allocator.attention_statistics = None
     return allocator
 
 
@@ -67,9 +69,11 @@ def attention_backend(
     runs_alone = model_runner.prefill_attention_backend_str == (
         model_runner.decode_attention_backend_str
     )
-    model_runner.token_to_kv_pool_allocator.skips_holes = runs_alone and getattr(
-        backend, "skips_holes", False
-    )
+    allocator = model_runner.token_to_kv_pool_allocator
+    allocator.skips_holes = runs_alone and getattr(backend, "skips_holes", False)
+    wanted = observation_of(config.policies.evictors)
+    if wanted is not None and runs_alone and hasattr(backend, "observe"):
+        allocator.attention_statistics = backend.observe(wanted)
     return backend
 
 
@@ -198,6 +202,10 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         num_heads=pool.head_num * context.tp_size,
         group=group,
     )
+    weights = None
+    if allocator.attention_statistics is not None:
+        heads = context.model_config.num_attention_heads * pool.layer_num
+        weights = WeightSource(allocator.attention_statistics, heads, group)
     controller = SharingController(
         config,
         block,
@@ -214,7 +222,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         ),
         meter,
         acceptor,
-        Dropper(config.policies.evictors, acceptor, keys, params.page_size),
+        Dropper(config.policies.evictors, acceptor, keys, params.page_size, weights),
         SharingMetrics(_labels(context)) if params.enable_metrics else None,
         markers,
         agree=lambda value: _least(value, group),
@@ -257,6 +265,12 @@ def _check_evictors(context: Any, config: ReasonCacheConfig) -> None:
             raise ValueError(
                 f"{flag_of('policy')} {name} needs unrotated keys, which takes "
                 f"--reasoncache-positions corrected, got {config.positions}"
+            )
+        if ATTENTION in policy.needs and allocator.attention_statistics is None:
+            raise ValueError(
+                refusals.tells_no_weights(
+                    name, "--attention-backend", runner.decode_attention_backend_str
+                )
             )
 
 

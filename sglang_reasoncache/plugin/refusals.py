@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
 from sglang_reasoncache.plugin import seams
+from sglang_reasoncache.policies.contract import ATTENTION
 
 
 class Refusal(NamedTuple):
@@ -130,14 +131,25 @@ def check_holes(args: Any, config: ReasonCacheConfig) -> None:
         return
     for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         name = getattr(args, field, None)
+        flag = "--" + field.replace("_", "-")
         if name is not None and name not in seams.HOLE_BACKENDS:
-            raise ValueError(reads_holes(config, "--" + field.replace("_", "-"), name))
+            raise ValueError(reads_holes(config, flag, name))
+        for policy_name, policy in config.policies.evictors:
+            if ATTENTION in policy.needs and name not in (None, *seams.OBSERVING_BACKENDS):
+                raise ValueError(tells_no_weights(policy_name, flag, name))
 
 
 def reads_holes(config: ReasonCacheConfig, flag: str, name: str) -> str:
     return (
         f"{flag_of('policy')} {config.policy} drops positions, which {flag} {name} would read; "
         f"use {' or '.join(seams.HOLE_BACKENDS)}"
+    )
+
+
+def tells_no_weights(policy: str, flag: str, name: str) -> str:
+    return (
+        f"{flag_of('policy')} {policy} needs attention statistics, which {flag} {name} does not "
+        f"give; use {' or '.join(seams.OBSERVING_BACKENDS)}"
     )
 
 

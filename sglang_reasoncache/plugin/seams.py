@@ -113,6 +113,9 @@ CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
 #: Attention backends that skip dropped positions, by name.
 HOLE_BACKENDS = (CPU_BACKEND,)
 
+#: Attention backends that tell policies how much weight positions get, by name.
+OBSERVING_BACKENDS = (CPU_BACKEND,)
+
 
 def resolve(name: str) -> Any:
     """The SGLang object called ``name`` here. Raises KeyError, ImportError or AttributeError."""

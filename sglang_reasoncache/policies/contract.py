@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 #: What a policy may name in ``needs``.
 KEYS = "keys"
 UNROTATED_KEYS = "unrotated keys"
+ATTENTION = "attention"
+
+
+class Observation(NamedTuple):
+    """Which weights a policy that needs :data:`ATTENTION` reads; announced in ``observes``.
+
+    Attributes:
+        latest: Newest queries whose weights are kept apart, for ``Attention.latest``.
+        total: Sums over all queries of the response are kept, for ``Attention.total``.
+        prompt: Queries at the end of a prompt that count as well.
+    """
+
+    latest: int = 0
+    total: bool = False
+    prompt: int = 0
 
 
 class OptionError(ValueError):
@@ -57,6 +72,30 @@ class Keys(Protocol):
         """
 
 
+class Attention(Protocol):
+    """Softmax weights that the positions of a request got, averaged over the query heads of all
+    layers and ranks; entry i belongs to ``RequestView.held[i]``. Every rank must ask alike.
+    """
+
+    def latest(self, queries: int) -> np.ndarray:
+        """float64 ``[held]``: mean over the ``queries`` newest ones, as far as they were
+        observed; 0 for a position behind a query."""
+
+    def total(self) -> np.ndarray:
+        """float64 ``[held]``: sum over all queries of the response so far, and the last
+        ``Observation.prompt`` ones of what was computed before it."""
+
+
+class NoAttention:
+    """Of a policy that does not need it."""
+
+    def latest(self, queries: int) -> np.ndarray:
+        raise LookupError(f"the policy's needs do not name {ATTENTION!r}")
+
+    def total(self) -> np.ndarray:
+        raise LookupError(f"the policy's needs do not name {ATTENTION!r}")
+
+
 @dataclass(frozen=True)
 class RequestView:
     """One request between two forwards.
@@ -70,6 +109,7 @@ class RequestView:
         held: int64, ascending: written positions that were not dropped.
         seed: A number of the prompt's tokens, the same for the same prompt.
         keys: On demand; only for a policy that ``needs`` them.
+        attention: Likewise.
     """
 
     prompt: int
@@ -79,6 +119,7 @@ class RequestView:
     held: np.ndarray
     seed: int
     keys: Keys
+    attention: Attention = NoAttention()
 
     def candidates(self, recent: int = 1) -> np.ndarray:
         """Positions that may be dropped, ascending, in whole pages: all that the request owns
@@ -97,7 +138,8 @@ class Policy(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Of :data:`KEYS` and :data:`UNROTATED_KEYS`."""
+        """Of :data:`KEYS`, :data:`UNROTATED_KEYS` and :data:`ATTENTION`; the last one takes an
+        attribute ``observes``, an :class:`Observation`."""
 
     @property
     def slack(self) -> int:

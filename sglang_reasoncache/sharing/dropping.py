@@ -11,13 +11,14 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_reasoncache.policies.contract import Policy, RequestView
+from sglang_reasoncache.policies.contract import NoAttention, Policy, RequestView
 from sglang_reasoncache.policies.registry import NamedPolicy
 from sglang_reasoncache.sharing.acceptor import Acceptor, Dropped
 from sglang_reasoncache.sharing.decision import Drop, DropRefusal
 from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +31,25 @@ class Dropper:
         acceptor: Checks and applies what they answer.
         keys: Read for policies that need them.
         page: Page size, positions.
+        weights: Attention statistics, None where no policy needs them.
 
     Attributes:
         positions_now: Positions that the running requests have dropped.
     """
 
     def __init__(
-        self, evictors: Sequence[NamedPolicy], acceptor: Acceptor, keys: KeySource, page: int
+        self,
+        evictors: Sequence[NamedPolicy],
+        acceptor: Acceptor,
+        keys: KeySource,
+        page: int,
+        weights: WeightSource | None = None,
     ) -> None:
         self._evictors = tuple(evictors)
         self._acceptor = acceptor
         self._keys = keys
         self._page = page
+        self._weights = weights
         self._failed: set[str] = set()
         self.positions_now = 0
 
@@ -74,6 +82,7 @@ class Dropper:
 
     def _view(self, req: Any, state: RequestState, written: int) -> RequestView:
         held = state.holes.held(written)
+        row = req.kv.req_pool_idx
         return RequestView(
             prompt=len(req.origin_input_ids),
             written=written,
@@ -81,7 +90,8 @@ class Dropper:
             page=self._page,
             held=held,
             seed=zlib.crc32(array("q", req.origin_input_ids)),
-            keys=self._keys.of(req.kv.req_pool_idx, held),
+            keys=self._keys.of(row, held),
+            attention=NoAttention() if self._weights is None else self._weights.of(row, held),
         )
 
     def _ask(
