@@ -25,6 +25,9 @@ BUILT_IN = {
     "random": "sglang_reasoncache.policies.random_eviction:RandomEviction",
     "l2norm": "sglang_reasoncache.policies.l2norm:L2Norm",
     "keydiff": "sglang_reasoncache.policies.keydiff:KeyDiff",
+    "h2o": "sglang_reasoncache.policies.h2o:H2O",
+    "snapkv": "sglang_reasoncache.policies.snapkv:SnapKV",
+    "rkv": "sglang_reasoncache.policies.rkv:RKV",
 }
 #: Where other packages register theirs, ``name = "package.module:Class"``.
 ENTRY_POINTS = "sglang_reasoncache.policies"

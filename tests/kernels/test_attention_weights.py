@@ -118,8 +118,7 @@ def test_threads_do_not_change_them() -> None:
         rig = make(Case(lengths=lengths, heads=8, kv_heads=kv_heads))
         plan = rig.plan()
         alone, several = (
-            run(rig, "native", plan, len(plan.kv_indices), threads=threads)[1]
-            for threads in (1, 4)
+            run(rig, "native", plan, len(plan.kv_indices), threads=threads)[1] for threads in (1, 4)
         )
         assert torch.equal(alone, several)
 

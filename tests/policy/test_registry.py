@@ -54,7 +54,7 @@ def test_every_built_in_policy_can_be_made(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "every NAME one of none, reasoncache, streamingllm, random, l2norm, keydiff, not ''"),
+        ("", "every NAME one of none, reasoncache, streamingllm, random, l2norm, keydiff, "),
         ("streamingllm", "budget or share of streamingllm given, one of the two"),
         ("streamingllm:budget=64:share=0.5", "given, one of the two"),
         ("streamingllm:budget=0", "budget of streamingllm between 1 and 10000000"),
@@ -162,7 +162,7 @@ def test_another_packages_policy(
         [(_, policy)] = registry.parse("oldest:budget=10:every=2").evictors
         assert policy == OldestFirst(budget=10, every=2)
         assert registry.parse("streamingllm:budget=9").evictors[0].policy == StreamingLLM(budget=9)
-        with pytest.raises(registry.PolicyError, match="keydiff, oldest, not 'newest'"):
+        with pytest.raises(registry.PolicyError, match="keydiff, .*, oldest, not 'newest'"):
             registry.parse("newest:budget=10")
     finally:
         registry.parse.cache_clear()

@@ -94,6 +94,24 @@ SHARING_AND_DROPPING = SHARED.having(
     SGLANG_TEST_RETRACT="true",
     SGLANG_TEST_RETRACT_INTERVAL="25",
 )
+#: What queries look at decides, in a pool with room, so that runs can be followed; and with
+#: sharing on the same rows, under forced retractions.
+RKV = SHARED.having(
+    "rkv", *CHUNKED, *PAGED_READS, "--reasoncache-policy", "rkv:budget=200:slack=24:recent=16"
+)
+SHARING_AND_RKV = SHARED.having(
+    "and-rkv",
+    *TIGHT,
+    *EAGER,
+    *CHUNKED,
+    *PAGED_READS,
+    "--reasoncache-publish",
+    "aliased",
+    "--reasoncache-policy",
+    "reasoncache+rkv:budget=240:slack=16",
+    SGLANG_TEST_RETRACT="true",
+    SGLANG_TEST_RETRACT_INTERVAL="25",
+)
 #: SGLang's own attention.
 STOCK_TORCH = STOCK.having("torch-native", "--attention-backend", "torch_native")
 NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
@@ -121,7 +139,9 @@ __all__ = [
     "NOTHING_SHARED",
     "PAGED",
     "REASONING",
+    "RKV",
     "SHARING_AND_DROPPING",
+    "SHARING_AND_RKV",
     "STOCK",
     "STOCK_TORCH",
     "TWO_RANKS",

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that read attention statistics, in a live server, by the example of R-KV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eval.serving import ServerProcess
+from sglang_reasoncache.policies.pooling import pooled
+from sglang_reasoncache.policies.rkv import redundancy
+from tests.server.harness import wait_until_idle
+from tests.server.problems import problems, report, solve
+from tests.server.specs import RKV, SHARING_AND_RKV
+from tests.server.test_dropping import reference as reference
+from tests.server.test_dropping import respond
+from tests.server.test_dropping import (
+    test_dropping_equals_masking as dropping_equals_masking,
+)
+from tests.server.test_sharing import (
+    test_aborted_and_disconnected_requests_give_everything_back as give_everything_back,
+)
+
+BOTH = pytest.mark.parametrize("server", [RKV, SHARING_AND_RKV], indirect=True)
+
+
+@pytest.mark.parametrize("server", [RKV], indirect=True)
+def test_rkv_equals_masking(server: ServerProcess, reference: Any) -> None:
+    dropping_equals_masking(server, 6, reference)
+
+
+@torch.no_grad()
+def scores_of(model: Any, tokens: list[int], written: int) -> np.ndarray:
+    """R-KV's, the highest to go first, by attention and keys of a Hugging Face forward."""
+    # On the overlap schedule the query behind the written positions has been computed as well.
+    out = model(
+        input_ids=torch.tensor([tokens[: written + 1]]), output_attentions=True, use_cache=True
+    )
+    weights = torch.cat([layer[0] for layer in out.attentions])
+    importance = weights[:, -8:, :written].mean(dim=(0, 1)).double().numpy()
+    redundant = torch.stack(
+        [
+            redundancy(layer.keys[0, :, :written].transpose(0, 1), 0.5)
+            for layer in out.past_key_values.layers
+        ]
+    ).mean(dim=(0, 2))
+    scores: np.ndarray = 0.9 * redundant.double().numpy() - 0.1 * pooled(importance, 7, "max")
+    return scores
+
+
+@pytest.mark.parametrize("server", [RKV], indirect=True)
+def test_what_goes_is_what_the_rule_says(server: ServerProcess, reference: Any) -> None:
+    """The same positions as by a forward of another implementation, but for rounding."""
+    tokenizer, model = reference
+    prompts = [f"<|user|> {p.prompt} <|assistant|>" for p in problems(6, seed=31)]
+    same = total = 0
+    for text, found in zip(prompts, respond(server, prompts), strict=True):
+        tokens = tokenizer(text)["input_ids"] + found["tokens"]
+        written = found["drops"][0][0]
+        gone = {
+            at
+            for when, start, length in found["drops"]
+            if when == written
+            for at in range(start, start + length)
+        }
+        candidates = range(found["prompt_tokens"], written - 16)
+        scores = scores_of(model, tokens, written)
+        expected = sorted(candidates, key=lambda at: -scores[at])[: len(gone)]
+        assert gone <= set(candidates)
+        same += len(gone & set(expected))
+        total += len(gone)
+    assert total > 6 * 20
+    assert same / total > 0.95
+
+
+@BOTH
+def test_frees_slots_under_load(server: ServerProcess) -> None:
+    todo = problems(16, seed=32)
+    before = report(server)["totals"]
+    solve(server, todo)
+    wait_until_idle(server)
+    seen = report(server)
+    totals = seen["totals"]
+    assert totals["positions_dropped"] - before["positions_dropped"] > 16 * 50
+    assert totals["slots_freed_by_drops"] > 0
+    assert totals["drop_refusals"] == {}
+    assert seen["positions_dropped_now"] == seen["slots_saved_now"] == 0
+
+
+@pytest.mark.parametrize("server", [SHARING_AND_RKV], indirect=True)
+def test_shares_and_drops_on_the_same_rows(server: ServerProcess) -> None:
+    solve(server, problems(12, seed=33))
+    seen = report(server)
+    assert seen["totals"]["blocks_shared"] > 12
+    assert seen["totals"]["positions_dropped"] > seen["totals"]["slots_freed_by_drops"] > 0
+    assert any(row["blocks"] and row["drops"] for row in seen["recent"])
+    rows = [row for row in seen["recent"] if row["retractions"]]
+    assert any(sum(run[2] for run in row["drops"]) > row["dropped_positions"] > 0 for row in rows)
+
+
+@BOTH
+def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
+    give_everything_back(server)
+    assert report(server)["positions_dropped_now"] == 0
