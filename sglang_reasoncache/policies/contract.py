@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -119,7 +119,7 @@ class RequestView:
     held: np.ndarray
     seed: int
     keys: Keys
-    attention: Attention = NoAttention()
+    attention: Attention = field(default_factory=NoAttention)
 
     def candidates(self, recent: int = 1) -> np.ndarray:
         """Positions that may be dropped, ascending, in whole pages: all that the request owns

@@ -97,7 +97,7 @@ SHARING_AND_DROPPING = SHARED.having(
 #: What queries look at decides, in a pool with room, so that runs can be followed; and with
 #: sharing on the same rows, under forced retractions.
 RKV = SHARED.having(
-    "rkv", *CHUNKED, *PAGED_READS, "--reasoncache-policy", "rkv:budget=200:slack=24:recent=16"
+    "rkv", *CHUNKED, *PAGED_READS, "--reasoncache-policy", "rkv:budget=110:slack=24:recent=16"
 )
 SHARING_AND_RKV = SHARED.having(
     "and-rkv",
