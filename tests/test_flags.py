@@ -232,12 +232,13 @@ def test_attention_that_reads_holes_is_refused_by_name(field: str) -> None:
         ValueError,
         match=re.escape(
             "--reasoncache-policy reasoncache+streamingllm:budget=64 drops positions, which "
-            f"{flag} triton would read; use reasoncache_cpu"
+            f"{flag} torch_native would read; use reasoncache_cpu"
         ),
     ):
-        refusals.check_holes(_server_args(**{field: "triton"}), config)
-    refusals.check_holes(_server_args(**{field: "reasoncache_cpu"}), config)
-    refusals.check_holes(_server_args(**{field: "triton"}), ReasonCacheConfig())
+        refusals.check_holes(_server_args(**{field: "torch_native"}), config)
+    for name in ("reasoncache_cpu", "flashinfer", "triton"):
+        refusals.check_holes(_server_args(**{field: name}), config)
+    refusals.check_holes(_server_args(**{field: "torch_native"}), ReasonCacheConfig())
 
 
 def test_a_policy_on_the_command_line() -> None:

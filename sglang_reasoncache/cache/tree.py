@@ -207,6 +207,13 @@ class SharedRadixCache(seams.RadixCache):
             return False
         return any(req.last_node in self._inexact or self._is_redirected(req) for req in reqs)
 
+    def reads_holes(self, reqs: Iterable[Any]) -> bool:
+        """Whether a position of any of ``reqs`` was dropped; a path of the tree has none."""
+        if self.controller is None or not self.token_to_kv_pool_allocator.has_holes:
+            return False
+        states = (self.controller.state_of(req) for req in reqs)
+        return any(state is not None and state.holes.count > 0 for state in states)
+
     def _is_redirected(self, req: Any) -> bool:
         state = None if self.controller is None else self.controller.state_of(req)
         return state is not None and state.first_shared is not None

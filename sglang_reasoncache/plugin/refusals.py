@@ -126,7 +126,7 @@ def check(args: Any) -> None:
 
 def check_holes(args: Any, config: ReasonCacheConfig) -> None:
     """Raises ValueError where a policy drops positions and a flag asks for attention that reads them."""
-    if not config.policies.evictors:
+    if not config.drops:
         return
     for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         name = getattr(args, field, None)
@@ -137,7 +137,7 @@ def check_holes(args: Any, config: ReasonCacheConfig) -> None:
 def reads_holes(config: ReasonCacheConfig, flag: str, name: str) -> str:
     return (
         f"{flag_of('policy')} {config.policy} drops positions, which {flag} {name} would read; "
-        f"use {' or '.join(seams.HOLE_BACKENDS)}"
+        f"use {', '.join(seams.HOLE_BACKENDS)}, one for prefill and decode"
     )
 
 
