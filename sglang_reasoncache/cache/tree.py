@@ -72,8 +72,13 @@ class SharedRadixCache(seams.RadixCache):
         """Publish ``req``'s row up to ``up_to``, less what may not be published yet.
 
         A running request publishes its prompt only once it has output (after a
-        retraction): positions the tree owns cannot be redirected any more.
+        retraction): positions the tree owns cannot be redirected any more. Where a policy
+        may drop positions of the prompt, it publishes nothing before it has finished.
         """
+        if not req.finished() and self.controller is not None and self.controller.keeps_prompt(req):
+            if up_to < len(req.full_untruncated_fill_ids):
+                self.controller.after_chunk(req, up_to)
+            return
         if not req.finished() and len(req.output_ids):
             up_to = min(up_to, len(req.origin_input_ids))
         state = None if self.controller is None else self.controller.state_of(req)

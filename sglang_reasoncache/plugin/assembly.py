@@ -26,6 +26,7 @@ from sglang_reasoncache.sharing.controller import SharingController
 from sglang_reasoncache.sharing.dropping import Dropper
 from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.pressure import PoolPressure, pool_use
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +234,14 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         ),
         meter,
         acceptor,
-        Dropper(config.policies.evictors, acceptor, keys, params.page_size),
+        Dropper(
+            config.policies.evictors,
+            acceptor,
+            keys,
+            params.page_size,
+            # The tree is made below.
+            PoolPressure(lambda: pool_use(allocator, cache)),
+        ),
         SharingMetrics(_labels(context)) if params.enable_metrics else None,
         markers,
         agree=lambda value: _least(value, group),

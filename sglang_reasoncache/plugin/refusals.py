@@ -35,11 +35,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.radix_cache_backend not in (None, seams.TREE_BACKEND),
         "the prefix cache must be ours to count shared slots",
     ),
-    Refusal(
-        "--disable-radix-cache",
-        _on("disable_radix_cache"),
-        "slots are released through the prefix cache",
-    ),
     Refusal("--enable-hierarchical-cache", _on("enable_hierarchical_cache"), _OWN_TREE),
     Refusal("--enable-lmcache", _on("enable_lmcache"), _OWN_TREE),
     Refusal("--enable-flexkv", _on("enable_flexkv"), _OWN_TREE),
