@@ -22,16 +22,16 @@ class H2O(Evictor):
 
     Attributes:
         recent_share: Of the budget, for the newest positions; at least ``recent`` of them.
-        prompt: Queries at the end of a prompt that count; the paper adds up all of them.
+        prompt_queries: Queries at the end of a prompt that count; the paper adds up all of them.
     """
 
     recent_share: float = 0.5
-    prompt: int = 32
+    prompt_queries: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
         between("recent_share", self.recent_share, 0, 1)
-        between("prompt", self.prompt, 0, 1024)
+        between("prompt_queries", self.prompt_queries, 0, 1024)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -39,7 +39,7 @@ class H2O(Evictor):
 
     @property
     def observes(self) -> Observation:
-        return Observation(total=True, prompt=self.prompt)
+        return Observation(total=True, prompt=self.prompt_queries)
 
     def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
         budget = len(view.held) - excess

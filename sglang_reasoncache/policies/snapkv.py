@@ -20,7 +20,8 @@ class SnapKV(Evictor):
     """Brings the prompt down to the budget once it has been computed; the response stays.
 
     Kept are the prompt's last ``window`` positions, and those with the highest weight by
-    its last ``window`` queries, pooled over neighbours.
+    its last ``window`` queries, pooled over neighbours. A prompt that is computed in chunks
+    is brought down after each of them.
 
     Attributes:
         window: Positions at the end of the prompt that observe, and stay.
@@ -30,6 +31,7 @@ class SnapKV(Evictor):
 
     # At once: later queries push those of the prompt out of the window.
     slack: int = 1
+    prompt: bool = True
     window: int = 32
     kernel: int = 7
     pooling: str = "avg"
@@ -50,15 +52,16 @@ class SnapKV(Evictor):
 
     def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
         # How much of what is too much is prompt could not be known before.
-        allowed = self.budget if self.share is None else math.ceil(self.share * view.prompt)
+        end = min(view.prompt, view.written)
+        allowed = self.budget if self.share is None else math.ceil(self.share * end)
         assert allowed is not None, "one of the two is given"
-        excess = int(np.searchsorted(view.held, view.prompt)) - allowed
-        recent = view.written - view.prompt + self.window
+        excess = int(np.searchsorted(view.held, end)) - allowed
+        recent = view.written - end + self.window
         candidates = view.candidates(max(self.recent, recent))
         if excess <= 0 or not len(candidates):
             return []
         weights = view.attention.latest(self.window)
-        prompt = view.held < view.prompt - self.window
+        prompt = view.held < end - self.window
         scores = np.zeros(len(view.held))
         scores[prompt] = pooled(weights[prompt], self.kernel, self.pooling)
         return drop_highest(

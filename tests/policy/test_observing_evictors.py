@@ -254,7 +254,7 @@ def test_pooling_by_hand() -> None:
         (RKV, {"kernel": 0}, "kernel"),
         (RKV, {"threshold": 2}, "threshold"),
         (H2O, {"recent_share": -0.1}, "recent_share"),
-        (H2O, {"prompt": 5000}, "prompt"),
+        (H2O, {"prompt_queries": 5000}, "prompt_queries"),
         (SnapKV, {"window": 0}, "window"),
         (SnapKV, {"pooling": "sum"}, "pooling"),
     ],
@@ -263,3 +263,15 @@ def test_options_out_of_bounds(kind: type[Evictor], options: dict[str, float], k
     with pytest.raises(OptionError) as error:
         kind(budget=10, **options)  # type: ignore[arg-type]
     assert error.value.key == key
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
+    """What has been computed of a prompt is all there is."""
+    weights = random_weights(50, seed)
+    policy = SnapKV(budget=20, window=6, recent=1)
+    assert policy.prompt
+    chunk, whole = (view(50, weights, prompt=prompt) for prompt in (400, 50))
+    found = positions(policy.drops(chunk, 30))
+    assert found == positions(policy.drops(whole, 30))
+    assert len(found) == 30 and max(found) < 44

@@ -230,6 +230,11 @@ class MemoryMachine(RuleBasedStateMachine):
             waiting.append(hostile[how] if how < len(hostile) else run)
         self.world.evictor.waiting[track.req.rid] = waiting
 
+    def _longest(self) -> Track:
+        """The decoding request that has most to give."""
+        willing = [track for track in self.decoding if not track.exact_only]
+        return max(willing or self.decoding, key=lambda track: len(track.shows))
+
     def _script(self, track: Track, draws: list[tuple[int, int]], ready: int) -> None:
         """Propose blocks on ``track``'s row. Destinations rise, as a segmenter's do."""
         state = self.world.controller.state_of(track.req)
@@ -360,9 +365,13 @@ class MemoryMachine(RuleBasedStateMachine):
         self._decode(batch or self.decoding[:1], steps, bits, draws)
 
     @precondition(lambda self: len(self.decoding) > 0)
-    @rule(bits=BITS, draws=BLOCKS)
-    def decode_all(self, bits: int, draws: list[tuple[int, int]]) -> None:
-        """Many steps of all requests with many blocks, so that sharing is not rare."""
+    @rule(bits=BITS, draws=BLOCKS, drops=DROPS)
+    def decode_all(
+        self, bits: int, draws: list[tuple[int, int]], drops: list[tuple[int, int, int]]
+    ) -> None:
+        """Many steps of all requests with many blocks, so that neither sharing nor drops are rare."""
+        if bits & 2:
+            self._script_drops(self._longest(), drops)
         self._decode(self.decoding, 12, bits, draws)
 
     @precondition(lambda self: len(self.decoding) > 0)
@@ -376,12 +385,8 @@ class MemoryMachine(RuleBasedStateMachine):
         draws: list[tuple[int, int]],
     ) -> None:
         """A policy answers for one request, while blocks of it may be on their way."""
-        if pick % 4:
-            # Long rows have something to give.
-            willing = [track for track in self.decoding if not track.exact_only]
-            track = max(willing or self.decoding, key=lambda track: len(track.shows))
-        else:
-            track = self.decoding[pick // 4 % len(self.decoding)]
+        chosen = self.decoding[pick // 4 % len(self.decoding)]
+        track = self._longest() if pick % 4 else chosen
         self._script_drops(track, drops)
         self._decode(self.decoding, steps, bits, draws)
 

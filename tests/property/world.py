@@ -40,6 +40,7 @@ from sglang_reasoncache.sharing.controller import OPT_OUT_KEY, SharingController
 from sglang_reasoncache.sharing.dropping import Dropper
 from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.pressure import PoolPressure, pool_use
 
 LAYERS = 2
 MAX_ROWS = 4
@@ -158,11 +159,11 @@ class ScriptedEvictor:
 class NamingDropper(Dropper):
     """Tells the scripted evictor which request it is asked about."""
 
-    def look(self, req: Any, state: Any, stats: Any) -> Any:
+    def look(self, req: Any, state: Any, stats: Any, written: int | None = None) -> Any:
         for _, policy in self._evictors:
             if isinstance(policy, ScriptedEvictor):
                 policy.about = req.rid
-        return super().look(req, state, stats)
+        return super().look(req, state, stats, written)
 
 
 class AcceptAll:
@@ -187,10 +188,11 @@ class World:
         agree: Callable[[int], int] = lambda value: value,
         interval: int = 1,
         evictors: Sequence[NamedPolicy] = (),
+        no_tree: bool = False,
     ) -> None:
-        """``evictors``: instead of the scripted one."""
+        """``evictors``: instead of the scripted one. ``no_tree``: as ``--disable-radix-cache``."""
         self.page = setup.page
-        self.total = setup.slots
+        self.total = self._lowest_free = setup.slots
         self.pool = MHATokenToKVPool(
             size=setup.slots,
             page_size=setup.page,
@@ -213,7 +215,7 @@ class World:
         self.rows = ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, "cpu", False)
         self.tree = SharedRadixCache(
             CacheInitParams(
-                disable=False,
+                disable=no_tree,
                 req_to_token_pool=self.rows,
                 token_to_kv_pool_allocator=self.allocator,
                 page_size=setup.page,
@@ -234,7 +236,11 @@ class World:
             meter,
             acceptor,
             NamingDropper(
-                evictors or [NamedPolicy("scripted", self.evictor)], acceptor, keys, setup.page
+                evictors or [NamedPolicy("scripted", self.evictor)],
+                acceptor,
+                keys,
+                setup.page,
+                PoolPressure(lambda: pool_use(self.allocator, self.tree)),
             ),
             None,
             agree=agree,
@@ -300,6 +306,7 @@ class World:
         self.rows.write((row, slice(req.prefix_len, req.extend_end)), out.to(torch.int32))
         req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end
         req.is_retracted = False
+        self._lowest_free = min(self._lowest_free, self.allocator.available_size())
         return out.numpy()
 
     def can_decode(self, reqs: Sequence[Req]) -> bool:
@@ -331,6 +338,10 @@ class World:
     def free_pages(self) -> np.ndarray:
         pages = self.allocator.get_all_free_pages()
         return pages.numpy()
+
+    def lowest_free(self) -> int:
+        """The fewest free slots right after an allocation for a prefill; see :meth:`extend`."""
+        return self._lowest_free
 
     def row(self, req: Req) -> np.ndarray:
         """Slots of the request's allocated positions."""
