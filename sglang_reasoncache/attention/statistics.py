@@ -75,7 +75,9 @@ class AttentionStatistics:
             new: New tokens of each request; None: one each (decode).
         """
         self._settle()
-        requests, lengths = requests.long(), lengths.long()
+        # SGLang counts its lengths up in place, before the weights are looked at.
+        requests = requests.to(torch.int64, copy=True)
+        lengths = lengths.to(torch.int64, copy=True)
         if new is None:
             if self._total is not None:
                 self._total[requests, lengths - 1] = 0

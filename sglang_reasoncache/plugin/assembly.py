@@ -53,9 +53,9 @@ def shared_allocator(stock: Any) -> Any:
     allocator = shared_allocator_of(stock)
     num_slots = pool.get_key_buffer(pool.start_layer).shape[0]
     allocator.home = HomePositions(num_slots, allocator.device)
-    # Filled in by the attention backend that can correct positions, and observe weights.
+    # Filled in by the attention backend that can correct positions, observe and select.
     allocator.rotation = None
-    allocator.attention_statistics = None
+    allocator.attention_statistics = allocator.selection = None
     return allocator
 
 
@@ -75,6 +75,10 @@ def attention_backend(
     wanted = observation_of(config.policies.evictors)
     if wanted is not None and runs_alone and hasattr(backend, "observe"):
         allocator.attention_statistics = backend.observe(wanted)
+    selector = config.policies.selector
+    if selector is not None and runs_alone and hasattr(backend, "select"):
+        refusals.check_selected_page(selector.name, allocator.page_size)
+        allocator.selection = backend.select(*selector)
     return backend
 
 
@@ -183,7 +187,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     config = resolve(
         config, allocator.rotation, context.tp_worker.model_runner.decode_attention_backend_str
     )
-    _check_evictors(context, config)
+    _check_policies(context, config)
     rows = params.req_to_token_pool
     pool = allocator.get_kvcache()
     group = params.tp_cache_group if context.tp_size > 1 else None
@@ -261,6 +265,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         params, publish_aliased=config.publish == "aliased" and config.apply == "alias"
     )
     cache.controller = controller
+    controller.selection = allocator.selection
     logger.info(
         "reasoncache: on, block %d, page %d, steps by %s, distances by %s, %s",
         block,
@@ -272,17 +277,25 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     return cache
 
 
-def _check_evictors(context: Any, config: ReasonCacheConfig) -> None:
+def _check_policies(context: Any, config: ReasonCacheConfig) -> None:
     """Refuse policies that this server's attention does not go with.
 
     Raises:
-        ValueError: dropped positions would be read, or keys cannot be un-rotated.
+        ValueError: dropped positions would be read, keys cannot be un-rotated, weights are not
+            told, or nothing is selected.
     """
+    allocator = context.params.token_to_kv_pool_allocator
+    runner = context.tp_worker.model_runner
+    selector = config.policies.selector
+    if selector is not None and allocator.selection is None:
+        raise ValueError(
+            refusals.reads_everything(
+                selector.name, "--attention-backend", runner.decode_attention_backend_str
+            )
+        )
     evictors = config.policies.evictors
     if not evictors:
         return
-    allocator = context.params.token_to_kv_pool_allocator
-    runner = context.tp_worker.model_runner
     if not allocator.skips_holes:
         names = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
         raise ValueError(

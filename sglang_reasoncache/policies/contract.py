@@ -130,6 +130,31 @@ class RequestView:
         return self.held[low:high]
 
 
+class Selector(Protocol):
+    """Reads fewer pages in a decode step; nothing is freed. A frozen dataclass as a
+    :class:`Policy` is, asked in every layer, by tensors, on the device.
+    """
+
+    @property
+    def budget(self) -> int:
+        """Positions read. Rows with no more are read whole, and nothing is asked."""
+
+    @property
+    def whole_layers(self) -> int:
+        """First layers that read everything."""
+
+    def bounds(self, query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        """fp32 ``[rows, pages, heads]``, how well the keys of a page may fit each query head,
+        by ``query`` ``[rows, heads, dim]`` (scaled) and the least and largest of the keys, ``low``
+        and ``high`` ``[rows, pages, kv_heads, dim]``, all fp32."""
+
+    def keep(
+        self, bounds: torch.Tensor, held: torch.Tensor, newest: torch.Tensor, page: int
+    ) -> torch.Tensor:
+        """bool ``[rows, pages]``, which are read: of those ``held`` (bool ``[rows, pages]``),
+        the ``newest`` (int64 ``[rows]``) among them. ``page``: positions of a page."""
+
+
 class Policy(Protocol):
     """An evictor: a frozen dataclass, its fields the options of ``--reasoncache-policy``.
 

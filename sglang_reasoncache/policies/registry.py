@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from sglang_reasoncache.policies.contract import OptionError, Policy
+from sglang_reasoncache.policies.contract import OptionError, Policy, Selector
 
-#: Every evictor of this package: a policy is one line here.
+#: Every evictor and selector of this package: a policy is one line here.
 BUILT_IN = {
     "streamingllm": "sglang_reasoncache.policies.streamingllm:StreamingLLM",
     "random": "sglang_reasoncache.policies.random_eviction:RandomEviction",
@@ -28,6 +28,7 @@ BUILT_IN = {
     "h2o": "sglang_reasoncache.policies.h2o:H2O",
     "snapkv": "sglang_reasoncache.policies.snapkv:SnapKV",
     "rkv": "sglang_reasoncache.policies.rkv:RKV",
+    "quest": "sglang_reasoncache.policies.quest:Quest",
 }
 #: Where other packages register theirs, ``name = "package.module:Class"``.
 ENTRY_POINTS = "sglang_reasoncache.policies"
@@ -47,6 +48,13 @@ class NamedPolicy(typing.NamedTuple):
     policy: Policy
 
 
+class NamedSelector(typing.NamedTuple):
+    """A configured selector and the name it was asked for by."""
+
+    name: str
+    policy: Selector
+
+
 @dataclass(frozen=True)
 class PolicyChoice:
     """What ``--reasoncache-policy`` asks for.
@@ -54,10 +62,12 @@ class PolicyChoice:
     Attributes:
         shares: Similar steps share their memory.
         evictors: Applied one after the other.
+        selector: Chooses what a step reads.
     """
 
     shares: bool
     evictors: tuple[NamedPolicy, ...] = ()
+    selector: NamedSelector | None = None
 
 
 @functools.lru_cache(maxsize=64)
@@ -79,15 +89,23 @@ def parse(text: str) -> PolicyChoice:
             raise PolicyError(f"with {name} without options (sharing has flags of its own)")
         if name == NOTHING and len(parts) > 1:
             raise PolicyError(f"{NOTHING} alone, or without it")
-    evictors = tuple(
-        NamedPolicy(name, _make(name, options, known))
+    made = [
+        (name, _make(name, options, known))
         for name, _, options in parts
         if name not in (NOTHING, SHARING)
-    )
-    return PolicyChoice(SHARING in names, evictors)
+    ]
+    selectors = [NamedSelector(name, policy) for name, policy in made if _selects(policy)]
+    if len(selectors) > 1:
+        raise PolicyError(f"with one of {' and '.join(name for name, _ in selectors)}")
+    evictors = tuple(NamedPolicy(name, policy) for name, policy in made if not _selects(policy))
+    return PolicyChoice(SHARING in names, evictors, selectors[0] if selectors else None)
 
 
-def _make(name: str, options: str, known: str) -> Policy:
+def _selects(policy: Any) -> bool:
+    return hasattr(policy, "keep")
+
+
+def _make(name: str, options: str, known: str) -> Any:
     kind = _class_of(name, known)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     types_of = typing.get_type_hints(kind)

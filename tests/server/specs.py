@@ -112,6 +112,18 @@ SHARING_AND_RKV = SHARED.having(
     SGLANG_TEST_RETRACT="true",
     SGLANG_TEST_RETRACT_INTERVAL="25",
 )
+#: Each step reads some pages, in a pool with room; and with pages shared as well.
+QUEST = SHARED.having(
+    "quest",
+    *PAGED_READS,
+    "--page-size",
+    "16",
+    "--reasoncache-policy",
+    "quest:budget=48:whole_layers=1",
+)
+SHARING_AND_QUEST = PAGED.having(
+    "quest", *PAGED_READS, "--reasoncache-policy", "reasoncache+quest:budget=96"
+)
 #: SGLang's own attention.
 STOCK_TORCH = STOCK.having("torch-native", "--attention-backend", "torch_native")
 NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
@@ -138,9 +150,11 @@ __all__ = [
     "EXACT",
     "NOTHING_SHARED",
     "PAGED",
+    "QUEST",
     "REASONING",
     "RKV",
     "SHARING_AND_DROPPING",
+    "SHARING_AND_QUEST",
     "SHARING_AND_RKV",
     "STOCK",
     "STOCK_TORCH",

@@ -47,7 +47,11 @@ class World:
             self.rows[row, at] = torch.randint(0, SLOTS, (count,), dtype=torch.int32)
         lengths = torch.tensor([self.length[row] for row in requests])
         plan = plan_rows(self.rows, torch.tensor(requests), lengths, num_slots=SLOTS)
-        observed = self.statistics.observe(plan, torch.tensor(requests), lengths, new)
+        indices = torch.tensor(requests)
+        observed = self.statistics.observe(plan, indices, lengths, new)
+        # As SGLang does with its own.
+        lengths += 1
+        indices.zero_()
         expected = []
         for row, count in zip(requests, counts, strict=True):
             told = min(count, self.wanted.prompt) if new else 1
