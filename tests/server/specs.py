@@ -124,6 +124,18 @@ DROPPING_PROMPTS_PAGES = SHARED.having(
     SGLANG_TEST_RETRACT="true",
     SGLANG_TEST_RETRACT_INTERVAL="40",
 )
+#: Two ranks that must drop alike, between chunks and where the pool is half full.
+DROPPING_ON_TWO_RANKS = SHARED.having(
+    "drop-tp2",
+    *TIGHT,
+    *CHUNKED,
+    *PAGED_READS,
+    "--tp",
+    "2",
+    "--reasoncache-policy",
+    "keydiff:budget=128:prompt=true:when=0.5:until=0.4",
+    SGLANG_CPU_OMP_THREADS_BIND="0|1",
+)
 #: Memory for four responses; too many are admitted, and a policy waits until that shows.
 DROPPING_WHEN_SHORT = SHARED.having(
     "when",
@@ -157,6 +169,7 @@ __all__ = [
     "CORRECTED",
     "CORRECTED_COPY",
     "DROPPING",
+    "DROPPING_ON_TWO_RANKS",
     "DROPPING_PAGES",
     "DROPPING_PROMPTS",
     "DROPPING_PROMPTS_PAGES",

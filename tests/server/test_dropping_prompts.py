@@ -14,7 +14,12 @@ from tests.server import masking
 from tests.server.harness import generate, wait_until_idle
 from tests.server.masking import respond
 from tests.server.problems import OPT_OUT, problems, report, solve
-from tests.server.specs import DROPPING_PROMPTS, DROPPING_PROMPTS_PAGES, DROPPING_WHEN_SHORT
+from tests.server.specs import (
+    DROPPING_ON_TWO_RANKS,
+    DROPPING_PROMPTS,
+    DROPPING_PROMPTS_PAGES,
+    DROPPING_WHEN_SHORT,
+)
 from tests.server.test_sharing import (
     test_aborted_and_disconnected_requests_give_everything_back as give_everything_back,
 )
@@ -139,6 +144,14 @@ def test_the_prefix_cache_has_what_came_before_the_first_hole(server: ServerProc
 def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
     give_everything_back(server)
     assert report(server)["positions_dropped_now"] == 0
+
+
+@pytest.mark.parametrize("server", [DROPPING_ON_TWO_RANKS], indirect=True)
+def test_ranks_drop_alike(server: ServerProcess) -> None:
+    """They would wait for each other for ever, or run out of different slots."""
+    found = respond(server, long_prompts(8, seed=48), 200)
+    assert sum(one["dropped_positions"] for one in found) > 8 * 50
+    assert report(server)["totals"]["drop_refusals"] == {}
 
 
 @pytest.mark.parametrize("server", [DROPPING_WHEN_SHORT], indirect=True)
