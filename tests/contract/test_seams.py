@@ -166,7 +166,7 @@ def test_a_chunk_is_published_before_the_next_one_gets_slots() -> None:
     allocator = pkgutil.resolve_name(
         "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator"
     )
-    assert "self.free_group = None" in inspect.getsource(allocator.free_group_end)
+    assert "self.free_group = self.free_group, None" in inspect.getsource(allocator.free_group_end)
 
 
 def test_a_processed_prefill_says_what_it_computed() -> None:
