@@ -76,7 +76,10 @@ class SharedRadixCache(seams.RadixCache):
         may drop positions of the prompt, it publishes nothing before it has finished.
         """
         if not req.finished() and self.controller is not None and self.controller.keeps_prompt(req):
-            if up_to < len(req.full_untruncated_fill_ids):
+            # The last chunk is looked at when its result was processed, outside of the group
+            # in which that frees.
+            grouped = self.token_to_kv_pool_allocator.free_group is not None
+            if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.controller.after_chunk(req, up_to)
             return
         if not req.finished() and len(req.output_ids):

@@ -146,8 +146,10 @@ class SharingController:
 
         ``written``: positions whose KV is there when the device has done what is queued.
         """
+        start = time.perf_counter()
         self._dropper.wait()
         self._drop_some(req, request_state.state_of(req) or self._admit(req), written)
+        self.stats.scheduler_seconds += time.perf_counter() - start
 
     def on_release(self, req: Any) -> None:
         """The row is gone; called for finished, aborted and retracted requests alike."""
@@ -219,11 +221,12 @@ class SharingController:
         Returns:
             Slots that came back to the allocator.
         """
-        before = self.saved_positions
+        start, before = time.perf_counter(), self.saved_positions
         for req, positions in zip(reqs, written, strict=True):
             if _is_running(req) and self.keeps_prompt(req):
                 state = request_state.state_of(req) or self._admit(req)
                 self._drop_some(req, state, positions)
+        self.stats.scheduler_seconds += time.perf_counter() - start
         return self.saved_positions - before
 
     def _feed(self, reqs: Sequence[Any]) -> None:

@@ -37,6 +37,8 @@ class Dropper:
 
     Attributes:
         positions_now: Positions that the running requests have dropped.
+        drops_prompts: Positions of prompts may go, so running requests keep theirs to
+            themselves.
     """
 
     def __init__(
@@ -54,6 +56,11 @@ class Dropper:
         self._page = page
         self._pressure = pressure
         self._weights = weights
+        # Asked once: what another package's policy says later could not be caught everywhere.
+        self._of_prompts = {name for name, policy in evictors if getattr(policy, "prompt", False)}
+        self._longest_first = any(waits_for(policy) for _, policy in evictors)
+        self._reads = any(policy.needs for _, policy in evictors)
+        self.drops_prompts = bool(self._of_prompts)
         self._failed: set[str] = set()
         self.positions_now = 0
 
@@ -61,19 +68,14 @@ class Dropper:
     def is_active(self) -> bool:
         return bool(self._evictors)
 
-    @property
-    def drops_prompts(self) -> bool:
-        """Whether positions of prompts may go, so that running requests keep them to themselves."""
-        return any(_drops_prompts(policy) for _, policy in self._evictors)
-
     def wait(self) -> None:
         """Until the KV that is being computed is there, where a policy reads any."""
-        if any(policy.needs for _, policy in self._evictors):
+        if self._reads:
             self._keys.wait()
 
     def in_turn(self, reqs: Iterable[Any]) -> list[Any]:
         """Who is looked at first, where that decides who gives: the longest row."""
-        if not any(waits_for(policy) for _, policy in self._evictors):
+        if not self._longest_first:
             return list(reqs)
         return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)
 
@@ -99,25 +101,24 @@ class Dropper:
                 continue
             drops = self._ask(name, policy, req, state, written, stats)
             if drops:
-                first = self._first(req, policy)
-                total += self._apply(req, state, drops, written, stats, first)
+                total += self._apply(req, state, drops, written, stats, self._first(req, name))
         self.positions_now += total.positions
         return total
 
-    def _first(self, req: Any, policy: Policy) -> int:
+    def _first(self, req: Any, name: str) -> int:
         """First position that the policy may drop, whoever owns the prompt."""
         own = req.kv.cache_protected_len
-        if _drops_prompts(policy):
+        if name in self._of_prompts:
             return own
         return max(own, len(req.origin_input_ids) // self._page * self._page)
 
-    def _view(self, req: Any, state: RequestState, written: int, policy: Policy) -> RequestView:
+    def _view(self, req: Any, state: RequestState, written: int, first: int) -> RequestView:
         held = state.holes.held(written)
         row = req.kv.req_pool_idx
         return RequestView(
             prompt=len(req.origin_input_ids),
             written=written,
-            owned=self._first(req, policy),
+            owned=first,
             page=self._page,
             held=held,
             seed=zlib.crc32(array("q", req.origin_input_ids)),
@@ -144,7 +145,8 @@ class Dropper:
             # A budget below what a request must hold would be asked for at every look.
             state.next_drop[name] = written + policy.slack
             stats.drop_decisions += 1
-            answer = policy.drops(self._view(req, state, written, policy), excess)
+            view = self._view(req, state, written, self._first(req, name))
+            answer = policy.drops(view, excess)
             # More runs than positions are nonsense, and need not be listed to the end.
             return list(itertools.islice(answer, written + 1))
         except Exception:
@@ -181,10 +183,6 @@ class Dropper:
 
 def _options(policy: Any) -> dict[str, Any]:
     return {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
-
-
-def _drops_prompts(policy: Policy) -> bool:
-    return bool(getattr(policy, "prompt", False))
 
 
 def _split(drops: list[Drop], end: int) -> tuple[list[Drop], list[Drop]]:

@@ -60,7 +60,7 @@ class RequestState:
         live_positions: Row positions that refer to a slot owned elsewhere.
         first_shared: Lowest redirected position, None while there is none.
         holes: Dropped positions. Kept over a retraction, as the blocks are.
-        next_drop: Policy -> written positions before which it is not asked again.
+        next_drop: Policy -> written positions of the row before which it is not asked again.
     """
 
     followed: Followed | None
@@ -97,6 +97,7 @@ class RequestState:
         self.live_positions = 0
         self.first_shared = None
         self.holes.forget_row()
+        self.next_drop.clear()
 
 
 def state_of(req: Any) -> RequestState | None:

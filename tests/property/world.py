@@ -60,6 +60,7 @@ class Setup:
         publish: ``exact`` or ``aliased``.
         apply: ``alias`` or ``copy``.
         need_sort: Freed pages wait unsorted until an allocation runs short.
+        prompts: Positions of prompts may be dropped, between chunks too.
     """
 
     page: int
@@ -68,10 +69,12 @@ class Setup:
     publish: str
     apply: str = "alias"
     need_sort: bool = False
+    prompts: bool = False
 
     def __str__(self) -> str:
         parts = [f"page{self.page}", f"block{self.block}", self.publish]
         parts += ["copy"] * (self.apply == "copy") + ["sorted"] * self.need_sort
+        parts += ["prompts"] * self.prompts
         return "-".join(parts)
 
 
@@ -142,10 +145,12 @@ class ScriptedEvictor:
     Attributes:
         waiting: Drops by request name.
         about: Name of the request that is looked at; views have none.
+        prompt: Positions of prompts may go.
     """
 
     waiting: dict[str, list[Any]] = field(default_factory=dict)
     about: str = ""
+    prompt: bool = False
     needs = frozenset[str]()
     slack = 0
 
@@ -225,7 +230,7 @@ class World:
         home = HomePositions(setup.slots + setup.page, "cpu")
         self.meter = meter = meter_type(self.pool, self.rows.req_to_token, home, None, num_heads=1)
         self.engine = ScriptedEngine()
-        self.evictor = ScriptedEvictor()
+        self.evictor = ScriptedEvictor(prompt=setup.prompts)
         acceptor = Acceptor(self.allocator, self.rows, meter, copy=setup.apply == "copy")
         keys = KeySource(self.pool, self.rows.req_to_token, home, None, num_heads=1)
         self.controller = SharingController(

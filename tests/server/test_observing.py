@@ -14,25 +14,42 @@ from sglang_reasoncache.policies.pooling import pooled
 from sglang_reasoncache.policies.rkv import redundancy
 from tests.server.harness import wait_until_idle
 from tests.server.problems import problems, report, solve
-from tests.server.specs import RKV, SHARING_AND_RKV
+from tests.server.specs import RKV, SHARING_AND_RKV, SNAPKV_H2O
 from tests.server.test_dropping import MEAN_ROUNDING, MOST_ROUNDING, masked_logprobs, respond
 from tests.server.test_dropping import reference as reference
 from tests.server.test_sharing import (
     test_aborted_and_disconnected_requests_give_everything_back as give_everything_back,
 )
 
-BOTH = pytest.mark.parametrize("server", [RKV, SHARING_AND_RKV], indirect=True)
+ALL = pytest.mark.parametrize("server", [RKV, SHARING_AND_RKV, SNAPKV_H2O], indirect=True)
 
 
 @pytest.mark.parametrize("server", [RKV], indirect=True)
 def test_rkv_equals_masking(server: ServerProcess, reference: Any) -> None:
-    """Log-probabilities are those of a loop whose attention is masked where R-KV dropped."""
+    equals_masking(server, reference)
+
+
+@pytest.mark.parametrize("server", [SNAPKV_H2O], indirect=True)
+def test_snapkv_and_h2o_equal_masking(server: ServerProcess, reference: Any) -> None:
+    """One has the prompt, the other the response, and keeps to its budget."""
+    for found in equals_masking(server, reference):
+        prompt = found["prompt_tokens"]
+        assert any(start + length < prompt - 7 for _, start, length in found["drops"])
+        assert any(start >= prompt for _, start, length in found["drops"])
+        length = prompt + found["output_tokens"]
+        assert 90 <= length - found["dropped_positions"] <= 90 + 16 + 8
+
+
+def equals_masking(server: ServerProcess, reference: Any) -> list[dict[str, Any]]:
+    """Log-probabilities are those of a loop whose attention is masked where positions went."""
     tokenizer, model = reference
+    responses = []
     prompts = [f"<|user|> {p.prompt} <|assistant|>" for p in problems(6, seed=21)]
     compared, right, dense = 0, 0.0, 0.0
     for text, found in zip(prompts, respond(server, prompts), strict=True):
         assert found["retractions"] == 0
         assert found["dropped_positions"] > 50
+        responses.append(found)
         prompt, answer = tokenizer(text)["input_ids"], torch.tensor(found["tokens"])
         for drops in (found["drops"], []):
             expected = masked_logprobs(model, prompt + found["tokens"], drops, 1)
@@ -47,6 +64,7 @@ def test_rkv_equals_masking(server: ServerProcess, reference: Any) -> None:
     print(compared, right, dense)
     assert compared > 1000
     assert right < dense / 30
+    return responses
 
 
 @torch.no_grad()
@@ -94,7 +112,7 @@ def test_what_goes_is_what_the_rule_says(server: ServerProcess, reference: Any) 
     assert same / total > 0.95
 
 
-@BOTH
+@ALL
 def test_frees_slots_under_load(server: ServerProcess) -> None:
     todo = problems(16, seed=32)
     before = report(server)["totals"]
@@ -119,7 +137,7 @@ def test_shares_and_drops_on_the_same_rows(server: ServerProcess) -> None:
     assert any(sum(run[2] for run in row["drops"]) > row["dropped_positions"] > 0 for row in rows)
 
 
-@BOTH
+@ALL
 def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
     give_everything_back(server)
     assert report(server)["positions_dropped_now"] == 0
