@@ -4,6 +4,7 @@
 
 PYTHON_ENV := .venv/bin/python
 PROPERTY_OPERATIONS ?= 1000000
+TEST_WORKERS ?= 2
 # Recorded responses for the benchmarks: a folder of JSONL files.
 TRACES ?= ../shared/data/traces
 
@@ -33,9 +34,11 @@ setup:
 demo: setup
 	$(PYTHON_ENV) -m eval.demo $(DEMO_ARGS)
 
-# Small operators lose more to threads that spin than they gain.
+# Small operators lose more to threads that spin than they gain. A worker holds up to two
+# servers of 3 GB each.
 test: setup
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON_ENV) -m pytest $(TEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON_ENV) -m pytest \
+		-n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS)
 
 test-long: setup
 	REASONCACHE_PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) $(PYTHON_ENV) -m pytest -m property $(TEST_ARGS)
