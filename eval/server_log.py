@@ -11,7 +11,8 @@ import re
 from eval.runs.records import Moment
 
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?#(?:full )?token: (\d+)")
-_SHARED = re.compile(r"#shared token: (\d+)")
+# Shared and dropped positions need no slot of their own.
+_SAVED = re.compile(r"#(?:shared|dropped) token: (\d+)")
 _SPEED = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
 _RETRACT = re.compile(r"#retracted_reqs: (\d+)")
@@ -33,14 +34,14 @@ def cut_prompts(log: str) -> int:
 def moments(log: str, leg: int) -> list[Moment]:
     """One :class:`Moment` for each decode line of a stretch of log, in its order.
 
-    A stock server's lines have nothing shared. With several data-parallel schedulers each
+    A stock server's lines have nothing saved. With several data-parallel schedulers each
     writes lines of its own.
     """
     found: list[Moment] = []
     for line in log.splitlines():
         decode = _DECODE.search(line)
         if decode is not None:
-            shared, speed, queued = (p.search(line) for p in (_SHARED, _SPEED, _QUEUED))
+            speed, queued = (pattern.search(line) for pattern in (_SPEED, _QUEUED))
             found.append(
                 Moment(
                     leg=leg,
@@ -48,7 +49,7 @@ def moments(log: str, leg: int) -> list[Moment]:
                     running=int(decode[1]),
                     queued=int(queued[1]) if queued else 0,
                     used=int(decode[2]),
-                    saved=int(shared[1]) if shared else 0,
+                    saved=sum(map(int, _SAVED.findall(line))),
                     tokens_per_s=float(speed[1]) if speed else 0.0,
                 )
             )

@@ -12,10 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_reasoncache.policies import registry
+from sglang_reasoncache.policies.registry import PolicyChoice, PolicyError
 from sglang_reasoncache.policy.encoder import ENCODER_BOUND, EncoderChoice
 from sglang_reasoncache.policy.presets import PRESETS
 
 PRESET_NAMES = tuple(PRESETS)
+
+
+_POLICY_BOUND = "NAME[:key=value,...][+NAME...]"
 
 
 def flag_of(field: str) -> str:
@@ -36,7 +41,9 @@ class ReasonCacheConfig:
     """Operator's settings. Raises :class:`ConfigError` for a value out of bounds.
 
     Attributes:
-        preset: Named set of policy values; explicit flags win over it.
+        policy: What is done with rows: ``NAME[:key=value,...][+NAME...]``; see
+            docs/policies.md. ``none`` leaves them alone.
+        preset: Named set of values for sharing; explicit flags win over it.
         block: Tokens per shared block (d in the ReasonCache paper, section on
             block distance). At page size > 1 the page is the block.
         percentile: p of the percentile-based adaptive threshold, in percent.
@@ -85,6 +92,7 @@ class ReasonCacheConfig:
         allow_untested_sglang: Start on an SGLang version we did not test.
     """
 
+    policy: str = "reasoncache"
     preset: str = "reasoncache"
     block: int = 16
     percentile: float = 80.0
@@ -113,6 +121,12 @@ class ReasonCacheConfig:
     allow_untested_sglang: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.policy, str):
+            raise ConfigError("policy", _POLICY_BOUND, self.policy)
+        try:
+            registry.parse(self.policy)
+        except PolicyError as error:
+            raise ConfigError("policy", f"{_POLICY_BOUND} {error}", self.policy) from error
         self._one_of("preset", PRESET_NAMES)
         self._one_of("positions", ("auto", "corrected", "as-cached"))
         self._one_of("align", ("tokens", "index"))
@@ -166,9 +180,23 @@ class ReasonCacheConfig:
         return self.positions == "corrected"
 
     @property
+    def policies(self) -> PolicyChoice:
+        return registry.parse(self.policy)
+
+    @property
+    def shares(self) -> bool:
+        """False when no block can ever be shared; nothing is compared then."""
+        return self.policies.shares and self.percentile > 0
+
+    @property
+    def drops(self) -> bool:
+        """Whether any policy may drop positions."""
+        return bool(self.policies.evictors)
+
+    @property
     def is_active(self) -> bool:
-        """False when no block can ever be shared; nothing is computed then."""
-        return self.percentile > 0
+        """False when rows are never touched; nothing is computed then."""
+        return self.shares or self.drops
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

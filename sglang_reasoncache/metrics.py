@@ -22,7 +22,10 @@ _COUNTERS = {
     "blocks_compared": "Block pairs whose KV distance was measured.",
     "blocks_shared": "Blocks redirected to earlier slots.",
     "slots_saved_total": "Slots returned to the allocator by sharing.",
-    "requests_opted_out": "Requests served without sharing.",
+    "requests_opted_out": "Requests served without sharing or dropping.",
+    "drop_decisions": "Times an evicting policy was asked what to drop.",
+    "positions_dropped": "Positions dropped by evicting policies.",
+    "slots_freed_by_drops": "Slots returned to the allocator by dropping.",
 }
 
 
@@ -45,9 +48,20 @@ class SharingMetrics:
         self._refusals = Counter(
             _PREFIX + "refusals", "Blocks not shared, by reason.", [*names, "reason"]
         )
+        self._drop_refusals = Counter(
+            _PREFIX + "drop_refusals",
+            "Runs of positions not dropped, by reason.",
+            [*names, "reason"],
+        )
         self._saved_now = Gauge(
             _PREFIX + "slots_saved_now",
             "Slots the running requests do without.",
+            names,
+            multiprocess_mode="mostrecent",
+        )
+        self._dropped_now = Gauge(
+            _PREFIX + "positions_dropped_now",
+            "Dropped positions of the running requests.",
             names,
             multiprocess_mode="mostrecent",
         )
@@ -65,14 +79,19 @@ class SharingMetrics:
         )
         self._seen: dict[str, int] = {}
 
-    def update(self, stats: SharingStats, saved_now: int, latency: float | None) -> None:
+    def update(
+        self, stats: SharingStats, saved_now: int, dropped_now: int, latency: float | None
+    ) -> None:
         """Publish totals; ``latency`` in seconds, None where nothing was filtered."""
         for field, counter in self._counters.items():
             self._advance(counter.labels(**self._labels), field, getattr(stats, field))
-        for reason, count in stats.refusals.items():
-            self._advance(
-                self._refusals.labels(**self._labels, reason=reason), "refusal:" + reason, count
-            )
+        for kind, counter, counts in (
+            ("refusal:", self._refusals, stats.refusals),
+            ("drop:", self._drop_refusals, stats.drop_refusals),
+        ):
+            for reason, count in counts.items():
+                self._advance(counter.labels(**self._labels, reason=reason), kind + reason, count)
+        self._dropped_now.labels(**self._labels).set(dropped_now)
         self._saved_now.labels(**self._labels).set(saved_now)
         self._ratio.labels(**self._labels).set(stats.memory_saving_ratio)
         if latency is not None:

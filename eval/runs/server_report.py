@@ -54,7 +54,8 @@ def merge(schedulers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
         return reports[0] if reports else {}
     merged = reports[0]
     merged["totals"] = _add([report.get("totals", {}) for report in reports])
-    merged["slots_saved_now"] = sum(report.get("slots_saved_now", 0) for report in reports)
+    for name in ("slots_saved_now", "positions_dropped_now"):
+        merged[name] = sum(report.get(name, 0) for report in reports)
     merged["recent"] = [row for report in reports for row in report.get("recent", [])]
     return merged
 

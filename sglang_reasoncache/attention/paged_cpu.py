@@ -31,6 +31,8 @@ NAME = seams.CPU_BACKEND
 class PagedCpuBackend(seams.TorchNativeAttnBackend):
     """Attention of the CPU platform by this project's kernels.
 
+    Dropped positions are skipped (``skips_holes``): their row entries are below 0.
+
     Args:
         model_runner: SGLang's runner, its pool already there.
         corrected: Use shared keys at the position where they are read; the runner's
@@ -40,6 +42,8 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
         ValueError: a model, pool or mode that cannot be served, by name; or corrected
             positions that the model's rotary embedding does not allow.
     """
+
+    skips_holes = True
 
     def __init__(self, model_runner: Any, *, corrected: bool = False) -> None:
         check_served(model_runner, f"--attention-backend {NAME}")

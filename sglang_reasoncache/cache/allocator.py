@@ -25,12 +25,17 @@ class _Shared:
     #: Whether any slot may be used away from its home position. Stays true until
     #: the cache is flushed: the tree can hold a moved slot with one reference.
     has_moved_slots: bool
+    #: Whether rows may have entries below 0, dropped positions; true until the cache is flushed.
+    has_holes: bool
+    #: Whether the attention backend skips such entries; set by whoever makes the backend.
+    skips_holes: bool = False
     credit_source: CreditSource | None = None
     page_size: int
 
     def _clear_references(self) -> None:
         self.references = PageReferences()
         self.has_moved_slots = False
+        self.has_holes = False
 
     @property
     def _pool_device(self) -> Any:
@@ -49,6 +54,27 @@ class _Shared:
         last = self.references.drop(pages)
         if last:
             self._release_unreferenced(upload(last, self._pool_device))
+
+    def drop(self, pages: torch.Tensor) -> int:
+        """Take a reference away per entry; the rows that named them have holes from now on.
+
+        Args:
+            pages: int64, ids of pages in use.
+
+        Returns:
+            Slots that came back: those of pages with no other reference.
+        """
+        self.has_holes = True
+        before = self.available_size()  # type: ignore[attr-defined]
+        self.free_page_ids(pages)  # type: ignore[attr-defined]
+        return self.available_size() - before  # type: ignore[attr-defined]
+
+    def _without_holes(self, ids: torch.Tensor) -> torch.Tensor:
+        """``ids`` (slots or pages of a row) less the entries of dropped positions.
+
+        SGLang frees rows as they are, when a request ends.
+        """
+        return ids[ids >= 0] if self.has_holes else ids
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
         raise NotImplementedError
@@ -88,7 +114,7 @@ class SharedTokenAllocator(_Shared, seams.TokenToKVPoolAllocator):
         # Inside a free group the indices only wait; they come back through
         # here, all at once, when the group ends.
         if self.free_group is None:
-            free_index = self._last_references(free_index)
+            free_index = self._last_references(self._without_holes(free_index))
         super().free(free_index)
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
@@ -109,7 +135,11 @@ class SharedPagedAllocator(_Shared, seams.PagedTokenToKVPoolAllocator):
         of a page that a row names twice. Rows are runs of whole pages apart
         from their ends, so a page's references are the runs it appears in.
         """
-        if self.free_group is not None or not len(self.references):
+        if self.free_group is not None:
+            super().free(free_index)
+            return
+        free_index = self._without_holes(free_index)
+        if not len(self.references):
             super().free(free_index)
             return
         pages = free_index // self.page_size
@@ -120,7 +150,8 @@ class SharedPagedAllocator(_Shared, seams.PagedTokenToKVPoolAllocator):
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         """The one way back to the free list; see :meth:`_last_references`."""
-        last = self._last_references(torch.cat(page_ids) if len(page_ids) > 1 else page_ids[0])
+        pages = torch.cat(page_ids) if len(page_ids) > 1 else page_ids[0]
+        last = self._last_references(self._without_holes(pages))
         if last.numel():
             super()._release_page_ids(last)
 

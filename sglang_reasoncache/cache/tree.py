@@ -6,8 +6,10 @@ path can hold the same slot, so this tree counts *physically*: a slot counts
 once, at its topmost position. Why that position is unique: a second reference
 to a slot arises only from a request that has the slot in its own row, so it is
 published below the first on the same path; branches that share the slot share
-the ancestor that holds it. Locks and leaf-first eviction run along the path,
-hence the topmost holder is locked whenever any other is, and evicted last.
+the ancestor that holds it. Dropping changes nothing here: a path ends before the first
+hole of its row, so a reference is never published without the one above it. Locks and
+leaf-first eviction run along the path, hence the topmost holder is locked whenever any
+other is, and evicted last.
 
 ``_aliases`` holds, per node, the offsets that do not count; a node that is not
 in it is counted as SGLang counts it. ``_inexact`` holds, per node, the first
@@ -70,11 +72,23 @@ class SharedRadixCache(seams.RadixCache):
         """Publish ``req``'s row up to ``up_to``, less what may not be published yet.
 
         A running request publishes its prompt only once it has output (after a
-        retraction): positions the tree owns cannot be redirected any more.
+        retraction): positions the tree owns cannot be redirected any more. Where a policy
+        may drop positions of the prompt, it publishes nothing before it has finished.
         """
+        if not req.finished() and self.controller is not None and self.controller.keeps_prompt(req):
+            # The last chunk is looked at when its result was processed, outside of the group
+            # in which that frees.
+            grouped = self.token_to_kv_pool_allocator.free_group is not None
+            if up_to < len(req.full_untruncated_fill_ids) and not grouped:
+                self.controller.after_chunk(req, up_to)
+            return
         if not req.finished() and len(req.output_ids):
             up_to = min(up_to, len(req.origin_input_ids))
         state = None if self.controller is None else self.controller.state_of(req)
+        if state is not None and state.holes.first is not None:
+            # What was computed behind a hole did not see it. Everything before the first one
+            # is older than any drop: holes only appear among written positions.
+            up_to = min(up_to, state.holes.first)
         if state is not None and state.first_shared is not None:
             assert req.finished(), "a shared row is not published while its request runs"
             if not self.publish_aliased:
@@ -200,6 +214,13 @@ class SharedRadixCache(seams.RadixCache):
         if not self.token_to_kv_pool_allocator.has_moved_slots:
             return False
         return any(req.last_node in self._inexact or self._is_redirected(req) for req in reqs)
+
+    def reads_holes(self, reqs: Iterable[Any]) -> bool:
+        """Whether a position of any of ``reqs`` was dropped; a path of the tree has none."""
+        if self.controller is None or not self.token_to_kv_pool_allocator.has_holes:
+            return False
+        states = (self.controller.state_of(req) for req in reqs)
+        return any(state is not None and state.holes.count > 0 for state in states)
 
     def _is_redirected(self, req: Any) -> bool:
         state = None if self.controller is None else self.controller.state_of(req)

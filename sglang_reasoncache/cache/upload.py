@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
 def upload(
-    values: Sequence[Any], device: torch.device | str, dtype: torch.dtype = torch.int64
+    values: Sequence[Any] | np.ndarray,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
     """``torch.tensor(values)`` on ``device``.
 

@@ -12,17 +12,21 @@ from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.home import HomePositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
-from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.config import ReasonCacheConfig, flag_of
 from sglang_reasoncache.metrics import SharingMetrics
 from sglang_reasoncache.plugin import refusals, seams
 from sglang_reasoncache.plugin.encoder import make_encoder
 from sglang_reasoncache.plugin.engines import make_engine
 from sglang_reasoncache.plugin.span import reasoning_markers
+from sglang_reasoncache.policies.contract import UNROTATED_KEYS
 from sglang_reasoncache.policy.span import ReasoningMarkers
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibrated import CalibratedThreshold, filter_config
 from sglang_reasoncache.sharing.controller import SharingController
+from sglang_reasoncache.sharing.dropping import Dropper
+from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.pressure import PoolPressure, pool_use
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +64,24 @@ def attention_backend(
 
     ``name``: one of ``seams.CORRECTABLE_BACKENDS``, made by ``stock`` without correction.
     """
-    if config.positions == "as-cached" or model_runner.is_draft_worker:
+    backend = _attention_backend(model_runner, config, name, stock)
+    runs_alone = model_runner.prefill_attention_backend_str == (
+        model_runner.decode_attention_backend_str
+    )
+    model_runner.token_to_kv_pool_allocator.skips_holes = runs_alone and getattr(
+        backend, "skips_holes", False
+    )
+    return backend
+
+
+def _attention_backend(
+    model_runner: Any, config: ReasonCacheConfig, name: str, stock: Callable[[Any], Any]
+) -> Any:
+    if model_runner.is_draft_worker:
+        return stock(model_runner)
+    if config.positions != "corrected" and name in seams.CUDA_BACKENDS and config.drops:
+        return _skipping_backend(model_runner, config, name, stock)
+    if config.positions == "as-cached":
         return stock(model_runner)
     if config.positions == "auto" and name in seams.CUDA_BACKENDS:
         # Nobody gets kernels by default that no GPU has run yet.
@@ -91,6 +112,20 @@ def attention_backend(
     return backend
 
 
+def _skipping_backend(
+    model_runner: Any, config: ReasonCacheConfig, name: str, stock: Callable[[Any], Any]
+) -> Any:
+    """On CUDA, keys as cached: our kernels serve batches with holes, SGLang's all others."""
+    from sglang_reasoncache.plugin import cuda_attention
+
+    if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
+        # Refused with both names when the tree is made.
+        return stock(model_runner)
+    asked = f"{flag_of('policy')} {config.policy}"
+    logger.warning("reasoncache: %s asks for kernels that were checked without a GPU only", asked)
+    return cuda_attention.make(model_runner, name, asked=asked, corrected=False)
+
+
 def _correcting_backend(model_runner: Any, name: str) -> Any:
     if name == seams.CPU_BACKEND:
         from sglang_reasoncache.plugin import cpu_attention
@@ -99,7 +134,8 @@ def _correcting_backend(model_runner: Any, name: str) -> Any:
     if name in seams.CUDA_BACKENDS:
         from sglang_reasoncache.plugin import cuda_attention
 
-        return cuda_attention.make(model_runner, name)
+        asked = f"{flag_of('positions')} corrected"
+        return cuda_attention.make(model_runner, name, asked=asked, corrected=True)
     from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
 
     return CorrectedTorchNativeBackend(model_runner)
@@ -143,6 +179,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     config = resolve(
         config, allocator.rotation, context.tp_worker.model_runner.decode_attention_backend_str
     )
+    _check_evictors(context, config)
     rows = params.req_to_token_pool
     pool = allocator.get_kvcache()
     group = params.tp_cache_group if context.tp_size > 1 else None
@@ -172,6 +209,15 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
             f"--reasoncache-engine: this tensor-parallel rank has only {engine.name}, the first "
             "one another; give all of them a C++ compiler or none (--reasoncache-engine python)"
         )
+    acceptor = Acceptor(allocator, rows, meter, copy=config.apply == "copy")
+    keys = KeySource(
+        pool,
+        rows.req_to_token,
+        allocator.home,
+        allocator.rotation if config.corrected else None,
+        num_heads=pool.head_num * context.tp_size,
+        group=group,
+    )
     controller = SharingController(
         config,
         block,
@@ -187,7 +233,15 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
             agree=lambda state: _first_rank_says(state, group),
         ),
         meter,
-        Acceptor(allocator, rows, meter, copy=config.apply == "copy"),
+        acceptor,
+        Dropper(
+            config.policies.evictors,
+            acceptor,
+            keys,
+            params.page_size,
+            # The tree is made below.
+            PoolPressure(lambda: pool_use(allocator, cache)),
+        ),
         SharingMetrics(_labels(context)) if params.enable_metrics else None,
         markers,
         agree=lambda value: _least(value, group),
@@ -207,6 +261,30 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         config,
     )
     return cache
+
+
+def _check_evictors(context: Any, config: ReasonCacheConfig) -> None:
+    """Refuse policies that this server's attention does not go with.
+
+    Raises:
+        ValueError: dropped positions would be read, or keys cannot be un-rotated.
+    """
+    evictors = config.policies.evictors
+    if not evictors:
+        return
+    allocator = context.params.token_to_kv_pool_allocator
+    runner = context.tp_worker.model_runner
+    if not allocator.skips_holes:
+        names = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
+        raise ValueError(
+            refusals.reads_holes(config, "--attention-backend", " and ".join(sorted(names)))
+        )
+    for name, policy in evictors:
+        if UNROTATED_KEYS in policy.needs and not config.corrected:
+            raise ValueError(
+                f"{flag_of('policy')} {name} needs unrotated keys, which takes "
+                f"--reasoncache-positions corrected, got {config.positions}"
+            )
 
 
 def _markers(context: Any, config: ReasonCacheConfig, tokenizer: Any) -> ReasoningMarkers | None:

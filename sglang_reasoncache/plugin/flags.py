@@ -18,8 +18,14 @@ _PREFIX = "reasoncache_"
 
 #: Field -> (help, argparse extras). Types and defaults come from the config.
 _HELP: dict[str, tuple[str, dict[str, Any]]] = {
+    "policy": (
+        "What is done with the rows of running requests: reasoncache shares similar steps; "
+        "streamingllm, random, l2norm and keydiff drop positions beyond budget=N or share=F; none; "
+        "several joined by +. See docs/policies.md.",
+        {"metavar": "NAME[:key=value,...][+NAME...]"},
+    ),
     "preset": (
-        "Named set of policy values; explicit flags win over it.",
+        "Named set of values for sharing; explicit flags win over it.",
         {"choices": PRESET_NAMES},
     ),
     "block": ("Tokens per shared block; at --page-size > 1 the page is the block.", {}),
@@ -185,6 +191,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
         raise ValueError("--reasoncache-span reasoning needs a --reasoning-parser, got none")
     seams.check_version(config.allow_untested_sglang)
     refusals.check(server_args)
+    refusals.check_holes(server_args, config)
     # Imports torch, which processes without the flag need not load.
     from sglang_reasoncache.plugin.encoder import check_encoder
 

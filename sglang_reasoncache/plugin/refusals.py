@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sglang_reasoncache.config import ReasonCacheConfig, flag_of
 from sglang_reasoncache.plugin import seams
 
 
@@ -33,11 +34,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--radix-cache-backend",
         lambda args: args.radix_cache_backend not in (None, seams.TREE_BACKEND),
         "the prefix cache must be ours to count shared slots",
-    ),
-    Refusal(
-        "--disable-radix-cache",
-        _on("disable_radix_cache"),
-        "slots are released through the prefix cache",
     ),
     Refusal("--enable-hierarchical-cache", _on("enable_hierarchical_cache"), _OWN_TREE),
     Refusal("--enable-lmcache", _on("enable_lmcache"), _OWN_TREE),
@@ -121,6 +117,23 @@ def check(args: Any) -> None:
     if found:
         raise ValueError("--enable-reasoncache cannot be combined with: " + "; ".join(found))
     check_page_size(args.page_size or 1)
+
+
+def check_holes(args: Any, config: ReasonCacheConfig) -> None:
+    """Raises ValueError where a policy drops positions and a flag asks for attention that reads them."""
+    if not config.drops:
+        return
+    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        name = getattr(args, field, None)
+        if name is not None and name not in seams.HOLE_BACKENDS:
+            raise ValueError(reads_holes(config, "--" + field.replace("_", "-"), name))
+
+
+def reads_holes(config: ReasonCacheConfig, flag: str, name: str) -> str:
+    return (
+        f"{flag_of('policy')} {config.policy} drops positions, which {flag} {name} would read; "
+        f"use {', '.join(seams.HOLE_BACKENDS)}, one for prefill and decode"
+    )
 
 
 #: In the way of corrected positions on CUDA only; as-cached runs SGLang's backends as they are.

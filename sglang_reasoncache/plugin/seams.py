@@ -109,6 +109,9 @@ CUDA_BACKENDS = ("flashinfer", "triton")
 #: Attention backends whose reads we can correct, by name.
 CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
 
+#: Attention backends with which dropped positions are skipped, by name.
+HOLE_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
+
 
 def resolve(name: str) -> Any:
     """The SGLang object called ``name`` here. Raises KeyError, ImportError or AttributeError."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that decides whether a proposed block may be shared, and redirects rows.
+"""The one place that decides what of a proposal is applied, and changes rows.
 
 Policies only propose. Nothing here looks at text or similarity: it checks what
 must hold for the server's memory to stay right, and the distance threshold.
@@ -7,14 +7,17 @@ must hold for the server's memory to stay right, and the distance threshold.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from sglang_reasoncache.cache.allocator import SharedPagedAllocator, SharedTokenAllocator
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
+from sglang_reasoncache.sharing.decision import BlockProposal, Drop, DropRefusal, Refusal
+from sglang_reasoncache.sharing.holes import Holes
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 
 
@@ -26,12 +29,23 @@ class Threshold(Protocol):
     def decide(self, distances: Sequence[float]) -> Iterable[bool]: ...
 
 
-def refusal_of(block: BlockProposal, written: int) -> Refusal | None:
+class Dropped(NamedTuple):
+    """Positions that became holes, and slots that came back: fewer where others name them."""
+
+    positions: int
+    freed: int
+
+    def __add__(self, other: tuple[Any, ...]) -> Dropped:
+        return Dropped(self.positions + other[0], self.freed + other[1])
+
+
+def refusal_of(block: BlockProposal, written: int, holes: Holes) -> Refusal | None:
     """Why ``block`` must not be applied whatever its distance, or None.
 
     Args:
         block: The proposal.
         written: Positions of the request whose KV is surely in the pool.
+        holes: Of the request.
     """
     if block.dst_start < block.req.kv.cache_protected_len:
         # The prefix tree owns these; another request may read them.
@@ -39,6 +53,42 @@ def refusal_of(block: BlockProposal, written: int) -> Refusal | None:
     written = min(written, block.req.kv.kv_allocated_len)
     if block.dst_end > written or block.src_start + block.length > block.dst_start:
         return Refusal.NOT_WRITTEN
+    if holes.any_in(block.dst_start, block.dst_end) or holes.any_in(
+        block.src_start, block.src_start + block.length
+    ):
+        return Refusal.DROPPED
+    return None
+
+
+def refusal_of_drop(
+    drop: object, owned: int, written: int, page: int, holes: Holes
+) -> DropRefusal | None:
+    """Why ``drop`` must not be applied, or None. It may be anything a policy returned.
+
+    Args:
+        owned: First position that may go.
+        written: Positions whose KV is surely in the pool.
+        page: Positions per page.
+        holes: Of the request.
+    """
+    if (
+        not isinstance(drop, Drop)
+        or type(drop.start) is not int
+        or type(drop.length) is not int
+        or drop.start < 0
+        or drop.length < 1
+    ):
+        return DropRefusal.MALFORMED
+    if drop.start < owned:
+        return DropRefusal.TREE_OWNED
+    if drop.end > written:
+        return DropRefusal.NOT_WRITTEN
+    if drop.end == written:
+        return DropRefusal.NEWEST
+    if drop.start % page or drop.length % page:
+        return DropRefusal.PART_OF_PAGE
+    if holes.any_in(drop.start, drop.end):
+        return DropRefusal.ALREADY_DROPPED
     return None
 
 
@@ -101,3 +151,43 @@ class Acceptor:
         )
         self._allocator.release([slot // page for i in moved for slot in dst_slots[i][::page]])
         return changed
+
+    def drop(
+        self,
+        req: Any,
+        holes: Holes,
+        drops: Iterable[Drop],
+        written: int,
+        refused: Counter[str],
+        first: int = 0,
+    ) -> Dropped:
+        """Turn what is allowed of ``drops`` into holes and give up their references.
+
+        Other references to the same slots, a shared block's, keep them alive. A batch in
+        flight reads the old slots or the holes; see the class for why either is right.
+
+        Args:
+            req: SGLang's request, which holds its row.
+            holes: Of the request; they grow by what is applied.
+            written: Positions whose KV is surely in the pool.
+            refused: Counts refusals by their value.
+            first: No position before it, even if the request owns it.
+        """
+        first = max(first, req.kv.cache_protected_len)
+        page = self._allocator.page_size
+        parts = []
+        for drop in drops:
+            refusal = refusal_of_drop(drop, first, written, page, holes)
+            if refusal is not None:
+                refused[refusal.value] += 1
+                continue
+            holes.add(drop, written)
+            parts.append(np.arange(drop.start, drop.end))
+        if not parts:
+            return Dropped(0, 0)
+        positions = np.concatenate(parts)
+        rows = self._pool.req_to_token
+        at = upload(positions, rows.device)
+        slots = rows[req.kv.req_pool_idx, at]
+        self._pool.write((req.kv.req_pool_idx, at), torch.full_like(slots, -1))
+        return Dropped(len(positions), self._allocator.drop(slots[::page].long() // page))

@@ -28,6 +28,7 @@ from sglang_reasoncache.sharing import state as request_state
 from sglang_reasoncache.sharing.acceptor import Acceptor, refusal_of
 from sglang_reasoncache.sharing.calibrated import CalibratedThreshold
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
+from sglang_reasoncache.sharing.dropping import Dropper
 from sglang_reasoncache.sharing.engine import StepEngine
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.state import Followed, RequestState
@@ -70,6 +71,7 @@ class SharingController:
         threshold: Judges distances.
         meter: Reads the pool.
         acceptor: Applies decisions.
+        dropper: Asks the evicting policies.
         metrics: Prometheus series, None without ``--enable-metrics``.
         markers: Tokens around the reasoning part; None: all output may share.
         agree: The least of all tensor-parallel ranks' values; they call it together.
@@ -84,6 +86,7 @@ class SharingController:
         threshold: CalibratedThreshold,
         meter: BlockMeter,
         acceptor: Acceptor,
+        dropper: Dropper,
         metrics: SharingMetrics | None,
         markers: ReasoningMarkers | None = None,
         agree: Callable[[int], int] = lambda value: value,
@@ -98,6 +101,7 @@ class SharingController:
         self._engine = engine
         self._meter = meter
         self._acceptor = acceptor
+        self._dropper = dropper
         self._metrics = metrics
         self._markers = markers
         self._agree = agree
@@ -112,6 +116,11 @@ class SharingController:
         self._requests: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=_RECENT_REQUESTS)
 
+    @property
+    def saved_positions(self) -> int:
+        """Slots that the running requests do without, less than one a position."""
+        return self.live_positions + self._dropper.positions_now
+
     # -- asked by the tree ----------------------------------------------------
 
     @staticmethod
@@ -120,9 +129,24 @@ class SharingController:
 
     @staticmethod
     def allows(req: Any) -> bool:
-        """False when the request opted out: it neither shares nor reads approximations."""
+        """False when the request opted out: it keeps its row, and reads no approximations."""
         params = getattr(req.sampling_params, "custom_params", None)
         return not (isinstance(params, dict) and params.get(OPT_OUT_KEY) is False)
+
+    def keeps_prompt(self, req: Any) -> bool:
+        """Whether a running request's prompt is its own, so that positions of it may go."""
+        return self._dropper.drops_prompts and self._serves(req)
+
+    def after_chunk(self, req: Any, written: int) -> None:
+        """A chunk of a prompt that is the request's own has been computed; the next one has no
+        slots yet.
+
+        ``written``: positions whose KV is there when the device has done what is queued.
+        """
+        start = time.perf_counter()
+        self._dropper.wait()
+        self._drop_some(req, request_state.state_of(req) or self._admit(req), written)
+        self.stats.scheduler_seconds += time.perf_counter() - start
 
     def on_release(self, req: Any) -> None:
         """The row is gone; called for finished, aborted and retracted requests alike."""
@@ -134,17 +158,18 @@ class SharingController:
             return
         shared, state.live_positions = state.live_positions, 0
         self.live_positions -= shared
+        dropped = self._dropper.forget(state)
         if ended:
-            self._note_finished(req, state, shared)
+            self._note_finished(req, state, shared, dropped)
         if req.finished() and state.followed is not None:
             state.followed.close()
         state.forget_row()
-        if shared and not self.live_positions and self._metrics is not None:
-            self._metrics.update(self.stats, 0, None)
+        if shared + dropped and not self.saved_positions and self._metrics is not None:
+            self._metrics.update(self.stats, 0, 0, None)
 
     def reset(self) -> None:
         """The cache was flushed; SGLang does that only when nothing runs."""
-        self.live_positions = 0
+        self.live_positions = self._dropper.positions_now = 0
         self.stats = SharingStats()
         self._shed_before = self._engine.steps_shed
         self._recent.clear()
@@ -154,7 +179,7 @@ class SharingController:
     # -- a decode step --------------------------------------------------------
 
     def after_decode(self, reqs: Sequence[Any]) -> int:
-        """Look at what processed batches added to decoding ``reqs`` and share what is ready.
+        """Look at what processed batches added to decoding ``reqs``; share and drop what is ready.
 
         Returns:
             Slots that came back to the allocator.
@@ -166,20 +191,40 @@ class SharingController:
         if self._tick % self._interval:
             return 0
         start = time.perf_counter()
-        before, blocks_before = self.live_positions, self.stats.blocks_compared
+        before, blocks_before = self.saved_positions, self.stats.blocks_compared
         # In this order the engine has had some decode steps for what it was fed, so a
         # response is shared at the same tokens in every run, unless the machine is short.
         self._advance()
         self._feed(reqs)
+        self._drop(reqs)
         elapsed = time.perf_counter() - start
         self.stats.scheduler_seconds += elapsed
         compared = self.stats.blocks_compared > blocks_before
         if self._metrics is not None and (
             compared or self._tick % (_METRICS_INTERVAL * self._interval) == 0
         ):
-            self._metrics.update(self.stats, self.live_positions, elapsed if compared else None)
+            self._metrics.update(
+                self.stats,
+                self.saved_positions,
+                self._dropper.positions_now,
+                elapsed if compared else None,
+            )
         self.threshold.maybe_save()
-        return self.live_positions - before
+        return self.saved_positions - before
+
+    def after_prefill(self, reqs: Sequence[Any], written: Sequence[int]) -> int:
+        """Look at requests whose prompts, or chunks of them, were computed up to ``written``.
+
+        Returns:
+            Slots that came back to the allocator.
+        """
+        start, before = time.perf_counter(), self.saved_positions
+        for req, positions in zip(reqs, written, strict=True):
+            if _is_running(req) and self.keeps_prompt(req):
+                state = request_state.state_of(req) or self._admit(req)
+                self._drop_some(req, state, positions)
+        self.stats.scheduler_seconds += time.perf_counter() - start
+        return self.saved_positions - before
 
     def _feed(self, reqs: Sequence[Any]) -> None:
         """Hand the requests' new tokens to the engine."""
@@ -188,7 +233,7 @@ class SharingController:
         running = logical = output = 0
         ids, counts, tokens = array("q"), array("q"), array("q")
         for req in reqs:
-            if req.finished() or req.is_retracted or not req.kv.holds_kv:
+            if not _is_running(req):
                 continue
             running += 1
             logical += req.kv.kv_allocated_len
@@ -208,14 +253,34 @@ class SharingController:
         if ids:
             self._engine.feed(ids, counts, tokens)
         self.stats.steps_shed = self._engine.steps_shed - self._shed_before
-        self.stats.look(running, self.live_positions, logical)
-        self.forecast.look(self.live_positions, output)
+        self.stats.look(running, self.saved_positions, logical)
+        self.forecast.look(self.saved_positions, output)
+
+    def _drop(self, reqs: Sequence[Any]) -> None:
+        """Have the policies look at every request that did not opt out."""
+        if not self._dropper.is_active:
+            return
+        for req in self._dropper.in_turn(req for req in reqs if _is_running(req)):
+            state = request_state.state_of(req)
+            if state is not None:
+                self._drop_some(req, state)
+
+    def _drop_some(self, req: Any, state: RequestState, written: int | None = None) -> None:
+        if not state.served:
+            return
+        done = self._dropper.look(req, state, self.stats, written)
+        # What did not come back has another name: one reference less to count.
+        state.live_positions -= done.positions - done.freed
+        self.live_positions -= done.positions - done.freed
 
     def _admit(self, req: Any) -> RequestState:
         """Start to follow a request, if it may share."""
         self.stats.requests_seen += 1
         followed = None
-        if self._serves(req):
+        served = self._serves(req)
+        if not served:
+            self.stats.requests_opted_out += 1
+        elif self.config.shares:
             prompt = req.origin_input_ids
             inside = self._markers is None or self._markers.inside_after(prompt)
             try:
@@ -224,12 +289,10 @@ class SharingController:
                 logger.warning("reasoncache: no memory to follow request %s", req.rid)
             else:
                 self._requests[followed.id] = req
-        else:
-            self.stats.requests_opted_out += 1
-        return request_state.attach(req, RequestState(followed))
+        return request_state.attach(req, RequestState(followed, served))
 
     def _serves(self, req: Any) -> bool:
-        """Whether a request may share at all."""
+        """Whether a request's row may be touched at all."""
         return (
             self.allows(req)
             and req.beam_group is None
@@ -358,7 +421,7 @@ class SharingController:
             or not req.kv.holds_kv
         ):
             return Refusal.LATE
-        return refusal_of(block, len(req.origin_input_ids) + len(req.output_ids) - 1)
+        return refusal_of(block, len(req.origin_input_ids) + len(req.output_ids) - 1, state.holes)
 
     def _land(self, flight: _Flight) -> None:
         """Judge and apply a measured wave."""
@@ -411,21 +474,23 @@ class SharingController:
         else:
             self.stats.requests_opted_out += 1
 
-    def _note_finished(self, req: Any, state: RequestState, shared: int) -> None:
-        if state.followed is None:
+    def _note_finished(self, req: Any, state: RequestState, shared: int, dropped: int) -> None:
+        if not state.served:
             return
         length = len(req.origin_input_ids) + len(req.output_ids)
-        self.forecast.observe(shared, len(req.output_ids))
-        self.stats.request_finished(shared, length)
+        self.forecast.observe(shared + dropped, len(req.output_ids))
+        self.stats.request_finished(shared, length, dropped)
         self._recent.append(
             {
                 "rid": req.rid,
                 "prompt_tokens": len(req.origin_input_ids),
                 "output_tokens": len(req.output_ids),
                 "shared_positions": shared,
+                "dropped_positions": dropped,
                 "retractions": req.retraction_count,
                 "block": self.block,
                 "blocks": state.shared[:_RECENT_BLOCKS],
+                "drops": list(state.holes.history),
             }
         )
 
@@ -434,7 +499,9 @@ class SharingController:
         return {
             "config": self.config.to_dict(),
             "block": self.block,
-            "slots_saved_now": self.live_positions,
+            "slots_saved_now": self.saved_positions,
+            "positions_dropped_now": self._dropper.positions_now,
+            "evictors": self._dropper.describe(),
             "admission_credit": self.forecast.credit,
             "threshold": self.threshold.describe(),
             "engine": self._engine.name,
@@ -445,7 +512,13 @@ class SharingController:
 
     def log_part(self) -> str:
         """A few words for SGLang's decode log line."""
-        return f"#shared token: {self.live_positions}"
+        return (
+            f"#shared token: {self.live_positions}, #dropped token: {self._dropper.positions_now}"
+        )
+
+
+def _is_running(req: Any) -> bool:
+    return not req.finished() and not req.is_retracted and req.kv.holds_kv
 
 
 def queue(blocks: Sequence[BlockProposal], waves: list[list[BlockProposal]]) -> None:

@@ -20,6 +20,38 @@ class Refusal(Enum):
     """Another block of the request has some of the positions."""
     LATE = "late"
     """The request finished, or lost its row, before the block could be shared."""
+    DROPPED = "dropped"
+    """A position of the block, or of its source, was dropped."""
+
+
+class DropRefusal(Enum):
+    """Why a proposed drop was not applied; values are metric labels."""
+
+    MALFORMED = "malformed"
+    """Not a run of positions."""
+    TREE_OWNED = "tree_owned"
+    NOT_WRITTEN = "not_written"
+    NEWEST = "newest"
+    """The newest position stays: the next forward reads its slot to place the one after it."""
+    PART_OF_PAGE = "part_of_page"
+    ALREADY_DROPPED = "already_dropped"
+    POLICY_FAILED = "policy_failed"
+    """The policy raised an exception."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Give up positions ``[start, start + length)`` of a request.
+
+    Positions are logical, as a block's are; those behind keep their numbers.
+    """
+
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_reasoncache.sharing.engine import StepEngine
+from sglang_reasoncache.sharing.holes import Holes
 
 _ATTRIBUTE = "_reasoncache_state"
 
@@ -47,7 +48,8 @@ class RequestState:
     """Mutable, owned by the controller.
 
     Attributes:
-        followed: The request in the step engine; None when it opted out.
+        followed: The request in the step engine; None when it opted out, or nothing shares.
+        served: False when it opted out: its row is never touched.
         fed: Output tokens already handed to the engine.
         row: Counts the rows this request has had; a proposal made for an earlier
             one is late.
@@ -57,9 +59,12 @@ class RequestState:
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         live_positions: Row positions that refer to a slot owned elsewhere.
         first_shared: Lowest redirected position, None while there is none.
+        holes: Dropped positions. Kept over a retraction, as the blocks are.
+        next_drop: Policy -> written positions of the row before which it is not asked again.
     """
 
     followed: Followed | None
+    served: bool = True
     fed: int = 0
     row: int = 0
     reapply: bool = False
@@ -67,6 +72,8 @@ class RequestState:
     claimed: list[int] = field(default_factory=list)
     live_positions: int = 0
     first_shared: int | None = None
+    holes: Holes = field(default_factory=Holes)
+    next_drop: dict[str, int] = field(default_factory=dict)
 
     def claim(self, start: int, length: int) -> bool:
         """Keep ``[start, start + length)`` for one block; False where another one overlaps.
@@ -89,6 +96,8 @@ class RequestState:
         self.reapply = True
         self.live_positions = 0
         self.first_shared = None
+        self.holes.forget_row()
+        self.next_drop.clear()
 
 
 def state_of(req: Any) -> RequestState | None:

@@ -15,9 +15,11 @@ class SharingStats:
     ``filter_seconds`` is CPU time of comparing steps, wherever that runs;
     ``scheduler_seconds`` is what the scheduler's thread spent on all of sharing.
     ``saved``/``logical`` sums run over looks, one in a few decode steps: slots not needed
-    and positions held by the running requests of that step. ``finished_positions`` and
-    ``finished_redirected`` add up the requests that finished, each at its end: all positions,
-    prompt included, and those that referred to a slot owned elsewhere.
+    and positions of the running requests of that step; a dropped position needs none.
+    ``finished_positions`` and ``finished_redirected`` add up the requests that finished, each
+    at its end: all positions, prompt included, and those that referred to a slot owned
+    elsewhere or, ``finished_dropped``, to none. ``slots_freed_by_drops`` is less than
+    ``positions_dropped`` where a dropped position shared its slot.
     """
 
     steps_seen: int = 0
@@ -35,6 +37,10 @@ class SharingStats:
     requests_finished: int = 0
     finished_positions: int = 0
     finished_redirected: int = 0
+    finished_dropped: int = 0
+    drop_decisions: int = 0
+    positions_dropped: int = 0
+    slots_freed_by_drops: int = 0
     blocks_reapplied: int = 0
     decode_steps: int = 0
     looks: int = 0
@@ -44,9 +50,10 @@ class SharingStats:
     sum_step_ratio: float = 0.0
     sum_final_ratio: float = 0.0
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
+    drop_refusals: collections.Counter[str] = field(default_factory=collections.Counter)
 
     def look(self, running: int, saved: int, logical: int) -> None:
-        """One decode step looked at, with ``saved`` of ``logical`` positions redirected."""
+        """One decode step looked at, with ``saved`` of ``logical`` positions redirected or dropped."""
         if logical <= 0:
             return
         self.looks += 1
@@ -55,12 +62,13 @@ class SharingStats:
         self.sum_logical += logical
         self.sum_step_ratio += saved / logical
 
-    def request_finished(self, saved: int, logical: int) -> None:
+    def request_finished(self, redirected: int, logical: int, dropped: int = 0) -> None:
         self.requests_finished += 1
         self.finished_positions += logical
-        self.finished_redirected += saved
+        self.finished_redirected += redirected
+        self.finished_dropped += dropped
         if logical > 0:
-            self.sum_final_ratio += saved / logical
+            self.sum_final_ratio += (redirected + dropped) / logical
 
     @property
     def memory_saving_ratio(self) -> float:
@@ -74,18 +82,18 @@ class SharingStats:
 
     @property
     def affected_ratio(self) -> float:
-        """Redirected positions of finished requests over all their positions: long ones count more."""
-        return (
-            self.finished_redirected / self.finished_positions if self.finished_positions else 0.0
-        )
+        """Redirected or dropped positions of finished requests over all: long ones count more."""
+        affected = self.finished_redirected + self.finished_dropped
+        return affected / self.finished_positions if self.finished_positions else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         out = {
             name: value
             for name, value in vars(self).items()
-            if not name.startswith("sum_") and name != "refusals"
+            if not name.startswith("sum_") and not isinstance(value, collections.Counter)
         }
         out["refusals"] = dict(self.refusals)
+        out["drop_refusals"] = dict(self.drop_refusals)
         out["memory_saving_ratio"] = self.memory_saving_ratio
         out["final_saving_ratio"] = self.final_saving_ratio
         out["affected_ratio"] = self.affected_ratio

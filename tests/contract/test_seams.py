@@ -105,6 +105,8 @@ def test_every_hook_has_a_signature_test() -> None:
             ],
         ),
         ("PrefillBudget", "_available_and_evictable", ["self"]),
+        ("TokenToKVPoolAllocator", "free_page_ids", ["self", "page_ids"]),
+        ("PagedTokenToKVPoolAllocator", "free_page_ids", ["self", "page_ids"]),
         ("RotaryEmbedding", "_compute_cos_sin_cache", ["self"]),
     ],
 )
@@ -147,3 +149,39 @@ def test_scheduler_reachable_from_result_processor() -> None:
     assert "self.scheduler" in inspect.getsource(reporter)
     batch = pkgutil.resolve_name("sglang.srt.managers.schedule_batch.ScheduleBatch")
     assert "batch_is_full" in {field.name for field in batch.__dataclass_fields__.values()}
+
+
+def test_a_chunk_is_published_before_the_next_one_gets_slots() -> None:
+    """Between the two we drop positions of a prompt; where its last chunk is published, not."""
+    scheduler = "sglang.srt.managers.scheduler.Scheduler."
+    source = inspect.getsource(pkgutil.resolve_name(scheduler + "get_next_batch_to_run"))
+    assert source.index("self.stash_chunked_request(") < source.index("self.get_new_batch_prefill(")
+    source = inspect.getsource(pkgutil.resolve_name(scheduler + "stash_chunked_request"))
+    assert "checkpoint_kv_cache(req, self.tree_cache)" in source
+    source = inspect.getsource(
+        pkgutil.resolve_name("sglang.srt.mem_cache.common.checkpoint_kv_cache")
+    )
+    assert "tree_cache.checkpoint(req, up_to=req.extend_end)" in source
+    assert "req.prefix_len = req.extend_end" in source
+    allocator = pkgutil.resolve_name(
+        "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator"
+    )
+    assert "self.free_group = self.free_group, None" in inspect.getsource(allocator.free_group_end)
+
+
+def test_a_processed_prefill_says_what_it_computed() -> None:
+    """Decoding requests that ride on it come last."""
+    batch = "sglang.srt.managers.schedule_batch.ScheduleBatch."
+    copied = inspect.getsource(pkgutil.resolve_name(batch + "copy"))
+    for field in ("reqs", "prefix_lens", "extend_lens", "decoding_reqs"):
+        assert f"{field}=self.{field}" in copied
+    mixed = inspect.getsource(pkgutil.resolve_name(batch + "mix_with_running"))
+    assert "self.prefix_lens = self.prefix_lens + running_prefix_lens" in mixed
+
+
+def test_a_later_chunk_keeps_its_row() -> None:
+    """Its prefix is read from the row, holes and all, and written back there."""
+    source = inspect.getsource(
+        pkgutil.resolve_name("sglang.srt.mem_cache.allocation._prefix_kv_indices")
+    )
+    assert "if req.kv.holds_kv:" in source and "row[: req.prefix_len]" in source

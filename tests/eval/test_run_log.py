@@ -20,6 +20,10 @@ cpu graph: False, gen throughput (token/s): 456.49, #queue-req: 4
 [2026-11-21 16:57:10] Decode batch, #running-req: 7, #token: 1053, token usage: 0.44, #shared token: 152, \
 cpu graph: False, gen throughput (token/s): 265.57, #queue-req: 3
 """
+DROPPING = """\
+[2026-11-21 21:11:35] Decode batch, #running-req: 1, #token: 448, token usage: 0.19, #shared token: 16, \
+#dropped token: 288, cpu graph: False, gen throughput (token/s): 170.57, #queue-req: 0
+"""
 
 
 def test_stock_lines() -> None:
@@ -34,6 +38,11 @@ def test_sharing_lines() -> None:
         Moment(leg=0, step=0, running=6, queued=4, used=1016, saved=88, tokens_per_s=456.49),
         Moment(leg=0, step=1, running=7, queued=3, used=1053, saved=152, tokens_per_s=265.57),
     ]
+
+
+def test_dropped_positions_are_saved_too() -> None:
+    [found] = moments(DROPPING, 1)
+    assert (found.used, found.saved) == (448, 304)
 
 
 def test_a_cut_line_is_no_moment() -> None:

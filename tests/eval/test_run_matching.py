@@ -62,12 +62,15 @@ def test_schedulers_add_up_to_one() -> None:
                 one.look(running=2 + step, saved=10 * number + step, logical=100)
             one.request_finished(30 + 10 * number, 100)
             one.refusals["late"] += 2
+            one.drop_refusals["newest"] += 1 + number
     one.request_finished(0, 500)
     parts[1].request_finished(0, 500)
-    merged = merge([{"totals": part.to_dict(), "slots_saved_now": 3} for part in parts])
+    dropped = {"positions_dropped_now": 2}
+    merged = merge([{"totals": part.to_dict(), "slots_saved_now": 3, **dropped} for part in parts])
     wanted = whole.to_dict()
-    assert merged["slots_saved_now"] == 6
-    assert merged["totals"].pop("refusals") == wanted.pop("refusals")
+    assert (merged["slots_saved_now"], merged["positions_dropped_now"]) == (6, 4)
+    for name in ("refusals", "drop_refusals"):
+        assert merged["totals"].pop(name) == wanted.pop(name)
     assert merged["totals"] == pytest.approx(wanted)
     assert wanted["affected_ratio"] == pytest.approx(70 / 700)
 

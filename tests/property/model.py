@@ -17,7 +17,11 @@ import numpy as np
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 
+from sglang_reasoncache.sharing.decision import Drop
 from tests.property.world import NOTHING, Pair, World
+
+#: What a dropped position shows.
+HOLE = -2
 
 
 class Path:
@@ -82,9 +86,10 @@ class Track:
     Attributes:
         paths: Token sequence ending at each position of prompt and output.
         shows: Content of every written row position.
-        exact: Whether all of ``shows`` is exact.
+        exact: Whether all of ``shows`` is exact and there.
         blocks: Redirected blocks of the current row, in order.
         again: Blocks of the row before a retraction, not yet applied again.
+        dropped_again: Holes of the row before a retraction, to be dropped again.
         claimed: Every block that was allowed, of this row and of earlier ones.
         frontier: Where the next redirected block may start.
         target: Tokens the prefill in progress has to reach.
@@ -97,6 +102,7 @@ class Track:
     exact: bool = True
     blocks: list[Pair] = field(default_factory=list)
     again: list[Pair] = field(default_factory=list)
+    dropped_again: set[int] = field(default_factory=set)
     claimed: list[Pair] = field(default_factory=list)
     frontier: int = 0
     target: int = 0
@@ -108,6 +114,10 @@ class Track:
     @property
     def decoding(self) -> bool:
         return len(self.req.output_ids) > 0 and len(self.shows) >= self.target
+
+    @property
+    def holes(self) -> list[int]:
+        return [at for at, content in enumerate(self.shows) if content == HOLE]
 
     @property
     def first_shared(self) -> int | None:
@@ -172,12 +182,42 @@ class Memory:
             track.exact = False
 
     def may_share(self, track: Track, block: Pair) -> bool:
-        """The rule of truth 1: written, private, sealed."""
+        """The rule of truth 1: written, private, sealed, and still there."""
+        if HOLE in track.shows[block.dst_start : block.dst_start + self.block] or (
+            HOLE in track.shows[block.src_start : block.src_start + self.block]
+        ):
+            return False
         return (
             block.dst_start >= track.req.kv.cache_protected_len
             and block.dst_start + self.block <= len(track.shows)
             and block.src_start + self.block <= block.dst_start
         )
+
+    def may_drop(self, track: Track, drop: object) -> bool:
+        """Private, written, not the newest, whole pages, each once."""
+        if not isinstance(drop, Drop) or drop.start < 0 or drop.length < 1:
+            return False
+        return (
+            track.req.kv.cache_protected_len <= drop.start
+            and drop.end < len(track.shows)
+            and drop.start % self.world.page == drop.length % self.world.page == 0
+            and HOLE not in track.shows[drop.start : drop.end]
+        )
+
+    def drop(self, track: Track, drops: Iterable[object]) -> None:
+        """Holes the acceptor must make of what a policy answered, in order."""
+        protected = track.req.kv.cache_protected_len
+        end = (len(track.shows) - 1) // self.world.page * self.world.page
+        again = {at for at in track.dropped_again if at < end}
+        track.dropped_again -= again
+        for at in again:
+            if at >= protected:
+                track.shows[at] = HOLE
+        for drop in drops:
+            if self.may_drop(track, drop):
+                assert isinstance(drop, Drop)
+                track.shows[drop.start : drop.end] = [HOLE] * drop.length
+        track.exact = track.exact and HOLE not in track.shows
 
     def claim(self, track: Track, block: Pair) -> bool:
         """The first block to ask for positions has them."""
@@ -259,31 +299,48 @@ class Memory:
         assert tree.evictable_size() == evictable
         assert tree.protected_size() == protected
 
-        private = 0
+        private = dropped = expected_live = 0
         for track in self.running:
             kv = track.req.kv
             row = world.row(track.req)
-            assert stored[row[: len(track.shows)]].tolist() == track.shows, (
-                f"the row of {track.req.rid} shows wrong content"
-            )
-            named.append(self._page_ids(row[kv.cache_protected_len :]))
+            written = row[: len(track.shows)]
+            shown = np.where(written < 0, HOLE, stored[written])
+            assert shown.tolist() == track.shows, f"the row of {track.req.rid} shows wrong content"
+            mine = row[kv.cache_protected_len :]
+            named.append(self._page_ids(mine))
             private += kv_private_tokens(kv, page)
+            holes = track.holes
+            dropped += len(holes)
+            if self.copies:
+                continue
+            if holes:
+                # Some of the names of a shared slot are gone.
+                tree_mineed = set(row[: kv.cache_protected_len].tolist())
+                expected_live += int((mine >= 0).sum()) - len(
+                    set(mine[mine >= 0].tolist()) - tree_mineed
+                )
+            else:
+                expected_live += len(track.blocks) * self.block
         self._check_pages(named)
 
         live = world.controller.live_positions
         assert live == allocator.references.extra * page - tree.alias_positions
-        assert live == (0 if self.copies else sum(len(t.blocks) for t in self.running) * self.block)
-        books = (allocator.available_size(), evictable, protected, private, -live)
+        assert live == expected_live
+        assert world.controller.saved_positions == live + dropped
+        books = (allocator.available_size(), evictable, protected, private, -live, -dropped)
         assert sum(books) == world.total, f"{books} do not add up to {world.total}"
 
     def _page_ids(self, slots: np.ndarray) -> np.ndarray:
         """Pages a run of whole pages names, one entry per reference; the end may be cut."""
         page = self.world.page
         if page == 1:
-            return slots
+            return slots[slots >= 0]
         first = slots[::page]
+        within = np.arange(len(slots)) % page
+        starts = np.repeat(first, page)[: len(slots)]
+        assert (slots == np.where(starts < 0, -1, starts + within)).all()
+        first = first[first >= 0]
         assert (first % page == 0).all(), "a page does not start where its run does"
-        assert (slots == np.repeat(first, page)[: len(slots)] + np.arange(len(slots)) % page).all()
         return first // page
 
     def _check_tree_contents(self, found: dict[Path, Page]) -> None:

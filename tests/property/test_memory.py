@@ -2,7 +2,7 @@
 """Random requests through allocator, tree and sharing, compared with a plain model after each rule.
 
 An operation is what a scheduler does at once: admit a request, run a prefill
-chunk or some decode steps, share blocks, finish, abort, retract, match, evict,
+chunk or some decode steps, share blocks, drop positions, finish, abort, retract, match, evict,
 flush. The quick run takes ``QUICK_OPERATIONS`` of them,
 ``REASONCACHE_PROPERTY_OPERATIONS`` sets another number, over all setups together.
 """
@@ -35,10 +35,11 @@ from sglang.srt.mem_cache.common import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_context
 
+from sglang_reasoncache.sharing.decision import Drop
 from tests.property.model import Memory, Track
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Pair, Setup, World
 
-QUICK_OPERATIONS = 24_000
+QUICK_OPERATIONS = 30_000
 SETUPS = [
     Setup(page=1, block=2, slots=160, publish="exact"),
     Setup(page=1, block=3, slots=160, publish="aliased"),
@@ -47,6 +48,8 @@ SETUPS = [
     Setup(page=4, block=4, slots=256, publish="aliased"),
     Setup(page=16, block=16, slots=640, publish="aliased", need_sort=True),
     Setup(page=1, block=2, slots=160, publish="aliased", apply="copy"),
+    Setup(page=1, block=2, slots=160, publish="exact", prompts=True),
+    Setup(page=4, block=4, slots=256, publish="aliased", prompts=True),
 ]
 #: Tokens come from an alphabet of two, so that prefixes collide.
 BITS = st.integers(0, 2**24 - 1)
@@ -56,6 +59,8 @@ SALT = st.sampled_from((None, None, None, "salt"))
 ENDINGS = ("finish", "finish", "finish", "ahead", "together", "abort", "retract", "retract")
 #: (position in the tree, tokens beyond it, exact KV only)
 LOOK_UP = st.tuples(st.integers(0, 1023), st.integers(0, 3), st.booleans())
+#: (where, length, how); see ``_script_drops``.
+DROPS = st.lists(st.tuples(PICK, st.integers(1, 12), st.integers(0, 15)), min_size=1, max_size=6)
 #: (gap before the destination, source); see ``_script``.
 BLOCKS = st.lists(st.tuples(PICK, PICK), min_size=4, max_size=12)
 
@@ -76,6 +81,7 @@ class MemoryMachine(RuleBasedStateMachine):
     rules_run = 0
     blocks_shared = 0
     blocks_late = 0
+    positions_dropped = 0
     rules_with_aliases = 0
 
     def __init__(self, setup: Setup) -> None:
@@ -149,6 +155,9 @@ class MemoryMachine(RuleBasedStateMachine):
         is_last = req.extend_end == track.target
         if is_last:
             self._append(track, 1 + len(track.tokens) % 2)
+        if self.setup.prompts and not track.exact_only:
+            self._drop_in_prefill(track, is_last)
+            return
         up_to = req.extend_end
         if len(req.output_ids):
             up_to = min(up_to, len(req.origin_input_ids))
@@ -157,6 +166,21 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.repointed(track)
         self.memory.observe()
         self.memory.published(track, 0 if track.exact_only else up_to)
+
+    def _drop_in_prefill(self, track: Track, is_last: bool) -> None:
+        """A request that keeps its prompt to itself is asked after every chunk."""
+        self._count()
+        length = len(track.shows)
+        self._script_drops(track, [(length * 7 % 64, 1 + length % 5, length % 16)] * 2)
+        drops = self.world.evictor.waiting.get(track.req.rid, [])
+        checkpoint_kv_cache(track.req, self.world.tree)
+        if is_last:
+            before = self.world.allocator.available_size()
+            freed = self.world.controller.after_prefill([track.req], [length])
+            assert self.world.allocator.available_size() - before == freed
+        self.memory.drop(track, drops)
+        self.world.evictor.waiting.clear()
+        self.memory.observe()
 
     def _append(self, track: Track, token: int) -> None:
         """The newest token; its KV is not computed yet."""
@@ -170,7 +194,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.starved = max(0, self.starved - 1)
         for track in batch:
             state = self.world.controller.state_of(track.req)
-            blocks, track.again = track.again, []
+            again, track.again = track.again, []
+            late: list[Pair] = []
             fresh: list[Pair] = []
             if state is not None and state.followed is not None:
                 engine, request = self.world.engine, state.followed.id
@@ -180,18 +205,55 @@ class MemoryMachine(RuleBasedStateMachine):
                     # A row that is new since they were proposed has lost its late blocks.
                     late = [] if state.reapply else engine.late(request)
                     type(self).blocks_late += len(late)
-                    fresh = late + engine.waiting[request]
-            allowed = self.memory.may_share
-            blocks = [block for block in blocks if allowed(track, block)]
-            blocks += [b for b in fresh if allowed(track, b) and self.memory.claim(track, b)]
-            if blocks:
-                self._count()
-                self.memory.shared(track, blocks)
+                    fresh = engine.waiting[request]
+            drops = self.world.evictor.waiting.get(track.req.rid, [])
+            # The first look applies what came late, then drops; the second one all other blocks.
+            self._share(track, [], late)
+            if not track.exact_only:
+                if drops or track.dropped_again:
+                    self._count()
+                self.memory.drop(track, drops)
+            self._share(track, again, fresh)
         before = self.world.allocator.available_size()
         # The first look hands tokens over, the second one applies what came of them.
         reqs = [track.req for track in batch]
         freed = self.world.controller.after_decode(reqs) + self.world.controller.after_decode(reqs)
         assert self.world.allocator.available_size() - before == freed
+        self.world.evictor.waiting.clear()
+
+    def _share(self, track: Track, again: list[Pair], fresh: list[Pair]) -> None:
+        """Blocks accepted before a retraction, and new ones, as far as the rules allow."""
+        allowed = self.memory.may_share
+        blocks = [block for block in again if allowed(track, block)]
+        blocks += [b for b in fresh if allowed(track, b) and self.memory.claim(track, b)]
+        if blocks:
+            self._count()
+            self.memory.shared(track, blocks)
+
+    def _script_drops(self, track: Track, draws: list[tuple[int, int, int]]) -> None:
+        """Propose drops on ``track``'s row: whole pages as a policy would, or nonsense."""
+        page, low, high = self.setup.page, track.req.kv.cache_protected_len, len(track.shows)
+        pages = max((high - 1 - low) // page, 1)
+        waiting: list[object] = []
+        for where, length, how in draws:
+            start = low + where % pages * page
+            hostile: tuple[object, ...] = (
+                Drop(max(low - page, 0), 2 * page),
+                Drop(high // page * page, page),
+                Drop(high - 1, 1),
+                Drop(start, 0),
+                Drop(-page, page),
+                None,
+            )
+            # Rows end in a page or two; longer runs would all be refused.
+            run = Drop(start, min(length, pages - where % pages) * page)
+            waiting.append(hostile[how] if how < len(hostile) else run)
+        self.world.evictor.waiting[track.req.rid] = waiting
+
+    def _longest(self) -> Track:
+        """The decoding request that has most to give."""
+        willing = [track for track in self.decoding if not track.exact_only]
+        return max(willing or self.decoding, key=lambda track: len(track.shows))
 
     def _script(self, track: Track, draws: list[tuple[int, int]], ready: int) -> None:
         """Propose blocks on ``track``'s row. Destinations rise, as a segmenter's do."""
@@ -235,6 +297,7 @@ class MemoryMachine(RuleBasedStateMachine):
             up_to = len(track.shows)
             if not self.world.tree.publish_aliased and track.first_shared is not None:
                 up_to = min(up_to, track.first_shared)
+            up_to = min([up_to, *track.holes])
             self.memory.publish(track, up_to)
             self._release(track, checkpoint=True)
             self.seen.append(track.tokens)
@@ -322,10 +385,30 @@ class MemoryMachine(RuleBasedStateMachine):
         self._decode(batch or self.decoding[:1], steps, bits, draws)
 
     @precondition(lambda self: len(self.decoding) > 0)
-    @rule(bits=BITS, draws=BLOCKS)
-    def decode_all(self, bits: int, draws: list[tuple[int, int]]) -> None:
-        """Many steps of all requests with many blocks, so that sharing is not rare."""
+    @rule(bits=BITS, draws=BLOCKS, drops=DROPS)
+    def decode_all(
+        self, bits: int, draws: list[tuple[int, int]], drops: list[tuple[int, int, int]]
+    ) -> None:
+        """Many steps of all requests with many blocks, so that neither sharing nor drops are rare."""
+        if bits & 2:
+            self._script_drops(self._longest(), drops)
         self._decode(self.decoding, 12, bits, draws)
+
+    @precondition(lambda self: len(self.decoding) > 0)
+    @rule(pick=PICK, drops=DROPS, steps=st.integers(0, 6), bits=BITS, draws=BLOCKS)
+    def drop(
+        self,
+        pick: int,
+        drops: list[tuple[int, int, int]],
+        steps: int,
+        bits: int,
+        draws: list[tuple[int, int]],
+    ) -> None:
+        """A policy answers for one request, while blocks of it may be on their way."""
+        chosen = self.decoding[pick // 4 % len(self.decoding)]
+        track = self._longest() if pick % 4 else chosen
+        self._script_drops(track, drops)
+        self._decode(self.decoding, steps, bits, draws)
 
     @precondition(lambda self: len(self.waiting) + len(self.decoding) > 0)
     @rule(bits=BITS, draws=BLOCKS)
@@ -380,6 +463,7 @@ class MemoryMachine(RuleBasedStateMachine):
         evict_from_tree_cache(self.world.tree, 2 * len(self.running))
         track.req.reset_for_retract()
         track.again = track.again + track.blocks if track.again else track.blocks
+        track.dropped_again |= set(track.holes)
         track.blocks, track.shows, track.exact, track.target = [], [], True, 0
         self.waiting.append(track)
 
@@ -488,6 +572,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever happened: releasing everything leaves every slot free."""
         type(self).blocks_shared += self.world.controller.stats.blocks_shared
+        type(self).positions_dropped += self.world.controller.stats.positions_dropped
         if sys.exc_info()[0] is not None:
             # A rule has failed; what follows from that would hide it.
             return
@@ -496,7 +581,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.observe()
         self._evict_all()
         assert self.world.allocator.available_size() == self.setup.slots
-        assert self.world.controller.live_positions == 0
+        assert self.world.controller.saved_positions == 0
 
 
 @pytest.fixture(autouse=True)
@@ -544,6 +629,7 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
     # The run would prove little if hardly anything had been shared, or come late.
     assert Machine.blocks_late > 0
     assert Machine.blocks_shared > Machine.rules_run // 30
+    assert Machine.positions_dropped > Machine.rules_run // 30
     if setup.publish == "aliased" and setup.apply == "alias":
         assert Machine.rules_with_aliases > Machine.rules_run // 30
     else:

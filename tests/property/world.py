@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real memory parts of one scheduler process, small and on the CPU.
 
-Nothing here is a stand-in except the policy: pools, rows, requests and the
+Nothing here is a stand-in except the policies: pools, rows, requests and the
 release path are SGLang's, allocator, tree, acceptor and controller are ours.
-The policy is scripted, because which blocks are similar does not matter here.
+The policies are scripted: which blocks are similar, or which positions are worth
+keeping, does not matter here.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,11 +31,16 @@ from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.home import HomePositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.policies.contract import RequestView
+from sglang_reasoncache.policies.registry import NamedPolicy
 from sglang_reasoncache.policy.proposal import CandidatePair, FilterCounters, StepResult
 from sglang_reasoncache.policy.threshold import FixedThreshold
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.controller import OPT_OUT_KEY, SharingController
+from sglang_reasoncache.sharing.dropping import Dropper
+from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.pressure import PoolPressure, pool_use
 
 LAYERS = 2
 MAX_ROWS = 4
@@ -54,6 +60,7 @@ class Setup:
         publish: ``exact`` or ``aliased``.
         apply: ``alias`` or ``copy``.
         need_sort: Freed pages wait unsorted until an allocation runs short.
+        prompts: Positions of prompts may be dropped, between chunks too.
     """
 
     page: int
@@ -62,10 +69,12 @@ class Setup:
     publish: str
     apply: str = "alias"
     need_sort: bool = False
+    prompts: bool = False
 
     def __str__(self) -> str:
         parts = [f"page{self.page}", f"block{self.block}", self.publish]
         parts += ["copy"] * (self.apply == "copy") + ["sorted"] * self.need_sort
+        parts += ["prompts"] * self.prompts
         return "-".join(parts)
 
 
@@ -129,6 +138,39 @@ class ScriptedEngine:
         return taken
 
 
+@dataclass
+class ScriptedEvictor:
+    """A policy that gives up what the test put into ``waiting``, whatever that is, at the next look.
+
+    Attributes:
+        waiting: Drops by request name.
+        about: Name of the request that is looked at; views have none.
+        prompt: Positions of prompts may go.
+    """
+
+    waiting: dict[str, list[Any]] = field(default_factory=dict)
+    about: str = ""
+    prompt: bool = False
+    needs = frozenset[str]()
+    slack = 0
+
+    def excess(self, written: int, held: int) -> int:
+        return len(self.waiting.get(self.about, ()))
+
+    def drops(self, view: RequestView, excess: int) -> list[Any]:
+        return self.waiting.pop(self.about)
+
+
+class NamingDropper(Dropper):
+    """Tells the scripted evictor which request it is asked about."""
+
+    def look(self, req: Any, state: Any, stats: Any, written: int | None = None) -> Any:
+        for _, policy in self._evictors:
+            if isinstance(policy, ScriptedEvictor):
+                policy.about = req.rid
+        return super().look(req, state, stats, written)
+
+
 class AcceptAll:
     """A distance threshold that every block is within."""
 
@@ -136,6 +178,9 @@ class AcceptAll:
 
     def maybe_save(self) -> None:
         pass
+
+    def describe(self) -> dict[str, Any]:
+        return {}
 
 
 class World:
@@ -147,9 +192,12 @@ class World:
         meter_type: type[BlockMeter] = BlockMeter,
         agree: Callable[[int], int] = lambda value: value,
         interval: int = 1,
+        evictors: Sequence[NamedPolicy] = (),
+        no_tree: bool = False,
     ) -> None:
+        """``evictors``: instead of the scripted one. ``no_tree``: as ``--disable-radix-cache``."""
         self.page = setup.page
-        self.total = setup.slots
+        self.total = self._lowest_free = setup.slots
         self.pool = MHATokenToKVPool(
             size=setup.slots,
             page_size=setup.page,
@@ -172,7 +220,7 @@ class World:
         self.rows = ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, "cpu", False)
         self.tree = SharedRadixCache(
             CacheInitParams(
-                disable=False,
+                disable=no_tree,
                 req_to_token_pool=self.rows,
                 token_to_kv_pool_allocator=self.allocator,
                 page_size=setup.page,
@@ -182,13 +230,23 @@ class World:
         home = HomePositions(setup.slots + setup.page, "cpu")
         self.meter = meter = meter_type(self.pool, self.rows.req_to_token, home, None, num_heads=1)
         self.engine = ScriptedEngine()
+        self.evictor = ScriptedEvictor(prompt=setup.prompts)
+        acceptor = Acceptor(self.allocator, self.rows, meter, copy=setup.apply == "copy")
+        keys = KeySource(self.pool, self.rows.req_to_token, home, None, num_heads=1)
         self.controller = SharingController(
             ReasonCacheConfig(block=setup.block, publish=setup.publish, apply=setup.apply),
             setup.block,
             self.engine,
             AcceptAll(),  # type: ignore[arg-type]
             meter,
-            Acceptor(self.allocator, self.rows, meter, copy=setup.apply == "copy"),
+            acceptor,
+            NamingDropper(
+                evictors or [NamedPolicy("scripted", self.evictor)],
+                acceptor,
+                keys,
+                setup.page,
+                PoolPressure(lambda: pool_use(self.allocator, self.tree)),
+            ),
             None,
             agree=agree,
             interval=interval,
@@ -253,6 +311,7 @@ class World:
         self.rows.write((row, slice(req.prefix_len, req.extend_end)), out.to(torch.int32))
         req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end
         req.is_retracted = False
+        self._lowest_free = min(self._lowest_free, self.allocator.available_size())
         return out.numpy()
 
     def can_decode(self, reqs: Sequence[Req]) -> bool:
@@ -284,6 +343,10 @@ class World:
     def free_pages(self) -> np.ndarray:
         pages = self.allocator.get_all_free_pages()
         return pages.numpy()
+
+    def lowest_free(self) -> int:
+        """The fewest free slots right after an allocation for a prefill; see :meth:`extend`."""
+        return self._lowest_free
 
     def row(self, req: Req) -> np.ndarray:
         """Slots of the request's allocated positions."""

@@ -55,6 +55,98 @@ TWO_RANKS = SHARED.having(
     "2",
     SGLANG_CPU_OMP_THREADS_BIND="0|1",
 )
+#: Attention that skips dropped positions.
+PAGED_READS = ("--attention-backend", "reasoncache_cpu")
+#: A budget well below a response, met often, on the overlap schedule.
+DROPPING = SHARED.having(
+    "streamingllm",
+    *TIGHT,
+    *CHUNKED,
+    *PAGED_READS,
+    "--enable-metrics",
+    "--reasoncache-policy",
+    "streamingllm:budget=160:slack=8",
+)
+#: Whole pages by their keys, under forced retractions, without the overlap schedule.
+DROPPING_PAGES = SHARED.having(
+    "keydiff-page16",
+    *TIGHT,
+    *PAGED_READS,
+    "--page-size",
+    "16",
+    "--disable-overlap-schedule",
+    "--reasoncache-policy",
+    "keydiff:share=0.6:keys=unrotated",
+    SGLANG_TEST_RETRACT="true",
+    SGLANG_TEST_RETRACT_INTERVAL="25",
+)
+#: Sharing and dropping on the same rows, under forced retractions.
+SHARING_AND_DROPPING = SHARED.having(
+    "both",
+    *TIGHT,
+    *EAGER,
+    *CHUNKED,
+    *PAGED_READS,
+    "--reasoncache-publish",
+    "aliased",
+    "--reasoncache-policy",
+    "reasoncache+streamingllm:budget=240",
+    SGLANG_TEST_RETRACT="true",
+    SGLANG_TEST_RETRACT_INTERVAL="25",
+)
+#: Prompts within a hard budget, chunk by chunk; no prefix cache, the overlap schedule.
+DROPPING_PROMPTS = SHARED.having(
+    "prompts",
+    *TIGHT,
+    *CHUNKED,
+    *PAGED_READS,
+    "--disable-radix-cache",
+    "--reasoncache-policy",
+    "keydiff:budget=96:slack=0:recent=16:prompt=true",
+)
+#: The same beside a prefix cache and sharing, on whole pages, under forced retractions.
+DROPPING_PROMPTS_PAGES = SHARED.having(
+    "prompts-page16",
+    *TIGHT,
+    *CHUNKED,
+    *PAGED_READS,
+    "--page-size",
+    "16",
+    "--disable-overlap-schedule",
+    "--reasoncache-percentile",
+    "100",
+    "--reasoncache-warmup",
+    "0",
+    "--reasoncache-align",
+    "index",
+    "--reasoncache-policy",
+    "reasoncache+streamingllm:budget=128:slack=16:prompt=true",
+    SGLANG_TEST_RETRACT="true",
+    SGLANG_TEST_RETRACT_INTERVAL="40",
+)
+#: Two ranks that must drop alike, between chunks and where the pool is half full.
+DROPPING_ON_TWO_RANKS = SHARED.having(
+    "drop-tp2",
+    *TIGHT,
+    *CHUNKED,
+    *PAGED_READS,
+    "--tp",
+    "2",
+    "--reasoncache-policy",
+    "keydiff:budget=128:prompt=true:when=0.5:until=0.4",
+    SGLANG_CPU_OMP_THREADS_BIND="0|1",
+)
+#: Memory for four responses; too many are admitted, and a policy waits until that shows.
+DROPPING_WHEN_SHORT = SHARED.having(
+    "when",
+    "--max-total-tokens",
+    "1600",
+    "--schedule-conservativeness",
+    "0.1",
+    *PAGED_READS,
+    "--reasoncache-policy",
+    "streamingllm:budget=160:slack=8:when=0.8:until=0.7",
+)
 #: SGLang's own attention.
 STOCK_TORCH = STOCK.having("torch-native", "--attention-backend", "torch_native")
 NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
@@ -76,10 +168,17 @@ __all__ = [
     "AS_CACHED_COPY",
     "CORRECTED",
     "CORRECTED_COPY",
+    "DROPPING",
+    "DROPPING_ON_TWO_RANKS",
+    "DROPPING_PAGES",
+    "DROPPING_PROMPTS",
+    "DROPPING_PROMPTS_PAGES",
+    "DROPPING_WHEN_SHORT",
     "EXACT",
     "NOTHING_SHARED",
     "PAGED",
     "REASONING",
+    "SHARING_AND_DROPPING",
     "STOCK",
     "STOCK_TORCH",
     "TWO_RANKS",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eval.serving import ServerError, ServerProcess
+from tests.server import masking
 from tests.server.harness import STRICT_CHECKS, assert_whole
 from tests.server.problems import OPT_OUT, chat_once, problems, report, solve, tokens_and_logprobs
 from tests.server.specs import EAGER, INLINE
@@ -123,6 +124,32 @@ def _opted_out(server: ServerProcess) -> list[list[str]]:
         )[0]
         for prompt in _PROMPTS
     ]
+
+
+@pytest.mark.parametrize("positions", ["corrected", "as-cached"])
+def test_dropping_equals_masking(
+    model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...], positions: str
+) -> None:
+    """As on the CPU: log-probabilities are those of a loop that does not see what was dropped."""
+    policy = ("--reasoncache-policy", "streamingllm:budget=96:slack=8:recent=16:prompt=true")
+    flags = (*policy, "--reasoncache-positions", positions, "--chunked-prefill-size", "64")
+    tokenizer, model = masking.load(model_path)
+    prompts = [f"<|user|> {' '.join(_PROMPTS)} {text} <|assistant|>" for text in _PROMPTS]
+    right = dense = 0.0
+    with _served(model_path, tmp_path / "log", attention, graphs, *flags) as server:
+        found = masking.respond(server, prompts, 300, sampling_params={"ignore_eos": True})
+        assert_whole(server)
+    for text, response in zip(prompts, found, strict=True):
+        assert response["dropped_positions"] > 300
+        prompt = tokenizer(text)["input_ids"]
+        hidden = [
+            (written + (written >= len(prompt)), start, length)
+            for written, start, length in response["drops"]
+        ]
+        args = (model, prompt, response["tokens"], response["logprobs"])
+        right += float(masking.differences(*args, hidden).sum())
+        dense += float(masking.differences(*args, []).sum())
+    assert right < dense / 10
 
 
 @pytest.mark.parametrize(

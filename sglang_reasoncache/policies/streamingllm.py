@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StreamingLLM (Xiao et al., 2024): attention sinks and a window of the newest positions.
+
+Positions keep their numbers, where the paper counts anew within its cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang_reasoncache.policies.contract import RequestView
+from sglang_reasoncache.policies.evictor import Evictor, between, runs
+from sglang_reasoncache.sharing.decision import Drop
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Evictor):
+    """Gives up the oldest positions behind the sinks.
+
+    Attributes:
+        sinks: First positions of the request that stay. The prompt stays anyway.
+    """
+
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("sinks", self.sinks, 0, 65_536)
+
+    def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
+        sinks = math.ceil(self.sinks / view.page) * view.page
+        candidates = view.candidates(self.recent)
+        oldest = candidates[candidates >= sinks]
+        return runs(oldest[: math.ceil(excess / view.page) * view.page])

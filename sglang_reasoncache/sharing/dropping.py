@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks the evicting policies about one request, and has what they decide applied."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sglang_reasoncache.policies.contract import Policy, RequestView
+from sglang_reasoncache.policies.registry import NamedPolicy
+from sglang_reasoncache.sharing.acceptor import Acceptor, Dropped
+from sglang_reasoncache.sharing.decision import Drop, DropRefusal
+from sglang_reasoncache.sharing.keys import KeySource
+from sglang_reasoncache.sharing.pressure import PoolPressure, waits_for
+from sglang_reasoncache.sharing.state import RequestState
+from sglang_reasoncache.sharing.stats import SharingStats
+
+logger = logging.getLogger(__name__)
+
+
+class Dropper:
+    """One per scheduler.
+
+    Args:
+        evictors: In the order in which they are asked.
+        acceptor: Checks and applies what they answer.
+        keys: Read for policies that need them.
+        page: Page size, positions.
+        pressure: Which of them may act now; None: all.
+
+    Attributes:
+        positions_now: Positions that the running requests have dropped.
+        drops_prompts: Positions of prompts may go, so running requests keep theirs to
+            themselves.
+    """
+
+    def __init__(
+        self,
+        evictors: Sequence[NamedPolicy],
+        acceptor: Acceptor,
+        keys: KeySource,
+        page: int,
+        pressure: PoolPressure | None = None,
+    ) -> None:
+        self._evictors = tuple(evictors)
+        self._acceptor = acceptor
+        self._keys = keys
+        self._page = page
+        self._pressure = pressure
+        # Asked once: what another package's policy says later could not be caught everywhere.
+        self._of_prompts = {name for name, policy in evictors if getattr(policy, "prompt", False)}
+        self._in_turn = any(waits_for(policy) for _, policy in evictors)
+        self._reads = any(policy.needs for _, policy in evictors)
+        self.drops_prompts = bool(self._of_prompts)
+        self._failed: set[str] = set()
+        self.positions_now = 0
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._evictors)
+
+    def wait(self) -> None:
+        """Until the KV that is being computed is there, where a policy reads any."""
+        if self._reads:
+            self._keys.wait()
+
+    def in_turn(self, reqs: Iterable[Any]) -> list[Any]:
+        """Who is looked at first, where that decides who gives: the longest row."""
+        if not self._in_turn:
+            return list(reqs)
+        return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)
+
+    def look(
+        self, req: Any, state: RequestState, stats: SharingStats, written: int | None = None
+    ) -> Dropped:
+        """Drop what was dropped before a retraction, then what the policies give up now.
+
+        ``req`` holds its row. ``written``: positions whose KV is there; None: all but that of
+        the newest token, which is not written before the next forward.
+        """
+        if written is None:
+            written = len(req.origin_input_ids) + len(req.output_ids) - 1
+            written = min(written, req.kv.kv_allocated_len)
+        total = Dropped(0, 0)
+        holes = state.holes
+        if holes.again:
+            # First of all: the row came back at its full size.
+            again, holes.again = _split(holes.again, (written - 1) // self._page * self._page)
+            total += self._apply(req, state, _owned(again, req), written, stats)
+        for name, policy in self._evictors:
+            if written < state.next_drop.get(name, 0):
+                continue
+            drops = self._ask(name, policy, req, state, written, stats)
+            if drops:
+                total += self._apply(req, state, drops, written, stats, self._first(req, name))
+        self.positions_now += total.positions
+        return total
+
+    def _first(self, req: Any, name: str) -> int:
+        """First position that the policy may drop, whoever owns the prompt."""
+        own = req.kv.cache_protected_len
+        if name in self._of_prompts:
+            return own
+        return max(own, len(req.origin_input_ids) // self._page * self._page)
+
+    def _view(self, req: Any, state: RequestState, written: int, first: int) -> RequestView:
+        held = state.holes.held(written)
+        return RequestView(
+            prompt=len(req.origin_input_ids),
+            written=written,
+            owned=first,
+            page=self._page,
+            held=held,
+            seed=zlib.crc32(array("q", req.origin_input_ids)),
+            keys=self._keys.of(req.kv.req_pool_idx, held),
+        )
+
+    def _ask(
+        self,
+        name: str,
+        policy: Policy,
+        req: Any,
+        state: RequestState,
+        written: int,
+        stats: SharingStats,
+    ) -> list[Drop]:
+        """What the policy answers; nothing if it fails, whatever it does wrong."""
+        try:
+            excess = policy.excess(written, written - state.holes.count)
+            if not excess > 0:
+                return []
+            if self._pressure is not None and not self._pressure.lets(name, policy):
+                return []
+            # A budget below what a request must hold would be asked for at every look.
+            state.next_drop[name] = written + policy.slack
+            stats.drop_decisions += 1
+            view = self._view(req, state, written, self._first(req, name))
+            answer = policy.drops(view, excess)
+            # More runs than positions are nonsense, and need not be listed to the end.
+            return list(itertools.islice(answer, written + 1))
+        except Exception:
+            stats.drop_refusals[DropRefusal.POLICY_FAILED.value] += 1
+            if name not in self._failed:
+                self._failed.add(name)
+                logger.exception("reasoncache: policy %s failed, further failures count only", name)
+            return []
+
+    def _apply(
+        self,
+        req: Any,
+        state: RequestState,
+        drops: list[Drop],
+        written: int,
+        stats: SharingStats,
+        first: int = 0,
+    ) -> Dropped:
+        done = self._acceptor.drop(req, state.holes, drops, written, stats.drop_refusals, first)
+        stats.positions_dropped += done.positions
+        stats.slots_freed_by_drops += done.freed
+        return done
+
+    def forget(self, state: RequestState) -> int:
+        """The row is gone; returns how many of its positions were dropped."""
+        gone = state.holes.count
+        self.positions_now -= gone
+        return gone
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Name and options of every policy, for the endpoint."""
+        return [{"name": name, **_options(policy)} for name, policy in self._evictors]
+
+
+def _options(policy: Any) -> dict[str, Any]:
+    return {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+
+
+def _split(drops: list[Drop], end: int) -> tuple[list[Drop], list[Drop]]:
+    """What of ``drops`` lies before ``end``, and what does not."""
+    before = [Drop(drop.start, min(drop.end, end) - drop.start) for drop in drops]
+    behind = [Drop(max(drop.start, end), drop.end - max(drop.start, end)) for drop in drops]
+    return [drop for drop in before if drop.length > 0], [d for d in behind if d.length > 0]
+
+
+def _owned(drops: list[Drop], req: Any) -> list[Drop]:
+    """Less what the prefix tree owns by now: another response with the same text."""
+    low = req.kv.cache_protected_len
+    starts = [max(drop.start, low) for drop in drops]
+    return [
+        Drop(at, drop.end - at) for at, drop in zip(starts, drops, strict=True) if at < drop.end
+    ]

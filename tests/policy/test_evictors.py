@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each eviction rule against its formula written out, on random keys and by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_reasoncache.policies.contract import RequestView
+from sglang_reasoncache.policies.evictor import Evictor, runs
+from sglang_reasoncache.policies.keydiff import KeyDiff
+from sglang_reasoncache.policies.l2norm import L2Norm
+from sglang_reasoncache.policies.random_eviction import RandomEviction
+from sglang_reasoncache.policies.streamingllm import StreamingLLM
+from sglang_reasoncache.sharing.decision import Drop
+
+
+class GivenKeys:
+    """Keys of held positions, ``[layers, held, heads, head_dim]``."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self._keys = keys
+        self.layers = range(len(keys))
+
+    def home(self) -> torch.Tensor:
+        return torch.arange(self._keys.shape[1])
+
+    def stored(self, layer: int) -> torch.Tensor:
+        return self._keys[layer]
+
+    def unrotated(self, layer: int) -> torch.Tensor:
+        # Some other keys, so that it shows which were asked for.
+        return self._keys[layer].flip(0)
+
+    def token_scores(
+        self, score: Callable[[torch.Tensor], torch.Tensor], *, unrotated: bool = False
+    ) -> np.ndarray:
+        read = self.unrotated if unrotated else self.stored
+        return torch.stack([score(read(i)) for i in self.layers]).mean(dim=(0, 2)).double().numpy()
+
+
+def view(
+    written: int,
+    *,
+    owned: int = 0,
+    page: int = 1,
+    gone: Iterable[int] = (),
+    keys: torch.Tensor | None = None,
+    seed: int = 7,
+) -> RequestView:
+    held = np.setdiff1d(np.arange(written), np.fromiter(gone, dtype=np.int64))
+    given = GivenKeys(torch.zeros(1, len(held), 1, 2) if keys is None else keys)
+    return RequestView(owned, written, owned, page, held, seed, given)
+
+
+def positions(drops: Iterable[Drop]) -> list[int]:
+    return [at for drop in drops for at in range(drop.start, drop.end)]
+
+
+def random_keys(held: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    # Heads and layers of very different length, as models have them.
+    scale = torch.rand(3, 1, 2, 1, generator=generator) * 20 + 0.1
+    return (torch.randn(3, held, 2, 8, generator=generator) + 0.5) * scale
+
+
+# -- what all of them share ---------------------------------------------------
+
+
+def test_candidates_are_owned_held_and_not_the_newest() -> None:
+    assert view(10, owned=3, gone=[4, 5]).candidates().tolist() == [3, 6, 7, 8]
+    assert view(10, owned=3).candidates(recent=4).tolist() == [3, 4, 5]
+    assert view(10, owned=3).candidates(recent=0).tolist() == [3, 4, 5, 6, 7, 8]
+    assert view(10, owned=3).candidates(recent=50).tolist() == []
+
+
+def test_candidates_come_in_whole_pages() -> None:
+    assert view(13, owned=4, page=4).candidates().tolist() == list(range(4, 12))
+    # The newest position is the last of its page, which stays.
+    assert view(12, owned=4, page=4).candidates().tolist() == [4, 5, 6, 7]
+    assert view(13, owned=4, page=4, gone=range(4, 8)).candidates().tolist() == [8, 9, 10, 11]
+
+
+def test_runs_are_the_positions_again() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        chosen = np.flatnonzero(rng.random(60) < rng.random())
+        found = runs(chosen)
+        assert positions(found) == chosen.tolist()
+        assert all(a.end < b.start for a, b in pairwise(found))
+
+
+@pytest.mark.parametrize(
+    ("policy", "written", "held", "excess"),
+    [
+        (Evictor(budget=100, slack=10), 500, 110, 0),
+        (Evictor(budget=100, slack=10), 500, 111, 11),
+        (Evictor(share=0.5, slack=10), 201, 111, 0),
+        (Evictor(share=0.5, slack=10), 201, 112, 11),
+    ],
+)
+def test_excess_has_slack(policy: Evictor, written: int, held: int, excess: int) -> None:
+    """Nothing happens until the slack is used up; then all of it goes."""
+    assert policy.excess(written, held) == excess
+
+
+# -- StreamingLLM --------------------------------------------------------------
+
+
+def test_streamingllm_keeps_sinks_and_window() -> None:
+    policy = StreamingLLM(budget=10, slack=1, recent=1)
+    assert positions(policy.drops(view(20), 10)) == list(range(4, 14))
+    # What is left: 4 sinks and the 6 newest.
+    assert positions(policy.drops(view(22, gone=range(4, 14)), 2)) == [14, 15]
+
+
+def test_streamingllm_cannot_have_the_prompt() -> None:
+    policy = StreamingLLM(budget=10, slack=1, recent=3)
+    assert positions(policy.drops(view(20, owned=15), 10)) == [15, 16]
+
+
+def test_streamingllm_in_pages() -> None:
+    """Sinks and excess are rounded up to whole pages."""
+    policy = StreamingLLM(budget=16, slack=1, recent=1)
+    assert positions(policy.drops(view(30, page=4), 13)) == list(range(4, 20))
+    assert positions(StreamingLLM(budget=16, sinks=5, recent=1).drops(view(30, page=4), 4)) == [
+        8,
+        9,
+        10,
+        11,
+    ]
+
+
+# -- random --------------------------------------------------------------------
+
+
+def test_random_eviction_is_the_same_again_and_differs_by_seed_and_prompt() -> None:
+    policy = RandomEviction(budget=10, recent=1)
+    found = positions(policy.drops(view(40), 20))
+    assert found == positions(policy.drops(view(40), 20))
+    assert found != positions(RandomEviction(budget=10, seed=1, recent=1).drops(view(40), 20))
+    assert found != positions(policy.drops(view(40, seed=8), 20))
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_random_eviction_is_uniform_however_it_got_there(page: int) -> None:
+    """In many small steps, every position is kept equally often."""
+    kept: Counter[int] = Counter()
+    tries, last = 400, 41 * page
+    for seed in range(tries):
+        policy = RandomEviction(budget=10 * page + 1, seed=seed, slack=1, recent=1)
+        gone: list[int] = []
+        for written in range(20 * page + 1, last + 1, 4 * page):
+            now = view(written, page=page, gone=gone)
+            gone += positions(policy.drops(now, policy.excess(written, len(now.held))))
+        kept.update(sorted({at // page for at in range(last - 1)} - {at // page for at in gone}))
+    counts = np.array([kept[at] for at in range(40)])
+    assert counts.sum() == tries * 10
+    # 40 positions, each kept with probability 1/4: chi-squared with 39 degrees of freedom.
+    assert ((counts - tries / 4) ** 2 / (tries / 4)).sum() < 39 + 5 * math.sqrt(2 * 39)
+
+
+# -- scores of keys ------------------------------------------------------------
+
+
+def norm_by_hand(keys: torch.Tensor) -> list[float]:
+    layers, held, heads, _ = keys.shape
+    scores = [0.0] * held
+    for layer in range(layers):
+        for head in range(heads):
+            norms = [
+                math.sqrt(sum(x * x for x in keys[layer, i, head].tolist())) for i in range(held)
+            ]
+            mean = sum(norms) / held
+            for i in range(held):
+                scores[i] += norms[i] / mean / (layers * heads)
+    return scores
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(a @ b / (a.norm() * b.norm()))
+
+
+def keydiff_by_hand(keys: torch.Tensor, anchor: str) -> list[float]:
+    """The formulas of the paper, pair by pair, averaged over heads and layers."""
+    layers, held, heads, _ = keys.shape
+    scores = [0.0] * held
+    for layer in range(layers):
+        for head in range(heads):
+            own = keys[layer, :, head].double()
+            for i in range(held):
+                if anchor == "pairwise":
+                    score = sum(cosine(own[i], own[j]) for j in range(held)) / held
+                elif anchor == "mean_raw":
+                    score = cosine(own[i], own.mean(dim=0))
+                else:
+                    score = cosine(own[i], torch.stack([k / k.norm() for k in own]).mean(dim=0))
+                scores[i] += score / (layers * heads)
+    return scores
+
+
+def highest(scores: list[float], among: Iterable[int], count: int) -> list[int]:
+    return sorted(sorted(among, key=lambda at: -scores[at])[:count])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_l2norm_keeps_low_norms(seed: int) -> None:
+    keys = random_keys(24, seed)
+    found = positions(L2Norm(budget=8, recent=1).drops(view(24, owned=5, keys=keys), 9))
+    assert found == highest(norm_by_hand(keys), range(5, 23), 9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("anchor", ["mean_raw", "mean_norm", "pairwise"])
+def test_keydiff_gives_up_what_is_like_the_rest(anchor: str, seed: int) -> None:
+    keys = random_keys(20, seed)
+    policy = KeyDiff(budget=10, anchor=anchor, recent=4)
+    found = positions(policy.drops(view(20, owned=2, keys=keys), 8))
+    assert found == highest(keydiff_by_hand(keys, anchor), range(2, 16), 8)
+
+
+def test_keydiff_pairwise_ranks_a_head_as_the_normalised_anchor() -> None:
+    """As the paper says; over several heads the two averages differ."""
+    keys = random_keys(30, 3)
+    order: dict[str, list[list[int]]] = {}
+    for anchor in ("mean_norm", "pairwise"):
+        for i in range(12):
+            one = keys[:1, :, :1]
+            drops = KeyDiff(budget=1, anchor=anchor, recent=1).drops(view(30, keys=one), i + 1)
+            order.setdefault(anchor, []).append(positions(drops))
+    assert order["mean_norm"] == order["pairwise"]
+
+
+def test_keydiff_by_hand() -> None:
+    """Three keys to the right, one of them long, and one up: the odd one stays."""
+    keys = torch.tensor([[1.0, 0.0], [9.0, 3.0], [0.0, 1.0], [1.0, 0.1], [1.0, 0.0]])
+    # The raw mean leans to the long key, so that goes first; cosines with (2.4, 0.82) are
+    # 0.946, 0.9999, 0.323 and 0.974.
+    given = view(5, keys=keys[None, :, None])
+    assert positions(KeyDiff(budget=1, recent=1).drops(given, 1)) == [1]
+    assert positions(KeyDiff(budget=1, recent=1).drops(given, 2)) == [1, 3]
+    # At length 1 the mean is (0.789, 0.285): 0.941, 0.9996, 0.34 and 0.969.
+    assert positions(KeyDiff(budget=1, anchor="mean_norm", recent=1).drops(given, 3)) == [0, 1, 3]
+
+
+def test_keydiff_without_rotation_reads_other_keys() -> None:
+    keys = random_keys(20, 1)
+    policy = KeyDiff(budget=10, keys="unrotated", recent=1)
+    found = positions(policy.drops(view(20, keys=keys), 8))
+    assert found == highest(keydiff_by_hand(keys.flip(1), "mean_raw"), range(19), 8)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [L2Norm(budget=8, recent=1), KeyDiff(budget=8, recent=1), RandomEviction(budget=8, recent=1)],
+)
+def test_scores_of_a_page_are_averaged(policy: Evictor) -> None:
+    """Whole pages go, by their mean; what was dropped before has no key and no say."""
+    gone = range(8, 12)
+    keys = random_keys(26, 2)
+    now = view(30, owned=4, page=4, gone=gone, keys=keys)
+    found = positions(policy.drops(now, 7))  # type: ignore[attr-defined]
+    assert len(found) == 8 and set(found) <= {*range(4, 8), *range(12, 28)}
+    if not isinstance(policy, RandomEviction):
+        by_hand = (
+            norm_by_hand if isinstance(policy, L2Norm) else lambda k: keydiff_by_hand(k, "mean_raw")
+        )
+        scores = dict(zip(now.held.tolist(), by_hand(keys), strict=True))
+        means = {at: sum(scores[at + i] for i in range(4)) for at in (4, 12, 16, 20, 24)}
+        best = sorted(means, key=lambda at: -means[at])[:2]
+        assert found == sorted(at + i for at in best for i in range(4))
+
+
+@pytest.mark.parametrize("policy", [L2Norm(budget=4, recent=1), KeyDiff(budget=4, recent=1)])
+def test_keys_of_no_length_and_no_number(policy: Evictor) -> None:
+    """All zeros tie, and older ones go first; a NaN is never better than a number."""
+    zeros = torch.zeros(1, 10, 1, 4)
+    assert positions(policy.drops(view(10, keys=zeros), 3)) == [0, 1, 2]  # type: ignore[attr-defined]
+    broken = random_keys(10, 0)
+    broken[0, 3, 0, 0] = math.nan
+    found = positions(policy.drops(view(10, keys=broken), 4))  # type: ignore[attr-defined]
+    assert len(found) == 4
