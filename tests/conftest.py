@@ -41,6 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return parallel, 0
         callspec = getattr(item, "callspec", None)
         spec = callspec.params.get("server") if callspec else None
+        if spec and spec.long:
+            item.add_marker(pytest.mark.long)
         # Tests without a fixed server stay together after their module's others.
         key = repr(spec) if spec else str(item.path)
         if parallel:
