@@ -4,6 +4,7 @@
 
 PYTHON_ENV := .venv/bin/python
 PROPERTY_OPERATIONS ?= 1000000
+TEST_WORKERS ?= 2
 # Recorded responses for the benchmarks: a folder of JSONL files.
 TRACES ?= ../shared/data/traces
 
@@ -11,12 +12,13 @@ TRACES ?= ../shared/data/traces
 # twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-long test-sanitized bench-filter bench-serve bench-kernels lint format constraints clean
+.PHONY: help setup demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         compare stock SGLang with reasoncache on the embedded model (no GPU)"
 	@echo "make test         quick test suite, real servers included (no GPU)"
+	@echo "make test-all     the same with every kind of server"
 	@echo "make test-long    property test with PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) operations"
 	@echo "make test-sanitized  native code under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench-filter TRACES=$(TRACES)   what the filter costs, alone and in a server"
@@ -33,9 +35,16 @@ setup:
 demo: setup
 	$(PYTHON_ENV) -m eval.demo $(DEMO_ARGS)
 
-# Small operators lose more to threads that spin than they gain.
+# Small operators lose more to threads that spin than they gain. A worker holds up to two
+# servers of 3 GB each.
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON_ENV) -m pytest
+IN_PARALLEL := -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
+
 test: setup
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON_ENV) -m pytest $(TEST_ARGS)
+	$(PYTEST) $(IN_PARALLEL) -m "not long" $(TEST_ARGS)
+
+test-all: setup
+	$(PYTEST) $(IN_PARALLEL) $(TEST_ARGS)
 
 test-long: setup
 	REASONCACHE_PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) $(PYTHON_ENV) -m pytest -m property $(TEST_ARGS)

@@ -25,21 +25,29 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark server tests, run them last, and group them so that each server starts once."""
-    for item in items:
-        if item.path.is_relative_to(_SERVER_TESTS):
-            item.add_marker(pytest.mark.server)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark server tests and keep those of one server together, so that it starts once.
+
+    In one process they run last, after what fails sooner. Under pytest-xdist they
+    come first, a group to a worker, and the short tests fill what is left.
+    """
+    parallel = hasattr(config, "workerinput")
     first_use: dict[str, int] = {}
 
     def order(item: pytest.Item) -> tuple[bool, int]:
+        if item.path.is_relative_to(_SERVER_TESTS):
+            item.add_marker(pytest.mark.server)
         if item.get_closest_marker("server") is None:
-            return False, 0
+            return parallel, 0
         callspec = getattr(item, "callspec", None)
         spec = callspec.params.get("server") if callspec else None
+        if spec and spec.long:
+            item.add_marker(pytest.mark.long)
         # Tests without a fixed server stay together after their module's others.
         key = repr(spec) if spec else str(item.path)
-        return True, first_use.setdefault(key, len(first_use))
+        if parallel:
+            item.add_marker(pytest.mark.xdist_group(key))
+        return not parallel, first_use.setdefault(key, len(first_use))
 
     items.sort(key=order)
 

@@ -9,7 +9,9 @@
 namespace reasoncache {
 namespace attention {
 
-constexpr int kTile = 64;                               // entries
+// Entries. Their rows of K and V may lie on a page each: a few are as many as the first level of
+// address translation holds, and as the caches have places for at one distance.
+constexpr int kTile = 16;
 constexpr int kMostHeads = kLanes < 8 ? kLanes : 8;     // query heads at once
 constexpr std::int64_t kLine = 64;
 

@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "attention.h"
 #include "numbers.h"
-#include "tile.h"
 
 namespace reasoncache {
 namespace attention {
@@ -17,23 +17,21 @@ namespace attention {
 // the same time; adding up comes after all of them.
 class Weights {
  public:
-  // Adds to `out`: the entries of query 0, then those of query 1, and so on. Null: not wanted.
-  Weights(float* out, const std::int32_t* begin, const std::int32_t* end, std::int64_t batch,
-          std::int64_t heads, float cap)
-      : out_(out), heads_(heads), cap_(cap) {
-    if (out == nullptr) return;
-    queries_.reserve(static_cast<std::size_t>(batch));
+  explicit Weights(const reasoncache_decode_call& call)
+      : out_(call.weights), heads_(call.num_heads), cap_(call.logit_cap) {
+    if (!wanted()) return;
+    queries_.reserve(static_cast<std::size_t>(call.batch));
     std::int64_t entries = 0;
     std::int64_t room = 0;
-    for (std::int64_t b = 0; b < batch; ++b) {
-      const std::int64_t count = end[b] - begin[b];
+    for (std::int64_t b = 0; b < call.batch; ++b) {
+      const std::int64_t count = call.end[b] - call.begin[b];
       const std::int64_t stride = (count + kLanes - 1) / kLanes * kLanes;
-      queries_.push_back({begin[b], count, stride, entries, room});
+      queries_.push_back({call.begin[b], count, stride, entries, room});
       entries += count;
-      room += stride * heads;
+      room += stride * heads_;
     }
     logits_.reset(new float[static_cast<std::size_t>(room)]);
-    lse_.resize(static_cast<std::size_t>(batch * heads));
+    lse_.resize(static_cast<std::size_t>(call.batch * heads_));
   }
 
   bool wanted() const { return out_ != nullptr; }

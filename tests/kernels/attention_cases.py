@@ -154,20 +154,16 @@ class Rig:
         query = (self.query if query is None else query).double()
         keys, values = self.turned(plan), double(self.values)[plan.kv_indices.long()]
         group = self.case.heads // self.case.kv_heads
-        out = torch.zeros((len(begin), self.case.heads, self.case.v_dim), dtype=torch.float64)
-        lse = torch.full(out.shape[:2], float("-inf"), dtype=torch.float64)
-        for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
-            k = keys[first:last].repeat_interleave(group, dim=1)
-            v = values[first:last].repeat_interleave(group, dim=1)
-            logits = (query[b] * k).sum(-1) * self.scale
-            if cap:
-                logits = cap * (logits / cap).tanh()
-            weights = logits.exp()
-            total = weights.sum(0) + (0 if sinks is None else sinks.double().exp())
-            lse[b] = total.log()
-            if last > first:
-                out[b] = (weights[..., None] * v).sum(0) / total[:, None]
-        return out, lse
+        keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
+        logits = torch.einsum("bhd,nhd->bhn", query, keys) * self.scale
+        if cap:
+            logits = cap * (logits / cap).tanh()
+        entry = torch.arange(len(keys))
+        own = (begin[:, None] <= entry) & (entry < end[:, None])
+        weights = logits.exp().masked_fill(~own[:, None], 0)
+        total = weights.sum(-1) + (0 if sinks is None else sinks.double().exp())
+        out = torch.einsum("bhn,nhd->bhd", weights, values) / total[..., None]
+        return out.masked_fill((begin == end)[:, None, None], 0), total.log()
 
 
 def make(case: Case, seed: int = 3) -> Rig:

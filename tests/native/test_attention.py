@@ -186,6 +186,20 @@ def test_bits_do_not_depend_on_threads(
         assert all(map(torch.equal, alone, decode(build, rig, plan, threads=threads)))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_do_not_depend_on_the_rest_of_the_batch(build: ctypes.CDLL, threads: int) -> None:
+    """Requests of very unlike lengths take turns; each as if it had the pool to itself."""
+    lengths = (1100, 0, 15, 16, 17, 512, 513, 0, 1024, 1, 1500, 640)
+    rig = make(Case(lengths=lengths, heads=8, kv_heads=2, k_dim=64, v_dim=64))
+    plan = plan_of(build, rig)
+    together = decode(build, rig, plan, threads=threads)
+    begin, end = plan.kv_indptr[:-1], plan.kv_indptr[1:]
+    for row in range(len(lengths)):
+        one = slice(row, row + 1)
+        alone = decode(build, rig, plan, query=rig.query[one], spans=(begin[one], end[one]))
+        assert all(torch.equal(a, b[one]) for a, b in zip(alone, together, strict=True))
+
+
 def test_calls_at_once(build: ctypes.CDLL) -> None:
     """Threads of the interpreter may call together; one of them gets the helpers."""
     rig = make(Case(lengths=(900, 1500), k_dim=128, v_dim=128, kv_heads=4, heads=8))

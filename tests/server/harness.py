@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +31,23 @@ class ServerSpec:
         name: short, for test ids and log files.
         flags: command-line flags, one string each.
         env: environment variables as pairs, on top of :data:`STRICT_CHECKS`.
+        long: its tests have the marker ``long`` and are left out of ``make test``.
     """
 
     name: str
     flags: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    long: bool = False
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
         """Return a spec with more flags and variables, called ``<this>-<name>``."""
         return ServerSpec(
             f"{self.name}-{name}", (*self.flags, *flags), (*self.env, *sorted(env.items()))
         )
+
+    def for_long_runs(self) -> ServerSpec:
+        """Return the spec as one that ``make test`` does without."""
+        return replace(self, long=True)
 
 
 #: SGLang without our flag, and with it.

@@ -66,7 +66,7 @@ DROPPING = SHARED.having(
     "--enable-metrics",
     "--reasoncache-policy",
     "streamingllm:budget=160:slack=8",
-)
+).for_long_runs()
 #: Whole pages by their keys, under forced retractions, without the overlap schedule.
 DROPPING_PAGES = SHARED.having(
     "keydiff-page16",
@@ -160,7 +160,7 @@ DROPPING_PROMPTS_PAGES = SHARED.having(
     "reasoncache+streamingllm:budget=128:slack=16:prompt=true",
     SGLANG_TEST_RETRACT="true",
     SGLANG_TEST_RETRACT_INTERVAL="40",
-)
+).for_long_runs()
 #: Two ranks that must drop alike, between chunks and where the pool is half full.
 DROPPING_ON_TWO_RANKS = SHARED.having(
     "drop-tp2",
@@ -172,7 +172,7 @@ DROPPING_ON_TWO_RANKS = SHARED.having(
     "--reasoncache-policy",
     "keydiff:budget=128:prompt=true:when=0.5:until=0.4",
     SGLANG_CPU_OMP_THREADS_BIND="0|1",
-)
+).for_long_runs()
 #: Memory for four responses; too many are admitted, and a policy waits until that shows.
 DROPPING_WHEN_SHORT = SHARED.having(
     "when",
@@ -183,7 +183,7 @@ DROPPING_WHEN_SHORT = SHARED.having(
     *PAGED_READS,
     "--reasoncache-policy",
     "streamingllm:budget=160:slack=8:when=0.8:until=0.7",
-)
+).for_long_runs()
 #: SGLang's own attention.
 STOCK_TORCH = STOCK.having("torch-native", "--attention-backend", "torch_native")
 NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")

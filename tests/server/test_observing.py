@@ -13,9 +13,10 @@ from eval.serving import ServerProcess
 from sglang_reasoncache.policies.pooling import pooled
 from sglang_reasoncache.policies.rkv import redundancy
 from tests.server.harness import wait_until_idle
+from tests.server.masking import differences, respond
 from tests.server.problems import problems, report, solve
 from tests.server.specs import RKV, SHARING_AND_RKV, SNAPKV_H2O
-from tests.server.test_dropping import MEAN_ROUNDING, MOST_ROUNDING, masked_logprobs, respond
+from tests.server.test_dropping import MEAN_ROUNDING, MOST_ROUNDING
 from tests.server.test_dropping import reference as reference
 from tests.server.test_sharing import (
     test_aborted_and_disconnected_requests_give_everything_back as give_everything_back,
@@ -50,17 +51,13 @@ def equals_masking(server: ServerProcess, reference: Any) -> list[dict[str, Any]
         assert found["retractions"] == 0
         assert found["dropped_positions"] > 50
         responses.append(found)
-        prompt, answer = tokenizer(text)["input_ids"], torch.tensor(found["tokens"])
-        for drops in (found["drops"], []):
-            expected = masked_logprobs(model, prompt + found["tokens"], drops, 1)
-            expected = expected[len(prompt) - 1 : -1].gather(1, answer[:, None])[:, 0]
-            off = (expected - torch.tensor(found["logprobs"])).abs()
-            if not drops:
-                dense += float(off.sum())
-                continue
-            assert off.mean() < MEAN_ROUNDING and off.max() < MOST_ROUNDING
-            compared += len(off)
-            right += float(off.sum())
+        arguments = (model, tokenizer(text)["input_ids"], found["tokens"], found["logprobs"])
+        hidden = [(written + 1, start, length) for written, start, length in found["drops"]]
+        off = differences(*arguments, hidden)
+        assert off.mean() < MEAN_ROUNDING and off.max() < MOST_ROUNDING
+        compared += len(off)
+        right += float(off.sum())
+        dense += float(differences(*arguments, []).sum())
     print(compared, right, dense)
     assert compared > 1000
     assert right < dense / 30

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// What one thread does of a decode call: every key and value is read once for all query heads
+// that share it.
+//
+// Queries of a unit take turns, a tile of entries each. Requests that decode together get
+// neighbouring slots, so what one of them reads lies on the pages that the next one reads:
+// taken one after the other, every page would be looked up again for each of them.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <type_traits>
+#include <vector>
+
+#include "query.h"
+#include "rotate.h"
+#include "task.h"
+#include "tile.h"
+
+namespace reasoncache {
+namespace attention {
+
+template <class Element>
+class Worker {
+ public:
+  explicit Worker(Task& task)
+      : task_(task),
+        kv_(task.kv),
+        call_(task.call),
+        query_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.k_padded)),
+        turned_(static_cast<std::size_t>(kMostHeads * task.k_padded)),
+        sums_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.v_padded)),
+        most_(static_cast<std::size_t>(task.most_queries * call_.num_heads)),
+        total_(most_.size()) {}
+
+  void work() {
+    const auto size = static_cast<std::int64_t>(task_.units.size());
+    for (std::int64_t i; (i = task_.next.fetch_add(1, std::memory_order_relaxed)) < size;) {
+      run(task_.units[static_cast<std::size_t>(i)]);
+    }
+  }
+
+ private:
+  // A tile of one query's entries under one KV head; no entries: nothing is left.
+  struct Step {
+    std::int64_t query;
+    std::int64_t offset;  // in the chunk
+    std::int64_t head;
+    std::int64_t begin;  // entries
+    std::int64_t end;
+  };
+
+  void run(const Unit& unit) {
+    const std::int64_t first = unit.first_head * task_.group;
+    const std::int64_t last = unit.last_head * task_.group;
+    for (std::int64_t row = unit.first_query; row < unit.last_query; ++row) {
+      if (unit.chunk >= task_.chunks(row)) continue;
+      for (std::int64_t head = first; head < last; ++head) {
+        const std::int64_t at = place(unit, row, head);
+        read_query(task_, row, head, query(at));
+        std::fill(sums(at), sums(at) + task_.v_padded, 0.0f);
+        most_[static_cast<std::size_t>(at)] = -kInfinity;
+        total_[static_cast<std::size_t>(at)] = 0;
+      }
+    }
+    Step step = from(unit, {unit.first_query, 0, unit.first_head, 0, 0});
+    static_assert(kChunk % kTile == 0, "a tile lies in one chunk");
+    while (step.begin < step.end) {
+      Step next = step;
+      if (++next.head == unit.last_head) {
+        next.head = unit.first_head;
+        ++next.query;
+        next = from(unit, next);
+      }
+      tile(unit, step, next);
+      step = next;
+    }
+    for (std::int64_t row = unit.first_query; row < unit.last_query; ++row) {
+      if (unit.chunk < task_.chunks(row)) finish(unit, row, first, last);
+    }
+  }
+
+  // `step` with its entries, or where it has none the next one that has.
+  Step from(const Unit& unit, Step step) const {
+    for (; step.offset < kChunk; step.offset += kTile, step.query = unit.first_query) {
+      for (; step.query < unit.last_query; ++step.query) {
+        const std::int64_t chunk = call_.begin[step.query] + unit.chunk * kChunk;
+        step.begin = chunk + step.offset;
+        step.end = std::min<std::int64_t>(step.begin + kTile, call_.end[step.query]);
+        if (step.begin < step.end) return step;
+      }
+    }
+    step.begin = step.end = 0;
+    return step;
+  }
+
+  void tile(const Unit& unit, const Step& step, const Step& next) {
+    const int count = static_cast<int>(step.end - step.begin);
+    const int next_count = static_cast<int>(next.end - next.begin);
+    rows(kv_.keys, kv_.k_slot_stride, kv_.k_head_stride, step, keys_);
+    rows(kv_.values, kv_.v_slot_stride, kv_.v_head_stride, step, values_);
+    rows(kv_.keys, kv_.k_slot_stride, kv_.k_head_stride, next, next_);
+    Ahead<Element> values{values_, count, bytes(kv_.v_dim)};
+    Ahead<Element> keys{next_, next_count, bytes(kv_.k_dim)};
+    std::int64_t head = place(unit, step.query, step.head * task_.group);
+    const std::int64_t last = head + task_.group;
+    const auto heads = [&](auto number) {
+      constexpr int kHeads = decltype(number)::value;
+      if constexpr (kHeads <= kMostHeads) {
+        for (; head + kHeads <= last; head += kHeads) {
+          under<kHeads>(step.query, step.begin, count, head, values, keys);
+          values.count = keys.count = 0;
+        }
+      }
+    };
+    heads(std::integral_constant<int, 8>{});
+    heads(std::integral_constant<int, 4>{});
+    heads(std::integral_constant<int, 2>{});
+    heads(std::integral_constant<int, 1>{});
+  }
+
+  // One tile under kHeads query heads from place `head` on.
+  template <int kHeads>
+  void under(std::int64_t row, std::int64_t at, int count, std::int64_t head,
+             const Ahead<Element>& values, const Ahead<Element>& keys) {
+    const std::int32_t* shift = call_.shift == nullptr ? nullptr : call_.shift + at;
+    for (int begin = 0, end; begin < count; begin = end) {
+      end = shift == nullptr ? count : begin + 1;
+      while (end < count && shift[end] == shift[begin]) ++end;
+      const float* query = this->query(head);
+      if (shift != nullptr && shift[begin] != 0) {
+        query = turned<kHeads>(head, shift[begin]);
+      }
+      scores_of<Element, kHeads>(keys_ + begin, end - begin, values, begin, query, kv_.k_dim,
+                                 task_.k_padded, scores_ + begin * kHeads);
+    }
+    if (task_.weights.wanted()) {
+      task_.weights.template keep<kHeads>(row, at, count, head % call_.num_heads, scores_);
+    }
+    Softmax<kHeads> softmax;
+    std::copy_n(&most_[static_cast<std::size_t>(head)], kHeads, softmax.most);
+    std::copy_n(&total_[static_cast<std::size_t>(head)], kHeads, softmax.total);
+    softmax.weigh(scores_, count, call_.logit_cap);
+    add_values<Element, kHeads>(values_, count, keys, scores_, softmax.decay, kv_.v_dim,
+                                task_.v_padded, sums(head));
+    std::copy_n(softmax.most, kHeads, &most_[static_cast<std::size_t>(head)]);
+    std::copy_n(softmax.total, kHeads, &total_[static_cast<std::size_t>(head)]);
+  }
+
+  // A key turned by the shift under the query is the key under the query turned back.
+  template <int kHeads>
+  const float* turned(std::int64_t head, std::int32_t shift) {
+    std::copy_n(query(head), kHeads * task_.k_padded, turned_.data());
+    for (int i = 0; i < kHeads; ++i) rotate(kv_, shift, true, turned_.data() + i * task_.k_padded);
+    return turned_.data();
+  }
+
+  void finish(const Unit& unit, std::int64_t row, std::int64_t first, std::int64_t last) {
+    const bool is_whole = task_.partial(row, 0, 0) == nullptr;
+    for (std::int64_t head = first; head < last; ++head) {
+      const std::int64_t at = place(unit, row, head);
+      const float most = most_[static_cast<std::size_t>(at)];
+      const float total = total_[static_cast<std::size_t>(at)];
+      if (is_whole) {
+        write_out(task_, row, head, most, total, sums(at));
+        continue;
+      }
+      float* to = task_.partial(row, unit.chunk, head);
+      to[0] = most;
+      to[1] = total;
+      std::copy_n(sums(at), task_.v_padded, to + 2);
+    }
+    if (is_whole && !task_.weights.wanted()) return;
+    auto& left = task_.left[static_cast<std::size_t>(row)];
+    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    if (!is_whole) merge(row);
+    if (task_.weights.wanted()) task_.weights.add_up(row);
+  }
+
+  void merge(std::int64_t row) {
+    const std::int64_t chunks = task_.chunks(row);
+    for (std::int64_t head = 0; head < call_.num_heads; ++head) {
+      float* into = task_.partial(row, 0, head);
+      for (std::int64_t i = 1; i < chunks; ++i) {
+        const float* from = task_.partial(row, i, head);
+        const float top = std::max(into[0], from[0]);
+        const float own = into[0] == top ? 1.0f : std::exp(into[0] - top);
+        const float other = from[0] == top ? 1.0f : std::exp(from[0] - top);
+        into[0] = top;
+        for (std::int64_t j = 1; j < 2 + task_.v_padded; ++j) {
+          into[j] = into[j] * own + from[j] * other;
+        }
+      }
+      write_out(task_, row, head, into[0], into[1], into + 2);
+    }
+  }
+
+  void rows(const void* base, std::int64_t slot_stride, std::int64_t head_stride, const Step& step,
+            const Element** to) const {
+    const Element* from = static_cast<const Element*>(base) + step.head * head_stride;
+    for (std::int64_t i = step.begin; i < step.end; ++i) {
+      to[i - step.begin] = from + call_.kv_indices[i] * slot_stride;
+    }
+  }
+
+  static std::int64_t bytes(std::int64_t dim) {
+    return dim * static_cast<std::int64_t>(sizeof(Element));
+  }
+
+  // Of a query head in what is kept for the unit.
+  std::int64_t place(const Unit& unit, std::int64_t row, std::int64_t head) const {
+    return (row - unit.first_query) * call_.num_heads + head;
+  }
+  float* query(std::int64_t place) { return query_.data() + place * task_.k_padded; }
+  float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
+
+  Task& task_;
+  const reasoncache_kv& kv_;
+  const reasoncache_decode_call& call_;
+  std::vector<float> query_;   // [most_queries][num_heads][k_padded], scaled
+  std::vector<float> turned_;  // [kMostHeads][k_padded]
+  std::vector<float> sums_;    // [most_queries][num_heads][v_padded]
+  std::vector<float> most_;    // [most_queries][num_heads]
+  std::vector<float> total_;   // [most_queries][num_heads]
+  const Element* keys_[kTile];
+  const Element* values_[kTile];
+  const Element* next_[kTile];
+  float scores_[kTile * kMostHeads + kLanes];
+};
+
+}  // namespace attention
+}  // namespace reasoncache

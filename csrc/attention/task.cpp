@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "task.h"
+
+#include "numbers.h"
+
+namespace reasoncache {
+namespace attention {
+namespace {
+
+constexpr std::int64_t kUnitsPerThread = 4;
+// Queries and sums of a unit stay in the second-level cache, with what is fetched into it.
+constexpr std::int64_t kStateBytes = 1 << 18;
+
+std::int64_t whole_vectors(std::int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
+
+}  // namespace
+
+Task::Task(const reasoncache_kv& kv, const reasoncache_decode_call& call)
+    : kv(kv),
+      call(call),
+      group(call.num_heads / kv.num_heads),
+      k_padded(whole_vectors(kv.k_dim)),
+      v_padded(whole_vectors(kv.v_dim)),
+      weights(call) {}
+
+std::int64_t Task::divide(std::int64_t threads) {
+  const auto batch = static_cast<std::size_t>(call.batch);
+  first_partial_.resize(batch);
+  left = std::make_unique<std::atomic<std::int64_t>[]>(batch);
+  std::int64_t entries = 0;
+  std::int64_t all = 0;
+  std::int64_t partials = 0;
+  for (std::int64_t b = 0; b < call.batch; ++b) {
+    const std::int64_t here = chunks(b);
+    entries += call.end[b] - call.begin[b];
+    all += here;
+    first_partial_[static_cast<std::size_t>(b)] = here > 1 ? partials : -1;
+    if (here > 1) partials += here;
+  }
+  // Not zeroed: all of it is written before it is read.
+  partials_.reset(new float[static_cast<std::size_t>(partials * call.num_heads * (2 + v_padded))]);
+
+  // As many queries together as leave each thread its units, else a query's heads apart.
+  const std::int64_t wanted = threads > 1 ? threads * kUnitsPerThread : 1;
+  const std::int64_t state =
+      call.num_heads * (k_padded + v_padded) * static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t parts =
+      all < wanted ? std::min(kv.num_heads, (wanted + all - 1) / all) : 1;
+  most_queries = std::max<std::int64_t>(1, std::min({all / wanted, kStateBytes / state, call.batch}));
+  for (std::int64_t first = 0; first < call.batch; first += most_queries) {
+    const std::int64_t last = std::min(first + most_queries, call.batch);
+    std::int64_t longest = 0;
+    for (std::int64_t b = first; b < last; ++b) {
+      longest = std::max(longest, chunks(b));
+      left[static_cast<std::size_t>(b)].store(chunks(b) * parts, std::memory_order_relaxed);
+    }
+    for (std::int64_t chunk = 0; chunk < longest; ++chunk) {
+      for (std::int64_t part = 0; part < parts; ++part) {
+        units.push_back({first, last, chunk, part * kv.num_heads / parts,
+                         (part + 1) * kv.num_heads / parts});
+      }
+    }
+  }
+  return entries;
+}
+
+}  // namespace attention
+}  // namespace reasoncache

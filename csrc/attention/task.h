@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// A decode call cut into units of work.
+//
+// A query's entries are cut into chunks of fixed size, each with a softmax of its own; partial
+// results are merged by their maxima in the order of the chunks. Neither the cut nor the order
+// depends on the threads or the other queries, so neither do the bits.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "weights.h"
+
+namespace reasoncache {
+namespace attention {
+
+constexpr std::int64_t kChunk = 512;  // entries
+
+// One chunk of neighbouring queries, of those that have it, under some of the KV heads.
+struct Unit {
+  std::int64_t first_query;
+  std::int64_t last_query;
+  std::int64_t chunk;
+  std::int64_t first_head;  // KV heads
+  std::int64_t last_head;
+};
+
+class Task {
+ public:
+  Task(const reasoncache_kv& kv, const reasoncache_decode_call& call);
+
+  // Fills in the units, enough for so many threads; returns how many entries they read.
+  std::int64_t divide(std::int64_t threads);
+
+  std::int64_t chunks(std::int64_t query) const {
+    return std::max<std::int64_t>(1, (call.end[query] - call.begin[query] + kChunk - 1) / kChunk);
+  }
+
+  // Where the result of a chunk under a query head goes: largest logit, sum of weights, weighted
+  // sum of values. Null: there is one chunk only.
+  float* partial(std::int64_t query, std::int64_t chunk, std::int64_t head) const {
+    const std::int64_t first = first_partial_[static_cast<std::size_t>(query)];
+    if (first < 0) return nullptr;
+    return partials_.get() + ((first + chunk) * call.num_heads + head) * (2 + v_padded);
+  }
+
+  const reasoncache_kv& kv;
+  const reasoncache_decode_call& call;
+  const std::int64_t group;     // query heads of a KV head
+  const std::int64_t k_padded;  // dims rounded up to whole vectors
+  const std::int64_t v_padded;
+  Weights weights;
+  std::vector<Unit> units{};
+  std::int64_t most_queries = 1;                        // of a unit
+  std::unique_ptr<std::atomic<std::int64_t>[]> left{};  // [batch], parts not done yet
+  std::atomic<std::int64_t> next{0};
+  std::atomic<bool> failed{false};
+
+ private:
+  std::vector<std::int64_t> first_partial_{};  // [batch]
+  std::unique_ptr<float[]> partials_{};        // [chunks][num_heads][2 + v_padded]
+};
+
+}  // namespace attention
+}  // namespace reasoncache
