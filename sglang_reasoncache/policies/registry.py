@@ -102,7 +102,7 @@ def parse(text: str) -> PolicyChoice:
 
 
 def _selects(policy: Any) -> bool:
-    return hasattr(policy, "keep")
+    return not hasattr(policy, "drops")
 
 
 def _make(name: str, options: str, known: str) -> Any:
@@ -143,6 +143,8 @@ def _class_of(name: str, known: str) -> Any:
         raise PolicyError(f"with policies that load; {name} does not ({error!r})") from error
     if not dataclasses.is_dataclass(kind) or not isinstance(kind, type):
         raise PolicyError(f"with policies that are dataclasses; {name} is {kind!r}")
+    if not (hasattr(kind, "drops") or hasattr(kind, "keep")):
+        raise PolicyError(f"with policies that drop or keep something; {name} is {kind!r}")
     return kind
 
 

@@ -111,14 +111,14 @@ SHARING_AND_RKV = SHARED.having(
     "reasoncache+rkv:budget=240:slack=16",
     SGLANG_TEST_RETRACT="true",
     SGLANG_TEST_RETRACT_INTERVAL="25",
-)
+).for_long_runs()
 #: The prompt by its last queries, then the response by the weights of all.
 SNAPKV_H2O = SHARED.having(
     "snapkv-h2o",
     *PAGED_READS,
     "--reasoncache-policy",
     "snapkv:budget=24:window=8:recent=8+h2o:budget=90:slack=16:recent=16",
-)
+).for_long_runs()
 #: Each step reads some pages, in a pool with room; and with pages shared as well.
 QUEST = SHARED.having(
     "quest",
@@ -130,7 +130,7 @@ QUEST = SHARED.having(
 )
 SHARING_AND_QUEST = PAGED.having(
     "quest", *PAGED_READS, "--reasoncache-policy", "reasoncache+quest:budget=96"
-)
+).for_long_runs()
 #: Prompts within a hard budget, chunk by chunk; no prefix cache, the overlap schedule.
 DROPPING_PROMPTS = SHARED.having(
     "prompts",
