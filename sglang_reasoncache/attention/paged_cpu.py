@@ -194,17 +194,18 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
             logit_cap=layer.logit_cap,
             sinks=sinks,
         )
-        if self._observed is not None:
-            # PyTorch's fused attention tells no weights; these are a few queries of each prompt.
+        # PyTorch's fused attention tells no weights; these are a few queries of each prompt.
+        parts = () if self._observed is None else self._observed.parts()
+        for tokens, spans, weights in parts:
             decode_attention(
-                query[self._observed.tokens],
+                query[tokens],
                 self._layers[layer.layer_id],
                 plan.rows,
                 scale=layer.scaling,
                 logit_cap=layer.logit_cap,
                 sinks=sinks,
-                spans=self._observed.spans,
-                weights=self._observed.weights,
+                spans=spans,
+                weights=weights,
             )
         return out.view(out.shape[0], -1)
 

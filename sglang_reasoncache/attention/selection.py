@@ -50,8 +50,9 @@ class PageBounds:
         self.high = torch.zeros_like(self.low)
 
     def note(self, slots: torch.Tensor, keys: torch.Tensor, *, apart: bool = False) -> None:
-        """Keys ``[tokens, kv_heads, dim]`` were written to ``slots`` (int64 ``[tokens]``), each of
+        """Keys ``[tokens, kv_heads, dim]`` were written to ``slots`` (int ``[tokens]``), each of
         another page if ``apart``."""
+        slots = slots.long()
         keys = keys.view(len(slots), *self.low.shape[1:]).to(self.low.dtype)
         pages, places = slots // self._page, slots % self._page
         # A page is filled from its first slot on.
@@ -169,7 +170,7 @@ class PageSelection:
         if most <= self._selector.budget:
             return
         pages = -(-most // self._page)
-        slots = rows[requests, : pages * self._page].long()
+        slots = rows[requests.long(), : pages * self._page].long()
         at = torch.arange(slots.shape[1])
         used = (at < lengths[:, None]) & (slots >= 0)
         # A row's end may lie within the last page.

@@ -8,13 +8,16 @@ anew starts anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.policies.contract import Observation
+
+#: Of a call that computes weights of a prompt's queries: 64 MiB of logits under 32 heads.
+_ENTRIES = 1 << 19
 
 
 @dataclass
@@ -36,6 +39,21 @@ class Observed:
     requests: torch.Tensor
     seen: torch.Tensor
     held: torch.Tensor
+
+    def parts(
+        self,
+    ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
+        """``tokens``, ``spans`` and ``weights`` of some queries at a time: a call keeps the logits
+        of all its entries."""
+        assert self.tokens is not None and self.spans is not None, "of a prefill"
+        begin, end = self.spans
+        first = at = 0
+        for stop, entries in enumerate((end - begin).cumsum(0).tolist(), 1):
+            if entries - at < _ENTRIES and stop < len(begin):
+                continue
+            some = slice(first, stop)
+            yield self.tokens[some], (begin[some], end[some]), self.weights[at:entries]
+            first, at = stop, entries
 
 
 class AttentionStatistics:

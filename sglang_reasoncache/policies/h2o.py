@@ -31,7 +31,7 @@ class H2O(Evictor):
     def __post_init__(self) -> None:
         super().__post_init__()
         between("recent_share", self.recent_share, 0, 1)
-        between("prompt_queries", self.prompt_queries, 0, 1024)
+        between("prompt_queries", self.prompt_queries, 0, 256)
 
     @property
     def needs(self) -> frozenset[str]:

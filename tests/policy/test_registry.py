@@ -142,6 +142,7 @@ class _Entry:
         (OldestFirst, ""),
         (ImportError("no module named other"), "policies that load; oldest does not"),
         (len, "policies that are dataclasses; oldest is"),
+        (Evictor, "policies that drop or keep something; oldest is"),
     ],
 )
 def test_another_packages_policy(

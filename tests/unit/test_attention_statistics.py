@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_reasoncache.attention import statistics
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.statistics import AttentionStatistics
 from sglang_reasoncache.kernels.plan import plan_rows
@@ -154,25 +155,31 @@ def dense_weights(rig: Rig, batch: Any, observed: int) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("entries", [1, 700, 1 << 19])
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300], [1, 3, 4]], ids=str)
 def test_backend_notes_weights_and_computes_the_same(
-    new: list[int], published_config: None, out_of_tree_platform: None
+    new: list[int],
+    entries: int,
+    monkeypatch: pytest.MonkeyPatch,
+    published_config: None,
+    out_of_tree_platform: None,
 ) -> None:
+    monkeypatch.setattr(statistics, "_ENTRIES", entries)
     rig = Rig(moved=0.0, heads=6)
     batch = rig.batch(new)
     decode = batch.forward_mode.is_decode()
     backend = PagedCpuBackend(served_runner(rig), corrected=True)
     plain = rig.forward(backend, batch, decode)
-    statistics = backend.observe(Observation(latest=5, total=True, prompt=5))
+    noted = backend.observe(Observation(latest=5, total=True, prompt=5))
     assert torch.equal(rig.forward(backend, batch, decode), plain)
     expected = dense_weights(rig, batch, 5)
     for row, length, count, right in zip(rig.row_of.tolist(), LENGTHS, new, expected, strict=True):
         held = torch.arange(length)
         queries = min(count, 5)
         if not decode:
-            total = statistics.total(row, held)
+            total = noted.total(row, held)
             torch.testing.assert_close(total, right, rtol=1e-4, atol=1e-6)
-        latest = statistics.latest(row, held, 5 if not decode else 1) * queries
+        latest = noted.latest(row, held, 5 if not decode else 1) * queries
         torch.testing.assert_close(latest, right, rtol=1e-4, atol=1e-6)
 
 
