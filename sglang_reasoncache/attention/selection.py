@@ -2,7 +2,7 @@
 """Decode reads some pages of each row: which, a selector says in every layer anew.
 
 Pages are the pool's own. Their bounds, the least and largest key of each dim, are noted when
-keys are written and belong to the page, whoever names it: ``2 / page`` of the keys' memory.
+keys are written and belong to the page, whoever names it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sglang_reasoncache.attention.page_bounds import PageBounds
 from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.policies.contract import Selector
@@ -31,43 +32,6 @@ class SelectionRefusal(Enum):
     """The page that is being filled was left out: it was read."""
     POLICY_FAILED = "policy_failed"
     """The policy raised an exception: everything was read."""
-
-
-class PageBounds:
-    """The least and largest keys of each page of a layer.
-
-    Args:
-        keys: ``[num_slots, kv_heads, dim]``, of the pool.
-        page: Slots of a page.
-    """
-
-    def __init__(self, keys: torch.Tensor, page: int) -> None:
-        shape = (-(-keys.shape[0] // page), *keys.shape[1:])
-        # Not every operator knows fp8; what is written is noted before it is rounded to it.
-        dtype = torch.bfloat16 if keys.dtype.itemsize == 1 else keys.dtype
-        self._page = page
-        self.low = torch.zeros(shape, dtype=dtype, device=keys.device)
-        self.high = torch.zeros_like(self.low)
-
-    def note(self, slots: torch.Tensor, keys: torch.Tensor, *, apart: bool = False) -> None:
-        """Keys ``[tokens, kv_heads, dim]`` were written to ``slots`` (int ``[tokens]``), each of
-        another page if ``apart``."""
-        slots = slots.long()
-        keys = keys.view(len(slots), *self.low.shape[1:]).to(self.low.dtype)
-        pages, places = slots // self._page, slots % self._page
-        # A page is filled from its first slot on.
-        fresh = pages[places == 0]
-        self.low[fresh], self.high[fresh] = float("inf"), float("-inf")
-        if apart:
-            self._widen(pages, keys)
-            return
-        for place in range(self._page):
-            here = (places == place).nonzero()[:, 0]
-            self._widen(pages[here], keys[here])
-
-    def _widen(self, pages: torch.Tensor, keys: torch.Tensor) -> None:
-        self.low[pages] = torch.minimum(self.low[pages], keys)
-        self.high[pages] = torch.maximum(self.high[pages], keys)
 
 
 class Selected(NamedTuple):
@@ -92,7 +56,7 @@ class _Step:
         shift: int32, likewise; None where all are 0.
         held: bool ``[rows, pages]``, which pages the rows have.
         newest: int64 ``[rows]``, the page that is being filled.
-        moved: int64 ``[moved, 2]``, row and place of the pages whose keys are used elsewhere.
+        pages: Entries are the pages that are held.
     """
 
     slots: torch.Tensor
@@ -100,7 +64,7 @@ class _Step:
     shift: torch.Tensor | None
     held: torch.Tensor
     newest: torch.Tensor
-    moved: torch.Tensor | None
+    pages: RowPlan
 
 
 class PageSelection:
@@ -177,16 +141,19 @@ class PageSelection:
         padding = pages * self._page - slots.shape[1]
         slots = torch.nn.functional.pad(slots.clamp_min(0), (0, padding))
         used = torch.nn.functional.pad(used, (0, padding))
-        shift = moved = None
+        shift = None
         if home is not None:
             at = torch.arange(slots.shape[1])
             by = torch.where(used, at.to(torch.int32) - home[slots], 0)
             if bool(by.any()):
                 shift = by.view(len(slots), pages, self._page)
-                moved = shift[..., 0].nonzero()
         slots = slots.view(len(slots), pages, self._page)
         used = used.view(slots.shape)
-        self._step = _Step(slots, used, shift, used[..., 0], (lengths - 1) // self._page, moved)
+        held = used[..., 0]
+        indptr = torch.nn.functional.pad(held.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
+        named = (slots[..., 0] // self._page)[held].to(torch.int32)
+        newest = (lengths.long() - 1) // self._page
+        self._step = _Step(slots, used, shift, held, newest, RowPlan(indptr, named, None))
 
     def plan(self, layer: int, query: torch.Tensor, scale: float) -> Selected | None:
         """What a layer reads; None: all.
@@ -198,7 +165,7 @@ class PageSelection:
         step = self._step
         if step is None or layer not in self._bounds:
             return None
-        keep = self._ask(step, self._bounds[layer], query.float() * scale)
+        keep = self._ask(step, self._shares(step, self._bounds[layer], query.float(), scale))
         if keep is None:
             return None
         chosen = step.used & keep[..., None]
@@ -211,11 +178,9 @@ class PageSelection:
         self.read += len(indices)
         return Selected(RowPlan(indptr, indices, shift), among)
 
-    def _ask(self, step: _Step, bounds: PageBounds, query: torch.Tensor) -> torch.Tensor | None:
+    def _ask(self, step: _Step, shares: torch.Tensor) -> torch.Tensor | None:
         try:
-            keep = self._selector.keep(
-                self._fits(step, bounds, query), step.held, step.newest, self._page
-            )
+            keep = self._selector.keep(shares, step.held, step.newest, self._page)
         except Exception:
             self.refusals[SelectionRefusal.POLICY_FAILED.value] += 1
             if not self._failed:
@@ -237,16 +202,23 @@ class PageSelection:
             keep = keep.scatter(1, newest, True)
         return keep
 
-    def _fits(self, step: _Step, bounds: PageBounds, query: torch.Tensor) -> torch.Tensor:
-        pages = step.slots[..., 0] // self._page
-        found = self._selector.bounds(query, bounds.low[pages].float(), bounds.high[pages].float())
-        if step.moved is not None and len(step.moved) and self._rotation is not None:
-            # The bounds are those of keys at home: there the query is turned back.
-            row, place = step.moved.unbind(1)
-            shift = step.shift[row, place, 0]  # type: ignore[index]
-            turned = self._rotation.rotate(query[row], self._rotation.angles(-shift))
-            moved = pages[row, place][:, None]
-            found[row, place] = self._selector.bounds(
-                turned, bounds.low[moved].float(), bounds.high[moved].float()
-            )[:, 0]
-        return found
+    def _shares(
+        self, step: _Step, bounds: PageBounds, query: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        shares = torch.zeros(step.held.shape).masked_scatter_(
+            step.held, bounds.shares(query, step.pages, scale)
+        )
+        if step.shift is None or self._rotation is None:
+            return shares
+        # Bounds are those of keys at home: for a page used elsewhere the query is turned back.
+        rows = step.shift[..., 0].any(dim=1).nonzero()[:, 0]
+        row, place = step.held[rows].nonzero().unbind(1)
+        row = rows[row]
+        turned = self._rotation.rotate(
+            query[row], self._rotation.angles(-step.shift[row, place, 0])
+        )
+        pages = step.slots[row, place, 0] // self._page
+        logits = torch.full((*step.held.shape, query.shape[1]), float("-inf"))
+        logits[row, place] = bounds.largest(turned, pages) * scale
+        shares[rows] = logits[rows].softmax(dim=1).sum(dim=2)
+        return shares

@@ -143,16 +143,19 @@ class Selector(Protocol):
     def whole_layers(self) -> int:
         """First layers that read everything."""
 
-    def bounds(self, query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-        """fp32 ``[rows, pages, heads]``, how well the keys of a page may fit each query head,
-        by ``query`` ``[rows, heads, dim]`` (scaled) and the least and largest of the keys, ``low``
-        and ``high`` ``[rows, pages, kv_heads, dim]``, all fp32."""
-
     def keep(
-        self, bounds: torch.Tensor, held: torch.Tensor, newest: torch.Tensor, page: int
+        self, shares: torch.Tensor, held: torch.Tensor, newest: torch.Tensor, page: int
     ) -> torch.Tensor:
-        """bool ``[rows, pages]``, which are read: of those ``held`` (bool ``[rows, pages]``),
-        the ``newest`` (int64 ``[rows]``) among them. ``page``: positions of a page."""
+        """bool ``[rows, pages]``, which are read.
+
+        Args:
+            shares: fp32 ``[rows, pages]``, what the query heads may find in a page: each head's
+                softmax over the pages by the largest logit that a key between the least and
+                largest ones of the page can have, added up over heads.
+            held: bool ``[rows, pages]``, which of them the row has.
+            newest: int64 ``[rows]``, the page that is being filled; one of those to be read.
+            page: Positions of a page.
+        """
 
 
 class Policy(Protocol):

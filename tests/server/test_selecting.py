@@ -26,13 +26,17 @@ BOTH = pytest.mark.parametrize("server", [QUEST, SHARING_AND_QUEST], indirect=Tr
 
 def pages_read(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """bool ``[positions]``, what the newest query ``[heads, dim]`` reads of its keys."""
-    low, high = (
-        torch.stack([getattr(page, end)(dim=0) for page in keys.split(PAGE)])[None]
-        for end in ("amin", "amax")
+    ends = [(page.amin(dim=0), page.amax(dim=0)) for page in keys.split(PAGE)]
+    group = len(query) // keys.shape[1]
+    logits = torch.stack(
+        [
+            torch.maximum(*(query * end.repeat_interleave(group, dim=0) for end in both)).sum(1)
+            for both in ends
+        ]
     )
-    held = torch.ones(low.shape[:2], dtype=torch.bool)
-    newest = torch.tensor([held.shape[1] - 1])
-    keep = POLICY.keep(POLICY.bounds(query[None] * scale, low, high), held, newest, PAGE)
+    shares = (logits * scale).softmax(dim=0).sum(dim=1)[None]
+    held, newest = torch.ones(shares.shape, dtype=torch.bool), torch.tensor([len(ends) - 1])
+    keep = POLICY.keep(shares, held, newest, PAGE)
     return keep[0].repeat_interleave(PAGE)[: len(keys)]
 
 

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 import torch
 
+from sglang_reasoncache.attention.page_bounds import PageBounds
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
-from sglang_reasoncache.attention.selection import PageBounds, PageSelection
+from sglang_reasoncache.attention.selection import PageSelection
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.policies.contract import Observation
 from sglang_reasoncache.policies.quest import Quest
 from tests.kernels.rotary import make_rotation
@@ -48,6 +50,30 @@ def test_bounds_are_those_of_the_keys_written(dtype: torch.dtype) -> None:
             held = kept[page * PAGE : page * PAGE + count]
             assert torch.equal(bounds.low[page].float(), held.amin(dim=0))
             assert torch.equal(bounds.high[page].float(), held.amax(dim=0))
+
+
+def test_shares_are_by_the_largest_possible_logit() -> None:
+    """Against every corner of the box between the bounds, page by page and head by head."""
+    generator = torch.Generator().manual_seed(2)
+    keys = torch.randn(SLOTS, KV_HEADS, 3, generator=generator)
+    query = torch.randn(1, HEADS, 3, generator=generator)
+    bounds = PageBounds(keys, PAGE)
+    bounds.note(torch.arange(SLOTS), keys)
+    pages = [5, 9, 0, 40]
+    logits = torch.full((len(pages), HEADS), float("-inf"))
+    for i, page in enumerate(pages):
+        of_page = keys[page * PAGE : page * PAGE + PAGE]
+        for head in range(HEADS):
+            own = of_page[:, head // (HEADS // KV_HEADS)]
+            ends = zip(own.amin(dim=0).tolist(), own.amax(dim=0).tolist(), strict=True)
+            for corner in itertools.product(*ends):
+                logits[i, head] = max(logits[i, head], torch.tensor(corner) @ query[0, head])
+            assert logits[i, head] >= (own @ query[0, head]).max()
+    found = bounds.largest(query.expand(4, -1, -1), torch.tensor(pages))
+    torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+    plan = RowPlan(torch.tensor([0, 4]).int(), torch.tensor(pages).int(), None)
+    expected = (logits * 0.3).softmax(dim=0).sum(dim=1)
+    torch.testing.assert_close(bounds.shares(query, plan, 0.3), expected, rtol=1e-4, atol=1e-6)
 
 
 class World:
