@@ -249,21 +249,21 @@ def test_attention_that_tells_no_weights_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "given", "message"),
+    ("options", "apply", "message"),
     [
-        ({}, {}, "quest selects whole pages: --page-size must be at least 2 .*, got 1"),
+        ({}, "alias", "quest selects whole pages: --page-size must be at least 2 .*, got 1"),
         (
             {"page_size": 16, "attention_backend": "flashinfer"},
-            {},
+            "alias",
             "quest selects what a step reads, which --attention-backend flashinfer does not",
         ),
-        ({"page_size": 16}, {"apply": "copy"}, "quest knows .* --reasoncache-apply copy writes"),
+        ({"page_size": 16}, "copy", "quest knows .* --reasoncache-apply copy writes"),
     ],
 )
 def test_what_does_not_go_with_selection_is_refused_by_name(
-    options: dict[str, object], given: dict[str, str], message: str
+    options: dict[str, object], apply: str, message: str
 ) -> None:
-    config = ReasonCacheConfig(policy="reasoncache+quest:budget=64", **given)
+    config = ReasonCacheConfig(policy="reasoncache+quest:budget=64", apply=apply)
     with pytest.raises(ValueError, match=message):
         refusals.check_selector(_server_args(**options), config)
     refusals.check_selector(_server_args(**options), ReasonCacheConfig())

@@ -100,11 +100,11 @@ class AttentionStatistics:
             if self._total is not None:
                 self._total[requests, lengths - 1] = 0
             self._covered[requests] = lengths
-            observed = self._observed(plan.kv_indices.shape[0], None, None, requests, lengths)
+            entries = plan.kv_indices.shape[0]
+            self._pending = self._observed(entries, None, None, requests, lengths)
         else:
-            observed = self._observe_prompts(plan, requests, lengths, new)
-        self._pending = observed
-        return observed
+            self._pending = self._observe_prompts(plan, requests, lengths, new)
+        return self._pending
 
     def _observe_prompts(
         self, plan: RowPlan, requests: torch.Tensor, lengths: torch.Tensor, new: Sequence[int]

@@ -215,6 +215,10 @@ def test_weights_are_averaged_over_heads() -> None:
     world.forward([2], None)
     held = np.array([0, 2, 5])
     found = WeightSource(world.statistics, heads=24).of(2, held)
-    by_hand = [torch.nn.functional.pad(w, (0, 5 - q)) for q, w in world.given[2].items()]
-    np.testing.assert_allclose(found.total(), (sum(by_hand) / 24)[held].numpy(), rtol=1e-6)
+    by_hand: list[torch.Tensor] = [
+        torch.nn.functional.pad(w, (0, 5 - q)) for q, w in world.given[2].items()
+    ]
+    np.testing.assert_allclose(
+        found.total(), (torch.stack(by_hand).sum(dim=0) / 24)[held].numpy(), rtol=1e-6
+    )
     np.testing.assert_allclose(found.latest(1), (by_hand[-1] / 24)[held].numpy(), rtol=1e-6)
