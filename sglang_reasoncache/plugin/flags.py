@@ -20,8 +20,8 @@ _PREFIX = "reasoncache_"
 _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     "policy": (
         "What is done with the rows of running requests: reasoncache shares similar steps; "
-        "streamingllm, random, l2norm and keydiff drop positions beyond budget=N or share=F; none; "
-        "several joined by +. See docs/policies.md.",
+        "streamingllm, random, l2norm and keydiff drop positions beyond budget=N or share=F, with when=F only "
+        "while more of the pool is in use; none; several joined by +. See docs/policies.md.",
         {"metavar": "NAME[:key=value,...][+NAME...]"},
     ),
     "preset": (

@@ -54,7 +54,7 @@ class Dropper:
         self._pressure = pressure
         # Asked once: what another package's policy says later could not be caught everywhere.
         self._of_prompts = {name for name, policy in evictors if getattr(policy, "prompt", False)}
-        self._in_turn = any(waits_for(policy) for _, policy in evictors)
+        self._longest_first = any(waits_for(policy) for _, policy in evictors)
         self._reads = any(policy.needs for _, policy in evictors)
         self.drops_prompts = bool(self._of_prompts)
         self._failed: set[str] = set()
@@ -71,7 +71,7 @@ class Dropper:
 
     def in_turn(self, reqs: Iterable[Any]) -> list[Any]:
         """Who is looked at first, where that decides who gives: the longest row."""
-        if not self._in_turn:
+        if not self._longest_first:
             return list(reqs)
         return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)
 

@@ -18,7 +18,8 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_reasoncache.attention.paged_cuda import MovedReads
-from sglang_reasoncache.plugin import cuda_attention, refusals, seams
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.plugin import assembly, cuda_attention, refusals, seams
 from tests.unit.attention_rig import (
     BATCHES,
     DIM,
@@ -293,3 +294,26 @@ def test_glued_metadata_is_refused(monkeypatch: pytest.MonkeyPatch, word: str) -
     monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", word)
     with pytest.raises(ValueError, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
         refusals.check_corrected(SimpleNamespace(), "corrected")
+
+
+@pytest.mark.parametrize("positions", ["auto", "as-cached"])
+def test_a_policy_that_drops_asks_for_our_kernels(positions: str) -> None:
+    """Without one SGLang's backend serves as it is; with one backend for each half it is refused later."""
+    runner = runner_of(Rig(moved=0.0))
+    runner.is_draft_worker = False
+    runner.prefill_attention_backend_str = "triton"
+    stock = object()
+
+    def made(policy: str) -> Any:
+        config = ReasonCacheConfig(policy=policy, positions=positions)
+        return assembly.attention_backend(runner, config, "triton", lambda _runner: stock)
+
+    assert made("reasoncache") is stock
+    with pytest.raises(
+        ValueError,
+        match="--reasoncache-policy streamingllm:budget=64 over --attention-backend triton needs",
+    ):
+        made("streamingllm:budget=64")
+    runner.prefill_attention_backend_str = "flashinfer"
+    assert made("streamingllm:budget=64") is stock
+    assert runner.token_to_kv_pool_allocator.skips_holes is False
