@@ -240,6 +240,35 @@ def test_attention_that_reads_holes_is_refused_by_name(field: str) -> None:
     refusals.check_holes(_server_args(**{field: "torch_native"}), ReasonCacheConfig())
 
 
+def test_attention_that_tells_no_weights_is_refused_by_name() -> None:
+    config = ReasonCacheConfig(policy="rkv:budget=64")
+    message = "rkv needs attention statistics, which --decode-attention-backend triton does not"
+    with pytest.raises(ValueError, match=message):
+        refusals.check_holes(_server_args(decode_attention_backend="triton"), config)
+    refusals.check_holes(_server_args(attention_backend="reasoncache_cpu"), config)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "message"),
+    [
+        ({}, {}, "quest selects whole pages: --page-size must be at least 2 .*, got 1"),
+        (
+            {"page_size": 16, "attention_backend": "flashinfer"},
+            {},
+            "quest selects what a step reads, which --attention-backend flashinfer does not",
+        ),
+        ({"page_size": 16}, {"apply": "copy"}, "quest knows .* --reasoncache-apply copy writes"),
+    ],
+)
+def test_what_does_not_go_with_selection_is_refused_by_name(
+    options: dict[str, object], given: dict[str, str], message: str
+) -> None:
+    config = ReasonCacheConfig(policy="reasoncache+quest:budget=64", **given)
+    with pytest.raises(ValueError, match=message):
+        refusals.check_selector(_server_args(**options), config)
+    refusals.check_selector(_server_args(**options), ReasonCacheConfig())
+
+
 def test_a_policy_on_the_command_line() -> None:
     text = "reasoncache+keydiff:share=0.5,anchor=mean_norm"
     given = _parse("--enable-reasoncache", "--reasoncache-policy", text)

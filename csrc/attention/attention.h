@@ -78,6 +78,9 @@ struct reasoncache_decode_call {
   float logit_cap;       // 0: none
   std::int32_t element;  // of query and out: fp32, bf16 or fp16
   std::int32_t threads;
+  // Added to, null if not wanted: softmax weights, summed over the query heads, of the entries
+  // of query 0, then of those of query 1, and so on.
+  float* weights;
 };
 
 // Entries copied out, heads first: out_k [num_heads][count][k_dim], out_v likewise.

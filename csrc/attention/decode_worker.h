@@ -109,7 +109,7 @@ class Worker {
       constexpr int kHeads = decltype(number)::value;
       if constexpr (kHeads <= kMostHeads) {
         for (; head + kHeads <= last; head += kHeads) {
-          under<kHeads>(step.begin, count, head, values, keys);
+          under<kHeads>(step.query, step.begin, count, head, values, keys);
           values.count = keys.count = 0;
         }
       }
@@ -122,8 +122,8 @@ class Worker {
 
   // One tile under kHeads query heads from place `head` on.
   template <int kHeads>
-  void under(std::int64_t at, int count, std::int64_t head, const Ahead<Element>& values,
-             const Ahead<Element>& keys) {
+  void under(std::int64_t row, std::int64_t at, int count, std::int64_t head,
+             const Ahead<Element>& values, const Ahead<Element>& keys) {
     const std::int32_t* shift = call_.shift == nullptr ? nullptr : call_.shift + at;
     for (int begin = 0, end; begin < count; begin = end) {
       end = shift == nullptr ? count : begin + 1;
@@ -134,6 +134,9 @@ class Worker {
       }
       scores_of<Element, kHeads>(keys_ + begin, end - begin, values, begin, query, kv_.k_dim,
                                  task_.k_padded, scores_ + begin * kHeads);
+    }
+    if (task_.weights.wanted()) {
+      task_.weights.template keep<kHeads>(row, at, count, head % call_.num_heads, scores_);
     }
     Softmax<kHeads> softmax;
     std::copy_n(&most_[static_cast<std::size_t>(head)], kHeads, softmax.most);
@@ -168,9 +171,11 @@ class Worker {
       to[1] = total;
       std::copy_n(sums(at), task_.v_padded, to + 2);
     }
-    if (is_whole) return;
+    if (is_whole && !task_.weights.wanted()) return;
     auto& left = task_.left[static_cast<std::size_t>(row)];
-    if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) merge(row);
+    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    if (!is_whole) merge(row);
+    if (task_.weights.wanted()) task_.weights.add_up(row);
   }
 
   void merge(std::int64_t row) {

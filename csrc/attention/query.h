@@ -40,7 +40,7 @@ void write_sums_as(const Task& task, std::int64_t offset, const float* sums, flo
 }
 
 // Weighted sum of values to output: the sink only takes weight away.
-inline void write_out(const Task& task, std::int64_t row, std::int64_t head, float most, float total,
+inline void write_out(Task& task, std::int64_t row, std::int64_t head, float most, float total,
                const float* sums) {
   float weight = 1.0f;
   if (task.call.sinks != nullptr) {
@@ -65,6 +65,7 @@ inline void write_out(const Task& task, std::int64_t row, std::int64_t head, flo
   if (task.call.lse != nullptr) {
     task.call.lse[row * task.call.num_heads + head] = most + std::log(total);
   }
+  if (task.weights.wanted()) task.weights.set_lse(row, head, most + std::log(total));
 }
 
 }  // namespace attention

@@ -21,7 +21,8 @@ Task::Task(const reasoncache_kv& kv, const reasoncache_decode_call& call)
       call(call),
       group(call.num_heads / kv.num_heads),
       k_padded(whole_vectors(kv.k_dim)),
-      v_padded(whole_vectors(kv.v_dim)) {}
+      v_padded(whole_vectors(kv.v_dim)),
+      weights(call) {}
 
 std::int64_t Task::divide(std::int64_t threads) {
   const auto batch = static_cast<std::size_t>(call.batch);

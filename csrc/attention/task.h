@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "weights.h"
 
 namespace reasoncache {
 namespace attention {
@@ -52,6 +53,7 @@ class Task {
   const std::int64_t group;     // query heads of a KV head
   const std::int64_t k_padded;  // dims rounded up to whole vectors
   const std::int64_t v_padded;
+  Weights weights;
   std::vector<Unit> units{};
   std::int64_t most_queries = 1;                        // of a unit
   std::unique_ptr<std::atomic<std::int64_t>[]> left{};  // [batch], parts not done yet

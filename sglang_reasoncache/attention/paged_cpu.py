@@ -14,13 +14,16 @@ from typing import Any
 import torch
 
 from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache.attention.selection import PageSelection
 from sglang_reasoncache.attention.served import attention_layers, check_served
+from sglang_reasoncache.attention.statistics import AttentionStatistics, Observed
 from sglang_reasoncache.cache.home import HomePositions
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.plugin import seams
+from sglang_reasoncache.policies.contract import Observation, Selector
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,9 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
         self._singly = any(layer.logit_cap > 0 for layer in attention_layers(model_runner.model))
         self._decode_plan: RowPlan | None = None
         self._extend_plan: ExtendPlan | None = None
+        self._statistics: AttentionStatistics | None = None
+        self._observed: Observed | None = None
+        self._selection: PageSelection | None = None
         if self._layers[pool.start_layer].backend != "native":
             logger.warning(
                 "reasoncache: --attention-backend %s runs in PyTorch here, slower than "
@@ -74,9 +80,22 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
                 NAME,
             )
 
+    def observe(self, wanted: Observation) -> AttentionStatistics:
+        """Note from now on how much weight positions get; the same object in every call."""
+        if self._statistics is None:
+            self._statistics = AttentionStatistics(self.req_to_token_pool.req_to_token, wanted)
+        return self._statistics
+
+    def select(self, name: str, selector: Selector) -> PageSelection:
+        """Have decode steps read what ``selector`` keeps, from now on."""
+        keys = {layer: kv.keys for layer, kv in self._layers.items()}
+        page = self._allocator.page_size
+        self._selection = PageSelection(name, selector, keys, page, self.rotation)
+        return self._selection
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan the rows; every layer of this forward reads them."""
-        self._decode_plan = self._extend_plan = None
+        self._decode_plan = self._extend_plan = self._observed = None
         mode = forward_batch.forward_mode
         if forward_batch.out_cache_loc is None or mode.is_idle():
             return
@@ -92,11 +111,21 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
             home,
             num_slots=self._num_slots,
         )
-        if mode.is_decode():
+        new = None if mode.is_decode() else forward_batch.extend_seq_lens.tolist()
+        if self._selection is not None:
+            self._selection.begin(
+                self.req_to_token_pool.req_to_token,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens if new is None else forward_batch.seq_lens[:0],
+                home,
+            )
+        if new is None:
             self._decode_plan = plan
         else:
-            self._extend_plan = ExtendPlan(
-                plan, forward_batch.extend_seq_lens.tolist(), self._dtype, singly=self._singly
+            self._extend_plan = ExtendPlan(plan, new, self._dtype, singly=self._singly)
+        if self._statistics is not None:
+            self._observed = self._statistics.observe(
+                plan, forward_batch.req_pool_indices, forward_batch.seq_lens, new
             )
 
     def forward_decode(
@@ -111,16 +140,28 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
         self._write(k, v, layer, forward_batch, save_kv_cache)
-        if self._decode_plan is None:
+        plan = self._decode_plan
+        if plan is None:
             raise RuntimeError("forward_decode without a plan of its batch")
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        all_weights = weights = None if self._observed is None else self._observed.weights
+        some = None
+        if self._selection is not None:
+            some = self._selection.plan(layer.layer_id, query, layer.scaling)
+        if some is not None:
+            plan = some.rows
+            weights = None if weights is None else torch.zeros(len(plan.kv_indices))
         out = decode_attention(
-            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            query,
             self._layers[layer.layer_id],
-            self._decode_plan,
+            plan,
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
             sinks=None if sinks is None else sinks.float(),
+            weights=weights,
         )
+        if some is not None and all_weights is not None and weights is not None:
+            all_weights[some.among] += weights
         return out.view(out.shape[0], -1)
 
     def forward_extend(
@@ -143,14 +184,29 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
             plan = self._extend_plan = ExtendPlan(
                 plan.rows, forward_batch.extend_seq_lens.tolist(), self._dtype, singly=True
             )
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        sinks = None if sinks is None else sinks.float()
         out = extend_attention(
-            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            query,
             self._layers[layer.layer_id],
             plan,
             scale=layer.scaling,
             logit_cap=layer.logit_cap,
-            sinks=None if sinks is None else sinks.float(),
+            sinks=sinks,
         )
+        # PyTorch's fused attention tells no weights; these are a few queries of each prompt.
+        parts = () if self._observed is None else self._observed.parts()
+        for tokens, spans, weights in parts:
+            decode_attention(
+                query[tokens],
+                self._layers[layer.layer_id],
+                plan.rows,
+                scale=layer.scaling,
+                logit_cap=layer.logit_cap,
+                sinks=sinks,
+                spans=spans,
+                weights=weights,
+            )
         return out.view(out.shape[0], -1)
 
     def _write(
@@ -165,3 +221,6 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
             self.token_to_kv_pool.set_kv_buffer(
                 layer, seams.KVWriteLoc(forward_batch.out_cache_loc, None), k, v
             )
+            if self._selection is not None:
+                decodes = self._decode_plan is not None
+                self._selection.note(layer.layer_id, forward_batch.out_cache_loc, k, apart=decodes)

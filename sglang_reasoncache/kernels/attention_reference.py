@@ -87,8 +87,11 @@ def decode_attention(
     scale: float,
     logit_cap: float,
     sinks: torch.Tensor | None,
+    weight_sums: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 output ``[batch, heads, v_dim]`` and log-sum-exp ``[batch, heads]``.
+
+    ``weight_sums``: ``weights`` of :func:`sglang_reasoncache.kernels.decode.decode_attention`.
 
     Raises:
         ValueError: a slot, range or shift out of bounds.
@@ -98,6 +101,7 @@ def decode_attention(
     out = torch.zeros((batch, heads, values.shape[2]), device=query.device)
     lse = torch.full((batch, heads), float("-inf"), device=query.device)
     group = heads // keys.shape[1]
+    at = 0
     for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
         if not 0 <= first <= last <= len(k):
             raise ValueError("decode: begin and end go beyond kv_indices")
@@ -112,4 +116,7 @@ def decode_attention(
             lse[b] = logits.logsumexp(dim=1)
             weights = logits.softmax(dim=1)[:, : last - first]
             out[b] = torch.einsum("hn,nhd->hd", weights, row_v)
+            if weight_sums is not None:
+                weight_sums[at : at + last - first] += weights.sum(dim=0)
+        at += last - first
     return out, lse

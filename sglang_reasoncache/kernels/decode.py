@@ -22,6 +22,7 @@ def decode_attention(
     spans: tuple[torch.Tensor, torch.Tensor] | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
     threads: int | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q . k) v`` of every query over its own entries.
@@ -43,6 +44,8 @@ def decode_attention(
             several queries may read the same entries.
         out: ``[batch, heads, v_dim]`` of the query's dtype, written; None makes one.
         lse: fp32 ``[batch, heads]``, natural log of the sum of exponentials, written.
+        weights: fp32, one for each entry of query 0, then of query 1, and so on. Each entry's
+            softmax weight, summed over the query heads, is added to it. Not for "triton".
         threads: Upper bound on CPU threads; None takes what PyTorch uses. For "native".
 
     Returns:
@@ -74,13 +77,21 @@ def decode_attention(
         raise ValueError(f"lse must be fp32 [{batch}, {heads}], got {lse.dtype} {list(lse.shape)}")
     if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (heads,)):
         raise ValueError(f"sinks must be fp32 [{heads}], got {sinks.dtype} {list(sinks.shape)}")
+    if weights is not None and (
+        weights.dtype != torch.float32 or weights.dim() != 1 or not weights.is_contiguous()
+    ):
+        raise ValueError(
+            f"weights must be fp32 [entries], got {weights.dtype} {list(weights.shape)}"
+        )
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
     if begin.dtype != torch.int32 or end.dtype != torch.int32 or end.shape != begin.shape:
         raise ValueError(f"spans must be two int32 [batch], got {begin.dtype}, {end.dtype}")
+    if weights is not None and len(weights) != int((end - begin).sum()):
+        raise ValueError(f"weights must be [{int((end - begin).sum())}], got {len(weights)}")
     if kv.backend == "torch" or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         found, found_lse = attention_reference.decode_attention(
             query, kv.keys, kv.values, begin, end, plan.kv_indices, plan.shift, kv.rotation,
-            scale, logit_cap, sinks,
+            scale, logit_cap, sinks, weights,
         )  # fmt: skip
         if lse is not None:
             lse.copy_(found_lse)
@@ -92,6 +103,8 @@ def decode_attention(
     if out.stride(2) != 1:
         raise ValueError(f"out must have elements of a head side by side, got {out.stride()}")
     if kv.native is None:
+        if weights is not None:
+            raise ValueError(f"weights are not computed by {kv.backend}")
         from sglang_reasoncache.kernels import decode_triton
 
         decode_triton.decode(
@@ -112,5 +125,6 @@ def decode_attention(
         scale,
         logit_cap,
         threads_of_a_call(threads),
+        weights,
     )
     return out

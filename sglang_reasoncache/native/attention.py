@@ -102,6 +102,7 @@ class _DecodeCall(ctypes.Structure):
         ("logit_cap", _float),
         ("element", _int32),
         ("threads", _int32),
+        ("weights", _pointer),
     )
 
 
@@ -215,6 +216,7 @@ class NativeKv:
         scale: float,
         logit_cap: float,
         threads: int,
+        weights: torch.Tensor | None = None,
     ) -> None:
         """See :func:`sglang_reasoncache.kernels.decode.decode_attention`.
 
@@ -242,6 +244,7 @@ class NativeKv:
             logit_cap,
             DTYPES.index(query.dtype),
             threads,
+            None if weights is None else weights.data_ptr(),
         )
         _check(
             self._library.reasoncache_decode(_pointer(self._address), ctypes.byref(call)), "decode"

@@ -18,7 +18,7 @@ from sglang_reasoncache.plugin import refusals, seams
 from sglang_reasoncache.plugin.encoder import make_encoder
 from sglang_reasoncache.plugin.engines import make_engine
 from sglang_reasoncache.plugin.span import reasoning_markers
-from sglang_reasoncache.policies.contract import UNROTATED_KEYS
+from sglang_reasoncache.policies.contract import ATTENTION, UNROTATED_KEYS
 from sglang_reasoncache.policy.span import ReasoningMarkers
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibrated import CalibratedThreshold, filter_config
@@ -27,6 +27,7 @@ from sglang_reasoncache.sharing.dropping import Dropper
 from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.measure import BlockMeter
 from sglang_reasoncache.sharing.pressure import PoolPressure, pool_use
+from sglang_reasoncache.sharing.weights import WeightSource, observation_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,9 @@ def shared_allocator(stock: Any) -> Any:
     allocator = shared_allocator_of(stock)
     num_slots = pool.get_key_buffer(pool.start_layer).shape[0]
     allocator.home = HomePositions(num_slots, allocator.device)
-    # Filled in by the attention backend that can correct positions.
+    # Filled in by the attention backend that can correct positions, observe and select.
     allocator.rotation = None
+    allocator.attention_statistics = allocator.selection = None
     return allocator
 
 
@@ -68,9 +70,15 @@ def attention_backend(
     runs_alone = model_runner.prefill_attention_backend_str == (
         model_runner.decode_attention_backend_str
     )
-    model_runner.token_to_kv_pool_allocator.skips_holes = runs_alone and getattr(
-        backend, "skips_holes", False
-    )
+    allocator = model_runner.token_to_kv_pool_allocator
+    allocator.skips_holes = runs_alone and getattr(backend, "skips_holes", False)
+    wanted = observation_of(config.policies.evictors)
+    if wanted is not None and runs_alone and hasattr(backend, "observe"):
+        allocator.attention_statistics = backend.observe(wanted)
+    selector = config.policies.selector
+    if selector is not None and runs_alone and hasattr(backend, "select"):
+        refusals.check_selected_page(selector.name, allocator.page_size)
+        allocator.selection = backend.select(*selector)
     return backend
 
 
@@ -179,7 +187,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     config = resolve(
         config, allocator.rotation, context.tp_worker.model_runner.decode_attention_backend_str
     )
-    _check_evictors(context, config)
+    _check_policies(context, config)
     rows = params.req_to_token_pool
     pool = allocator.get_kvcache()
     group = params.tp_cache_group if context.tp_size > 1 else None
@@ -218,6 +226,10 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         num_heads=pool.head_num * context.tp_size,
         group=group,
     )
+    weights = None
+    if allocator.attention_statistics is not None:
+        heads = context.model_config.num_attention_heads * pool.layer_num
+        weights = WeightSource(allocator.attention_statistics, heads, group)
     controller = SharingController(
         config,
         block,
@@ -241,6 +253,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
             params.page_size,
             # The tree is made below.
             PoolPressure(lambda: pool_use(allocator, cache)),
+            weights,
         ),
         SharingMetrics(_labels(context)) if params.enable_metrics else None,
         markers,
@@ -252,6 +265,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         params, publish_aliased=config.publish == "aliased" and config.apply == "alias"
     )
     cache.controller = controller
+    controller.selection = allocator.selection
     logger.info(
         "reasoncache: on, block %d, page %d, steps by %s, distances by %s, %s",
         block,
@@ -263,17 +277,25 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     return cache
 
 
-def _check_evictors(context: Any, config: ReasonCacheConfig) -> None:
+def _check_policies(context: Any, config: ReasonCacheConfig) -> None:
     """Refuse policies that this server's attention does not go with.
 
     Raises:
-        ValueError: dropped positions would be read, or keys cannot be un-rotated.
+        ValueError: dropped positions would be read, keys cannot be un-rotated, weights are not
+            told, or nothing is selected.
     """
+    allocator = context.params.token_to_kv_pool_allocator
+    runner = context.tp_worker.model_runner
+    selector = config.policies.selector
+    if selector is not None and allocator.selection is None:
+        raise ValueError(
+            refusals.reads_everything(
+                selector.name, "--attention-backend", runner.decode_attention_backend_str
+            )
+        )
     evictors = config.policies.evictors
     if not evictors:
         return
-    allocator = context.params.token_to_kv_pool_allocator
-    runner = context.tp_worker.model_runner
     if not allocator.skips_holes:
         names = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
         raise ValueError(
@@ -284,6 +306,12 @@ def _check_evictors(context: Any, config: ReasonCacheConfig) -> None:
             raise ValueError(
                 f"{flag_of('policy')} {name} needs unrotated keys, which takes "
                 f"--reasoncache-positions corrected, got {config.positions}"
+            )
+        if ATTENTION in policy.needs and allocator.attention_statistics is None:
+            raise ValueError(
+                refusals.tells_no_weights(
+                    name, "--attention-backend", runner.decode_attention_backend_str
+                )
             )
 
 

@@ -192,6 +192,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     seams.check_version(config.allow_untested_sglang)
     refusals.check(server_args)
     refusals.check_holes(server_args, config)
+    refusals.check_selector(server_args, config)
     # Imports torch, which processes without the flag need not load.
     from sglang_reasoncache.plugin.encoder import check_encoder
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
 from sglang_reasoncache.plugin import seams
+from sglang_reasoncache.policies.contract import ATTENTION
 
 
 class Refusal(NamedTuple):
@@ -123,16 +124,70 @@ def check_holes(args: Any, config: ReasonCacheConfig) -> None:
     """Raises ValueError where a policy drops positions and a flag asks for attention that reads them."""
     if not config.drops:
         return
-    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        name = getattr(args, field, None)
-        if name is not None and name not in seams.HOLE_BACKENDS:
-            raise ValueError(reads_holes(config, "--" + field.replace("_", "-"), name))
+    for flag, name in _backends(args):
+        if name not in seams.HOLE_BACKENDS:
+            raise ValueError(reads_holes(config, flag, name))
+        for policy_name, policy in config.policies.evictors:
+            if ATTENTION in policy.needs and name not in seams.OBSERVING_BACKENDS:
+                raise ValueError(tells_no_weights(policy_name, flag, name))
+
+
+def check_selector(args: Any, config: ReasonCacheConfig) -> None:
+    """Raises ValueError where a policy selects what is read and a flag is in its way."""
+    selector = config.policies.selector
+    if selector is None:
+        return
+    check_selected_page(selector.name, args.page_size or 1)
+    if config.apply == "copy":
+        raise ValueError(
+            f"{flag_of('policy')} {selector.name} knows pages by the keys that attention wrote; "
+            f"{flag_of('apply')} copy writes others"
+        )
+    for flag, name in _backends(args):
+        if name not in seams.SELECTING_BACKENDS:
+            raise ValueError(reads_everything(selector.name, flag, name))
+
+
+def _backends(args: Any) -> list[tuple[str, str]]:
+    """Flag and name of the attention backends that the operator chose."""
+    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    return [
+        ("--" + field.replace("_", "-"), getattr(args, field))
+        for field in fields
+        if getattr(args, field, None) is not None
+    ]
+
+
+def check_selected_page(policy: str, page_size: int) -> None:
+    """Raises ValueError where a page is no more than a position.
+
+    Asked twice: for the flag, and for the page size SGLang settled on.
+    """
+    if page_size < 2:
+        raise ValueError(
+            f"{flag_of('policy')} {policy} selects whole pages: --page-size must be at least 2 "
+            f"(the paper has 16), got {page_size}"
+        )
+
+
+def reads_everything(policy: str, flag: str, name: str) -> str:
+    return (
+        f"{flag_of('policy')} {policy} selects what a step reads, which {flag} {name} does not "
+        f"ask; use {' or '.join(seams.SELECTING_BACKENDS)}"
+    )
 
 
 def reads_holes(config: ReasonCacheConfig, flag: str, name: str) -> str:
     return (
         f"{flag_of('policy')} {config.policy} drops positions, which {flag} {name} would read; "
         f"use {', '.join(seams.HOLE_BACKENDS)}, one for prefill and decode"
+    )
+
+
+def tells_no_weights(policy: str, flag: str, name: str) -> str:
+    return (
+        f"{flag_of('policy')} {policy} needs attention statistics, which {flag} {name} does not "
+        f"give; use {' or '.join(seams.OBSERVING_BACKENDS)}"
     )
 
 

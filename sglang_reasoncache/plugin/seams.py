@@ -112,6 +112,12 @@ CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
 #: Attention backends with which dropped positions are skipped, by name.
 HOLE_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
+#: Attention backends that tell policies how much weight positions get, by name.
+OBSERVING_BACKENDS = (CPU_BACKEND,)
+
+#: Attention backends whose decode reads what a policy selects, by name.
+SELECTING_BACKENDS = (CPU_BACKEND,)
+
 
 def resolve(name: str) -> Any:
     """The SGLang object called ``name`` here. Raises KeyError, ImportError or AttributeError."""

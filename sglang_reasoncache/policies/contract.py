@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 #: What a policy may name in ``needs``.
 KEYS = "keys"
 UNROTATED_KEYS = "unrotated keys"
+ATTENTION = "attention"
+
+
+class Observation(NamedTuple):
+    """Which weights a policy that needs :data:`ATTENTION` reads; announced in ``observes``.
+
+    Attributes:
+        latest: Newest queries whose weights are kept apart, for ``Attention.latest``.
+        total: Sums over all queries of the response are kept, for ``Attention.total``.
+        prompt: Queries at the end of a prompt that count as well.
+    """
+
+    latest: int = 0
+    total: bool = False
+    prompt: int = 0
 
 
 class OptionError(ValueError):
@@ -57,6 +72,30 @@ class Keys(Protocol):
         """
 
 
+class Attention(Protocol):
+    """Softmax weights that the positions of a request got, averaged over the query heads of all
+    layers and ranks; entry i belongs to ``RequestView.held[i]``. Every rank must ask alike.
+    """
+
+    def latest(self, queries: int) -> np.ndarray:
+        """float64 ``[held]``: mean over the ``queries`` newest ones, as far as they were
+        observed; 0 for a position behind a query."""
+
+    def total(self) -> np.ndarray:
+        """float64 ``[held]``: sum over all queries of the response so far, and the last
+        ``Observation.prompt`` ones of what was computed before it."""
+
+
+class NoAttention:
+    """Of a policy that does not need it."""
+
+    def latest(self, queries: int) -> np.ndarray:
+        raise LookupError(f"the policy's needs do not name {ATTENTION!r}")
+
+    def total(self) -> np.ndarray:
+        raise LookupError(f"the policy's needs do not name {ATTENTION!r}")
+
+
 @dataclass(frozen=True)
 class RequestView:
     """One request between two forwards.
@@ -71,6 +110,7 @@ class RequestView:
         held: int64, ascending: written positions that were not dropped.
         seed: A number of the prompt's tokens, the same for the same prompt.
         keys: On demand; only for a policy that ``needs`` them.
+        attention: Likewise.
     """
 
     prompt: int
@@ -80,6 +120,7 @@ class RequestView:
     held: np.ndarray
     seed: int
     keys: Keys
+    attention: Attention = field(default_factory=NoAttention)
 
     def candidates(self, recent: int = 1) -> np.ndarray:
         """Positions that may be dropped, ascending, in whole pages: all that the request owns
@@ -87,6 +128,31 @@ class RequestView:
         end = (self.written - max(recent, 1)) // self.page * self.page
         low, high = np.searchsorted(self.held, (self.owned, end))
         return self.held[low:high]
+
+
+class Selector(Protocol):
+    """Reads fewer pages in a decode step; nothing is freed. A frozen dataclass as a
+    :class:`Policy` is, asked in every layer, by tensors, on the device.
+    """
+
+    @property
+    def budget(self) -> int:
+        """Positions read. Rows with no more are read whole, and nothing is asked."""
+
+    @property
+    def whole_layers(self) -> int:
+        """First layers that read everything."""
+
+    def bounds(self, query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        """fp32 ``[rows, pages, heads]``, how well the keys of a page may fit each query head,
+        by ``query`` ``[rows, heads, dim]`` (scaled) and the least and largest of the keys, ``low``
+        and ``high`` ``[rows, pages, kv_heads, dim]``, all fp32."""
+
+    def keep(
+        self, bounds: torch.Tensor, held: torch.Tensor, newest: torch.Tensor, page: int
+    ) -> torch.Tensor:
+        """bool ``[rows, pages]``, which are read: of those ``held`` (bool ``[rows, pages]``),
+        the ``newest`` (int64 ``[rows]``) among them. ``page``: positions of a page."""
 
 
 class Policy(Protocol):
@@ -101,7 +167,8 @@ class Policy(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Of :data:`KEYS` and :data:`UNROTATED_KEYS`."""
+        """Of :data:`KEYS`, :data:`UNROTATED_KEYS` and :data:`ATTENTION`; the last one takes an
+        attribute ``observes``, an :class:`Observation`."""
 
     @property
     def slack(self) -> int:

@@ -17,14 +17,18 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from sglang_reasoncache.policies.contract import OptionError, Policy
+from sglang_reasoncache.policies.contract import OptionError, Policy, Selector
 
-#: Every evictor of this package: a policy is one line here.
+#: Every evictor and selector of this package: a policy is one line here.
 BUILT_IN = {
     "streamingllm": "sglang_reasoncache.policies.streamingllm:StreamingLLM",
     "random": "sglang_reasoncache.policies.random_eviction:RandomEviction",
     "l2norm": "sglang_reasoncache.policies.l2norm:L2Norm",
     "keydiff": "sglang_reasoncache.policies.keydiff:KeyDiff",
+    "h2o": "sglang_reasoncache.policies.h2o:H2O",
+    "snapkv": "sglang_reasoncache.policies.snapkv:SnapKV",
+    "rkv": "sglang_reasoncache.policies.rkv:RKV",
+    "quest": "sglang_reasoncache.policies.quest:Quest",
 }
 #: Where other packages register theirs, ``name = "package.module:Class"``.
 ENTRY_POINTS = "sglang_reasoncache.policies"
@@ -44,6 +48,13 @@ class NamedPolicy(typing.NamedTuple):
     policy: Policy
 
 
+class NamedSelector(typing.NamedTuple):
+    """A configured selector and the name it was asked for by."""
+
+    name: str
+    policy: Selector
+
+
 @dataclass(frozen=True)
 class PolicyChoice:
     """What ``--reasoncache-policy`` asks for.
@@ -51,10 +62,12 @@ class PolicyChoice:
     Attributes:
         shares: Similar steps share their memory.
         evictors: Applied one after the other.
+        selector: Chooses what a step reads.
     """
 
     shares: bool
     evictors: tuple[NamedPolicy, ...] = ()
+    selector: NamedSelector | None = None
 
 
 @functools.lru_cache(maxsize=64)
@@ -76,15 +89,23 @@ def parse(text: str) -> PolicyChoice:
             raise PolicyError(f"with {name} without options (sharing has flags of its own)")
         if name == NOTHING and len(parts) > 1:
             raise PolicyError(f"{NOTHING} alone, or without it")
-    evictors = tuple(
-        NamedPolicy(name, _make(name, options, known))
+    made = [
+        (name, _make(name, options, known))
         for name, _, options in parts
         if name not in (NOTHING, SHARING)
-    )
-    return PolicyChoice(SHARING in names, evictors)
+    ]
+    selectors = [NamedSelector(name, policy) for name, policy in made if _selects(policy)]
+    if len(selectors) > 1:
+        raise PolicyError(f"with one of {' and '.join(name for name, _ in selectors)}")
+    evictors = tuple(NamedPolicy(name, policy) for name, policy in made if not _selects(policy))
+    return PolicyChoice(SHARING in names, evictors, selectors[0] if selectors else None)
 
 
-def _make(name: str, options: str, known: str) -> Policy:
+def _selects(policy: Any) -> bool:
+    return not hasattr(policy, "drops")
+
+
+def _make(name: str, options: str, known: str) -> Any:
     kind = _class_of(name, known)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     types_of = typing.get_type_hints(kind)
@@ -122,6 +143,8 @@ def _class_of(name: str, known: str) -> Any:
         raise PolicyError(f"with policies that load; {name} does not ({error!r})") from error
     if not dataclasses.is_dataclass(kind) or not isinstance(kind, type):
         raise PolicyError(f"with policies that are dataclasses; {name} is {kind!r}")
+    if not (hasattr(kind, "drops") or hasattr(kind, "keep")):
+        raise PolicyError(f"with policies that drop or keep something; {name} is {kind!r}")
     return kind
 
 

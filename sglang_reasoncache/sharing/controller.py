@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from sglang_reasoncache.attention.selection import PageSelection
 from sglang_reasoncache.cache.budget import SharingForecast
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.metrics import SharingMetrics
@@ -98,6 +99,8 @@ class SharingController:
         self.stats = SharingStats()
         self.forecast = SharingForecast(config.admission_credit)
         self.live_positions = 0
+        #: Of the attention backend, where a policy selects what is read.
+        self.selection: PageSelection | None = None
         self._engine = engine
         self._meter = meter
         self._acceptor = acceptor
@@ -502,6 +505,7 @@ class SharingController:
             "slots_saved_now": self.saved_positions,
             "positions_dropped_now": self._dropper.positions_now,
             "evictors": self._dropper.describe(),
+            "selection": None if self.selection is None else self.selection.describe(),
             "admission_credit": self.forecast.credit,
             "threshold": self.threshold.describe(),
             "engine": self._engine.name,

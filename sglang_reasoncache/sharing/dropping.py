@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sglang_reasoncache.policies.contract import Policy, RequestView
+from sglang_reasoncache.policies.contract import NoAttention, Policy, RequestView
 from sglang_reasoncache.policies.registry import NamedPolicy
 from sglang_reasoncache.sharing.acceptor import Acceptor, Dropped
 from sglang_reasoncache.sharing.decision import Drop, DropRefusal
@@ -19,6 +19,7 @@ from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.pressure import PoolPressure, waits_for
 from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Dropper:
         keys: Read for policies that need them.
         page: Page size, positions.
         pressure: Which of them may act now; None: all.
+        weights: Attention statistics, None where no policy needs them.
 
     Attributes:
         positions_now: Positions that the running requests have dropped.
@@ -46,12 +48,14 @@ class Dropper:
         keys: KeySource,
         page: int,
         pressure: PoolPressure | None = None,
+        weights: WeightSource | None = None,
     ) -> None:
         self._evictors = tuple(evictors)
         self._acceptor = acceptor
         self._keys = keys
         self._page = page
         self._pressure = pressure
+        self._weights = weights
         # Asked once: what another package's policy says later could not be caught everywhere.
         self._of_prompts = {name for name, policy in evictors if getattr(policy, "prompt", False)}
         self._longest_first = any(waits_for(policy) for _, policy in evictors)
@@ -110,6 +114,7 @@ class Dropper:
 
     def _view(self, req: Any, state: RequestState, written: int, first: int) -> RequestView:
         held = state.holes.held(written)
+        row = req.kv.req_pool_idx
         return RequestView(
             prompt=len(req.origin_input_ids),
             written=written,
@@ -117,7 +122,8 @@ class Dropper:
             page=self._page,
             held=held,
             seed=zlib.crc32(array("q", req.origin_input_ids)),
-            keys=self._keys.of(req.kv.req_pool_idx, held),
+            keys=self._keys.of(row, held),
+            attention=NoAttention() if self._weights is None else self._weights.of(row, held),
         )
 
     def _ask(

@@ -94,6 +94,43 @@ SHARING_AND_DROPPING = SHARED.having(
     SGLANG_TEST_RETRACT="true",
     SGLANG_TEST_RETRACT_INTERVAL="25",
 )
+#: What queries look at decides, in a pool with room, so that runs can be followed; and with
+#: sharing on the same rows, under forced retractions.
+RKV = SHARED.having(
+    "rkv", *CHUNKED, *PAGED_READS, "--reasoncache-policy", "rkv:budget=110:slack=24:recent=16"
+)
+SHARING_AND_RKV = SHARED.having(
+    "and-rkv",
+    *TIGHT,
+    *EAGER,
+    *CHUNKED,
+    *PAGED_READS,
+    "--reasoncache-publish",
+    "aliased",
+    "--reasoncache-policy",
+    "reasoncache+rkv:budget=240:slack=16",
+    SGLANG_TEST_RETRACT="true",
+    SGLANG_TEST_RETRACT_INTERVAL="25",
+).for_long_runs()
+#: The prompt by its last queries, then the response by the weights of all.
+SNAPKV_H2O = SHARED.having(
+    "snapkv-h2o",
+    *PAGED_READS,
+    "--reasoncache-policy",
+    "snapkv:budget=24:window=8:recent=8+h2o:budget=90:slack=16:recent=16",
+).for_long_runs()
+#: Each step reads some pages, in a pool with room; and with pages shared as well.
+QUEST = SHARED.having(
+    "quest",
+    *PAGED_READS,
+    "--page-size",
+    "16",
+    "--reasoncache-policy",
+    "quest:budget=48:whole_layers=1",
+)
+SHARING_AND_QUEST = PAGED.having(
+    "quest", *PAGED_READS, "--reasoncache-policy", "reasoncache+quest:budget=96"
+).for_long_runs()
 #: Prompts within a hard budget, chunk by chunk; no prefix cache, the overlap schedule.
 DROPPING_PROMPTS = SHARED.having(
     "prompts",
@@ -177,8 +214,13 @@ __all__ = [
     "EXACT",
     "NOTHING_SHARED",
     "PAGED",
+    "QUEST",
     "REASONING",
+    "RKV",
     "SHARING_AND_DROPPING",
+    "SHARING_AND_QUEST",
+    "SHARING_AND_RKV",
+    "SNAPKV_H2O",
     "STOCK",
     "STOCK_TORCH",
     "TWO_RANKS",

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""R-KV (Cai et al., 2025): what is important by attention and not redundant by its keys stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang_reasoncache.policies.contract import ATTENTION, KEYS, Observation, RequestView
+from sglang_reasoncache.policies.evictor import Evictor, between, drop_highest
+from sglang_reasoncache.policies.pooling import pooled
+from sglang_reasoncache.sharing.decision import Drop
+
+if TYPE_CHECKING:
+    import torch
+
+_EPSILON = 1e-8
+#: Cosines computed at once.
+_ELEMENTS = 1 << 22
+
+
+def redundancy(keys: torch.Tensor, threshold: float) -> torch.Tensor:
+    """``[held, heads, head_dim]`` to ``[held, heads]``, the paper's R: a softmax over positions
+    of how similar the others are to each on average.
+
+    Each key spares the newest of those whose cosine with it is above ``threshold``: one of
+    several similar keys has to stay, and that is to be the newest.
+    """
+    count = len(keys)
+    unit = (keys / (keys.norm(dim=-1, keepdim=True) + _EPSILON)).transpose(0, 1)
+    rows = max(1, _ELEMENTS // max(1, unit.shape[0] * count))
+    sums = unit.new_zeros(unit.shape[:2])
+    order = sums.new_tensor(range(1, count + 1))
+    for begin in range(0, count, rows):
+        cosines = unit[:, begin : begin + rows] @ unit.transpose(1, 2)
+        cosines.diagonal(begin, 1, 2).zero_()
+        newest = ((cosines > threshold) * order).max(dim=-1, keepdim=True)
+        cosines.scatter_(
+            -1, newest.indices, cosines.gather(-1, newest.indices) * (newest.values == 0)
+        )
+        sums += cosines.sum(dim=1)
+    return (sums / max(1, count)).softmax(dim=-1).T
+
+
+@dataclass(frozen=True)
+class RKV(Evictor):
+    """Gives up the positions of lowest ``mix * importance - (1 - mix) * redundancy``.
+
+    Importance is the weight by the newest ``alpha`` queries, the maximum of each ``kernel``
+    neighbours. The paper compresses every 128 tokens and always keeps the newest ``alpha``.
+
+    Attributes:
+        mix: The paper's lambda.
+        alpha: Queries that observe.
+        kernel: Held positions whose weights are pooled, an odd number.
+        threshold: Cosine from which two keys count as similar.
+    """
+
+    slack: int = 128
+    recent: int = 8
+    mix: float = 0.1
+    alpha: int = 8
+    kernel: int = 7
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("mix", self.mix, 0, 1)
+        between("alpha", self.alpha, 1, 64)
+        between("kernel", self.kernel, 1, 63)
+        between("threshold", self.threshold, -1, 1)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({KEYS, ATTENTION})
+
+    @property
+    def observes(self) -> Observation:
+        return Observation(latest=self.alpha, prompt=self.alpha)
+
+    def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
+        importance = pooled(view.attention.latest(self.alpha), self.kernel, "max")
+        redundant = view.keys.token_scores(lambda keys: redundancy(keys, self.threshold))
+        scores = (1 - self.mix) * redundant - self.mix * importance
+        candidates = view.candidates(self.recent)
+        return drop_highest(
+            view, candidates, scores[np.searchsorted(view.held, candidates)], excess
+        )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that read attention statistics, in a live server, by the example of R-KV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eval.serving import ServerProcess
+from sglang_reasoncache.policies.pooling import pooled
+from sglang_reasoncache.policies.rkv import redundancy
+from tests.server.harness import wait_until_idle
+from tests.server.masking import differences, respond
+from tests.server.problems import problems, report, solve
+from tests.server.specs import RKV, SHARING_AND_RKV, SNAPKV_H2O
+from tests.server.test_dropping import MEAN_ROUNDING, MOST_ROUNDING
+from tests.server.test_dropping import reference as reference
+from tests.server.test_sharing import (
+    test_aborted_and_disconnected_requests_give_everything_back as give_everything_back,
+)
+
+ALL = pytest.mark.parametrize("server", [RKV, SHARING_AND_RKV, SNAPKV_H2O], indirect=True)
+
+
+@pytest.mark.parametrize("server", [RKV], indirect=True)
+def test_rkv_equals_masking(server: ServerProcess, reference: Any) -> None:
+    equals_masking(server, reference)
+
+
+@pytest.mark.parametrize("server", [SNAPKV_H2O], indirect=True)
+def test_snapkv_and_h2o_equal_masking(server: ServerProcess, reference: Any) -> None:
+    """One has the prompt, the other the response, and keeps to its budget."""
+    for found in equals_masking(server, reference):
+        prompt = found["prompt_tokens"]
+        assert any(start + length < prompt - 7 for _, start, length in found["drops"])
+        assert any(start >= prompt for _, start, length in found["drops"])
+        length = prompt + found["output_tokens"]
+        assert 90 <= length - found["dropped_positions"] <= 90 + 16 + 8
+
+
+def equals_masking(server: ServerProcess, reference: Any) -> list[dict[str, Any]]:
+    """Log-probabilities are those of a loop whose attention is masked where positions went."""
+    tokenizer, model = reference
+    responses = []
+    prompts = [f"<|user|> {p.prompt} <|assistant|>" for p in problems(6, seed=21)]
+    compared, right, dense = 0, 0.0, 0.0
+    for text, found in zip(prompts, respond(server, prompts), strict=True):
+        assert found["retractions"] == 0
+        assert found["dropped_positions"] > 50
+        responses.append(found)
+        arguments = (model, tokenizer(text)["input_ids"], found["tokens"], found["logprobs"])
+        hidden = [(written + 1, start, length) for written, start, length in found["drops"]]
+        off = differences(*arguments, hidden)
+        assert off.mean() < MEAN_ROUNDING and off.max() < MOST_ROUNDING
+        compared += len(off)
+        right += float(off.sum())
+        dense += float(differences(*arguments, []).sum())
+    print(compared, right, dense)
+    assert compared > 1000
+    assert right < dense / 30
+    return responses
+
+
+@torch.no_grad()
+def scores_of(model: Any, tokens: list[int], written: int) -> np.ndarray:
+    """R-KV's, the highest to go first, by attention and keys of a Hugging Face forward."""
+    # On the overlap schedule the query behind the written positions has been computed as well.
+    out = model(
+        input_ids=torch.tensor([tokens[: written + 1]]), output_attentions=True, use_cache=True
+    )
+    weights = torch.cat([layer[0] for layer in out.attentions])
+    importance = weights[:, -8:, :written].mean(dim=(0, 1)).double().numpy()
+    redundant = torch.stack(
+        [
+            redundancy(layer.keys[0, :, :written].transpose(0, 1), 0.5)
+            for layer in out.past_key_values.layers
+        ]
+    ).mean(dim=(0, 2))
+    scores: np.ndarray = 0.9 * redundant.double().numpy() - 0.1 * pooled(importance, 7, "max")
+    return scores
+
+
+@pytest.mark.parametrize("server", [RKV], indirect=True)
+def test_what_goes_is_what_the_rule_says(server: ServerProcess, reference: Any) -> None:
+    """The same positions as by a forward of another implementation, but for rounding."""
+    tokenizer, model = reference
+    prompts = [f"<|user|> {p.prompt} <|assistant|>" for p in problems(6, seed=31)]
+    same = total = 0
+    for text, found in zip(prompts, respond(server, prompts), strict=True):
+        tokens = tokenizer(text)["input_ids"] + found["tokens"]
+        written = found["drops"][0][0]
+        gone = {
+            at
+            for when, start, length in found["drops"]
+            if when == written
+            for at in range(start, start + length)
+        }
+        candidates = range(found["prompt_tokens"], written - 16)
+        scores = scores_of(model, tokens, written)
+        expected = sorted(candidates, key=lambda at: -scores[at])[: len(gone)]
+        assert gone <= set(candidates)
+        same += len(gone & set(expected))
+        total += len(gone)
+    print(same, total)
+    assert total > 6 * 20
+    assert same / total > 0.95
+
+
+@ALL
+def test_frees_slots_under_load(server: ServerProcess) -> None:
+    todo = problems(16, seed=32)
+    before = report(server)["totals"]
+    solve(server, todo)
+    wait_until_idle(server)
+    seen = report(server)
+    totals = seen["totals"]
+    assert totals["positions_dropped"] - before["positions_dropped"] > 16 * 50
+    assert totals["slots_freed_by_drops"] > 0
+    assert totals["drop_refusals"] == {}
+    assert seen["positions_dropped_now"] == seen["slots_saved_now"] == 0
+
+
+@pytest.mark.parametrize("server", [SHARING_AND_RKV], indirect=True)
+def test_shares_and_drops_on_the_same_rows(server: ServerProcess) -> None:
+    solve(server, problems(12, seed=33))
+    seen = report(server)
+    assert seen["totals"]["blocks_shared"] > 12
+    assert seen["totals"]["positions_dropped"] > seen["totals"]["slots_freed_by_drops"] > 0
+    assert any(row["blocks"] and row["drops"] for row in seen["recent"])
+    rows = [row for row in seen["recent"] if row["retractions"]]
+    assert any(sum(run[2] for run in row["drops"]) > row["dropped_positions"] > 0 for row in rows)
+
+
+@ALL
+def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
+    give_everything_back(server)
+    assert report(server)["positions_dropped_now"] == 0
