@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``bench-policies`` measures: each policy at settings chosen beforehand, one for each saving.
+
+A setting aims at a saving; what a row of the result tells is the saving that the server counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_reasoncache.policies import registry
+
+#: Shares of the slots that settings aim at.
+SAVINGS = (0.1, 0.2, 0.4, 0.6)
+#: What sharing saves on the embedded reasoner's responses, over decode steps, by percentile:
+#: 22% is the most that its steps allow (docs/benchmarks.md).
+_PERCENTILES = {0.1: 30, 0.2: 80}
+_SHARING_SAVES = 0.2
+#: Blocks of the shortest steps stay whole, so more of the others are redirected than is aimed at.
+_RANDOM_RATIO = 1.2
+#: A policy acts when this many positions are too many. The default, 32, is made for long
+#: responses; those of the embedded reasoner have 500 tokens.
+SLACK = 8
+
+SHARING = "reasoncache"
+#: Redirects random blocks; the evictor of that name is ``random_eviction`` here.
+RANDOM_SHARING, RANDOM_EVICTION = "random", "random_eviction"
+SELECTOR = "quest"
+#: In the order of tables.
+POLICIES = (
+    SHARING,
+    "streamingllm",
+    "h2o",
+    "snapkv",
+    "keydiff",
+    "rkv",
+    "l2norm",
+    SELECTOR,
+    RANDOM_SHARING,
+    RANDOM_EVICTION,
+    "reasoncache+rkv",
+)
+#: Say what is lost without any rule; their speed is of no interest.
+CONTROLS = (RANDOM_SHARING, RANDOM_EVICTION)
+
+
+class PointError(ValueError):
+    """A policy or saving that cannot be measured; the message names the option."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A policy at one setting.
+
+    Attributes:
+        policy: as in the result's rows.
+        aim: share of the slots that the setting is to save.
+        method: as in ``eval.run --methods``.
+    """
+
+    policy: str
+    aim: float
+    method: str
+
+
+def installed() -> tuple[str, ...]:
+    """Those of :data:`POLICIES` that this version's registry has."""
+    return tuple(name for name in POLICIES if _missing(name) is None)
+
+
+def check(policy: str) -> None:
+    """
+    Raises:
+        PointError: the registry has no such policy.
+    """
+    missing = _missing(policy)
+    if missing is not None:
+        known = ", ".join(installed())
+        raise PointError(f"--policies: no policy {missing!r}; there are {known}, and pairs with +")
+
+
+def points(policies: Sequence[str], savings: Sequence[float]) -> tuple[list[Point], list[str]]:
+    """Every policy at every saving that it can reach, and a sentence on each that it cannot.
+
+    Raises:
+        PointError: an unknown policy, one given twice, or a saving out of bounds.
+    """
+    for saving in savings:
+        if not 0 < saving < 1:
+            raise PointError(f"--saved must be above 0 and below 1, got {saving:g}")
+    for name, given in (("--policies", policies), ("--saved", savings)):
+        if not given or len(set(given)) < len(given):
+            raise PointError(f"{name} must name at least one, none twice, got {list(given)}")
+    found, left_out = [], []
+    for policy in policies:
+        check(policy)
+        for saving in savings:
+            method = method_of(policy, saving)
+            if method is None:
+                left_out.append(f"{policy} at {saving:.0%}: {_why_not(policy)}")
+            else:
+                found.append(Point(policy, saving, method))
+    return found, left_out
+
+
+def method_of(
+    policy: str, saving: float, slack: int = SLACK, block: int | None = None
+) -> str | None:
+    """The method that aims at a saving; None where the policy cannot reach it.
+
+    Args:
+        policy: of :data:`POLICIES`, or a pair.
+        saving: share of the slots.
+        slack: of evictors.
+        block: of sharing; None leaves it to the embedded model's own.
+    """
+    blocks = "" if block is None else f",block={block}"
+    if policy == SHARING:
+        if saving > max(_PERCENTILES):
+            return None
+        nearest = min(_PERCENTILES, key=lambda known: abs(known - saving))
+        return f"reasoncache:percentile={_PERCENTILES[nearest]}{blocks}"
+    if policy == RANDOM_SHARING:
+        return f"random:random_ratio={min(1.0, _RANDOM_RATIO * saving):g}{blocks}"
+    sharing, evictor = parts(policy)
+    # Sharing takes its part of what the evictor leaves.
+    share = (1 - saving) / (1 - _SHARING_SAVES if sharing else 1)
+    if share >= 1:
+        return None
+    name = {RANDOM_EVICTION: "random"}.get(evictor, evictor)
+    options = f"share={share:.4g}" + ("" if evictor == SELECTOR else f":slack={slack}")
+    prefix = f"{SHARING}+" if sharing else ""
+    return f"reasoncache:policy={prefix}{name}:{options}" + (blocks if sharing else "")
+
+
+def parts(policy: str) -> tuple[bool, str]:
+    """Whether a pair begins with sharing, and the other part."""
+    first, plus, second = policy.partition("+")
+    return (True, second) if plus and first == SHARING else (False, policy)
+
+
+def _why_not(policy: str) -> str:
+    if policy == SHARING:
+        return f"what repeats allows some {_SHARING_SAVES:.0%} over decode steps"
+    return "sharing alone saves as much"
+
+
+def _missing(policy: str) -> str | None:
+    """The part of a policy's name that the registry does not have."""
+    if policy in (SHARING, *CONTROLS):
+        return None
+    evictor = parts(policy)[1]
+    if evictor == RANDOM_EVICTION or (evictor != "random" and evictor in registry.BUILT_IN):
+        return None
+    return evictor
