@@ -7,7 +7,7 @@ a server, in a loop on the embedded model, in two settings:
 
 - ``decode``: the embedded reasoner's problems, a share of the positions so far, the prompt stays.
 - ``prefill``: long prompts under a budget that already holds between blocks of the prompt, as
-  KeyDiff is evaluated in its paper; nothing is protected but SnapKV's window.
+  KeyDiff is evaluated in its paper. Protected are SnapKV's window and half of H2O's budget.
 
 Writes ``build/bench/per_head.json`` and a table. What was measured is kept in a ``.jsonl``
 beside it; the same command goes on after a stop.
@@ -209,11 +209,12 @@ def schedule_of(part: str, rule: str, setting: float) -> Schedule | None:
     """None for dense."""
     if rule == DENSE:
         return None
+    # H2O's paper spends half of the budget on the newest entries.
+    newest = 0.5 if rule == "h2o" else 0.0
     if part == DECODE:
-        return Schedule(share=setting)
-    return Schedule(
-        budget=int(setting), recent=WINDOW if rule == "snapkv" else 1, keep_prompt=False
-    )
+        return Schedule(share=setting, recent_share=newest)
+    recent = WINDOW if rule == "snapkv" else 1
+    return Schedule(budget=int(setting), recent=recent, recent_share=newest, keep_prompt=False)
 
 
 def plan(rules: Sequence[str], parts: Sequence[str]) -> list[tuple[str, str, str, float]]:

@@ -9,6 +9,7 @@ of its own up to itself.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,7 @@ class Schedule:
         block: tokens of a prefill block.
         slack: entries above that before a response's entries are given up.
         recent: newest entries that stay.
+        recent_share: the same as a share of what may stay, where that is more.
         keep_prompt: whether the prompt stays, as it does in a server.
     """
 
@@ -94,6 +96,7 @@ class Schedule:
     block: int = 128
     slack: int = 8
     recent: int = 32
+    recent_share: float = 0.0
     keep_prompt: bool = True
 
     def excess(self, written: int, prompt: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
@@ -106,11 +109,10 @@ class Schedule:
         """
         responding = written > prompt
         if self.share is not None:
-            over = held - torch.ceil(torch.tensor(self.share * written)).long()
+            over = held - self._allowed(written)
             acts = responding & (over > self.slack)
         else:
-            assert self.budget is not None, "one of the two is given"
-            over = held - self.budget
+            over = held - self._allowed(written)
             block_ends = (written == prompt) | ((written < prompt) & (written % self.block == 0))
             acts = block_ends | (responding & (over > self.slack))
         return torch.where(acts, over.clamp_min(0), 0)
@@ -118,8 +120,15 @@ class Schedule:
     def stays(self, written: int, prompt: torch.Tensor) -> torch.Tensor:
         """bool ``[rows, written]``: positions that are not up for choice."""
         positions = torch.arange(written)
-        newest = (positions >= written - max(self.recent, 1)).expand(len(prompt), written)
+        recent = max(self.recent, 1, int(self.recent_share * self._allowed(written)))
+        newest = (positions >= written - recent).expand(len(prompt), written)
         return newest | (positions < prompt[:, None]) if self.keep_prompt else newest
+
+    def _allowed(self, written: int) -> int:
+        if self.share is not None:
+            return math.ceil(self.share * written)
+        assert self.budget is not None, "one of the two is given"
+        return self.budget
 
 
 def evict(

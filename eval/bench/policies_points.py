@@ -23,6 +23,10 @@ _RANDOM_RATIO = 1.2
 #: responses; those of the embedded reasoner have 500 tokens.
 SLACK = 8
 
+#: SnapKV gives up nothing but prompt, the share of it that is given; prompts are 8% of these
+#: problems' positions.
+_PROMPT_ONLY, _PROMPT_SAVES, _PROMPT_SHARE = "snapkv", 0.1, 0.5
+
 SHARING = "reasoncache"
 #: Redirects random blocks; the evictor of that name is ``random_eviction`` here.
 RANDOM_SHARING, RANDOM_EVICTION = "random", "random_eviction"
@@ -124,6 +128,10 @@ def method_of(
     if policy == RANDOM_SHARING:
         return f"random:random_ratio={min(1.0, _RANDOM_RATIO * saving):g}{blocks}"
     sharing, evictor = parts(policy)
+    if evictor == _PROMPT_ONLY and not sharing:
+        if saving > _PROMPT_SAVES:
+            return None
+        return f"reasoncache:policy={policy}:share={_PROMPT_SHARE}"
     # Sharing takes its part of what the evictor leaves.
     share = (1 - saving) / (1 - _SHARING_SAVES if sharing else 1)
     if share >= 1:
@@ -143,6 +151,8 @@ def parts(policy: str) -> tuple[bool, str]:
 def _why_not(policy: str) -> str:
     if policy == SHARING:
         return f"what repeats allows some {_SHARING_SAVES:.0%} over decode steps"
+    if policy == _PROMPT_ONLY:
+        return "it gives up nothing but prompt, and prompts are short here"
     return "sharing alone saves as much"
 
 

@@ -36,15 +36,15 @@ DENSE = "dense"
 #: Tokens of the pieces that responses are cut into: of unlike lengths, so that requests do not
 #: run in waves.
 PIECES = (450, 600, 750, 900)
-LIMIT = 16
-#: Some three requests of a stock server. Memory must decide how many run.
-KV_BUDGET = 2400
-WARM_UP = 2
+LIMIT = 10
+#: Two or three requests of a stock server: memory must decide how many run.
+KV_BUDGET = 1800
+WARM_UP = 1
 #: Of steps between two lines of a server's log: batches last some hundred.
 LOG_INTERVAL = 4
 FLAGS = ("--attention-backend", "reasoncache_cpu", *SERVER_FLAGS)
 #: A stock server beside them: each holds up to 3 GB.
-TOGETHER = 2
+TOGETHER = 3
 #: Log lines at a batch size, of either server, below which it is not compared.
 _LEAST_LINES = 5
 

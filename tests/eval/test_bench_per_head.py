@@ -232,6 +232,10 @@ def test_snapkv_keeps_its_window_and_others_nothing() -> None:
     assert snap is not None and other is not None
     assert (snap.recent, other.recent, snap.budget, other.keep_prompt) == (32, 1, 256, False)
     assert schedule_of(DECODE, DENSE, 0) is None
+    half = schedule_of(PREFILL, "h2o", 256)
+    assert half is not None and int(half.stays(300, torch.tensor([300])).sum()) == 128
+    half = schedule_of(DECODE, "h2o", 0.8)
+    assert half is not None and int(half.stays(300, torch.tensor([40])).sum()) == 40 + 120
 
 
 @pytest.mark.parametrize(

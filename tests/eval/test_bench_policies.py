@@ -63,6 +63,11 @@ def test_random_sharing_and_random_eviction_are_two_things() -> None:
     assert method_of("random", 0.9) == "random:random_ratio=1"
 
 
+def test_snapkv_can_save_prompts_only() -> None:
+    assert method_of("snapkv", 0.1) == "reasoncache:policy=snapkv:share=0.5"
+    assert method_of("snapkv", 0.2) is None
+
+
 def test_a_pair_leaves_sharing_its_part() -> None:
     assert method_of("reasoncache+keydiff", 0.2) is None
     assert (
@@ -125,8 +130,8 @@ def test_replays_measure_a_pair_where_it_gets_to() -> None:
     chosen = policies.timed(["reasoncache+keydiff", "keydiff", "random"], 0.2)
     assert [point.policy for point in chosen] == ["reasoncache+keydiff", "keydiff"]
     assert "share=0.75" in chosen[0].method and "share=0.8" in chosen[1].method
-    groups = policies_speed.groups([*chosen, Point("x", 0.2, "y")])
-    assert [len(group) for group in groups] == [2, 1]
+    groups = policies_speed.groups(chosen * 2)
+    assert [len(group) for group in groups] == [3, 1]
 
 
 # -- accuracy: runs of their own ---------------------------------------------------------------
@@ -325,8 +330,10 @@ def test_records_are_pieces_of_unlike_lengths(monkeypatch: pytest.MonkeyPatch) -
 
 def test_results_are_written_from_what_there_is(tmp_path: Path) -> None:
     options = policies.parse(
-        ["traces", "--out", str(tmp_path), "--problems", str(PROBLEMS)]
-        + ["--policies", "reasoncache,keydiff", "--saved", "0.2,0.4", "--jobs", "1"]
+        [
+            *("traces", "--out", str(tmp_path), "--problems", str(PROBLEMS), "--jobs", "1"),
+            *("--policies", "reasoncache,keydiff", "--saved", "0.2,0.4"),
+        ]
     )
     policies.write(options, {})
     assert json.loads((tmp_path / "policies.json").read_text())["rows"] == []
