@@ -33,6 +33,7 @@ from eval.report.markdown import Table, number, words
 from eval.runs.folder import read_records, write_whole
 from eval.runs.records import Record, Result
 from eval.tiny_reasoner import CHECKPOINT
+from eval.tiny_reasoner.model import encode
 from eval.tiny_reasoner.task import EOS, Problem, generate, grade
 from eval.tiny_reasoner.transcript import transcripts
 
@@ -141,7 +142,7 @@ class Bench:
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             CHECKPOINT, dtype=torch.float32
         ).eval()
-        self._stop = self._tokenizer.convert_tokens_to_ids(EOS)
+        self._stop = encode([EOS])[0]
         begun = transcripts(0, problems)
         self._asked: dict[str, list[tuple[Problem, str]]] = {
             DECODE: [(problem, "") for problem in generate(0, problems)],
@@ -274,8 +275,8 @@ def table(rows: Sequence[dict[str, Any]], part: str) -> Table:
                 words(policy),
                 number(setting, form="{:g}"),
                 number(100 * other["saved"], form="{:.1f}%"),
-                number(one and one["accuracy"], why, "{:.3f}"),
-                number(one and one["accuracy_error"], why, "{:.3f}"),
+                number(one["accuracy"] if one else None, why, "{:.3f}"),
+                number(one["accuracy_error"] if one else None, why, "{:.3f}"),
                 number(other["accuracy"], form="{:.3f}"),
                 number(other["accuracy_error"], form="{:.3f}"),
             ]
@@ -306,10 +307,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         bench = Bench(args.problems, args.out / f"per_head-{args.problems}.jsonl")
         trials = []
-        for name in plan(rules, parts):
-            trials.append(bench.trial(*name))
+        for trial in plan(rules, parts):
+            trials.append(bench.trial(*trial))
             right = sum(trials[-1].correct) / args.problems
-            print(*name, f"accuracy {right:.3f}, saved {trials[-1].saved:.1%}", flush=True)
+            print(*trial, f"accuracy {right:.3f}, saved {trials[-1].saved:.1%}", flush=True)
     except (OSError, ValueError) as error:
         sys.exit(f"per-head: {error}")
     rows = rows_of(trials)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,15 +21,15 @@ from pathlib import Path
 from eval.bench import policies_accuracy, policies_speed
 from eval.bench.policies_figures import picture, table
 from eval.bench.policies_points import (
-    CONTROLS,
     SAVINGS,
+    UNTIMED,
     Point,
     PointError,
     installed,
     method_of,
     points,
 )
-from eval.bench.policies_rows import dense_row, rows
+from eval.bench.policies_rows import Aim, dense_row, rows
 from eval.redundancy.rows import texts_of
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build
@@ -40,7 +41,7 @@ _TOKENS = 650
 _TOKENS_PER_S = 1400
 #: Two runs at a time take each other's processors now and then.
 _COMPANY = 0.8
-_ROUND_S = 40
+_ROUND_S = 45
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,11 @@ def timed(policies: Sequence[str], aim: float) -> list[Point]:
     found = []
     for policy in policies:
         # What does not go down to the aim, or not up to it, is measured where it gets to.
-        methods = [method_of(policy, near, slack=32, block=8) for near in (aim, 2 * aim, aim / 2)]
-        method = next((one for one in methods if one is not None), None)
-        if method is not None and policy not in CONTROLS:
-            found.append(Point(policy, aim, method))
+        for near in (aim, 2 * aim, aim / 2):
+            method = method_of(policy, near, replayed=True)
+            if method is not None and policy not in UNTIMED:
+                found.append(Point(policy, near, method))
+                break
     return found
 
 
@@ -148,7 +150,7 @@ def carry_out(options: Options) -> bool:
         OSError, ValueError: traces, model or a run folder are unusable.
     """
     missing = dict(policies_accuracy.carry_out(options.runs, options.methods, options.jobs, say))
-    timings: dict[str, policies_speed.Timing] = {}
+    timings: dict[Aim, policies_speed.Timing] = {}
     write(options, timings)
     home = options.out / "policies"
     if options.rounds and options.timed:
@@ -158,9 +160,10 @@ def carry_out(options: Options) -> bool:
         for group in policies_speed.groups(options.timed):
             folder = home / f"replay-{options.rounds}-{options.timed_aim:g}"
             found = policies_speed.measure(group, path, model, options.rounds, folder)
-            timings |= found
             for point in group:
-                if point.policy not in found:
+                if point.policy in found:
+                    timings[point.policy, point.aim] = found[point.policy]
+                else:
                     missing[f"{point.policy}, replayed"] = f"no throughput; see {folder}"
             write(options, timings)
     for what, why in missing.items():
@@ -168,14 +171,14 @@ def carry_out(options: Options) -> bool:
     return not missing
 
 
-def write(options: Options, timings: dict[str, policies_speed.Timing]) -> None:
+def write(options: Options, timings: dict[Aim, policies_speed.Timing]) -> None:
     """``policies.json``, table and picture of what has been measured so far."""
     dense = dense_row(options.runs)
-    found = rows(options.points, options.runs, timings, options.timed_aim)
+    found = rows(options.points, options.runs, timings)
     result = {
         "rows": found,
         "dense": dense,
-        "replays": {policy: dataclasses.asdict(one) for policy, one in timings.items()},
+        "replays": {policy: dataclasses.asdict(one) for (policy, _), one in timings.items()},
         "left_out": options.left_out,
         "settings": {
             "problems": options.problems,
@@ -201,6 +204,8 @@ def say(text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 when everything was measured, 1 when not, 2 for a bad command line."""
     options = parse(argv)
+    # Unwind, so that servers are closed and records completed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     accuracy, replays = options.minutes()
     say(
         f"{len(options.methods)} runs of {options.problems} problems, about {accuracy:.0f} minutes; "

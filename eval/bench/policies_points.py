@@ -21,7 +21,9 @@ _SHARING_SAVES = 0.2
 _RANDOM_RATIO = 1.2
 #: A policy acts when this many positions are too many. The default, 32, is made for long
 #: responses; those of the embedded reasoner have 500 tokens.
-SLACK = 8
+_SLACK, _REPLAYED_SLACK = 8, 32
+#: Small enough for the steps of the recorded responses, and ready to share within the first of them.
+_REPLAYED = ",block=8,warmup=32"
 
 #: SnapKV gives up nothing but prompt, the share of it that is given; prompts are 8% of these
 #: problems' positions.
@@ -45,8 +47,10 @@ POLICIES = (
     RANDOM_EVICTION,
     "reasoncache+rkv",
 )
-#: Say what is lost without any rule; their speed is of no interest.
+#: Say what is lost without any rule.
 CONTROLS = (RANDOM_SHARING, RANDOM_EVICTION)
+#: Not replayed, for the time it takes: the controls, and what costs no more than KeyDiff.
+UNTIMED = (*CONTROLS, "l2norm")
 
 
 class PointError(ValueError):
@@ -108,18 +112,15 @@ def points(policies: Sequence[str], savings: Sequence[float]) -> tuple[list[Poin
     return found, left_out
 
 
-def method_of(
-    policy: str, saving: float, slack: int = SLACK, block: int | None = None
-) -> str | None:
+def method_of(policy: str, saving: float, replayed: bool = False) -> str | None:
     """The method that aims at a saving; None where the policy cannot reach it.
 
     Args:
         policy: of :data:`POLICIES`, or a pair.
         saving: share of the slots.
-        slack: of evictors.
-        block: of sharing; None leaves it to the embedded model's own.
+        replayed: for replays, whose model has no settings of its own; else for the embedded one.
     """
-    blocks = "" if block is None else f",block={block}"
+    blocks = _REPLAYED if replayed else ""
     if policy == SHARING:
         if saving > max(_PERCENTILES):
             return None
@@ -137,7 +138,9 @@ def method_of(
     if share >= 1:
         return None
     name = {RANDOM_EVICTION: "random"}.get(evictor, evictor)
-    options = f"share={share:.4g}" + ("" if evictor == SELECTOR else f":slack={slack}")
+    options = f"share={share:.4g}" + (
+        "" if evictor == SELECTOR else f":slack={_REPLAYED_SLACK if replayed else _SLACK}"
+    )
     prefix = f"{SHARING}+" if sharing else ""
     return f"reasoncache:policy={prefix}{name}:{options}" + (blocks if sharing else "")
 

@@ -15,19 +15,20 @@ from eval.measures.accuracy import accuracy, compare, keyed
 from eval.measures.memory import memory
 from eval.runs.folder import Cell
 
+#: A policy and the saving that it aims at.
+Aim = tuple[str, float]
 #: What a selecting policy's server counts under ``totals``: entries that attention did not read
 #: over those it would have read.
 READS_SAVED = "reads_saved_ratio"
 
 
-def row_of(point: Point, runs: Runs, timing: Timing | None, timed_aim: float) -> dict[str, Any]:
+def row_of(point: Point, runs: Runs, timed: Timing | None) -> dict[str, Any]:
     """One row. Shares are of 1; what was not measured is None.
 
     ``saved`` is what the server counted, averaged over decode steps: slots that the running
     requests did without over their positions, which is what dense holds. ``accuracy_error``
     is half of the 95% interval of the difference from dense on the same problems.
-    ``throughput_ratio``, ``step_ms`` and others of the replays stand at the saving that the
-    replays aim at.
+    ``throughput_ratio``, ``step_ms`` and others come from replays of the policy at this aim.
     """
     cell, dense = runs.cell(point.method), runs.cell(DENSE)
     held = memory(cell.legs(), cell.timeline())
@@ -37,7 +38,6 @@ def row_of(point: Point, runs: Runs, timing: Timing | None, timed_aim: float) ->
     longer = length.compare(
         length.keyed({cell.seed: cell.responses()}), length.keyed({dense.seed: dense.responses()})
     )
-    timed = timing if timing is not None and point.aim == timed_aim else None
     return {
         "policy": point.policy,
         "aim": point.aim,
@@ -68,11 +68,11 @@ def row_of(point: Point, runs: Runs, timing: Timing | None, timed_aim: float) ->
 
 
 def rows(
-    points: Sequence[Point], runs: Runs, timings: Mapping[str, Timing], timed_aim: float
+    points: Sequence[Point], runs: Runs, timings: Mapping[Aim, Timing]
 ) -> list[dict[str, Any]]:
     """Rows of the points that have answers."""
     return [
-        row_of(point, runs, timings.get(point.policy), timed_aim)
+        row_of(point, runs, timings.get((point.policy, point.aim)))
         for point in points
         if runs.cell(point.method).results()
     ]

@@ -35,11 +35,11 @@ TRACES = "aime24_sky_t1_32b.jsonl"
 DENSE = "dense"
 #: Tokens of the pieces that responses are cut into: of unlike lengths, so that requests do not
 #: run in waves.
-PIECES = (450, 600, 750, 900)
-LIMIT = 10
+PIECES = (1000, 1300, 1600)
+LIMIT = 8
 #: Two or three requests of a stock server: memory must decide how many run.
-KV_BUDGET = 1800
-WARM_UP = 1
+KV_BUDGET = 2700
+WARM_UP = 2
 #: Of steps between two lines of a server's log: batches last some hundred.
 LOG_INTERVAL = 4
 FLAGS = ("--attention-backend", "reasoncache_cpu", *SERVER_FLAGS)

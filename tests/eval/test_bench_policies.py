@@ -74,8 +74,8 @@ def test_a_pair_leaves_sharing_its_part() -> None:
         method_of("reasoncache+keydiff", 0.4)
         == "reasoncache:policy=reasoncache+keydiff:share=0.75:slack=8"
     )
-    method = method_of("reasoncache+random_eviction", 0.6, slack=32, block=8)
-    assert method == "reasoncache:policy=reasoncache+random:share=0.5:slack=32,block=8"
+    method = method_of("reasoncache+random_eviction", 0.6, replayed=True)
+    assert method == "reasoncache:policy=reasoncache+random:share=0.5:slack=32,block=8,warmup=32"
     assert method is not None and "8" in find_method(method).flags
     found, left_out = points(["reasoncache+keydiff"], [0.2])
     assert found == [] and "sharing alone saves as much" in left_out[0]
@@ -129,6 +129,7 @@ def test_a_plan_tells_settings_and_time(tmp_path: Path, capsys: pytest.CaptureFi
 def test_replays_measure_a_pair_where_it_gets_to() -> None:
     chosen = policies.timed(["reasoncache+keydiff", "keydiff", "random"], 0.2)
     assert [point.policy for point in chosen] == ["reasoncache+keydiff", "keydiff"]
+    assert [point.aim for point in chosen] == [0.4, 0.2]
     assert "share=0.75" in chosen[0].method and "share=0.8" in chosen[1].method
     groups = policies_speed.groups(chosen * 2)
     assert [len(group) for group in groups] == [3, 1]
@@ -246,7 +247,7 @@ def filled(home: Path, point: Point, **totals: float) -> Runs:
 def test_a_row_says_what_was_counted_and_not_what_was_set(tmp_path: Path) -> None:
     point = Point("keydiff", 0.2, str(method_of("keydiff", 0.2)))
     runs = filled(tmp_path, point)
-    row = row_of(point, runs, None, 0.2)
+    row = row_of(point, runs, None)
     assert {"policy", "saved", "accuracy", "accuracy_error", "throughput_ratio", "step_ms"} <= set(
         row
     )
@@ -262,7 +263,7 @@ def test_a_row_says_what_was_counted_and_not_what_was_set(tmp_path: Path) -> Non
 def test_selection_saves_reads_and_no_memory(tmp_path: Path) -> None:
     point = Point("quest", 0.4, "reasoncache:policy=quest:share=0.6")
     runs = filled(tmp_path, point, memory_saving_ratio=0.0, **{READS_SAVED: 0.38})
-    row = row_of(point, runs, None, 0.2)
+    row = row_of(point, runs, None)
     assert (row["saved"], row["reads_saved"]) == (0.0, 0.38)
 
 
@@ -344,7 +345,7 @@ def test_results_are_written_from_what_there_is(tmp_path: Path) -> None:
     dense = [replayed(replays, DENSE, 0, rate=100.0)]
     timed = timing([replayed(replays, "x", 0, rate=150.0)], dense)
     assert timed is not None
-    policies.write(options, {"keydiff": timed})
+    policies.write(options, {("keydiff", 0.2): timed})
     result = json.loads((tmp_path / "policies.json").read_text())
     assert [(row["policy"], row["aim"]) for row in result["rows"]] == [
         ("reasoncache", 0.2),
@@ -368,10 +369,9 @@ def test_the_table_goes_by_saving_and_then_by_policy(tmp_path: Path) -> None:
     ]
     for point in chosen:
         runs = filled(tmp_path / "home" / point.policy, point)
-        assert rows([point], runs, {}, 0.2)
+        assert rows([point], runs, {})
     found = [
-        row_of(point, Runs(tmp_path / "home" / point.policy, PROBLEMS), None, 0.2)
-        for point in chosen
+        row_of(point, Runs(tmp_path / "home" / point.policy, PROBLEMS), None) for point in chosen
     ]
     dense = {"accuracy": None, "accuracy_error": None, "problems": 0}
     lines = table(found, dense).rows
