@@ -79,7 +79,8 @@ class Options:
 
     @property
     def methods(self) -> list[str]:
-        return [policies_accuracy.DENSE, *(point.method for point in self.points)]
+        """Each once: two savings may lie nearest to the same setting."""
+        return list(dict.fromkeys([policies_accuracy.DENSE, *(p.method for p in self.points)]))
 
     def minutes(self) -> tuple[float, float]:
         """Estimates of accuracy and of replays, without what is there already."""

@@ -126,6 +126,12 @@ def test_a_plan_tells_settings_and_time(tmp_path: Path, capsys: pytest.CaptureFi
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_setting_that_two_savings_share_is_run_once() -> None:
+    options = policies.parse(["traces", "--policies", "reasoncache", "--saved", "0.15,0.2"])
+    assert len(options.points) == 2
+    assert options.methods == [DENSE, "reasoncache:percentile=80"]
+
+
 def test_replays_measure_a_pair_where_it_gets_to() -> None:
     chosen = policies.timed(["reasoncache+keydiff", "keydiff", "random"], 0.2)
     assert [point.policy for point in chosen] == ["reasoncache+keydiff", "keydiff"]
