@@ -189,9 +189,14 @@ class ReasonCacheConfig:
         return self.policies.shares and self.percentile > 0
 
     @property
+    def drops(self) -> bool:
+        """Whether any policy may drop positions."""
+        return bool(self.policies.evictors)
+
+    @property
     def is_active(self) -> bool:
         """False when rows are never touched; nothing is computed then."""
-        return self.shares or bool(self.policies.evictors)
+        return self.shares or self.drops
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

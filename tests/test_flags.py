@@ -130,7 +130,6 @@ def test_an_encoder_with_a_model_on_the_command_line() -> None:
         ({"enable_session_radix_cache": True}, "--enable-session-radix-cache"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
-        ({"disable_radix_cache": True}, "--disable-radix-cache"),
         ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend"),
         ({"kv_canary": "log"}, "--kv-canary"),
         ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
@@ -189,9 +188,9 @@ def _start(*argv: str) -> str:
 
 def test_refusal_is_the_last_line_of_a_real_start() -> None:
     """An operator reads one clear line instead of a traceback."""
-    line = _start("--enable-reasoncache", "--disable-radix-cache", "--reasoncache-block", "8")
+    line = _start("--enable-reasoncache", "--enable-lmcache", "--reasoncache-block", "8")
     assert line.startswith("sglang-reasoncache: error: --enable-reasoncache cannot be combined")
-    assert "--disable-radix-cache (" in line
+    assert "--enable-lmcache (" in line
 
 
 _NOTHING_HOOKED = """
@@ -232,12 +231,13 @@ def test_attention_that_reads_holes_is_refused_by_name(field: str) -> None:
         ValueError,
         match=re.escape(
             "--reasoncache-policy reasoncache+streamingllm:budget=64 drops positions, which "
-            f"{flag} triton would read; use reasoncache_cpu"
+            f"{flag} torch_native would read; use reasoncache_cpu"
         ),
     ):
-        refusals.check_holes(_server_args(**{field: "triton"}), config)
-    refusals.check_holes(_server_args(**{field: "reasoncache_cpu"}), config)
-    refusals.check_holes(_server_args(**{field: "triton"}), ReasonCacheConfig())
+        refusals.check_holes(_server_args(**{field: "torch_native"}), config)
+    for name in ("reasoncache_cpu", "flashinfer", "triton"):
+        refusals.check_holes(_server_args(**{field: name}), config)
+    refusals.check_holes(_server_args(**{field: "torch_native"}), ReasonCacheConfig())
 
 
 def test_a_policy_on_the_command_line() -> None:

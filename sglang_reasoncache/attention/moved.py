@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over rows that name moved slots, on the pool's device, by this project's kernels.
+"""Attention over rows with moved slots or holes, on the pool's device, by this project's kernels.
 
 Nothing here waits for a device: lengths come from the host's copies, and a plan
 has room for as many entries as they say.
@@ -30,18 +30,26 @@ class MovedAttention:
 
     Args:
         model_runner: SGLang's runner; its allocator carries ``home``.
+        corrected: Use shared keys at the position where they are read; False reads every
+            key as cached.
 
     Raises:
         ValueError: no rotary embedding by which a key could be moved.
     """
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: Any, *, corrected: bool = True) -> None:
+        self._allocator = model_runner.token_to_kv_pool_allocator
+        self._corrected = corrected
         self._rows = model_runner.req_to_token_pool
         self._pool = model_runner.token_to_kv_pool
         self._dtype = model_runner.dtype
-        self.home: HomePositions = model_runner.token_to_kv_pool_allocator.home
+        self.home: HomePositions = self._allocator.home
         self.device = self.home.positions.device
-        rotation = KeyRotation.from_model(model_runner.model, model_runner.model_config.context_len)
+        rotation = None
+        if corrected:
+            rotation = KeyRotation.from_model(
+                model_runner.model, model_runner.model_config.context_len
+            )
         pool = self._pool
         self._layers = {
             layer: PagedKv(pool.get_key_buffer(layer), pool.get_value_buffer(layer), rotation)
@@ -49,7 +57,7 @@ class MovedAttention:
         }
         first = self._layers[pool.start_layer]
         self.backend = first.backend
-        #: The model's, on the pool's device.
+        #: The model's, on the pool's device; None where keys are read as cached.
         self.rotation = first.rotation
         self._num_slots = first.num_slots
         # Soft-capped logits are beyond PyTorch's fused attention.
@@ -70,10 +78,10 @@ class MovedAttention:
             rows,
             one * 0,
             one * entries,
-            self.home.positions,
+            self._homes,
             num_slots=self._num_slots,
         )
-        assert plan.shift is not None, "what is planned into buffers has shifts"
+        plan = self._readable(plan)
         spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
         for layer in {
             (x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in self._attention
@@ -86,10 +94,13 @@ class MovedAttention:
             for some in (None, spans):
                 decode_attention(query, kv, plan, scale=1.0, logit_cap=layer.logit_cap, spans=some)
             for first in (0, 1):
-                gather_kv(kv, plan.kv_indices[first:], plan.shift[first:], self._dtype)
+                shift = None if plan.shift is None else plan.shift[first:]
+                gather_kv(kv, plan.kv_indices[first:], shift, self._dtype)
 
     def record(self, forward_batch: Any) -> None:
-        """Note where the forward's new tokens are at home."""
+        """Note where the forward's new tokens are at home, where that will be asked for."""
+        if not self._corrected:
+            return
         slots = forward_batch.out_cache_loc
         self.home.record(slots, forward_batch.positions[: slots.shape[0]])
 
@@ -107,7 +118,16 @@ class MovedAttention:
         """Plan a batch's rows; what this queues on the device can be captured in a CUDA graph."""
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
-        return plan_into(buffers, *self._read(forward_batch), num_slots=self._num_slots)
+        plan_into(buffers, *self._read(forward_batch), num_slots=self._num_slots)
+        return self.planned(buffers, forward_batch.seq_lens.shape[0])
+
+    def planned(self, buffers: PlanBuffers, batch: int) -> RowPlan:
+        """What was, or will be, planned into ``buffers`` for ``batch`` requests."""
+        return self._readable(buffers.plan_of(batch))
+
+    def _readable(self, plan: RowPlan) -> RowPlan:
+        """Without shifts where no key can be turned; buffers have room for them anyway."""
+        return plan if self._corrected else plan._replace(shift=None)
 
     def plan(self, forward_batch: Any) -> RowPlan:
         """Plan a batch in memory of its own."""
@@ -117,12 +137,16 @@ class MovedAttention:
         entries = None if lengths is None else int(lengths.sum())
         return self.plan_into(self.buffers(forward_batch.seq_lens.shape[0], entries), forward_batch)
 
-    def _read(self, forward_batch: Any) -> tuple[torch.Tensor, ...]:
+    @property
+    def _homes(self) -> torch.Tensor | None:
+        return self.home.positions if self._corrected else None
+
+    def _read(self, forward_batch: Any) -> tuple[Any, ...]:
         return (
             self._rows.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
-            self.home.positions,
+            self._homes,
         )
 
     def plan_extend(self, forward_batch: Any) -> ExtendPlan:
@@ -131,7 +155,11 @@ class MovedAttention:
 
     def _extend_plan(self, rows: RowPlan, forward_batch: Any, singly: bool) -> ExtendPlan:
         new, before = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-        entries = [a + b for a, b in zip(before, new, strict=True)]
+        entries = None
+        # Only the device knows how many positions of a row were dropped. Reading that waits
+        # for it, in prefills beside requests with holes.
+        if not self._allocator.has_holes:
+            entries = [a + b for a, b in zip(before, new, strict=True)]
         return ExtendPlan(rows, new, self._dtype, singly=singly, entries=entries)
 
     def write(

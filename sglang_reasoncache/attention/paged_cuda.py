@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's attention backends for CUDA, with shared keys read where they are used.
+"""SGLang's attention backends for CUDA, with shared keys read where they are used, holes skipped.
 
 The operator's backend stays what it is. A forward in which no slot is away from
-home runs the stock code and is only followed by a note of its slots' positions;
-one with moved slots is planned and computed by our kernels. In a decode graph the
-plan is part of the graph, so replaying it costs the host nothing.
+home and no position was dropped runs the stock code and is only followed by a note of
+its slots' positions; one with moved slots or holes is planned and computed by our
+kernels. In a decode graph the plan is part of the graph, so replaying it costs the
+host nothing.
 """
 
 from __future__ import annotations
@@ -37,22 +38,25 @@ class MovedReads(_Stock):
 
     Args:
         model_runner: SGLang's runner, its pool already there; its allocator carries ``home``.
+        asked: The flags that ask for it, the beginning of every message.
+        corrected: False reads every key as cached; only holes are a matter of our kernels then.
         **stock: For the backend behind.
 
     Raises:
         ValueError: a model or pool that cannot be served, by name.
     """
 
-    def __init__(self, model_runner: Any, **stock: Any) -> None:
-        check_served(
-            model_runner,
-            "--reasoncache-positions corrected over --attention-backend "
-            f"{model_runner.decode_attention_backend_str}",
-        )
+    skips_holes = True
+
+    def __init__(
+        self, model_runner: Any, *, asked: str, corrected: bool = True, **stock: Any
+    ) -> None:
+        check_served(model_runner, asked)
+        self.asked = asked
         # First, because it may refuse: SGLang's backend takes memory.
-        self.moved = MovedAttention(model_runner)
+        self.moved = MovedAttention(model_runner, corrected=corrected)
         super().__init__(model_runner, **stock)
-        self.mark = MovedMark(model_runner.token_to_kv_pool_allocator)
+        self.mark = MovedMark(model_runner.token_to_kv_pool_allocator, corrected=corrected)
         self._decode_plan: RowPlan | None = None
         self._extend_plan: ExtendPlan | None = None
         # Every graph's plan: replays follow one another on one stream.
@@ -63,7 +67,7 @@ class MovedReads(_Stock):
 
     @property
     def rotation(self) -> Any:
-        """The model's ``KeyRotation``, on the pool's device."""
+        """The model's ``KeyRotation``, on the pool's device; None where keys are read as cached."""
         return self.moved.rotation
 
     # -- outside of graphs ------------------------------------------------------
@@ -118,7 +122,7 @@ class MovedReads(_Stock):
         elif variant == MOVED and self._graph_buffers is not None:
             # SGLang's kernels are not in this graph, and a capture would replace the
             # plans that the plain graph of this size reads.
-            self._decode_plan = self._graph_buffers.plan_of(forward_batch.batch_size)
+            self._decode_plan = self.moved.planned(self._graph_buffers, forward_batch.batch_size)
         else:
             raise RuntimeError(
                 f"sglang-reasoncache: a decode graph of variant {variant!r}, known are "
@@ -160,7 +164,7 @@ class MovedReads(_Stock):
         plan = self._decode_plan
         if plan is None:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        sinks = _sinks(kwargs)
+        sinks = self._sinks(kwargs)
         self.moved.write(k, v, layer, forward_batch, save_kv_cache)
         return self.moved.decode(q, layer, plan, sinks)
 
@@ -178,9 +182,16 @@ class MovedReads(_Stock):
         plan = self._extend_plan
         if plan is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        sinks = _sinks(kwargs)
+        sinks = self._sinks(kwargs)
         self.moved.write(k, v, layer, forward_batch, save_kv_cache)
         return self.moved.extend(q, layer, plan, forward_batch, sinks)
+
+    def _sinks(self, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        sinks = kwargs.pop("sinks", None)
+        unknown = sorted(name for name, value in kwargs.items() if value is not None)
+        if unknown:
+            raise ValueError(f"{self.asked}: attention with {', '.join(unknown)} is not served")
+        return sinks
 
 
 class GraphVariants:
@@ -199,13 +210,3 @@ class GraphVariants:
     def select(self, forward_batch: Any) -> str:
         """The label of the graph that ``forward_batch`` runs."""
         return self._backend.choose_graph(forward_batch)
-
-
-def _sinks(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    sinks = kwargs.pop("sinks", None)
-    unknown = sorted(name for name, value in kwargs.items() if value is not None)
-    if unknown:
-        raise ValueError(
-            f"--reasoncache-positions corrected: attention with {', '.join(unknown)} is not served"
-        )
-    return sinks

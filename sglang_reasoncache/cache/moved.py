@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the forward about to run reads a slot away from its home position; known on the host.
+"""Whether the forward about to run reads a slot away from its home position, or a row with holes.
 
-The scheduler applies every redirection on the host, so nothing is asked of a
-device. A batch that was not looked at counts as reading one: wrong that way costs
-time, the other way it would be a wrong key.
+The scheduler applies every redirection and every drop on the host, so nothing is
+asked of a device. A batch that was not looked at counts as reading one: wrong that
+way costs time, the other way it would be a wrong key.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ class MovedMark:
     """What is known about the batch built last.
 
     Args:
-        allocator: Ours; ``has_moved_slots`` is false while nothing was ever shared.
+        allocator: Ours; ``has_moved_slots`` and ``has_holes`` are false while nothing was
+            ever shared or dropped.
+        corrected: Moved slots count. Keys that are read as cached are where they should be.
     """
 
-    def __init__(self, allocator: Any) -> None:
+    def __init__(self, allocator: Any, *, corrected: bool = True) -> None:
         self._allocator = allocator
+        self.corrected = corrected
         self._rids: Sequence[str] | None = None
         self._moved = True
 
     def note(self, rids: Sequence[str], moved: bool) -> None:
-        """The batch of ``rids`` reads moved slots, or not.
+        """The batch of ``rids`` reads moved slots or rows with holes, or neither.
 
         ``rids``: SGLang's list of a batch's request ids; the object tells its batch
         from every other one, through the copies SGLang makes of it.
@@ -33,7 +36,8 @@ class MovedMark:
         self._rids, self._moved = rids, moved
 
     def reads_moved(self, rids: Sequence[str] | None) -> bool:
-        """Whether the batch of ``rids`` may read a moved slot. None: of no known batch."""
-        if not self._allocator.has_moved_slots:
+        """Whether the batch of ``rids`` may read either. None: of no known batch."""
+        allocator = self._allocator
+        if not (allocator.has_holes or (self.corrected and allocator.has_moved_slots)):
             return False
         return self._moved if rids is not None and rids is self._rids else True

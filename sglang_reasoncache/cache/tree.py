@@ -72,8 +72,16 @@ class SharedRadixCache(seams.RadixCache):
         """Publish ``req``'s row up to ``up_to``, less what may not be published yet.
 
         A running request publishes its prompt only once it has output (after a
-        retraction): positions the tree owns cannot be redirected any more.
+        retraction): positions the tree owns cannot be redirected any more. Where a policy
+        may drop positions of the prompt, it publishes nothing before it has finished.
         """
+        if not req.finished() and self.controller is not None and self.controller.keeps_prompt(req):
+            # The last chunk is looked at when its result was processed, outside of the group
+            # in which that frees.
+            grouped = self.token_to_kv_pool_allocator.free_group is not None
+            if up_to < len(req.full_untruncated_fill_ids) and not grouped:
+                self.controller.after_chunk(req, up_to)
+            return
         if not req.finished() and len(req.output_ids):
             up_to = min(up_to, len(req.origin_input_ids))
         state = None if self.controller is None else self.controller.state_of(req)
@@ -206,6 +214,13 @@ class SharedRadixCache(seams.RadixCache):
         if not self.token_to_kv_pool_allocator.has_moved_slots:
             return False
         return any(req.last_node in self._inexact or self._is_redirected(req) for req in reqs)
+
+    def reads_holes(self, reqs: Iterable[Any]) -> bool:
+        """Whether a position of any of ``reqs`` was dropped; a path of the tree has none."""
+        if self.controller is None or not self.token_to_kv_pool_allocator.has_holes:
+            return False
+        states = (self.controller.state_of(req) for req in reqs)
+        return any(state is not None and state.holes.count > 0 for state in states)
 
     def _is_redirected(self, req: Any) -> bool:
         state = None if self.controller is None else self.controller.state_of(req)

@@ -26,6 +26,7 @@ from sglang_reasoncache.sharing.controller import SharingController
 from sglang_reasoncache.sharing.dropping import Dropper
 from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.pressure import PoolPressure, pool_use
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,11 @@ def attention_backend(
 def _attention_backend(
     model_runner: Any, config: ReasonCacheConfig, name: str, stock: Callable[[Any], Any]
 ) -> Any:
-    if config.positions == "as-cached" or model_runner.is_draft_worker:
+    if model_runner.is_draft_worker:
+        return stock(model_runner)
+    if config.positions != "corrected" and name in seams.CUDA_BACKENDS and config.drops:
+        return _skipping_backend(model_runner, config, name, stock)
+    if config.positions == "as-cached":
         return stock(model_runner)
     if config.positions == "auto" and name in seams.CUDA_BACKENDS:
         # Nobody gets kernels by default that no GPU has run yet.
@@ -107,6 +112,20 @@ def _attention_backend(
     return backend
 
 
+def _skipping_backend(
+    model_runner: Any, config: ReasonCacheConfig, name: str, stock: Callable[[Any], Any]
+) -> Any:
+    """On CUDA, keys as cached: our kernels serve batches with holes, SGLang's all others."""
+    from sglang_reasoncache.plugin import cuda_attention
+
+    if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
+        # Refused with both names when the tree is made.
+        return stock(model_runner)
+    asked = f"{flag_of('policy')} {config.policy}"
+    logger.warning("reasoncache: %s asks for kernels that were checked without a GPU only", asked)
+    return cuda_attention.make(model_runner, name, asked=asked, corrected=False)
+
+
 def _correcting_backend(model_runner: Any, name: str) -> Any:
     if name == seams.CPU_BACKEND:
         from sglang_reasoncache.plugin import cpu_attention
@@ -115,7 +134,8 @@ def _correcting_backend(model_runner: Any, name: str) -> Any:
     if name in seams.CUDA_BACKENDS:
         from sglang_reasoncache.plugin import cuda_attention
 
-        return cuda_attention.make(model_runner, name)
+        asked = f"{flag_of('positions')} corrected"
+        return cuda_attention.make(model_runner, name, asked=asked, corrected=True)
     from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
 
     return CorrectedTorchNativeBackend(model_runner)
@@ -214,7 +234,14 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         ),
         meter,
         acceptor,
-        Dropper(config.policies.evictors, acceptor, keys, params.page_size),
+        Dropper(
+            config.policies.evictors,
+            acceptor,
+            keys,
+            params.page_size,
+            # The tree is made below.
+            PoolPressure(lambda: pool_use(allocator, cache)),
+        ),
         SharingMetrics(_labels(context)) if params.enable_metrics else None,
         markers,
         agree=lambda value: _least(value, group),

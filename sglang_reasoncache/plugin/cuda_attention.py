@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrected positions over ``--attention-backend flashinfer`` and ``triton`` on CUDA.
+"""Corrected positions and holes over ``--attention-backend flashinfer`` and ``triton`` on CUDA.
 
-Two hooks come with the backend and are on no other server: one asks the prefix tree
-of every batch whether it reads moved slots, one gives decode graphs two variants.
+Two hooks come with the backend and are on no other server: one asks the prefix tree of every
+batch whether it reads moved slots or holes, one gives decode graphs two variants.
 """
 
 from __future__ import annotations
@@ -18,21 +18,28 @@ from sglang_reasoncache.plugin import hooking, refusals, seams
 _backend: Any | None = None
 
 
-def make(model_runner: Any, name: str) -> Any:
-    """The backend of a scheduler process. ``name``: one of ``seams.CUDA_BACKENDS``.
+def make(model_runner: Any, name: str, *, asked: str, corrected: bool) -> Any:
+    """The backend of a scheduler process.
+
+    Args:
+        name: One of ``seams.CUDA_BACKENDS``.
+        asked: The flag that asks for it, the beginning of every message.
+        corrected: False reads every key as cached, and skips dropped positions only.
 
     Raises:
         ValueError: a device, model, pool, flag or mode that cannot be served, by name.
         RuntimeError: SGLang could not apply a hook (it only logs that).
     """
     global _backend
-    asked = f"--reasoncache-positions corrected over --attention-backend {name}"
+    asked = f"{asked} over --attention-backend {name}"
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
         raise ValueError(
             f"{asked} needs an NVIDIA GPU, this server runs on {_device(model_runner)}"
         )
     refusals.check_corrected(model_runner.server_args, asked)
-    backend = backend_class(name)(model_runner, **_arguments(model_runner, name))
+    backend = backend_class(name)(
+        model_runner, asked=asked, corrected=corrected, **_arguments(model_runner, name)
+    )
     if backend.moved.backend != "triton":
         raise ValueError(f"{asked} needs Triton kernels, which cannot be had here")
     backend.moved.warm_up()
@@ -76,9 +83,10 @@ def _after_forward_batch(
     """Batches without our tree (SGLang's own trial runs) stay unknown."""
     if _backend is None or model_runner.is_draft_worker:
         return
-    reads_moved = getattr(batch.tree_cache, "reads_moved", None)
-    if reads_moved is not None:
-        _backend.mark.note(result.rids, reads_moved(batch.reqs))
+    tree, mark = batch.tree_cache, _backend.mark
+    if hasattr(tree, "reads_moved"):
+        moved = mark.corrected and tree.reads_moved(batch.reqs)
+        mark.note(result.rids, moved or tree.reads_holes(batch.reqs))
 
 
 def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:
@@ -87,8 +95,8 @@ def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> An
         return variants
     if variants is not None:
         raise ValueError(
-            "--reasoncache-positions corrected: this model's decode graphs have variants of "
-            f"their own ({', '.join(variants.capture_labels)})"
+            f"{_backend.asked}: this model's decode graphs have variants of their own "
+            f"({', '.join(variants.capture_labels)})"
         )
     from sglang_reasoncache.attention.paged_cuda import GraphVariants
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from sglang_reasoncache.plugin import hooking, seams
@@ -86,18 +85,24 @@ def _wrap_attention_backend(name: str) -> None:
 
 
 def _after_prefill(_result: None, processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Under mixed chunk, decoding requests ride on a prefill batch."""
-    if _controller is not None and batch.decoding_reqs:
-        _follow(_controller, processor, batch.decoding_reqs)
+    """Under mixed chunk, decoding requests ride on a prefill batch, as its last ones."""
+    if _controller is None:
+        return
+    riders = batch.decoding_reqs or []
+    count = len(batch.reqs) - len(riders)
+    written = [a + b for a, b in zip(batch.prefix_lens[:count], batch.extend_lens, strict=False)]
+    freed = _controller.after_prefill(batch.reqs[:count], written)
+    if riders:
+        freed += _controller.after_decode(riders)
+    _admit_again(_controller, processor, freed)
 
 
 def _after_decode(_result: None, processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     if _controller is not None:
-        _follow(_controller, processor, batch.reqs)
+        _admit_again(_controller, processor, _controller.after_decode(batch.reqs))
 
 
-def _follow(controller: Any, processor: Any, reqs: Sequence[Any]) -> None:
-    freed = controller.after_decode(reqs)
+def _admit_again(controller: Any, processor: Any, freed: int) -> None:
     if freed and controller.config.admission_credit > 0:
         # SGLang stops trying to admit once memory ran out and tries again when
         # a request leaves; slots that come back in between must count as well.

@@ -35,11 +35,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.radix_cache_backend not in (None, seams.TREE_BACKEND),
         "the prefix cache must be ours to count shared slots",
     ),
-    Refusal(
-        "--disable-radix-cache",
-        _on("disable_radix_cache"),
-        "slots are released through the prefix cache",
-    ),
     Refusal("--enable-hierarchical-cache", _on("enable_hierarchical_cache"), _OWN_TREE),
     Refusal("--enable-lmcache", _on("enable_lmcache"), _OWN_TREE),
     Refusal("--enable-flexkv", _on("enable_flexkv"), _OWN_TREE),
@@ -126,7 +121,7 @@ def check(args: Any) -> None:
 
 def check_holes(args: Any, config: ReasonCacheConfig) -> None:
     """Raises ValueError where a policy drops positions and a flag asks for attention that reads them."""
-    if not config.policies.evictors:
+    if not config.drops:
         return
     for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         name = getattr(args, field, None)
@@ -137,7 +132,7 @@ def check_holes(args: Any, config: ReasonCacheConfig) -> None:
 def reads_holes(config: ReasonCacheConfig, flag: str, name: str) -> str:
     return (
         f"{flag_of('policy')} {config.policy} drops positions, which {flag} {name} would read; "
-        f"use {' or '.join(seams.HOLE_BACKENDS)}"
+        f"use {', '.join(seams.HOLE_BACKENDS)}, one for prefill and decode"
     )
 
 

@@ -109,9 +109,8 @@ CUDA_BACKENDS = ("flashinfer", "triton")
 #: Attention backends whose reads we can correct, by name.
 CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
 
-
-#: Attention backends that skip dropped positions, by name.
-HOLE_BACKENDS = (CPU_BACKEND,)
+#: Attention backends with which dropped positions are skipped, by name.
+HOLE_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
 def resolve(name: str) -> Any:

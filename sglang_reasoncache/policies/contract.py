@@ -64,8 +64,9 @@ class RequestView:
     Attributes:
         prompt: Length of the prompt.
         written: Positions ``[0, written)`` have their KV in the pool or were dropped.
-        owned: First position that the request owns. Everything before it belongs to the
-            prefix tree, as the prompt does but for its last part of a page, and stays.
+        owned: First position that may be dropped. Everything before it belongs to the
+            prefix tree or is prompt (but for its last part of a page), and stays. With a
+            policy's ``prompt`` only the tree's part does.
         page: Positions per page; only whole pages can be dropped.
         held: int64, ascending: written positions that were not dropped.
         seed: A number of the prompt's tokens, the same for the same prompt.
@@ -93,6 +94,9 @@ class Policy(Protocol):
 
     It keeps nothing between calls: what it decides follows from the view, so that
     tensor-parallel ranks decide alike. ``__post_init__`` raises :class:`OptionError`.
+
+    Three more attributes count if there are any: ``prompt`` (bool), ``when`` and ``until``
+    (shares of the pool); see :class:`~sglang_reasoncache.policies.evictor.Evictor`.
     """
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What evictors share: a budget with room for some more, and picking by score."""
+"""What evictors share: a budget with room for some more, when to keep to it, picking by score."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import numpy as np
 from sglang_reasoncache.policies.contract import OptionError, RequestView
 from sglang_reasoncache.sharing.decision import Drop
 
+#: Of the pool, between where a policy with ``when`` begins and where it stops.
+HYSTERESIS = 0.05
+
 
 @dataclass(frozen=True)
 class Evictor:
@@ -23,12 +26,19 @@ class Evictor:
         slack: Positions above that before the policy acts; it then goes down to the budget.
         recent: Newest positions that stay, even where the budget is not met then: the prompt
             alone may exceed it, and a response that forgets every word at once is noise.
+        prompt: Positions of the prompt may go too, chunk by chunk while it is computed. It
+            is then published when the request finishes, up to the first hole.
+        when: Act only once more than this share of the pool's slots is in use; 0: always.
+        until: Having begun, go on until no more than this share is; ``when`` less 0.05.
     """
 
     budget: int | None = None
     share: float | None = None
     slack: int = 32
     recent: int = 32
+    prompt: bool = False
+    when: float = 0.0
+    until: float | None = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -41,8 +51,15 @@ class Evictor:
             between("budget", self.budget, 1, 10_000_000)
         if self.share is not None and not 0 < self.share < 1:
             raise OptionError("share", "above 0 and below 1")
-        between("slack", self.slack, 1, 65_536)
+        between("slack", self.slack, 0, 65_536)
         between("recent", self.recent, 1, 65_536)
+        if not 0 <= self.when < 1:
+            raise OptionError("when", "at least 0 and below 1")
+        if self.until is None:
+            # Frozen; nobody has seen it yet.
+            object.__setattr__(self, "until", max(self.when - HYSTERESIS, 0.0))
+        elif not 0 <= self.until <= self.when:
+            raise OptionError("until", f"between 0 and when ({self.when})")
 
     def excess(self, written: int, held: int) -> int:
         allowed = self.budget if self.share is None else math.ceil(self.share * written)

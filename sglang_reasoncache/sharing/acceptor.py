@@ -66,7 +66,7 @@ def refusal_of_drop(
     """Why ``drop`` must not be applied, or None. It may be anything a policy returned.
 
     Args:
-        owned: First position that the request owns.
+        owned: First position that may go.
         written: Positions whose KV is surely in the pool.
         page: Positions per page.
         holes: Of the request.
@@ -159,6 +159,7 @@ class Acceptor:
         drops: Iterable[Drop],
         written: int,
         refused: Counter[str],
+        first: int = 0,
     ) -> Dropped:
         """Turn what is allowed of ``drops`` into holes and give up their references.
 
@@ -170,11 +171,13 @@ class Acceptor:
             holes: Of the request; they grow by what is applied.
             written: Positions whose KV is surely in the pool.
             refused: Counts refusals by their value.
+            first: No position before it, even if the request owns it.
         """
+        first = max(first, req.kv.cache_protected_len)
         page = self._allocator.page_size
         parts = []
         for drop in drops:
-            refusal = refusal_of_drop(drop, req.kv.cache_protected_len, written, page, holes)
+            refusal = refusal_of_drop(drop, first, written, page, holes)
             if refusal is not None:
                 refused[refusal.value] += 1
                 continue

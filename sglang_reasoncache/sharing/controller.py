@@ -133,6 +133,21 @@ class SharingController:
         params = getattr(req.sampling_params, "custom_params", None)
         return not (isinstance(params, dict) and params.get(OPT_OUT_KEY) is False)
 
+    def keeps_prompt(self, req: Any) -> bool:
+        """Whether a running request's prompt is its own, so that positions of it may go."""
+        return self._dropper.drops_prompts and self._serves(req)
+
+    def after_chunk(self, req: Any, written: int) -> None:
+        """A chunk of a prompt that is the request's own has been computed; the next one has no
+        slots yet.
+
+        ``written``: positions whose KV is there when the device has done what is queued.
+        """
+        start = time.perf_counter()
+        self._dropper.wait()
+        self._drop_some(req, request_state.state_of(req) or self._admit(req), written)
+        self.stats.scheduler_seconds += time.perf_counter() - start
+
     def on_release(self, req: Any) -> None:
         """The row is gone; called for finished, aborted and retracted requests alike."""
         state = request_state.state_of(req)
@@ -197,6 +212,20 @@ class SharingController:
         self.threshold.maybe_save()
         return self.saved_positions - before
 
+    def after_prefill(self, reqs: Sequence[Any], written: Sequence[int]) -> int:
+        """Look at requests whose prompts, or chunks of them, were computed up to ``written``.
+
+        Returns:
+            Slots that came back to the allocator.
+        """
+        start, before = time.perf_counter(), self.saved_positions
+        for req, positions in zip(reqs, written, strict=True):
+            if _is_running(req) and self.keeps_prompt(req):
+                state = request_state.state_of(req) or self._admit(req)
+                self._drop_some(req, state, positions)
+        self.stats.scheduler_seconds += time.perf_counter() - start
+        return self.saved_positions - before
+
     def _feed(self, reqs: Sequence[Any]) -> None:
         """Hand the requests' new tokens to the engine."""
         while self._orphans:
@@ -231,14 +260,18 @@ class SharingController:
         """Have the policies look at every request that did not opt out."""
         if not self._dropper.is_active:
             return
-        for req in reqs:
-            state = request_state.state_of(req) if _is_running(req) else None
-            if state is None or not state.served:
-                continue
-            done = self._dropper.look(req, state, self.stats)
-            # What did not come back has another name: one reference less to count.
-            state.live_positions -= done.positions - done.freed
-            self.live_positions -= done.positions - done.freed
+        for req in self._dropper.in_turn(req for req in reqs if _is_running(req)):
+            state = request_state.state_of(req)
+            if state is not None:
+                self._drop_some(req, state)
+
+    def _drop_some(self, req: Any, state: RequestState, written: int | None = None) -> None:
+        if not state.served:
+            return
+        done = self._dropper.look(req, state, self.stats, written)
+        # What did not come back has another name: one reference less to count.
+        state.live_positions -= done.positions - done.freed
+        self.live_positions -= done.positions - done.freed
 
     def _admit(self, req: Any) -> RequestState:
         """Start to follow a request, if it may share."""

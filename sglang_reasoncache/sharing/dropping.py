@@ -8,7 +8,7 @@ import itertools
 import logging
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sglang_reasoncache.policies.contract import Policy, RequestView
@@ -16,6 +16,7 @@ from sglang_reasoncache.policies.registry import NamedPolicy
 from sglang_reasoncache.sharing.acceptor import Acceptor, Dropped
 from sglang_reasoncache.sharing.decision import Drop, DropRefusal
 from sglang_reasoncache.sharing.keys import KeySource
+from sglang_reasoncache.sharing.pressure import PoolPressure, waits_for
 from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
 
@@ -30,18 +31,25 @@ class Dropper:
         acceptor: Checks and applies what they answer.
         keys: Read for policies that need them.
         page: Page size, positions.
+        pressure: Which of them may act now; None: all.
 
     Attributes:
         positions_now: Positions that the running requests have dropped.
     """
 
     def __init__(
-        self, evictors: Sequence[NamedPolicy], acceptor: Acceptor, keys: KeySource, page: int
+        self,
+        evictors: Sequence[NamedPolicy],
+        acceptor: Acceptor,
+        keys: KeySource,
+        page: int,
+        pressure: PoolPressure | None = None,
     ) -> None:
         self._evictors = tuple(evictors)
         self._acceptor = acceptor
         self._keys = keys
         self._page = page
+        self._pressure = pressure
         self._failed: set[str] = set()
         self.positions_now = 0
 
@@ -49,35 +57,62 @@ class Dropper:
     def is_active(self) -> bool:
         return bool(self._evictors)
 
-    def look(self, req: Any, state: RequestState, stats: SharingStats) -> Dropped:
+    @property
+    def drops_prompts(self) -> bool:
+        """Whether positions of prompts may go, so that running requests keep them to themselves."""
+        return any(_drops_prompts(policy) for _, policy in self._evictors)
+
+    def wait(self) -> None:
+        """Until the KV that is being computed is there, where a policy reads any."""
+        if any(policy.needs for _, policy in self._evictors):
+            self._keys.wait()
+
+    def in_turn(self, reqs: Iterable[Any]) -> list[Any]:
+        """Who is looked at first, where that decides who gives: the longest row."""
+        if not any(waits_for(policy) for _, policy in self._evictors):
+            return list(reqs)
+        return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)
+
+    def look(
+        self, req: Any, state: RequestState, stats: SharingStats, written: int | None = None
+    ) -> Dropped:
         """Drop what was dropped before a retraction, then what the policies give up now.
 
-        ``req`` holds its row, and nothing of it is being computed but its newest token.
+        ``req`` holds its row. ``written``: positions whose KV is there; None: all but that of
+        the newest token, which is not written before the next forward.
         """
-        # The newest token's KV is not written before the next forward.
-        written = len(req.origin_input_ids) + len(req.output_ids) - 1
-        written = min(written, req.kv.kv_allocated_len)
+        if written is None:
+            written = len(req.origin_input_ids) + len(req.output_ids) - 1
+            written = min(written, req.kv.kv_allocated_len)
         total = Dropped(0, 0)
         holes = state.holes
         if holes.again:
             # First of all: the row came back at its full size.
-            again, holes.again = holes.again, []
+            again, holes.again = _split(holes.again, (written - 1) // self._page * self._page)
             total += self._apply(req, state, _owned(again, req), written, stats)
         for name, policy in self._evictors:
             if written < state.next_drop.get(name, 0):
                 continue
             drops = self._ask(name, policy, req, state, written, stats)
             if drops:
-                total += self._apply(req, state, drops, written, stats)
+                first = self._first(req, policy)
+                total += self._apply(req, state, drops, written, stats, first)
         self.positions_now += total.positions
         return total
 
-    def _view(self, req: Any, state: RequestState, written: int) -> RequestView:
+    def _first(self, req: Any, policy: Policy) -> int:
+        """First position that the policy may drop, whoever owns the prompt."""
+        own = req.kv.cache_protected_len
+        if _drops_prompts(policy):
+            return own
+        return max(own, len(req.origin_input_ids) // self._page * self._page)
+
+    def _view(self, req: Any, state: RequestState, written: int, policy: Policy) -> RequestView:
         held = state.holes.held(written)
         return RequestView(
             prompt=len(req.origin_input_ids),
             written=written,
-            owned=req.kv.cache_protected_len,
+            owned=self._first(req, policy),
             page=self._page,
             held=held,
             seed=zlib.crc32(array("q", req.origin_input_ids)),
@@ -98,10 +133,12 @@ class Dropper:
             excess = policy.excess(written, written - state.holes.count)
             if not excess > 0:
                 return []
+            if self._pressure is not None and not self._pressure.lets(name, policy):
+                return []
             # A budget below what a request must hold would be asked for at every look.
             state.next_drop[name] = written + policy.slack
             stats.drop_decisions += 1
-            answer = policy.drops(self._view(req, state, written), excess)
+            answer = policy.drops(self._view(req, state, written, policy), excess)
             # More runs than positions are nonsense, and need not be listed to the end.
             return list(itertools.islice(answer, written + 1))
         except Exception:
@@ -112,9 +149,15 @@ class Dropper:
             return []
 
     def _apply(
-        self, req: Any, state: RequestState, drops: list[Drop], written: int, stats: SharingStats
+        self,
+        req: Any,
+        state: RequestState,
+        drops: list[Drop],
+        written: int,
+        stats: SharingStats,
+        first: int = 0,
     ) -> Dropped:
-        done = self._acceptor.drop(req, state.holes, drops, written, stats.drop_refusals)
+        done = self._acceptor.drop(req, state.holes, drops, written, stats.drop_refusals, first)
         stats.positions_dropped += done.positions
         stats.slots_freed_by_drops += done.freed
         return done
@@ -132,6 +175,17 @@ class Dropper:
 
 def _options(policy: Any) -> dict[str, Any]:
     return {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+
+
+def _drops_prompts(policy: Policy) -> bool:
+    return bool(getattr(policy, "prompt", False))
+
+
+def _split(drops: list[Drop], end: int) -> tuple[list[Drop], list[Drop]]:
+    """What of ``drops`` lies before ``end``, and what does not."""
+    before = [Drop(drop.start, min(drop.end, end) - drop.start) for drop in drops]
+    behind = [Drop(max(drop.start, end), drop.end - max(drop.start, end)) for drop in drops]
+    return [drop for drop in before if drop.length > 0], [d for d in behind if d.length > 0]
 
 
 def _owned(drops: list[Drop], req: Any) -> list[Drop]:

@@ -43,6 +43,11 @@ class KeySource:
         self.num_heads = num_heads
         self.group = group
 
+    def wait(self) -> None:
+        """Until the device has done all that is queued, on whichever stream."""
+        if self.rows.device.type == "cuda":
+            torch.cuda.synchronize(self.rows.device)
+
     def of(self, row: int, held: np.ndarray) -> HeldKeys:
         """Keys of positions ``held`` (int64, no holes) of a row."""
         return HeldKeys(self, row, held)

@@ -207,10 +207,12 @@ class Memory:
     def drop(self, track: Track, drops: Iterable[object]) -> None:
         """Holes the acceptor must make of what a policy answered, in order."""
         protected = track.req.kv.cache_protected_len
-        again = [at for at in track.dropped_again if at >= protected]
-        track.dropped_again = set()
+        end = (len(track.shows) - 1) // self.world.page * self.world.page
+        again = {at for at in track.dropped_again if at < end}
+        track.dropped_again -= again
         for at in again:
-            track.shows[at] = HOLE
+            if at >= protected:
+                track.shows[at] = HOLE
         for drop in drops:
             if self.may_drop(track, drop):
                 assert isinstance(drop, Drop)

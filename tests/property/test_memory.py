@@ -39,7 +39,7 @@ from sglang_reasoncache.sharing.decision import Drop
 from tests.property.model import Memory, Track
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Pair, Setup, World
 
-QUICK_OPERATIONS = 24_000
+QUICK_OPERATIONS = 30_000
 SETUPS = [
     Setup(page=1, block=2, slots=160, publish="exact"),
     Setup(page=1, block=3, slots=160, publish="aliased"),
@@ -48,6 +48,8 @@ SETUPS = [
     Setup(page=4, block=4, slots=256, publish="aliased"),
     Setup(page=16, block=16, slots=640, publish="aliased", need_sort=True),
     Setup(page=1, block=2, slots=160, publish="aliased", apply="copy"),
+    Setup(page=1, block=2, slots=160, publish="exact", prompts=True),
+    Setup(page=4, block=4, slots=256, publish="aliased", prompts=True),
 ]
 #: Tokens come from an alphabet of two, so that prefixes collide.
 BITS = st.integers(0, 2**24 - 1)
@@ -153,6 +155,9 @@ class MemoryMachine(RuleBasedStateMachine):
         is_last = req.extend_end == track.target
         if is_last:
             self._append(track, 1 + len(track.tokens) % 2)
+        if self.setup.prompts and not track.exact_only:
+            self._drop_in_prefill(track, is_last)
+            return
         up_to = req.extend_end
         if len(req.output_ids):
             up_to = min(up_to, len(req.origin_input_ids))
@@ -161,6 +166,21 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.repointed(track)
         self.memory.observe()
         self.memory.published(track, 0 if track.exact_only else up_to)
+
+    def _drop_in_prefill(self, track: Track, is_last: bool) -> None:
+        """A request that keeps its prompt to itself is asked after every chunk."""
+        self._count()
+        length = len(track.shows)
+        self._script_drops(track, [(length * 7 % 64, 1 + length % 5, length % 16)] * 2)
+        drops = self.world.evictor.waiting.get(track.req.rid, [])
+        checkpoint_kv_cache(track.req, self.world.tree)
+        if is_last:
+            before = self.world.allocator.available_size()
+            freed = self.world.controller.after_prefill([track.req], [length])
+            assert self.world.allocator.available_size() - before == freed
+        self.memory.drop(track, drops)
+        self.world.evictor.waiting.clear()
+        self.memory.observe()
 
     def _append(self, track: Track, token: int) -> None:
         """The newest token; its KV is not computed yet."""
@@ -229,6 +249,11 @@ class MemoryMachine(RuleBasedStateMachine):
             run = Drop(start, min(length, pages - where % pages) * page)
             waiting.append(hostile[how] if how < len(hostile) else run)
         self.world.evictor.waiting[track.req.rid] = waiting
+
+    def _longest(self) -> Track:
+        """The decoding request that has most to give."""
+        willing = [track for track in self.decoding if not track.exact_only]
+        return max(willing or self.decoding, key=lambda track: len(track.shows))
 
     def _script(self, track: Track, draws: list[tuple[int, int]], ready: int) -> None:
         """Propose blocks on ``track``'s row. Destinations rise, as a segmenter's do."""
@@ -360,9 +385,13 @@ class MemoryMachine(RuleBasedStateMachine):
         self._decode(batch or self.decoding[:1], steps, bits, draws)
 
     @precondition(lambda self: len(self.decoding) > 0)
-    @rule(bits=BITS, draws=BLOCKS)
-    def decode_all(self, bits: int, draws: list[tuple[int, int]]) -> None:
-        """Many steps of all requests with many blocks, so that sharing is not rare."""
+    @rule(bits=BITS, draws=BLOCKS, drops=DROPS)
+    def decode_all(
+        self, bits: int, draws: list[tuple[int, int]], drops: list[tuple[int, int, int]]
+    ) -> None:
+        """Many steps of all requests with many blocks, so that neither sharing nor drops are rare."""
+        if bits & 2:
+            self._script_drops(self._longest(), drops)
         self._decode(self.decoding, 12, bits, draws)
 
     @precondition(lambda self: len(self.decoding) > 0)
@@ -376,12 +405,8 @@ class MemoryMachine(RuleBasedStateMachine):
         draws: list[tuple[int, int]],
     ) -> None:
         """A policy answers for one request, while blocks of it may be on their way."""
-        if pick % 4:
-            # Long rows have something to give.
-            willing = [track for track in self.decoding if not track.exact_only]
-            track = max(willing or self.decoding, key=lambda track: len(track.shows))
-        else:
-            track = self.decoding[pick // 4 % len(self.decoding)]
+        chosen = self.decoding[pick // 4 % len(self.decoding)]
+        track = self._longest() if pick % 4 else chosen
         self._script_drops(track, drops)
         self._decode(self.decoding, steps, bits, draws)
 

@@ -40,6 +40,7 @@ from sglang_reasoncache.sharing.controller import OPT_OUT_KEY, SharingController
 from sglang_reasoncache.sharing.dropping import Dropper
 from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.pressure import PoolPressure, pool_use
 
 LAYERS = 2
 MAX_ROWS = 4
@@ -59,6 +60,7 @@ class Setup:
         publish: ``exact`` or ``aliased``.
         apply: ``alias`` or ``copy``.
         need_sort: Freed pages wait unsorted until an allocation runs short.
+        prompts: Positions of prompts may be dropped, between chunks too.
     """
 
     page: int
@@ -67,10 +69,12 @@ class Setup:
     publish: str
     apply: str = "alias"
     need_sort: bool = False
+    prompts: bool = False
 
     def __str__(self) -> str:
         parts = [f"page{self.page}", f"block{self.block}", self.publish]
         parts += ["copy"] * (self.apply == "copy") + ["sorted"] * self.need_sort
+        parts += ["prompts"] * self.prompts
         return "-".join(parts)
 
 
@@ -141,10 +145,12 @@ class ScriptedEvictor:
     Attributes:
         waiting: Drops by request name.
         about: Name of the request that is looked at; views have none.
+        prompt: Positions of prompts may go.
     """
 
     waiting: dict[str, list[Any]] = field(default_factory=dict)
     about: str = ""
+    prompt: bool = False
     needs = frozenset[str]()
     slack = 0
 
@@ -158,11 +164,11 @@ class ScriptedEvictor:
 class NamingDropper(Dropper):
     """Tells the scripted evictor which request it is asked about."""
 
-    def look(self, req: Any, state: Any, stats: Any) -> Any:
+    def look(self, req: Any, state: Any, stats: Any, written: int | None = None) -> Any:
         for _, policy in self._evictors:
             if isinstance(policy, ScriptedEvictor):
                 policy.about = req.rid
-        return super().look(req, state, stats)
+        return super().look(req, state, stats, written)
 
 
 class AcceptAll:
@@ -187,10 +193,11 @@ class World:
         agree: Callable[[int], int] = lambda value: value,
         interval: int = 1,
         evictors: Sequence[NamedPolicy] = (),
+        no_tree: bool = False,
     ) -> None:
-        """``evictors``: instead of the scripted one."""
+        """``evictors``: instead of the scripted one. ``no_tree``: as ``--disable-radix-cache``."""
         self.page = setup.page
-        self.total = setup.slots
+        self.total = self._lowest_free = setup.slots
         self.pool = MHATokenToKVPool(
             size=setup.slots,
             page_size=setup.page,
@@ -213,7 +220,7 @@ class World:
         self.rows = ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, "cpu", False)
         self.tree = SharedRadixCache(
             CacheInitParams(
-                disable=False,
+                disable=no_tree,
                 req_to_token_pool=self.rows,
                 token_to_kv_pool_allocator=self.allocator,
                 page_size=setup.page,
@@ -223,7 +230,7 @@ class World:
         home = HomePositions(setup.slots + setup.page, "cpu")
         self.meter = meter = meter_type(self.pool, self.rows.req_to_token, home, None, num_heads=1)
         self.engine = ScriptedEngine()
-        self.evictor = ScriptedEvictor()
+        self.evictor = ScriptedEvictor(prompt=setup.prompts)
         acceptor = Acceptor(self.allocator, self.rows, meter, copy=setup.apply == "copy")
         keys = KeySource(self.pool, self.rows.req_to_token, home, None, num_heads=1)
         self.controller = SharingController(
@@ -234,7 +241,11 @@ class World:
             meter,
             acceptor,
             NamingDropper(
-                evictors or [NamedPolicy("scripted", self.evictor)], acceptor, keys, setup.page
+                evictors or [NamedPolicy("scripted", self.evictor)],
+                acceptor,
+                keys,
+                setup.page,
+                PoolPressure(lambda: pool_use(self.allocator, self.tree)),
             ),
             None,
             agree=agree,
@@ -300,6 +311,7 @@ class World:
         self.rows.write((row, slice(req.prefix_len, req.extend_end)), out.to(torch.int32))
         req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end
         req.is_retracted = False
+        self._lowest_free = min(self._lowest_free, self.allocator.available_size())
         return out.numpy()
 
     def can_decode(self, reqs: Sequence[Req]) -> bool:
@@ -331,6 +343,10 @@ class World:
     def free_pages(self) -> np.ndarray:
         pages = self.allocator.get_all_free_pages()
         return pages.numpy()
+
+    def lowest_free(self) -> int:
+        """The fewest free slots right after an allocation for a prefill; see :meth:`extend`."""
+        return self._lowest_free
 
     def row(self, req: Req) -> np.ndarray:
         """Slots of the request's allocated positions."""

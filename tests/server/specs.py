@@ -94,6 +94,59 @@ SHARING_AND_DROPPING = SHARED.having(
     SGLANG_TEST_RETRACT="true",
     SGLANG_TEST_RETRACT_INTERVAL="25",
 )
+#: Prompts within a hard budget, chunk by chunk; no prefix cache, the overlap schedule.
+DROPPING_PROMPTS = SHARED.having(
+    "prompts",
+    *TIGHT,
+    *CHUNKED,
+    *PAGED_READS,
+    "--disable-radix-cache",
+    "--reasoncache-policy",
+    "keydiff:budget=96:slack=0:recent=16:prompt=true",
+)
+#: The same beside a prefix cache and sharing, on whole pages, under forced retractions.
+DROPPING_PROMPTS_PAGES = SHARED.having(
+    "prompts-page16",
+    *TIGHT,
+    *CHUNKED,
+    *PAGED_READS,
+    "--page-size",
+    "16",
+    "--disable-overlap-schedule",
+    "--reasoncache-percentile",
+    "100",
+    "--reasoncache-warmup",
+    "0",
+    "--reasoncache-align",
+    "index",
+    "--reasoncache-policy",
+    "reasoncache+streamingllm:budget=128:slack=16:prompt=true",
+    SGLANG_TEST_RETRACT="true",
+    SGLANG_TEST_RETRACT_INTERVAL="40",
+)
+#: Two ranks that must drop alike, between chunks and where the pool is half full.
+DROPPING_ON_TWO_RANKS = SHARED.having(
+    "drop-tp2",
+    *TIGHT,
+    *CHUNKED,
+    *PAGED_READS,
+    "--tp",
+    "2",
+    "--reasoncache-policy",
+    "keydiff:budget=128:prompt=true:when=0.5:until=0.4",
+    SGLANG_CPU_OMP_THREADS_BIND="0|1",
+)
+#: Memory for four responses; too many are admitted, and a policy waits until that shows.
+DROPPING_WHEN_SHORT = SHARED.having(
+    "when",
+    "--max-total-tokens",
+    "1600",
+    "--schedule-conservativeness",
+    "0.1",
+    *PAGED_READS,
+    "--reasoncache-policy",
+    "streamingllm:budget=160:slack=8:when=0.8:until=0.7",
+)
 #: SGLang's own attention.
 STOCK_TORCH = STOCK.having("torch-native", "--attention-backend", "torch_native")
 NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
@@ -116,7 +169,11 @@ __all__ = [
     "CORRECTED",
     "CORRECTED_COPY",
     "DROPPING",
+    "DROPPING_ON_TWO_RANKS",
     "DROPPING_PAGES",
+    "DROPPING_PROMPTS",
+    "DROPPING_PROMPTS_PAGES",
+    "DROPPING_WHEN_SHORT",
     "EXACT",
     "NOTHING_SHARED",
     "PAGED",

@@ -103,7 +103,7 @@ class Rig:
             req_to_token_pool=self.rows,
             token_to_kv_pool=self.pool,
             token_to_kv_pool_allocator=SimpleNamespace(
-                home=self.home, has_moved_slots=moved > 0 or notes_moved
+                home=self.home, has_moved_slots=moved > 0 or notes_moved, has_holes=False
             ),
             dtype=dtype,
             model=torch.nn.ModuleList([rope]),
@@ -130,6 +130,20 @@ class Rig:
             encoder_lens=None,
         )
 
+    def drop(self, new: list[int], share: float = 0.4) -> None:
+        """Make holes of some positions before each row's ``new`` tokens; never the newest of those."""
+        self.runner.token_to_kv_pool_allocator.has_holes = True
+        for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
+            gone = torch.rand(max(end - count - 1, 0), generator=self.generator) < share
+            self.rows.req_to_token[row, : len(gone)][gone] = -1
+
+    def settle(self) -> None:
+        """From now on every key is expected to be used as it was cached."""
+        for row, end in zip(self.row_of, self.lengths, strict=True):
+            slots = self.rows.req_to_token[row, :end].long()
+            held = slots >= 0
+            self.home.record(slots[held], torch.arange(end)[held])
+
     def forward(self, backend: Any, batch: Any, decode: bool = True) -> torch.Tensor:
         """Attention of the batch's new tokens, ``[tokens, heads, dim]``, and what they were."""
         tokens = len(batch.out_cache_loc)
@@ -145,19 +159,23 @@ class Rig:
         return run(q, k, v, self.layer, batch).view(tokens, self.heads, DIM)
 
     def expected(self, batch: Any) -> torch.Tensor:
-        """Dense attention in fp64 over rows whose keys are rotated to where they are used."""
+        """Dense attention in fp64 over rows whose keys are rotated to where they are used.
+
+        Dropped positions are there, and masked.
+        """
         keys, values = self.pool.k_buffer[1].double(), self.pool.v_buffer[1].double()
         outputs, query = [], iter(self.query.double().split(batch.extend_seq_lens.tolist()))
         for row, end in zip(self.row_of, self.lengths, strict=True):
             slots = self.rows.req_to_token[row, :end].long()
-            at = torch.arange(end)
+            at, dropped = torch.arange(end), slots < 0
+            slots = slots.clamp_min(0)
             k = self._turn(keys[slots], at - self.home.positions[slots])
             k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
             v = values[slots].repeat_interleave(self.heads // self.kv_heads, dim=1)
             q = next(query)
             scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
-            later = at[None, :] > torch.arange(end - len(q), end)[:, None]
-            weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
+            hidden = dropped | (at[None, :] > torch.arange(end - len(q), end)[:, None])
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
         return torch.cat(outputs)
 

@@ -44,6 +44,13 @@ def runner_of(rig: Rig) -> Any:
     return runner
 
 
+ASKED = "--reasoncache-positions corrected over --attention-backend triton"
+
+
+def backend_of(rig: Rig, corrected: bool = True) -> Backend:
+    return Backend(runner_of(rig), asked=ASKED, corrected=corrected)
+
+
 def batch_of(rig: Rig, new: list[int]) -> ForwardBatch:
     """The rig's batch as SGLang's own record."""
     made = rig.batch(new)
@@ -84,7 +91,39 @@ def test_moved_keys_are_read_where_they_are_used(
     new: list[int], heads: int, kv_heads: int, moved: float, dtype: torch.dtype
 ) -> None:
     rig = Rig(moved=moved, heads=heads, kv_heads=kv_heads, dtype=dtype)
-    check(rig, Backend(runner_of(rig)), batch_of(rig, new))
+    check(rig, backend_of(rig), batch_of(rig, new))
+
+
+@pytest.mark.parametrize("positions", ["corrected", "as-cached"])
+@pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
+def test_holes_are_skipped_in_both_positions_modes(new: list[int], positions: str) -> None:
+    """Batches that were not looked at, and those that were; moved keys as the mode has them."""
+    rig = Rig(moved=0.5)
+    backend = backend_of(rig, corrected=positions == "corrected")
+    rig.drop(new)
+    if positions == "as-cached":
+        rig.settle()
+    check(rig, backend, batch_of(rig, new))
+    batch = batch_of(rig, new)
+    backend.mark.note(batch.rids, True)
+    check(rig, backend, batch)
+
+
+@pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
+def test_moved_slots_are_sglangs_own_where_keys_are_read_as_cached(new: list[int]) -> None:
+    """Only a batch with holes is not; which has some is known batch by batch."""
+    rig = Rig(moved=0.5, dtype=torch.bfloat16)
+    backend = backend_of(rig, corrected=False)
+    assert backend.rotation is None
+    home = rig.home.positions.clone()
+    for has_holes in (False, True):
+        rig.runner.token_to_kv_pool_allocator.has_holes = has_holes
+        batch = batch_of(rig, new)
+        if has_holes:
+            backend.mark.note(batch.rids, False)
+        ours = forward(rig, backend, batch)
+        assert torch.equal(ours, forward(rig, TorchNativeAttnBackend(rig.runner), batch))
+    assert torch.equal(rig.home.positions, home)
 
 
 @pytest.mark.parametrize("known", ["never-shared", "marked"])
@@ -92,7 +131,7 @@ def test_moved_keys_are_read_where_they_are_used(
 def test_a_forward_without_moved_slots_is_sglangs_own(new: list[int], known: str) -> None:
     """Bit for bit; the mark decides, not what the rows hold."""
     rig = Rig(moved=0.5, dtype=torch.bfloat16)
-    backend = Backend(runner_of(rig))
+    backend = backend_of(rig)
     batch = batch_of(rig, new)
     if known == "marked":
         backend.mark.note(batch.rids, False)
@@ -105,7 +144,7 @@ def test_a_forward_without_moved_slots_is_sglangs_own(new: list[int], known: str
 
 def test_a_mark_survives_the_copies_sglang_makes_of_a_batch() -> None:
     rig = Rig(moved=0.5)
-    backend = Backend(runner_of(rig))
+    backend = backend_of(rig)
     batch = batch_of(rig, [1, 1, 1])
     backend.mark.note(batch.rids, False)
     copied = dataclasses.replace(batch, positions=batch.positions.clone())
@@ -119,7 +158,7 @@ def test_a_mark_survives_the_copies_sglang_makes_of_a_batch() -> None:
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300]], ids=["decode", "extend"])
 def test_new_slots_are_at_home_where_they_are_written(new: list[int], marked: bool) -> None:
     rig = Rig(moved=1.0)
-    backend = Backend(runner_of(rig))
+    backend = backend_of(rig)
     batch = batch_of(rig, new)
     backend.mark.note(batch.rids, marked)
     backend.init_forward_metadata(batch)
@@ -129,7 +168,7 @@ def test_new_slots_are_at_home_where_they_are_written(new: list[int], marked: bo
 def test_one_backend_serves_batches_of_every_kind() -> None:
     """What one forward prepared does not leak into the next."""
     rig = Rig(moved=1.0)
-    backend = Backend(runner_of(rig))
+    backend = backend_of(rig)
     for name in ("decode", "with-prefix", "mixed", "decode", "whole", "decode"):
         check(rig, backend, batch_of(rig, BATCHES[name]))
         plain = batch_of(rig, BATCHES[name])
@@ -140,7 +179,7 @@ def test_one_backend_serves_batches_of_every_kind() -> None:
 
 def test_idle_forward_needs_no_rows() -> None:
     rig = Rig(moved=1.0)
-    backend = Backend(runner_of(rig))
+    backend = backend_of(rig)
     home = rig.home.positions.clone()
     backend.init_forward_metadata(idle_batch())
     assert torch.equal(rig.home.positions, home)
@@ -160,14 +199,14 @@ def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int]) -> None:
             for buffer, scale in ((rig.pool.k_buffer, k_scale), (rig.pool.v_buffer, v_scale)):
                 for side in buffer:
                     side.mul_(scale)
-        outputs.append(forward(rig, Backend(runner_of(rig)), batch_of(rig, new)))
+        outputs.append(forward(rig, backend_of(rig), batch_of(rig, new)))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=5e-4)
 
 
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 3, 40]], ids=["decode", "extend"])
 def test_sinks_take_weight(new: list[int]) -> None:
     rig = Rig(moved=0.5)
-    backend = Backend(runner_of(rig))
+    backend = backend_of(rig)
     batch = batch_of(rig, new)
     plain = forward(rig, backend, batch)
     q = rig.query.reshape(len(batch.positions), -1)
@@ -182,7 +221,7 @@ def test_sinks_take_weight(new: list[int]) -> None:
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 3, 40]], ids=["decode", "extend"])
 def test_what_our_kernels_do_not_know_is_refused(new: list[int]) -> None:
     rig = Rig(moved=0.5)
-    backend = Backend(runner_of(rig))
+    backend = backend_of(rig)
     batch = batch_of(rig, new)
     backend.init_forward_metadata(batch)
     run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
@@ -193,7 +232,7 @@ def test_what_our_kernels_do_not_know_is_refused(new: list[int]) -> None:
 
 def test_prefill_graphs_run_what_is_not_moved() -> None:
     rig = Rig(moved=0.5)
-    backend = Backend(runner_of(rig))
+    backend = backend_of(rig)
     batch = batch_of(rig, [1, 7, 300])
     assert not backend.can_run_prefill_cuda_graph(batch)
     backend.mark.note(batch.rids, False)
@@ -206,7 +245,7 @@ def test_what_cannot_be_served_is_refused_by_name(change: Any, message: str) -> 
     runner_of(rig)
     change(rig)
     with pytest.raises(ValueError, match=f"corrected over --attention-backend triton.*{message}"):
-        Backend(rig.runner)
+        Backend(rig.runner, asked=ASKED)
 
 
 @pytest.mark.parametrize("name", seams.CUDA_BACKENDS)
@@ -223,8 +262,10 @@ def test_sglangs_backend_is_behind_ours(name: str) -> None:
 @pytest.mark.parametrize("name", seams.CUDA_BACKENDS)
 def test_other_devices_are_refused(name: str) -> None:
     rig = Rig(moved=0.0)
-    with pytest.raises(ValueError, match=f"--attention-backend {name} needs an NVIDIA GPU.*cpu"):
-        cuda_attention.make(runner_of(rig), name)
+    with pytest.raises(
+        ValueError, match=f"--x y over --attention-backend {name} needs an NVIDIA GPU.*cpu"
+    ):
+        cuda_attention.make(runner_of(rig), name, asked="--x y", corrected=name == "triton")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import cuda_attention
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import DIM, TOLERANCE, Rig
-from tests.unit.test_attention_cuda import batch_of, forward, runner_of
+from tests.unit.test_attention_cuda import ASKED, batch_of, forward, runner_of
 
 #: Requests that graphs are captured for; batches are padded to one of these.
 SIZES = (3, 1)
@@ -48,7 +48,7 @@ def test_interpreted() -> None:
     run_interpreted(__file__)
 
 
-def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Any:
+def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
     """Ours over SGLang's Triton backend, as a server's start makes it."""
     runner = runner_of(rig)
     runner.sliding_window_size = None
@@ -72,7 +72,7 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Any:
     config.get_num_kv_heads = lambda *_: rig.kv_heads
     # On a device this is what a pool gets.
     monkeypatch.setattr(moved, "PagedKv", functools.partial(PagedKv, backend="triton"))
-    backend = cuda_attention.backend_class("triton")(runner)
+    backend = cuda_attention.backend_class("triton")(runner, asked=ASKED, corrected=corrected)
     before = [buffer.clone() for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
     backend.moved.warm_up()
     after = (*rig.pool.k_buffer, *rig.pool.v_buffer)
@@ -193,8 +193,7 @@ def close(rig: Rig, found: torch.Tensor, batch: ForwardBatch) -> bool:
 def as_cached(rig: Rig, batch: ForwardBatch) -> Any:
     """Expectation of a forward that reads every key where it was computed."""
     home = rig.home.positions.clone()
-    for row, end in zip(rig.row_of, rig.lengths, strict=True):
-        rig.home.record(rig.rows.req_to_token[row, :end].long(), torch.arange(end))
+    rig.settle()
     expected = rig.expected(batch)
     rig.home.positions.copy_(home)
     return expected
@@ -249,6 +248,29 @@ def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> N
 
 
 @interpreted
+@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
+def test_graphs_and_eager_forwards_skip_holes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool
+) -> None:
+    """Holes made after the capture; a batch without any stays SGLang's where keys are as cached."""
+    with get_parallel().override(attn_dcp_rank=0, attn_tp_rank=0):
+        backend = triton_backend(rig, monkeypatch, corrected)
+        if not corrected:
+            rig.settle()
+        graphs = Graphs(rig, backend)
+        batch = batch_of(rig, [1, 1, 1])
+        assert close(rig, forward(rig, graphs, batch), batch)
+        rig.drop([1, 3, 30], share=0.3)
+        for new in ([1, 1, 1], [1, 3, 30]):
+            batch = batch_of(rig, new)
+            backend.kv_index_translator.bind_runner_slots(batch)
+            assert close(rig, forward(rig, backend, batch), batch)
+        batch = batch_of(rig, [1, 1, 1])
+        assert close(rig, forward(rig, graphs, batch), batch)
+    assert graphs.replayed == [MOVED if corrected else PLAIN, MOVED]
+
+
+@interpreted
 def test_an_eager_forward_between_replays_leaves_graphs_alone(rig: Rig, backend: Any) -> None:
     graphs = Graphs(rig, backend)
     decode, extend = batch_of(rig, [1, 1, 1]), batch_of(rig, [1, 3, 30])
@@ -294,8 +316,8 @@ def test_hooks_reach_the_runner_and_every_batch(rig: Rig, hooked: Any) -> None:
         asked.append(reqs)
         return len(asked) == 1
 
-    tree = SimpleNamespace(reads_moved=reads_moved)
-    for expected in (True, False):
+    tree = SimpleNamespace(reads_moved=reads_moved, reads_holes=lambda _reqs: len(asked) == 2)
+    for expected in (True, True, False):
         reqs = [object()]
         cuda_attention._after_forward_batch(
             batch,

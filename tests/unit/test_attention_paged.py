@@ -47,6 +47,16 @@ def test_keys_are_read_where_they_are_used(
     check(Rig(moved=moved, heads=heads, kv_heads=kv_heads, dtype=dtype), new)
 
 
+@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
+@pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
+def test_holes_are_skipped(new: list[int], corrected: bool) -> None:
+    rig = Rig(moved=0.5)
+    rig.drop(new)
+    if not corrected:
+        rig.settle()
+    check(rig, new, backend_of(rig, corrected))
+
+
 @pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
 def test_neighbouring_dims_may_be_paired(new: list[int]) -> None:
     check(Rig(moved=1.0, interleaved=True), new)

@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 
 from sglang_reasoncache.cache.moved import MovedMark
+from sglang_reasoncache.sharing.decision import Drop
 from tests.property.world import MAX_CONTEXT, Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
@@ -168,7 +169,7 @@ def test_no_moved_slot_is_overlooked(seed: int, publish: str, page: int) -> None
 
 
 def test_an_unknown_batch_counts_as_moved_once_something_was_shared() -> None:
-    allocator = SimpleNamespace(has_moved_slots=False)
+    allocator = SimpleNamespace(has_moved_slots=False, has_holes=False)
     mark = MovedMark(allocator)
     known, equal = ["a"], ["a"]
     assert not mark.reads_moved(known) and not mark.reads_moved(None)
@@ -179,3 +180,33 @@ def test_an_unknown_batch_counts_as_moved_once_something_was_shared() -> None:
     assert mark.reads_moved(equal) and mark.reads_moved(None)
     mark.note(known, True)
     assert mark.reads_moved(known)
+
+
+def test_holes_count_in_both_modes_and_moved_slots_in_one() -> None:
+    allocator = SimpleNamespace(has_moved_slots=True, has_holes=False)
+    mark = MovedMark(allocator, corrected=False)
+    assert not mark.reads_moved(None)
+    allocator.has_holes = True
+    assert mark.reads_moved(None)
+    known = ["a"]
+    mark.note(known, False)
+    assert not mark.reads_moved(known)
+
+
+def test_holes_are_those_of_the_row_at_hand(homes: Homes) -> None:
+    """Not of a request beside it, and not of the row before a retraction."""
+    one, other = homes.start(PROMPT, "one"), homes.start(PROMPT, "other")
+    world = homes.world
+    for req in (one, other):
+        grow(homes, req, 16)
+    world.controller.after_decode([one, other])
+    world.evictor.waiting["one"] = [Drop(12, 2)]
+    assert not world.tree.reads_holes([one, other])
+    world.controller.after_decode([one, other])
+    assert world.tree.reads_holes([other, one]) and not world.tree.reads_holes([other])
+    assert (world.row(one) < 0).any() and not (world.row(other) < 0).any()
+    homes.retract(one)
+    homes.prefill(one)
+    assert not world.tree.reads_holes([one, other])
+    world.controller.after_decode([one])
+    assert world.tree.reads_holes([one])

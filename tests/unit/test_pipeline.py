@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 
 from sglang_reasoncache.sharing.decision import BlockProposal
@@ -129,6 +129,34 @@ def test_a_wave_in_flight_holds_nobody_up(slow: World) -> None:
     assert row[20:24] == row[8:12] and row[26:30] == row[14:18]
     finish(slow, req)
     assert_empty(slow)
+
+
+@pytest.mark.parametrize("setup", [SETUP, Setup(page=4, block=4, slots=160, publish="aliased")])
+@pytest.mark.parametrize("end", ["finish", "abort", "retract"])
+def test_shares_without_a_prefix_cache(setup: Setup, end: str) -> None:
+    """``--disable-radix-cache``: rows are released as ever, nothing is published."""
+    world = World(setup, no_tree=True)
+    req = start(world)
+    before = used(world)
+    propose(world, req, Pair(20, 8), Pair(24, 12))
+    assert world.controller.after_decode([req]) == 8
+    assert used(world) - before in (-7, -8)
+    if end == "finish":
+        finish(world, req)
+    else:
+        if end == "abort":
+            req.finished_reason = FINISH_ABORT("client left")
+        release_kv_cache(req, world.tree, checkpoint=False)
+    assert used(world) == len(world.allocator.references) == 0
+    if end == "retract":
+        req.reset_for_retract()
+        prefill(world, req)
+        req.output_ids.append(9)
+        world.controller.after_decode([req])
+        assert world.controller.after_decode([req]) == 8
+        finish(world, req)
+        assert used(world) == 0
+    assert_empty(world)
 
 
 @pytest.mark.parametrize("end", ["finish", "retract"])
