@@ -3,6 +3,7 @@
 
 Accuracy on the embedded reasoner's problems, half of whose drafts are wrong, at some 10, 20, 40
 and 60% of the slots saved; throughput and step time on replayed AIME responses at one of these.
+With ``--budgets`` also accuracy on long prompts, which are kept within a budget block by block.
 Writes ``policies.json``, ``policies.md`` and ``policies.png``. Run folders beside them keep all
 that was measured: the same command goes on after a stop, and asks only what is new.
 """
@@ -17,8 +18,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eval.bench import policies_accuracy, policies_speed
+from eval.bench.policies_accuracy import Runs
 from eval.bench.policies_figures import picture, table
 from eval.bench.policies_points import (
     SAVINGS,
@@ -28,6 +31,7 @@ from eval.bench.policies_points import (
     installed,
     method_of,
     points,
+    prompt_points,
 )
 from eval.bench.policies_rows import Aim, dense_row, rows
 from eval.redundancy.rows import texts_of
@@ -51,6 +55,7 @@ class Options:
     Attributes:
         points: policies at settings for the embedded reasoner.
         timed: the same for replays, one a policy.
+        prompts: policies at budgets for long prompts; none if not asked for.
         left_out: a sentence on each that cannot be measured.
         problems: of each point.
         rounds: on replays; 0 for none.
@@ -63,6 +68,7 @@ class Options:
 
     points: list[Point]
     timed: list[Point]
+    prompts: list[Point]
     left_out: list[str]
     problems: int
     rounds: int
@@ -73,18 +79,27 @@ class Options:
     plan: bool
 
     @property
-    def runs(self) -> policies_accuracy.Runs:
-        home = self.out / "policies" / f"accuracy-{self.problems}"
-        return policies_accuracy.Runs(home, self.problems)
+    def runs(self) -> Runs:
+        return Runs(self.out / "policies" / f"accuracy-{self.problems}", self.problems)
 
     @property
-    def methods(self) -> list[str]:
-        """Each once: two savings may lie nearest to the same setting."""
-        return list(dict.fromkeys([policies_accuracy.DENSE, *(p.method for p in self.points)]))
+    def long_runs(self) -> Runs:
+        home = self.out / "policies" / f"prompts-{self.problems}"
+        return Runs(home, self.problems, policies_accuracy.LONG_TASK, policies_accuracy.LONG_FLAGS)
+
+    @property
+    def asked(self) -> list[tuple[Runs, list[str]]]:
+        """Runs with their methods, each once: two savings may lie nearest to the same setting."""
+        pairs = [(self.runs, self.points), (self.long_runs, self.prompts)]
+        return [
+            (runs, list(dict.fromkeys([policies_accuracy.DENSE, *(p.method for p in points)])))
+            for runs, points in pairs
+            if points
+        ]
 
     def minutes(self) -> tuple[float, float]:
         """Estimates of accuracy and of replays, without what is there already."""
-        todo = sum(not self.runs.whole(method) for method in self.methods)
+        todo = sum(not runs.whole(one) for runs, methods in self.asked for one in methods)
         speed = self.jobs * (_COMPANY if self.jobs > 1 else 1.0)
         each = _START_S + self.problems * _TOKENS / _TOKENS_PER_S
         groups = policies_speed.groups(self.timed) if self.rounds else []
@@ -103,6 +118,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     add("--policies", help=f"default: {','.join(installed())}")
     add("--saved", default=",".join(map(str, SAVINGS)), help="shares of the slots to aim at")
     add("--problems", type=int, default=60, help="of each policy and saving (default 60)")
+    add("--budgets", default="", help="on long prompts, of positions: 384,256,128 (default none)")
     add("--jobs", type=int, default=2, help="accuracy runs at a time (default 2)")
     add("--rounds", type=int, default=2, help="on replays (default 2), 0 for none")
     add("--timed-saved", type=float, default=0.2, help="what replays aim at (default 0.2)")
@@ -114,16 +130,18 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     policies = args.policies.split(",") if args.policies else list(installed())
     try:
         savings = [float(part) for part in args.saved.split(",")]
-    except ValueError:
-        parser.error(f"--saved must be numbers, got {args.saved!r}")
+        budgets = [int(part) for part in args.budgets.split(",") if part]
+    except ValueError as error:
+        parser.error(f"--saved and --budgets must be numbers: {error}")
     if not 0 < args.timed_saved < 1:
         parser.error(f"--timed-saved must be above 0 and below 1, got {args.timed_saved:g}")
     try:
         found, left_out = points(policies, savings)
+        prompts = prompt_points(policies, budgets)
     except PointError as error:
         parser.error(str(error))
     return Options(
-        found, timed(policies, args.timed_saved), left_out, args.problems, args.rounds,
+        found, timed(policies, args.timed_saved), prompts, left_out, args.problems, args.rounds,
         args.jobs, args.timed_saved, args.traces, args.out, args.plan,
     )  # fmt: skip
 
@@ -150,7 +168,9 @@ def carry_out(options: Options) -> bool:
     Raises:
         OSError, ValueError: traces, model or a run folder are unusable.
     """
-    missing = dict(policies_accuracy.carry_out(options.runs, options.methods, options.jobs, say))
+    missing: dict[str, str] = {}
+    for runs, methods in options.asked:
+        missing |= policies_accuracy.carry_out(runs, methods, options.jobs, say)
     timings: dict[Aim, policies_speed.Timing] = {}
     write(options, timings)
     home = options.out / "policies"
@@ -176,9 +196,12 @@ def write(options: Options, timings: dict[Aim, policies_speed.Timing]) -> None:
     """``policies.json``, table and picture of what has been measured so far."""
     dense = dense_row(options.runs)
     found = rows(options.points, options.runs, timings)
-    result = {
+    long = rows(options.prompts, options.long_runs, {})
+    result: dict[str, Any] = {
         "rows": found,
         "dense": dense,
+        "prompt_rows": long,
+        "prompt_dense": dense_row(options.long_runs),
         "replays": {policy: dataclasses.asdict(one) for (policy, _), one in timings.items()},
         "left_out": options.left_out,
         "settings": {
@@ -192,6 +215,8 @@ def write(options: Options, timings: dict[Aim, policies_speed.Timing]) -> None:
     }
     write_whole(options.out / "policies.json", json.dumps(result, indent=2) + "\n")
     document = table(found, dense).markdown()
+    if long:
+        document += table(long, result["prompt_dense"], "Long prompts under a budget").markdown()
     for sentence in options.left_out:
         document += f"Left out: {sentence}.\n\n"
     write_whole(options.out / "policies.md", document)
@@ -208,15 +233,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Unwind, so that servers are closed and records completed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     accuracy, replays = options.minutes()
+    count = sum(len(methods) for _, methods in options.asked)
+    timed_count = len(options.timed) if options.rounds else 0
     say(
-        f"{len(options.methods)} runs of {options.problems} problems, about {accuracy:.0f} minutes; "
-        f"{len(options.timed) if options.rounds else 0} policies on replays, about {replays:.0f} "
-        "minutes at most"
+        f"{count} runs of {options.problems} problems, about {accuracy:.0f} minutes; "
+        f"{timed_count} policies on replays, about {replays:.0f} minutes at most"
     )
     for sentence in options.left_out:
         say(f"left out: {sentence}")
     if options.plan:
-        for point in [*options.points, *options.timed]:
+        for point in [*options.points, *options.prompts, *options.timed]:
             say(f"{point.policy} at {point.aim:.0%}: {point.method}")
         return 0
     try:

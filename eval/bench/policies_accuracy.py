@@ -29,6 +29,9 @@ MAX_TOKENS = 1000
 KV_BUDGET = 56_000
 #: Dropped positions need attention that skips them; dense gets the same.
 SERVER_FLAGS = "--attention-backend reasoncache_cpu"
+LONG_TASK = "tiny_reasoner_long"
+#: KeyDiff's blocks of the prompt are prefill chunks.
+LONG_FLAGS = f"{SERVER_FLAGS} --chunked-prefill-size 128"
 LOG = "bench.log"
 _POLL_S = 0.5
 
@@ -40,10 +43,14 @@ class Runs:
     Attributes:
         home: a folder for each method.
         problems: of each run.
+        task: what is asked.
+        server_flags: of all servers.
     """
 
     home: Path
     problems: int
+    task: str = TASK
+    server_flags: str = SERVER_FLAGS
 
     def folder(self, method: str) -> Path:
         """Short and fit for a file system, whatever the method's options."""
@@ -51,7 +58,7 @@ class Runs:
         return self.home / f"{re.sub('[^A-Za-z0-9.+=]+', '-', method)[:60]}-{digest}"
 
     def cell(self, method: str) -> Cell:
-        return Cell(self.folder(method), TASK, method, SEED)
+        return Cell(self.folder(method), self.task, method, SEED)
 
     def whole(self, method: str) -> bool:
         """Whether every problem is answered and graded."""
@@ -61,7 +68,7 @@ class Runs:
     def command(self, method: str) -> list[str]:
         return [
             *(sys.executable, "-m", "eval.run"),
-            *("--tasks", TASK),
+            *("--tasks", self.task),
             *("--methods", method),
             *("--seeds", str(SEED)),
             *("--limit", str(self.problems)),
@@ -69,7 +76,7 @@ class Runs:
             *("--max-tokens", str(MAX_TOKENS)),
             *("--kv-budget", str(KV_BUDGET)),
             *("--device", "cpu"),
-            *("--server-flags", SERVER_FLAGS),
+            *("--server-flags", self.server_flags),
             *("--out", str(self.folder(method))),
         ]
 

@@ -33,7 +33,11 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def table(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any]) -> Table:
+def table(
+    rows: Sequence[Mapping[str, Any]],
+    dense: Mapping[str, Any],
+    title: str = "Policies at equal saving",
+) -> Table:
     """The papers' Table II in shape: accuracy, saving over decode steps, throughput; by saving."""
     lines = [_dense_line(dense)] + [_line(row) for row in _by_aim(rows)]
     notes = [
@@ -43,7 +47,7 @@ def table(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any]) -> Table:
         "stock SGLang at the same KV slots and flags; steps are compared at equal batches. In "
         "brackets the quartiles of rounds.",
     ]
-    return Table("policies", "Policies at equal saving", _COLUMNS, lines, notes)
+    return Table("policies", title, _COLUMNS, lines, notes)
 
 
 def _by_aim(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -49,6 +49,10 @@ POLICIES = (
 )
 #: Say what is lost without any rule.
 CONTROLS = (RANDOM_SHARING, RANDOM_EVICTION)
+#: That KeyDiff's paper compares on long prompts, and the control.
+ON_PROMPTS = ("streamingllm", "h2o", _PROMPT_ONLY, "keydiff", RANDOM_EVICTION)
+#: Positions of a prompt of the long-prompt task, on average.
+PROMPT_LENGTH = 600
 #: Not replayed, for the time it takes: the controls, and what costs no more than KeyDiff.
 UNTIMED = (*CONTROLS, "l2norm")
 
@@ -110,6 +114,30 @@ def points(policies: Sequence[str], savings: Sequence[float]) -> tuple[list[Poin
             else:
                 found.append(Point(policy, saving, method))
     return found, left_out
+
+
+def prompt_points(policies: Sequence[str], budgets: Sequence[int]) -> list[Point]:
+    """Those of :data:`ON_PROMPTS` among the policies, under budgets that hold during prefill too.
+
+    As in KeyDiff's paper: evicted down to the budget after each block of the prompt and then at
+    each look, and nothing is protected. SnapKV keeps its window, H2O half of the budget.
+
+    Raises:
+        PointError: a budget out of bounds.
+    """
+    for budget in budgets:
+        if not 0 < budget < PROMPT_LENGTH:
+            raise PointError(f"--budgets must be above 0 and below {PROMPT_LENGTH}, got {budget}")
+    found = []
+    for policy in policies:
+        if policy not in ON_PROMPTS:
+            continue
+        name = {RANDOM_EVICTION: "random"}.get(policy, policy)
+        own = "" if policy == _PROMPT_ONLY else ":slack=0:recent=1"
+        for budget in budgets:
+            method = f"reasoncache:policy={name}:budget={budget}:prompt=true{own}"
+            found.append(Point(policy, 1 - budget / PROMPT_LENGTH, method))
+    return found
 
 
 def method_of(policy: str, saving: float, replayed: bool = False) -> str | None:

@@ -25,6 +25,7 @@ from eval.bench.policies_points import (
     installed,
     method_of,
     points,
+    prompt_points,
 )
 from eval.bench.policies_rows import READS_SAVED, dense_row, row_of, rows
 from eval.bench.policies_speed import LIMIT, matched_step_ms, records, timing
@@ -91,6 +92,8 @@ def test_a_pair_leaves_sharing_its_part() -> None:
         (["--saved", "0.2,1.2"], "above 0 and below 1, got 1.2"),
         (["--saved", "half"], "must be numbers"),
         (["--timed-saved", "1"], "above 0 and below 1, got 1"),
+        (["--budgets", "600"], "above 0 and below 600, got 600"),
+        (["--budgets", "many"], "must be numbers"),
         (["--problems", "1"], "at least 2, got 1"),
         (["--rounds", "-1"], "at least 0, got -1"),
     ],
@@ -127,9 +130,36 @@ def test_a_plan_tells_settings_and_time(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_setting_that_two_savings_share_is_run_once() -> None:
-    options = policies.parse(["traces", "--policies", "reasoncache", "--saved", "0.15,0.2"])
+    options = policies.parse(["traces", "--policies", "reasoncache", "--saved", "0.19,0.2"])
     assert len(options.points) == 2
-    assert options.methods == [DENSE, "reasoncache:percentile=80"]
+    assert [methods for _, methods in options.asked] == [[DENSE, "reasoncache:percentile=80"]]
+
+
+def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) -> None:
+    argv = ["traces", "--out", str(tmp_path), "--policies", "keydiff,random_eviction,l2norm"]
+    assert policies.parse(argv).prompts == []
+    options = policies.parse([*argv, "--budgets", "384,150"])
+    assert [(point.policy, point.aim) for point in options.prompts] == [
+        *(("keydiff", pytest.approx(0.36)), ("keydiff", 0.75)),
+        *(("random_eviction", pytest.approx(0.36)), ("random_eviction", 0.75)),
+    ]
+    for point in options.prompts:
+        assert find_method(point.method, EMBEDDED_FLAGS).shares
+    assert options.prompts[0].method == (
+        "reasoncache:policy=keydiff:budget=384:prompt=true:slack=0:recent=1"
+    )
+    assert prompt_points(["snapkv"], [128])[0].method == (
+        "reasoncache:policy=snapkv:budget=128:prompt=true"
+    )
+    assert [len(methods) for _, methods in options.asked] == [13, 5]
+    command = options.long_runs.command("dense")
+    assert "tiny_reasoner_long" in command and "chunked-prefill-size 128" in " ".join(command)
+    filled(options.long_runs.home, options.prompts[0], options.long_runs)
+    policies.write(options, {})
+    result = json.loads((tmp_path / "policies.json").read_text())
+    assert result["rows"] == [] and result["prompt_dense"]["accuracy"] == 1.0
+    assert [row["policy"] for row in result["prompt_rows"]] == ["keydiff"]
+    assert "Long prompts under a budget" in (tmp_path / "policies.md").read_text()
 
 
 def test_replays_measure_a_pair_where_it_gets_to() -> None:
@@ -176,7 +206,7 @@ with (folder / "responses.jsonl").open("w") as a, (folder / "results.jsonl").ope
 
 
 def test_only_what_is_not_whole_is_run_and_failures_stop_nothing(tmp_path: Path) -> None:
-    runs = Scripted(tmp_path / "home", PROBLEMS, ANSWERS)
+    runs = Scripted(tmp_path / "home", PROBLEMS, script=ANSWERS)
     said: list[str] = []
     failed = carry_out(runs, ["dense", "broken", "a:b=c,d=1"], 2, said.append)
     assert failed == {"broken": "the server died"}
@@ -194,7 +224,7 @@ def test_only_what_is_not_whole_is_run_and_failures_stop_nothing(tmp_path: Path)
 
 def test_runs_end_with_the_bench(tmp_path: Path) -> None:
     script = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600 * (sys.argv[2] == 'slow'))"
-    runs = Scripted(tmp_path, PROBLEMS, script)
+    runs = Scripted(tmp_path, PROBLEMS, script=script)
     logs = runs.folder("slow") / policies_accuracy.LOG
 
     def say(_: str) -> None:
@@ -242,8 +272,8 @@ def fill(
     cell.append(Leg(0, seconds, tokens, len(right), 200, 1, report, 0, command))
 
 
-def filled(home: Path, point: Point, **totals: float) -> Runs:
-    runs = Runs(home, PROBLEMS)
+def filled(home: Path, point: Point, runs: Runs | None = None, **totals: float) -> Runs:
+    runs = runs or Runs(home, PROBLEMS)
     fill(runs.cell(DENSE), [True] * PROBLEMS, {})
     saved = {"memory_saving_ratio": 0.17, "final_saving_ratio": 0.19}
     fill(runs.cell(point.method), [True] * 4 + [False] * 2, saved | totals)
