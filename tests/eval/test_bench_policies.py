@@ -154,7 +154,7 @@ def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) ->
     assert [len(methods) for _, methods in options.asked] == [13, 5]
     command = options.long_runs.command("dense")
     assert "tiny_reasoner_long" in command and "chunked-prefill-size 128" in " ".join(command)
-    filled(options.long_runs.home, options.prompts[0], options.long_runs)
+    filled(options.long_runs, options.prompts[0])
     policies.write(options, {})
     result = json.loads((tmp_path / "policies.json").read_text())
     assert result["rows"] == [] and result["prompt_dense"]["accuracy"] == 1.0
@@ -272,8 +272,7 @@ def fill(
     cell.append(Leg(0, seconds, tokens, len(right), 200, 1, report, 0, command))
 
 
-def filled(home: Path, point: Point, runs: Runs | None = None, **totals: float) -> Runs:
-    runs = runs or Runs(home, PROBLEMS)
+def filled(runs: Runs, point: Point, **totals: float) -> Runs:
     fill(runs.cell(DENSE), [True] * PROBLEMS, {})
     saved = {"memory_saving_ratio": 0.17, "final_saving_ratio": 0.19}
     fill(runs.cell(point.method), [True] * 4 + [False] * 2, saved | totals)
@@ -282,7 +281,7 @@ def filled(home: Path, point: Point, runs: Runs | None = None, **totals: float) 
 
 def test_a_row_says_what_was_counted_and_not_what_was_set(tmp_path: Path) -> None:
     point = Point("keydiff", 0.2, str(method_of("keydiff", 0.2)))
-    runs = filled(tmp_path, point)
+    runs = filled(Runs(tmp_path, PROBLEMS), point)
     row = row_of(point, runs, None)
     assert {"policy", "saved", "accuracy", "accuracy_error", "throughput_ratio", "step_ms"} <= set(
         row
@@ -298,7 +297,7 @@ def test_a_row_says_what_was_counted_and_not_what_was_set(tmp_path: Path) -> Non
 
 def test_selection_saves_reads_and_no_memory(tmp_path: Path) -> None:
     point = Point("quest", 0.4, "reasoncache:policy=quest:share=0.6")
-    runs = filled(tmp_path, point, memory_saving_ratio=0.0, **{READS_SAVED: 0.38})
+    runs = filled(Runs(tmp_path, PROBLEMS), point, memory_saving_ratio=0.0, **{READS_SAVED: 0.38})
     row = row_of(point, runs, None)
     assert (row["saved"], row["reads_saved"]) == (0.0, 0.38)
 
@@ -376,7 +375,7 @@ def test_results_are_written_from_what_there_is(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "policies.json").read_text())["rows"] == []
 
     for point in options.points[:2]:
-        filled(options.runs.home, point)
+        filled(options.runs, point)
     replays = tmp_path / "replays"
     dense = [replayed(replays, DENSE, 0, rate=100.0)]
     timed = timing([replayed(replays, "x", 0, rate=150.0)], dense)
@@ -404,7 +403,7 @@ def test_the_table_goes_by_saving_and_then_by_policy(tmp_path: Path) -> None:
         for aim in (0.4, 0.1)
     ]
     for point in chosen:
-        runs = filled(tmp_path / "home" / point.policy, point)
+        runs = filled(Runs(tmp_path / "home" / point.policy, PROBLEMS), point)
         assert rows([point], runs, {})
     found = [
         row_of(point, Runs(tmp_path / "home" / point.policy, PROBLEMS), None) for point in chosen
