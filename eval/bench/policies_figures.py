@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.bench.policies_points import CONTROLS, POLICIES
+from eval.bench.policies_points import CONTROLS, POLICIES, parts
 from eval.bench.quartiles import Quartiles
 from eval.report.markdown import Entry, Table, number, words
 from eval.report.style import GREY, LABEL_SIZE, figure, light_grid, save, text
@@ -25,7 +25,7 @@ _LOOKS = {
     "random": ("#888888", "x", ":"),
     "random_eviction": ("#888888", "+", ":"),
 }
-_PAIR = ("#332288", "*", "--")
+_OTHER = ("#332288", "h", "-")
 
 _COLUMNS = (
     "aim", "policy", "saved over steps", "at the end", "accuracy", "less than dense, points",
@@ -110,7 +110,7 @@ def picture(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], path: P
         )
         if not points:
             continue
-        colour, marker, line = _LOOKS.get(policy, _PAIR)
+        colour, marker, line = _look(policy)
         x, y, error = zip(*points, strict=True)
         one.errorbar(
             x,
@@ -132,6 +132,13 @@ def picture(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], path: P
     if one.get_legend_handles_labels()[0]:
         one.legend(fontsize=LABEL_SIZE, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     save(made, path)
+
+
+def _look(policy: str) -> tuple[str, str, str]:
+    """Colour, marker and line; a pair has its evictor's colour."""
+    shares, evictor = parts(policy)
+    colour, marker, line = _LOOKS.get(evictor, _OTHER)
+    return (colour, "*", "--") if shares else (colour, marker, line)
 
 
 def _title(policy: str) -> str:
