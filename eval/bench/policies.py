@@ -216,7 +216,9 @@ def write(options: Options, timings: dict[Aim, policies_speed.Timing]) -> None:
     write_whole(options.out / "policies.json", json.dumps(result, indent=2) + "\n")
     document = table(found, dense).markdown()
     if long:
-        document += table(long, result["prompt_dense"], "Long prompts under a budget").markdown()
+        document += (
+            "\n" + table(long, result["prompt_dense"], "Long prompts under a budget").markdown()
+        )
     for sentence in options.left_out:
         document += f"Left out: {sentence}.\n\n"
     write_whole(options.out / "policies.md", document)
