@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.bench.policies_points import flags_of
 from eval.runs.folder import Cell, write_whole
 from eval.serving import kill_when_we_die
 
@@ -44,7 +45,7 @@ class Runs:
         home: a folder for each method.
         problems: of each run.
         task: what is asked.
-        server_flags: of all servers.
+        server_flags: of all servers; a method may need more.
     """
 
     home: Path
@@ -76,7 +77,7 @@ class Runs:
             *("--max-tokens", str(MAX_TOKENS)),
             *("--kv-budget", str(KV_BUDGET)),
             *("--device", "cpu"),
-            *("--server-flags", self.server_flags),
+            *("--server-flags", " ".join((self.server_flags, *flags_of(method)))),
             *("--out", str(self.folder(method))),
         ]
 

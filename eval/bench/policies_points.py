@@ -6,6 +6,7 @@ A setting aims at a saving; what a row of the result tells is the saving that th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,12 @@ SHARING = "reasoncache"
 #: Redirects random blocks; the evictor of that name is ``random_eviction`` here.
 RANDOM_SHARING, RANDOM_EVICTION = "random", "random_eviction"
 SELECTOR = "quest"
+#: Quest reads whole pages. Its paper reads the first two layers of 32 whole; here it is one of 4.
+SELECTOR_FLAGS = ("--page-size", "16")
+_SELECTOR_OPTIONS = "whole_layers=1"
+#: Positions of a request when it begins and when it ends, embedded and replayed: a selector's
+#: budget stays the same while a request grows.
+_GROWS, _REPLAYED_GROWS = (60, 700), (150, 1500)
 #: In the order of tables.
 POLICIES = (
     SHARING,
@@ -166,11 +173,23 @@ def method_of(policy: str, saving: float, replayed: bool = False) -> str | None:
     if share >= 1:
         return None
     name = {RANDOM_EVICTION: "random"}.get(evictor, evictor)
-    options = f"share={share:.4g}" + (
-        "" if evictor == SELECTOR else f":slack={_REPLAYED_SLACK if replayed else _SLACK}"
-    )
+    if evictor == SELECTOR:
+        budget = _budget(1 - share, *(_REPLAYED_GROWS if replayed else _GROWS))
+        options = f"budget={budget}:{_SELECTOR_OPTIONS}"
+    else:
+        options = f"share={share:.4g}:slack={_REPLAYED_SLACK if replayed else _SLACK}"
     prefix = f"{SHARING}+" if sharing else ""
     return f"reasoncache:policy={prefix}{name}:{options}" + (blocks if sharing else "")
+
+
+def _budget(saving: float, start: int, end: int) -> int:
+    """What leaves out that share of the positions of a request that grows from start to end."""
+    return round(end - math.sqrt(saving * (end**2 - start**2)))
+
+
+def flags_of(method: str) -> tuple[str, ...]:
+    """Server flags that a method needs besides those of all."""
+    return SELECTOR_FLAGS if f"policy={SELECTOR}" in method or f"+{SELECTOR}" in method else ()
 
 
 def parts(policy: str) -> tuple[bool, str]:

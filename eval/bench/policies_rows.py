@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +16,6 @@ from eval.runs.folder import Cell
 
 #: A policy and the saving that it aims at.
 Aim = tuple[str, float]
-#: What a selecting policy's server counts under ``totals``: entries that attention did not read
-#: over those it would have read.
-READS_SAVED = "reads_saved_ratio"
 
 
 def row_of(point: Point, runs: Runs, timed: Timing | None) -> dict[str, Any]:
@@ -90,16 +86,13 @@ def dense_row(runs: Runs) -> dict[str, Any]:
 
 
 def _reads_saved(cell: Cell, policy: str) -> float | None:
-    """The share of entries that attention did not read; None of policies that drop or share."""
+    """The share of positions that attention did not read, in layers that select; None of policies
+    that drop or share."""
     if SELECTOR not in policy.split("+"):
         return None
-    values = [
-        float(value)
-        for leg in cell.legs()
-        if isinstance(value := leg.report.get("totals", {}).get(READS_SAVED), (int, float))
-        and math.isfinite(value)
-    ]
-    return sum(values) / len(values) if values else None
+    counts = [leg.report.get("selection") or {} for leg in cell.legs()]
+    held = sum(int(count.get("positions_held", 0)) for count in counts)
+    return 1 - sum(int(count.get("positions_read", 0)) for count in counts) / held if held else None
 
 
 def _half(low: float | None, high: float | None) -> float | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.bench.policies_points import Point
+from eval.bench.policies_points import Point, flags_of
 from eval.bench.quartiles import Quartiles
 from eval.bench.serve import LEAST_CROWDING, LOOPING, SERVER_FLAGS, crowding
 from eval.measures.memory import memory
@@ -85,8 +85,15 @@ class Timing:
 
 
 def groups(points: Sequence[Point]) -> list[list[Point]]:
-    """Points that take turns with one stock server."""
-    return [list(points[at : at + TOGETHER]) for at in range(0, len(points), TOGETHER)]
+    """Points that take turns with one stock server: few at a time, and of the same flags."""
+    found: list[list[Point]] = []
+    for point in sorted(points, key=lambda point: flags_of(point.method)):
+        last = found[-1] if found else []
+        if last and len(last) < TOGETHER and flags_of(last[0].method) == flags_of(point.method):
+            last.append(point)
+        else:
+            found.append([point])
+    return found
 
 
 def write_records(traces: Path, model: str, path: Path) -> None:
@@ -143,7 +150,7 @@ def measure(
         "warm_up": WARM_UP,
         "decode_log_interval": LOG_INTERVAL,
         "keep_servers": len(methods),
-        "server_flags": list(FLAGS),
+        "server_flags": [*FLAGS, *flags_of(points[0].method)],
     }
     run(make_options(values), folder)
     cells = {m: [Cell(folder, TASK, m, seed) for seed in range(rounds)] for m in methods}

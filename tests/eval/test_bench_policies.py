@@ -27,7 +27,7 @@ from eval.bench.policies_points import (
     points,
     prompt_points,
 )
-from eval.bench.policies_rows import READS_SAVED, dense_row, row_of, rows
+from eval.bench.policies_rows import dense_row, row_of, rows
 from eval.bench.policies_speed import LIMIT, matched_step_ms, records, timing
 from eval.methods import find_method
 from eval.runs.folder import Cell
@@ -255,7 +255,12 @@ def test_a_method_has_a_folder_and_a_command_of_its_own(tmp_path: Path) -> None:
 
 
 def fill(
-    cell: Cell, right: list[bool], totals: dict[str, float], running: int = 4, rate: float = 100.0
+    cell: Cell,
+    right: list[bool],
+    totals: dict[str, float],
+    running: int = 4,
+    rate: float = 100.0,
+    **parts: object,
 ) -> None:
     """What a run leaves; ``rate`` in tokens/s of a batch of ``running``."""
     name = [f"p{i}" for i in range(len(right))]
@@ -268,14 +273,17 @@ def fill(
     shares = bool(totals)
     command = ["serve", *(["--enable-reasoncache"] if shares else [])]
     tokens, seconds = 50 * len(right), 50 * len(right) / rate
-    report = {"totals": {"looks": 20, "requests_finished": len(right), **totals}} if shares else {}
+    report = {"totals": {"looks": 20, "requests_finished": len(right), **totals}, **parts}
+    report = report if shares else {}
     cell.append(Leg(0, seconds, tokens, len(right), 200, 1, report, 0, command))
 
 
-def filled(runs: Runs, point: Point, **totals: float) -> Runs:
+def filled(
+    runs: Runs, point: Point, totals: dict[str, float] | None = None, **parts: object
+) -> Runs:
     fill(runs.cell(DENSE), [True] * PROBLEMS, {})
     saved = {"memory_saving_ratio": 0.17, "final_saving_ratio": 0.19}
-    fill(runs.cell(point.method), [True] * 4 + [False] * 2, saved | totals)
+    fill(runs.cell(point.method), [True] * 4 + [False] * 2, saved | (totals or {}), **parts)
     return runs
 
 
@@ -296,8 +304,17 @@ def test_a_row_says_what_was_counted_and_not_what_was_set(tmp_path: Path) -> Non
 
 
 def test_selection_saves_reads_and_no_memory(tmp_path: Path) -> None:
-    point = Point("quest", 0.4, "reasoncache:policy=quest:share=0.6")
-    runs = filled(Runs(tmp_path, PROBLEMS), point, memory_saving_ratio=0.0, **{READS_SAVED: 0.38})
+    method = str(method_of("quest", 0.4))
+    point = Point("quest", 0.4, method)
+    runs = filled(
+        Runs(tmp_path, PROBLEMS),
+        point,
+        {"memory_saving_ratio": 0.0},
+        selection={"positions_held": 1000, "positions_read": 620},
+    )
+    assert (
+        "--page-size 16" in runs.command(method)[runs.command(method).index("--server-flags") + 1]
+    )
     row = row_of(point, runs, None)
     assert (row["saved"], row["reads_saved"]) == (0.0, 0.38)
 
