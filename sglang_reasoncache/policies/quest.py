@@ -41,11 +41,10 @@ class Quest:
             fp32 ``[rows, pages, heads]``.
         """
         rows, pages, kv_heads, dim = low.shape
-        # One product: positive dims of the query meet the upper end, negative ones the lower.
-        ends = (high.transpose(1, 2), low.transpose(1, 2))
-        signed = (query.clamp_min(0), query.clamp_max(0))
-        grouped = (part.reshape(rows, kv_heads, -1, dim).transpose(2, 3) for part in signed)
-        found = sum(end @ part for end, part in zip(ends, grouped, strict=True))
+        grouped = query.reshape(rows, kv_heads, -1, dim).transpose(2, 3)
+        # Positive dims of the query meet the upper end, negative ones the lower.
+        found = high.transpose(1, 2) @ grouped.clamp_min(0)
+        found += low.transpose(1, 2) @ grouped.clamp_max(0)
         return found.transpose(1, 2).reshape(rows, pages, query.shape[1])
 
     def keep(

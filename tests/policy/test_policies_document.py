@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 
+from sglang_reasoncache.attention.selection import SelectionRefusal
 from sglang_reasoncache.policies import registry
 from sglang_reasoncache.sharing.decision import DropRefusal
 from tests.policy.test_evictors import positions, view
@@ -60,6 +61,6 @@ def test_every_policy_and_option_is_in_the_tables() -> None:
 
 def test_every_refusal_is_in_the_table() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| (?:is|begins|ends|holds|was)", DOCUMENT.read_text(), re.MULTILINE
+        r"^\| `(\w+)` \| (?:is|begins|ends|holds|leaves|was)", DOCUMENT.read_text(), re.MULTILINE
     )
-    assert rows == [refusal.value for refusal in DropRefusal]
+    assert rows == [refusal.value for refusal in (*SelectionRefusal, *DropRefusal)]
