@@ -12,7 +12,7 @@ TRACES ?= ../shared/data/traces
 # twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels lint format constraints clean
+.PHONY: help setup demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-policies lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-filter TRACES=$(TRACES)   what the filter costs, alone and in a server"
 	@echo "make bench-serve TRACES=$(TRACES)    stock against ours: throughput, memory, answers (20 minutes)"
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
+	@echo "make bench-policies TRACES=$(TRACES) cache policies at equal saving: accuracy, throughput (45 minutes)"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff format and import order"
 	@echo "make constraints  renew constraints.txt with the newest versions that resolve"
@@ -60,6 +61,9 @@ bench-serve: setup
 
 bench-kernels: setup
 	$(PYTHON_ENV) -m eval.bench.attention --growth --server $(BENCH_ARGS)
+
+bench-policies: setup
+	$(PYTHON_ENV) -m eval.bench.policies $(TRACES) $(BENCH_ARGS)
 
 lint: setup
 	$(PYTHON_ENV) -m ruff check .

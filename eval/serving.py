@@ -122,7 +122,7 @@ class ServerProcess:
                 # and a terminal's Ctrl-C reaches only us.
                 start_new_session=True,
             )
-        self._guard = _kill_when_we_die(self._process.pid)
+        self._guard = kill_when_we_die(self._process.pid)
         try:
             self._wait_until_ready(began + self.start_timeout_s)
         except BaseException:
@@ -325,7 +325,7 @@ def _temporary_log(port: int) -> Path:
     return Path(tempfile.gettempdir()) / f"reasoncache-server-{os.getpid()}-{port}.log"
 
 
-def _kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
+def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
     """Start a shell that kills a process group once this process is gone, however it ended.
 
     It waits for the end of a pipe that only we hold, which even SIGKILL closes.

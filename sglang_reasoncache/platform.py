@@ -36,4 +36,7 @@ def activate() -> str | None:
             f"{torch.cuda.device_count()}: unset SGLANG_PLATFORM, or hide them with "
             'CUDA_VISIBLE_DEVICES=""'
         )
+    # A pool on pages of 4 KB has its addresses translated row by row, see docs/kernels.md.
+    # PyTorch reads this when it first allocates; an operator's own value stays.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return "sglang_reasoncache.cpu_platform:TorchCpuPlatform"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -34,7 +35,12 @@ def test_named_returns_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     assert platform.activate() == "sglang_reasoncache.cpu_platform:TorchCpuPlatform"
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    platform.activate()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
 
 
 def test_refuses_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

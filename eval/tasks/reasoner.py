@@ -31,11 +31,6 @@ class ReasonerTask:
         Raises:
             TaskError: a file was given, or too many problems were asked for.
         """
-        if source.path is not None:
-            raise TaskError(f"--data {self.name}={source.path}: this task's problems are generated")
-        count = _DEFAULT_LIMIT if source.limit is None else source.limit
-        if count > _MAX_LIMIT:
-            raise TaskError(f"--limit is at most {_MAX_LIMIT} for {self.name}, not {count}")
         return [
             Problem(
                 f"{self.name}-{source.seed}-{i}",
@@ -44,8 +39,17 @@ class ReasonerTask:
                 "error" if problem.error else "clean",
                 max_tokens=MAX_TOKENS,
             )
-            for i, problem in enumerate(reasoner.generate(source.seed, count))
+            for i, problem in enumerate(reasoner.generate(source.seed, self.count(source)))
         ]
+
+    def count(self, source: Source) -> int:
+        """How many problems are asked for; raises as :meth:`load`."""
+        if source.path is not None:
+            raise TaskError(f"--data {self.name}={source.path}: this task's problems are generated")
+        count = _DEFAULT_LIMIT if source.limit is None else source.limit
+        if count > _MAX_LIMIT:
+            raise TaskError(f"--limit is at most {_MAX_LIMIT} for {self.name}, not {count}")
+        return count
 
     def grade(self, problem: Problem, response: str) -> Verdict:
         """Judge the last boxed digit; the note tells of assignments that the prompt does not have."""

@@ -9,6 +9,7 @@ from eval.tasks.humaneval import HumanEvalTask
 from eval.tasks.longbench import HOTPOTQA, TREC
 from eval.tasks.mathematics import AIME24, AIME25, GSM8K, MATH500
 from eval.tasks.reasoner import ReasonerTask
+from eval.tasks.reasoner_long import LongReasonerTask
 from eval.tasks.task import Task, TaskError
 
 _ALL: tuple[Task, ...] = (
@@ -21,6 +22,7 @@ _ALL: tuple[Task, ...] = (
     HOTPOTQA,
     TREC,
     ReasonerTask(),
+    LongReasonerTask(),
     AIME24_REPLAY,
     MATH500_REPLAY,
 )

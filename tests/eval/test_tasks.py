@@ -15,6 +15,8 @@ from eval.tasks.sampling import Sampling, sampling_for
 from eval.tasks.task import Source, TaskError
 from eval.tasks.thinking import opens_thinking
 from eval.tiny_reasoner.model import build_tokenizer
+from eval.tiny_reasoner.task import BOX
+from eval.tiny_reasoner.transcript import transcripts
 
 
 def test_registry_names_itself() -> None:
@@ -159,3 +161,34 @@ def test_a_model_without_tokenizer_opens_nothing(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[]")
     assert opens_thinking(str(tmp_path)) is False
     assert opens_thinking("") is False
+
+
+def test_long_prompts_are_responses_up_to_their_last_round() -> None:
+    """What is left of the reference response finishes what was begun, and is graded right."""
+    task = find_task("tiny_reasoner_long")
+    problems = task.load(Source(seed=3, limit=40))
+    assert problems == task.load(Source(seed=3, limit=40))
+    assert problems[:5] == task.load(Source(seed=3, limit=5))
+    assert {p.prompt for p in problems}.isdisjoint(
+        p.prompt for p in task.load(Source(seed=4, limit=40))
+    )
+    assert {p.group for p in problems} == {"clean", "error"}
+    tokenizer = build_tokenizer()
+    for problem, given in zip(problems, transcripts(3, 40), strict=True):
+        assert problem.prompt == given.problem.prompt
+        user, assistant = problem.extra["messages"]
+        assert user == {"role": "user", "content": problem.prompt}
+        assert problem.extra["continue_final_message"] is True
+        begun, response = assistant["content"], given.problem.response
+        assert response.startswith(begun + " ") and begun.endswith("\n\n")
+        assert "<|" not in begun and BOX not in begun
+        ids = tokenizer(problem.prompt)["input_ids"] + tokenizer(begun)["input_ids"]
+        assert tokenizer.pad_token_id not in ids
+        assert 450 < len(ids) < 760
+        rest = response[len(begun) :].strip()
+        assert rest.split(" ")[0] in ("wait", "now", "check")
+        assert problem.max_tokens is not None and len(rest.split(" ")) < problem.max_tokens / 2
+        assert task.grade(problem, rest).correct
+        assert not task.grade(problem, begun).correct
+    with pytest.raises(TaskError, match="tiny_reasoner_long=.*are generated"):
+        task.load(Source(path=Path("x.jsonl")))

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode loop on the embedded model whose caches can differ by layer and head, as papers' do.
+
+Nothing is moved: an entry that was given up is masked, in every layer and KV head on its own.
+Prompts are fed token by token. Evicting only after whole blocks then is block-wise prefill
+(KeyDiff, Park et al., 2025, procedure): each token sees what is left of earlier blocks, and all
+of its own up to itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eval.tiny_reasoner.simulate import Decoder
+
+#: Queries whose attention SnapKV looks at (Li et al., 2024).
+WINDOW = 32
+
+
+class WatchedDecoder(Decoder):
+    """:class:`Decoder` with masks, and with the attention that each entry drew.
+
+    Attributes:
+        held: bool ``[layers, rows, kv heads, length]``.
+        mass: fp32, same shape: attention summed over all queries so far; of query heads that
+            share a KV head the mean.
+        window: fp32 ``[layers, rows, kv heads, WINDOW, length]``: the same of the newest
+            queries each, in any order.
+    """
+
+    def __init__(self, model: Any, rows: int, length: int) -> None:
+        super().__init__(model, rows, length)
+        shape = self.keys.shape[:-1]
+        self.held = torch.zeros(shape, dtype=torch.bool)
+        self.mass = torch.zeros(shape)
+        self.window = torch.zeros((*shape[:-1], WINDOW, shape[-1]))
+
+    def step(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
+        """Feed one token a row; logits of the next."""
+        rows, end = len(tokens), position + 1
+        self.held[..., position] = True
+        x = self.model.model.embed_tokens(tokens)
+        for number, layer in enumerate(self.model.model.layers):
+            attention, h = layer.self_attn, layer.input_layernorm(x)
+            q = self.rotate(
+                attention.q_norm(attention.q_proj(h).view(rows, -1, self.dim)), position
+            )
+            k = self.rotate(
+                attention.k_norm(attention.k_proj(h).view(rows, -1, self.dim)), position
+            )
+            self.keys[number, :, :, position] = k
+            self.values[number, :, :, position] = attention.v_proj(h).view(rows, -1, self.dim)
+            scores = q.view(rows, self.kv_heads, -1, self.dim) @ (
+                self.keys[number, :, :, :end].transpose(-1, -2) / self.dim**0.5
+            )
+            there = self.held[number, :, :, None, :end]
+            weights = scores.masked_fill(~there, float("-inf")).softmax(-1)
+            drawn = weights.mean(dim=2)
+            self.mass[number, :, :, :end] += drawn
+            self.window[number, :, :, position % WINDOW, :end] = drawn
+            mixed = weights @ self.values[number, :, :, :end]
+            x = x + attention.o_proj(mixed.reshape(rows, -1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return torch.as_tensor(self.model.lm_head(self.model.model.norm(x)))
+
+    def keep(self, rows: list[int]) -> None:
+        super().keep(rows)
+        self.held, self.mass = self.held[:, rows], self.mass[:, rows]
+        self.window = self.window[:, rows]
+
+    def held_keys(self, written: int) -> torch.Tensor:
+        """fp32 ``[layers, rows, kv heads, written, dim]``, zero where nothing is held."""
+        return self.keys[..., :written, :] * self.held[..., :written, None]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When and down to what entries are given up. Exactly one of ``share`` and ``budget``.
+
+    Attributes:
+        share: of the positions so far that a head holds, from the prompt's end on.
+        budget: entries of a head; kept during prefill as well, after each block.
+        block: tokens of a prefill block.
+        slack: entries above that before a response's entries are given up.
+        recent: newest entries that stay.
+        recent_share: the same as a share of what may stay, where that is more.
+        keep_prompt: whether the prompt stays, as it does in a server.
+    """
+
+    share: float | None = None
+    budget: int | None = None
+    block: int = 128
+    slack: int = 8
+    recent: int = 32
+    recent_share: float = 0.0
+    keep_prompt: bool = True
+
+    def excess(self, written: int, prompt: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        """How many entries are too many now: int64 ``[rows]``.
+
+        Args:
+            written: positions so far, the same for all rows.
+            prompt: int64 ``[rows]``, lengths.
+            held: int64 ``[rows]``, entries of each head.
+        """
+        responding = written > prompt
+        if self.share is not None:
+            over = held - self._allowed(written)
+            acts = responding & (over > self.slack)
+        else:
+            over = held - self._allowed(written)
+            block_ends = (written == prompt) | ((written < prompt) & (written % self.block == 0))
+            acts = block_ends | (responding & (over > self.slack))
+        return torch.where(acts, over.clamp_min(0), 0)
+
+    def stays(self, written: int, prompt: torch.Tensor) -> torch.Tensor:
+        """bool ``[rows, written]``: positions that are not up for choice."""
+        positions = torch.arange(written)
+        recent = max(self.recent, 1, int(self.recent_share * self._allowed(written)))
+        newest = (positions >= written - recent).expand(len(prompt), written)
+        return newest | (positions < prompt[:, None]) if self.keep_prompt else newest
+
+    def _allowed(self, written: int) -> int:
+        if self.share is not None:
+            return math.ceil(self.share * written)
+        assert self.budget is not None, "one of the two is given"
+        return self.budget
+
+
+def evict(
+    decoder: WatchedDecoder,
+    scores: torch.Tensor,
+    stays: torch.Tensor,
+    excess: torch.Tensor,
+    per_head: bool,
+) -> None:
+    """Give up the entries of highest score, as many in every head of a row; older ones first.
+
+    Args:
+        decoder: whose ``held`` changes.
+        scores: fp32 ``[layers, rows, kv heads, written]``.
+        stays: bool ``[rows, written]``.
+        excess: int64 ``[rows]``.
+        per_head: each layer and head chooses by its own scores; else all take the choice by
+            their mean.
+    """
+    written = scores.shape[-1]
+    if not per_head:
+        scores = scores.mean(dim=(0, 2), keepdim=True).expand_as(scores)
+    held = decoder.held[..., :written]
+    barred = ~held | stays[None, :, None]
+    order = scores.masked_fill(barred, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+    ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(written).expand_as(order))
+    decoder.held[..., :written] = held & ((ranks >= excess[None, :, None, None]) | barred)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Table and picture of ``build/bench/policies.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.bench.policies_points import CONTROLS, POLICIES, parts
+from eval.bench.quartiles import Quartiles
+from eval.report.markdown import Entry, Table, number, words
+from eval.report.style import GREY, LABEL_SIZE, figure, light_grid, save, text
+
+# Okabe and Ito's colours, and Tol's for the rest; sharing is the blue square of all pictures.
+_LOOKS = {
+    "reasoncache": ("#0072B2", "s", "-"),
+    "streamingllm": ("#E69F00", "^", "-"),
+    "h2o": ("#009E73", "v", "-"),
+    "snapkv": ("#56B4E9", "<", "-"),
+    "keydiff": ("#D55E00", "o", "-"),
+    "rkv": ("#CC79A7", "D", "-"),
+    "l2norm": ("#999933", ">", "-"),
+    "quest": ("#117733", "P", "-"),
+    "random": ("#888888", "x", ":"),
+    "random_eviction": ("#888888", "+", ":"),
+}
+_OTHER = ("#332288", "h", "-")
+
+_COLUMNS = (
+    "aim", "policy", "saved over steps", "at the end", "accuracy", "less than dense, points",
+    "length / dense", "tokens/s / stock", "step, ms (stock)", "policy, ms a step", "reads saved",
+)  # fmt: skip
+
+
+def table(
+    rows: Sequence[Mapping[str, Any]],
+    dense: Mapping[str, Any],
+    title: str = "Policies at equal saving",
+) -> Table:
+    """The papers' Table II in shape: accuracy, saving over decode steps, throughput; by saving."""
+    lines = [_dense_line(dense)] + [_line(row) for row in _by_aim(rows)]
+    notes = [
+        "Saved: slots that running requests did without over their positions, averaged over decode "
+        "steps, as the server counted. After ±: half of the 95% interval of the difference from "
+        "dense on the same problems. Throughput and step time: replayed responses, in turns with "
+        "stock SGLang at the same KV slots and flags; steps are compared at equal batches. In "
+        "brackets the quartiles of rounds.",
+    ]
+    return Table("policies", title, _COLUMNS, lines, notes)
+
+
+def _by_aim(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return sorted(rows, key=lambda row: (row["aim"], _rank(row["policy"]), row["policy"]))
+
+
+def _rank(policy: str) -> int:
+    return POLICIES.index(policy) if policy in POLICIES else len(POLICIES)
+
+
+def _dense_line(dense: Mapping[str, Any]) -> list[Entry]:
+    blank = Entry("")
+    accuracy = number(dense["accuracy"], "dense was not measured", "{:.3f}")
+    return [blank, words("dense"), blank, blank, accuracy] + [blank] * (len(_COLUMNS) - 5)
+
+
+def _line(row: Mapping[str, Any]) -> list[Entry]:
+    untimed = "replayed at another saving only, or as no more than a control"
+    difference = Entry("-", None, f"not graded ({row['policy']})")
+    if row["accuracy_difference"] is not None and row["accuracy_error"] is not None:
+        least, error = 100 * row["accuracy_difference"], 100 * row["accuracy_error"]
+        difference = Entry(f"{least:+.1f} ± {error:.1f}", [least, error])
+    step = Entry("-", None, untimed)
+    if row["step_ms"] is not None:
+        both = row["step_ms"], row["dense_step_ms"]
+        step = Entry("{:.2f} ({:.2f})".format(*both), both)
+    ratio = Entry("-", None, untimed)
+    if row["throughput_ratios"]:
+        ratio = Entry(Quartiles.of(row["throughput_ratios"]).text(2), row["throughput_ratios"])
+    return [
+        number(100 * row["aim"], form="{:.0f}%"),
+        words(row["policy"]),
+        _percent(row["saved"], "the server did not tell"),
+        _percent(row["saved_at_the_end"], "the server did not tell"),
+        number(row["accuracy"], "not graded", "{:.3f}"),
+        difference,
+        number(row["length_ratio"], "no responses in common", "{:.2f}"),
+        ratio,
+        step,
+        number(row["scheduler_ms"], untimed, "{:.2f}"),
+        Entry("") if row["reads_saved"] is None else _percent(row["reads_saved"], ""),
+    ]
+
+
+def _percent(value: float | None, why: str) -> Entry:
+    return number(None if value is None else 100 * value, why, "{:.1f}%")
+
+
+def picture(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], path: Path) -> None:
+    """Accuracy against slots actually freed, a line a policy."""
+    made, axes = figure(7.6, 4.8)
+    one = axes[0, 0]
+    if dense["accuracy"] is not None:
+        one.axhline(dense["accuracy"], color=GREY, linestyle="--", linewidth=1, label="dense")
+    for policy in dict.fromkeys(row["policy"] for row in _by_aim(rows)):
+        points = sorted(
+            (100 * row["saved"], row["accuracy"], row["accuracy_error"] or 0.0)
+            for row in rows
+            if row["policy"] == policy and None not in (row["saved"], row["accuracy"])
+        )
+        if not points:
+            continue
+        colour, marker, line = _look(policy)
+        x, y, error = zip(*points, strict=True)
+        one.errorbar(
+            x,
+            y,
+            yerr=error,
+            color=colour,
+            marker=marker,
+            linestyle=line,
+            linewidth=1.3,
+            markersize=6,
+            elinewidth=0.8,
+            alpha=0.7 if policy in CONTROLS else 1.0,
+            label=text(_title(policy)),
+        )
+    one.set_xlabel("KV slots freed, % of what dense holds, over decode steps")
+    one.set_ylabel("accuracy (± as of the difference from dense)")
+    one.set_ylim(-0.03, 1.06)
+    light_grid(one, "both")
+    if one.get_legend_handles_labels()[0]:
+        one.legend(fontsize=LABEL_SIZE, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    save(made, path)
+
+
+def _look(policy: str) -> tuple[str, str, str]:
+    """Colour, marker and line; a pair has its evictor's colour."""
+    shares, evictor = parts(policy)
+    colour, marker, line = _LOOKS.get(evictor, _OTHER)
+    return (colour, "*", "--") if shares else (colour, marker, line)
+
+
+def _title(policy: str) -> str:
+    return {"random": "random sharing", "random_eviction": "random eviction"}.get(policy, policy)

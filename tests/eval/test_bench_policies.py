@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bench-policies``: what it plans, how it goes on after a stop, what its rows, table and picture say."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from matplotlib.image import imread
+
+from eval.bench import policies, policies_accuracy, policies_speed
+from eval.bench.policies_accuracy import DENSE, Runs, carry_out
+from eval.bench.policies_figures import table
+from eval.bench.policies_points import (
+    POLICIES,
+    SAVINGS,
+    Point,
+    PointError,
+    installed,
+    method_of,
+    points,
+    prompt_points,
+)
+from eval.bench.policies_rows import dense_row, row_of, rows
+from eval.bench.policies_speed import LIMIT, matched_step_ms, records, timing
+from eval.methods import find_method
+from eval.runs.folder import Cell
+from eval.runs.records import Leg, Moment, Response, Result
+from eval.tasks.task import Problem
+from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
+from eval.tiny_reasoner.task import generate
+
+PROBLEMS = 6
+
+
+# -- what is planned ---------------------------------------------------------------------------
+
+
+def test_every_setting_is_a_method_that_the_server_takes() -> None:
+    found, left_out = points(installed(), SAVINGS)
+    methods = [point.method for point in found]
+    assert len(set(methods)) == len(methods)
+    for point in found:
+        assert find_method(point.method, EMBEDDED_FLAGS).shares
+    assert {point.policy for point in found} == set(installed())
+    assert {"reasoncache", "streamingllm", "keydiff", "random", "random_eviction"} <= set(
+        installed()
+    )
+    reached = {point.aim for point in found if point.policy == "reasoncache"}
+    assert reached == {0.1, 0.2}
+    told = [line for line in left_out if line.startswith("reasoncache at")]
+    assert len(told) == 2 and "40%" in told[0] and "60%" in told[1]
+
+
+def test_random_sharing_and_random_eviction_are_two_things() -> None:
+    assert method_of("random", 0.2) == "random:random_ratio=0.24"
+    assert method_of("random_eviction", 0.2) == "reasoncache:policy=random:share=0.8:slack=8"
+    assert method_of("random", 0.9) == "random:random_ratio=1"
+
+
+def test_snapkv_can_save_prompts_only() -> None:
+    assert method_of("snapkv", 0.1) == "reasoncache:policy=snapkv:share=0.5"
+    assert method_of("snapkv", 0.2) is None
+
+
+def test_a_pair_leaves_sharing_its_part() -> None:
+    assert method_of("reasoncache+keydiff", 0.2) is None
+    assert (
+        method_of("reasoncache+keydiff", 0.4)
+        == "reasoncache:policy=reasoncache+keydiff:share=0.75:slack=8"
+    )
+    method = method_of("reasoncache+random_eviction", 0.6, replayed=True)
+    assert method == "reasoncache:policy=reasoncache+random:share=0.5:slack=32,block=8,warmup=32"
+    assert method is not None and "8" in find_method(method).flags
+    found, left_out = points(["reasoncache+keydiff"], [0.2])
+    assert found == [] and "sharing alone saves as much" in left_out[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--policies", "keydif"], "no policy 'keydif'; there are reasoncache"),
+        (["--policies", "reasoncache+nothing"], "no policy 'nothing'"),
+        (["--policies", "keydiff+reasoncache"], "no policy 'keydiff+reasoncache'"),
+        (["--policies", "keydiff,keydiff"], "none twice"),
+        (["--saved", "0.2,1.2"], "above 0 and below 1, got 1.2"),
+        (["--saved", "half"], "must be numbers"),
+        (["--timed-saved", "1"], "above 0 and below 1, got 1"),
+        (["--budgets", "600"], "above 0 and below 600, got 600"),
+        (["--budgets", "many"], "must be numbers"),
+        (["--problems", "1"], "at least 2, got 1"),
+        (["--rounds", "-1"], "at least 0, got -1"),
+    ],
+)
+def test_bad_commands_are_refused(
+    given: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        policies.parse(["traces", *given])
+    assert stopped.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_policies_of_another_version_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_reasoncache.policies import registry
+
+    monkeypatch.delitem(registry.BUILT_IN, "keydiff")
+    assert "keydiff" not in installed() and "random_eviction" in installed()
+    with pytest.raises(PointError, match="no policy 'keydiff'"):
+        points(["keydiff"], [0.2])
+
+
+def test_a_plan_tells_settings_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["traces", "--out", str(tmp_path), "--plan", "--policies", "reasoncache,keydiff,random"]
+    assert policies.main([*argv, "--saved", "0.1,0.4"]) == 0
+    told = capsys.readouterr().out
+    assert "6 runs of" in told and "2 policies on replays" in told
+    assert "left out: reasoncache at 40%" in told
+    assert "keydiff at 40%: reasoncache:policy=keydiff:share=0.6:slack=8" in told
+    assert "keydiff at 20%: reasoncache:policy=keydiff:share=0.8:slack=32" in told
+    options = policies.parse([*argv, "--rounds", "0"])
+    assert options.minutes()[0] > 0 == options.minutes()[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_setting_that_two_savings_share_is_run_once() -> None:
+    options = policies.parse(["traces", "--policies", "reasoncache", "--saved", "0.19,0.2"])
+    assert len(options.points) == 2
+    assert [methods for _, methods in options.asked] == [[DENSE, "reasoncache:percentile=80"]]
+
+
+def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) -> None:
+    argv = ["traces", "--out", str(tmp_path), "--policies", "keydiff,random_eviction,l2norm"]
+    assert policies.parse(argv).prompts == []
+    options = policies.parse([*argv, "--budgets", "384,150"])
+    assert [(point.policy, point.aim) for point in options.prompts] == [
+        *(("keydiff", pytest.approx(0.36)), ("keydiff", 0.75)),
+        *(("random_eviction", pytest.approx(0.36)), ("random_eviction", 0.75)),
+    ]
+    for point in options.prompts:
+        assert find_method(point.method, EMBEDDED_FLAGS).shares
+    assert options.prompts[0].method == (
+        "reasoncache:policy=keydiff:budget=384:prompt=true:slack=0:recent=1"
+    )
+    assert prompt_points(["snapkv"], [128])[0].method == (
+        "reasoncache:policy=snapkv:budget=128:prompt=true"
+    )
+    assert [len(methods) for _, methods in options.asked] == [13, 5]
+    command = options.long_runs.command("dense")
+    assert "tiny_reasoner_long" in command and "chunked-prefill-size 128" in " ".join(command)
+    filled(options.long_runs, options.prompts[0])
+    policies.write(options, {})
+    result = json.loads((tmp_path / "policies.json").read_text())
+    assert result["rows"] == [] and result["prompt_dense"]["accuracy"] == 1.0
+    assert [row["policy"] for row in result["prompt_rows"]] == ["keydiff"]
+    assert "Long prompts under a budget" in (tmp_path / "policies.md").read_text()
+
+
+def test_replays_measure_a_pair_where_it_gets_to() -> None:
+    chosen = policies.timed(["reasoncache+keydiff", "keydiff", "random"], 0.2)
+    assert [point.policy for point in chosen] == ["reasoncache+keydiff", "keydiff"]
+    assert [point.aim for point in chosen] == [0.4, 0.2]
+    assert "share=0.75" in chosen[0].method and "share=0.8" in chosen[1].method
+    groups = policies_speed.groups(chosen * 2)
+    assert [len(group) for group in groups] == [3, 1]
+
+
+# -- accuracy: runs of their own ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scripted(Runs):
+    """Runs whose command is a script that leaves what a run leaves."""
+
+    script: str = ""
+
+    def command(self, method: str) -> list[str]:
+        folder = self.cell(method).folder
+        return [sys.executable, "-c", self.script, str(folder), method, str(self.problems)]
+
+
+ANSWERS = """
+import json, pathlib, sys, time
+folder, method, problems = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+started = folder.parents[4] / "started"
+started.mkdir(exist_ok=True)
+(started / f"{len(list(started.iterdir()))}-{method}").touch()
+if method == "broken":
+    print("the server died")
+    sys.exit(1)
+folder.mkdir(parents=True, exist_ok=True)
+answer = dict(leg=0, request_id="", text="", prompt_tokens=1, output_tokens=5, started=0.0,
+              first_token=0.1, ended=1.0, finish_reason="stop", error=None)
+grade = dict(correct=True, score=1.0, extracted=None, note="", group="", output_tokens=5)
+with (folder / "responses.jsonl").open("w") as a, (folder / "results.jsonl").open("w") as g:
+    for i in range(problems):
+        a.write(json.dumps({"problem_id": str(i), **answer}) + chr(10))
+        g.write(json.dumps({"problem_id": str(i), **grade}) + chr(10))
+"""
+
+
+def test_only_what_is_not_whole_is_run_and_failures_stop_nothing(tmp_path: Path) -> None:
+    runs = Scripted(tmp_path / "home", PROBLEMS, script=ANSWERS)
+    said: list[str] = []
+    failed = carry_out(runs, ["dense", "broken", "a:b=c,d=1"], 2, said.append)
+    assert failed == {"broken": "the server died"}
+    assert runs.whole("dense") and runs.whole("a:b=c,d=1") and not runs.whole("broken")
+    assert len(said) == 3 and "accuracy 1.000" in " ".join(said)
+
+    # One answer is missing, as after a kill: that run alone goes on.
+    path = runs.cell("dense").folder / "responses.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert not runs.whole("dense")
+    assert carry_out(runs, ["dense", "a:b=c,d=1"], 1, said.append) == {}
+    started = sorted(path.name.partition("-")[2] for path in (tmp_path / "started").iterdir())
+    assert started == ["a:b=c,d=1", "broken", "dense", "dense"]
+
+
+def test_runs_end_with_the_bench(tmp_path: Path) -> None:
+    script = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600 * (sys.argv[2] == 'slow'))"
+    runs = Scripted(tmp_path, PROBLEMS, script=script)
+    logs = runs.folder("slow") / policies_accuracy.LOG
+
+    def say(_: str) -> None:
+        deadline = time.monotonic() + 60
+        while not logs.read_text().strip():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(runs, ["slow", "quick"], 2, say)
+    assert not psutil.pid_exists(int(logs.read_text()))
+
+
+def test_a_method_has_a_folder_and_a_command_of_its_own(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, PROBLEMS)
+    methods = [point.method for point in points(installed(), SAVINGS)[0]] + [DENSE]
+    assert len({runs.folder(method) for method in methods}) == len(methods)
+    from eval.runs.command_line import parse
+
+    for method in methods:
+        options = parse(runs.command(method)[3:]).options
+        assert options is not None and options.methods == (method,)
+        assert options.limit == PROBLEMS and "reasoncache_cpu" in options.server_flags
+
+
+# -- rows --------------------------------------------------------------------------------------
+
+
+def fill(
+    cell: Cell,
+    right: list[bool],
+    totals: dict[str, float],
+    running: int = 4,
+    rate: float = 100.0,
+    **parts: object,
+) -> None:
+    """What a run leaves; ``rate`` in tokens/s of a batch of ``running``."""
+    name = [f"p{i}" for i in range(len(right))]
+    for problem in name:
+        cell.append(Response(problem, 0, "r", "", 30, 50, 0.0, 1.0, 500 / rate, "stop"))
+    grades = [Result(p, ok, float(ok), None, "", "", 50) for p, ok in zip(name, right, strict=True)]
+    cell.write_results(grades)
+    for step in range(20):
+        cell.append(Moment(0, step, running, 0, 100, 10, rate))
+    shares = bool(totals)
+    command = ["serve", *(["--enable-reasoncache"] if shares else [])]
+    tokens, seconds = 50 * len(right), 50 * len(right) / rate
+    report = {"totals": {"looks": 20, "requests_finished": len(right), **totals}, **parts}
+    report = report if shares else {}
+    cell.append(Leg(0, seconds, tokens, len(right), 200, 1, report, 0, command))
+
+
+def filled(
+    runs: Runs, point: Point, totals: dict[str, float] | None = None, **parts: object
+) -> Runs:
+    fill(runs.cell(DENSE), [True] * PROBLEMS, {})
+    saved = {"memory_saving_ratio": 0.17, "final_saving_ratio": 0.19}
+    fill(runs.cell(point.method), [True] * 4 + [False] * 2, saved | (totals or {}), **parts)
+    return runs
+
+
+def test_a_row_says_what_was_counted_and_not_what_was_set(tmp_path: Path) -> None:
+    point = Point("keydiff", 0.2, str(method_of("keydiff", 0.2)))
+    runs = filled(Runs(tmp_path, PROBLEMS), point)
+    row = row_of(point, runs, None)
+    assert {"policy", "saved", "accuracy", "accuracy_error", "throughput_ratio", "step_ms"} <= set(
+        row
+    )
+    assert (row["policy"], row["saved"], row["aim"]) == ("keydiff", 0.17, 0.2)
+    assert row["accuracy"] == pytest.approx(4 / 6)
+    assert row["accuracy_difference"] == pytest.approx(-2 / 6)
+    assert 0.1 < row["accuracy_error"] < 0.5
+    assert (row["only_dense_right"], row["only_policy_right"]) == (2, 0)
+    assert row["throughput_ratio"] is None and row["reads_saved"] is None
+    assert dense_row(runs)["accuracy"] == 1.0
+
+
+def test_selection_saves_reads_and_no_memory(tmp_path: Path) -> None:
+    method = str(method_of("quest", 0.4))
+    point = Point("quest", 0.4, method)
+    runs = filled(
+        Runs(tmp_path, PROBLEMS),
+        point,
+        {"memory_saving_ratio": 0.0},
+        selection={"positions_held": 1000, "positions_read": 620},
+    )
+    assert (
+        "--page-size 16" in runs.command(method)[runs.command(method).index("--server-flags") + 1]
+    )
+    row = row_of(point, runs, None)
+    assert (row["saved"], row["reads_saved"]) == (0.0, 0.38)
+
+
+def replayed(home: Path, method: str, seed: int, **values: float) -> Cell:
+    cell = Cell(home, policies_speed.TASK, method, seed)
+    saving = {"memory_saving_ratio": 0.2, "scheduler_seconds": 0.1, "decode_steps": 200}
+    fill(cell, [True] * LIMIT, {} if method == DENSE else saving, **values)  # type: ignore[arg-type]
+    return cell
+
+
+def test_throughput_is_the_median_of_rounds_and_steps_are_compared_at_equal_batches(
+    tmp_path: Path,
+) -> None:
+    dense = [replayed(tmp_path, DENSE, seed, rate=100.0) for seed in range(2)]
+    mine = [replayed(tmp_path, "x", seed, rate=rate) for seed, rate in enumerate((120.0, 160.0))]
+    found = timing(mine, dense)
+    assert found is not None
+    assert found.throughput_ratios == pytest.approx([1.2, 1.6])
+    assert found.throughput_ratio == pytest.approx(1.4)
+    # 4 requests at 100 tokens/s are 40 ms a step; 120 and 160 are 33.3 and 25.
+    assert found.dense_step_ms == pytest.approx(40)
+    assert found.step_ms == pytest.approx((1000 * 4 / 120 + 25) / 2)
+    assert found.scheduler_ms == pytest.approx(0.5)
+    assert (found.saved, found.reproduced, found.leaked_slots) == (0.2, 1.0, 0)
+
+
+def test_batches_that_only_one_server_had_do_not_count() -> None:
+    def line(running: int, ms: float) -> Moment:
+        return Moment(0, 0, running, 0, 0, 0, 1000 * running / ms)
+
+    theirs = [line(4, 10)] * 10 + [line(2, 8)] * 6
+    mine = [line(6, 30)] * 50 + [line(4, 12)] * 5 + [line(2, 9)] * 30
+    assert matched_step_ms(mine, theirs) == pytest.approx(
+        ((5 * 12 + 6 * 9) / 11, (5 * 10 + 6 * 8) / 11)
+    )
+    assert matched_step_ms([line(6, 30)] * 50, theirs) is None
+    assert matched_step_ms([line(4, 12)] * 4, theirs) is None
+    assert matched_step_ms([], theirs) is None
+
+
+def test_a_round_that_was_stopped_half_way_is_measured_anew(tmp_path: Path) -> None:
+    whole, half = (replayed(tmp_path, method, 0) for method in ("whole", "half"))
+    (half.folder / "legs.jsonl").unlink()
+    for cell in (whole, half, Cell(tmp_path, policies_speed.TASK, "never", 0)):
+        policies_speed._forget_half(cell)
+    assert whole.folder.is_dir() and not half.folder.exists()
+    assert timing([half], [whole]) is None
+
+
+def test_records_are_pieces_of_unlike_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies_speed, "PIECES", (200, 300))
+    texts = [" ".join(p.response for p in generate(seed, 3)) for seed in range(2)]
+    asked = [Problem(f"r{i}", "q", text) for i, text in enumerate(texts)]
+    found = records(asked, str(CHECKPOINT))
+    assert len({row["id"] for row in found}) == len(found) > 4
+    for number, text in enumerate(texts):
+        pieces = [row["response"] for row in found if row["id"].startswith(f"r{number}.")]
+        assert text.startswith("".join(pieces))
+        words = [len(piece.split(" ")) for piece in pieces]
+        assert all((200, 300)[number] <= count < (200, 300)[number] + 60 for count in words)
+
+
+# -- results -----------------------------------------------------------------------------------
+
+
+def test_results_are_written_from_what_there_is(tmp_path: Path) -> None:
+    options = policies.parse(
+        [
+            *("traces", "--out", str(tmp_path), "--problems", str(PROBLEMS), "--jobs", "1"),
+            *("--policies", "reasoncache,keydiff", "--saved", "0.2,0.4"),
+        ]
+    )
+    policies.write(options, {})
+    assert json.loads((tmp_path / "policies.json").read_text())["rows"] == []
+
+    for point in options.points[:2]:
+        filled(options.runs, point)
+    replays = tmp_path / "replays"
+    dense = [replayed(replays, DENSE, 0, rate=100.0)]
+    timed = timing([replayed(replays, "x", 0, rate=150.0)], dense)
+    assert timed is not None
+    policies.write(options, {("keydiff", 0.2): timed})
+    result = json.loads((tmp_path / "policies.json").read_text())
+    assert [(row["policy"], row["aim"]) for row in result["rows"]] == [
+        ("reasoncache", 0.2),
+        ("keydiff", 0.2),
+    ]
+    assert result["rows"][0]["throughput_ratio"] is None
+    assert result["rows"][1]["throughput_ratio"] == pytest.approx(1.5)
+    assert result["replays"]["keydiff"]["step_ms"] == pytest.approx(1000 * 4 / 150)
+    assert result["left_out"] == options.left_out != []
+    text = (tmp_path / "policies.md").read_text()
+    assert "| 20% | keydiff | 17.0% | 19.0% | 0.667 | -33.3 ±" in text
+    assert "1.50 (1.50 to 1.50)" in text and "Left out: reasoncache at 40%" in text
+    assert imread(tmp_path / "policies.png").shape[0] > 300
+
+
+def test_the_table_goes_by_saving_and_then_by_policy(tmp_path: Path) -> None:
+    chosen = [
+        Point(policy, aim, f"{policy}{aim}")
+        for policy in ("reasoncache+new", *reversed(POLICIES[:5]))
+        for aim in (0.4, 0.1)
+    ]
+    for point in chosen:
+        runs = filled(Runs(tmp_path / "home" / point.policy, PROBLEMS), point)
+        assert rows([point], runs, {})
+    found = [
+        row_of(point, Runs(tmp_path / "home" / point.policy, PROBLEMS), None) for point in chosen
+    ]
+    dense = {"accuracy": None, "accuracy_error": None, "problems": 0}
+    lines = table(found, dense).rows
+    names = [(line[0].text, line[1].text) for line in lines[1:]]
+    order = [*POLICIES[:5], "reasoncache+new"]
+    assert names == [(aim, name) for aim in ("10%", "40%") for name in order]
+    assert os.linesep not in "".join(entry.text for line in lines for entry in line)
