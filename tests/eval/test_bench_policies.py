@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -260,7 +261,7 @@ def fill(
     totals: dict[str, float],
     running: int = 4,
     rate: float = 100.0,
-    **parts: object,
+    **parts: Any,
 ) -> None:
     """What a run leaves; ``rate`` in tokens/s of a batch of ``running``."""
     name = [f"p{i}" for i in range(len(right))]
@@ -273,14 +274,14 @@ def fill(
     shares = bool(totals)
     command = ["serve", *(["--enable-reasoncache"] if shares else [])]
     tokens, seconds = 50 * len(right), 50 * len(right) / rate
-    report = {"totals": {"looks": 20, "requests_finished": len(right), **totals}, **parts}
-    report = report if shares else {}
-    cell.append(Leg(0, seconds, tokens, len(right), 200, 1, report, 0, command))
+    report: dict[str, Any] = {
+        "totals": {"looks": 20, "requests_finished": len(right), **totals},
+        **parts,
+    }
+    cell.append(Leg(0, seconds, tokens, len(right), 200, 1, report if shares else {}, 0, command))
 
 
-def filled(
-    runs: Runs, point: Point, totals: dict[str, float] | None = None, **parts: object
-) -> Runs:
+def filled(runs: Runs, point: Point, totals: dict[str, float] | None = None, **parts: Any) -> Runs:
     fill(runs.cell(DENSE), [True] * PROBLEMS, {})
     saved = {"memory_saving_ratio": 0.17, "final_saving_ratio": 0.19}
     fill(runs.cell(point.method), [True] * 4 + [False] * 2, saved | (totals or {}), **parts)
