@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark server tests and keep those of one server together, so that it starts once.
 
@@ -44,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if spec and spec.long:
             item.add_marker(pytest.mark.long)
         # Tests without a fixed server stay together after their module's others.
-        key = repr(spec) if spec else str(item.path)
+        key = spec.name if spec else item.path.name
         if parallel:
             item.add_marker(pytest.mark.xdist_group(key))
         return not parallel, first_use.setdefault(key, len(first_use))
