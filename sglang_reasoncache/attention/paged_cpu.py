@@ -83,7 +83,8 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
     def observe(self, wanted: Observation) -> AttentionStatistics:
         """Note from now on how much weight positions get; the same object in every call."""
         if self._statistics is None:
-            self._statistics = AttentionStatistics(self.req_to_token_pool.req_to_token, wanted)
+            pool = self.req_to_token_pool
+            self._statistics = AttentionStatistics(pool.req_to_token, pool.req_generation, wanted)
         return self._statistics
 
     def select(self, name: str, selector: Selector) -> PageSelection:

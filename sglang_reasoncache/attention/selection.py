@@ -17,6 +17,7 @@ import torch
 
 from sglang_reasoncache.attention.page_bounds import PageBounds
 from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache.config import flag_of
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.policies.contract import Selector
 
@@ -32,6 +33,10 @@ class SelectionRefusal(Enum):
     """The page that is being filled was left out: it was read."""
     POLICY_FAILED = "policy_failed"
     """The policy raised an exception: everything was read."""
+
+
+#: How :class:`Selector` says what it reads whole, and the least of each.
+_COUNTS = {"budget": 1, "whole_layers": 0}
 
 
 class Selected(NamedTuple):
@@ -81,6 +86,9 @@ class PageSelection:
         held, read: Positions of the rows that were selected from, and those read of them; a
             number for every layer.
         refusals: Of :class:`SelectionRefusal`, by value.
+
+    Raises:
+        ValueError: ``budget`` or ``whole_layers`` of the selector is no such number.
     """
 
     def __init__(
@@ -95,7 +103,9 @@ class PageSelection:
         self._selector = selector
         self._page = page
         self._rotation = rotation
-        first = min(layers) + selector.whole_layers
+        # Asked once: what another package's selector says later could not be caught everywhere.
+        self._budget, whole_layers = (_count(name, selector, key) for key in _COUNTS)
+        first = min(layers) + whole_layers
         self._bounds = {
             layer: PageBounds(keys, page) for layer, keys in layers.items() if layer >= first
         }
@@ -131,7 +141,7 @@ class PageSelection:
         forward."""
         self._step = None
         most = int(lengths.max()) if len(lengths) else 0
-        if most <= self._selector.budget:
+        if most <= self._budget:
             return
         pages = -(-most // self._page)
         slots = rows[requests.long(), : pages * self._page].long()
@@ -180,7 +190,8 @@ class PageSelection:
 
     def _ask(self, step: _Step, shares: torch.Tensor) -> torch.Tensor | None:
         try:
-            keep = self._selector.keep(shares, step.held, step.newest, self._page)
+            # Copies: later layers read the same, whatever a selector does to its own.
+            keep = self._selector.keep(shares, step.held.clone(), step.newest.clone(), self._page)
         except Exception:
             self.refusals[SelectionRefusal.POLICY_FAILED.value] += 1
             if not self._failed:
@@ -190,9 +201,11 @@ class PageSelection:
                 )
             return None
         if (
-            not isinstance(keep, torch.Tensor)
+            type(keep) is not torch.Tensor
             or keep.dtype != torch.bool
             or keep.shape != step.held.shape
+            or keep.device != step.held.device
+            or keep.layout != torch.strided
         ):
             self.refusals[SelectionRefusal.MALFORMED.value] += 1
             return None
@@ -222,3 +235,16 @@ class PageSelection:
         logits[row, place] = bounds.largest(turned, pages) * scale
         shares[rows] = logits[rows].softmax(dim=1).sum(dim=2)
         return shares
+
+
+def _count(name: str, selector: Selector, key: str) -> int:
+    try:
+        found = getattr(selector, key)
+    except Exception as error:
+        found = error
+    if type(found) is not int or found < _COUNTS[key]:
+        raise ValueError(
+            f"{flag_of('policy')} {name}: {key} of a selector must be an integer of at least "
+            f"{_COUNTS[key]}, got {found!r}"
+        )
+    return found

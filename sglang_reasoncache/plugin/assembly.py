@@ -74,7 +74,10 @@ def attention_backend(
     allocator.skips_holes = runs_alone and getattr(backend, "skips_holes", False)
     wanted = observation_of(config.policies.evictors)
     if wanted is not None and runs_alone and hasattr(backend, "observe"):
-        allocator.attention_statistics = backend.observe(wanted)
+        try:
+            allocator.attention_statistics = backend.observe(wanted)
+        except MemoryError as error:
+            raise ValueError(refusals.no_memory_for_weights(config, wanted, error)) from error
     selector = config.policies.selector
     if selector is not None and runs_alone and hasattr(backend, "select"):
         refusals.check_selected_page(selector.name, allocator.page_size)

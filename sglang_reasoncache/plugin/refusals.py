@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
 from sglang_reasoncache.plugin import seams
-from sglang_reasoncache.policies.contract import ATTENTION
+from sglang_reasoncache.policies.contract import ATTENTION, Observation
 
 
 class Refusal(NamedTuple):
@@ -188,6 +188,15 @@ def tells_no_weights(policy: str, flag: str, name: str) -> str:
     return (
         f"{flag_of('policy')} {policy} needs attention statistics, which {flag} {name} does not "
         f"give; use {' or '.join(seams.OBSERVING_BACKENDS)}"
+    )
+
+
+def no_memory_for_weights(
+    config: ReasonCacheConfig, wanted: Observation, error: MemoryError
+) -> str:
+    return (
+        f"{flag_of('policy')} {config.policy} keeps the weights of the newest {wanted.latest} queries "
+        f"(window of snapkv, alpha of rkv) apart: {error}; lower that, or --context-length"
     )
 
 

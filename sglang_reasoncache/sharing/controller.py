@@ -172,7 +172,8 @@ class SharingController:
 
     def reset(self) -> None:
         """The cache was flushed; SGLang does that only when nothing runs."""
-        self.live_positions = self._dropper.positions_now = 0
+        self.live_positions = 0
+        self._dropper.reset()
         self.stats = SharingStats()
         self._shed_before = self._engine.steps_shed
         self._recent.clear()

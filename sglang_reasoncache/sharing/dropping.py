@@ -59,6 +59,8 @@ class Dropper:
         # Asked once: what another package's policy says later could not be caught everywhere.
         self._of_prompts = {name for name, policy in evictors if getattr(policy, "prompt", False)}
         self._longest_first = any(waits_for(policy) for _, policy in evictors)
+        if pressure is not None:
+            pressure.watch(self._evictors)
         self._reads = any(policy.needs for _, policy in evictors)
         self.drops_prompts = bool(self._of_prompts)
         self._failed: set[str] = set()
@@ -75,6 +77,8 @@ class Dropper:
 
     def in_turn(self, reqs: Iterable[Any]) -> list[Any]:
         """Who is looked at first, where that decides who gives: the longest row."""
+        if self._pressure is not None:
+            self._pressure.look()
         if not self._longest_first:
             return list(reqs)
         return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)
@@ -140,7 +144,7 @@ class Dropper:
             excess = policy.excess(written, written - state.holes.count)
             if not excess > 0:
                 return []
-            if self._pressure is not None and not self._pressure.lets(name, policy):
+            if self._pressure is not None and not self._pressure.lets(name):
                 return []
             # A budget below what a request must hold would be asked for at every look.
             state.next_drop[name] = written + policy.slack
@@ -174,7 +178,15 @@ class Dropper:
         """The row is gone; returns how many of its positions were dropped."""
         gone = state.holes.count
         self.positions_now -= gone
+        if self._pressure is not None:
+            self._pressure.look()
         return gone
+
+    def reset(self) -> None:
+        """The cache was flushed; nothing runs."""
+        self.positions_now = 0
+        if self._pressure is not None:
+            self._pressure.reset()
 
     def describe(self) -> list[dict[str, Any]]:
         """Name and options of every policy, for the endpoint."""

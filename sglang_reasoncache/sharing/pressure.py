@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sglang_reasoncache.policies.contract import Policy
+from sglang_reasoncache.policies.registry import NamedPolicy
 
 
 class PoolPressure:
@@ -14,7 +15,9 @@ class PoolPressure:
 
     A policy with ``when`` above 0 begins to act when more than that share of the pool's
     slots is in use, and goes on until no more than ``until`` is. In use is neither free
-    nor evictable, by SGLang's own counts, which are the same on all ranks.
+    nor evictable, by SGLang's own counts, which are the same on all ranks. Seen at every
+    look and release, whether or not a policy would act: what filled the pool may be gone
+    before anybody has too much again.
 
     Args:
         use: The share in use, asked anew each time: a drop changes it.
@@ -22,15 +25,36 @@ class PoolPressure:
 
     def __init__(self, use: Callable[[], float]) -> None:
         self._use = use
+        #: ``when`` and ``until`` of the policies that wait.
+        self._bounds: dict[str, tuple[float, float]] = {}
         self._acting: set[str] = set()
 
-    def lets(self, name: str, policy: Policy) -> bool:
+    def watch(self, evictors: Iterable[NamedPolicy]) -> None:
+        """Which policies there are; others may always act."""
+        self._bounds = {
+            name: (waits_for(policy), float(getattr(policy, "until", waits_for(policy))))
+            for name, policy in evictors
+            if waits_for(policy)
+        }
+
+    def look(self) -> None:
+        """See which policies begin or end to act."""
+        if self._bounds:
+            use = self._use()
+            for name in self._bounds:
+                self._acts(name, use)
+
+    def lets(self, name: str) -> bool:
         """Whether the policy may act now. Asked when it would."""
-        when = waits_for(policy)
-        if not when:
-            return True
-        bound = getattr(policy, "until", when) if name in self._acting else when
-        if self._use() > bound:
+        return name not in self._bounds or self._acts(name, self._use())
+
+    def reset(self) -> None:
+        """The pool is empty."""
+        self._acting.clear()
+
+    def _acts(self, name: str, use: float) -> bool:
+        when, until = self._bounds[name]
+        if use > (until if name in self._acting else when):
             self._acting.add(name)
             return True
         self._acting.discard(name)

@@ -179,6 +179,19 @@ def test_a_processed_prefill_says_what_it_computed() -> None:
     assert "self.prefix_lens = self.prefix_lens + running_prefix_lens" in mixed
 
 
+def test_a_row_counts_the_requests_that_got_it() -> None:
+    """Attention statistics tell by it that a row has another request."""
+    rows = seams.ReqToTokenPool(3, 8, "cpu", False)
+    [first] = rows.alloc_rows(1)
+    before = rows.req_generation.clone()
+    rows.free_rows([first])
+    assert rows.req_generation.device.type == "cpu"
+    assert rows.alloc_rows(1) == [first]
+    assert (rows.req_generation - before).nonzero().tolist() == [[first]]
+    rows.clear()
+    assert rows.req_generation[first] > before[first]
+
+
 def test_a_later_chunk_keeps_its_row() -> None:
     """Its prefix is read from the row, holes and all, and written back there."""
     source = inspect.getsource(

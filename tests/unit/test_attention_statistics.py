@@ -13,7 +13,7 @@ import torch
 from sglang_reasoncache.attention import statistics
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.statistics import AttentionStatistics
-from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.policies.contract import ATTENTION, Observation
 from sglang_reasoncache.policies.evictor import Evictor
 from sglang_reasoncache.policies.registry import NamedPolicy
@@ -32,11 +32,12 @@ class World:
         self.torch = torch.Generator().manual_seed(seed)
         self.rows = torch.randint(-1, SLOTS, (ROWS, WIDTH), dtype=torch.int32)
         self.wanted = wanted
-        self.statistics = AttentionStatistics(self.rows, wanted)
-        for tensor in (self.statistics._latest, self.statistics._total):
-            if tensor is not None:
-                tensor.fill_(float("nan"))
+        #: Of each row, how many requests got it.
+        self.generations = torch.zeros(ROWS, dtype=torch.int64)
+        self.statistics = AttentionStatistics(self.rows, self.generations, wanted)
         self.length = [0] * ROWS
+        #: Rows of requests some of whose positions were computed.
+        self.begun: set[int] = set()
         #: Of each row: query position -> weights of the positions it saw.
         self.given: list[dict[int, torch.Tensor]] = [{} for _ in range(ROWS)]
 
@@ -55,7 +56,10 @@ class World:
         indices.zero_()
         expected = []
         for row, count in zip(requests, counts, strict=True):
-            told = min(count, self.wanted.prompt) if new else 1
+            told = 1 if new is None else min(count, self.wanted.prompt)
+            if row in self.begun and count == 1:
+                told = 1
+            self.begun.add(row)
             for query in range(self.length[row] - told, self.length[row]):
                 weights = torch.rand(query + 1, generator=self.torch)
                 weights[self.rows[row, : query + 1] < 0] = 0
@@ -72,11 +76,7 @@ class World:
         kind = self.random.random()
         if kind < 0.2:  # a request begins, with some of its prompt from the prefix cache
             row = self.random.randrange(ROWS)
-            self.given[row].clear()
-            self.length[row] = self.random.randrange(0, 20)
-            self.rows[row, : self.length[row]] = 7
-            self.statistics._covered[row] = -1
-            self.forward([row], [self.random.randrange(1, 20)])
+            self.begin(row, self.random.choice([self.random.randrange(0, 20), self.length[row]]))
         elif kind < 0.3:  # the next chunk of a long prompt: what came before is forgotten
             row = self.random.randrange(ROWS)
             if 0 < self.length[row] < WIDTH - 20:
@@ -96,6 +96,15 @@ class World:
                 mixed = self.random.random() < 0.2
                 self.forward(some, [1] * len(some) if mixed else None)
 
+    def begin(self, row: int, cached: int) -> None:
+        """Another request gets the row and finds its first ``cached`` positions computed."""
+        self.given[row].clear()
+        self.begun.discard(row)
+        self.generations[row] += 1
+        self.length[row] = min(cached, WIDTH - 40)
+        self.rows[row, : self.length[row]] = 7
+        self.forward([row], [self.random.randrange(1, 20)])
+
     def check(self, row: int) -> None:
         length = self.length[row]
         held = (self.rows[row, :length] >= 0).nonzero()[:, 0]
@@ -113,11 +122,26 @@ class World:
             torch.testing.assert_close(found, sum(some) / len(some), rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture
+def memory_is_not_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = statistics.allocated
+    monkeypatch.setattr(statistics, "allocated", lambda *shape: plain(*shape).fill_(float("nan")))
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
-    "wanted", [WANTED, Observation(latest=8, prompt=2), Observation(total=True, prompt=6)], ids=str
+    "wanted",
+    [
+        WANTED,
+        Observation(latest=8, prompt=2),
+        Observation(total=True, prompt=6),
+        Observation(latest=4, total=True),
+    ],
+    ids=str,
 )
-def test_sums_are_those_of_all_weights_given(seed: int, wanted: Observation) -> None:
+def test_sums_are_those_of_all_weights_given(
+    seed: int, wanted: Observation, memory_is_not_clear: None
+) -> None:
     world = World(seed, wanted)
     checked = 0
     for _ in range(150):
@@ -129,8 +153,68 @@ def test_sums_are_those_of_all_weights_given(seed: int, wanted: Observation) -> 
     assert checked > 50
 
 
+def test_nothing_of_the_last_request_in_a_row_is_left() -> None:
+    """The next one finds as many positions in the prefix cache as the last one had reached."""
+    world = World(1, WANTED)
+    world.begin(2, 0)
+    for _ in range(5):
+        world.forward([2], None)
+    world.begin(2, world.length[2])
+    world.check(2)
+    # Before its first forward: nothing at all.
+    world.generations[2] += 1
+    held = torch.arange(4)
+    assert world.statistics.total(2, held).tolist() == [0] * 4
+    assert world.statistics.latest(2, held, 1).tolist() == [0] * 4
+
+
+def test_a_batch_with_prompts_keeps_totals_of_those_that_decode() -> None:
+    world = World(1, Observation(total=True))
+    for row in (1, 3):
+        world.begin(row, 0)
+    world.forward([1], None)
+    world.forward([1], None)
+    world.forward([3, 1], [5, 1])
+    assert len(world.given[1]) == 3
+    world.check(1)
+
+
+def test_memory_is_that_of_the_requests_and_not_of_every_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    plain = statistics.allocated
+
+    def counted(*shape: int) -> torch.Tensor:
+        found = plain(*shape)
+        asked.append(found.numel())
+        return found
+
+    monkeypatch.setattr(statistics, "allocated", counted)
+    rows = torch.zeros(1, dtype=torch.int32).expand(2049, 131_076)
+    found = AttentionStatistics(
+        rows, torch.zeros(2049, dtype=torch.int64), Observation(latest=32, total=True, prompt=2)
+    )
+    assert max(asked) == 33 * 131_076, "whether one request of the whole context has room"
+    asked.clear()
+    requests, lengths = torch.tensor([7, 9]), torch.tensor([1000, 30])
+    plan = RowPlan(torch.tensor([0, 1000, 1030]).int(), torch.zeros(1030).int(), None)
+    assert found.observe(plan, requests, lengths, [1000, 30]) is not None
+    assert sum(asked) < 2 * 33 * 1030 + 2 * 32 * 33
+
+
+def test_no_memory_is_an_error_of_its_own() -> None:
+    rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
+    with pytest.raises(MemoryError, match="bytes for attention statistics of a request"):
+        AttentionStatistics(rows, torch.zeros(2, dtype=torch.int64), WANTED)
+
+
 def test_only_what_was_announced_can_be_read() -> None:
-    latest = AttentionStatistics(torch.zeros(2, 8, dtype=torch.int32), Observation(latest=3))
+    latest = AttentionStatistics(
+        torch.zeros(2, 8, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int64),
+        Observation(latest=3),
+    )
     with pytest.raises(LookupError):
         latest.total(0, torch.tensor([0]))
     for queries in (0, 4):

@@ -100,24 +100,73 @@ def test_it_stops_later_than_it_began() -> None:
 def test_hysteresis(uses: list[float], acts: list[int]) -> None:
     left = iter(uses)
     pressure = PoolPressure(lambda: next(left))
-    policy = StreamingLLM(budget=16, when=0.7, until=0.5)
-    assert [pressure.lets("one", policy) for _ in uses] == [bool(yes) for yes in acts]
+    pressure.watch([NamedPolicy("one", StreamingLLM(budget=16, when=0.7, until=0.5))])
+    assert [pressure.lets("one") for _ in uses] == [bool(yes) for yes in acts]
+
+
+def test_it_ends_while_nobody_has_too_much() -> None:
+    """A look or a release sees that the pool emptied, though no policy was asked meanwhile."""
+    now = 0.9
+    pressure = PoolPressure(lambda: now)
+    pressure.watch([NamedPolicy("one", StreamingLLM(budget=16, when=0.7, until=0.5))])
+    assert pressure.lets("one")
+    now = 0.1
+    pressure.look()
+    now = 0.65
+    assert not pressure.lets("one")
+    now = 0.8
+    pressure.look()
+    now = 0.65
+    assert pressure.lets("one"), "begun at a look"
+    pressure.reset()
+    assert not pressure.lets("one")
+
+
+@pytest.mark.parametrize("then", ["finished", "decoded"])
+def test_what_filled_the_pool_is_gone(then: str) -> None:
+    policy = StreamingLLM(budget=16, slack=0, recent=1, when=0.7, until=0.1)
+    world = world_of(SINGLE, policy)
+    first, second = grow(world, "a", 100), grow(world, "b", 40)
+    world.controller.after_decode([first, second])
+    assert dropped(world, first) > 0 and dropped(world, second) > 0
+    finish(world, first)
+    if then == "decoded":
+        # Within its budget by then: not asked, but looked at.
+        decode(world, second, 7)
+        world.controller.after_decode([second])
+    finish(world, second)
+    assert pool_use(world.allocator, world.tree) == 0
+    third = grow(world, "c", 60)
+    world.controller.after_decode([third])
+    assert 0.1 < pool_use(world.allocator, world.tree) < 0.7
+    assert dropped(world, third) == 0
+    finish(world, third)
+    assert_empty(world)
+
+
+def test_a_flush_ends_it() -> None:
+    world = world_of(SINGLE, StreamingLLM(budget=16, slack=0, recent=1, when=0.6, until=0.1))
+    req = grow(world, "a", 120)
+    world.controller.after_decode([req])
+    for i in range(20):
+        decode(world, req, i)
+    pressure = world.controller._dropper._pressure
+    assert pressure is not None and pressure.lets("policy0")
+    world.controller.reset()
+    assert not pressure.lets("policy0")
 
 
 def test_policies_have_bounds_of_their_own() -> None:
     now = 0.8
     pressure = PoolPressure(lambda: now)
     gentle, harsh = StreamingLLM(budget=16, when=0.7), StreamingLLM(budget=16, when=0.9)
-    always = StreamingLLM(budget=16)
-    assert [pressure.lets(str(i), p) for i, p in enumerate((gentle, harsh, always))] == [
-        True,
-        False,
-        True,
-    ]
+    policies = (gentle, harsh, StreamingLLM(budget=16))
+    pressure.watch([NamedPolicy(str(i), policy) for i, policy in enumerate(policies)])
+    assert [pressure.lets(name) for name in "012"] == [True, False, True]
     now = 0.67
-    assert pressure.lets("0", gentle), "5% of the pool is the default"
+    assert pressure.lets("0"), "5% of the pool is the default"
     now = 0.64
-    assert not pressure.lets("0", gentle) and pressure.lets("2", always)
+    assert not pressure.lets("0") and pressure.lets("2")
 
 
 def test_sharing_comes_first() -> None:

@@ -212,6 +212,67 @@ def test_nonsense_is_refused_by_name(answer: Any, refusal: str) -> None:
     assert torch.equal(found.rows.kv_indices, world.plan.kv_indices)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda keep, _newest: keep.to_sparse(),
+        lambda keep, _newest: keep.to("meta"),
+        lambda keep, _newest: keep.as_subclass(torch.nn.Buffer),
+    ],
+    ids=["sparse", "elsewhere", "subclass"],
+)
+def test_an_answer_is_a_plain_tensor(answer: Any) -> None:
+    policy = Wrong(budget=16, whole_layers=0)
+    object.__setattr__(policy, "answer", answer)
+    world = World(moved=False, policy=policy)
+    world.begin()
+    assert world.selection.plan(7, world.query, DIM**-0.5) is None
+    assert world.selection.refusals == {"malformed": 1}
+
+
+class InPlace(Quest):
+    """Writes to what it is given."""
+
+    def keep(self, shares: Any, held: Any, newest: Any, page: int) -> Any:
+        kept = super().keep(shares, held, newest, page)
+        newest -= 100
+        held.fill_(True)
+        shares.zero_()
+        return kept
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_layers_get_the_same_whatever_a_selector_writes(moved: bool) -> None:
+    found = []
+    for kind in (Quest, InPlace):
+        world = World(moved=moved, policy=kind(budget=16, whole_layers=0))
+        world.begin()
+        for _ in range(2):
+            selected = world.selection.plan(7, world.query, DIM**-0.5)
+            assert selected is not None
+            found.append(selected.among)
+        assert world.selection.refusals == {}
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("budget", None), ("budget", 0), ("budget", 1e3), ("budget", True), ("whole_layers", -1)],
+)
+def test_a_selector_must_say_what_it_reads_whole(key: str, value: Any) -> None:
+    class Odd:
+        budget: Any = 16
+        whole_layers: Any = 0
+        keep = Quest.keep
+
+    setattr(Odd, key, value)
+    with pytest.raises(ValueError, match=f"--reasoncache-policy odd: {key} .* got {value!r}"):
+        PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, None)
+    delattr(Odd, key)
+    with pytest.raises(ValueError, match=f"{key} .* got AttributeError"):
+        PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, None)
+
+
 def test_attention_and_weights_over_what_was_selected(
     published_config: None, out_of_tree_platform: None
 ) -> None:
