@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -275,6 +276,19 @@ def test_scores_of_a_page_are_averaged(policy: Evictor) -> None:
         means = {at: sum(scores[at + i] for i in range(4)) for at in (4, 12, 16, 20, 24)}
         best = sorted(means, key=lambda at: -means[at])[:2]
         assert found == sorted(at + i for at in best for i in range(4))
+
+
+@pytest.mark.parametrize("policy", [L2Norm(budget=4, recent=1), KeyDiff(budget=4, recent=1)])
+def test_keys_are_not_read_where_nothing_may_go(policy: Evictor) -> None:
+    """A prompt above the budget is asked about again and again."""
+
+    class NoKeys(GivenKeys):
+        def stored(self, layer: int) -> torch.Tensor:
+            raise AssertionError("all keys are read for nothing")
+
+    now = dataclasses.replace(view(10, owned=9), keys=NoKeys(torch.zeros(1, 10, 1, 2)))
+    assert policy.excess(80, 80) > 0
+    assert list(policy.drops(now, 6)) == []  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("policy", [L2Norm(budget=4, recent=1), KeyDiff(budget=4, recent=1)])
