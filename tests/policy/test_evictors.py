@@ -88,6 +88,15 @@ def test_candidates_come_in_whole_pages() -> None:
     assert view(13, owned=4, page=4, gone=range(4, 8)).candidates().tolist() == [8, 9, 10, 11]
 
 
+def test_a_view_keeps_its_positions() -> None:
+    now = view(10, owned=3)
+    with pytest.raises(ValueError, match="read-only"):
+        now.held[0] = 5
+    np.random.default_rng(0).shuffle(now.candidates())
+    assert now.candidates().tolist() == [3, 4, 5, 6, 7, 8]
+    assert now.held.tolist() == list(range(10))
+
+
 def test_runs_are_the_positions_again() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
