@@ -58,6 +58,8 @@ class _Shared:
     def drop(self, pages: torch.Tensor) -> int:
         """Take a reference away per entry; the rows that named them have holes from now on.
 
+        Reads from the device only while something is shared.
+
         Args:
             pages: int64, ids of pages in use.
 
@@ -66,13 +68,16 @@ class _Shared:
         """
         self.has_holes = True
         before = self.available_size()  # type: ignore[attr-defined]
-        self.free_page_ids(pages)  # type: ignore[attr-defined]
+        last = self._last_references(pages)
+        if last.numel():
+            self._release_unreferenced(last)
         return self.available_size() - before  # type: ignore[attr-defined]
 
     def _without_holes(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids`` (slots or pages of a row) less the entries of dropped positions.
 
-        SGLang frees rows as they are, when a request ends.
+        SGLang frees rows as they are, when a request ends. How many entries that leaves is
+        on the device: on a GPU this waits for it.
         """
         return ids[ids >= 0] if self.has_holes else ids
 

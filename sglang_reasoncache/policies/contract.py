@@ -107,7 +107,7 @@ class RequestView:
             prefix tree or is prompt (but for its last part of a page), and stays. With a
             policy's ``prompt`` only the tree's part does.
         page: Positions per page; only whole pages can be dropped.
-        held: int64, ascending: written positions that were not dropped.
+        held: int64, ascending: written positions that were not dropped. Read-only.
         seed: A number of the prompt's tokens, the same for the same prompt.
         keys: On demand; only for a policy that ``needs`` them.
         attention: Likewise.
@@ -122,12 +122,18 @@ class RequestView:
     keys: Keys
     attention: Attention = field(default_factory=NoAttention)
 
+    def __post_init__(self) -> None:
+        # What one policy does to it must not show in what it reads of keys and weights.
+        held = self.held.view()
+        held.setflags(write=False)
+        object.__setattr__(self, "held", held)
+
     def candidates(self, recent: int = 1) -> np.ndarray:
         """Positions that may be dropped, ascending, in whole pages: all that the request owns
-        and holds, less the ``recent`` newest ones (at least 1)."""
+        and holds, less the ``recent`` newest ones (at least 1). The caller's own array."""
         end = (self.written - max(recent, 1)) // self.page * self.page
         low, high = np.searchsorted(self.held, (self.owned, end))
-        return self.held[low:high]
+        return self.held[low:high].copy()
 
 
 class Selector(Protocol):

@@ -44,5 +44,7 @@ class H2O(Evictor):
     def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
         budget = len(view.held) - excess
         candidates = view.candidates(max(self.recent, int(self.recent_share * budget)))
+        if not len(candidates):
+            return []
         weights = view.attention.total()[np.searchsorted(view.held, candidates)]
         return drop_highest(view, candidates, -weights, excess)

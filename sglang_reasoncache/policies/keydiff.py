@@ -62,11 +62,13 @@ class KeyDiff(Evictor):
         return frozenset({KEYS if self.keys == "cached" else UNROTATED_KEYS})
 
     def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
+        candidates = view.candidates(self.recent)
+        if not len(candidates):
+            return []
         scores = view.keys.token_scores(
             lambda keys: similarity(keys, self.anchor),
             unrotated=self.keys == "unrotated",
         )
-        candidates = view.candidates(self.recent)
         return drop_highest(
             view, candidates, scores[np.searchsorted(view.held, candidates)], excess
         )

@@ -36,8 +36,10 @@ class L2Norm(Evictor):
         return frozenset({KEYS})
 
     def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
-        scores = view.keys.token_scores(relative_norms)
         candidates = view.candidates(self.recent)
+        if not len(candidates):
+            return []
+        scores = view.keys.token_scores(relative_norms)
         return drop_highest(
             view, candidates, scores[np.searchsorted(view.held, candidates)], excess
         )

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 import pkgutil
 import re
 import types
 import typing
+from collections.abc import Set
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from sglang_reasoncache.policies.contract import OptionError, Policy, Selector
+from sglang_reasoncache.policies.contract import (
+    ATTENTION,
+    KEYS,
+    UNROTATED_KEYS,
+    Observation,
+    OptionError,
+    Policy,
+    Selector,
+)
 
 #: Every evictor and selector of this package: a policy is one line here.
 BUILT_IN = {
@@ -35,6 +45,7 @@ ENTRY_POINTS = "sglang_reasoncache.policies"
 #: Sharing between similar steps, and nothing at all.
 SHARING, NOTHING = "reasoncache", "none"
 _LONGEST = 1000
+_NEEDS = frozenset({KEYS, UNROTATED_KEYS, ATTENTION})
 
 
 class PolicyError(ValueError):
@@ -83,7 +94,7 @@ def parse(text: str) -> PolicyChoice:
     names = [name for name, _, _ in parts]
     known = ", ".join((NOTHING, SHARING, *BUILT_IN))
     for name, _, options in parts:
-        if names.count(name) > 1:
+        if name and names.count(name) > 1:
             raise PolicyError(f"with {name} once")
         if name in (NOTHING, SHARING) and options:
             raise PolicyError(f"with {name} without options (sharing has flags of its own)")
@@ -108,7 +119,10 @@ def _selects(policy: Any) -> bool:
 def _make(name: str, options: str, known: str) -> Any:
     kind = _class_of(name, known)
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    types_of = typing.get_type_hints(kind)
+    try:
+        types_of = typing.get_type_hints(kind)
+    except Exception as error:
+        raise PolicyError(f"with policies whose types resolve; {name} has {error!r}") from error
     given: dict[str, Any] = {}
     for part in re.split("[,:]", options) if options else ():
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -121,12 +135,36 @@ def _make(name: str, options: str, known: str) -> Any:
             raise PolicyError(f"with {key} of {name} once")
         given[key] = _value(name, key, types_of[key], value)
     try:
-        return kind(**given)
+        policy = kind(**given)
     except OptionError as error:
         raise PolicyError(f"with {error.key} of {name} {error.bound}") from error
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         # Another package's policy may say it in its own way.
-        raise PolicyError(f"with options that {name} takes ({error})") from error
+        raise PolicyError(f"with options that {name} takes ({error!r})") from error
+    if not _selects(policy):
+        try:
+            missing = _missing(policy)
+        except Exception as error:
+            missing = f"what can be asked of it ({error!r})"
+        if missing:
+            raise PolicyError(f"with policies that have {missing}; {name} does not")
+    return policy
+
+
+def _missing(policy: Any) -> str:
+    """What of :class:`Policy` an evictor lacks, which would be found out in a live server."""
+    if not callable(policy.drops) or not callable(getattr(policy, "excess", None)):
+        return "methods drops and excess"
+    slack = getattr(policy, "slack", None)
+    if not isinstance(slack, numbers.Integral) or slack < 0:
+        return "a slack, an integer of at least 0"
+    needs = getattr(policy, "needs", None)
+    if not isinstance(needs, Set) or not needs <= _NEEDS:
+        return f"needs, a set of {', '.join(sorted(_NEEDS))} or an empty one"
+    observes = getattr(policy, "observes", None)
+    if ATTENTION in needs and not isinstance(observes, Observation):
+        return f"observes, an Observation, as {ATTENTION} is needed"
+    return ""
 
 
 def _class_of(name: str, known: str) -> Any:
@@ -160,6 +198,9 @@ def _value(name: str, key: str, kind: Any, text: str) -> Any:
     if kind not in (int, float):
         raise PolicyError(f"with options that can be written; {key} of {name} is a {kind}")
     try:
+        if "_" in text or not text.isascii():
+            # Python reads 1_0 as 10.
+            raise ValueError(text)
         return kind(text)
     except ValueError as error:
         what = "an integer" if kind is int else "a number"

@@ -19,29 +19,32 @@ if TYPE_CHECKING:
 
 _EPSILON = 1e-8
 #: Cosines computed at once.
-_ELEMENTS = 1 << 22
+_ELEMENTS = 1 << 20
 
 
-def redundancy(keys: torch.Tensor, threshold: float) -> torch.Tensor:
+def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor:
     """``[held, heads, head_dim]`` to ``[held, heads]``, the paper's R: a softmax over positions
     of how similar the others are to each on average.
 
     Each key spares the newest of those whose cosine with it is above ``threshold``: one of
-    several similar keys has to stay, and that is to be the newest.
+    several similar keys has to stay, and that is to be the newest. It is sought among the
+    newest ``reach`` keys, which makes it ``held * reach`` cosines a head.
     """
     count = len(keys)
     unit = (keys / (keys.norm(dim=-1, keepdim=True) + _EPSILON)).transpose(0, 1)
-    rows = max(1, _ELEMENTS // max(1, unit.shape[0] * count))
-    sums = unit.new_zeros(unit.shape[:2])
-    order = sums.new_tensor(range(1, count + 1))
+    # The sum of a key's cosines with all others, as one product with the sum of all keys.
+    sums = (unit * (unit.sum(dim=1, keepdim=True) - unit)).sum(dim=-1)
+    first = max(0, count - reach)
+    newest = unit[:, first:].transpose(1, 2)
+    order = sums.new_tensor(range(1, count - first + 1))
+    rows = max(1, _ELEMENTS // max(1, len(unit) * len(order)))
     for begin in range(0, count, rows):
-        cosines = unit[:, begin : begin + rows] @ unit.transpose(1, 2)
-        cosines.diagonal(begin, 1, 2).zero_()
-        newest = ((cosines > threshold) * order).max(dim=-1, keepdim=True)
-        cosines.scatter_(
-            -1, newest.indices, cosines.gather(-1, newest.indices) * (newest.values == 0)
-        )
-        sums += cosines.sum(dim=1)
+        cosines = unit[:, begin : begin + rows] @ newest
+        # No key is like itself.
+        cosines.diagonal(begin - first, 1, 2).zero_()
+        spared = ((cosines > threshold) * order).max(dim=-1, keepdim=True)
+        saved = cosines.gather(-1, spared.indices) * (spared.values > 0)
+        sums.scatter_add_(1, spared.indices[..., 0] + first, -saved[..., 0])
     return (sums / max(1, count)).softmax(dim=-1).T
 
 
@@ -57,6 +60,8 @@ class RKV(Evictor):
         alpha: Queries that observe.
         kernel: Held positions whose weights are pooled, an odd number.
         threshold: Cosine from which two keys count as similar.
+        reach: Newest held positions among which a key finds one that is like it. The paper
+            has no such bound, but holds no more than its budget either.
     """
 
     slack: int = 128
@@ -65,6 +70,7 @@ class RKV(Evictor):
     alpha: int = 8
     kernel: int = 7
     threshold: float = 0.5
+    reach: int = 512
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,6 +78,7 @@ class RKV(Evictor):
         between("alpha", self.alpha, 1, 64)
         between("kernel", self.kernel, 1, 63)
         between("threshold", self.threshold, -1, 1)
+        between("reach", self.reach, 1, 65_536)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -82,10 +89,14 @@ class RKV(Evictor):
         return Observation(latest=self.alpha, prompt=self.alpha)
 
     def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
-        importance = pooled(view.attention.latest(self.alpha), self.kernel, "max")
-        redundant = view.keys.token_scores(lambda keys: redundancy(keys, self.threshold))
-        scores = (1 - self.mix) * redundant - self.mix * importance
         candidates = view.candidates(self.recent)
+        if not len(candidates):
+            return []
+        importance = pooled(view.attention.latest(self.alpha), self.kernel, "max")
+        redundant = view.keys.token_scores(
+            lambda keys: redundancy(keys, self.threshold, self.reach)
+        )
+        scores = (1 - self.mix) * redundant - self.mix * importance
         return drop_highest(
             view, candidates, scores[np.searchsorted(view.held, candidates)], excess
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_reasoncache.policies.contract import ATTENTION, Observation, RequestView
+from sglang_reasoncache.policies.contract import ATTENTION, Observation, OptionError, RequestView
 from sglang_reasoncache.policies.evictor import Evictor, between, drop_highest, one_of
 from sglang_reasoncache.policies.pooling import pooled
 from sglang_reasoncache.sharing.decision import Drop
@@ -41,6 +41,8 @@ class SnapKV(Evictor):
         between("window", self.window, 1, 256)
         between("kernel", self.kernel, 1, 63)
         one_of("pooling", self.pooling, ("avg", "max"))
+        if not self.prompt:
+            raise OptionError("prompt", "true, as it gives up positions of the prompt only")
 
     @property
     def needs(self) -> frozenset[str]:

@@ -156,7 +156,7 @@ class Acceptor:
         self,
         req: Any,
         holes: Holes,
-        drops: Iterable[Drop],
+        drops: Iterable[Drop | None],
         written: int,
         refused: Counter[str],
         first: int = 0,
@@ -181,6 +181,7 @@ class Acceptor:
             if refusal is not None:
                 refused[refusal.value] += 1
                 continue
+            assert drop is not None, "refused as malformed"
             holes.add(drop, written)
             parts.append(np.arange(drop.start, drop.end))
         if not parts:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import operator
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
@@ -62,6 +63,8 @@ class Dropper:
         if pressure is not None:
             pressure.watch(self._evictors)
         self._reads = any(policy.needs for _, policy in evictors)
+        self._slack = {name: operator.index(policy.slack) for name, policy in evictors}
+        self._described = [{"name": name, **_options(policy)} for name, policy in evictors]
         self.drops_prompts = bool(self._of_prompts)
         self._failed: set[str] = set()
         self.positions_now = 0
@@ -138,7 +141,7 @@ class Dropper:
         state: RequestState,
         written: int,
         stats: SharingStats,
-    ) -> list[Drop]:
+    ) -> list[Drop | None]:
         """What the policy answers; nothing if it fails, whatever it does wrong."""
         try:
             excess = policy.excess(written, written - state.holes.count)
@@ -147,13 +150,13 @@ class Dropper:
             if self._pressure is not None and not self._pressure.lets(name):
                 return []
             # A budget below what a request must hold would be asked for at every look.
-            state.next_drop[name] = written + policy.slack
+            state.next_drop[name] = written + self._slack[name]
             stats.drop_decisions += 1
             view = self._view(req, state, written, self._first(req, name))
             answer = policy.drops(view, excess)
             # More runs than positions are nonsense, and need not be listed to the end.
-            return list(itertools.islice(answer, written + 1))
-        except Exception:
+            return [_plain(drop) for drop in itertools.islice(answer, written + 1)]
+        except (Exception, SystemExit):
             stats.drop_refusals[DropRefusal.POLICY_FAILED.value] += 1
             if name not in self._failed:
                 self._failed.add(name)
@@ -164,7 +167,7 @@ class Dropper:
         self,
         req: Any,
         state: RequestState,
-        drops: list[Drop],
+        drops: Sequence[Drop | None],
         written: int,
         stats: SharingStats,
         first: int = 0,
@@ -190,11 +193,25 @@ class Dropper:
 
     def describe(self) -> list[dict[str, Any]]:
         """Name and options of every policy, for the endpoint."""
-        return [{"name": name, **_options(policy)} for name, policy in self._evictors]
+        return self._described
 
 
 def _options(policy: Any) -> dict[str, Any]:
-    return {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    """As plain values: another package's may be anything."""
+    if not dataclasses.is_dataclass(policy):
+        return {}
+    names = [field.name for field in dataclasses.fields(policy) if field.init]
+    values = {name: getattr(policy, name, None) for name in names}
+    return {
+        name: value if value is None or type(value) in (bool, int, float, str) else repr(value)
+        for name, value in values.items()
+    }
+
+
+def _plain(answer: object) -> Drop | None:
+    """A run of positions that is nobody else's object; None, which the acceptor refuses, for
+    anything but a :class:`Drop`: what a subclass of it says may change, or raise."""
+    return Drop(answer.start, answer.length) if type(answer) is Drop else None
 
 
 def _split(drops: list[Drop], end: int) -> tuple[list[Drop], list[Drop]]:

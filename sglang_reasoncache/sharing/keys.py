@@ -59,7 +59,8 @@ class HeldKeys:
     def __init__(self, source: KeySource, row: int, held: np.ndarray) -> None:
         self._source = source
         self._row = row
-        self._held = held
+        # Whatever a policy does to its view.
+        self._held = held.copy()
         self._slots: torch.Tensor | None = None
 
     @property

@@ -39,7 +39,8 @@ class HeldWeights:
     def __init__(self, source: WeightSource, row: int, held: np.ndarray) -> None:
         self._source = source
         self._row = row
-        self._held = torch.from_numpy(held)
+        # Whatever a policy does to its view.
+        self._held = torch.from_numpy(held.copy())
 
     def latest(self, queries: int) -> np.ndarray:
         return self._over_ranks(self._source.statistics.latest(self._row, self._held, queries))

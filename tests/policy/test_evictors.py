@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -85,6 +86,15 @@ def test_candidates_come_in_whole_pages() -> None:
     # The newest position is the last of its page, which stays.
     assert view(12, owned=4, page=4).candidates().tolist() == [4, 5, 6, 7]
     assert view(13, owned=4, page=4, gone=range(4, 8)).candidates().tolist() == [8, 9, 10, 11]
+
+
+def test_a_view_keeps_its_positions() -> None:
+    now = view(10, owned=3)
+    with pytest.raises(ValueError, match="read-only"):
+        now.held[0] = 5
+    np.random.default_rng(0).shuffle(now.candidates())
+    assert now.candidates().tolist() == [3, 4, 5, 6, 7, 8]
+    assert now.held.tolist() == list(range(10))
 
 
 def test_runs_are_the_positions_again() -> None:
@@ -275,6 +285,19 @@ def test_scores_of_a_page_are_averaged(policy: Evictor) -> None:
         means = {at: sum(scores[at + i] for i in range(4)) for at in (4, 12, 16, 20, 24)}
         best = sorted(means, key=lambda at: -means[at])[:2]
         assert found == sorted(at + i for at in best for i in range(4))
+
+
+@pytest.mark.parametrize("policy", [L2Norm(budget=4, recent=1), KeyDiff(budget=4, recent=1)])
+def test_keys_are_not_read_where_nothing_may_go(policy: Evictor) -> None:
+    """A prompt above the budget is asked about again and again."""
+
+    class NoKeys(GivenKeys):
+        def stored(self, layer: int) -> torch.Tensor:
+            raise AssertionError("all keys are read for nothing")
+
+    now = dataclasses.replace(view(10, owned=9), keys=NoKeys(torch.zeros(1, 10, 1, 2)))
+    assert policy.excess(80, 80) > 0
+    assert list(policy.drops(now, 6)) == []  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("policy", [L2Norm(budget=4, recent=1), KeyDiff(budget=4, recent=1)])

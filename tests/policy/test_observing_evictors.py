@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from sglang_reasoncache.policies import rkv
 from sglang_reasoncache.policies.contract import (
@@ -69,7 +70,9 @@ def random_weights(held: int, seed: int, queries: int = 40) -> np.ndarray:
 # -- R-KV ----------------------------------------------------------------------
 
 
-def redundancy_by_hand(keys: torch.Tensor, threshold: float) -> list[list[float]]:
+def redundancy_by_hand(
+    keys: torch.Tensor, threshold: float, reach: int = 10**9
+) -> list[list[float]]:
     """Pair by pair, ``[heads][held]``."""
     held, heads, _ = keys.shape
     found = []
@@ -78,7 +81,7 @@ def redundancy_by_hand(keys: torch.Tensor, threshold: float) -> list[list[float]
         sums = [0.0] * held
         for i in range(held):
             similar = [j for j in range(held) if j != i and cosine(own[i], own[j]) > threshold]
-            spared = max(similar, default=None)
+            spared = max((j for j in similar if j >= held - reach), default=None)
             for j in range(held):
                 if j != i and j != spared:
                     sums[j] += cosine(own[i], own[j])
@@ -97,8 +100,32 @@ def test_redundancy_is_the_papers(
     keys = random_keys(23, seed)[1]
     expected = torch.tensor(redundancy_by_hand(keys, threshold)).T
     torch.testing.assert_close(
-        redundancy(keys, threshold).double(), expected.double(), rtol=1e-4, atol=1e-7
+        redundancy(keys, threshold, 23).double(), expected.double(), rtol=1e-4, atol=1e-7
     )
+
+
+@pytest.mark.parametrize("reach", [1, 6, 22])
+@pytest.mark.parametrize("elements", [1, 50, 1 << 22])
+def test_one_that_is_alike_is_sought_among_the_newest(
+    monkeypatch: pytest.MonkeyPatch, reach: int, elements: int
+) -> None:
+    monkeypatch.setattr(rkv, "_ELEMENTS", elements)
+    keys = random_keys(23, 4)[0]
+    by_hand = [torch.tensor(redundancy_by_hand(keys, 0.5, r)).T for r in (reach, 23)]
+    assert not torch.allclose(by_hand[0], by_hand[1], rtol=1e-3) or reach == 22
+    torch.testing.assert_close(
+        redundancy(keys, 0.5, reach), by_hand[0].float(), rtol=1e-4, atol=1e-7
+    )
+
+
+def test_redundancy_takes_time_by_what_is_held_and_not_by_its_square() -> None:
+    def products(held: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            redundancy(torch.ones(held, 2, 8), 0.5, RKV(budget=1).reach)
+        return counter.get_total_flops()
+
+    assert products(1024) > 0
+    assert products(4096) == 4 * products(1024)
 
 
 def test_of_equal_keys_the_newest_is_spared() -> None:
@@ -107,7 +134,7 @@ def test_of_equal_keys_the_newest_is_spared() -> None:
     # 0 and 1 spare 3, and 3 spares 1: 0 is left with a cosine of 1 to two others, 1 to one.
     power = [math.exp(2 / 4), math.exp(1 / 4), 1.0, 1.0]
     expected = [p / sum(power) for p in power]
-    assert redundancy(keys, 0.5)[:, 0].tolist() == pytest.approx(expected)
+    assert redundancy(keys, 0.5, 4)[:, 0].tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -236,6 +263,16 @@ def test_weights_that_are_no_numbers(policy: Evictor) -> None:
     assert 6 <= len(set(found)) == len(found) <= 22
 
 
+@BY_NAME
+def test_where_nothing_may_go_nothing_is_read(policy: Evictor) -> None:
+    """A prompt above the budget is asked about again and again."""
+    all_prompt = dataclasses.replace(
+        view(30, random_weights(30, 0), prompt=29, owned=29), attention=NoAttention()
+    )
+    assert policy.excess(200, 200) > 0
+    assert list(policy.drops(all_prompt, 22)) == []  # type: ignore[attr-defined]
+
+
 def test_pooling_by_hand() -> None:
     scores = np.array([1.0, 5.0, 0.0, 2.0])
     assert pooled(scores, 3, "max").tolist() == [5, 5, 5, 2]
@@ -253,6 +290,7 @@ def test_pooling_by_hand() -> None:
         (RKV, {"alpha": 65}, "alpha"),
         (RKV, {"kernel": 0}, "kernel"),
         (RKV, {"threshold": 2}, "threshold"),
+        (RKV, {"reach": 0}, "reach"),
         (H2O, {"recent_share": -0.1}, "recent_share"),
         (H2O, {"prompt_queries": 5000}, "prompt_queries"),
         (SnapKV, {"window": 0}, "window"),

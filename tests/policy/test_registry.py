@@ -76,6 +76,12 @@ def test_every_built_in_evictor_can_be_made(name: str) -> None:
         ("none+streamingllm:budget=64", "none alone"),
         ("quest:share=0.5", "options of quest among budget, whole_layers, not 'share'"),
         ("tova:budget=64", "not 'tova'"),
+        ("+", "every NAME one of none, reasoncache, "),
+        ("streamingllm:budget=64+", ", not ''"),
+        ("streamingllm:budget=1_0", "budget of streamingllm an integer, not '1_0'"),
+        ("streamingllm:budget=\u0663", "budget of streamingllm an integer, not"),
+        ("streamingllm:share=0.\u0663", "share of streamingllm a number, not"),
+        ("snapkv:budget=64:prompt=false", "prompt of snapkv true, as it gives up positions of"),
         ("x" * 2000, "at most 1000 characters"),
     ],
 )
@@ -124,6 +130,63 @@ class OldestFirst(Evictor):
         return runs(view.candidates(self.recent)[:: self.every][:excess])
 
 
+@dataclass(frozen=True)
+class NoExcess:
+    budget: int = 1
+
+    def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
+        return []
+
+
+@dataclass(frozen=True)
+class NoSlack(NoExcess):
+    def excess(self, written: int, held: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class NoNeeds(NoSlack):
+    slack: int = 0
+
+
+@dataclass(frozen=True)
+class SlackBelowZero(NoNeeds):
+    needs: frozenset[str] = frozenset()
+    slack: int = -1
+
+
+@dataclass(frozen=True)
+class NeedsValues(OldestFirst):
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"values"})
+
+
+@dataclass(frozen=True)
+class ObservesNothing(OldestFirst):
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"attention"})
+
+
+@dataclass(frozen=True)
+class NeedsRaise(OldestFirst):
+    @property
+    def needs(self) -> frozenset[str]:
+        raise RuntimeError("not today")
+
+
+@dataclass(frozen=True)
+class Asserting(OldestFirst):
+    def __post_init__(self) -> None:
+        raise AssertionError("not today")
+
+
+@dataclass(frozen=True)
+class UnknownType(OldestFirst):
+    what: "torchx.Tensor" = None  # type: ignore[name-defined] # noqa: F821, UP037
+
+
 class _Entry:
     name = "oldest"
 
@@ -143,6 +206,15 @@ class _Entry:
         (ImportError("no module named other"), "policies that load; oldest does not"),
         (len, "policies that are dataclasses; oldest is"),
         (Evictor, "policies that drop or keep something; oldest is"),
+        (NoExcess, "have methods drops and excess; oldest does not"),
+        (NoSlack, "have a slack, an integer of at least 0; oldest does not"),
+        (SlackBelowZero, "have a slack, an integer of at least 0; oldest does not"),
+        (NoNeeds, "have needs, a set of attention, keys, unrotated keys or an empty one; oldest"),
+        (NeedsValues, "have needs, a set of attention"),
+        (NeedsRaise, "not today"),
+        (ObservesNothing, "have observes, an Observation, as attention is needed; oldest"),
+        (Asserting, "options that oldest takes .*not today"),
+        (UnknownType, "policies whose types resolve; oldest has NameError.*torchx"),
     ],
 )
 def test_another_packages_policy(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reasoncache.cache.allocator import (
     SharedPagedAllocator,
@@ -47,6 +48,42 @@ def free_list(allocator: SharedTokenAllocator | SharedPagedAllocator) -> list[in
     pages = sorted(allocator.get_all_free_pages().tolist())
     assert len(set(pages)) == len(pages), f"free twice: {pages}"
     return pages
+
+
+class DeviceReads(TorchDispatchMode):
+    """Notes the operators whose result depends on what is in a tensor: a GPU is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        masks = args[1] if func is torch.ops.aten.index.Tensor else ()
+        if any(mask is not None and mask.dtype == torch.bool for mask in masks) or func in (
+            torch.ops.aten.nonzero.default,
+            torch.ops.aten.masked_select.default,
+            torch.ops.aten._local_scalar_dense.default,
+        ):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_drop_does_not_wait_for_the_device(
+    token: SharedTokenAllocator, paged: SharedPagedAllocator
+) -> None:
+    for allocator, page in ((token, 1), (paged, PAGE)):
+        pages = allocator.alloc(2 * page)[::page] // page
+        with DeviceReads() as reads:
+            assert allocator.drop(pages[:1]) == page
+            assert allocator.drop(pages[1:]) == page
+        assert reads.found == []
+        # A row's own entries tell which of them are holes.
+        with reads:
+            allocator.free(torch.full((page,), -1))
+        assert reads.found
+        assert len(free_list(allocator)) == SLOTS // page
 
 
 # -- page size 1 ----------------------------------------------------------------

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -142,10 +144,15 @@ class Failing:
     """A policy of somebody else's that goes wrong in ``how`` it answers."""
 
     needs: frozenset[str] = frozenset()
-    slack = 1
 
     def __init__(self, how: str) -> None:
         self.how = how
+        self._asked = 0
+
+    @property
+    def slack(self) -> Any:
+        self._asked += 1
+        return np.array([1, 2]) if self._asked > 1 and self.how == "has another slack" else 1
 
     def excess(self, written: int, held: int) -> int:
         return None if self.how == "has no excess" else 3  # type: ignore[return-value]
@@ -159,9 +166,21 @@ class Failing:
             return endless()
         if self.how == "raises half way":
             return (Drop(10 // (3 - i), 1) for i in range(5))
-        # Frozen, but its array is the caller's: a copy must have been handed out.
+        if self.how == "exits":
+            raise SystemExit(1)
+        if self.how == "answers half a drop":
+            return [Drop.__new__(Drop)]
+        if self.how == "answers a drop that raises":
+            return [Raising(10, 1)]
+        if self.how == "has another slack":
+            return []
         view.held[:] = 0
         return [Drop(int(view.held[0]), 1)]
+
+
+class Raising(Drop):
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +191,10 @@ class Failing:
         ("has no excess", {"policy_failed": 2}),
         ("raises half way", {"policy_failed": 1}),
         ("is endless", {"tree_owned": WRITTEN + 1}),
-        ("writes into its view", {"tree_owned": 1}),
+        ("writes into its view", {"policy_failed": 1}),
+        ("exits", {"policy_failed": 1}),
+        ("answers half a drop", {"policy_failed": 1}),
+        ("answers a drop that raises", {"malformed": 1}),
     ],
 )
 def test_a_policy_that_fails_harms_nobody(how: str, refused: dict[str, int]) -> None:
@@ -187,6 +209,52 @@ def test_a_policy_that_fails_harms_nobody(how: str, refused: dict[str, int]) -> 
     [(reason, count)] = refused.items()
     assert refusals(world) == {reason: count + (1 if how == "is endless" else 0)}
     assert (world.row(req)[: len(row)] == row).all()
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_slack_is_asked_for_once() -> None:
+    world = World(SINGLE, evictors=[NamedPolicy("failing", Failing("has another slack"))])
+    req = start(world)
+    for i in range(3):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+    assert world.controller.stats.drop_decisions > 1 and refusals(world) == {}
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_policies_are_described_as_they_were_at_the_start() -> None:
+    @dataclass(frozen=True)
+    class Odd(StreamingLLM):
+        what: Any = None
+        later: int = field(init=False)
+
+    odd = Odd(budget=10_000, what=[3])
+    described = World(SINGLE, evictors=[NamedPolicy("odd", odd)]).controller.describe()
+    [options] = described["evictors"]
+    assert json.loads(json.dumps(options)) == options
+    assert (options["name"], options["budget"], options["what"]) == ("odd", 10_000, "[3]")
+    assert "later" not in options
+
+
+def test_what_a_policy_does_to_its_view_stays_there() -> None:
+    """Of two policies and of what is read for one."""
+
+    class Shuffling(Failing):
+        def drops(self, view: RequestView, excess: int) -> list[Drop]:
+            seen = view.keys.stored(0)
+            candidates = view.candidates()
+            candidates[:] = candidates[::-1].copy()
+            base = view.held.base
+            assert base is not None
+            base[:] = 0
+            assert torch.equal(view.keys.stored(0), seen)
+            return [Drop(int(candidates[0]), 1)]
+
+    world = World(SINGLE, evictors=[NamedPolicy("shuffling", Shuffling(""))])
+    req = start(world)
+    assert refusals(world) == {} and holes(world, req) == [WRITTEN - 2]
     finish(world, req)
     assert_empty(world)
 
