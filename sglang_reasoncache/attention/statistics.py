@@ -56,13 +56,15 @@ class _Row:
         ``seen`` positions."""
         weights = weights[:, :seen]
         if self.total is not None:
-            self.total[:seen] += weights.sum(dim=0)
+            self.total[:seen] += weights[0] if len(weights) == 1 else weights.sum(dim=0)
         if self.latest is not None:
             kept = len(self.latest)
             newest = weights[-kept:]
-            places = torch.arange(seen - len(newest), seen) % kept
-            self.latest[places, :seen] = newest
-            self.latest[places, seen : seen + kept] = 0
+            # Slices, not indices: this is done for every request in every decode step.
+            for query in range(len(newest)):
+                place = self.latest[(seen - len(newest) + query) % kept]
+                place[:seen] = newest[query]
+                place[seen : seen + kept] = 0
 
 
 def allocated(*shape: int) -> torch.Tensor:

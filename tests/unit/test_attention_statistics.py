@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ import torch
 from sglang_reasoncache.attention import statistics
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.statistics import AttentionStatistics
+from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.plugin import assembly
 from sglang_reasoncache.policies.contract import ATTENTION, Observation
 from sglang_reasoncache.policies.evictor import Evictor
 from sglang_reasoncache.policies.registry import NamedPolicy
@@ -207,6 +210,23 @@ def test_no_memory_is_an_error_of_its_own() -> None:
     rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
     with pytest.raises(MemoryError, match="bytes for attention statistics of a request"):
         AttentionStatistics(rows, torch.zeros(2, dtype=torch.int64), WANTED)
+
+
+def test_no_memory_ends_the_start_by_name() -> None:
+    class Large:
+        def observe(self, wanted: Observation) -> AttentionStatistics:
+            rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
+            return AttentionStatistics(rows, torch.zeros(2, dtype=torch.int64), wanted)
+
+    runner = SimpleNamespace(
+        is_draft_worker=False,
+        prefill_attention_backend_str="any",
+        decode_attention_backend_str="any",
+        token_to_kv_pool_allocator=SimpleNamespace(),
+    )
+    config = ReasonCacheConfig(policy="snapkv:budget=64:window=48", positions="as-cached")
+    with pytest.raises(ValueError, match=r"--reasoncache-policy snapkv.* newest 48 queries"):
+        assembly.attention_backend(runner, config, "any", lambda _runner: Large())
 
 
 def test_only_what_was_announced_can_be_read() -> None:
