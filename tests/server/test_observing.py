@@ -75,7 +75,7 @@ def scores_of(model: Any, tokens: list[int], written: int) -> np.ndarray:
     importance = weights[:, -8:, :written].mean(dim=(0, 1)).double().numpy()
     redundant = torch.stack(
         [
-            redundancy(layer.keys[0, :, :written].transpose(0, 1), 0.5)
+            redundancy(layer.keys[0, :, :written].transpose(0, 1), 0.5, 512)
             for layer in out.past_key_values.layers
         ]
     ).mean(dim=(0, 2))
