@@ -162,7 +162,9 @@ class SharingController:
         shared, state.live_positions = state.live_positions, 0
         self.live_positions -= shared
         dropped = self._dropper.forget(state)
-        if ended:
+        if ended and state.served:
+            of_output = state.holes.count_from(len(req.origin_input_ids))
+            self.forecast.observe(shared + of_output, len(req.output_ids))
             self._note_finished(req, state, shared, dropped)
         if req.finished() and state.followed is not None:
             state.followed.close()
@@ -235,6 +237,8 @@ class SharingController:
         while self._orphans:
             self._engine.close(self._orphans.popleft())
         running = logical = output = 0
+        # Admission holds nothing back for prompts, so what they give up is not to be counted on.
+        saved = self.live_positions
         ids, counts, tokens = array("q"), array("q"), array("q")
         for req in reqs:
             if not _is_running(req):
@@ -243,6 +247,7 @@ class SharingController:
             logical += req.kv.kv_allocated_len
             output += len(req.output_ids)
             state = request_state.state_of(req) or self._admit(req)
+            saved += state.holes.count_from(len(req.origin_input_ids))
             if state.followed is None:
                 continue
             if state.reapply:
@@ -258,7 +263,7 @@ class SharingController:
             self._engine.feed(ids, counts, tokens)
         self.stats.steps_shed = self._engine.steps_shed - self._shed_before
         self.stats.look(running, self.saved_positions, logical)
-        self.forecast.look(self.saved_positions, output)
+        self.forecast.look(saved, output)
 
     def _drop(self, reqs: Sequence[Any]) -> None:
         """Have the policies look at every request that did not opt out."""
@@ -479,10 +484,7 @@ class SharingController:
             self.stats.requests_opted_out += 1
 
     def _note_finished(self, req: Any, state: RequestState, shared: int, dropped: int) -> None:
-        if not state.served:
-            return
         length = len(req.origin_input_ids) + len(req.output_ids)
-        self.forecast.observe(shared + dropped, len(req.output_ids))
         self.stats.request_finished(shared, length, dropped)
         self._recent.append(
             {

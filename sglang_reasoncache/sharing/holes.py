@@ -34,6 +34,10 @@ class Holes:
         """Whether a position of ``[start, end)`` is a hole."""
         return self.count > 0 and bool(self._mask[start:end].any())
 
+    def count_from(self, start: int) -> int:
+        """Holes at ``start`` and behind it."""
+        return int(np.count_nonzero(self._mask[start:])) if self.count else 0
+
     def add(self, drop: Drop, written: int) -> None:
         """Note a run without holes, dropped when ``written`` positions had their KV."""
         if drop.end > len(self._mask):

@@ -112,6 +112,17 @@ def test_streamingllm_keeps_its_sinks_and_window() -> None:
     assert_empty(world)
 
 
+def test_admission_does_not_count_on_what_prompts_give_up() -> None:
+    world = world_of(SINGLE, hard())
+    req = start(world)
+    for i in range(8):
+        decode(world, req, 100 + i)
+        world.controller.after_decode([req])
+    finish(world, req)
+    assert world.controller.stats.positions_dropped > 50
+    assert world.controller.forecast.credit == 0
+
+
 @SETUPS
 def test_what_is_published_ends_at_the_first_hole(setup: Setup) -> None:
     """Nothing while the request runs, then what was computed before any drop."""
