@@ -195,15 +195,16 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     pool = allocator.get_kvcache()
     group = params.tp_cache_group if context.tp_size > 1 else None
     block = params.page_size if params.page_size > 1 else config.block
-    meter = BlockMeter(
+    # What is read of the pool's keys, and with whom sums are shared.
+    reads = (
         pool,
         rows.req_to_token,
         allocator.home,
         allocator.rotation if config.corrected else None,
-        num_heads=pool.head_num * context.tp_size,
-        group=group,
-        cosine=config.distance == "cosine",
+        pool.head_num * context.tp_size,
+        group,
     )
+    meter = BlockMeter(*reads, cosine=config.distance == "cosine")
     meter.warm_up(block)
     tokenizer = context.tp_worker.tokenizer
     markers = _markers(context, config, tokenizer)
@@ -221,14 +222,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
             "one another; give all of them a C++ compiler or none (--reasoncache-engine python)"
         )
     acceptor = Acceptor(allocator, rows, meter, copy=config.apply == "copy")
-    keys = KeySource(
-        pool,
-        rows.req_to_token,
-        allocator.home,
-        allocator.rotation if config.corrected else None,
-        num_heads=pool.head_num * context.tp_size,
-        group=group,
-    )
+    keys = KeySource(*reads)
     weights = None
     if allocator.attention_statistics is not None:
         heads = context.model_config.num_attention_heads * pool.layer_num

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_reasoncache.config import PRESET_NAMES, ReasonCacheConfig, flag_of, type_of
 from sglang_reasoncache.plugin import ENABLED_ENV, engines, refusals, seams
+from sglang_reasoncache.policies.registry import BUILT_IN
 from sglang_reasoncache.sharing.calibrated import check_calibration, filter_config
 
 ENABLE = "enable_reasoncache"
@@ -20,8 +21,9 @@ _PREFIX = "reasoncache_"
 _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     "policy": (
         "What is done with the rows of running requests: reasoncache shares similar steps; "
-        "streamingllm, random, l2norm and keydiff drop positions beyond budget=N or share=F, with when=F only "
-        "while more of the pool is in use; none; several joined by +. See docs/policies.md.",
+        f"{', '.join(BUILT_IN)} drop positions beyond budget=N or share=F, with when=F only while more "
+        "of the pool is in use, or (quest) read fewer in a step; none; several joined by +. See "
+        "docs/policies.md.",
         {"metavar": "NAME[:key=value,...][+NAME...]"},
     ),
     "preset": (

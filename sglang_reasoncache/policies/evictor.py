@@ -94,10 +94,11 @@ def drop_highest(
 
     Args:
         candidates: Of :meth:`RequestView.candidates`, or some whole pages of it.
-        scores: float ``[candidates]``. A page has the mean of its positions.
+        scores: float ``[held]``. A page has the mean of its positions.
         excess: Positions; rounded up to whole pages.
     """
     page = view.page
-    by_page = scores.reshape(-1, page).mean(axis=1)
+    of_candidates = scores[np.searchsorted(view.held, candidates)]
+    by_page = of_candidates.reshape(-1, page).mean(axis=1)
     chosen = np.argsort(-by_page, kind="stable")[: math.ceil(excess / page)]
     return runs(candidates.reshape(-1, page)[np.sort(chosen)].ravel())

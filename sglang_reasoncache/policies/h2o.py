@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from sglang_reasoncache.policies.contract import ATTENTION, Observation, RequestView
 from sglang_reasoncache.policies.evictor import Evictor, between, drop_highest
 from sglang_reasoncache.sharing.decision import Drop
@@ -18,7 +16,7 @@ class H2O(Evictor):
     """Gives up the positions that queries so far gave the least weight, added up.
 
     The paper spends half of the budget on the newest positions and evicts at every token
-    (``slack=1``).
+    (``slack=0``).
 
     Attributes:
         recent_share: Of the budget, for the newest positions; at least ``recent`` of them.
@@ -46,5 +44,4 @@ class H2O(Evictor):
         candidates = view.candidates(max(self.recent, int(self.recent_share * budget)))
         if not len(candidates):
             return []
-        weights = view.attention.total()[np.searchsorted(view.held, candidates)]
-        return drop_highest(view, candidates, -weights, excess)
+        return drop_highest(view, candidates, -view.attention.total(), excess)

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from sglang_reasoncache.policies.contract import KEYS, UNROTATED_KEYS, RequestView
 from sglang_reasoncache.policies.evictor import Evictor, drop_highest, one_of
 from sglang_reasoncache.sharing.decision import Drop
@@ -69,6 +67,4 @@ class KeyDiff(Evictor):
             lambda keys: similarity(keys, self.anchor),
             unrotated=self.keys == "unrotated",
         )
-        return drop_highest(
-            view, candidates, scores[np.searchsorted(view.held, candidates)], excess
-        )
+        return drop_highest(view, candidates, scores, excess)

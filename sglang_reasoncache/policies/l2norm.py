@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from sglang_reasoncache.policies.contract import KEYS, RequestView
 from sglang_reasoncache.policies.evictor import Evictor, drop_highest
 from sglang_reasoncache.sharing.decision import Drop
@@ -40,6 +38,4 @@ class L2Norm(Evictor):
         if not len(candidates):
             return []
         scores = view.keys.token_scores(relative_norms)
-        return drop_highest(
-            view, candidates, scores[np.searchsorted(view.held, candidates)], excess
-        )
+        return drop_highest(view, candidates, scores, excess)

@@ -35,5 +35,5 @@ class RandomEviction(Evictor):
         # One stream a request: its first numbers are the same however long it gets.
         draws = np.random.default_rng((self.seed, view.seed)).random(view.written)
         # A page has the number of its first position; a mean of 16 would be no longer uniform.
-        first = candidates // view.page * view.page
+        first = view.held // view.page * view.page
         return drop_highest(view, candidates, draws[first], excess)

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from sglang_reasoncache.policies.contract import ATTENTION, KEYS, Observation, RequestView
 from sglang_reasoncache.policies.evictor import Evictor, between, drop_highest
 from sglang_reasoncache.policies.pooling import pooled
@@ -97,6 +95,4 @@ class RKV(Evictor):
             lambda keys: redundancy(keys, self.threshold, self.reach)
         )
         scores = (1 - self.mix) * redundant - self.mix * importance
-        return drop_highest(
-            view, candidates, scores[np.searchsorted(view.held, candidates)], excess
-        )
+        return drop_highest(view, candidates, scores, excess)

@@ -66,6 +66,4 @@ class SnapKV(Evictor):
         prompt = view.held < end - self.window
         scores = np.zeros(len(view.held))
         scores[prompt] = pooled(weights[prompt], self.kernel, self.pooling)
-        return drop_highest(
-            view, candidates, -scores[np.searchsorted(view.held, candidates)], excess
-        )
+        return drop_highest(view, candidates, -scores, excess)

@@ -12,6 +12,7 @@ import torch
 from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.cache.home import HomePositions
 from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.kernels.pool import read_rows
 
 
 class KeySource:
@@ -77,11 +78,7 @@ class HeldKeys:
         return self._source.home.positions[self._where()].long()
 
     def stored(self, layer: int) -> torch.Tensor:
-        buffer = self._source.buffers[layer - self.layers.start]
-        if buffer.dtype.itemsize == 1:
-            # Not every PyTorch operator knows fp8; its bytes can always be gathered.
-            return buffer.view(torch.uint8)[self._where()].view(buffer.dtype).float()
-        return buffer[self._where()].float()
+        return read_rows(self._source.buffers[layer - self.layers.start], self._where())
 
     def unrotated(self, layer: int) -> torch.Tensor:
         rotation = self._source.rotation

@@ -24,20 +24,7 @@ from tests.kernels.attention_cases import (
     make,
     repeating,
 )
-
-BACKENDS = ("native", "torch")
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        from sglang_reasoncache import native
-
-        try:
-            native.library()
-        except native.NativeUnavailable as error:
-            pytest.skip(str(error))
-    return request.param
+from tests.kernels.backends import backend as backend
 
 
 def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:

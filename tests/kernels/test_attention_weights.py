@@ -14,18 +14,9 @@ from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from tests.kernels.attention_cases import CASES, Case, Rig, make
+from tests.kernels.backends import backend as backend
 
 SOME = [case for case in CASES if case.shared or case.holes or case.heads > 4]
-
-
-@pytest.fixture(params=["native", "torch"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        try:
-            native.library()
-        except native.NativeUnavailable as error:
-            pytest.skip(str(error))
-    return request.param
 
 
 def expected(

@@ -10,6 +10,7 @@ from eval.runs.client import Request, ask_all
 from eval.runs.records import Response
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tiny_reasoner.task import Problem, generate, grade
+from tests.server.harness import wait_until_idle
 
 MAX_TOKENS = 1200
 #: Switches sharing off for one request.
@@ -43,6 +44,24 @@ def report(server: ServerProcess) -> dict[str, Any]:
     response = server.get("/reasoncache")
     response.raise_for_status()
     return response.json()["schedulers"][0]
+
+
+def assert_frees_slots(server: ServerProcess, seed: int) -> dict[str, Any]:
+    """A queue of requests drops positions, their slots come back, and nothing was refused.
+
+    Returns:
+        The report's totals.
+    """
+    before = report(server)["totals"]
+    solve(server, problems(16, seed=seed))
+    wait_until_idle(server)
+    seen = report(server)
+    totals = seen["totals"]
+    assert totals["positions_dropped"] - before["positions_dropped"] > 16 * 50
+    assert totals["slots_freed_by_drops"] > 0
+    assert totals["drop_refusals"] == {}
+    assert seen["positions_dropped_now"] == seen["slots_saved_now"] == 0
+    return totals
 
 
 def chat_once(server: ServerProcess, messages: list[dict[str, str]], **options: Any) -> Any:

@@ -127,7 +127,7 @@ QUEST = SHARED.having(
     "16",
     "--reasoncache-policy",
     "quest:budget=48:whole_layers=1",
-).for_long_runs()
+)
 SHARING_AND_QUEST = PAGED.having(
     "quest", *PAGED_READS, "--reasoncache-policy", "reasoncache+quest:budget=96"
 ).for_long_runs()
@@ -140,7 +140,7 @@ DROPPING_PROMPTS = SHARED.having(
     "--disable-radix-cache",
     "--reasoncache-policy",
     "keydiff:budget=96:slack=0:recent=16:prompt=true",
-).for_long_runs()
+)
 #: The same beside a prefix cache and sharing, on whole pages, under forced retractions.
 DROPPING_PROMPTS_PAGES = SHARED.having(
     "prompts-page16",
@@ -197,7 +197,7 @@ AS_CACHED_COPY = AS_CACHED.having("copy", "--reasoncache-apply", "copy")
 #: The model marks its reasoning; blocks are compared by angle, an ablation.
 REASONING = SHARED.having(
     "reasoning", *EAGER, "--reasoning-parser", "qwen3", "--reasoncache-distance", "cosine"
-).for_long_runs()
+)
 
 __all__ = [
     "ALIASED",

@@ -12,9 +12,8 @@ import torch
 from eval.serving import ServerProcess
 from sglang_reasoncache.policies.pooling import pooled
 from sglang_reasoncache.policies.rkv import redundancy
-from tests.server.harness import wait_until_idle
 from tests.server.masking import differences, respond
-from tests.server.problems import problems, report, solve
+from tests.server.problems import assert_frees_slots, problems, report, solve
 from tests.server.specs import RKV, SHARING_AND_RKV, SNAPKV_H2O
 from tests.server.test_dropping import MEAN_ROUNDING, MOST_ROUNDING
 from tests.server.test_dropping import reference as reference
@@ -111,16 +110,7 @@ def test_what_goes_is_what_the_rule_says(server: ServerProcess, reference: Any) 
 
 @ALL
 def test_frees_slots_under_load(server: ServerProcess) -> None:
-    todo = problems(16, seed=32)
-    before = report(server)["totals"]
-    solve(server, todo)
-    wait_until_idle(server)
-    seen = report(server)
-    totals = seen["totals"]
-    assert totals["positions_dropped"] - before["positions_dropped"] > 16 * 50
-    assert totals["slots_freed_by_drops"] > 0
-    assert totals["drop_refusals"] == {}
-    assert seen["positions_dropped_now"] == seen["slots_saved_now"] == 0
+    assert_frees_slots(server, seed=32)
 
 
 @pytest.mark.parametrize("server", [SHARING_AND_RKV], indirect=True)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from sglang.srt.layers.rotary_embedding import base, factory
 
-from sglang_reasoncache import native
 from sglang_reasoncache.cpu_platform import TorchCpuPlatform
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
+from tests.kernels.backends import backend as backend
 from tests.unit.rotation_models import HEADS, MODELS, UNIT, Embedding
 
 
@@ -36,16 +36,6 @@ def fresh_rotary_modules() -> Iterator[None]:
 def embedding(request: pytest.FixtureRequest) -> Iterator[Embedding]:
     yield Embedding(request.param)
     factory._ROPE_DICT.clear()
-
-
-@pytest.fixture(params=["native", "torch"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        try:
-            native.library()
-        except native.NativeUnavailable as error:
-            pytest.skip(str(error))
-    return str(request.param)
 
 
 @pytest.mark.parametrize("cached_by", ["by_hugging_face", "by_sglang"])
