@@ -62,12 +62,17 @@ class MovedAttention:
         self._num_slots = first.num_slots
         # Soft-capped logits are beyond PyTorch's fused attention.
         self._attention = attention_layers(model_runner.model)
+        #: The last of this rank's layers to run.
+        self.last_layer = max(self._layers)
         self._singly = any(layer.logit_cap > 0 for layer in self._attention)
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, observed: bool = False) -> None:
         """Compile what the first forwards over moved slots would wait for, some seconds.
 
         Reads row 0, which is no request's, and writes nothing.
+
+        Args:
+            observed: What gives weights, instead of what gives none.
         """
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
@@ -92,8 +97,17 @@ class MovedAttention:
             )
             # Addresses that are multiples of 16 bytes and others are kernels of their own.
             for some in (None, spans):
-                decode_attention(query, kv, plan, scale=1.0, logit_cap=layer.logit_cap, spans=some)
-            for first in (0, 1):
+                decode_attention(
+                    query,
+                    kv,
+                    plan,
+                    scale=1.0,
+                    logit_cap=layer.logit_cap,
+                    spans=some,
+                    weights=query.new_zeros(entries, dtype=torch.float32) if observed else None,
+                    longest=entries,
+                )
+            for first in () if observed else (0, 1):
                 shift = None if plan.shift is None else plan.shift[first:]
                 gather_kv(kv, plan.kv_indices[first:], shift, self._dtype)
 
@@ -104,15 +118,32 @@ class MovedAttention:
         slots = forward_batch.out_cache_loc
         self.home.record(slots, forward_batch.positions[: slots.shape[0]])
 
-    def buffers(self, batch: int, entries: int | None = None) -> PlanBuffers:
-        """Room for plans of ``batch`` requests and ``entries``; None: whole rows."""
+    def buffers(
+        self, batch: int, entries: int | None = None, *, positions: bool = False
+    ) -> PlanBuffers:
+        """Room for plans of ``batch`` requests and ``entries``; None: whole rows.
+
+        ``positions``: plans tell those of their entries too.
+        """
         from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
         return PlanBuffers.of(
             batch,
-            batch * self._rows.req_to_token.shape[1] if entries is None else entries,
+            batch * self.widest if entries is None else entries,
             self.device,
+            positions=positions,
         )
+
+    def buffers_of(self, forward_batch: Any, *, positions: bool = False) -> PlanBuffers:
+        """Room for the plan of one forward; see :meth:`buffers`."""
+        lengths = forward_batch.seq_lens_cpu
+        entries = None if lengths is None else int(lengths.sum())
+        return self.buffers(forward_batch.seq_lens.shape[0], entries, positions=positions)
+
+    @property
+    def widest(self) -> int:
+        """Positions of a row."""
+        return self._rows.req_to_token.shape[1]
 
     def plan_into(self, buffers: PlanBuffers, forward_batch: Any) -> RowPlan:
         """Plan a batch's rows; what this queues on the device can be captured in a CUDA graph."""
@@ -133,9 +164,7 @@ class MovedAttention:
         """Plan a batch in memory of its own."""
         if self.backend != "triton":
             return plan_rows(*self._read(forward_batch), num_slots=self._num_slots)
-        lengths = forward_batch.seq_lens_cpu
-        entries = None if lengths is None else int(lengths.sum())
-        return self.plan_into(self.buffers(forward_batch.seq_lens.shape[0], entries), forward_batch)
+        return self.plan_into(self.buffers_of(forward_batch), forward_batch)
 
     @property
     def _homes(self) -> torch.Tensor | None:
@@ -149,9 +178,9 @@ class MovedAttention:
             self._homes,
         )
 
-    def plan_extend(self, forward_batch: Any) -> ExtendPlan:
-        """Plan a batch of new tokens over their prefixes."""
-        return self._extend_plan(self.plan(forward_batch), forward_batch, self._singly)
+    def plan_extend(self, rows: RowPlan, forward_batch: Any) -> ExtendPlan:
+        """Plan a batch of new tokens over their prefixes; ``rows`` as :meth:`plan` plans them."""
+        return self._extend_plan(rows, forward_batch, self._singly)
 
     def _extend_plan(self, rows: RowPlan, forward_batch: Any, singly: bool) -> ExtendPlan:
         new, before = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
@@ -183,9 +212,20 @@ class MovedAttention:
         )
 
     def decode(
-        self, q: torch.Tensor, layer: Any, plan: RowPlan, sinks: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        layer: Any,
+        plan: RowPlan,
+        sinks: torch.Tensor | None,
+        *,
+        spans: tuple[torch.Tensor, torch.Tensor] | None = None,
+        weights: torch.Tensor | None = None,
+        longest: int | None = None,
     ) -> torch.Tensor:
-        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
+        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``.
+
+        ``spans``, ``weights``, ``longest``: see ``decode_attention``.
+        """
         scale, v_scale = self._scales(layer)
         out = decode_attention(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
@@ -194,6 +234,9 @@ class MovedAttention:
             scale=scale,
             logit_cap=layer.logit_cap,
             sinks=None if sinks is None else sinks.float(),
+            spans=spans,
+            weights=weights,
+            longest=longest,
         )
         return _flat(out, v_scale)
 

@@ -6,6 +6,9 @@ home and no position was dropped runs the stock code and is only followed by a n
 its slots' positions; one with moved slots or holes is planned and computed by our
 kernels. In a decode graph the plan is part of the graph, so replaying it costs the
 host nothing.
+
+Where a policy reads attention statistics our kernels serve every decode step, because
+SGLang's tell no weights, and the last queries of every prefill once more.
 """
 
 from __future__ import annotations
@@ -20,8 +23,17 @@ from sglang_reasoncache.cache.moved import MovedMark
 from sglang_reasoncache.kernels.extend import ExtendPlan
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.plugin import seams
+from sglang_reasoncache.policies.contract import Observation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_reasoncache.attention.device_statistics import (
+        Batch,
+        DeviceStatistics,
+        ObservedPrompts,
+    )
+    from sglang_reasoncache.kernels.note_triton import Prompts
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
     # What stands behind the mixin: any of SGLang's backends.
@@ -62,8 +74,36 @@ class MovedReads(_Stock):
         # Every graph's plan: replays follow one another on one stream.
         self._graph_buffers: PlanBuffers | None = None
         # Graphs captured before larger ones were asked for still write here.
-        self._outgrown: list[PlanBuffers] = []
+        self._outgrown: list[tuple[PlanBuffers, torch.Tensor | None]] = []
         self._graph_variant: str | None = None
+        self.statistics: DeviceStatistics | None = None
+        self._coming: tuple[Sequence[str], Batch] | None = None
+        # Of a decode step: what its layers add to, and what it reads.
+        self._noted: tuple[torch.Tensor, PlanBuffers, int] | None = None
+        self._graph_weights: torch.Tensor | None = None
+        self._observed: ObservedPrompts | None = None
+
+    def observe(self, wanted: Observation) -> DeviceStatistics:
+        """Note from now on how much weight positions get; the same object in every call.
+
+        Raises:
+            MemoryError: see ``DeviceStatistics``.
+        """
+        from sglang_reasoncache.attention.device_statistics import DeviceStatistics
+
+        if self.statistics is None:
+            pool = self.req_to_token_pool
+            self.statistics = DeviceStatistics(pool.req_to_token, pool.req_generation, wanted)
+            self.moved.warm_up(observed=True)
+        return self.statistics
+
+    def expect(self, rids: Sequence[str], batch: Batch) -> None:
+        """The next forward is that of ``rids``, SGLang's list of its request ids."""
+        self._coming = rids, batch
+
+    def reads_ours(self, forward_batch: Any) -> bool:
+        """Whether a decode step runs our kernels."""
+        return self.statistics is not None or self.mark.reads_moved(forward_batch.rids)
 
     @property
     def rotation(self) -> Any:
@@ -74,31 +114,60 @@ class MovedReads(_Stock):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan a forward, by our means or SGLang's."""
-        self._decode_plan = self._extend_plan = None
+        self._forget()
         mode = forward_batch.forward_mode
         if forward_batch.out_cache_loc is None or mode.is_idle():
             super().init_forward_metadata(forward_batch)
             return
         self.moved.record(forward_batch)
+        if mode.is_decode():
+            if not self.reads_ours(forward_batch):
+                super().init_forward_metadata(forward_batch)
+            elif self.statistics is None:
+                self._decode_plan = self.moved.plan(forward_batch)
+            else:
+                buffers = self.moved.buffers_of(forward_batch, positions=True)
+                self._decode_plan = self.moved.plan_into(buffers, forward_batch)
+                weights = torch.zeros(len(buffers.kv_indices), device=self.moved.device)
+                self._noted = weights, buffers, self._longest(forward_batch)
+            return
+        rows = self._observe_prompts(forward_batch)
         if not self.mark.reads_moved(forward_batch.rids):
             super().init_forward_metadata(forward_batch)
-        elif mode.is_decode():
-            self._decode_plan = self.moved.plan(forward_batch)
-        else:
-            self._extend_plan = self.moved.plan_extend(forward_batch)
+            return
+        rows = self.moved.plan(forward_batch) if rows is None else rows
+        self._extend_plan = self.moved.plan_extend(rows, forward_batch)
+
+    def _forget(self) -> None:
+        self._decode_plan = self._extend_plan = self._noted = self._observed = None
+
+    def _longest(self, forward_batch: Any) -> int:
+        lengths = forward_batch.seq_lens_cpu
+        return self.moved.widest if lengths is None else int(lengths.max())
+
+    def _observe_prompts(self, forward_batch: Any) -> RowPlan | None:
+        """Settle what a prefill notes; the plan of its rows, None where it notes nothing."""
+        coming, self._coming = self._coming, None
+        # SGLang's own trial runs are of no known batch.
+        if self.statistics is None or coming is None or coming[0] is not forward_batch.rids:
+            return None
+        buffers = self.moved.buffers_of(forward_batch, positions=True)
+        rows = self.moved.plan_into(buffers, forward_batch)
+        self._observed = self.statistics.prompts(coming[1], buffers, rows)
+        return rows
 
     # -- in graphs --------------------------------------------------------------
 
     def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
-        """Prefill graphs hold SGLang's kernels; a prefill over moved slots runs without."""
-        if self.mark.reads_moved(forward_batch.rids):
+        """Prefill graphs hold SGLang's kernels; one over moved slots, or observed, runs without."""
+        if self.statistics is not None or self.mark.reads_moved(forward_batch.rids):
             return False
         stock = getattr(super(), "can_run_prefill_cuda_graph", None)
         return stock is None or stock(forward_batch)
 
     def choose_graph(self, forward_batch: Any) -> str:
         """Which variant the forward about to be replayed runs; its preparation comes next."""
-        self._graph_variant = MOVED if self.mark.reads_moved(forward_batch.rids) else PLAIN
+        self._graph_variant = MOVED if self.reads_ours(forward_batch) else PLAIN
         return self._graph_variant
 
     def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
@@ -106,12 +175,16 @@ class MovedReads(_Stock):
         super().init_cuda_graph_state(max_bs, *args, **kwargs)
         if self._graph_buffers is None or len(self._graph_buffers.moved) < max_bs:
             if self._graph_buffers is not None:
-                self._outgrown.append(self._graph_buffers)
-            self._graph_buffers = self.moved.buffers(max_bs)
+                self._outgrown.append((self._graph_buffers, self._graph_weights))
+            observed = self.statistics is not None
+            self._graph_buffers = self.moved.buffers(max_bs, positions=observed)
+            if observed:
+                entries = len(self._graph_buffers.kv_indices)
+                self._graph_weights = torch.zeros(entries, device=self.moved.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """What has to be done before a graph is captured or replayed."""
-        self._decode_plan = self._extend_plan = None
+        self._forget()
         if not forward_batch.forward_mode.is_decode_or_idle():
             self.moved.record(forward_batch)
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -123,6 +196,8 @@ class MovedReads(_Stock):
             # SGLang's kernels are not in this graph, and a capture would replace the
             # plans that the plain graph of this size reads.
             self._decode_plan = self.moved.planned(self._graph_buffers, forward_batch.batch_size)
+            if self._graph_weights is not None:
+                self._noted = self._graph_weights, self._graph_buffers, self.moved.widest
         else:
             raise RuntimeError(
                 f"sglang-reasoncache: a decode graph of variant {variant!r}, known are "
@@ -166,7 +241,12 @@ class MovedReads(_Stock):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sinks = self._sinks(kwargs)
         self.moved.write(k, v, layer, forward_batch, save_kv_cache)
-        return self.moved.decode(q, layer, plan, sinks)
+        if self._noted is None:
+            return self.moved.decode(q, layer, plan, sinks)
+        weights, buffers, longest = self._noted
+        out = self.moved.decode(q, layer, plan, sinks, weights=weights, longest=longest)
+        self._note(layer, weights, buffers, forward_batch)
+        return out
 
     def forward_extend(
         self,
@@ -179,12 +259,41 @@ class MovedReads(_Stock):
         **kwargs: Any,
     ) -> torch.Tensor:
         """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
-        plan = self._extend_plan
+        plan, observed = self._extend_plan, self._observed
+        sinks = kwargs.get("sinks")
         if plan is None:
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        sinks = self._sinks(kwargs)
-        self.moved.write(k, v, layer, forward_batch, save_kv_cache)
-        return self.moved.extend(q, layer, plan, forward_batch, sinks)
+            out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        else:
+            sinks = self._sinks(kwargs)
+            self.moved.write(k, v, layer, forward_batch, save_kv_cache)
+            out = self.moved.extend(q, layer, plan, forward_batch, sinks)
+        if observed is not None:
+            # Fused kernels tell no weights; these are a few queries of each prompt.
+            self.moved.decode(
+                q.view(len(q), -1)[observed.tokens],
+                layer,
+                observed.rows,
+                sinks,
+                spans=observed.spans,
+                weights=observed.weights,
+                longest=observed.longest,
+            )
+            self._note(layer, observed.weights, observed.plan, forward_batch, observed.prompts)
+        return out
+
+    def _note(
+        self,
+        layer: Any,
+        weights: torch.Tensor,
+        buffers: PlanBuffers,
+        forward_batch: Any,
+        prompts: Prompts | None = None,
+    ) -> None:
+        """After the last layer: weights go to their rows."""
+        if layer.layer_id == self.moved.last_layer and self.statistics is not None:
+            self.statistics.note(
+                weights, buffers, forward_batch.req_pool_indices, forward_batch.seq_lens, prompts
+            )
 
     def _sinks(self, kwargs: dict[str, Any]) -> torch.Tensor | None:
         sinks = kwargs.pop("sinks", None)
@@ -201,11 +310,13 @@ class GraphVariants:
         backend: The one whose forwards are captured.
     """
 
-    #: SGLang captures in this order; both use one pool of memory.
-    capture_labels = (PLAIN, MOVED)
-
     def __init__(self, backend: MovedReads) -> None:
         self._backend = backend
+
+    @property
+    def capture_labels(self) -> tuple[str, ...]:
+        """SGLang captures in this order, all in one pool of memory."""
+        return (PLAIN, MOVED) if self._backend.statistics is None else (MOVED,)
 
     def select(self, forward_batch: Any) -> str:
         """The label of the graph that ``forward_batch`` runs."""

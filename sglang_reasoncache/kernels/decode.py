@@ -10,6 +10,9 @@ from sglang_reasoncache.kernels.paged import PagedKv, check_shift
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.pool import threads_of_a_call
 
+#: Of queries that kernels read; others go through PyTorch.
+_QUERIES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def decode_attention(
     query: torch.Tensor,
@@ -23,6 +26,7 @@ def decode_attention(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    longest: int | None = None,
     threads: int | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q . k) v`` of every query over its own entries.
@@ -45,7 +49,10 @@ def decode_attention(
         out: ``[batch, heads, v_dim]`` of the query's dtype, written; None makes one.
         lse: fp32 ``[batch, heads]``, natural log of the sum of exponentials, written.
         weights: fp32, one for each entry of query 0, then of query 1, and so on. Each entry's
-            softmax weight, summed over the query heads, is added to it. Not for "triton".
+            softmax weight, summed over the query heads, is added to it. "triton" takes any
+            length: what lies beyond it is left out, what it has besides stays.
+        longest: Upper bound on the entries of a query; None: all of the plan's. With
+            ``weights``, "triton" has memory for the logits of as many, and leaves out others.
         threads: Upper bound on CPU threads; None takes what PyTorch uses. For "native".
 
     Returns:
@@ -86,9 +93,10 @@ def decode_attention(
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
     if begin.dtype != torch.int32 or end.dtype != torch.int32 or end.shape != begin.shape:
         raise ValueError(f"spans must be two int32 [batch], got {begin.dtype}, {end.dtype}")
-    if weights is not None and len(weights) != int((end - begin).sum()):
+    on_device = kv.backend == "triton" and query.dtype in _QUERIES
+    if weights is not None and not on_device and len(weights) != int((end - begin).sum()):
         raise ValueError(f"weights must be [{int((end - begin).sum())}], got {len(weights)}")
-    if kv.backend == "torch" or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if kv.backend == "torch" or query.dtype not in _QUERIES:
         found, found_lse = attention_reference.decode_attention(
             query, kv.keys, kv.values, begin, end, plan.kv_indices, plan.shift, kv.rotation,
             scale, logit_cap, sinks, weights,
@@ -103,14 +111,13 @@ def decode_attention(
     if out.stride(2) != 1:
         raise ValueError(f"out must have elements of a head side by side, got {out.stride()}")
     if kv.native is None:
-        if weights is not None:
-            raise ValueError(f"weights are not computed by {kv.backend}")
         from sglang_reasoncache.kernels import decode_triton
 
         decode_triton.decode(
             query, kv.keys, kv.values, kv.rotation, out, lse, begin.contiguous(), end.contiguous(),
             plan.kv_indices.contiguous(), None if plan.shift is None else plan.shift.contiguous(),
             None if sinks is None else sinks.contiguous(), scale, logit_cap,
+            weights, longest,
         )  # fmt: skip
         return out
     kv.native.decode(

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_reasoncache.kernels import weights_triton
 from sglang_reasoncache.kernels.rotate_triton import (
     ELEMENT,
     as_read,
@@ -92,16 +93,18 @@ def _next(shifts):
 
 @triton.jit
 def _bounds(begin, end, row, total, split, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
-    """First entry of a chunk, one past its last, and the number of chunks that are not empty."""
+    """First entry of a query and of a chunk, one past the chunk's last, and how many chunks are
+    not empty."""
     first = tl.minimum(tl.maximum(tl.load(begin + row), 0), total)
     last = tl.minimum(tl.maximum(tl.load(end + row), first), total)
     size = tl.cdiv(tl.cdiv(last - first, SPLITS), CHUNK) * CHUNK
     start = tl.minimum(first + split * size, last)
     # A chunk of nothing would divide by 0.
-    return start, tl.minimum(start + size, last), tl.cdiv(last - first, tl.maximum(size, 1))
+    used = tl.cdiv(last - first, tl.maximum(size, 1))
+    return first, start, tl.minimum(start + size, last), used
 
 
-@triton.jit(do_not_specialize=["total", "num_slots", "table_rows"])
+@triton.jit(do_not_specialize=["total", "width", "num_slots", "table_rows"])
 def chunk_kernel(
     query,  # [rows, heads, K_DIM]
     keys,  # [num_slots, kv_heads, K_DIM]
@@ -114,7 +117,9 @@ def chunk_kernel(
     sines,
     parts,  # fp32 [rows, heads, SPLITS, V_DIM]: outputs of the chunks
     part_lse,  # fp32 [rows, heads, SPLITS]: base 2
+    logits,  # fp32 [rows, heads, width]: base 2, written if LOGITS
     total,
+    width,
     num_slots,
     table_rows,
     q_row_stride,
@@ -139,13 +144,15 @@ def chunk_kernel(
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
+    LOGITS: tl.constexpr,
 ):
     """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows)."""
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(0) // blocks
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    start, stop, _used = _bounds(begin, end, row, total, split, SPLITS, CHUNK)
+    first, start, stop, _used = _bounds(begin, end, row, total, split, SPLITS, CHUNK)
+    heads = tl.num_programs(0) // blocks * GROUP
     if start < stop:
         member = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
         head = kv_head * GROUP + member
@@ -157,7 +164,7 @@ def chunk_kernel(
         q_high, q_low = _parts(whole, ELEMENT)
         keys += kv_head.to(tl.int64) * k_head_stride
         values += kv_head.to(tl.int64) * v_head_stride
-        turned, other, first, angle = pairing(k_column, HALF, NEOX)
+        turned, other, earlier, angle = pairing(k_column, HALF, NEOX)
         most = tl.full([HEADS], float("-inf"), tl.float32)
         weight = tl.zeros([HEADS], tl.float32)
         sums = tl.zeros([HEADS, V_COLS], tl.float32)
@@ -179,7 +186,7 @@ def chunk_kernel(
                 if one != 0:  # a loop inside a branch leaves the outer one pipelined
                     while one != 0:
                         cosine, sine = load_factors(
-                            cosines, sines, -one, turned, first, angle, True, HALF
+                            cosines, sines, -one, turned, earlier, angle, True, HALF
                         )
                         # Loaded again: kept, it would take registers from every tile.
                         q = tl.load(q_at + k_column[None, :], mask=q_mask, other=0.0)
@@ -196,6 +203,11 @@ def chunk_kernel(
                 logit = logit_cap * (1 - 2 / (tl.exp(2 / logit_cap * logit) + 1))
             # Keys that were not read are 0.
             logit = logit * _LOG2E + tl.where(ok, 0.0, float("-inf"))[None, :]
+            if LOGITS:
+                kept = (entry - first)[None, :]
+                l_at = logits + ((row * heads + head) * width)[:, None] + kept
+                l_mask = (member < GROUP)[:, None] & (inside[None, :] & (kept < width))
+                tl.store(l_at, logit, mask=l_mask)
             v_at = values + (slot * v_slot_stride)[:, None] + v_column[None, :]
             v_mask = ok[:, None] & (v_column < V_DIM)[None, :]
             v = _operand(tl.load(v_at, mask=v_mask, other=0), ELEMENT)
@@ -208,7 +220,6 @@ def chunk_kernel(
             high, low = _parts(p, ELEMENT)
             sums = _times(high, low, v, sums * fading[:, None], ELEMENT, False)
             most = now
-        heads = tl.num_programs(0) // blocks * GROUP
         unit = (row * heads + head) * SPLITS + split
         nothing = weight == 0
         result = sums / tl.where(nothing, 1.0, weight)[:, None]
@@ -241,7 +252,7 @@ def merge_kernel(
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     unit = row * tl.num_programs(0) + head
-    _start, _stop, used = _bounds(begin, end, row, total, 0, SPLITS, CHUNK)
+    _first, _start, _stop, used = _bounds(begin, end, row, total, 0, SPLITS, CHUNK)
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, V_COLS)
     found = tl.load(part_lse + unit * SPLITS + split, mask=split < used, other=float("-inf"))
@@ -288,6 +299,7 @@ def constants(
     rotation: KeyRotation | None,
     *,
     capped: bool = False,
+    logits: bool = False,
     splits: int,
 ) -> dict[str, Any]:
     """Compile-time arguments of :func:`chunk_kernel`; ``rotation`` only if entries are moved."""
@@ -308,6 +320,7 @@ def constants(
         SPLITS=splits,
         CHUNK=CHUNK,
         TILE=tile(keys, values),
+        LOGITS=logits,
     )
 
 
@@ -325,6 +338,8 @@ def decode(
     sinks: torch.Tensor | None,
     scale: float,
     logit_cap: float,
+    weights: torch.Tensor | None = None,
+    longest: int | None = None,
     *,
     splits: int | None = None,
 ) -> None:
@@ -333,7 +348,8 @@ def decode(
     Nothing is waited for, and values are not looked at: an entry whose slot or shift
     is out of range counts as if it were not there, and ``begin`` and ``end`` are cut
     to ``kv_indices``. Memory of ``min(batch, QUERIES) * heads * splits`` outputs in
-    fp32 is taken for the time of the call.
+    fp32 is taken for the time of the call; with ``weights`` also that of logits, no
+    more than ``weights_triton.LOGITS_BYTES`` unless one query has more.
 
     Args:
         splits: Most chunks of a query, a power of 2; None takes :data:`SPLITS`.
@@ -343,13 +359,24 @@ def decode(
     if not batch:
         return
     turns = rotation if shift is not None else None
-    fixed = constants(query, keys, values, turns, capped=logit_cap > 0, splits=splits)
+    fixed = constants(
+        query, keys, values, turns, capped=logit_cap > 0, logits=weights is not None, splits=splits
+    )
     rows, v_dim = min(batch, QUERIES), values.shape[2]
+    total = kv_indices.shape[0]
+    width = 0 if weights is None else total if longest is None else min(longest, total)
+    if weights is not None:
+        rows = min(rows, weights_triton.rows_of_a_launch(heads, width))
+        lse = query.new_empty((batch, heads), dtype=torch.float32) if lse is None else lse
+        counts = end.clamp(max=total) - begin.clamp(min=0)
+        first = counts.clamp_(min=0).cumsum(0, dtype=torch.int64) - counts
     parts = torch.empty((rows, heads, splits, v_dim), dtype=torch.float32, device=query.device)
     part_lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=query.device)
     # Arguments that are not read have to be tensors of the same types.
     tables = (kv_indices, part_lse, part_lse) if turns is None else (shift, turns.cos, turns.sin)
-    total = kv_indices.shape[0]
+    logits = part_lse
+    if weights is not None:
+        logits = torch.empty((rows, heads, width), dtype=torch.float32, device=query.device)
     blocks = keys.shape[1] * triton.cdiv(fixed["GROUP"], fixed["HEADS"])
     with current_device(query.device):
         for some in range(0, batch, rows):
@@ -365,7 +392,9 @@ def decode(
                 *tables,
                 parts,
                 part_lse,
+                logits,
                 total,
+                width,
                 keys.shape[0],
                 0 if turns is None else turns.cos.shape[0],
                 query.stride(0),
@@ -399,3 +428,7 @@ def decode(
                 CHUNK=CHUNK,
                 num_warps=4,
             )
+            if weights is not None and lse is not None:
+                weights_triton.add(
+                    logits[:count], lse[here], begin[here], end[here], first[here], weights, total
+                )

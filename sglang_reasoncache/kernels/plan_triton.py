@@ -140,6 +140,7 @@ def write_kernel(
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written
     moved,  # int32 [batch], 1 written where a shift is not 0
+    positions,  # int32 [capacity], written if POSITIONS
     num_rows,
     width,
     window,
@@ -148,6 +149,7 @@ def write_kernel(
     row_stride,
     order_stride,
     HOME: tl.constexpr,
+    POSITIONS: tl.constexpr,
     ORDERED: tl.constexpr,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
@@ -171,6 +173,8 @@ def write_kernel(
         at = to + tl.cumsum(one, axis=0) - one
         room = kept & (at < capacity)
         tl.store(kv_indices + at, slot, mask=room)
+        if POSITIONS:
+            tl.store(positions + at, position, mask=room)
         by = tl.zeros([TILE], tl.int32)
         if HOME:
             by = position - tl.load(home + slot, mask=room, other=0)
@@ -191,6 +195,7 @@ class PlanBuffers:
         shift: int32 ``[capacity]``, likewise.
         moved: int32 ``[batch]``, 1 where an entry of the request has a shift other than 0.
         counts: int32 ``[batch, PIECES]``, of the kernels' own use.
+        positions: int32 ``[capacity]``, of the entries in their rows; None where nobody asks.
     """
 
     kv_indptr: torch.Tensor
@@ -198,15 +203,23 @@ class PlanBuffers:
     shift: torch.Tensor
     moved: torch.Tensor
     counts: torch.Tensor
+    positions: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, batch: int, capacity: int, device: torch.device | str) -> PlanBuffers:
+    def of(
+        cls, batch: int, capacity: int, device: torch.device | str, *, positions: bool = False
+    ) -> PlanBuffers:
         def made(*shape: int) -> torch.Tensor:
             # Valid from the start: an empty plan.
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         return cls(
-            made(batch + 1), made(capacity), made(capacity), made(batch), made(batch, PIECES)
+            made(batch + 1),
+            made(capacity),
+            made(capacity),
+            made(batch),
+            made(batch, PIECES),
+            made(capacity) if positions else None,
         )
 
     def plan_of(self, batch: int) -> RowPlan:
@@ -329,9 +342,11 @@ class _Rows:
                 buffers.kv_indices,
                 buffers.shift,
                 buffers.moved,
+                buffers.counts if buffers.positions is None else buffers.positions,
                 *self._sizes,
                 buffers.kv_indices.shape[0],
                 *self._strides,
                 HOME=home is not None,
+                POSITIONS=buffers.positions is not None,
                 **self._fixed,
             )

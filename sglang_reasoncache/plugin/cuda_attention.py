@@ -80,13 +80,24 @@ def _install_hooks() -> None:
 def _after_forward_batch(
     result: Any, _cls: type, batch: Any, model_runner: Any, **_kwargs: Any
 ) -> None:
-    """Batches without our tree (SGLang's own trial runs) stay unknown."""
+    """Batches without our tree (SGLang's own trial runs) stay unknown.
+
+    SGLang builds a batch on the stream that its forward runs on.
+    """
     if _backend is None or model_runner.is_draft_worker:
         return
     tree, mark = batch.tree_cache, _backend.mark
     if hasattr(tree, "reads_moved"):
         moved = mark.corrected and tree.reads_moved(batch.reqs)
         mark.note(result.rids, moved or tree.reads_holes(batch.reqs))
+        statistics, mode = _backend.statistics, result.forward_mode
+        if statistics is not None and not mode.is_idle():
+            coming = statistics.begin(
+                batch.req_pool_indices_cpu.tolist(),
+                batch.seq_lens_cpu.tolist(),
+                None if mode.is_decode() else result.extend_seq_lens_cpu,
+            )
+            _backend.expect(result.rids, coming)
 
 
 def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:

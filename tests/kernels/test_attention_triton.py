@@ -562,7 +562,7 @@ def test_decode_compiles_ahead_of_time(
     pointers = dict(
         query="bf16", keys=NAMES.get(dtype, "u8"), values=NAMES.get(dtype, "u8"), begin="i32",
         end="i32", kv_indices="i32", shift="i32", cosines="fp32", sines="fp32", parts="fp32",
-        part_lse="fp32",
+        part_lse="fp32", logits="fp32",
     )  # fmt: skip
     ptx = compile_for(
         decode_triton.chunk_kernel,

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a forward's queries brought to the rows they belong to, inside a CUDA graph if need be.
+
+One launch whose grid depends on the batch alone. A row's memory is found by its address,
+so it may move between two replays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+from sglang_reasoncache.kernels.rotate_triton import current_device
+
+#: Programs of a request.
+PIECES = 16
+#: Entries a program reads at once.
+TILE = 256
+
+
+@triton.jit(do_not_specialize=["room", "num_rows"])
+def note_kernel(
+    weights,  # fp32 [room], read and zeroed
+    room,
+    kv_indptr,  # int32 [batch + 1]
+    positions,  # int32 [capacity], of the entries
+    requests,  # int32 or int64 [batch]
+    lengths,  # int32 or int64 [batch]: positions up to each request's last query
+    counts,  # int32 [batch]: of its queries that were observed, unused if DECODE
+    first,  # int64 [batch]: of their weights, likewise
+    added,  # int32 [batch]: positions whose totals go on, likewise
+    bases,  # int64 [num_rows]: addresses of the rows' memory, 0: none
+    sizes,  # int32 [num_rows]: positions it has room for
+    num_rows,
+    LATEST: tl.constexpr,  # queries kept one by one
+    AHEAD: tl.constexpr,  # the next power of 2
+    TOTAL: tl.constexpr,
+    DECODE: tl.constexpr,
+    PIECES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid (PIECES, batch)."""
+    piece = tl.program_id(0)
+    request = tl.program_id(1)
+    row = tl.load(requests + request).to(tl.int64)
+    sound = (row >= 0) & (row < num_rows)
+    row = tl.where(sound, row, 0)
+    base = tl.where(sound, tl.load(bases + row), 0)
+    memory = base.to(tl.pointer_type(tl.float32))
+    size = tl.load(sizes + row)
+    known = base != 0
+    length = tl.load(lengths + request).to(tl.int32)
+    begin = tl.load(kv_indptr + request)
+    entries = tl.load(kv_indptr + request + 1) - begin
+    if DECODE:
+        count = tl.full([], 1, tl.int32)
+        before = begin.to(tl.int64)
+        added_to = length - 1
+    else:
+        count = tl.load(counts + request)
+        before = tl.load(first + request)
+        added_to = tl.load(added + request)
+    part = tl.cdiv(tl.cdiv(entries, PIECES), TILE) * TILE
+    start = piece * part
+    for at in range(start, tl.minimum(start + part, entries), TILE):
+        entry = at + tl.arange(0, TILE)
+        inside = entry < entries
+        position = tl.load(positions + begin + entry, mask=inside, other=0)
+        there = inside & known & (position >= 0) & (position < size)
+        sums = tl.zeros([TILE], tl.float32)
+        to = before
+        for query in range(0, count):
+            # The request's newest positions are those of its last queries.
+            seen = entries - (count - 1 - query)
+            mask = (entry < seen) & (to + entry < room)
+            weight = tl.load(weights + to + entry, mask=mask, other=0.0)
+            # For the next forward that uses this memory.
+            tl.store(weights + to + entry, tl.zeros([TILE], tl.float32), mask=mask)
+            sums += weight
+            if LATEST > 0:
+                place = (length - 1 - (count - 1 - query)) % LATEST
+                kept = there & (entry < seen) & (query >= count - LATEST)
+                tl.store(memory + place.to(tl.int64) * size + position, weight, mask=kept)
+            to += seen
+        if TOTAL:
+            at_total = memory + tl.full([], LATEST, tl.int64) * size + position
+            old = tl.load(at_total, mask=there & (position < added_to), other=0.0)
+            tl.store(at_total, old + sums, mask=there)
+    if LATEST > 0:
+        if piece == 0:
+            # What comes behind a query gave it nothing: cleared for as many positions as there
+            # will be before its place is written again.
+            ahead = tl.arange(0, AHEAD)
+            for query in range(tl.maximum(count - LATEST, 0), count):
+                seen = length - (count - 1 - query)
+                place = ((seen - 1) % LATEST).to(tl.int64)
+                behind = (ahead < LATEST) & known & (seen + ahead < size)
+                zeros = tl.zeros([AHEAD], tl.float32)
+                tl.store(memory + place * size + seen + ahead, zeros, mask=behind)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Which queries of a prefill were observed.
+
+    Attributes:
+        counts: int32 ``[batch]``, the last queries of each request.
+        first: int64 ``[batch]``, where their weights begin.
+        added: int32 ``[batch]``, positions whose totals go on; others begin anew.
+    """
+
+    counts: torch.Tensor
+    first: torch.Tensor
+    added: torch.Tensor
+
+
+def note(
+    weights: torch.Tensor,
+    plan: PlanBuffers,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
+    bases: torch.Tensor,
+    sizes: torch.Tensor,
+    *,
+    latest: int,
+    total: bool,
+    prompts: Prompts | None = None,
+) -> None:
+    """Bring weights to their rows, and zero them.
+
+    The memory of a row is fp32 ``[latest + total, size]``: place ``query % latest`` has the
+    weights of that query, the last one the sums over all. Nothing is looked at by the
+    host, and nothing is written out of bounds: rows without memory and positions beyond
+    it are left out.
+
+    Args:
+        weights: fp32, as decode attention leaves them: of one query after the other.
+        plan: What the queries read, with ``positions``.
+        requests, lengths: int ``[batch]``, rows and their positions, new ones included.
+        bases: int64 ``[num_rows]``, addresses of the rows' memory; 0: none.
+        sizes: int32 ``[num_rows]``, positions it has room for.
+        latest: Queries kept one by one.
+        total: Sums are kept.
+        prompts: Of a prefill; None: one query of each request (decode).
+    """
+    assert plan.positions is not None, "of a plan without positions"
+    if not len(requests):
+        return
+    ints = plan.counts
+    with current_device(weights.device):
+        note_kernel[(PIECES, len(requests))](
+            weights,
+            len(weights),
+            plan.kv_indptr,
+            plan.positions,
+            requests,
+            lengths,
+            ints if prompts is None else prompts.counts,
+            ints if prompts is None else prompts.first,
+            ints if prompts is None else prompts.added,
+            bases,
+            sizes,
+            len(bases),
+            LATEST=latest,
+            AHEAD=triton.next_power_of_2(max(latest, 1)),
+            TOTAL=total,
+            DECODE=prompts is None,
+            PIECES=PIECES,
+            TILE=TILE,
+            num_warps=4,
+        )

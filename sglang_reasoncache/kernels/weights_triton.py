@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax weights of entries on a GPU, of the logits that decode attention put aside."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+#: Programs of a query.
+PIECES = 32
+#: Entries a program reads at once.
+TILE = 128
+#: Logits kept at a time, of all queries of a launch.
+LOGITS_BYTES = 128 << 20
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["total", "width", "room"])
+def weights_kernel(
+    logits,  # fp32 [rows, heads, width]: base 2
+    lse,  # fp32 [rows, heads]: natural
+    begin,  # int32 [rows]
+    end,  # int32 [rows]
+    first,  # int32 or int64 [rows]: of each query's entries in ``weights``
+    weights,  # fp32 [room], added to
+    total,
+    width,
+    room,
+    heads: tl.constexpr,
+    PIECES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid (PIECES, rows). An entry's weight is written by one program: always the same bits."""
+    row = tl.program_id(1).to(tl.int64)
+    low = tl.minimum(tl.maximum(tl.load(begin + row), 0), total)
+    count = tl.minimum(tl.maximum(tl.load(end + row), low), total) - low
+    count = tl.minimum(count, width)
+    to = tl.load(first + row).to(tl.int64)
+    size = tl.cdiv(tl.cdiv(count, PIECES), TILE) * TILE
+    start = tl.program_id(0) * size
+    for at in range(start, tl.minimum(start + size, count), TILE):
+        entry = at + tl.arange(0, TILE)
+        inside = entry < count
+        found = tl.zeros([TILE], tl.float32)
+        for head in range(heads):
+            unit = row * heads + head
+            logit = tl.load(logits + unit * width + entry, mask=inside, other=float("-inf"))
+            # Entries that count for nothing, all of them: -inf less -inf would be NaN.
+            whole = tl.load(lse + unit) * _LOG2E
+            found += tl.exp2(logit - tl.where(whole == float("-inf"), 0.0, whole))
+        there = inside & (to + entry >= 0) & (to + entry < room)
+        place = weights + to + entry
+        tl.store(place, tl.load(place, mask=there, other=0.0) + found, mask=there)
+
+
+def rows_of_a_launch(heads: int, width: int) -> int:
+    """Queries whose logits are kept at a time."""
+    return max(1, LOGITS_BYTES // max(4 * heads * width, 1))
+
+
+def add(
+    logits: torch.Tensor,
+    lse: torch.Tensor,
+    begin: torch.Tensor,
+    end: torch.Tensor,
+    first: torch.Tensor,
+    weights: torch.Tensor,
+    total: int,
+) -> None:
+    """Add each entry's weight, summed over the heads, to ``weights``.
+
+    Args:
+        logits: fp32 ``[rows, heads, width]``, base 2, of each query's entries in order.
+        lse: fp32 ``[rows, heads]``, natural log of the sum of exponentials.
+        begin, end: int32 ``[rows]``.
+        first: int ``[rows]``, where each query's weights begin.
+        weights: fp32 ``[room]``; what would lie beyond it is left out.
+        total: Entries of the plan, the bound of ``begin`` and ``end``.
+    """
+    rows, heads, width = logits.shape
+    weights_kernel[(PIECES, rows)](
+        logits,
+        lse,
+        begin,
+        end,
+        first,
+        weights,
+        total,
+        width,
+        weights.shape[0],
+        heads=heads,
+        PIECES=PIECES,
+        TILE=TILE,
+        num_warps=4,
+    )
