@@ -240,14 +240,6 @@ def test_attention_that_reads_holes_is_refused_by_name(field: str) -> None:
     refusals.check_holes(_server_args(**{field: "torch_native"}), ReasonCacheConfig())
 
 
-def test_attention_that_tells_no_weights_is_refused_by_name() -> None:
-    config = ReasonCacheConfig(policy="rkv:budget=64")
-    message = "rkv needs attention statistics, which --decode-attention-backend triton does not"
-    with pytest.raises(ValueError, match=message):
-        refusals.check_holes(_server_args(decode_attention_backend="triton"), config)
-    refusals.check_holes(_server_args(attention_backend="reasoncache_cpu"), config)
-
-
 @pytest.mark.parametrize(
     ("options", "apply", "message"),
     [

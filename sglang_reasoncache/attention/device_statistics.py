@@ -46,25 +46,39 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class ObservedPrompts:
-    """Queries of a prefill whose weights are noted. Every layer adds to ``weights``.
+class Noted:
+    """A forward whose weights are noted. Every layer adds to ``weights``.
 
     Attributes:
         weights: fp32, of the entries of the first query, then of the next, and so on.
-        tokens: int64 ``[queries]``, which tokens of the batch they are.
-        spans: int32 ``[queries]`` each, begin and end of their entries.
+        plan: What the queries read.
+        requests, lengths: int ``[batch]``, rows and their positions. Not SGLang's own where it
+            goes on to count them up while the forward runs.
         longest: Most entries of a query.
-        plan, rows: What they read, and where that was planned.
-        prompts: For the kernel that notes.
+        prompts: Which queries of a prefill; None: one of each request (decode).
     """
 
     weights: torch.Tensor
+    plan: PlanBuffers
+    requests: torch.Tensor
+    lengths: torch.Tensor
+    longest: int
+    prompts: Prompts | None = None
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The last queries of a prefill, as decode attention takes them.
+
+    Attributes:
+        tokens: int64 ``[queries]``, which tokens of the batch they are.
+        spans: int32 ``[queries]`` each, begin and end of their entries.
+        rows: What the spans are of.
+    """
+
     tokens: torch.Tensor
     spans: tuple[torch.Tensor, torch.Tensor]
-    longest: int
-    plan: PlanBuffers
     rows: RowPlan
-    prompts: Prompts
 
 
 class DeviceStatistics:
@@ -177,12 +191,42 @@ class DeviceStatistics:
 
     # -- a forward, on the device --------------------------------------------------
 
-    def prompts(self, batch: Batch, plan: PlanBuffers, rows: RowPlan) -> ObservedPrompts:
+    def of_decode(
+        self,
+        plan: PlanBuffers,
+        requests: torch.Tensor,
+        lengths: torch.Tensor,
+        longest: int,
+        weights: torch.Tensor | None = None,
+    ) -> Noted:
+        """What a decode step notes.
+
+        Args:
+            plan: Of its rows, with ``positions``.
+            requests, lengths: int ``[batch]``, on the device.
+            longest: Most entries of a row.
+            weights: Of a CUDA graph: zeros as long as the plan; ``requests`` and ``lengths``
+                are then its buffers, and are read when it is replayed.
+        """
+        if weights is not None:
+            return Noted(weights, plan, requests, lengths, longest)
+        weights = torch.zeros(len(plan.kv_indices), device=self._device)
+        return Noted(weights, plan, requests.clone(), lengths.clone(), longest)
+
+    def of_prompts(
+        self,
+        batch: Batch,
+        plan: PlanBuffers,
+        rows: RowPlan,
+        requests: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> tuple[Noted, Queries]:
         """What a prefill notes. Waits for nothing.
 
         Args:
             batch: Of :meth:`begin`. Without a query it is noted all the same: totals begin anew.
             plan, rows: Of its rows, with ``positions``, as planned and as read.
+            requests, lengths: int ``[batch]``, on the device.
         """
         assert batch.counts is not None, "of a decode step"
         of: list[int] = []
@@ -194,48 +238,41 @@ class DeviceStatistics:
             left += range(count - 1, -1, -1)
             tokens += range(at + new - count, at + new)
             at += new
-        # Holes make it less; where there are none it is exact.
+        # Holes make it less.
         room = sum(c * n for c, n in zip(batch.counts, batch.lengths, strict=True))
         which, behind = upload(of, self._device), upload(left, self._device, torch.int32)
         spans = plan.kv_indptr[which], plan.kv_indptr[which + 1] - behind
         ends = (spans[1] - spans[0]).cumsum(0, dtype=torch.int64)
         # Of each request's first query: what all queries before it have.
         ends = torch.nn.functional.pad(ends, (1, 0))
-        queries = [0, *accumulate(batch.counts)][:-1]
+        first = list(accumulate(batch.counts, initial=0))[:-1]
         prompts = Prompts(
             upload(batch.counts, self._device, torch.int32),
-            ends[upload(queries, self._device)],
+            ends[upload(first, self._device)],
             upload(batch.added, self._device, torch.int32),
         )
-        weights = torch.zeros(room, device=self._device)
-        longest = max(batch.lengths, default=0)
-        return ObservedPrompts(
-            weights, upload(tokens, self._device), spans, longest, plan, rows, prompts
-        )
-
-    def note(
-        self,
-        weights: torch.Tensor,
-        plan: PlanBuffers,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        prompts: Prompts | None = None,
-    ) -> None:
-        """Bring the weights of a forward's last layer, and all before it, to the rows.
-
-        Can be captured in a CUDA graph. Arguments: see
-        :func:`sglang_reasoncache.kernels.note_triton.note`.
-        """
-        note(
-            weights,
+        noted = Noted(
+            torch.zeros(room, device=self._device),
             plan,
-            requests,
-            lengths,
+            requests.clone(),
+            lengths.clone(),
+            max(batch.lengths, default=0),
+            prompts,
+        )
+        return noted, Queries(upload(tokens, self._device), spans, rows)
+
+    def note(self, done: Noted) -> None:
+        """Bring the weights of all layers to the rows. Can be captured in a CUDA graph."""
+        note(
+            done.weights,
+            done.plan,
+            done.requests,
+            done.lengths,
             self._bases,
             self._sizes,
             latest=self.wanted.latest,
             total=self.wanted.total,
-            prompts=prompts,
+            prompts=done.prompts,
         )
 
     # -- for a policy, between forwards ---------------------------------------------

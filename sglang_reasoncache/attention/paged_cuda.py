@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from sglang_reasoncache.attention.device_statistics import (
         Batch,
         DeviceStatistics,
-        ObservedPrompts,
+        Noted,
+        Queries,
     )
-    from sglang_reasoncache.kernels.note_triton import Prompts
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
     # What stands behind the mixin: any of SGLang's backends.
@@ -78,10 +78,9 @@ class MovedReads(_Stock):
         self._graph_variant: str | None = None
         self.statistics: DeviceStatistics | None = None
         self._coming: tuple[Sequence[str], Batch] | None = None
-        # Of a decode step: what its layers add to, and what it reads.
-        self._noted: tuple[torch.Tensor, PlanBuffers, int] | None = None
+        self._noted: Noted | None = None
+        self._queries: Queries | None = None
         self._graph_weights: torch.Tensor | None = None
-        self._observed: ObservedPrompts | None = None
 
     def observe(self, wanted: Observation) -> DeviceStatistics:
         """Note from now on how much weight positions get; the same object in every call.
@@ -128,8 +127,13 @@ class MovedReads(_Stock):
             else:
                 buffers = self.moved.buffers_of(forward_batch, positions=True)
                 self._decode_plan = self.moved.plan_into(buffers, forward_batch)
-                weights = torch.zeros(len(buffers.kv_indices), device=self.moved.device)
-                self._noted = weights, buffers, self._longest(forward_batch)
+                lengths = forward_batch.seq_lens_cpu
+                self._noted = self.statistics.of_decode(
+                    buffers,
+                    forward_batch.req_pool_indices,
+                    forward_batch.seq_lens,
+                    self.moved.widest if lengths is None else int(lengths.max()),
+                )
             return
         rows = self._observe_prompts(forward_batch)
         if not self.mark.reads_moved(forward_batch.rids):
@@ -139,11 +143,7 @@ class MovedReads(_Stock):
         self._extend_plan = self.moved.plan_extend(rows, forward_batch)
 
     def _forget(self) -> None:
-        self._decode_plan = self._extend_plan = self._noted = self._observed = None
-
-    def _longest(self, forward_batch: Any) -> int:
-        lengths = forward_batch.seq_lens_cpu
-        return self.moved.widest if lengths is None else int(lengths.max())
+        self._decode_plan = self._extend_plan = self._noted = self._queries = None
 
     def _observe_prompts(self, forward_batch: Any) -> RowPlan | None:
         """Settle what a prefill notes; the plan of its rows, None where it notes nothing."""
@@ -153,7 +153,9 @@ class MovedReads(_Stock):
             return None
         buffers = self.moved.buffers_of(forward_batch, positions=True)
         rows = self.moved.plan_into(buffers, forward_batch)
-        self._observed = self.statistics.prompts(coming[1], buffers, rows)
+        self._noted, self._queries = self.statistics.of_prompts(
+            coming[1], buffers, rows, forward_batch.req_pool_indices, forward_batch.seq_lens
+        )
         return rows
 
     # -- in graphs --------------------------------------------------------------
@@ -196,8 +198,14 @@ class MovedReads(_Stock):
             # SGLang's kernels are not in this graph, and a capture would replace the
             # plans that the plain graph of this size reads.
             self._decode_plan = self.moved.planned(self._graph_buffers, forward_batch.batch_size)
-            if self._graph_weights is not None:
-                self._noted = self._graph_weights, self._graph_buffers, self.moved.widest
+            if self.statistics is not None:
+                self._noted = self.statistics.of_decode(
+                    self._graph_buffers,
+                    forward_batch.req_pool_indices,
+                    forward_batch.seq_lens,
+                    self.moved.widest,
+                    self._graph_weights,
+                )
         else:
             raise RuntimeError(
                 f"sglang-reasoncache: a decode graph of variant {variant!r}, known are "
@@ -241,11 +249,11 @@ class MovedReads(_Stock):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sinks = self._sinks(kwargs)
         self.moved.write(k, v, layer, forward_batch, save_kv_cache)
-        if self._noted is None:
+        noted = self._noted
+        if noted is None:
             return self.moved.decode(q, layer, plan, sinks)
-        weights, buffers, longest = self._noted
-        out = self.moved.decode(q, layer, plan, sinks, weights=weights, longest=longest)
-        self._note(layer, weights, buffers, forward_batch)
+        out = self.moved.decode(q, layer, plan, sinks, weights=noted.weights, longest=noted.longest)
+        self._note(layer, noted)
         return out
 
     def forward_extend(
@@ -259,7 +267,7 @@ class MovedReads(_Stock):
         **kwargs: Any,
     ) -> torch.Tensor:
         """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
-        plan, observed = self._extend_plan, self._observed
+        plan, noted, queries = self._extend_plan, self._noted, self._queries
         sinks = kwargs.get("sinks")
         if plan is None:
             out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -267,33 +275,24 @@ class MovedReads(_Stock):
             sinks = self._sinks(kwargs)
             self.moved.write(k, v, layer, forward_batch, save_kv_cache)
             out = self.moved.extend(q, layer, plan, forward_batch, sinks)
-        if observed is not None:
+        if noted is not None and queries is not None:
             # Fused kernels tell no weights; these are a few queries of each prompt.
             self.moved.decode(
-                q.view(len(q), -1)[observed.tokens],
+                q.view(len(q), -1)[queries.tokens],
                 layer,
-                observed.rows,
+                queries.rows,
                 sinks,
-                spans=observed.spans,
-                weights=observed.weights,
-                longest=observed.longest,
+                spans=queries.spans,
+                weights=noted.weights,
+                longest=noted.longest,
             )
-            self._note(layer, observed.weights, observed.plan, forward_batch, observed.prompts)
+            self._note(layer, noted)
         return out
 
-    def _note(
-        self,
-        layer: Any,
-        weights: torch.Tensor,
-        buffers: PlanBuffers,
-        forward_batch: Any,
-        prompts: Prompts | None = None,
-    ) -> None:
+    def _note(self, layer: Any, noted: Noted) -> None:
         """After the last layer: weights go to their rows."""
         if layer.layer_id == self.moved.last_layer and self.statistics is not None:
-            self.statistics.note(
-                weights, buffers, forward_batch.req_pool_indices, forward_batch.seq_lens, prompts
-            )
+            self.statistics.note(noted)
 
     def _sinks(self, kwargs: dict[str, Any]) -> torch.Tensor | None:
         sinks = kwargs.pop("sinks", None)

@@ -90,7 +90,7 @@ def note_kernel(
             at_total = memory + tl.full([], LATEST, tl.int64) * size + position
             old = tl.load(at_total, mask=there & (position < added_to), other=0.0)
             tl.store(at_total, old + sums, mask=there)
-    if LATEST > 0:
+    if LATEST > 0:  # noqa: SIM102 - known when this is compiled, the next is not
         if piece == 0:
             # What comes behind a query gave it nothing: cleared for as many positions as there
             # will be before its place is written again.

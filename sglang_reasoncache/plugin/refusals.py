@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
 from sglang_reasoncache.plugin import seams
-from sglang_reasoncache.policies.contract import ATTENTION, Observation
+from sglang_reasoncache.policies.contract import Observation
 
 
 class Refusal(NamedTuple):
@@ -127,9 +127,6 @@ def check_holes(args: Any, config: ReasonCacheConfig) -> None:
     for flag, name in _backends(args):
         if name not in seams.HOLE_BACKENDS:
             raise ValueError(reads_holes(config, flag, name))
-        for policy_name, policy in config.policies.evictors:
-            if ATTENTION in policy.needs and name not in seams.OBSERVING_BACKENDS:
-                raise ValueError(tells_no_weights(policy_name, flag, name))
 
 
 def check_selector(args: Any, config: ReasonCacheConfig) -> None:
@@ -187,7 +184,7 @@ def reads_holes(config: ReasonCacheConfig, flag: str, name: str) -> str:
 def tells_no_weights(policy: str, flag: str, name: str) -> str:
     return (
         f"{flag_of('policy')} {policy} needs attention statistics, which {flag} {name} does not "
-        f"give; use {' or '.join(seams.OBSERVING_BACKENDS)}"
+        f"give; use {' or '.join(seams.HOLE_BACKENDS)}"
     )
 
 

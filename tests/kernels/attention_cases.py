@@ -264,3 +264,26 @@ def _buffers(
             flat = made(2, num_slots * heads * k_dim + 1)[:, 1:]
             return flat[0].view(num_slots, heads, k_dim), flat[1].view(num_slots, heads, k_dim)
     raise AssertionError(case.layout)
+
+
+def expected_weights(
+    rig: Rig,
+    plan: RowPlan,
+    spans: tuple[torch.Tensor, torch.Tensor] | None = None,
+    query: torch.Tensor | None = None,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """fp64 ``[entries]``, query by query, each entry's weights added up over the heads."""
+    begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
+    query = (rig.query if query is None else query).double()
+    keys, group = rig.turned(plan), rig.case.heads // rig.case.kv_heads
+    sums = [torch.zeros(0, dtype=torch.float64)]
+    for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+        logits = (query[b] * keys[first:last].repeat_interleave(group, dim=1)).sum(-1) * rig.scale
+        if cap:
+            logits = cap * (logits / cap).tanh()
+        weights = logits.exp()
+        total = weights.sum(0) + (0 if sinks is None else sinks.double().exp())
+        sums.append((weights / total).sum(1))
+    return torch.cat(sums)

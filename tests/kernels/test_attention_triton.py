@@ -24,6 +24,7 @@ from tests.kernels.attention_cases import (
     Case,
     Rig,
     assert_plans,
+    expected_weights,
     make,
     repeating,
 )
@@ -40,7 +41,13 @@ pytest.importorskip("triton")
 
 import triton
 
-from sglang_reasoncache.kernels import decode_triton, gather_triton, plan_triton
+from sglang_reasoncache.kernels import (
+    decode_triton,
+    gather_triton,
+    note_triton,
+    plan_triton,
+    weights_triton,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -51,6 +58,7 @@ def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setattr(decode_triton, "SPLITS", 4)
         monkeypatch.setattr(plan_triton, "PIECES", 4)
+        monkeypatch.setattr(weights_triton, "PIECES", 4)
 
 
 @starts_interpreter
@@ -226,6 +234,81 @@ def test_several_queries_may_read_the_same_entries(monkeypatch: pytest.MonkeyPat
     expected, expected_lse = rig.expected(plan, (begin, end), query)
     assert_attention(out, expected)
     assert_lse(lse, expected_lse)
+
+
+def weights_of(
+    rig: Rig, plan: RowPlan, room: int, *, longest: int | None = None, **options: Any
+) -> torch.Tensor:
+    """Of a call whose output and log-sum-exp are those of one without, bit for bit."""
+    tensors = {k: there(v) for k, v in options.items() if isinstance(v, torch.Tensor)}
+    if "spans" in options:
+        tensors["spans"] = tuple(map(there, options["spans"]))
+    query = tensors.pop("query", there(rig.query))
+    rest = {k: v for k, v in options.items() if k not in (*tensors, "query")} | tensors
+    weights = torch.ones(room, device=DEVICE)
+    found = [
+        decode_attention(query, kv_of(rig), moved_to_device(plan), scale=rig.scale, **rest, **more)
+        for more in ({}, dict(weights=weights, longest=longest))
+    ]
+    assert torch.equal(*found)
+    return weights.cpu() - 1
+
+
+@on_device
+@pytest.mark.parametrize("case", _FEW[:5] if INTERPRETED else [*CASES, *_FEW], ids=str)
+def test_weights(case: Case) -> None:
+    """Added to what is there; what the vector has besides stays."""
+    rig = make(case)
+    plan = rig.plan()
+    entries = len(plan.kv_indices)
+    found = weights_of(rig, plan, entries + 9, longest=max(case.lengths, default=0))
+    torch.testing.assert_close(
+        found[:entries].double(), expected_weights(rig, plan), rtol=1e-3, atol=2e-5
+    )
+    assert not found[entries:].any()
+
+
+@on_device
+@pytest.mark.parametrize("launch", [1, 2, 100])
+def test_weights_of_queries_over_the_same_entries(
+    launch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a soft cap and sinks, in launches that have memory for some logits."""
+    rig = make(Case(lengths=(300, 19), heads=6, query_dtype=torch.float32))
+    monkeypatch.setattr(weights_triton, "LOGITS_BYTES", launch * 4 * 6 * 300)
+    plan = rig.plan()
+    spans = tuple(torch.tensor(side).int() for side in ((0, 0, 300, 7, 7), (300, 299, 319, 7, 50)))
+    query = rig.query[[0, 0, 1, 1, 0]]
+    more: dict[str, Any] = dict(spans=spans, query=query, sinks=torch.linspace(-2, 3, 6))
+    right = expected_weights(rig, plan, cap=3.0, **more)
+    found = weights_of(rig, plan, len(right), longest=300, logit_cap=3.0, **more)
+    torch.testing.assert_close(found.double(), right, rtol=1e-3, atol=2e-5)
+    # Beyond the room for weights, or for logits, they are left out.
+    short = weights_of(rig, plan, 310, longest=300, logit_cap=3.0, **more)
+    torch.testing.assert_close(short, found[:310])
+    narrow = weights_of(rig, plan, 300, longest=20, logit_cap=3.0, **more)
+    torch.testing.assert_close(narrow[:20], found[:20])
+    assert not narrow[20:].any()
+
+
+@on_device
+def test_weights_of_entries_out_of_range() -> None:
+    rig = make(Case(lengths=(19, 70, 1)))
+    plan = rig.plan()
+    kept = torch.ones(len(plan.kv_indices), dtype=torch.bool)
+    kept[[5, 30, 89]] = False
+    right = expected_weights(
+        rig,
+        RowPlan(
+            torch.tensor([0, 18, 87, 87], dtype=torch.int32),
+            plan.kv_indices[kept],
+            None if plan.shift is None else plan.shift[kept],
+        ),
+    )
+    plan.kv_indices[~kept] = -1
+    found = weights_of(rig, plan, 90)
+    torch.testing.assert_close(found[kept].double(), right, rtol=1e-3, atol=2e-5)
+    assert not found[~kept].any()
 
 
 @on_device
@@ -586,23 +669,31 @@ def test_decode_compiles_ahead_of_time(
 def test_the_other_kernels_compile_ahead_of_time(arch: int) -> None:
     ints = dict.fromkeys(
         ("begin", "end", "kv_indices", "shift", "rows", "order", "sorted_counts", "home", "counts",
-         "kv_indptr", "moved"), "i32",
+         "kv_indptr", "moved", "positions", "added", "sizes"), "i32",
     )  # fmt: skip
-    floats = dict.fromkeys(("parts", "part_lse", "sinks", "lse", "cosines", "sines"), "fp32")
+    floats = dict.fromkeys(
+        ("parts", "part_lse", "sinks", "lse", "cosines", "sines", "logits", "weights"), "fp32"
+    )
     halves = dict.fromkeys(("out", "keys", "values", "out_k", "out_v"), "bf16")
-    pointers = ints | floats | halves | dict(requests="i64", lengths="i64")
+    pointers = (
+        ints | floats | halves | dict(requests="i64", lengths="i64", first="i64", bases="i64")
+    )
     merge = dict(SINKS=True, LSE=True, V_DIM=128, V_COLS=128, SPLITS=32, CHUNK=256)
     gather = dict(
         ELEMENT="bf16", HALF=64, NEOX=True, K_DIM=128, V_DIM=128, K_COLS=128, V_COLS=128, ROWS=32
     )
     row = dict(ORDERED=True, PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
+    note = dict(LATEST=8, AHEAD=8, TOTAL=True, PIECES=16, TILE=note_triton.TILE)
     scan = dict(PIECES=plan_triton.PIECES, REQUESTS=plan_triton.REQUESTS)
     for kernel, constants in (
         (decode_triton.merge_kernel, merge),
         (gather_triton.gather_kernel, gather),
         (plan_triton.count_kernel, row),
         (plan_triton.scan_kernel, scan),
-        (plan_triton.write_kernel, row | dict(HOME=True)),
+        (plan_triton.write_kernel, row | dict(HOME=True, POSITIONS=True)),
+        (weights_triton.weights_kernel, dict(heads=32, PIECES=32, TILE=weights_triton.TILE)),
+        (note_triton.note_kernel, note | dict(DECODE=True)),
+        (note_triton.note_kernel, note | dict(DECODE=False)),
     ):
         ptx = compile_for(kernel, arch, pointers, {*halves, *floats, *STRIDES}, constants)
         assert ".local" not in ptx

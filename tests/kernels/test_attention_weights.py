@@ -13,33 +13,10 @@ from sglang_reasoncache import native
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
-from tests.kernels.attention_cases import CASES, Case, Rig, make
+from tests.kernels.attention_cases import CASES, Case, Rig, expected_weights, make
 from tests.kernels.backends import backend as backend
 
 SOME = [case for case in CASES if case.shared or case.holes or case.heads > 4]
-
-
-def expected(
-    rig: Rig,
-    plan: RowPlan,
-    spans: tuple[torch.Tensor, torch.Tensor] | None = None,
-    query: torch.Tensor | None = None,
-    cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """fp64 ``[entries]``, query by query, each entry's weights added up over the heads."""
-    begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
-    query = (rig.query if query is None else query).double()
-    keys, group = rig.turned(plan), rig.case.heads // rig.case.kv_heads
-    sums = [torch.zeros(0, dtype=torch.float64)]
-    for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
-        logits = (query[b] * keys[first:last].repeat_interleave(group, dim=1)).sum(-1) * rig.scale
-        if cap:
-            logits = cap * (logits / cap).tanh()
-        weights = logits.exp()
-        total = weights.sum(0) + (0 if sinks is None else sinks.double().exp())
-        sums.append((weights / total).sum(1))
-    return torch.cat(sums)
 
 
 def run(
@@ -58,7 +35,7 @@ def test_weights_are_those_of_dense_attention(case: Case, backend: str) -> None:
     rig = make(case)
     plan = rig.plan()
     out, weights = run(rig, backend, plan, len(plan.kv_indices))
-    torch.testing.assert_close(weights.double(), expected(rig, plan), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights.double(), expected_weights(rig, plan), rtol=1e-4, atol=1e-6)
     # Each query head gives out a weight of 1.
     counts = plan.kv_indptr.diff().tolist()
     for part, count in zip(weights.split(counts), counts, strict=True):
@@ -74,7 +51,7 @@ def test_soft_caps_and_sinks(backend: str, cap: float, has_sinks: bool) -> None:
     plan = rig.plan()
     sinks = torch.linspace(-2, 3, 6) if has_sinks else None
     _, weights = run(rig, backend, plan, len(plan.kv_indices), logit_cap=cap, sinks=sinks)
-    right = expected(rig, plan, cap=cap, sinks=sinks)
+    right = expected_weights(rig, plan, cap=cap, sinks=sinks)
     torch.testing.assert_close(weights.double(), right, rtol=1e-4, atol=1e-6)
 
 
@@ -86,7 +63,7 @@ def test_queries_over_the_same_entries_stay_apart(backend: str) -> None:
     query = torch.randn((5, rig.case.heads, rig.case.k_dim)).to(rig.query.dtype)
     spans, entries = (begin, end), int((end - begin).sum())
     _, weights = run(rig, backend, plan, entries, spans=spans, query=query)
-    right = expected(rig, plan, spans, query)
+    right = expected_weights(rig, plan, spans, query)
     torch.testing.assert_close(weights.double(), right, rtol=1e-4, atol=1e-6)
 
 

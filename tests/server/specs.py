@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from tests.server import rkv_rule
 from tests.server.harness import SHARED, STOCK
 
 #: KV slots that hold about five responses of the embedded model, so that
@@ -96,9 +97,7 @@ SHARING_AND_DROPPING = SHARED.having(
 )
 #: What queries look at decides, in a pool with room, so that runs can be followed; and with
 #: sharing on the same rows, under forced retractions.
-RKV = SHARED.having(
-    "rkv", *CHUNKED, *PAGED_READS, "--reasoncache-policy", "rkv:budget=110:slack=24:recent=16"
-)
+RKV = SHARED.having("rkv", *CHUNKED, *PAGED_READS, *rkv_rule.POLICY)
 SHARING_AND_RKV = SHARED.having(
     "and-rkv",
     *TIGHT,

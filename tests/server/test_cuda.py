@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eval.serving import ServerError, ServerProcess
-from tests.server import masking
+from tests.server import masking, rkv_rule
 from tests.server.harness import STRICT_CHECKS, assert_whole
 from tests.server.problems import OPT_OUT, chat_once, problems, report, solve, tokens_and_logprobs
 from tests.server.specs import EAGER, INLINE
@@ -150,6 +150,17 @@ def test_dropping_equals_masking(
         right += float(masking.differences(*args, hidden).sum())
         dense += float(masking.differences(*args, []).sum())
     assert right < dense / 10
+
+
+def test_rkv_decides_by_weights_noted_on_the_device(
+    model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...]
+) -> None:
+    log = tmp_path / "log"
+    with _served(model_path, log, attention, graphs, *rkv_rule.POLICY) as server:
+        rkv_rule.assert_rkv_decides(server, masking.load(model_path))
+        solve(server, problems(12, seed=3))
+        assert report(server)["totals"]["drop_refusals"] == {}
+        assert_whole(server)
 
 
 @pytest.mark.parametrize(

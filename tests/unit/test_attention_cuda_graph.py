@@ -105,7 +105,7 @@ class Graphs:
         self.graphs: dict[tuple[int, str], Any] = {}
         self.replayed: list[str] = []
         for size in SIZES:
-            for label in GraphVariants.capture_labels:
+            for label in self.runner.attention_graph_variants.capture_labels:
                 _set_capture_attention_variant(label)
                 self.graphs[size, label] = self._capture(size)
         _set_capture_attention_variant(None)
