@@ -167,6 +167,8 @@ class DeviceStatistics:
                 continue
             if old is not None:
                 memory[:, : old.shape[1]] = old
+                # What was to be cleared behind the newest queries, and had no room.
+                memory[:, old.shape[1] : old.shape[1] + self.wanted.latest] = 0
             self._memory[row], self._room[row] = memory, size
         where = upload(rows, self._device)
         held = [self._memory.get(row) for row in rows.tolist()]

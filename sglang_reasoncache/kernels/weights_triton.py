@@ -12,7 +12,7 @@ PIECES = 32
 #: Entries a program reads at once.
 TILE = 128
 #: Logits kept at a time, of all queries of a launch.
-LOGITS_BYTES = 128 << 20
+LOGITS_BYTES = 256 << 20
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 

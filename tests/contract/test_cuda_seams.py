@@ -198,3 +198,37 @@ def test_refused_flags_exist() -> None:
     for refusal in refusals.CORRECTED_REFUSALS:
         if refusal.flag.startswith("--"):
             assert hasattr(args, refusal.flag.removeprefix("--").replace("-", "_"))
+
+
+def test_the_host_knows_rows_and_lengths_of_every_batch() -> None:
+    """What attention statistics are reserved by; lengths on the device are new tensors each step."""
+    batch = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+    decode = _source(f"{batch}.prepare_for_decode")
+    assert "self.seq_lens = self.seq_lens + 1" in decode
+    assert "self.seq_lens_cpu = self.seq_lens_cpu + 1" in decode
+    for method in ("merge_batch", "filter_batch", "prepare_for_extend"):
+        source = _source(f"{batch}.{method}")
+        assert "self.req_pool_indices_cpu = " in source and "self.seq_lens_cpu = " in source
+
+
+def test_a_batch_is_built_on_the_stream_of_its_forward() -> None:
+    source = _source("sglang.srt.managers.scheduler.Scheduler.run_batch")
+    _in_order(
+        source,
+        "with self.forward_stream_ctx:",
+        "self.forward_stream.wait_stream(self.schedule_stream)",
+        "self.model_worker.forward_batch_generation(",
+    )
+    assert "ForwardBatch.init_new(" in _source(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+    )
+
+
+def test_a_row_tells_its_owners_apart() -> None:
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    pool = ReqToTokenPool(2, 4, "cpu", False)
+    assert pool.req_generation.device.type == "cpu"
+    before = pool.req_generation.clone()
+    (row,) = pool.alloc_rows(1)
+    assert int(pool.req_generation[row] - before[row]) == 1

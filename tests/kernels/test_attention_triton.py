@@ -240,15 +240,17 @@ def weights_of(
     rig: Rig, plan: RowPlan, room: int, *, longest: int | None = None, **options: Any
 ) -> torch.Tensor:
     """Of a call whose output and log-sum-exp are those of one without, bit for bit."""
-    tensors = {k: there(v) for k, v in options.items() if isinstance(v, torch.Tensor)}
-    if "spans" in options:
-        tensors["spans"] = tuple(map(there, options["spans"]))
-    query = tensors.pop("query", there(rig.query))
-    rest = {k: v for k, v in options.items() if k not in (*tensors, "query")} | tensors
+    rest: dict[str, Any] = {
+        k: there(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()
+    }
+    if "spans" in rest:
+        rest["spans"] = tuple(map(there, rest["spans"]))
+    query = rest.pop("query", there(rig.query))
     weights = torch.ones(room, device=DEVICE)
+    noted: dict[str, Any] = dict(weights=weights, longest=longest)
     found = [
         decode_attention(query, kv_of(rig), moved_to_device(plan), scale=rig.scale, **rest, **more)
-        for more in ({}, dict(weights=weights, longest=longest))
+        for more in ({}, noted)
     ]
     assert torch.equal(*found)
     return weights.cpu() - 1
