@@ -448,10 +448,17 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
     expected = rig.plan()
     assert expected.shift is not None
     total = int(expected.kv_indptr[-1])
+    positions = torch.cat(
+        [
+            (rig.rows[row, :length] >= 0).nonzero()[:, 0].int()
+            for row, length in zip(rig.requests.tolist(), rig.lengths.tolist(), strict=True)
+        ]
+    )
     for capacity in (total + 50, total, 100, 0):
-        buffers = plan_triton.PlanBuffers.of(9, capacity, DEVICE)
+        buffers = plan_triton.PlanBuffers.of(9, capacity, DEVICE, positions=True)
         for side in vars(buffers).values():
             side.fill_(-7)
+        assert buffers.positions is not None
         tensors = (spoiled.rows, spoiled.requests, spoiled.lengths, spoiled.home)
         plan = plan_triton.plan_into(buffers, *map(there, tensors), num_slots=num_slots)
         assert plan.shift is not None
@@ -463,6 +470,8 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
                 expected.shift[:capacity],
             ),
         )
+        found = buffers.positions.cpu()
+        assert torch.equal(found[:total], positions[:capacity]) and (found[total:] == -7).all()
         assert (plan.kv_indices[total:] == -7).all() and (buffers.kv_indptr[6:] == -7).all()
         parts = plan.shift.cpu().tensor_split(plan.kv_indptr[1:].tolist())
         moved = [bool(part.any()) for part in parts]
