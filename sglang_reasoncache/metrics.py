@@ -7,6 +7,7 @@ Import this module's class after SGLang has set ``PROMETHEUS_MULTIPROC_DIR``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sglang_reasoncache.sharing.stats import SharingStats
@@ -27,10 +28,15 @@ _COUNTERS = {
     "positions_dropped": "Positions dropped by evicting policies.",
     "slots_freed_by_drops": "Slots returned to the allocator by dropping.",
 }
+#: Likewise, of what a selecting policy reads: ``sglang:reasoncache_selection_<field>_total``.
+_SELECTION = {
+    "positions_held": "Positions of the rows that were selected from, summed over layers and steps.",
+    "positions_read": "Those that attention read.",
+}
 
 
 class SharingMetrics:
-    """Mirrors :class:`SharingStats` into Prometheus.
+    """Mirrors :class:`SharingStats`, and what was selected, into Prometheus.
 
     Args:
         labels: SGLang's scheduler labels (model name, rank).
@@ -77,6 +83,15 @@ class SharingMetrics:
             names,
             buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
         )
+        self._selected = {
+            field: Counter(_PREFIX + "selection_" + field, text, names)
+            for field, text in _SELECTION.items()
+        }
+        self._selection_refusals = Counter(
+            _PREFIX + "selection_refusals",
+            "Answers of a selecting policy that were not used as they were, by reason.",
+            [*names, "reason"],
+        )
         self._seen: dict[str, int] = {}
 
     def update(
@@ -96,6 +111,15 @@ class SharingMetrics:
         self._ratio.labels(**self._labels).set(stats.memory_saving_ratio)
         if latency is not None:
             self._latency.labels(**self._labels).observe(latency)
+
+    def update_selection(self, described: Mapping[str, Any]) -> None:
+        """Publish what ``describe()`` of a selection says."""
+        for field, counter in self._selected.items():
+            key = f"selection:{field}"
+            self._advance(counter.labels(**self._labels), key, described[field])
+        for reason, count in described["refusals"].items():
+            labelled = self._selection_refusals.labels(**self._labels, reason=reason)
+            self._advance(labelled, f"selection_refusal:{reason}", count)
 
     def _advance(self, counter: Any, key: str, total: int) -> None:
         seen = self._seen.get(key, 0)

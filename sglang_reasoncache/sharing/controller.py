@@ -190,9 +190,11 @@ class SharingController:
         Returns:
             Slots that came back to the allocator.
         """
+        self._tick += 1
+        if self._tick % (_METRICS_INTERVAL * self._interval) == 0:
+            self._publish_selection()
         if not self.config.is_active:
             return 0
-        self._tick += 1
         self.stats.decode_steps += 1
         if self._tick % self._interval:
             return 0
@@ -217,6 +219,10 @@ class SharingController:
             )
         self.threshold.maybe_save()
         return self.saved_positions - before
+
+    def _publish_selection(self) -> None:
+        if self.selection is not None and self._metrics is not None:
+            self._metrics.update_selection(self.selection.describe())
 
     def after_prefill(self, reqs: Sequence[Any], written: Sequence[int]) -> int:
         """Look at requests whose prompts, or chunks of them, were computed up to ``written``.

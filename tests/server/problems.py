@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from eval.runs.client import Request, ask_all
 from eval.runs.records import Response
 from eval.serving import MODEL_NAME, ServerProcess
@@ -44,6 +46,16 @@ def report(server: ServerProcess) -> dict[str, Any]:
     response = server.get("/reasoncache")
     response.raise_for_status()
     return response.json()["schedulers"][0]
+
+
+def series(server: ServerProcess) -> dict[str, float]:
+    """Our samples by name, summed over labels."""
+    out: dict[str, float] = {}
+    for family in text_string_to_metric_families(server.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name.startswith("sglang:reasoncache_"):
+                out[sample.name] = out.get(sample.name, 0.0) + sample.value
+    return out
 
 
 def assert_frees_slots(server: ServerProcess, seed: int) -> dict[str, Any]:

@@ -126,6 +126,7 @@ QUEST = SHARED.having(
     "16",
     "--reasoncache-policy",
     "quest:budget=48:whole_layers=1",
+    "--enable-metrics",
 )
 SHARING_AND_QUEST = PAGED.having(
     "quest", *PAGED_READS, "--reasoncache-policy", "reasoncache+quest:budget=96"

@@ -17,9 +17,8 @@ from eval.serving import ServerError, ServerProcess
 from tests.server import masking
 from tests.server.harness import generate, wait_until_idle
 from tests.server.masking import respond
-from tests.server.problems import OPT_OUT, assert_frees_slots, problems, report, solve
+from tests.server.problems import OPT_OUT, assert_frees_slots, problems, report, series, solve
 from tests.server.specs import DROPPING, DROPPING_PAGES, SHARING_AND_DROPPING
-from tests.server.test_reporting import _series
 from tests.server.test_sharing import (
     test_aborted_and_disconnected_requests_give_everything_back as give_everything_back,
 )
@@ -90,7 +89,7 @@ def test_frees_slots_under_load(server: ServerProcess) -> None:
 @pytest.mark.parametrize("server", [DROPPING], indirect=True)
 def test_budget_and_reports(server: ServerProcess) -> None:
     """Endpoint, Prometheus and the decode log line say what happened."""
-    start, series = server.log_size(), _series(server)
+    start, before = server.log_size(), series(server)
     [found] = respond(server, [f"<|user|> {problems(1, seed=23)[0].prompt} <|assistant|>"])
     length = found["prompt_tokens"] + found["output_tokens"]
     # Budget, slack, and what is written between two looks and at the end.
@@ -99,9 +98,9 @@ def test_budget_and_reports(server: ServerProcess) -> None:
     assert seen["evictors"][0]["name"] == "streamingllm"
     assert (seen["evictors"][0]["budget"], seen["evictors"][0]["sinks"]) == (160, 4)
     assert seen["totals"]["blocks_compared"] == 0
-    after = _series(server)
+    after = series(server)
     for name in ("positions_dropped", "slots_freed_by_drops", "drop_decisions"):
-        assert after[f"sglang:reasoncache_{name}_total"] > series.get(
+        assert after[f"sglang:reasoncache_{name}_total"] > before.get(
             f"sglang:reasoncache_{name}_total", 0.0
         )
     assert after["sglang:reasoncache_positions_dropped_now"] == 0

@@ -4,33 +4,22 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from eval.serving import ServerProcess
 from tests.server.harness import wait_until_idle
-from tests.server.problems import problems, report, solve
+from tests.server.problems import problems, report, series, solve
 from tests.server.specs import EXACT
 
 SERVER = pytest.mark.parametrize("server", [EXACT], indirect=True)
 
 
-def _series(server: ServerProcess) -> dict[str, float]:
-    """Our samples by name, summed over labels."""
-    out: dict[str, float] = {}
-    for family in text_string_to_metric_families(server.get("/metrics").text):
-        for sample in family.samples:
-            if sample.name.startswith("sglang:reasoncache_"):
-                out[sample.name] = out.get(sample.name, 0.0) + sample.value
-    return out
-
-
 @SERVER
 def test_prometheus_counts_what_the_endpoint_counts(server: ServerProcess) -> None:
     """Series stand beside SGLang's own and grow by what happened."""
-    before, seen_before = _series(server), report(server)["totals"]
+    before, seen_before = series(server), report(server)["totals"]
     solve(server, problems(6, seed=12))
     wait_until_idle(server)
-    after, seen = _series(server), report(server)["totals"]
+    after, seen = series(server), report(server)["totals"]
     for field in ("blocks_shared", "blocks_compared", "steps_seen", "steps_with_candidate"):
         name = f"sglang:reasoncache_{field}_total"
         grown = after[name] - before.get(name, 0.0)

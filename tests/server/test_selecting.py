@@ -12,7 +12,7 @@ import torch
 from eval.serving import ServerProcess
 from sglang_reasoncache.policies.quest import Quest
 from tests.server.harness import generate, wait_until_idle
-from tests.server.problems import problems, report, solve
+from tests.server.problems import problems, report, series, solve
 from tests.server.specs import QUEST, SHARING_AND_QUEST
 from tests.server.test_dropping import reference as reference
 from tests.server.test_sharing import (
@@ -104,6 +104,16 @@ def test_reads_less_and_frees_nothing(server: ServerProcess) -> None:
     assert 0 < selection["positions_read"] < 0.8 * selection["positions_held"]
     assert seen["evictors"] == []
     assert seen["totals"]["positions_dropped"] == 0
+
+
+@pytest.mark.parametrize("server", [QUEST], indirect=True)
+def test_prometheus_tells_what_was_read(server: ServerProcess) -> None:
+    solve(server, problems(6, seed=44))
+    selection, found = report(server)["selection"], series(server)
+    for field in ("positions_held", "positions_read"):
+        published = found[f"sglang:reasoncache_selection_{field}_total"]
+        # The last steps may not have been published yet.
+        assert 0.5 * selection[field] < published <= selection[field]
 
 
 @pytest.mark.parametrize("server", [SHARING_AND_QUEST], indirect=True)
