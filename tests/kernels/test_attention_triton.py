@@ -449,7 +449,7 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
     assert expected.shift is not None
     total = int(expected.kv_indptr[-1])
     for capacity in (total + 50, total, 100, 0):
-        buffers = plan_triton.PlanBuffers.of(9, capacity, DEVICE)
+        buffers = plan_triton.PlanBuffers.of(9, capacity, DEVICE, positions=True)
         for side in vars(buffers).values():
             side.fill_(-7)
         tensors = (spoiled.rows, spoiled.requests, spoiled.lengths, spoiled.home)
