@@ -245,9 +245,9 @@ def test_attention_that_reads_holes_is_refused_by_name(field: str) -> None:
     [
         ({}, "alias", "quest selects whole pages: --page-size must be at least 2 .*, got 1"),
         (
-            {"page_size": 16, "attention_backend": "flashinfer"},
+            {"page_size": 16, "attention_backend": "fa3"},
             "alias",
-            "quest selects what a step reads, which --attention-backend flashinfer does not",
+            "quest selects what a step reads, which --attention-backend fa3 does not .*flashinfer",
         ),
         ({"page_size": 16}, "copy", "quest knows .* --reasoncache-apply copy writes"),
     ],
@@ -259,6 +259,11 @@ def test_what_does_not_go_with_selection_is_refused_by_name(
     with pytest.raises(ValueError, match=message):
         refusals.check_selector(_server_args(**options), config)
     refusals.check_selector(_server_args(**options), ReasonCacheConfig())
+    for name in ("flashinfer", "triton"):
+        refusals.check_selector(
+            _server_args(page_size=16, attention_backend=name),
+            ReasonCacheConfig(policy="reasoncache+quest:budget=64"),
+        )
 
 
 def test_a_policy_on_the_command_line() -> None:

@@ -7,6 +7,7 @@ has room for as many entries as they say.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,9 @@ from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.plugin import seams
 
 if TYPE_CHECKING:
+    from sglang_reasoncache.attention.device_selection import DeviceSelection
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+    from sglang_reasoncache.policies.contract import Selector
 
 
 class MovedAttention:
@@ -110,6 +113,35 @@ class MovedAttention:
             for first in () if observed else (0, 1):
                 shift = None if plan.shift is None else plan.shift[first:]
                 gather_kv(kv, plan.kv_indices[first:], shift, self._dtype)
+
+    def selection(self, name: str, selector: Selector) -> DeviceSelection:
+        """What ``selector`` has read of the pool's pages, tried out and compiled.
+
+        Raises:
+            ValueError: it does not do, see ``DeviceSelection``.
+            MemoryError: there is none for the pages' bounds.
+        """
+        from sglang_reasoncache.attention.device_selection import DeviceSelection
+
+        rows = self._rows.req_to_token
+        keys = {layer: kv.keys for layer, kv in self._layers.items()}
+        made = DeviceSelection(name, selector, keys, self._allocator.page_size, rows, self._homes)
+        one = SimpleNamespace(
+            req_pool_indices=torch.zeros(1, dtype=torch.int64, device=self.device),
+            seq_lens=torch.full((1,), self.widest, device=self.device),
+        )
+        whole = self.buffers(1, positions=True)
+        self.plan_into(whole, one)
+        # The last layer of each shape: the first ones may read everything.
+        alike = {(layer.tp_q_head_num, layer.qk_head_dim): layer for layer in self._attention}
+        made.try_out(
+            whole,
+            {
+                layer.layer_id: torch.zeros((1, *shape), dtype=self._dtype, device=self.device)
+                for shape, layer in alike.items()
+            },
+        )
+        return made
 
     def record(self, forward_batch: Any) -> None:
         """Note where the forward's new tokens are at home, where that will be asked for."""
@@ -210,6 +242,13 @@ class MovedAttention:
             layer.k_scale,
             layer.v_scale,
         )
+
+    def select(
+        self, selection: DeviceSelection, q: torch.Tensor, layer: Any
+    ) -> tuple[RowPlan, torch.Tensor | None] | None:
+        """What of the step's plan a layer reads, see ``DeviceSelection.plan``."""
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        return selection.plan(layer.layer_id, query, self._scales(layer)[0])
 
     def decode(
         self,

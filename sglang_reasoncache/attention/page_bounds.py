@@ -18,7 +18,8 @@ class PageBounds:
         page: Slots of a page.
 
     Attributes:
-        low, high: ``[num_pages, kv_heads, dim]``.
+        ends: ``[num_pages, kv_heads, 2 * dim]``, the two below side by side.
+        high, low: ``[num_pages, kv_heads, dim]``.
     """
 
     def __init__(self, keys: torch.Tensor, page: int) -> None:
@@ -27,6 +28,7 @@ class PageBounds:
         dtype = torch.bfloat16 if keys.dtype.itemsize == 1 else keys.dtype
         ends = torch.zeros((-(-slots // page), heads, 2 * dim), dtype=dtype, device=keys.device)
         self._page = page
+        self.ends = ends
         self.high, self.low = ends[..., :dim], ends[..., dim:]
         # Pages in place of slots; of attention to them only the weights are wanted.
         self._paged = PagedKv(ends, ends[..., :1])
@@ -51,7 +53,15 @@ class PageBounds:
         self.low[pages] = torch.minimum(self.low[pages], keys)
         self.high[pages] = torch.maximum(self.high[pages], keys)
 
-    def shares(self, query: torch.Tensor, plan: RowPlan, scale: float) -> torch.Tensor:
+    def shares(
+        self,
+        query: torch.Tensor,
+        plan: RowPlan,
+        scale: float,
+        *,
+        spans: tuple[torch.Tensor, torch.Tensor] | None = None,
+        longest: int | None = None,
+    ) -> torch.Tensor:
         """Each head's softmax over a row's pages, by the largest logit that a key between a
         page's bounds can have; added up over heads.
 
@@ -60,16 +70,25 @@ class PageBounds:
         is what decode attention gives as weights.
 
         Args:
-            query: fp32 ``[rows, heads, dim]``.
+            query: ``[rows, heads, dim]``.
             plan: Entries are pages; as they are, not moved.
             scale: Of the logits.
+            spans, longest: See ``decode_attention``.
 
         Returns:
-            fp32 ``[entries]``.
+            fp32 ``[entries]``, those of one row after the other.
         """
-        found = torch.zeros(len(plan.kv_indices))
+        found = torch.zeros(len(plan.kv_indices), device=self.ends.device)
         signed = torch.cat((query.clamp_min(0), query.clamp_max(0)), dim=-1)
-        decode_attention(signed, self._paged, plan, scale=scale, weights=found)
+        decode_attention(
+            signed,
+            self._paged,
+            plan,
+            scale=scale,
+            spans=spans,
+            weights=found,
+            longest=longest,
+        )
         return found
 
     def largest(self, query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ kernels. In a decode graph the plan is part of the graph, so replaying it costs 
 host nothing.
 
 Where a policy reads attention statistics our kernels serve every decode step, because
-SGLang's tell no weights, and the last queries of every prefill once more.
+SGLang's tell no weights, and the last queries of every prefill once more. They serve every
+decode step as well where a policy selects what is read.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from sglang_reasoncache.cache.moved import MovedMark
 from sglang_reasoncache.kernels.extend import ExtendPlan
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.plugin import seams
-from sglang_reasoncache.policies.contract import Observation
+from sglang_reasoncache.policies.contract import Observation, Selector
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sglang_reasoncache.attention.device_selection import DeviceSelection
     from sglang_reasoncache.attention.device_statistics import (
         Batch,
         DeviceStatistics,
@@ -77,6 +79,7 @@ class MovedReads(_Stock):
         self._outgrown: list[tuple[PlanBuffers, torch.Tensor | None]] = []
         self._graph_variant: str | None = None
         self.statistics: DeviceStatistics | None = None
+        self.selection: DeviceSelection | None = None
         self._coming: tuple[Sequence[str], Batch] | None = None
         self._noted: Noted | None = None
         self._queries: Queries | None = None
@@ -96,13 +99,28 @@ class MovedReads(_Stock):
             self.moved.warm_up(observed=True)
         return self.statistics
 
+    def select(self, name: str, selector: Selector) -> DeviceSelection:
+        """Have decode steps read what ``selector`` keeps, from now on.
+
+        Raises:
+            ValueError: it fails, gives nonsense or waits for the device.
+            MemoryError: there is none for the pages' bounds.
+        """
+        self.selection = self.moved.selection(name, selector)
+        return self.selection
+
     def expect(self, rids: Sequence[str], batch: Batch) -> None:
         """The next forward is that of ``rids``, SGLang's list of its request ids."""
         self._coming = rids, batch
 
     def reads_ours(self, forward_batch: Any) -> bool:
         """Whether a decode step runs our kernels."""
-        return self.statistics is not None or self.mark.reads_moved(forward_batch.rids)
+        return self.always_ours or self.mark.reads_moved(forward_batch.rids)
+
+    @property
+    def always_ours(self) -> bool:
+        """Whether every decode step does."""
+        return self.statistics is not None or self.selection is not None
 
     @property
     def rotation(self) -> Any:
@@ -122,18 +140,19 @@ class MovedReads(_Stock):
         if mode.is_decode():
             if not self.reads_ours(forward_batch):
                 super().init_forward_metadata(forward_batch)
-            elif self.statistics is None:
+            elif not self.always_ours:
                 self._decode_plan = self.moved.plan(forward_batch)
             else:
                 buffers = self.moved.buffers_of(forward_batch, positions=True)
                 self._decode_plan = self.moved.plan_into(buffers, forward_batch)
+                batch = forward_batch.req_pool_indices, forward_batch.seq_lens
                 lengths = forward_batch.seq_lens_cpu
-                self._noted = self.statistics.of_decode(
-                    buffers,
-                    forward_batch.req_pool_indices,
-                    forward_batch.seq_lens,
-                    self.moved.widest if lengths is None else int(lengths.max()),
-                )
+                longest = self.moved.widest if lengths is None else int(lengths.max())
+                if self.statistics is not None:
+                    self._noted = self.statistics.of_decode(buffers, *batch, longest)
+                if self.selection is not None:
+                    observed = self.statistics is not None
+                    self.selection.begin(*batch, buffers, longest=longest, observed=observed)
             return
         rows = self._observe_prompts(forward_batch)
         if not self.mark.reads_moved(forward_batch.rids):
@@ -144,6 +163,8 @@ class MovedReads(_Stock):
 
     def _forget(self) -> None:
         self._decode_plan = self._extend_plan = self._noted = self._queries = None
+        if self.selection is not None:
+            self.selection.forget()
 
     def _observe_prompts(self, forward_batch: Any) -> RowPlan | None:
         """Settle what a prefill notes; the plan of its rows, None where it notes nothing."""
@@ -161,8 +182,8 @@ class MovedReads(_Stock):
     # -- in graphs --------------------------------------------------------------
 
     def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
-        """Prefill graphs hold SGLang's kernels; one over moved slots, or observed, runs without."""
-        if self.statistics is not None or self.mark.reads_moved(forward_batch.rids):
+        """Prefill graphs hold SGLang's kernels; one that is not theirs alone runs without."""
+        if self.always_ours or self.mark.reads_moved(forward_batch.rids):
             return False
         stock = getattr(super(), "can_run_prefill_cuda_graph", None)
         return stock is None or stock(forward_batch)
@@ -179,7 +200,9 @@ class MovedReads(_Stock):
             if self._graph_buffers is not None:
                 self._outgrown.append((self._graph_buffers, self._graph_weights))
             observed = self.statistics is not None
-            self._graph_buffers = self.moved.buffers(max_bs, positions=observed)
+            self._graph_buffers = self.moved.buffers(max_bs, positions=self.always_ours)
+            if self.selection is not None:
+                self.selection.allocate_graphs(max_bs, observed=observed)
             if observed:
                 entries = len(self._graph_buffers.kv_indices)
                 self._graph_weights = torch.zeros(entries, device=self.moved.device)
@@ -223,6 +246,9 @@ class MovedReads(_Stock):
         else:
             assert self._graph_buffers is not None
             self.moved.plan_into(self._graph_buffers, forward_batch)
+            if self.selection is not None:
+                batch = forward_batch.req_pool_indices, forward_batch.seq_lens
+                self.selection.begin_graph(*batch, self._graph_buffers)
 
     def shared_read_ends(self, mode: Any) -> Any:
         """Our plan is the last to look at rows: in the graph, or before a forward without one."""
@@ -249,11 +275,18 @@ class MovedReads(_Stock):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sinks = self._sinks(kwargs)
         self.moved.write(k, v, layer, forward_batch, save_kv_cache)
-        noted = self._noted
-        if noted is None:
-            return self.moved.decode(q, layer, plan, sinks)
-        out = self.moved.decode(q, layer, plan, sinks, weights=noted.weights, longest=noted.longest)
-        self._note(layer, noted)
+        noted, some = self._noted, None
+        if self.selection is not None:
+            self.selection.note(layer.layer_id, forward_batch.out_cache_loc)
+            some = self.moved.select(self.selection, q, layer)
+        weights = None if noted is None else noted.weights
+        rows, into = (plan, weights) if some is None else some
+        longest = None if noted is None else noted.longest
+        out = self.moved.decode(q, layer, rows, sinks, weights=into, longest=longest)
+        if noted is not None:
+            if some is not None and self.selection is not None:
+                self.selection.add(noted.weights)
+            self._note(layer, noted)
         return out
 
     def forward_extend(
@@ -275,6 +308,8 @@ class MovedReads(_Stock):
             sinks = self._sinks(kwargs)
             self.moved.write(k, v, layer, forward_batch, save_kv_cache)
             out = self.moved.extend(q, layer, plan, forward_batch, sinks)
+        if self.selection is not None:
+            self.selection.note(layer.layer_id, forward_batch.out_cache_loc)
         if noted is not None and queries is not None:
             # Fused kernels tell no weights; these are a few queries of each prompt.
             self.moved.decode(
@@ -315,7 +350,7 @@ class GraphVariants:
     @property
     def capture_labels(self) -> tuple[str, ...]:
         """SGLang captures in this order, all in one pool of memory."""
-        return (PLAIN, MOVED) if self._backend.statistics is None else (MOVED,)
+        return (MOVED,) if self._backend.always_ours else (PLAIN, MOVED)
 
     def select(self, forward_batch: Any) -> str:
         """The label of the graph that ``forward_batch`` runs."""

@@ -104,7 +104,7 @@ class PageSelection:
         self._page = page
         self._rotation = rotation
         # Asked once: what another package's selector says later could not be caught everywhere.
-        self._budget, whole_layers = (_count(name, selector, key) for key in _COUNTS)
+        self._budget, whole_layers = limits_of(name, selector)
         first = min(layers) + whole_layers
         self._bounds = {
             layer: PageBounds(keys, page) for layer, keys in layers.items() if layer >= first
@@ -122,6 +122,10 @@ class PageSelection:
             "positions_read": self.read,
             "refusals": dict(self.refusals),
         }
+
+    def recent(self) -> dict[str, Any]:
+        """The same, without a wait."""
+        return self.describe()
 
     def note(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, *, apart: bool = False
@@ -235,6 +239,16 @@ class PageSelection:
         logits[row, place] = bounds.largest(turned, pages) * scale
         shares[rows] = logits[rows].softmax(dim=1).sum(dim=2)
         return shares
+
+
+def limits_of(name: str, selector: Selector) -> tuple[int, int]:
+    """``budget`` and ``whole_layers`` of a selector.
+
+    Raises:
+        ValueError: one of them is no such number.
+    """
+    budget, whole_layers = (_count(name, selector, key) for key in _COUNTS)
+    return budget, whole_layers
 
 
 def _count(name: str, selector: Selector, key: str) -> int:

@@ -81,7 +81,10 @@ def attention_backend(
     selector = config.policies.selector
     if selector is not None and runs_alone and hasattr(backend, "select"):
         refusals.check_selected_page(selector.name, allocator.page_size)
-        allocator.selection = backend.select(*selector)
+        try:
+            allocator.selection = backend.select(*selector)
+        except MemoryError as error:
+            raise ValueError(refusals.no_memory_for_bounds(selector.name, error)) from error
     return backend
 
 
@@ -90,8 +93,9 @@ def _attention_backend(
 ) -> Any:
     if model_runner.is_draft_worker:
         return stock(model_runner)
-    if config.positions != "corrected" and name in seams.CUDA_BACKENDS and config.drops:
-        return _skipping_backend(model_runner, config, name, stock)
+    ours = config.drops or config.policies.selector is not None
+    if config.positions != "corrected" and name in seams.CUDA_BACKENDS and ours:
+        return _as_cached_backend(model_runner, config, name, stock)
     if config.positions == "as-cached":
         return stock(model_runner)
     if config.positions == "auto" and name in seams.CUDA_BACKENDS:
@@ -123,10 +127,10 @@ def _attention_backend(
     return backend
 
 
-def _skipping_backend(
+def _as_cached_backend(
     model_runner: Any, config: ReasonCacheConfig, name: str, stock: Callable[[Any], Any]
 ) -> Any:
-    """On CUDA, keys as cached: our kernels serve batches with holes, SGLang's all others."""
+    """On CUDA, keys as cached: our kernels serve what a policy asks for, SGLang's all others."""
     from sglang_reasoncache.plugin import cuda_attention
 
     if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
@@ -285,9 +289,10 @@ def _check_policies(context: Any, config: ReasonCacheConfig) -> None:
     runner = context.tp_worker.model_runner
     selector = config.policies.selector
     if selector is not None and allocator.selection is None:
+        names = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
         raise ValueError(
             refusals.reads_everything(
-                selector.name, "--attention-backend", runner.decode_attention_backend_str
+                selector.name, "--attention-backend", " and ".join(sorted(names))
             )
         )
     evictors = config.policies.evictors

@@ -170,7 +170,14 @@ def check_selected_page(policy: str, page_size: int) -> None:
 def reads_everything(policy: str, flag: str, name: str) -> str:
     return (
         f"{flag_of('policy')} {policy} selects what a step reads, which {flag} {name} does not "
-        f"ask; use {' or '.join(seams.SELECTING_BACKENDS)}"
+        f"ask; use {', '.join(seams.SELECTING_BACKENDS)}, one for prefill and decode"
+    )
+
+
+def no_memory_for_bounds(policy: str, error: MemoryError) -> str:
+    return (
+        f"{flag_of('policy')} {policy} keeps the least and largest key of each page beside the "
+        f"pool: {error}; lower --mem-fraction-static, or raise --page-size"
     )
 
 

@@ -114,7 +114,7 @@ CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
 HOLE_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 #: Attention backends whose decode reads what a policy selects, by name.
-SELECTING_BACKENDS = (CPU_BACKEND,)
+SELECTING_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
 def resolve(name: str) -> Any:

@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from sglang_reasoncache.attention.device_selection import DeviceSelection
 from sglang_reasoncache.attention.selection import PageSelection
 from sglang_reasoncache.cache.budget import SharingForecast
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -100,7 +101,7 @@ class SharingController:
         self.forecast = SharingForecast(config.admission_credit)
         self.live_positions = 0
         #: Of the attention backend, where a policy selects what is read.
-        self.selection: PageSelection | None = None
+        self.selection: PageSelection | DeviceSelection | None = None
         self._engine = engine
         self._meter = meter
         self._acceptor = acceptor
@@ -222,7 +223,7 @@ class SharingController:
 
     def _publish_selection(self) -> None:
         if self.selection is not None and self._metrics is not None:
-            self._metrics.update_selection(self.selection.describe())
+            self._metrics.update_selection(self.selection.recent())
 
     def after_prefill(self, reqs: Sequence[Any], written: Sequence[int]) -> int:
         """Look at requests whose prompts, or chunks of them, were computed up to ``written``.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tests.server import rkv_rule
+from tests.server import quest_rule, rkv_rule
 from tests.server.harness import SHARED, STOCK
 
 #: KV slots that hold about five responses of the embedded model, so that
@@ -119,15 +119,7 @@ SNAPKV_H2O = SHARED.having(
     "snapkv:budget=24:window=8:recent=8+h2o:budget=90:slack=16:recent=16",
 ).for_long_runs()
 #: Each step reads some pages, in a pool with room; and with pages shared as well.
-QUEST = SHARED.having(
-    "quest",
-    *PAGED_READS,
-    "--page-size",
-    "16",
-    "--reasoncache-policy",
-    "quest:budget=48:whole_layers=1",
-    "--enable-metrics",
-)
+QUEST = SHARED.having("quest", *PAGED_READS, *quest_rule.POLICY, "--enable-metrics")
 SHARING_AND_QUEST = PAGED.having(
     "quest", *PAGED_READS, "--reasoncache-policy", "reasoncache+quest:budget=96"
 ).for_long_runs()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eval.serving import ServerError, ServerProcess
-from tests.server import masking, rkv_rule
+from tests.server import masking, quest_rule, rkv_rule
 from tests.server.harness import STRICT_CHECKS, assert_whole
 from tests.server.problems import OPT_OUT, chat_once, problems, report, solve, tokens_and_logprobs
 from tests.server.specs import EAGER, INLINE
@@ -160,6 +160,35 @@ def test_rkv_decides_by_weights_noted_on_the_device(
         rkv_rule.assert_rkv_decides(server, masking.load(model_path))
         solve(server, problems(12, seed=3))
         assert report(server)["totals"]["drop_refusals"] == {}
+        assert_whole(server)
+
+
+@pytest.mark.parametrize("positions", ["corrected", "as-cached"])
+def test_quest_reads_what_its_rule_says(
+    model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...], positions: str
+) -> None:
+    flags = (*quest_rule.POLICY, "--reasoncache-positions", positions)
+    with _served(model_path, tmp_path / "log", attention, graphs, *flags) as server:
+        quest_rule.assert_quest_decides(server, masking.load(model_path))
+        quest_rule.assert_reads_less(server)
+        assert_whole(server)
+
+
+def test_shared_pages_dropped_ones_and_selected_ones(
+    model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...]
+) -> None:
+    """All three on the same rows: every request is answered, every slot comes back."""
+    policy = "reasoncache+quest:budget=96+rkv:budget=110:slack=24:recent=16"
+    asked = ("--reasoncache-policy", policy, "--reasoncache-positions", "corrected")
+    flags = ("--page-size", "16", *asked)
+    with _served(model_path, tmp_path / "log", attention, graphs, *flags) as server:
+        for count in (12, 3):
+            answers = solve(server, problems(count, seed=5))
+            assert all(answer.text for answer in answers)
+        seen = report(server)
+        assert seen["selection"]["refusals"] == {}
+        assert 0 < seen["selection"]["positions_read"] < seen["selection"]["positions_held"]
+        assert seen["totals"]["positions_dropped"] > 0
         assert_whole(server)
 
 

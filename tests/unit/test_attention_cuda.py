@@ -9,6 +9,7 @@ backend behind. In front of SGLang's Triton backend, and in graphs:
 from __future__ import annotations
 
 import dataclasses
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -296,8 +297,9 @@ def test_glued_metadata_is_refused(monkeypatch: pytest.MonkeyPatch, word: str) -
         refusals.check_corrected(SimpleNamespace(), "corrected")
 
 
+@pytest.mark.parametrize("policy", ["streamingllm:budget=64", "reasoncache+quest:budget=64"])
 @pytest.mark.parametrize("positions", ["auto", "as-cached"])
-def test_a_policy_that_drops_asks_for_our_kernels(positions: str) -> None:
+def test_a_policy_that_drops_or_selects_asks_for_our_kernels(positions: str, policy: str) -> None:
     """Without one SGLang's backend serves as it is; with one backend for each half it is refused later."""
     runner = runner_of(Rig(moved=0.0))
     runner.is_draft_worker = False
@@ -311,9 +313,9 @@ def test_a_policy_that_drops_asks_for_our_kernels(positions: str) -> None:
     assert made("reasoncache") is stock
     with pytest.raises(
         ValueError,
-        match="--reasoncache-policy streamingllm:budget=64 over --attention-backend triton needs",
+        match=f"--reasoncache-policy {re.escape(policy)} over --attention-backend triton needs",
     ):
-        made("streamingllm:budget=64")
+        made(policy)
     runner.prefill_attention_backend_str = "flashinfer"
-    assert made("streamingllm:budget=64") is stock
+    assert made(policy) is stock
     assert runner.token_to_kv_pool_allocator.skips_holes is False

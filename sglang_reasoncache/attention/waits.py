@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds code that would wait for the device, on any device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class WouldWait(RuntimeError):
+    """The host would have to know what is in a tensor; the message names the operator."""
+
+
+class _Refusing(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        waits = torch.Tag.data_dependent_output in func.tags or (
+            torch.Tag.dynamic_output_shape in func.tags and not _sized(func, args, kwargs)
+        )
+        if waits or (func in _INDEXING and _has_mask(args[1])):
+            raise WouldWait(f"{func} waits for the device")
+        return func(*args, **kwargs)
+
+
+_INDEXING = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten._index_put_impl_.default,
+)
+
+
+def _sized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the host knows the shape all the same."""
+    return func is torch.ops.aten.index.Tensor or kwargs.get("output_size") is not None
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+@contextlib.contextmanager
+def refused(device: torch.device) -> Iterator[None]:
+    """In here, what would wait for ``device`` raises.
+
+    Operators whose result's shape or value the host needs do so on every device. On CUDA
+    copies between host and device do too.
+
+    Raises:
+        WouldWait: by an operator of the first kind; PyTorch's own RuntimeError by the others.
+    """
+    if device.type != "cuda":
+        with _Refusing():
+            yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with _Refusing():
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

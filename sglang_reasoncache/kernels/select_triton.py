@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some entries of a plan, by pages of their rows, on a GPU and without a wait.
+
+Layers must not look at rows: those may change while a forward runs. So what a layer reads is
+taken from the plan that was made of them. Grids depend on the batch alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_reasoncache.kernels import plan_triton
+from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+from sglang_reasoncache.kernels.rotate_triton import current_device
+
+#: Entries a program reads at once.
+TILE = 512
+#: Pages a program settles at once.
+PAGES = 256
+
+#: What a row has of a page: nothing; keys that may be left out; keys that are read in any case.
+ABSENT, OPTIONAL, ALWAYS = 0, 1, 2
+
+_OPTIONAL, _ALWAYS = tl.constexpr(OPTIONAL), tl.constexpr(ALWAYS)
+
+
+@triton.jit(do_not_specialize=["pages", "budget"])
+def settle_kernel(
+    asked,  # uint8 [batch, pages]
+    state,  # uint8 [batch, pages]: ABSENT, OPTIONAL or ALWAYS
+    lengths,  # int64 [batch]
+    keep,  # uint8 [batch, pages], written as far as rows are long
+    totals,  # int64 [3], added to: positions held, positions read, newest pages not asked for
+    pages,
+    budget,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid (batch,)."""
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.minimum(tl.load(lengths + row), pages * PAGE).to(tl.int32)
+    whole = length <= budget
+    newest = (length - 1) // PAGE
+    held = tl.zeros([TILE], tl.int32)
+    read = tl.zeros([TILE], tl.int32)
+    missing = tl.zeros([TILE], tl.int32)
+    for some in range(0, tl.cdiv(length, PAGE), TILE):
+        page = some + tl.arange(0, TILE)
+        inside = page * PAGE < length
+        kind = tl.load(state + row * pages + page, mask=inside, other=0)
+        wanted = tl.load(asked + row * pages + page, mask=inside, other=0) != 0
+        last = page == newest
+        there = (kind == _OPTIONAL) | (kind == _ALWAYS)
+        kept = there & (wanted | last | (kind == _ALWAYS) | whole)
+        tl.store(keep + row * pages + page, kept.to(tl.uint8), mask=inside)
+        size = tl.where(there, tl.minimum(length - page * PAGE, PAGE), 0)
+        held += size
+        read += tl.where(kept, size, 0)
+        missing += (there & last & (wanted == 0)).to(tl.int32)
+    if length > budget:
+        tl.atomic_add(totals, tl.sum(held, axis=0).to(tl.int64))
+        tl.atomic_add(totals + 1, tl.sum(read, axis=0).to(tl.int64))
+        tl.atomic_add(totals + 2, tl.sum(missing, axis=0).to(tl.int64))
+
+
+@triton.jit
+def _span_of(kv_indptr, request, piece, PIECES: tl.constexpr, TILE: tl.constexpr):
+    begin = tl.load(kv_indptr + request)
+    end = tl.load(kv_indptr + request + 1)
+    size = tl.cdiv(tl.cdiv(end - begin, PIECES), TILE) * TILE
+    start = tl.minimum(begin + piece * size, end)
+    return start, tl.minimum(start + size, end)
+
+
+@triton.jit
+def _kept(positions, keep, entry, stop, pages, PAGE: tl.constexpr):
+    """Which entries lie in pages that are kept; ``keep`` is that of their row."""
+    inside = entry < stop
+    page = tl.load(positions + entry, mask=inside, other=0) // PAGE
+    known = inside & (page >= 0) & (page < pages)
+    return known & (tl.load(keep + page, mask=known, other=0) != 0)
+
+
+@triton.jit(do_not_specialize=["pages"])
+def count_kernel(
+    kv_indptr,  # int32 [batch + 1]
+    positions,  # int32 [entries]
+    keep,  # uint8 [batch, pages]
+    counts,  # int32 [batch, PIECES], written
+    pages,
+    PAGE: tl.constexpr,
+    PIECES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid (PIECES, batch)."""
+    piece = tl.program_id(0)
+    request = tl.program_id(1)
+    keep += request.to(tl.int64) * pages
+    start, stop = _span_of(kv_indptr, request, piece, PIECES, TILE)
+    found = tl.zeros([TILE], tl.int32)
+    for some in range(start, stop, TILE):
+        found += _kept(positions, keep, some + tl.arange(0, TILE), stop, pages, PAGE).to(tl.int32)
+    tl.store(counts + request * PIECES + piece, tl.sum(found, axis=0))
+
+
+@triton.jit(do_not_specialize=["pages", "capacity"])
+def write_kernel(
+    kv_indptr,  # int32 [batch + 1]
+    kv_indices,  # int32 [entries]
+    shift,  # int32 [entries]
+    positions,  # int32 [entries]
+    keep,  # uint8 [batch, pages]
+    counts,  # int32 [batch, PIECES]
+    to_indptr,  # int32 [batch + 1]
+    to_indices,  # int32 [capacity], written
+    to_shift,  # int32 [capacity], written
+    to_entries,  # int32 [capacity], written: where they are in the whole plan
+    pages,
+    capacity,
+    PAGE: tl.constexpr,
+    PIECES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid (PIECES, batch)."""
+    piece = tl.program_id(0)
+    request = tl.program_id(1)
+    keep += request.to(tl.int64) * pages
+    start, stop = _span_of(kv_indptr, request, piece, PIECES, TILE)
+    all_pieces = tl.arange(0, PIECES)
+    at_counts = counts + request * PIECES + all_pieces
+    earlier = tl.load(at_counts, mask=all_pieces < piece, other=0)
+    to = tl.load(to_indptr + request).to(tl.int64) + tl.sum(earlier, axis=0)
+    for some in range(start, stop, TILE):
+        entry = some + tl.arange(0, TILE)
+        kept = _kept(positions, keep, entry, stop, pages, PAGE)
+        one = kept.to(tl.int32)
+        at = to + tl.cumsum(one, axis=0) - one
+        room = kept & (at < capacity)
+        tl.store(to_indices + at, tl.load(kv_indices + entry, mask=room, other=0), mask=room)
+        tl.store(to_shift + at, tl.load(shift + entry, mask=room, other=0), mask=room)
+        tl.store(to_entries + at, entry, mask=room)
+        to += tl.sum(one, axis=0)
+
+
+@triton.jit(do_not_specialize=["room"])
+def add_kernel(
+    weights,  # fp32 [capacity], read and zeroed
+    kv_indptr,  # int32 [batch + 1], of the selected entries
+    entries,  # int32 [capacity]
+    whole,  # fp32 [room], added to
+    room,
+    PIECES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid (PIECES, batch). No two entries go to one place."""
+    start, stop = _span_of(kv_indptr, tl.program_id(1), tl.program_id(0), PIECES, TILE)
+    for some in range(start, stop, TILE):
+        entry = some + tl.arange(0, TILE)
+        inside = entry < stop
+        weight = tl.load(weights + entry, mask=inside, other=0.0)
+        tl.store(weights + entry, tl.zeros([TILE], tl.float32), mask=inside)
+        to = tl.load(entries + entry, mask=inside, other=-1)
+        there = inside & (to >= 0) & (to < room)
+        tl.store(whole + to, tl.load(whole + to, mask=there, other=0.0) + weight, mask=there)
+
+
+def settle(
+    asked: torch.Tensor,
+    state: torch.Tensor,
+    lengths: torch.Tensor,
+    keep: torch.Tensor,
+    totals: torch.Tensor,
+    *,
+    budget: int,
+    page: int,
+) -> None:
+    """Pages that are read: those asked for, the newest, those always read, rows within the budget.
+
+    Args:
+        asked: bool ``[batch, pages]``, contiguous.
+        state: uint8 ``[batch, pages]``, of :data:`ABSENT`, :data:`OPTIONAL`, :data:`ALWAYS`.
+        lengths: int64 ``[batch]``, positions of the rows.
+        keep: uint8 ``[batch, pages]``, written; beyond a row's end it stays.
+        totals: int64 ``[3]``. Over rows beyond the budget: positions that they have and that
+            are read, and how often the newest page was not asked for.
+        budget: Positions of a row that is read whole.
+    """
+    with current_device(state.device):
+        settle_kernel[(len(lengths),)](
+            asked.view(torch.uint8),
+            state,
+            lengths,
+            keep,
+            totals,
+            state.shape[1],
+            budget,
+            PAGE=page,
+            TILE=PAGES,
+            num_warps=4,
+        )
+
+
+def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, page: int) -> None:
+    """The entries of a plan that lie in pages to be read, in their order.
+
+    Args:
+        buffers: Written; its ``positions`` are where entries are in the whole plan. What goes
+            beyond its capacity is left out.
+        whole: The plan of all, with ``positions`` in their rows.
+        keep: uint8 ``[batch, pages]``, 0: not read.
+        page: Positions of a page.
+    """
+    assert whole.positions is not None and buffers.positions is not None
+    batch, pages = keep.shape
+    fixed = dict(PAGE=page, PIECES=buffers.counts.shape[1], TILE=TILE, num_warps=4)
+    grid = (buffers.counts.shape[1], batch)
+    with current_device(keep.device):
+        count_kernel[grid](whole.kv_indptr, whole.positions, keep, buffers.counts, pages, **fixed)
+        plan_triton.scan_kernel[(1,)](
+            buffers.counts,
+            buffers.kv_indptr,
+            buffers.moved,
+            batch,
+            buffers.kv_indices.shape[0],
+            PIECES=buffers.counts.shape[1],
+            REQUESTS=plan_triton.REQUESTS,
+            num_warps=plan_triton.NUM_WARPS,
+        )
+        write_kernel[grid](
+            whole.kv_indptr,
+            whole.kv_indices,
+            whole.shift,
+            whole.positions,
+            keep,
+            buffers.counts,
+            buffers.kv_indptr,
+            buffers.kv_indices,
+            buffers.shift,
+            buffers.positions,
+            pages,
+            buffers.kv_indices.shape[0],
+            **fixed,
+        )
+
+
+def add(weights: torch.Tensor, buffers: PlanBuffers, batch: int, whole: torch.Tensor) -> None:
+    """Add the weights of selected entries to those of the whole plan, and zero them.
+
+    Args:
+        weights: fp32 ``[capacity]``, of the entries in ``buffers``.
+        buffers: As :func:`select_into` left it.
+        whole: fp32, of the whole plan's entries.
+    """
+    pieces = buffers.counts.shape[1]
+    with current_device(weights.device):
+        add_kernel[(pieces, batch)](
+            weights,
+            buffers.kv_indptr,
+            buffers.positions,
+            whole,
+            len(whole),
+            PIECES=pieces,
+            TILE=TILE,
+            num_warps=4,
+        )

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of a plan and their bounds: on a GPU if there is one, interpreted, compiled for three."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.triton_runs import (
+    DEVICE,
+    INTERPRETED,
+    on_device,
+    run_interpreted,
+    starts_interpreter,
+    there,
+)
+
+pytest.importorskip("triton")
+
+from sglang_reasoncache.attention import page_bounds
+from sglang_reasoncache.attention.device_selection import DeviceSelection
+from sglang_reasoncache.attention.selection import PageSelection
+from sglang_reasoncache.kernels import bounds_triton, decode_triton, plan_triton, select_triton
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+from sglang_reasoncache.policies.quest import Quest
+from tests.kernels.test_attention_triton import NAMES, STRIDES, compile_for
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+PAGE, HEADS, DIM = 4, 2, 6
+
+
+@pytest.fixture(autouse=True)
+def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles and programs for short rows, and little for the interpreter to do."""
+    if INTERPRETED:
+        monkeypatch.setattr(plan_triton, "PIECES", 2)
+        monkeypatch.setattr(select_triton, "TILE", 8)
+        monkeypatch.setattr(select_triton, "PAGES", 4)
+        monkeypatch.setattr(bounds_triton, "TILE", 2)
+
+
+@starts_interpreter
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("dtype", "held_as"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.bfloat16),
+        (torch.float8_e5m2, torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("slots_dtype", [torch.int32, torch.int64], ids=str)
+def test_bounds_are_those_of_the_keys_written(
+    dtype: torch.dtype, held_as: torch.dtype, slots_dtype: torch.dtype
+) -> None:
+    """Token by token or a page and more at once; a page that is filled anew starts anew."""
+    world = random.Random(4)
+    pages = 12
+    keys = there((torch.randn(pages * PAGE, 2 * HEADS, DIM) * 3).to(dtype))[:, ::2]
+    ends = there(torch.zeros(pages, HEADS, 2 * DIM, dtype=held_as))
+    filled = [0] * pages
+    for _ in range(12 if INTERPRETED else 100):
+        slots: list[int] = []
+        for page in world.sample(range(pages), 2):
+            if filled[page] == PAGE or world.random() < 0.1:
+                filled[page] = 0
+            count = world.randint(1, PAGE - filled[page])
+            slots += range(page * PAGE + filled[page], page * PAGE + filled[page] + count)
+            filled[page] += count
+        keys[slots] = there((torch.randn(len(slots), HEADS, DIM) * 3).to(dtype))
+        # As SGLang pads a batch.
+        bounds_triton.note(keys, there(torch.tensor([*slots, 0, 0], dtype=slots_dtype)), ends, PAGE)
+        filled[0] = max(filled[0], 1)
+    at = ends.cpu()
+    for page, count in enumerate(filled):
+        if count > 1:
+            held = keys.cpu()[page * PAGE : page * PAGE + count].float()
+            # The padding wrote to the first slot of page 0 alone.
+            held = held[:1] if page == 0 else held
+            assert torch.equal(at[page, :, :DIM].float(), held.amax(dim=0))
+            assert torch.equal(at[page, :, DIM:].float(), held.amin(dim=0))
+
+
+@on_device
+def test_slots_out_of_range_are_left_out() -> None:
+    keys, ends = there(torch.ones(2 * PAGE, 1, DIM)), there(torch.zeros(2, 1, 2 * DIM))
+    bounds_triton.note(keys, there(torch.tensor([-1, -5, 2 * PAGE, 99])), ends, PAGE)
+    bounds_triton.note(keys, there(torch.tensor([], dtype=torch.int64)), ends, PAGE)
+    assert not ends.any()
+
+
+class Rows:
+    """Rows with holes, ragged, some shorter than the budget, and one beyond the batch."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.num_slots, width = 400, 61
+        self.pages = -(-width // PAGE)
+        self.rows = torch.randint(0, self.num_slots, (6, width), generator=generator).int()
+        holes = torch.rand(6, width, generator=generator) < 0.2
+        self.rows[holes] = -1
+        self.home = torch.randint(0, width, (self.num_slots,), generator=generator).int()
+        self.requests = torch.tensor([5, 0, 3, 1])
+        self.lengths = torch.tensor([61, 7, 42, 1])
+        self.asked = torch.rand(4, self.pages, generator=generator) < 0.4
+        self.state = torch.randint(0, 3, (4, self.pages), generator=generator).to(torch.uint8)
+        self.whole = PlanBuffers.of(5, 200, DEVICE, positions=True)
+        arguments = (self.rows, self.requests, self.lengths, self.home)
+        plan_into(self.whole, *map(there, arguments), num_slots=self.num_slots)
+
+
+@on_device
+@pytest.mark.parametrize("budget", [0, 12, 61])
+def test_pages_that_are_read(budget: int) -> None:
+    rows = Rows(1)
+    keep = there(torch.full(rows.state.shape, 7, dtype=torch.uint8))
+    totals = there(torch.tensor([100, 200, 300]))
+    select_triton.settle(
+        there(rows.asked), there(rows.state), there(rows.lengths), keep, totals,
+        budget=budget, page=PAGE,
+    )  # fmt: skip
+    held = read = missing = 0
+    for i, length in enumerate(rows.lengths.tolist()):
+        for page in range(rows.pages):
+            size = min(PAGE, length - page * PAGE)
+            found = int(keep[i, page])
+            if size <= 0:
+                assert found == 7
+                continue
+            kind, asked = int(rows.state[i, page]), bool(rows.asked[i, page])
+            newest = page == (length - 1) // PAGE
+            right = kind > 0 and (asked or kind == 2 or newest or length <= budget)
+            assert found == right
+            if length > budget and kind:
+                held += size
+                read += size * right
+                missing += newest and not asked
+    assert totals.tolist() == [100 + held, 200 + read, 300 + missing]
+
+
+@on_device
+@pytest.mark.parametrize("capacity", [200, 30])
+def test_entries_of_kept_pages(capacity: int) -> None:
+    """In their order, with shifts and places; what has no room is left out."""
+    rows = Rows(2)
+    chosen = PlanBuffers.of(5, capacity, DEVICE, positions=True)
+    select_triton.select_into(chosen, rows.whole, there(rows.asked.to(torch.uint8)), PAGE)
+    assert rows.whole.positions is not None and chosen.positions is not None
+    whole_ends = rows.whole.kv_indptr.tolist()
+    expected: list[int] = []
+    ends = [0]
+    for i in range(4):
+        for entry in range(whole_ends[i], whole_ends[i + 1]):
+            if rows.asked[i, int(rows.whole.positions[entry]) // PAGE]:
+                expected.append(entry)
+        ends.append(min(len(expected), capacity))
+    assert capacity == 200 or len(expected) > capacity
+    expected = expected[:capacity]
+    assert chosen.kv_indptr.tolist()[:5] == ends
+    entries = there(torch.tensor(expected))
+    for name in ("kv_indices", "shift"):
+        found = getattr(chosen, name)[: len(expected)]
+        assert torch.equal(found, getattr(rows.whole, name)[entries])
+    assert chosen.positions.tolist()[: len(expected)] == expected
+    # Weights go back the same way, and leave zeros.
+    weights = there(torch.arange(1.0, capacity + 1))
+    weights[len(expected) :] = 0
+    sums = there(torch.full((200,), 0.5))
+    select_triton.add(weights, chosen, 4, sums)
+    right = torch.full((200,), 0.5)
+    right[expected] += torch.arange(1.0, len(expected) + 1)
+    assert torch.equal(sums.cpu(), right)
+    assert not weights.any()
+
+
+@on_device
+def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a step: keys noted, pages laid out, Quest asked, entries selected; on a GPU captured
+    in a CUDA graph, after the trial call. Rows, lengths and keys change between replays."""
+    if INTERPRETED:
+        monkeypatch.setattr(page_bounds, "PagedKv", functools.partial(PagedKv, backend="triton"))
+        monkeypatch.setattr(decode_triton, "SPLITS", 2)
+    width, pages = 40, 40
+    host_rows = torch.zeros(3, width, dtype=torch.int32)
+    rows, keys = there(host_rows.clone()), there(torch.randn(pages * PAGE, HEADS, 16))
+    rule = Quest(budget=2 * PAGE, whole_layers=0)
+    selection = DeviceSelection("quest", rule, {0: keys}, PAGE, rows, None)
+    requests, lengths = there(torch.tensor([2, 1])), there(torch.tensor([1, 1]))
+    slots, query = there(torch.zeros(2, dtype=torch.int64)), there(torch.randn(2, 2 * HEADS, 16))
+    buffers = PlanBuffers.of(2, 2 * width, DEVICE, positions=True)
+    zero = requests[:1] * 0
+    one = PlanBuffers.of(1, width, DEVICE, positions=True)
+    plan_into(one, rows, zero, zero + width, num_slots=len(keys))
+    selection.try_out(one, {0: query[:1]})
+    selection.allocate_graphs(2, observed=False)
+
+    def step() -> RowPlan:
+        plan_into(buffers, rows, requests, lengths, num_slots=len(keys))
+        selection.begin_graph(requests, lengths, buffers)
+        selection.note(0, slots)
+        some = selection.plan(0, query, 0.25)
+        assert some is not None
+        return some[0]
+
+    replay: Any = step
+    if DEVICE == "cuda":
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            plan = step()
+
+        def replay() -> RowPlan:
+            graph.replay()
+            return plan
+
+    world = random.Random(5)
+    for changed in ([37, 22], [9, 40], [7, 1]):
+        named = world.sample(range(1, pages), 20)
+        host_rows[1:] = (torch.tensor(named)[:, None] * PAGE + torch.arange(PAGE)).view(2, width)
+        host_keys = torch.randn(pages * PAGE, HEADS, 16)
+        host_lengths = torch.tensor(changed)
+        newest = host_rows[[2, 1], host_lengths - 1].long()
+        for target, source in (
+            (rows, host_rows), (keys, host_keys), (lengths, host_lengths), (slots, newest),
+            (query, torch.randn(query.shape)),
+        ):  # fmt: skip
+            target.copy_(source)
+        selection.note(0, rows[1:].flatten())
+        found = replay()
+        expected, ends = [], [0]
+        for i, length in enumerate(changed):
+            own = host_rows[2 - i : 3 - i]
+            host = PageSelection("quest", rule, {0: host_keys}, PAGE, None)
+            bounds = host._bounds[0]
+            bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
+            host.note(0, own[0, :length], host_keys[own[0, :length].long()])
+            host.begin(own, torch.tensor([0]), host_lengths[i : i + 1], None)
+            some = host.plan(0, query[i : i + 1].cpu(), 0.25)
+            expected += own[0, :length].tolist() if some is None else some.rows.kv_indices.tolist()
+            ends.append(len(expected))
+        assert found.kv_indptr.tolist() == ends
+        assert found.kv_indices[: ends[-1]].tolist() == expected
+    assert selection.describe()["refusals"] == {}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_kernels_compile_ahead_of_time(arch: int) -> None:
+    ints = dict.fromkeys(
+        ("kv_indptr", "kv_indices", "shift", "positions", "counts", "to_indptr", "to_indices",
+         "to_shift", "to_entries", "entries"), "i32",
+    )  # fmt: skip
+    bytes_ = dict.fromkeys(("asked", "state", "keep"), "u8")
+    longs = dict.fromkeys(("slots", "lengths", "totals"), "i64")
+    pointers = ints | bytes_ | longs | dict.fromkeys(("weights", "whole"), "fp32")
+    piece = dict(PIECES=plan_triton.PIECES, TILE=select_triton.TILE)
+    bounds = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
+    aligned = {*pointers, "keys", "ends", "slot_stride", "head_stride"}
+    bf16 = dict(keys="bf16", ends="bf16")
+    for kernel, more, constants in (
+        (select_triton.settle_kernel, {}, dict(PAGE=16, TILE=select_triton.PAGES)),
+        (select_triton.count_kernel, {}, piece | dict(PAGE=16)),
+        (select_triton.write_kernel, {}, piece | dict(PAGE=16)),
+        (select_triton.add_kernel, {}, piece),
+        (bounds_triton.bounds_kernel, bf16, bounds | dict(ELEMENT="bf16")),
+        (bounds_triton.bounds_kernel, dict(keys="u8", ends="bf16"), bounds | dict(ELEMENT="e4m3")),
+    ):
+        assert ".local" not in compile_for(kernel, arch, pointers | more, aligned, constants)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_decode_over_bounds_compiles_ahead_of_time(arch: int, dim: int) -> None:
+    """Pages in place of slots: keys twice as wide, values of one element."""
+    ends, query = (torch.empty(1, n, 2 * dim, dtype=torch.bfloat16) for n in (8, 32))
+    constants = decode_triton.constants(query, ends, ends[..., :1], None, logits=True, splits=32)
+    pointers: dict[str, Any] = dict.fromkeys(("query", "keys", "values"), NAMES[torch.bfloat16])
+    pointers |= dict.fromkeys(("begin", "end", "kv_indices", "shift"), "i32")
+    pointers |= dict.fromkeys(("cosines", "sines", "parts", "part_lse", "logits"), "fp32")
+    ptx = compile_for(
+        decode_triton.chunk_kernel,
+        arch,
+        pointers,
+        {*pointers, *STRIDES} - {"end"},
+        constants,
+        {"scale", "logit_cap"},
+        num_warps=decode_triton.warps(2 * dim),
+        num_stages=decode_triton.NUM_STAGES,
+    )
+    assert "mma" in ptx
+    assert ".local" not in ptx
