@@ -198,6 +198,9 @@ def test_the_same_pages_as_on_the_cpu(graph: bool, moved: bool) -> None:
         "refusals": {},
     }
     assert 0 < read < held
+    # What Prometheus gets is the state of an earlier look.
+    assert world.device.recent()["positions_read"] == 0
+    assert world.device.recent() == world.device.describe()
 
 
 @interpreted
