@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 
 #: Programs of a query.
-PIECES = 32
+PIECES = 64
 #: Entries a program reads at once.
 TILE = 128
+#: Heads it reads at once: one after the other, each would wait for the memory.
+HEADS = 16
 #: Logits kept at a time, of all queries of a launch.
 LOGITS_BYTES = 256 << 20
 
@@ -29,6 +31,7 @@ def weights_kernel(
     width,
     room,
     heads: tl.constexpr,
+    HEADS: tl.constexpr,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -44,12 +47,17 @@ def weights_kernel(
         entry = at + tl.arange(0, TILE)
         inside = entry < count
         found = tl.zeros([TILE], tl.float32)
-        for head in range(heads):
+        for some in range(0, heads, HEADS):
+            head = some + tl.arange(0, HEADS)
+            real = head < heads
             unit = row * heads + head
-            logit = tl.load(logits + unit * width + entry, mask=inside, other=float("-inf"))
+            whole = tl.load(lse + unit, mask=real, other=0.0) * _LOG2E
             # Entries that count for nothing, all of them: -inf less -inf would be NaN.
-            whole = tl.load(lse + unit) * _LOG2E
-            found += tl.exp2(logit - tl.where(whole == float("-inf"), 0.0, whole))
+            whole = tl.where(whole == float("-inf"), 0.0, whole)
+            mask = real[:, None] & inside[None, :]
+            at_logit = logits + (unit * width)[:, None] + entry[None, :]
+            logit = tl.load(at_logit, mask=mask, other=float("-inf"))
+            found += tl.sum(tl.exp2(logit - whole[:, None]), axis=0)
         there = inside & (to + entry >= 0) & (to + entry < room)
         place = weights + to + entry
         tl.store(place, tl.load(place, mask=there, other=0.0) + found, mask=there)
@@ -91,6 +99,7 @@ def add(
         width,
         weights.shape[0],
         heads=heads,
+        HEADS=min(HEADS, triton.next_power_of_2(heads)),
         PIECES=PIECES,
         TILE=TILE,
         num_warps=4,

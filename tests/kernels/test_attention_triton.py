@@ -687,17 +687,21 @@ def test_the_other_kernels_compile_ahead_of_time(arch: int) -> None:
     row = dict(ORDERED=True, PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
     note = dict(LATEST=8, AHEAD=8, TOTAL=True, PIECES=16, TILE=note_triton.TILE)
     scan = dict(PIECES=plan_triton.PIECES, REQUESTS=plan_triton.REQUESTS)
+    weights = dict(heads=32, HEADS=weights_triton.HEADS, PIECES=64, TILE=weights_triton.TILE)
     for kernel, constants in (
         (decode_triton.merge_kernel, merge),
         (gather_triton.gather_kernel, gather),
         (plan_triton.count_kernel, row),
         (plan_triton.scan_kernel, scan),
         (plan_triton.write_kernel, row | dict(HOME=True, POSITIONS=True)),
-        (weights_triton.weights_kernel, dict(heads=32, PIECES=32, TILE=weights_triton.TILE)),
+        (weights_triton.weights_kernel, weights),
         (note_triton.note_kernel, note | dict(DECODE=True)),
         (note_triton.note_kernel, note | dict(DECODE=False)),
     ):
         ptx = compile_for(kernel, arch, pointers, {*halves, *floats, *STRIDES}, constants)
         assert ".local" not in ptx
+        if kernel is weights_triton.weights_kernel:
+            # A thread's loads of several heads are under way before the first is used.
+            assert len(re.findall(r"ld\.global", ptx[: ptx.index("ex2.")])) >= weights_triton.HEADS
         if kernel is gather_triton.gather_kernel:
             assert re.search(r"ld\.global\.v4\.b32", ptx) and re.search(r"st\.global\.v4\.b32", ptx)
