@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.gather import gather_kv
@@ -291,6 +292,30 @@ def test_weights_of_queries_over_the_same_entries(
     narrow = weights_of(rig, plan, 300, longest=20, logit_cap=3.0, **more)
     torch.testing.assert_close(narrow[:20], found[:20])
     assert not narrow[20:].any()
+
+
+@on_device
+def test_weights_of_whole_rows_take_our_launches_only() -> None:
+    """Every layer of a decode step pays for each launch."""
+    rig = make(Case(lengths=(19, 7)))
+    plan, kv, query = moved_to_device(rig.plan()), kv_of(rig), there(rig.query)
+    noted = dict(weights=torch.zeros(26, device=DEVICE), out=torch.empty_like(query), longest=19)
+    with Launches() as found:
+        decode_attention(query, kv, plan, scale=rig.scale, **noted)  # type: ignore[arg-type]
+    # The last two are the interpreter's own.
+    assert found.names <= {"empty", "new_empty", "slice", "set_", "copy_"}
+
+
+class Launches(TorchDispatchMode):
+    """Which of PyTorch's operators were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @on_device
