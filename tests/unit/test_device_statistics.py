@@ -177,6 +177,20 @@ def test_rows_and_positions_out_of_range_are_left_alone() -> None:
 
 
 @interpreted
+def test_without_positions_nothing_is_written() -> None:
+    """A query before the first position has no place in the memory."""
+    noted = DeviceStatistics(torch.zeros(4, 600).int(), torch.zeros(4).long(), WANTED)
+    noted.begin([2], [10], None)
+    around = torch.full((3, 5, 256), 7.0)
+    noted._bases[2] = around[1].data_ptr()
+    buffers = PlanBuffers.of(2, 20, "cpu", positions=True)
+    for length in (0, -1, -300):
+        lengths = torch.tensor([length, length])
+        noted.note(Noted(torch.zeros(20), buffers, torch.tensor([2, 2]), lengths, 20))
+        assert (around == 7).all(), length
+
+
+@interpreted
 def test_no_memory_is_an_error_of_its_own() -> None:
     rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
     with pytest.raises(MemoryError, match="for attention statistics of a request"):
