@@ -291,15 +291,25 @@ def test_prefill_then_decode(
 
 
 @interpreted
-def test_a_batch_that_nobody_announced_is_not_noted(rig: Rig, backend: Any) -> None:
-    """SGLang's own trial runs, whose rows are nobody's or another's."""
+def test_a_batch_that_nobody_announced_is_not_noted(
+    rig: Rig, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own trial runs, whose rows are nobody's or another's; another batch was announced."""
+    monkeypatch.setattr(cuda_attention, "_backend", backend)
     noted = backend.observe(WANTED)
-    for new in ([1, 7, 30], [1, 1, 1]):
-        batch = batch_of(rig, new)
-        backend.kv_index_translator.bind_runner_slots(batch)
-        forward(rig, backend, batch)
-    for row in rig.row_of.tolist():
-        assert not noted.total(row, torch.arange(1)).any()
+
+    def totals() -> torch.Tensor:
+        rows = zip(rig.row_of.tolist(), rig.lengths, strict=True)
+        return torch.cat([noted.total(row, torch.arange(length)) for row, length in rows])
+
+    forward(rig, backend, announced(backend, batch_of(rig, [1, 7, 30])))
+    before = totals()
+    assert before.all()
+    announced(backend, batch_of(rig, [1, 3, 4]))
+    trial = batch_of(rig, [1, 3, 4])
+    backend.kv_index_translator.bind_runner_slots(trial)
+    forward(rig, backend, trial)
+    assert torch.equal(totals(), before)
 
 
 @interpreted
