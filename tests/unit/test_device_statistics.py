@@ -291,6 +291,45 @@ def test_prefill_then_decode(
 
 
 @interpreted
+def test_some_of_the_requests_in_graphs_and_without(
+    rig: Rig, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of two sizes, padded or not, eager steps and a batch with prompts take turns."""
+    monkeypatch.setattr(cuda_attention, "_backend", backend)
+    noted = backend.observe(Observation(latest=3, total=True, prompt=4))
+    graphs = Graphs(rig, backend)
+    rows, lengths = rig.row_of, list(rig.lengths)
+    free = rig.pool.k_buffer[0].isnan().all(dim=(1, 2)).nonzero()[:, 0].tolist()
+    forward(rig, backend, announced(backend, batch_of(rig, lengths)))
+    total = [noted.total(int(row), torch.arange(n)) for row, n in zip(rows, lengths, strict=True)]
+    for runner, some, new in (
+        (graphs, [0, 1], [1, 1]),
+        (graphs, [2], [1]),
+        (backend, [0, 1, 2], [1, 1, 1]),
+        (graphs, [2, 0], [1, 1]),
+        (backend, [1, 2, 0], [1, 4, 1]),
+        (graphs, [1], [1]),
+        (graphs, [0, 1, 2], [1, 1, 1]),
+    ):
+        for b, count in zip(some, new, strict=True):
+            for at in range(lengths[b], lengths[b] + count):
+                rig.rows.req_to_token[rows[b], at] = free.pop(0)
+            lengths[b] += count
+        rig.row_of, rig.lengths = rows[some], [lengths[b] for b in some]
+        batch = announced(backend, batch_of(rig, new))
+        forward(rig, runner, batch)
+        for b, count, right in zip(some, new, dense_weights(rig, batch, 4), strict=True):
+            row, held = int(rows[b]), torch.arange(lengths[b])
+            total[b] = torch.nn.functional.pad(total[b], (0, count)) + right
+            torch.testing.assert_close(noted.total(row, held), total[b], rtol=1e-3, atol=1e-5)
+            if count == 1:
+                torch.testing.assert_close(noted.latest(row, held, 1), right, rtol=1e-3, atol=1e-5)
+        assert not backend._graph_weights.any()
+    # Of the padding.
+    assert int(noted._bases[0]) == 0
+
+
+@interpreted
 def test_a_batch_that_nobody_announced_is_not_noted(
     rig: Rig, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
