@@ -13,8 +13,9 @@ PIECES = 64
 TILE = 128
 #: Heads it reads at once: one after the other, each would wait for the memory.
 HEADS = 16
-#: Logits kept at a time, of all queries of a launch.
-LOGITS_BYTES = 256 << 20
+#: Logits kept at a time, of all queries of a launch. Not a power of 2: contexts are one, and
+#: SGLang's rows a few positions longer.
+LOGITS_BYTES = 272 << 20
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -65,7 +66,10 @@ def weights_kernel(
 
 def rows_of_a_launch(heads: int, width: int) -> int:
     """Queries whose logits are kept at a time."""
-    return max(1, LOGITS_BYTES // max(4 * heads * width, 1))
+    rows = max(1, LOGITS_BYTES // max(4 * heads * width, 1))
+    # What belongs to the next launch begins at a multiple of 16 bytes, as to the first: for other
+    # addresses Triton would compile each kernel again, in the middle of a forward.
+    return rows if rows < 4 else rows // 4 * 4
 
 
 def add(

@@ -294,6 +294,18 @@ def test_weights_of_queries_over_the_same_entries(
     assert not narrow[20:].any()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="no kernel runs")
+def test_launches_begin_at_aligned_addresses() -> None:
+    """What is compiled for the first launch serves the others."""
+    for width in range(1, 600_000, 997):
+        rows = weights_triton.rows_of_a_launch(32, width)
+        assert rows % 4 == 0 or rows < 4
+        assert rows < 4 or rows * 4 * 32 * width <= weights_triton.LOGITS_BYTES
+    # As long as a context of 128k: no launch for the last of 16 requests alone.
+    assert weights_triton.rows_of_a_launch(32, (128 << 10) + 4) == 16
+    assert weights_triton.rows_of_a_launch(128, 10 << 20) == 1
+
+
 @on_device
 def test_weights_of_whole_rows_take_our_launches_only() -> None:
     """Every layer of a decode step pays for each launch."""
