@@ -660,19 +660,26 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
 @pytest.mark.parametrize(
-    ("arch", "dtype", "dim", "group", "rotary_dim", "is_neox"),
+    ("arch", "dtype", "dim", "group", "rotary_dim", "is_neox", "observed"),
     [
-        (80, torch.bfloat16, 128, 4, 128, True),
-        (90, torch.bfloat16, 128, 4, 128, True),
-        (90, torch.bfloat16, 128, 4, 0, True),
-        (90, torch.bfloat16, 256, 8, 256, False),
-        (90, torch.float8_e4m3fn, 128, 4, 128, True),
-        (100, torch.bfloat16, 128, 4, 128, True),
+        (80, torch.bfloat16, 128, 4, 128, True, False),
+        (90, torch.bfloat16, 128, 4, 128, True, False),
+        (90, torch.bfloat16, 128, 4, 128, True, True),
+        (90, torch.bfloat16, 128, 4, 0, True, False),
+        (90, torch.bfloat16, 256, 8, 256, False, False),
+        (90, torch.float8_e4m3fn, 128, 4, 128, True, True),
+        (100, torch.bfloat16, 128, 4, 128, True, False),
     ],
     ids=str,
 )
 def test_decode_compiles_ahead_of_time(
-    arch: int, dtype: torch.dtype, dim: int, group: int, rotary_dim: int, is_neox: bool
+    arch: int,
+    dtype: torch.dtype,
+    dim: int,
+    group: int,
+    rotary_dim: int,
+    is_neox: bool,
+    observed: bool,
 ) -> None:
     """By tensor cores, 16 bytes at a time, the next tile copied meanwhile."""
     pool, query = (
@@ -680,7 +687,7 @@ def test_decode_compiles_ahead_of_time(
         torch.empty(1, 8 * group, dim, dtype=torch.bfloat16),
     )
     rotation: Any = SimpleNamespace(rotary_dim=rotary_dim, is_neox=is_neox) if rotary_dim else None
-    constants = decode_triton.constants(query, pool, pool, rotation, splits=32)
+    constants = decode_triton.constants(query, pool, pool, rotation, logits=observed, splits=32)
     pointers = dict(
         query="bf16", keys=NAMES.get(dtype, "u8"), values=NAMES.get(dtype, "u8"), begin="i32",
         end="i32", kv_indices="i32", shift="i32", cosines="fp32", sines="fp32", parts="fp32",
