@@ -118,6 +118,8 @@ def decode_attention(
             plan.kv_indices.contiguous(), None if plan.shift is None else plan.shift.contiguous(),
             None if sinks is None else sinks.contiguous(), scale, logit_cap,
             weights, longest,
+            # Whole rows lie side by side from 0, and so do their weights.
+            first=plan.kv_indptr[:-1] if spans is None else None,
         )  # fmt: skip
         return out
     kv.native.decode(

@@ -341,6 +341,7 @@ def decode(
     weights: torch.Tensor | None = None,
     longest: int | None = None,
     *,
+    first: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> None:
     """See :func:`sglang_reasoncache.kernels.decode.decode_attention`, whose arguments these are.
@@ -352,6 +353,8 @@ def decode(
     more than ``weights_triton.LOGITS_BYTES`` unless one query has more.
 
     Args:
+        first: int ``[batch]``, where each query's weights begin; None adds up the spans, which
+            is more launches than the attention.
         splits: Most chunks of a query, a power of 2; None takes :data:`SPLITS`.
     """
     splits = splits or SPLITS
@@ -368,8 +371,9 @@ def decode(
     if weights is not None:
         rows = min(rows, weights_triton.rows_of_a_launch(heads, width))
         lse = query.new_empty((batch, heads), dtype=torch.float32) if lse is None else lse
-        counts = end.clamp(max=total) - begin.clamp(min=0)
-        first = counts.clamp_(min=0).cumsum(0, dtype=torch.int64) - counts
+        if first is None:
+            counts = (end.clamp(max=total) - begin.clamp(min=0)).clamp_(min=0)
+            first = counts.cumsum(0, dtype=torch.int64) - counts
     parts = torch.empty((rows, heads, splits, v_dim), dtype=torch.float32, device=query.device)
     part_lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=query.device)
     # Arguments that are not read have to be tensors of the same types.
@@ -428,7 +432,7 @@ def decode(
                 CHUNK=CHUNK,
                 num_warps=4,
             )
-            if weights is not None and lse is not None:
+            if weights is not None and lse is not None and first is not None:
                 weights_triton.add(
                     logits[:count], lse[here], begin[here], end[here], first[here], weights, total
                 )

@@ -98,7 +98,7 @@ def note_kernel(
             for query in range(tl.maximum(count - LATEST, 0), count):
                 seen = length - (count - 1 - query)
                 place = ((seen - 1) % LATEST).to(tl.int64)
-                behind = (ahead < LATEST) & known & (seen + ahead < size)
+                behind = (ahead < LATEST) & known & (seen > 0) & (seen + ahead < size)
                 zeros = tl.zeros([AHEAD], tl.float32)
                 tl.store(memory + place * size + seen + ahead, zeros, mask=behind)
 

@@ -8,11 +8,14 @@ import triton
 import triton.language as tl
 
 #: Programs of a query.
-PIECES = 32
+PIECES = 64
 #: Entries a program reads at once.
 TILE = 128
-#: Logits kept at a time, of all queries of a launch.
-LOGITS_BYTES = 256 << 20
+#: Heads it reads at once: one after the other, each would wait for the memory.
+HEADS = 16
+#: Logits kept at a time, of all queries of a launch. Not a power of 2: contexts are one, and
+#: SGLang's rows a few positions longer.
+LOGITS_BYTES = 272 << 20
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -29,6 +32,7 @@ def weights_kernel(
     width,
     room,
     heads: tl.constexpr,
+    HEADS: tl.constexpr,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -44,12 +48,17 @@ def weights_kernel(
         entry = at + tl.arange(0, TILE)
         inside = entry < count
         found = tl.zeros([TILE], tl.float32)
-        for head in range(heads):
+        for some in range(0, heads, HEADS):
+            head = some + tl.arange(0, HEADS)
+            real = head < heads
             unit = row * heads + head
-            logit = tl.load(logits + unit * width + entry, mask=inside, other=float("-inf"))
+            whole = tl.load(lse + unit, mask=real, other=0.0) * _LOG2E
             # Entries that count for nothing, all of them: -inf less -inf would be NaN.
-            whole = tl.load(lse + unit) * _LOG2E
-            found += tl.exp2(logit - tl.where(whole == float("-inf"), 0.0, whole))
+            whole = tl.where(whole == float("-inf"), 0.0, whole)
+            mask = real[:, None] & inside[None, :]
+            at_logit = logits + (unit * width)[:, None] + entry[None, :]
+            logit = tl.load(at_logit, mask=mask, other=float("-inf"))
+            found += tl.sum(tl.exp2(logit - whole[:, None]), axis=0)
         there = inside & (to + entry >= 0) & (to + entry < room)
         place = weights + to + entry
         tl.store(place, tl.load(place, mask=there, other=0.0) + found, mask=there)
@@ -57,7 +66,10 @@ def weights_kernel(
 
 def rows_of_a_launch(heads: int, width: int) -> int:
     """Queries whose logits are kept at a time."""
-    return max(1, LOGITS_BYTES // max(4 * heads * width, 1))
+    rows = max(1, LOGITS_BYTES // max(4 * heads * width, 1))
+    # What belongs to the next launch begins at a multiple of 16 bytes, as to the first: for other
+    # addresses Triton would compile each kernel again, in the middle of a forward.
+    return rows if rows < 4 else rows // 4 * 4
 
 
 def add(
@@ -91,6 +103,7 @@ def add(
         width,
         weights.shape[0],
         heads=heads,
+        HEADS=min(HEADS, triton.next_power_of_2(heads)),
         PIECES=PIECES,
         TILE=TILE,
         num_warps=4,

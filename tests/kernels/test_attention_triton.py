@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.gather import gather_kv
@@ -291,6 +292,42 @@ def test_weights_of_queries_over_the_same_entries(
     narrow = weights_of(rig, plan, 300, longest=20, logit_cap=3.0, **more)
     torch.testing.assert_close(narrow[:20], found[:20])
     assert not narrow[20:].any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel runs")
+def test_launches_begin_at_aligned_addresses() -> None:
+    """What is compiled for the first launch serves the others."""
+    for width in range(1, 600_000, 997):
+        rows = weights_triton.rows_of_a_launch(32, width)
+        assert rows % 4 == 0 or rows < 4
+        assert rows < 4 or rows * 4 * 32 * width <= weights_triton.LOGITS_BYTES
+    # As long as a context of 128k: no launch for the last of 16 requests alone.
+    assert weights_triton.rows_of_a_launch(32, (128 << 10) + 4) == 16
+    assert weights_triton.rows_of_a_launch(128, 10 << 20) == 1
+
+
+@on_device
+def test_weights_of_whole_rows_take_our_launches_only() -> None:
+    """Every layer of a decode step pays for each launch."""
+    rig = make(Case(lengths=(19, 7)))
+    plan, kv, query = moved_to_device(rig.plan()), kv_of(rig), there(rig.query)
+    noted = dict(weights=torch.zeros(26, device=DEVICE), out=torch.empty_like(query), longest=19)
+    with Launches() as found:
+        decode_attention(query, kv, plan, scale=rig.scale, **noted)  # type: ignore[arg-type]
+    # The last two are the interpreter's own.
+    assert found.names <= {"empty", "new_empty", "slice", "set_", "copy_"}
+
+
+class Launches(TorchDispatchMode):
+    """Which of PyTorch's operators were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @on_device
@@ -632,19 +669,26 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
 @pytest.mark.parametrize(
-    ("arch", "dtype", "dim", "group", "rotary_dim", "is_neox"),
+    ("arch", "dtype", "dim", "group", "rotary_dim", "is_neox", "observed"),
     [
-        (80, torch.bfloat16, 128, 4, 128, True),
-        (90, torch.bfloat16, 128, 4, 128, True),
-        (90, torch.bfloat16, 128, 4, 0, True),
-        (90, torch.bfloat16, 256, 8, 256, False),
-        (90, torch.float8_e4m3fn, 128, 4, 128, True),
-        (100, torch.bfloat16, 128, 4, 128, True),
+        (80, torch.bfloat16, 128, 4, 128, True, False),
+        (90, torch.bfloat16, 128, 4, 128, True, False),
+        (90, torch.bfloat16, 128, 4, 128, True, True),
+        (90, torch.bfloat16, 128, 4, 0, True, False),
+        (90, torch.bfloat16, 256, 8, 256, False, False),
+        (90, torch.float8_e4m3fn, 128, 4, 128, True, True),
+        (100, torch.bfloat16, 128, 4, 128, True, False),
     ],
     ids=str,
 )
 def test_decode_compiles_ahead_of_time(
-    arch: int, dtype: torch.dtype, dim: int, group: int, rotary_dim: int, is_neox: bool
+    arch: int,
+    dtype: torch.dtype,
+    dim: int,
+    group: int,
+    rotary_dim: int,
+    is_neox: bool,
+    observed: bool,
 ) -> None:
     """By tensor cores, 16 bytes at a time, the next tile copied meanwhile."""
     pool, query = (
@@ -652,7 +696,7 @@ def test_decode_compiles_ahead_of_time(
         torch.empty(1, 8 * group, dim, dtype=torch.bfloat16),
     )
     rotation: Any = SimpleNamespace(rotary_dim=rotary_dim, is_neox=is_neox) if rotary_dim else None
-    constants = decode_triton.constants(query, pool, pool, rotation, splits=32)
+    constants = decode_triton.constants(query, pool, pool, rotation, logits=observed, splits=32)
     pointers = dict(
         query="bf16", keys=NAMES.get(dtype, "u8"), values=NAMES.get(dtype, "u8"), begin="i32",
         end="i32", kv_indices="i32", shift="i32", cosines="fp32", sines="fp32", parts="fp32",
@@ -696,17 +740,21 @@ def test_the_other_kernels_compile_ahead_of_time(arch: int) -> None:
     row = dict(ORDERED=True, PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
     note = dict(LATEST=8, AHEAD=8, TOTAL=True, PIECES=16, TILE=note_triton.TILE)
     scan = dict(PIECES=plan_triton.PIECES, REQUESTS=plan_triton.REQUESTS)
+    weights = dict(heads=32, HEADS=weights_triton.HEADS, PIECES=64, TILE=weights_triton.TILE)
     for kernel, constants in (
         (decode_triton.merge_kernel, merge),
         (gather_triton.gather_kernel, gather),
         (plan_triton.count_kernel, row),
         (plan_triton.scan_kernel, scan),
         (plan_triton.write_kernel, row | dict(HOME=True, POSITIONS=True)),
-        (weights_triton.weights_kernel, dict(heads=32, PIECES=32, TILE=weights_triton.TILE)),
+        (weights_triton.weights_kernel, weights),
         (note_triton.note_kernel, note | dict(DECODE=True)),
         (note_triton.note_kernel, note | dict(DECODE=False)),
     ):
         ptx = compile_for(kernel, arch, pointers, {*halves, *floats, *STRIDES}, constants)
         assert ".local" not in ptx
+        if kernel is weights_triton.weights_kernel:
+            # A thread's loads of several heads are under way before the first is used.
+            assert len(re.findall(r"ld\.global", ptx[: ptx.index("ex2.")])) >= weights_triton.HEADS
         if kernel is gather_triton.gather_kernel:
             assert re.search(r"ld\.global\.v4\.b32", ptx) and re.search(r"st\.global\.v4\.b32", ptx)

@@ -177,6 +177,20 @@ def test_rows_and_positions_out_of_range_are_left_alone() -> None:
 
 
 @interpreted
+def test_without_positions_nothing_is_written() -> None:
+    """A query before the first position has no place in the memory."""
+    noted = DeviceStatistics(torch.zeros(4, 600).int(), torch.zeros(4).long(), WANTED)
+    noted.begin([2], [10], None)
+    around = torch.full((3, 5, 256), 7.0)
+    noted._bases[2] = around[1].data_ptr()
+    buffers = PlanBuffers.of(2, 20, "cpu", positions=True)
+    for length in (0, -1, -300):
+        lengths = torch.tensor([length, length])
+        noted.note(Noted(torch.zeros(20), buffers, torch.tensor([2, 2]), lengths, 20))
+        assert (around == 7).all(), length
+
+
+@interpreted
 def test_no_memory_is_an_error_of_its_own() -> None:
     rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
     with pytest.raises(MemoryError, match="for attention statistics of a request"):
@@ -277,15 +291,64 @@ def test_prefill_then_decode(
 
 
 @interpreted
-def test_a_batch_that_nobody_announced_is_not_noted(rig: Rig, backend: Any) -> None:
-    """SGLang's own trial runs, whose rows are nobody's or another's."""
+def test_some_of_the_requests_in_graphs_and_without(
+    rig: Rig, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of two sizes, padded or not, eager steps and a batch with prompts take turns."""
+    monkeypatch.setattr(cuda_attention, "_backend", backend)
+    noted = backend.observe(Observation(latest=3, total=True, prompt=4))
+    graphs = Graphs(rig, backend)
+    rows, lengths = rig.row_of, list(rig.lengths)
+    free = rig.pool.k_buffer[0].isnan().all(dim=(1, 2)).nonzero()[:, 0].tolist()
+    forward(rig, backend, announced(backend, batch_of(rig, lengths)))
+    total = [noted.total(int(row), torch.arange(n)) for row, n in zip(rows, lengths, strict=True)]
+    for runner, some, new in (
+        (graphs, [0, 1], [1, 1]),
+        (graphs, [2], [1]),
+        (backend, [0, 1, 2], [1, 1, 1]),
+        (graphs, [2, 0], [1, 1]),
+        (backend, [1, 2, 0], [1, 4, 1]),
+        (graphs, [1], [1]),
+        (graphs, [0, 1, 2], [1, 1, 1]),
+    ):
+        for b, count in zip(some, new, strict=True):
+            for at in range(lengths[b], lengths[b] + count):
+                rig.rows.req_to_token[rows[b], at] = free.pop(0)
+            lengths[b] += count
+        rig.row_of, rig.lengths = rows[some], [lengths[b] for b in some]
+        batch = announced(backend, batch_of(rig, new))
+        forward(rig, runner, batch)
+        for b, count, right in zip(some, new, dense_weights(rig, batch, 4), strict=True):
+            row, held = int(rows[b]), torch.arange(lengths[b])
+            total[b] = torch.nn.functional.pad(total[b], (0, count)) + right
+            torch.testing.assert_close(noted.total(row, held), total[b], rtol=1e-3, atol=1e-5)
+            if count == 1:
+                torch.testing.assert_close(noted.latest(row, held, 1), right, rtol=1e-3, atol=1e-5)
+        assert not backend._graph_weights.any()
+    # Of the padding.
+    assert int(noted._bases[0]) == 0
+
+
+@interpreted
+def test_a_batch_that_nobody_announced_is_not_noted(
+    rig: Rig, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own trial runs, whose rows are nobody's or another's; another batch was announced."""
+    monkeypatch.setattr(cuda_attention, "_backend", backend)
     noted = backend.observe(WANTED)
-    for new in ([1, 7, 30], [1, 1, 1]):
-        batch = batch_of(rig, new)
-        backend.kv_index_translator.bind_runner_slots(batch)
-        forward(rig, backend, batch)
-    for row in rig.row_of.tolist():
-        assert not noted.total(row, torch.arange(1)).any()
+
+    def totals() -> torch.Tensor:
+        rows = zip(rig.row_of.tolist(), rig.lengths, strict=True)
+        return torch.cat([noted.total(row, torch.arange(length)) for row, length in rows])
+
+    forward(rig, backend, announced(backend, batch_of(rig, [1, 7, 30])))
+    before = totals()
+    assert before.all()
+    announced(backend, batch_of(rig, [1, 3, 4]))
+    trial = batch_of(rig, [1, 3, 4])
+    backend.kv_index_translator.bind_runner_slots(trial)
+    forward(rig, backend, trial)
+    assert torch.equal(totals(), before)
 
 
 @interpreted
