@@ -9,7 +9,7 @@ never leave the device but for a policy that asks for some.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 #: Least positions that a row's memory is for.
 _LEAST = 256
+#: Weights of a prefill's queries: 256 MiB.
+_WEIGHTS = 1 << 26
+#: Bytes on the device that rows do not take: SGLang's forwards need some.
+_SPARE = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -93,13 +97,21 @@ class DeviceStatistics:
         generations: int64 ``[max_requests]`` in host memory, counts the requests that got each
             row (``req_generation``).
         wanted: What the policies read.
+        unowned: Rows that no request has now.
 
     Raises:
         MemoryError: there is no memory for a request of the whole context.
     """
 
-    def __init__(self, rows: torch.Tensor, generations: torch.Tensor, wanted: Observation) -> None:
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        generations: torch.Tensor,
+        wanted: Observation,
+        unowned: Callable[[], Iterable[int]] = tuple,
+    ) -> None:
         self.wanted = wanted
+        self._unowned = unowned
         self._device = rows.device
         self._generations = generations
         self._places = wanted.latest + wanted.total
@@ -137,11 +149,13 @@ class DeviceStatistics:
             self._covered[where] = ends
             return Batch(None, [], list(lengths), [1] * len(where))
         counts, added = [], []
+        # The same on all ranks: they have the same lengths.
+        most = min(self.wanted.prompt, max(1, _WEIGHTS // max(sum(lengths), 1)))
         for row, length, count in zip(rows, lengths, new, strict=True):
             generation = int(self._generations[row])
             follows = self._owner[row] == generation and length - count == self._covered[row]
             # One position that follows may be a decoding request's, in a batch with prompts.
-            observed = 1 if count == 1 and follows else min(count, self.wanted.prompt)
+            observed = 1 if count == 1 and follows else min(count, most)
             goes_on = follows and observed == count
             if self._owner[row] != generation:
                 self._owner[row] = generation
@@ -179,17 +193,45 @@ class DeviceStatistics:
 
     def _allocated(self, size: int) -> torch.Tensor | None:
         """fp32 ``[places, size]``, not cleared; None, said once: there is no memory."""
-        try:
-            return torch.empty((self._places, size), device=self._device)
-        except RuntimeError as error:
-            if not self._short:
-                self._short = True
-                logger.warning(
-                    "reasoncache: no memory for attention statistics of a request, its positions "
-                    "count as never looked at: %s",
-                    error,
-                )
-            return None
+        wanted = 4 * self._places * size
+        if not self._has(wanted):
+            # What was noted of finished requests is there until their rows have new owners.
+            for row in self._unowned():
+                self._memory.pop(row, None)
+                self._room[row] = 0
+                self._owner[row] = -1
+        reason: object = f"less than {_SPARE >> 20} MiB would be left"
+        if self._has(wanted):
+            try:
+                return torch.empty((self._places, size), device=self._device)
+            except RuntimeError as error:
+                reason = error
+        if not self._short:
+            self._short = True
+            logger.warning(
+                "reasoncache: no memory for attention statistics of a request, its positions "
+                "count as never looked at: %s",
+                reason,
+            )
+        return None
+
+    def _has(self, wanted: int) -> bool:
+        """Whether the device has as many bytes to spare."""
+        if self._device.type != "cuda":
+            return True
+        free = torch.cuda.mem_get_info(self._device)[0]
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
+            self._device
+        )
+        return free + cached >= wanted + _SPARE
+
+    def warm_up(self, plan: PlanBuffers) -> None:
+        """Compile what notes. ``plan``: of row 0, which is no request's; nothing is written."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
+        prompts = Prompts(zero.int(), zero, zero.int())
+        weights = torch.zeros(len(plan.kv_indices), device=self._device)
+        for some in (None, prompts):
+            self.note(Noted(weights, plan, zero, zero, len(weights), some))
 
     # -- a forward, on the device --------------------------------------------------
 

@@ -69,20 +69,24 @@ class MovedAttention:
         self.last_layer = max(self._layers)
         self._singly = any(layer.logit_cap > 0 for layer in self._attention)
 
-    def warm_up(self, *, observed: bool = False) -> None:
+    def warm_up(self, *, observed: bool = False) -> PlanBuffers:
         """Compile what the first forwards over moved slots would wait for, some seconds.
 
         Reads row 0, which is no request's, and writes nothing.
 
         Args:
             observed: What gives weights, instead of what gives none.
+
+        Returns:
+            The plan of that row.
         """
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
         one = torch.ones(1, dtype=torch.int64, device=self.device)
         rows, entries = self._rows.req_to_token, 8
+        buffers = self.buffers(1, entries, positions=observed)
         plan = plan_into(
-            self.buffers(1, entries),
+            buffers,
             rows,
             one * 0,
             one * entries,
@@ -113,6 +117,7 @@ class MovedAttention:
             for first in () if observed else (0, 1):
                 shift = None if plan.shift is None else plan.shift[first:]
                 gather_kv(kv, plan.kv_indices[first:], shift, self._dtype)
+        return buffers
 
     def selection(self, name: str, selector: Selector) -> DeviceSelection:
         """What ``selector`` has read of the pool's pages, tried out and compiled.

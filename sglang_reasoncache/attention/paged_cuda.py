@@ -95,8 +95,10 @@ class MovedReads(_Stock):
 
         if self.statistics is None:
             pool = self.req_to_token_pool
-            self.statistics = DeviceStatistics(pool.req_to_token, pool.req_generation, wanted)
-            self.moved.warm_up(observed=True)
+            self.statistics = DeviceStatistics(
+                pool.req_to_token, pool.req_generation, wanted, lambda: pool.free_slots
+            )
+            self.statistics.warm_up(self.moved.warm_up(observed=True))
         return self.statistics
 
     def select(self, name: str, selector: Selector) -> DeviceSelection:

@@ -158,6 +158,44 @@ def test_without_memory_positions_count_as_never_looked_at(
 
 
 @interpreted
+def test_memory_of_rows_without_an_owner_is_given_back_when_it_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = DeviceWorld(1, WANTED)
+    unowned: list[int] = []
+    world.statistics = DeviceStatistics(world.rows, world.generations, WANTED, lambda: unowned)
+    for row in (1, 2):
+        world.begin(row, 0)
+    unowned.append(1)
+    # Room for the memory of two rows.
+    monkeypatch.setattr(
+        DeviceStatistics, "_has", lambda self, _wanted: len(self._memory) < 2, raising=True
+    )
+    world.begin(3, 0)
+    assert set(world.statistics._memory) == {2, 3}
+    world.check(2)
+    world.check(3)
+    # There is none for a third one, which gets it once another row is nobody's.
+    unowned.clear()
+    world.begin(1, 0)
+    assert not world.statistics.total(1, torch.arange(1)).any()
+    unowned.append(2)
+    world.begin(1, 0)
+    world.check(1)
+
+
+def test_weights_of_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By fewer queries of each, at least one."""
+    rows, generations = torch.zeros(9, 600).int(), torch.ones(9).long()
+    for bound, counts in ((6 * 1200, [6, 6, 4]), (2 * 1200, [2, 2, 2]), (1, [1, 1, 1])):
+        monkeypatch.setattr(device_statistics, "_WEIGHTS", bound)
+        noted = DeviceStatistics(rows, generations, WANTED)
+        batch = noted.begin([1, 2, 3], [600, 300, 300], [600, 20, 4])
+        assert batch.counts == counts
+        assert noted._first[1:4].tolist() == [600 - counts[0], 300 - counts[1], 300 - counts[2]]
+
+
+@interpreted
 def test_rows_and_positions_out_of_range_are_left_alone() -> None:
     """A graph's padding, rows without memory, and lengths beyond it."""
     noted = DeviceStatistics(torch.zeros(4, 600).int(), torch.zeros(4).long(), WANTED)
