@@ -14,7 +14,7 @@ import pkgutil
 import re
 import types
 import typing
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -30,16 +30,18 @@ from sglang_reasoncache.policies.contract import (
 )
 
 #: Every evictor and selector of this package: a policy is one line here.
-BUILT_IN = {
-    "streamingllm": "sglang_reasoncache.policies.streamingllm:StreamingLLM",
-    "random": "sglang_reasoncache.policies.random_eviction:RandomEviction",
-    "l2norm": "sglang_reasoncache.policies.l2norm:L2Norm",
-    "keydiff": "sglang_reasoncache.policies.keydiff:KeyDiff",
-    "h2o": "sglang_reasoncache.policies.h2o:H2O",
-    "snapkv": "sglang_reasoncache.policies.snapkv:SnapKV",
-    "rkv": "sglang_reasoncache.policies.rkv:RKV",
-    "quest": "sglang_reasoncache.policies.quest:Quest",
-}
+BUILT_IN: Mapping[str, str] = types.MappingProxyType(
+    {
+        "streamingllm": "sglang_reasoncache.policies.streamingllm:StreamingLLM",
+        "random": "sglang_reasoncache.policies.random_eviction:RandomEviction",
+        "l2norm": "sglang_reasoncache.policies.l2norm:L2Norm",
+        "keydiff": "sglang_reasoncache.policies.keydiff:KeyDiff",
+        "h2o": "sglang_reasoncache.policies.h2o:H2O",
+        "snapkv": "sglang_reasoncache.policies.snapkv:SnapKV",
+        "rkv": "sglang_reasoncache.policies.rkv:RKV",
+        "quest": "sglang_reasoncache.policies.quest:Quest",
+    }
+)
 #: Where other packages register theirs, ``name = "package.module:Class"``.
 ENTRY_POINTS = "sglang_reasoncache.policies"
 #: Sharing between similar steps, and nothing at all.
