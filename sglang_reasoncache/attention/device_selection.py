@@ -8,25 +8,19 @@ graph. What differs from the CPU: a page that a row uses elsewhere than at home 
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_reasoncache.attention import waits
+from sglang_reasoncache.attention.asking import AskedSelector, SelectionRefusal
 from sglang_reasoncache.attention.page_bounds import PageBounds
-from sglang_reasoncache.attention.selection import SelectionRefusal, limits_of
 from sglang_reasoncache.attention.selection_step import PagesOfRows, Room, Step
-from sglang_reasoncache.config import flag_of
 from sglang_reasoncache.kernels.plan import RowPlan
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
     from sglang_reasoncache.policies.contract import Selector
-
-logger = logging.getLogger(__name__)
 
 
 class DeviceSelection:
@@ -39,9 +33,6 @@ class DeviceSelection:
         page: Positions of a page, above 1.
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
         home: int32 ``[num_slots]``, home positions; None where keys are read as cached.
-
-    Attributes:
-        refusals: Of :class:`SelectionRefusal`, by value, those that the host sees.
 
     Raises:
         ValueError: ``budget`` or ``whole_layers`` of the selector is no such number.
@@ -57,11 +48,9 @@ class DeviceSelection:
         rows: torch.Tensor,
         home: torch.Tensor | None,
     ) -> None:
-        self.name = name
-        self._selector = selector
+        self._asked = AskedSelector(name, selector, page)
         self._page, self._rows, self._home = page, rows, home
-        self._budget, whole_layers = limits_of(name, selector)
-        first = min(layers) + whole_layers
+        first = min(layers) + self._asked.whole_layers
         self._keys = {layer: keys for layer, keys in layers.items() if layer >= first}
         try:
             self._bounds = {layer: PageBounds(keys, page) for layer, keys in self._keys.items()}
@@ -76,26 +65,25 @@ class DeviceSelection:
         self._graph_room: Room | None = None
         # Graphs captured before larger ones were asked for still write here.
         self._outgrown: list[Room] = []
-        self._failed = self._trying = False
-        self.refusals: Counter[str] = Counter()
+        self._trying = False
 
     def describe(self) -> dict[str, Any]:
         """For the endpoint. Waits for what is queued on the device."""
         return self._described(self._totals)
 
     def recent(self) -> dict[str, Any]:
-        """As :meth:`describe`, as it was when this was last called or later, without a wait."""
+        """As :meth:`describe`, of when this was called before, or later; without a wait."""
         described = self._described(self._host)
         self._host.copy_(self._totals, non_blocking=True)
         return described
 
     def _described(self, totals: torch.Tensor) -> dict[str, Any]:
         held, read, newest = totals.tolist()
-        refusals = dict(self.refusals)
+        refusals = dict(self._asked.refusals)
         if newest:
             refusals[SelectionRefusal.NEWEST.value] = newest
         return {
-            "name": self.name,
+            "name": self._asked.name,
             "positions_held": held,
             "positions_read": read,
             "refusals": refusals,
@@ -134,7 +122,7 @@ class DeviceSelection:
             observed: Weights of what is read are asked for.
         """
         self._step = None
-        if longest <= self._budget:
+        if longest <= self._asked.budget:
             return
         room = self._pages.room(len(requests), len(whole.kv_indices), observed)
         self._step = self._pages.step(requests, lengths, whole, longest, room, strict=False)
@@ -169,7 +157,14 @@ class DeviceSelection:
         step = self._step
         if step is None or layer not in self._bounds:
             return None
-        asked = self._ask(step, self._shares(step, self._bounds[layer], query, scale))
+        shares = self._shares(step, self._bounds[layer], query, scale)
+        asked = self._asked.pages(
+            shares,
+            step.held,
+            step.newest,
+            strict=step.strict,
+            during=waits.refused(shares.device) if self._trying else None,
+        )
         if asked is None:
             return None
         from sglang_reasoncache.kernels import select_triton
@@ -181,7 +176,7 @@ class DeviceSelection:
             step.lengths,
             keep,
             self._totals,
-            budget=self._budget,
+            budget=self._asked.budget,
             page=self._page,
         )
         chosen = step.room.plan
@@ -204,46 +199,6 @@ class DeviceSelection:
             query, step.named, scale, spans=step.spans, longest=step.held.shape[1]
         )
         return found[step.index].masked_fill_(~step.held, 0.0)
-
-    def _ask(self, step: Step, shares: torch.Tensor) -> torch.Tensor | None:
-        try:
-            with waits.refused(shares.device) if self._trying else contextlib.nullcontext():
-                # Copies: later layers read the same, whatever a selector does to its own.
-                asked = self._selector.keep(
-                    shares, step.held.clone(), step.newest.clone(), self._page
-                )
-        except Exception as error:
-            if step.strict:
-                raise ValueError(
-                    f"{self._flag}: keep of a selector failed on {shares.device}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            self.refusals[SelectionRefusal.POLICY_FAILED.value] += 1
-            if not self._failed:
-                self._failed = True
-                logger.exception(
-                    "reasoncache: policy %s failed, further failures count only", self.name
-                )
-            return None
-        if (
-            type(asked) is not torch.Tensor
-            or asked.dtype != torch.bool
-            or asked.shape != step.held.shape
-            or asked.device != step.held.device
-            or asked.layout != torch.strided
-        ):
-            if step.strict:
-                raise ValueError(
-                    f"{self._flag}: keep of a selector must give a plain bool tensor "
-                    f"{list(step.held.shape)} on {step.held.device}, got {_named(asked)}"
-                )
-            self.refusals[SelectionRefusal.MALFORMED.value] += 1
-            return None
-        return asked
-
-    @property
-    def _flag(self) -> str:
-        return f"{flag_of('policy')} {self.name}"
 
     # -- at the start -------------------------------------------------------------
 
@@ -272,9 +227,3 @@ class DeviceSelection:
         finally:
             self._trying, self._step = False, None
             self._totals.zero_()
-
-
-def _named(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{type(value).__name__} {value.dtype} {list(value.shape)} on {value.device}"
-    return type(value).__name__

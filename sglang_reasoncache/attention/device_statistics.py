@@ -24,6 +24,9 @@ from sglang_reasoncache.policies.contract import Observation
 
 logger = logging.getLogger(__name__)
 
+#: Numbers in host memory.
+Ints = Sequence[int] | torch.Tensor
+
 #: Least positions that a row's memory is for.
 _LEAST = 256
 #: Weights of a prefill's queries: 256 MiB.
@@ -34,16 +37,16 @@ _SPARE = 512 << 20
 
 @dataclass(frozen=True)
 class Batch:
-    """What a forward that is being prepared has to note.
+    """What a prefill that is being prepared has to note.
 
     Attributes:
-        counts: Queries of each request, its last ones; None: one each (decode).
+        counts: Queries of each request, its last ones.
         added: Positions of each request whose totals go on.
         lengths: Positions of each request.
         new: New tokens of each.
     """
 
-    counts: list[int] | None
+    counts: list[int]
     added: list[int]
     lengths: list[int]
     new: list[int]
@@ -134,20 +137,22 @@ class DeviceStatistics:
 
     # -- before a forward, on the host -------------------------------------------
 
-    def begin(
-        self, rows: Sequence[int], lengths: Sequence[int], new: Sequence[int] | None
-    ) -> Batch:
-        """A forward is about to be prepared: have memory, and settle what will be noted.
+    def begin(self, rows: Ints, lengths: Ints, new: Sequence[int] | None) -> Batch | None:
+        """A forward is about to be prepared: have memory, and settle what a prefill notes.
 
         Args:
-            rows, lengths: Of each request; positions with the new ones.
+            rows, lengths: Of each request, in host memory; positions with the new ones.
             new: New tokens of each request; None: one each (decode).
         """
         where, ends = np.asarray(rows, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
-        if new is None:
-            self._reserve(where[ends > self._room[where]], ends[ends > self._room[where]])
-            self._covered[where] = ends
-            return Batch(None, [], list(lengths), [1] * len(where))
+        batch = None if new is None else self._settle(where.tolist(), ends.tolist(), new)
+        short = ends > self._room[where]
+        if short.any():
+            self._reserve(where[short], ends[short])
+        self._covered[where] = ends
+        return batch
+
+    def _settle(self, rows: list[int], lengths: list[int], new: Sequence[int]) -> Batch:
         counts, added = [], []
         # The same on all ranks: they have the same lengths.
         most = min(self.wanted.prompt, max(1, _WEIGHTS // max(sum(lengths), 1)))
@@ -165,14 +170,10 @@ class DeviceStatistics:
                 self._first[row] = length - observed
             counts.append(observed)
             added.append(length - count if goes_on else 0)
-        self._reserve(where[ends > self._room[where]], ends[ends > self._room[where]])
-        self._covered[where] = ends
-        return Batch(counts, added, list(lengths), list(new))
+        return Batch(counts, added, lengths, list(new))
 
     def _reserve(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         """Have memory for as many positions of each row; what was noted stays."""
-        if not len(rows):
-            return
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             size = min(self._width, max(_LEAST, length + length // 2))
             memory, old = self._allocated(size), self._memory.pop(row, None)
@@ -194,14 +195,16 @@ class DeviceStatistics:
     def _allocated(self, size: int) -> torch.Tensor | None:
         """fp32 ``[places, size]``, not cleared; None, said once: there is no memory."""
         wanted = 4 * self._places * size
-        if not self._has(wanted):
+        there = self._has(wanted)
+        if not there:
             # What was noted of finished requests is there until their rows have new owners.
             for row in self._unowned():
                 self._memory.pop(row, None)
                 self._room[row] = 0
                 self._owner[row] = -1
+            there = self._has(wanted)
         reason: object = f"less than {_SPARE >> 20} MiB would be left"
-        if self._has(wanted):
+        if there:
             try:
                 return torch.empty((self._places, size), device=self._device)
             except RuntimeError as error:
@@ -272,7 +275,6 @@ class DeviceStatistics:
             plan, rows: Of its rows, with ``positions``, as planned and as read.
             requests, lengths: int ``[batch]``, on the device.
         """
-        assert batch.counts is not None, "of a decode step"
         of: list[int] = []
         left: list[int] = []
         tokens: list[int] = []

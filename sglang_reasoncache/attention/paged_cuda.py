@@ -112,7 +112,7 @@ class MovedReads(_Stock):
         return self.selection
 
     def expect(self, rids: Sequence[str], batch: Batch) -> None:
-        """The next forward is that of ``rids``, SGLang's list of its request ids."""
+        """The next prefill is that of ``rids``, SGLang's list of its request ids."""
         self._coming = rids, batch
 
     def reads_ours(self, forward_batch: Any) -> bool:

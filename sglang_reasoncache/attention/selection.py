@@ -7,36 +7,16 @@ keys are written and belong to the page, whoever names it.
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
+from sglang_reasoncache.attention.asking import AskedSelector, SelectionRefusal
 from sglang_reasoncache.attention.page_bounds import PageBounds
 from sglang_reasoncache.attention.rotation import KeyRotation
-from sglang_reasoncache.config import flag_of
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.policies.contract import Selector
-
-logger = logging.getLogger(__name__)
-
-
-class SelectionRefusal(Enum):
-    """Why a selector's answer was not used as it is; values are metric labels."""
-
-    MALFORMED = "malformed"
-    """No bool tensor of the pages' shape: everything was read."""
-    NEWEST = "newest"
-    """The page that is being filled was left out: it was read."""
-    POLICY_FAILED = "policy_failed"
-    """The policy raised an exception: everything was read."""
-
-
-#: How :class:`Selector` says what it reads whole, and the least of each.
-_COUNTS = {"budget": 1, "whole_layers": 0}
 
 
 class Selected(NamedTuple):
@@ -99,25 +79,21 @@ class PageSelection:
         page: int,
         rotation: KeyRotation | None,
     ) -> None:
-        self.name = name
-        self._selector = selector
+        self._asked = AskedSelector(name, selector, page)
         self._page = page
         self._rotation = rotation
-        # Asked once: what another package's selector says later could not be caught everywhere.
-        self._budget, whole_layers = limits_of(name, selector)
-        first = min(layers) + whole_layers
+        first = min(layers) + self._asked.whole_layers
         self._bounds = {
             layer: PageBounds(keys, page) for layer, keys in layers.items() if layer >= first
         }
         self._step: _Step | None = None
-        self._failed = False
         self.held = self.read = 0
-        self.refusals: Counter[str] = Counter()
+        self.refusals = self._asked.refusals
 
     def describe(self) -> dict[str, Any]:
         """For the endpoint."""
         return {
-            "name": self.name,
+            "name": self._asked.name,
             "positions_held": self.held,
             "positions_read": self.read,
             "refusals": dict(self.refusals),
@@ -145,7 +121,7 @@ class PageSelection:
         forward."""
         self._step = None
         most = int(lengths.max()) if len(lengths) else 0
-        if most <= self._budget:
+        if most <= self._asked.budget:
             return
         pages = -(-most // self._page)
         slots = rows[requests.long(), : pages * self._page].long()
@@ -193,31 +169,12 @@ class PageSelection:
         return Selected(RowPlan(indptr, indices, shift), among)
 
     def _ask(self, step: _Step, shares: torch.Tensor) -> torch.Tensor | None:
-        try:
-            # Copies: later layers read the same, whatever a selector does to its own.
-            keep = self._selector.keep(shares, step.held.clone(), step.newest.clone(), self._page)
-        except Exception:
-            self.refusals[SelectionRefusal.POLICY_FAILED.value] += 1
-            if not self._failed:
-                self._failed = True
-                logger.exception(
-                    "reasoncache: policy %s failed, further failures count only", self.name
-                )
-            return None
-        if (
-            type(keep) is not torch.Tensor
-            or keep.dtype != torch.bool
-            or keep.shape != step.held.shape
-            or keep.device != step.held.device
-            or keep.layout != torch.strided
-        ):
-            self.refusals[SelectionRefusal.MALFORMED.value] += 1
-            return None
+        keep = self._asked.pages(shares, step.held, step.newest)
         newest = step.newest[:, None]
-        if not bool(keep.gather(1, newest).all()):
-            self.refusals[SelectionRefusal.NEWEST.value] += 1
-            keep = keep.scatter(1, newest, True)
-        return keep
+        if keep is None or bool(keep.gather(1, newest).all()):
+            return keep
+        self.refusals[SelectionRefusal.NEWEST.value] += 1
+        return keep.scatter(1, newest, True)
 
     def _shares(
         self, step: _Step, bounds: PageBounds, query: torch.Tensor, scale: float
@@ -239,26 +196,3 @@ class PageSelection:
         logits[row, place] = bounds.largest(turned, pages) * scale
         shares[rows] = logits[rows].softmax(dim=1).sum(dim=2)
         return shares
-
-
-def limits_of(name: str, selector: Selector) -> tuple[int, int]:
-    """``budget`` and ``whole_layers`` of a selector.
-
-    Raises:
-        ValueError: one of them is no such number.
-    """
-    budget, whole_layers = (_count(name, selector, key) for key in _COUNTS)
-    return budget, whole_layers
-
-
-def _count(name: str, selector: Selector, key: str) -> int:
-    try:
-        found = getattr(selector, key)
-    except Exception as error:
-        found = error
-    if type(found) is not int or found < _COUNTS[key]:
-        raise ValueError(
-            f"{flag_of('policy')} {name}: {key} of a selector must be an integer of at least "
-            f"{_COUNTS[key]}, got {found!r}"
-        )
-    return found

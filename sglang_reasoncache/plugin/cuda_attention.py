@@ -92,12 +92,10 @@ def _after_forward_batch(
         mark.note(result.rids, moved or tree.reads_holes(batch.reqs))
         statistics, mode = _backend.statistics, result.forward_mode
         if statistics is not None and not mode.is_idle():
-            coming = statistics.begin(
-                batch.req_pool_indices_cpu.tolist(),
-                batch.seq_lens_cpu.tolist(),
-                None if mode.is_decode() else result.extend_seq_lens_cpu,
-            )
-            _backend.expect(result.rids, coming)
+            new = None if mode.is_decode() else result.extend_seq_lens_cpu
+            coming = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
+            if coming is not None:
+                _backend.expect(result.rids, coming)
 
 
 def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:

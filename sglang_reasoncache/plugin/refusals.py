@@ -141,7 +141,7 @@ def check_selector(args: Any, config: ReasonCacheConfig) -> None:
             f"{flag_of('apply')} copy writes others"
         )
     for flag, name in _backends(args):
-        if name not in seams.SELECTING_BACKENDS:
+        if name not in seams.HOLE_BACKENDS:
             raise ValueError(reads_everything(selector.name, flag, name))
 
 
@@ -170,7 +170,7 @@ def check_selected_page(policy: str, page_size: int) -> None:
 def reads_everything(policy: str, flag: str, name: str) -> str:
     return (
         f"{flag_of('policy')} {policy} selects what a step reads, which {flag} {name} does not "
-        f"ask; use {', '.join(seams.SELECTING_BACKENDS)}, one for prefill and decode"
+        f"ask; use {', '.join(seams.HOLE_BACKENDS)}, one for prefill and decode"
     )
 
 

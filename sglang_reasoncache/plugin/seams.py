@@ -109,12 +109,9 @@ CUDA_BACKENDS = ("flashinfer", "triton")
 #: Attention backends whose reads we can correct, by name.
 CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
 
-#: Attention backends with which dropped positions are skipped, and which tell how much weight
-#: positions get, by name.
+#: Attention backends with which dropped positions are skipped, which tell how much weight
+#: positions get, and whose decode reads what a policy selects, by name.
 HOLE_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
-
-#: Attention backends whose decode reads what a policy selects, by name.
-SELECTING_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
 def resolve(name: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.kernels.row_order import RowOrder
+from tests.kernels.ahead_of_time import NAMES, STRIDES, compile_for
 from tests.kernels.attention_cases import (
     CASES,
     TABLE,
@@ -40,7 +40,6 @@ from tests.triton_runs import (
 
 pytest.importorskip("triton")
 
-import triton
 
 from sglang_reasoncache.kernels import (
     decode_triton,
@@ -634,39 +633,6 @@ def test_a_captured_graph_follows_its_inputs() -> None:
     home.copy_(rig.home)
     graph.replay()
     assert_attention(out.cpu(), rig.expected(rig.plan())[0])
-
-
-def compile_for(
-    kernel: Any, arch: int, pointers: dict[str, str], aligned: set[str], constants: dict[str, Any],
-    floats: Collection[str] = (), **options: int,
-) -> str:  # fmt: skip
-    """PTX of a kernel for a GPU that is not here, and its machine code without spills."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature = {
-        name: f"*{pointers[name]}" if name in pointers else "fp32" if name in floats else "i32"
-        for name in kernel.arg_names
-        if name not in constants
-    }
-    divisible = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(signature)
-        if name in aligned
-    }
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, constants, divisible)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    assert len(compiled.asm["cubin"]) > 0
-    assert f".target sm_{arch}" in compiled.asm["ptx"]
-    return compiled.asm["ptx"]
-
-
-STRIDES = {
-    "q_row_stride", "q_head_stride", "k_slot_stride", "k_head_stride", "v_slot_stride",
-    "v_head_stride",
-}  # fmt: skip
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")

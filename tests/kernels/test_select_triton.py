@@ -29,7 +29,7 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.policies.quest import Quest
-from tests.kernels.test_attention_triton import NAMES, STRIDES, compile_for
+from tests.kernels.ahead_of_time import NAMES, STRIDES, compile_for
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from sglang_reasoncache.attention.selection import SelectionRefusal
+from sglang_reasoncache.attention.asking import SelectionRefusal
 from sglang_reasoncache.policies import registry
 from sglang_reasoncache.sharing.decision import DropRefusal
 from tests.policy.test_evictors import positions, view
@@ -39,7 +39,8 @@ def example(tmp_path: Path) -> Iterator[ModuleType]:
 
 
 def test_the_example(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.BUILT_IN, "thinning", f"{example.__name__}:Thinning")
+    registered = {**registry.BUILT_IN, "thinning": f"{example.__name__}:Thinning"}
+    monkeypatch.setattr(registry, "BUILT_IN", registered)
     try:
         [(_, policy)] = registry.parse("thinning:budget=10:keep=4:recent=2").evictors
         with pytest.raises(registry.PolicyError, match="keep of thinning between 2 and 1000"):

@@ -131,6 +131,32 @@ class World:
             torch.testing.assert_close(found, sum(some) / len(some), rtol=1e-5, atol=1e-6)
 
 
+def assert_sums(world: World, steps: int, least: int) -> None:
+    """Whatever happens, a row tells the weights it was given; ``least``: looks that say so."""
+    checked = 0
+    for _ in range(steps):
+        world.step()
+        row = world.random.randrange(ROWS)
+        if world.given[row]:
+            world.check(row)
+            checked += 1
+    assert checked > least
+
+
+def assert_nothing_is_left(world: World) -> None:
+    """The next request in a row finds as many positions cached as the last one had reached."""
+    world.begin(2, 0)
+    for _ in range(5):
+        world.forward([2], None)
+    world.begin(2, world.length[2])
+    world.check(2)
+    # Before its first forward: nothing at all.
+    world.generations[2] += 1
+    held = torch.arange(4)
+    assert world.statistics.total(2, held).tolist() == [0] * 4
+    assert world.statistics.latest(2, held, 1).tolist() == [0] * 4
+
+
 def dense_weights(rig: Rig, batch: Any, observed: int) -> list[torch.Tensor]:
     """fp64 sums over heads and the last ``observed`` queries of each row, by position."""
     keys = rig.pool.k_buffer[1].double()

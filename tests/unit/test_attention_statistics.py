@@ -20,7 +20,13 @@ from sglang_reasoncache.policies.evictor import Evictor
 from sglang_reasoncache.policies.registry import NamedPolicy
 from sglang_reasoncache.sharing.weights import WeightSource, observation_of
 from tests.unit.attention_rig import LENGTHS, Rig, served_runner
-from tests.unit.statistics_world import ROWS, WANTED, World, dense_weights
+from tests.unit.statistics_world import (
+    WANTED,
+    World,
+    assert_nothing_is_left,
+    assert_sums,
+    dense_weights,
+)
 
 
 @pytest.fixture
@@ -43,30 +49,11 @@ def memory_is_not_clear(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sums_are_those_of_all_weights_given(
     seed: int, wanted: Observation, memory_is_not_clear: None
 ) -> None:
-    world = World(seed, wanted)
-    checked = 0
-    for _ in range(150):
-        world.step()
-        row = world.random.randrange(ROWS)
-        if world.given[row]:
-            world.check(row)
-            checked += 1
-    assert checked > 50
+    assert_sums(World(seed, wanted), steps=150, least=50)
 
 
 def test_nothing_of_the_last_request_in_a_row_is_left() -> None:
-    """The next one finds as many positions in the prefix cache as the last one had reached."""
-    world = World(1, WANTED)
-    world.begin(2, 0)
-    for _ in range(5):
-        world.forward([2], None)
-    world.begin(2, world.length[2])
-    world.check(2)
-    # Before its first forward: nothing at all.
-    world.generations[2] += 1
-    held = torch.arange(4)
-    assert world.statistics.total(2, held).tolist() == [0] * 4
-    assert world.statistics.latest(2, held, 1).tolist() == [0] * 4
+    assert_nothing_is_left(World(1, WANTED))
 
 
 def test_a_batch_with_prompts_keeps_totals_of_those_that_decode() -> None:

@@ -20,7 +20,14 @@ from sglang_reasoncache.plugin import cuda_attention
 from sglang_reasoncache.policies.contract import Observation
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import Rig
-from tests.unit.statistics_world import SLOTS, WANTED, World, dense_weights
+from tests.unit.statistics_world import (
+    SLOTS,
+    WANTED,
+    World,
+    assert_nothing_is_left,
+    assert_sums,
+    dense_weights,
+)
 from tests.unit.test_attention_cuda import batch_of, forward
 from tests.unit.test_attention_cuda_graph import LENGTHS, Graphs, triton_backend
 
@@ -55,7 +62,7 @@ class DeviceWorld(World):
     ) -> torch.Tensor | None:
         batch = self.statistics.begin(requests.tolist(), lengths.tolist(), new)
         plan = plan_into(self.buffers, self.rows, requests, lengths, num_slots=SLOTS)
-        if batch.counts is None:
+        if batch is None:
             # As in a graph: SGLang's buffers, written anew before each replay.
             ends = requests.clone(), lengths.clone()
             self.noted = self.statistics.of_decode(
@@ -104,31 +111,12 @@ def memory_is_not_clear(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sums_are_those_of_all_weights_given(
     seed: int, wanted: Observation, memory_is_not_clear: None
 ) -> None:
-    world = DeviceWorld(seed, wanted)
-    checked = 0
-    for _ in range(80):
-        world.step()
-        row = world.random.randrange(len(world.rows))
-        if world.given[row]:
-            world.check(row)
-            checked += 1
-    assert checked > 20
+    assert_sums(DeviceWorld(seed, wanted), steps=80, least=20)
 
 
 @interpreted
 def test_nothing_of_the_last_request_in_a_row_is_left() -> None:
-    """The next one finds as many positions in the prefix cache as the last one had reached."""
-    world = DeviceWorld(1, WANTED)
-    world.begin(2, 0)
-    for _ in range(5):
-        world.forward([2], None)
-    world.begin(2, world.length[2])
-    world.check(2)
-    # Before its first forward: nothing at all.
-    world.generations[2] += 1
-    held = torch.arange(4)
-    assert world.statistics.total(2, held).tolist() == [0] * 4
-    assert world.statistics.latest(2, held, 1).tolist() == [0] * 4
+    assert_nothing_is_left(DeviceWorld(1, WANTED))
 
 
 @interpreted
@@ -191,7 +179,7 @@ def test_weights_of_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(device_statistics, "_WEIGHTS", bound)
         noted = DeviceStatistics(rows, generations, WANTED)
         batch = noted.begin([1, 2, 3], [600, 300, 300], [600, 20, 4])
-        assert batch.counts == counts
+        assert batch is not None and batch.counts == counts
         assert noted._first[1:4].tolist() == [600 - counts[0], 300 - counts[1], 300 - counts[2]]
 
 
