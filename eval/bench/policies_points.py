@@ -17,7 +17,6 @@ SAVINGS = (0.1, 0.2, 0.4, 0.6)
 #: What sharing saves on the embedded reasoner's responses, over decode steps, by percentile:
 #: 22% is the most that its steps allow (docs/benchmarks.md).
 _PERCENTILES = {0.1: 30, 0.2: 80}
-_SHARING_SAVES = 0.2
 #: Blocks of the shortest steps stay whole, so more of the others are redirected than is aimed at.
 _RANDOM_RATIO = 1.2
 #: A policy acts when this many positions are too many. The default, 32, is made for long
@@ -37,9 +36,9 @@ SELECTOR = "quest"
 #: Quest reads whole pages. Its paper reads the first two layers of 32 whole; here it is one of 4.
 SELECTOR_FLAGS = ("--page-size", "16")
 _SELECTOR_OPTIONS = "whole_layers=1"
-#: Positions of a request when it begins and when it ends, embedded and replayed: a selector's
-#: budget stays the same while a request grows.
-_GROWS, _REPLAYED_GROWS = (60, 700), (150, 1500)
+#: Positions of a request when it begins and when it ends, embedded and replayed: a budget stays
+#: the same while a request grows, as in the papers.
+_GROWS, _REPLAYED_GROWS = (45, 580), (150, 1500)
 #: In the order of tables.
 POLICIES = (
     SHARING,
@@ -168,22 +167,18 @@ def method_of(policy: str, saving: float, replayed: bool = False) -> str | None:
         if saving > _PROMPT_SAVES:
             return None
         return f"reasoncache:policy={policy}:share={_PROMPT_SHARE}"
-    # Sharing takes its part of what the evictor leaves.
-    share = (1 - saving) / (1 - _SHARING_SAVES if sharing else 1)
-    if share >= 1:
-        return None
     name = {RANDOM_EVICTION: "random"}.get(evictor, evictor)
-    if evictor == SELECTOR:
-        budget = _budget(1 - share, *(_REPLAYED_GROWS if replayed else _GROWS))
-        options = f"budget={budget}:{_SELECTOR_OPTIONS}"
-    else:
-        options = f"share={share:.4g}:slack={_REPLAYED_SLACK if replayed else _SLACK}"
+    # A pair has its evictor's budget, so that the two can be compared at it.
+    budget = _budget(saving, *(_REPLAYED_GROWS if replayed else _GROWS))
+    slack = f"slack={_REPLAYED_SLACK if replayed else _SLACK}"
+    options = f"budget={budget}:{_SELECTOR_OPTIONS if evictor == SELECTOR else slack}"
     prefix = f"{SHARING}+" if sharing else ""
     return f"reasoncache:policy={prefix}{name}:{options}" + (blocks if sharing else "")
 
 
 def _budget(saving: float, start: int, end: int) -> int:
-    """What leaves out that share of the positions of a request that grows from start to end."""
+    """The budget that leaves out that share of the positions of a request that grows from start to
+    end, averaged over its steps."""
     return round(end - math.sqrt(saving * (end**2 - start**2)))
 
 
@@ -200,10 +195,8 @@ def parts(policy: str) -> tuple[bool, str]:
 
 def _why_not(policy: str) -> str:
     if policy == SHARING:
-        return f"what repeats allows some {_SHARING_SAVES:.0%} over decode steps"
-    if policy == _PROMPT_ONLY:
-        return "it gives up nothing but prompt, and prompts are short here"
-    return "sharing alone saves as much"
+        return f"what repeats allows some {max(_PERCENTILES):.0%} over decode steps"
+    return "it gives up nothing but prompt, and prompts are short here"
 
 
 def _missing(policy: str) -> str | None:

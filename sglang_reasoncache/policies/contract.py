@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy sees and what it answers. Neither SGLang nor slots appear here."""
+"""What a policy sees and what it answers. Neither SGLang nor its slots' ids appear here."""
 
 from __future__ import annotations
 
@@ -108,6 +108,8 @@ class RequestView:
             policy's ``prompt`` only the tree's part does.
         page: Positions per page; only whole pages can be dropped.
         held: int64, ascending: written positions that were not dropped. Read-only.
+        places: int64 ``[held]``, a number of the slot of each: sharing has given the same one to
+            positions that have the same number. Read-only.
         seed: A number of the prompt's tokens, the same for the same prompt.
         keys: On demand; only for a policy that ``needs`` them.
         attention: Likewise.
@@ -118,22 +120,31 @@ class RequestView:
     owned: int
     page: int
     held: np.ndarray
+    places: np.ndarray
     seed: int
     keys: Keys
     attention: Attention = field(default_factory=NoAttention)
 
     def __post_init__(self) -> None:
         # What one policy does to it must not show in what it reads of keys and weights.
-        held = self.held.view()
-        held.setflags(write=False)
-        object.__setattr__(self, "held", held)
+        for name in ("held", "places"):
+            array = getattr(self, name).view()
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+    @property
+    def slots(self) -> int:
+        """How many the held positions take."""
+        return len(np.unique(self.places))
 
     def candidates(self, recent: int = 1) -> np.ndarray:
         """Positions that may be dropped, ascending, in whole pages: all that the request owns
-        and holds, less the ``recent`` newest ones (at least 1). The caller's own array."""
+        and holds, less the ``recent`` newest ones (at least 1), and less those that have a slot
+        with one that stays, where nothing would come back. The caller's own array."""
         end = (self.written - max(recent, 1)) // self.page * self.page
         low, high = np.searchsorted(self.held, (self.owned, end))
-        return self.held[low:high].copy()
+        stays = np.concatenate((self.places[:low], self.places[high:]))
+        return self.held[low:high][~np.isin(self.places[low:high], stays)]
 
 
 class Selector(Protocol):
@@ -183,8 +194,10 @@ class Policy(Protocol):
     def slack(self) -> int:
         """Positions a request writes at least between two decisions."""
 
-    def excess(self, written: int, held: int) -> int:
-        """How many of ``held`` positions are too many now. Asked often; 0 asks no further."""
+    def excess(self, written: int, slots: int) -> int:
+        """How many of the ``slots`` of ``written`` positions, less what was dropped or shared,
+        are too many now. Asked often; 0 asks no further."""
 
     def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
-        """Runs of positions to give up, some ``excess`` of them together."""
+        """Runs of positions to give up, of some ``excess`` slots together. A slot comes back with
+        the last position that has it."""

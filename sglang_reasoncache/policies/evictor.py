@@ -21,9 +21,9 @@ class Evictor:
     """Options of every evictor; exactly one of ``budget`` and ``share`` must be given.
 
     Attributes:
-        budget: Positions a request holds, prompt included.
+        budget: Slots a request takes, prompt included; positions that share one count once.
         share: The same as a share of its positions so far.
-        slack: Positions above that before the policy acts; it then goes down to the budget.
+        slack: Slots above that before the policy acts; it then goes down to the budget.
         recent: Newest positions that stay, even where the budget is not met then: the prompt
             alone may exceed it, and a response that forgets every word at once is noise.
         prompt: Positions of the prompt may go too, chunk by chunk while it is computed. It
@@ -61,10 +61,10 @@ class Evictor:
         elif not 0 <= self.until <= self.when:
             raise OptionError("until", f"between 0 and when ({self.when})")
 
-    def excess(self, written: int, held: int) -> int:
+    def excess(self, written: int, slots: int) -> int:
         allowed = self.budget if self.share is None else math.ceil(self.share * written)
         assert allowed is not None, "one of the two is given"
-        return held - allowed if held - allowed > self.slack else 0
+        return slots - allowed if slots - allowed > self.slack else 0
 
 
 def between(key: str, value: float, low: float, high: float) -> None:
@@ -92,13 +92,19 @@ def drop_highest(
 ) -> Iterable[Drop]:
     """Give up the candidates of highest score, older ones first among equals.
 
+    Positions that share a slot go together, once the one of them that is wanted most would.
+
     Args:
         candidates: Of :meth:`RequestView.candidates`, or some whole pages of it.
         scores: float ``[held]``. A page has the mean of its positions.
-        excess: Positions; rounded up to whole pages.
+        excess: Slots; rounded up to whole pages.
     """
     page = view.page
-    of_candidates = scores[np.searchsorted(view.held, candidates)]
-    by_page = of_candidates.reshape(-1, page).mean(axis=1)
-    chosen = np.argsort(-by_page, kind="stable")[: math.ceil(excess / page)]
-    return runs(candidates.reshape(-1, page)[np.sort(chosen)].ravel())
+    at = np.searchsorted(view.held, candidates)
+    by_page = scores[at].reshape(-1, page).mean(axis=1)
+    places, place_of = np.unique(view.places[at[::page]], return_inverse=True)
+    least = np.full(len(places), np.inf)
+    with np.errstate(invalid="ignore"):  # No number: such a page stays longest.
+        np.minimum.at(least, place_of, by_page)
+    chosen = np.argsort(-least, kind="stable")[: math.ceil(excess / page)]
+    return runs(candidates.reshape(-1, page)[np.isin(place_of, chosen)].ravel())

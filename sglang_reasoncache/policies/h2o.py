@@ -40,7 +40,7 @@ class H2O(Evictor):
         return Observation(total=True, prompt=self.prompt_queries)
 
     def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
-        budget = len(view.held) - excess
+        budget = view.slots - excess
         candidates = view.candidates(max(self.recent, int(self.recent_share * budget)))
         if not len(candidates):
             return []

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_reasoncache.policies.contract import RequestView
-from sglang_reasoncache.policies.evictor import Evictor, between, runs
+from sglang_reasoncache.policies.evictor import Evictor, between, drop_highest
 from sglang_reasoncache.sharing.decision import Drop
 
 
@@ -32,5 +32,4 @@ class StreamingLLM(Evictor):
     def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
         sinks = math.ceil(self.sinks / view.page) * view.page
         candidates = view.candidates(self.recent)
-        oldest = candidates[candidates >= sinks]
-        return runs(oldest[: math.ceil(excess / view.page) * view.page])
+        return drop_highest(view, candidates[candidates >= sinks], -view.held, excess)

@@ -476,6 +476,7 @@ class SharingController:
         else:
             self.stats.blocks_shared += 1
         if self.config.apply == "alias":
+            state.places.share(block.dst_start, block.src_start, block.length)
             state.live_positions += block.length
             self.live_positions += block.length
             self.stats.slots_saved_total += block.length

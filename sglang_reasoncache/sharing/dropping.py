@@ -128,6 +128,7 @@ class Dropper:
             owned=first,
             page=self._page,
             held=held,
+            places=state.places.of(held),
             seed=zlib.crc32(array("q", req.origin_input_ids)),
             keys=self._keys.of(row, held),
             attention=NoAttention() if self._weights is None else self._weights.of(row, held),
@@ -144,7 +145,8 @@ class Dropper:
     ) -> list[Drop | None]:
         """What the policy answers; nothing if it fails, whatever it does wrong."""
         try:
-            excess = policy.excess(written, written - state.holes.count)
+            slots = written - state.holes.count - state.live_positions
+            excess = policy.excess(written, slots)
             if not excess > 0:
                 return []
             if self._pressure is not None and not self._pressure.lets(name):

@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_reasoncache.sharing.engine import StepEngine
 from sglang_reasoncache.sharing.holes import Holes
+from sglang_reasoncache.sharing.places import Places
 
 _ATTRIBUTE = "_reasoncache_state"
 
@@ -57,7 +58,8 @@ class RequestState:
         shared: Accepted ``(dst_start, src_start)`` blocks, in order. Kept over
             a retraction, after which they are applied again.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
-        live_positions: Row positions that refer to a slot owned elsewhere.
+        live_positions: Row positions less the slots that they name.
+        places: Which of them name the same one.
         first_shared: Lowest redirected position, None while there is none.
         holes: Dropped positions. Kept over a retraction, as the blocks are.
         next_drop: Policy -> written positions of the row before which it is not asked again.
@@ -71,6 +73,7 @@ class RequestState:
     shared: list[tuple[int, int]] = field(default_factory=list)
     claimed: list[int] = field(default_factory=list)
     live_positions: int = 0
+    places: Places = field(default_factory=Places)
     first_shared: int | None = None
     holes: Holes = field(default_factory=Holes)
     next_drop: dict[str, int] = field(default_factory=dict)
@@ -95,6 +98,7 @@ class RequestState:
         self.row += 1
         self.reapply = True
         self.live_positions = 0
+        self.places.forget_row()
         self.first_shared = None
         self.holes.forget_row()
         self.next_drop.clear()

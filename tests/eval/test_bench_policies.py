@@ -61,7 +61,7 @@ def test_every_setting_is_a_method_that_the_server_takes() -> None:
 
 def test_random_sharing_and_random_eviction_are_two_things() -> None:
     assert method_of("random", 0.2) == "random:random_ratio=0.24"
-    assert method_of("random_eviction", 0.2) == "reasoncache:policy=random:share=0.8:slack=8"
+    assert method_of("random_eviction", 0.2) == "reasoncache:policy=random:budget=321:slack=8"
     assert method_of("random", 0.9) == "random:random_ratio=1"
 
 
@@ -70,17 +70,24 @@ def test_snapkv_can_save_prompts_only() -> None:
     assert method_of("snapkv", 0.2) is None
 
 
-def test_a_pair_leaves_sharing_its_part() -> None:
-    assert method_of("reasoncache+keydiff", 0.2) is None
-    assert (
-        method_of("reasoncache+keydiff", 0.4)
-        == "reasoncache:policy=reasoncache+keydiff:share=0.75:slack=8"
-    )
+def test_a_budget_leaves_out_what_is_aimed_at() -> None:
+    """Averaged over the steps of a request that grows from 45 positions to 580."""
+    lengths = range(45, 580)
+    for saving in SAVINGS:
+        method = method_of("keydiff", saving)
+        assert method is not None
+        budget = int(method.split("budget=")[1].split(":")[0])
+        left_out = sum(max(0, length - budget) for length in lengths)
+        assert left_out / sum(lengths) == pytest.approx(saving, abs=0.005)
+
+
+def test_a_pair_has_its_evictors_budget() -> None:
+    assert method_of("keydiff", 0.4) == "reasoncache:policy=keydiff:budget=214:slack=8"
+    pair = method_of("reasoncache+keydiff", 0.4)
+    assert pair == "reasoncache:policy=reasoncache+keydiff:budget=214:slack=8"
     method = method_of("reasoncache+random_eviction", 0.6, replayed=True)
-    assert method == "reasoncache:policy=reasoncache+random:share=0.5:slack=32,block=8,warmup=32"
+    assert method == "reasoncache:policy=reasoncache+random:budget=344:slack=32,block=8,warmup=32"
     assert method is not None and "8" in find_method(method).flags
-    found, left_out = points(["reasoncache+keydiff"], [0.2])
-    assert found == [] and "sharing alone saves as much" in left_out[0]
 
 
 @pytest.mark.parametrize(
@@ -124,8 +131,8 @@ def test_a_plan_tells_settings_and_time(tmp_path: Path, capsys: pytest.CaptureFi
     told = capsys.readouterr().out
     assert "6 runs of" in told and "2 policies on replays" in told
     assert "left out: reasoncache at 40%" in told
-    assert "keydiff at 40%: reasoncache:policy=keydiff:share=0.6:slack=8" in told
-    assert "keydiff at 20%: reasoncache:policy=keydiff:share=0.8:slack=32" in told
+    assert "keydiff at 40%: reasoncache:policy=keydiff:budget=214:slack=8" in told
+    assert "keydiff at 20%: reasoncache:policy=keydiff:budget=833:slack=32" in told
     options = policies.parse([*argv, "--rounds", "0"])
     assert options.minutes()[0] > 0 == options.minutes()[1]
     assert list(tmp_path.iterdir()) == []
@@ -164,12 +171,12 @@ def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) ->
     assert "Long prompts under a budget" in (tmp_path / "policies.md").read_text()
 
 
-def test_replays_measure_a_pair_where_it_gets_to() -> None:
-    chosen = policies.timed(["reasoncache+keydiff", "keydiff", "random"], 0.2)
-    assert [point.policy for point in chosen] == ["reasoncache+keydiff", "keydiff"]
-    assert [point.aim for point in chosen] == [0.4, 0.2]
-    assert "share=0.75" in chosen[0].method and "share=0.8" in chosen[1].method
-    groups = policies_speed.groups(chosen * 2)
+def test_replays_measure_a_policy_where_it_gets_to() -> None:
+    chosen = policies.timed(["reasoncache+keydiff", "snapkv", "reasoncache", "random"], 0.2)
+    assert [point.policy for point in chosen] == ["reasoncache+keydiff", "snapkv", "reasoncache"]
+    assert [point.aim for point in chosen] == [0.2, 0.1, 0.2]
+    assert [point.aim for point in policies.timed(["reasoncache"], 0.4)] == [0.2]
+    groups = policies_speed.groups([*chosen, *chosen[:1]])
     assert [len(group) for group in groups] == [3, 1]
 
 

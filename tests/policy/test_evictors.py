@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from sglang_reasoncache.policies.contract import RequestView
-from sglang_reasoncache.policies.evictor import Evictor, runs
+from sglang_reasoncache.policies.evictor import Evictor, drop_highest, runs
 from sglang_reasoncache.policies.keydiff import KeyDiff
 from sglang_reasoncache.policies.l2norm import L2Norm
 from sglang_reasoncache.policies.random_eviction import RandomEviction
 from sglang_reasoncache.policies.streamingllm import StreamingLLM
 from sglang_reasoncache.sharing.decision import Drop
+from sglang_reasoncache.sharing.places import Places
 
 
 class GivenKeys:
@@ -54,10 +55,14 @@ def view(
     gone: Iterable[int] = (),
     keys: torch.Tensor | None = None,
     seed: int = 7,
+    shared: Iterable[tuple[int, int, int]] = (),
 ) -> RequestView:
     held = np.setdiff1d(np.arange(written), np.fromiter(gone, dtype=np.int64))
     given = GivenKeys(torch.zeros(1, len(held), 1, 2) if keys is None else keys)
-    return RequestView(owned, written, owned, page, held, seed, given)
+    places = Places()
+    for dst, src, length in shared:
+        places.share(dst, src, length)
+    return RequestView(owned, written, owned, page, held, places.of(held), seed, given)
 
 
 def positions(drops: Iterable[Drop]) -> list[int]:
@@ -88,10 +93,76 @@ def test_candidates_come_in_whole_pages() -> None:
     assert view(13, owned=4, page=4, gone=range(4, 8)).candidates().tolist() == [8, 9, 10, 11]
 
 
+def test_what_has_a_slot_with_a_position_that_stays_is_no_candidate() -> None:
+    now = view(12, owned=3, shared=[(8, 4, 2)])
+    assert now.slots == 10
+    assert now.candidates().tolist() == [3, 4, 5, 6, 7, 8, 9, 10]
+    # 9 is among the newest, so 5 would free nothing.
+    assert now.candidates(recent=3).tolist() == [3, 4, 6, 7, 8]
+    # 8 and 9 are named like 1, which is not the request's, and 2.
+    assert view(12, owned=3, shared=[(8, 1, 2)]).candidates().tolist() == [3, 4, 5, 6, 7, 10]
+    # Once the other name is gone, the slot is one position's again.
+    assert view(12, owned=3, gone=[9], shared=[(8, 4, 2)]).candidates(recent=3).tolist() == [
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
+    pages = view(17, owned=4, page=4, shared=[(8, 4, 4)])
+    assert pages.slots == 13
+    assert pages.candidates().tolist() == list(range(4, 16))
+    assert pages.candidates(recent=6).tolist() == []
+
+
+def test_positions_that_share_a_slot_go_together() -> None:
+    """When the one that is wanted most would, and they count as what comes back."""
+    scores = np.arange(20.0)[::-1].copy()
+    now = view(20, owned=2, shared=[(12, 4, 2), (15, 12, 1)])
+    # By age, where 5 counts as 13, and 4 as 15, the last ones with their slots.
+    order = [[2], [3], *([at] for at in range(6, 12)), [5, 13], [14], [4, 12, 15], [16], [17]]
+    for count in range(1, len(order) + 1):
+        found = positions(drop_highest(now, now.candidates(), scores, count))
+        assert found == sorted(at for slot in order[:count] for at in slot)
+
+
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("seed", range(30))
+def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -> None:
+    """Against the rule in words: whole slots, the highest of their least wanted scores first."""
+    rng = np.random.default_rng(seed)
+    pages = 40
+    shared = [
+        (dst * page, int(rng.integers(2, dst)) * page, page)
+        for dst in sorted(rng.choice(np.arange(3, pages), 15, replace=False).tolist())
+    ]
+    gone = np.flatnonzero(np.repeat(rng.random(pages) < 0.2, page))
+    now = view(pages * page + 1, owned=2 * page, page=page, gone=gone, shared=shared)
+    scores = rng.random(len(now.held))
+    # Which slot each page has, as sharing went on, and which pages have a slot.
+    slot_of = list(range(pages + 1))
+    for dst, src, _ in shared:
+        slot_of[dst // page] = slot_of[src // page]
+    names: dict[int, list[int]] = {}
+    for at in (now.held[::page] // page).tolist():
+        names.setdefault(slot_of[at], []).append(at)
+    recent = int(rng.integers(1, 3 * page))
+    last = (now.written - recent) // page
+    whole = {k: v for k, v in names.items() if all(2 <= at < last for at in v)}
+    by_page = {at: scores[now.held // page == at].mean() for v in whole.values() for at in v}
+    wanted = sorted(whole, key=lambda k: (-min(by_page[at] for at in whole[k]), k))
+    for excess in (1, page, 7, 5 * page, 1000):
+        found = positions(drop_highest(now, now.candidates(recent), scores, excess))
+        going = sorted(at for k in wanted[: math.ceil(excess / page)] for at in whole[k])
+        assert found == [at * page + i for at in going for i in range(page)]
+
+
 def test_a_view_keeps_its_positions() -> None:
-    now = view(10, owned=3)
-    with pytest.raises(ValueError, match="read-only"):
-        now.held[0] = 5
+    now = view(10, owned=3, shared=[(7, 5, 1)])
+    for array in (now.held, now.places):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 5
     np.random.default_rng(0).shuffle(now.candidates())
     assert now.candidates().tolist() == [3, 4, 5, 6, 7, 8]
     assert now.held.tolist() == list(range(10))

@@ -309,6 +309,7 @@ class Memory:
             mine = row[kv.cache_protected_len :]
             named.append(self._page_ids(mine))
             private += kv_private_tokens(kv, page)
+            self._check_places(track.req, row)
             holes = track.holes
             dropped += len(holes)
             if self.copies:
@@ -329,6 +330,22 @@ class Memory:
         assert world.controller.saved_positions == live + dropped
         books = (allocator.available_size(), evictable, protected, private, -live, -dropped)
         assert sum(books) == world.total, f"{books} do not add up to {world.total}"
+
+    def _check_places(self, req: Req, row: np.ndarray) -> None:
+        """What evictors are told: which positions of the row have the same slot."""
+        state = self.world.controller.state_of(req)
+        if state is None:
+            return
+        held = np.flatnonzero(row >= 0)
+        places = state.places.of(held)
+        own = ~np.isin(row[held], row[: req.kv.cache_protected_len])
+        _, by_slot = np.unique(row[held], return_inverse=True)
+        _, by_place = np.unique(places, return_inverse=True)
+        both = np.unique(np.stack((by_slot, by_place)), axis=1)
+        assert both.shape[1] == len(set(by_place.tolist())), "one place, two slots"
+        # Two positions of the tree may share a slot of which the request knows nothing.
+        own_both = np.unique(np.stack((by_slot, by_place))[:, own], axis=1)
+        assert own_both.shape[1] == len(set(by_slot[own].tolist())), "one slot, two places"
 
     def _page_ids(self, slots: np.ndarray) -> np.ndarray:
         """Pages a run of whole pages names, one entry per reference; the end may be cut."""

@@ -37,6 +37,7 @@ from tests.unit.test_pipeline import (
     prefill,
     propose,
     start,
+    state,
     used,
 )
 
@@ -280,6 +281,62 @@ def test_a_shared_slot_outlives_a_dropped_name(publish: Setup, run: Drop, freed:
     kept = np.delete(np.arange(len(row)), slice(run.start, run.end))
     assert (now[kept] == row[kept]).all()
     assert world.controller.saved_positions == 4 + freed
+    finish(world, req)
+    assert_empty(world)
+
+
+@pytest.mark.parametrize("setup", [SINGLE, ALIASED, PAGED], ids=str)
+def test_a_budget_counts_slots(setup: Setup) -> None:
+    """What sharing saves need not be given up, and a slot goes with all of its names."""
+    budget = WRITTEN + 6
+    evictor = StreamingLLM(budget=budget, slack=1, recent=1)
+    world = World(setup, evictors=[NamedPolicy("streamingllm", evictor)])
+    req = start(world)
+    propose(world, req, Pair(20, 8))
+    assert world.controller.after_decode([req]) == 4
+    before = []
+    for i in range(40):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+        row = world.row(req)
+        slots = len(set(row[row >= 0].tolist()))
+        assert slots <= budget + 1
+        if not holes(world, req):
+            assert slots == len(row) - 4
+            before.append(len(row))
+        # The older name of a slot stays as long as the newer one.
+        assert (row[8:12] == row[20:24]).all()
+    assert before[-1] == budget + 4 + 1, (
+        "nothing was dropped while the slots were within the budget"
+    )
+    # All but the prompt, which stays, up to the newest one that is left.
+    gone = holes(world, req)
+    assert gone == list(range(gone[0], gone[-1] + 1)) and gone[-1] > 23
+    totals = world.controller.stats
+    assert totals.positions_dropped - totals.slots_freed_by_drops == 4
+    assert refusals(world) == {} and world.controller.live_positions == 0
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_a_retracted_row_shares_no_slots() -> None:
+    """Until its blocks are applied again: then they count as before."""
+    evictor = StreamingLLM(budget=WRITTEN - 2, slack=1, recent=1)
+    world = World(SINGLE, evictors=[NamedPolicy("streamingllm", evictor)])
+    req = start(world)
+    propose(world, req, Pair(24, 14))
+    world.controller.after_decode([req])
+    gone = holes(world, req)
+    release_kv_cache(req, world.tree, checkpoint=False)
+    req.reset_for_retract()
+    prefill(world, req)
+    held = np.arange(WRITTEN)
+    assert (state(world, req).places.of(held) == held).all()
+    req.output_ids.append(9)
+    for _ in range(2):
+        world.controller.after_decode([req])
+    assert state(world, req).places.of(held)[24:28].tolist() == [14, 15, 16, 17]
+    assert set(gone) <= set(holes(world, req))
     finish(world, req)
     assert_empty(world)
 
