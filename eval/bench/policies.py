@@ -2,7 +2,7 @@
 """``make bench-policies``: cache policies in the same server, at equal saving.
 
 Accuracy on the embedded reasoner's problems, half of whose drafts are wrong, at some 10, 20, 40
-and 60% of the slots saved; throughput and step time on replayed AIME responses at one of these.
+and 60% of the slots saved; throughput and step time on replayed AIME responses at some of these.
 With ``--budgets`` also accuracy on long prompts, which are kept within a budget block by block.
 Writes ``policies.json``, ``policies.md`` and ``policies.png``. Run folders beside them keep all
 that was measured: the same command goes on after a stop, and asks only what is new.
@@ -54,26 +54,24 @@ class Options:
 
     Attributes:
         points: policies at settings for the embedded reasoner.
-        timed: the same for replays, one a policy.
+        timed: the same for replays, for each aim.
         prompts: policies at budgets for long prompts; none if not asked for.
         left_out: a sentence on each that cannot be measured.
         problems: of each point.
         rounds: on replays; 0 for none.
         jobs: accuracy runs at a time.
-        timed_aim: the saving that replays aim at.
         traces: folder of recorded responses.
         out: folder of the results.
         plan: only print what would be done.
     """
 
     points: list[Point]
-    timed: list[Point]
+    timed: dict[float, list[Point]]
     prompts: list[Point]
     left_out: list[str]
     problems: int
     rounds: int
     jobs: int
-    timed_aim: float
     traces: Path
     out: Path
     plan: bool
@@ -102,8 +100,9 @@ class Options:
         todo = sum(not runs.whole(one) for runs, methods in self.asked for one in methods)
         speed = self.jobs * (_COMPANY if self.jobs > 1 else 1.0)
         each = _START_S + self.problems * _TOKENS / _TOKENS_PER_S
-        groups = policies_speed.groups(self.timed) if self.rounds else []
+        groups = [g for points in self.timed.values() for g in policies_speed.groups(points)]
         timed = sum((1 + len(group)) * (_START_S + self.rounds * _ROUND_S) for group in groups)
+        timed = timed if self.rounds else 0
         return todo * each / speed / 60, timed / 60
 
 
@@ -121,7 +120,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     add("--budgets", default="", help="on long prompts, of positions: 384,256,128 (default none)")
     add("--jobs", type=int, default=2, help="accuracy runs at a time (default 2)")
     add("--rounds", type=int, default=2, help="on replays (default 2), 0 for none")
-    add("--timed-saved", type=float, default=0.2, help="what replays aim at (default 0.2)")
+    add("--timed-saved", default="0.2", help="what replays aim at, of --saved (default 0.2)")
     add("--plan", action="store_true", help="print what would be done, and how long it takes")
     args = parser.parse_args(argv)
     for name, least in (("problems", 2), ("jobs", 1), ("rounds", 0)):
@@ -131,31 +130,36 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     try:
         savings = [float(part) for part in args.saved.split(",")]
         budgets = [int(part) for part in args.budgets.split(",") if part]
+        aims = [float(part) for part in args.timed_saved.split(",")]
     except ValueError as error:
-        parser.error(f"--saved and --budgets must be numbers: {error}")
-    if not 0 < args.timed_saved < 1:
-        parser.error(f"--timed-saved must be above 0 and below 1, got {args.timed_saved:g}")
+        parser.error(f"--saved, --timed-saved and --budgets must be numbers: {error}")
+    for aim in aims:
+        if not 0 < aim < 1:
+            parser.error(f"--timed-saved must be above 0 and below 1, got {aim:g}")
     try:
         found, left_out = points(policies, savings)
         prompts = prompt_points(policies, budgets)
     except PointError as error:
         parser.error(str(error))
     return Options(
-        found, timed(policies, args.timed_saved), prompts, left_out, args.problems, args.rounds,
-        args.jobs, args.timed_saved, args.traces, args.out, args.plan,
+        found, timed(policies, aims), prompts, left_out, args.problems, args.rounds,
+        args.jobs, args.traces, args.out, args.plan,
     )  # fmt: skip
 
 
-def timed(policies: Sequence[str], aim: float) -> list[Point]:
-    """Policies at the setting for replays: long responses leave evictors their usual slack."""
-    found = []
-    for policy in policies:
-        # What does not go down to the aim, or not up to it, is measured where it gets to.
-        for near in (aim, 2 * aim, aim / 2):
-            method = method_of(policy, near, replayed=True)
-            if method is not None and policy not in UNTIMED:
-                found.append(Point(policy, near, method))
-                break
+def timed(policies: Sequence[str], aims: Sequence[float]) -> dict[float, list[Point]]:
+    """Policies at the settings for replays: long responses leave evictors their usual slack."""
+    found: dict[float, list[Point]] = {aim: [] for aim in aims}
+    for aim, chosen in found.items():
+        for policy in policies:
+            # What does not go up to the aim is measured where it gets to, once.
+            for near in (aim, aim / 2):
+                method = method_of(policy, near, replayed=True)
+                if method is not None and policy not in UNTIMED:
+                    point = Point(policy, near, method)
+                    if not any(point in others for others in found.values()):
+                        chosen.append(point)
+                    break
     return found
 
 
@@ -178,15 +182,16 @@ def carry_out(options: Options) -> bool:
         model = str(build(MODELS, texts_of([options.traces / policies_speed.TRACES])))
         path = home / f"{policies_speed.TASK}.jsonl"
         policies_speed.write_records(options.traces, model, path)
-        for group in policies_speed.groups(options.timed):
-            folder = home / f"replay-{options.rounds}-{options.timed_aim:g}"
-            found = policies_speed.measure(group, path, model, options.rounds, folder)
-            for point in group:
-                if point.policy in found:
-                    timings[point.policy, point.aim] = found[point.policy]
-                else:
-                    missing[f"{point.policy}, replayed"] = f"no throughput; see {folder}"
-            write(options, timings)
+        for aim, chosen in options.timed.items():
+            folder = home / f"replay-{options.rounds}-{aim:g}"
+            for group in policies_speed.groups(chosen):
+                found = policies_speed.measure(group, path, model, options.rounds, folder)
+                for point in group:
+                    if point.policy in found:
+                        timings[point.policy, point.aim] = found[point.policy]
+                    else:
+                        missing[f"{point.method}, replayed"] = f"no throughput; see {folder}"
+                write(options, timings)
     for what, why in missing.items():
         say(f"{what} is missing: {why}")
     return not missing
@@ -202,12 +207,15 @@ def write(options: Options, timings: dict[Aim, policies_speed.Timing]) -> None:
         "dense": dense,
         "prompt_rows": long,
         "prompt_dense": dense_row(options.long_runs),
-        "replays": {policy: dataclasses.asdict(one) for (policy, _), one in timings.items()},
+        "replays": [
+            {"policy": policy, "aim": aim, **dataclasses.asdict(one)}
+            for (policy, aim), one in timings.items()
+        ],
         "left_out": options.left_out,
         "settings": {
             "problems": options.problems,
             "rounds": options.rounds,
-            "timed_aim": options.timed_aim,
+            "timed_aims": list(options.timed),
             "in_flight": policies_accuracy.IN_FLIGHT,
             "max_tokens": policies_accuracy.MAX_TOKENS,
             "replay_kv_budget": policies_speed.KV_BUDGET,
@@ -236,15 +244,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     accuracy, replays = options.minutes()
     count = sum(len(methods) for _, methods in options.asked)
-    timed_count = len(options.timed) if options.rounds else 0
+    replayed = [point for chosen in options.timed.values() for point in chosen]
     say(
         f"{count} runs of {options.problems} problems, about {accuracy:.0f} minutes; "
-        f"{timed_count} policies on replays, about {replays:.0f} minutes at most"
+        f"{len(replayed) if options.rounds else 0} on replays, about {replays:.0f} minutes at most"
     )
     for sentence in options.left_out:
         say(f"left out: {sentence}")
     if options.plan:
-        for point in [*options.points, *options.prompts, *options.timed]:
+        for point in [*options.points, *options.prompts, *replayed]:
             say(f"{point.policy} at {point.aim:.0%}: {point.method}")
         return 0
     try:

@@ -99,7 +99,8 @@ def test_a_pair_has_its_evictors_budget() -> None:
         (["--policies", "keydiff,keydiff"], "none twice"),
         (["--saved", "0.2,1.2"], "above 0 and below 1, got 1.2"),
         (["--saved", "half"], "must be numbers"),
-        (["--timed-saved", "1"], "above 0 and below 1, got 1"),
+        (["--timed-saved", "0.2,1"], "above 0 and below 1, got 1"),
+        (["--timed-saved", "all"], "must be numbers"),
         (["--budgets", "600"], "above 0 and below 600, got 600"),
         (["--budgets", "many"], "must be numbers"),
         (["--problems", "1"], "at least 2, got 1"),
@@ -129,7 +130,7 @@ def test_a_plan_tells_settings_and_time(tmp_path: Path, capsys: pytest.CaptureFi
     argv = ["traces", "--out", str(tmp_path), "--plan", "--policies", "reasoncache,keydiff,random"]
     assert policies.main([*argv, "--saved", "0.1,0.4"]) == 0
     told = capsys.readouterr().out
-    assert "6 runs of" in told and "2 policies on replays" in told
+    assert "6 runs of" in told and "2 on replays" in told
     assert "left out: reasoncache at 40%" in told
     assert "keydiff at 40%: reasoncache:policy=keydiff:budget=214:slack=8" in told
     assert "keydiff at 20%: reasoncache:policy=keydiff:budget=833:slack=32" in told
@@ -172,10 +173,13 @@ def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) ->
 
 
 def test_replays_measure_a_policy_where_it_gets_to() -> None:
-    chosen = policies.timed(["reasoncache+keydiff", "snapkv", "reasoncache", "random"], 0.2)
+    asked = ["reasoncache+keydiff", "snapkv", "reasoncache", "random"]
+    found = policies.timed(asked, [0.2, 0.4])
+    chosen = found[0.2]
     assert [point.policy for point in chosen] == ["reasoncache+keydiff", "snapkv", "reasoncache"]
     assert [point.aim for point in chosen] == [0.2, 0.1, 0.2]
-    assert [point.aim for point in policies.timed(["reasoncache"], 0.4)] == [0.2]
+    # Sharing gets to where it was measured already.
+    assert [(point.policy, point.aim) for point in found[0.4]] == [("reasoncache+keydiff", 0.4)]
     groups = policies_speed.groups([*chosen, *chosen[:1]])
     assert [len(group) for group in groups] == [3, 1]
 
@@ -414,7 +418,9 @@ def test_results_are_written_from_what_there_is(tmp_path: Path) -> None:
     ]
     assert result["rows"][0]["throughput_ratio"] is None
     assert result["rows"][1]["throughput_ratio"] == pytest.approx(1.5)
-    assert result["replays"]["keydiff"]["step_ms"] == pytest.approx(1000 * 4 / 150)
+    [replayed_row] = result["replays"]
+    assert (replayed_row["policy"], replayed_row["aim"]) == ("keydiff", 0.2)
+    assert replayed_row["step_ms"] == pytest.approx(1000 * 4 / 150)
     assert result["left_out"] == options.left_out != []
     text = (tmp_path / "policies.md").read_text()
     assert "| 20% | keydiff | 17.0% | 19.0% | 0.667 | -33.3 ±" in text
