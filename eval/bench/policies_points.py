@@ -19,7 +19,7 @@ SAVINGS = (0.1, 0.2, 0.4, 0.6)
 _PERCENTILES = {0.1: 30, 0.2: 80}
 #: Blocks of the shortest steps stay whole, so more of the others are redirected than is aimed at.
 _RANDOM_RATIO = 1.2
-#: A policy acts when this many positions are too many. The default, 32, is made for long
+#: A policy acts when this many slots are too many. The default, 32, is made for long
 #: responses; those of the embedded reasoner have 500 tokens.
 _SLACK, _REPLAYED_SLACK = 8, 32
 #: Small enough for the steps of the recorded responses, and ready to share within the first of them.
@@ -163,17 +163,17 @@ def method_of(policy: str, saving: float, replayed: bool = False) -> str | None:
     if policy == RANDOM_SHARING:
         return f"random:random_ratio={min(1.0, _RANDOM_RATIO * saving):g}{blocks}"
     sharing, evictor = parts(policy)
-    if evictor == _PROMPT_ONLY and not sharing:
+    prefix, blocks = (f"{SHARING}+", blocks) if sharing else ("", "")
+    if evictor == _PROMPT_ONLY:
         if saving > _PROMPT_SAVES:
             return None
-        return f"reasoncache:policy={policy}:share={_PROMPT_SHARE}"
+        return f"reasoncache:policy={prefix}{evictor}:share={_PROMPT_SHARE}{blocks}"
     name = {RANDOM_EVICTION: "random"}.get(evictor, evictor)
     # A pair has its evictor's budget, so that the two can be compared at it.
     budget = _budget(saving, *(_REPLAYED_GROWS if replayed else _GROWS))
     slack = f"slack={_REPLAYED_SLACK if replayed else _SLACK}"
     options = f"budget={budget}:{_SELECTOR_OPTIONS if evictor == SELECTOR else slack}"
-    prefix = f"{SHARING}+" if sharing else ""
-    return f"reasoncache:policy={prefix}{name}:{options}" + (blocks if sharing else "")
+    return f"reasoncache:policy={prefix}{name}:{options}{blocks}"
 
 
 def _budget(saving: float, start: int, end: int) -> int:

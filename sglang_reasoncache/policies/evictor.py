@@ -95,7 +95,7 @@ def drop_highest(
     Positions that share a slot go together, once the one of them that is wanted most would.
 
     Args:
-        candidates: Of :meth:`RequestView.candidates`, or some whole pages of it.
+        candidates: Of :meth:`RequestView.candidates`, or all positions of some slots of it.
         scores: float ``[held]``. A page has the mean of its positions.
         excess: Slots; rounded up to whole pages.
     """

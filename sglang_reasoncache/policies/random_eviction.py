@@ -15,10 +15,10 @@ from sglang_reasoncache.sharing.decision import Drop
 
 @dataclass(frozen=True)
 class RandomEviction(Evictor):
-    """Each position draws a number once; those with the highest go first.
+    """Each slot draws a number once; those with the highest go first.
 
-    So at any time the positions that are left are a uniform sample of all that were up for
-    it, and the same prompt and seed give the same sample on every rank and in every run.
+    So at any time the slots that are left are a uniform sample of all that were up for it,
+    and the same prompt and seed give the same sample on every rank and in every run.
 
     Attributes:
         seed: Of all numbers, together with the prompt.
@@ -34,6 +34,7 @@ class RandomEviction(Evictor):
         candidates = view.candidates(self.recent)
         # One stream a request: its first numbers are the same however long it gets.
         draws = np.random.default_rng((self.seed, view.seed)).random(view.written)
-        # A page has the number of its first position; a mean of 16 would be no longer uniform.
-        first = view.held // view.page * view.page
+        # A page has the number of its first position, and what shares it has the same; a mean
+        # of 16 would be no longer uniform.
+        first = view.places // view.page * view.page
         return drop_highest(view, candidates, draws[first], excess)

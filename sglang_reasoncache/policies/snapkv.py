@@ -58,9 +58,11 @@ class SnapKV(Evictor):
         allowed = self.budget if self.share is None else math.ceil(self.share * end)
         assert allowed is not None, "one of the two is given"
         excess = int(np.searchsorted(view.held, end)) - allowed
+        if excess <= 0:
+            return []
         recent = view.written - end + self.window
         candidates = view.candidates(max(self.recent, recent))
-        if excess <= 0 or not len(candidates):
+        if not len(candidates):
             return []
         weights = view.attention.latest(self.window)
         prompt = view.held < end - self.window

@@ -6,6 +6,7 @@ Positions keep their numbers, where the paper counts anew within its cache.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,5 +32,5 @@ class StreamingLLM(Evictor):
 
     def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
         sinks = math.ceil(self.sinks / view.page) * view.page
-        candidates = view.candidates(self.recent)
-        return drop_highest(view, candidates[candidates >= sinks], -view.held, excess)
+        behind = dataclasses.replace(view, owned=max(view.owned, sinks))
+        return drop_highest(view, behind.candidates(self.recent), -view.held, excess)

@@ -284,10 +284,19 @@ class SharingController:
     def _drop_some(self, req: Any, state: RequestState, written: int | None = None) -> None:
         if not state.served:
             return
-        done = self._dropper.look(req, state, self.stats, written)
+        ask = written is not None or not self._shares_again(req, state)
+        done = self._dropper.look(req, state, self.stats, written, ask)
         # What did not come back has another name: one reference less to count.
         state.live_positions -= done.positions - done.freed
         self.live_positions -= done.positions - done.freed
+
+    def _shares_again(self, req: Any, state: RequestState) -> bool:
+        """Whether blocks of a recomputed row are still to be applied again: until then it takes
+        slots that policies need not ask for."""
+        if not state.row:
+            return False
+        waiting = [*self._waves, *([self._flight.wave] if self._flight else [])]
+        return any(block.decided and block.req is req for wave in waiting for block in wave)
 
     def _admit(self, req: Any) -> RequestState:
         """Start to follow a request, if it may share."""

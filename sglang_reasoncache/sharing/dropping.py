@@ -87,12 +87,17 @@ class Dropper:
         return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)
 
     def look(
-        self, req: Any, state: RequestState, stats: SharingStats, written: int | None = None
+        self,
+        req: Any,
+        state: RequestState,
+        stats: SharingStats,
+        written: int | None = None,
+        ask: bool = True,
     ) -> Dropped:
         """Drop what was dropped before a retraction, then what the policies give up now.
 
         ``req`` holds its row. ``written``: positions whose KV is there; None: all but that of
-        the newest token, which is not written before the next forward.
+        the newest token, which is not written before the next forward. ``ask``: the policies, too.
         """
         if written is None:
             written = len(req.origin_input_ids) + len(req.output_ids) - 1
@@ -103,7 +108,7 @@ class Dropper:
             # First of all: the row came back at its full size.
             again, holes.again = _split(holes.again, (written - 1) // self._page * self._page)
             total += self._apply(req, state, _owned(again, req), written, stats)
-        for name, policy in self._evictors:
+        for name, policy in self._evictors if ask else ():
             if written < state.next_drop.get(name, 0):
                 continue
             drops = self._ask(name, policy, req, state, written, stats)

@@ -67,7 +67,10 @@ def test_random_sharing_and_random_eviction_are_two_things() -> None:
 
 def test_snapkv_can_save_prompts_only() -> None:
     assert method_of("snapkv", 0.1) == "reasoncache:policy=snapkv:share=0.5"
-    assert method_of("snapkv", 0.2) is None
+    assert method_of("reasoncache+snapkv", 0.1, replayed=True) == (
+        "reasoncache:policy=reasoncache+snapkv:share=0.5,block=8,warmup=32"
+    )
+    assert method_of("snapkv", 0.2) is None and method_of("reasoncache+snapkv", 0.2) is None
 
 
 def test_a_budget_leaves_out_what_is_aimed_at() -> None:

@@ -127,6 +127,14 @@ def test_positions_that_share_a_slot_go_together() -> None:
         assert found == sorted(at for slot in order[:count] for at in slot)
 
 
+def test_a_slot_without_a_score_stays_longest() -> None:
+    """One of the positions that have it is enough."""
+    now = view(8, owned=1, shared=[(5, 2, 1)])
+    scores = np.array([9, 1, 9, 1, 1, np.nan, 1, 9.0])
+    assert positions(drop_highest(now, now.candidates(), scores, 4)) == [1, 3, 4, 6]
+    assert positions(drop_highest(now, now.candidates(), scores, 5)) == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("seed", range(30))
 def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -> None:
@@ -245,6 +253,20 @@ def test_random_eviction_is_uniform_however_it_got_there(page: int) -> None:
     assert counts.sum() == tries * 10
     # 40 positions, each kept with probability 1/4: chi-squared with 39 degrees of freedom.
     assert ((counts - tries / 4) ** 2 / (tries / 4)).sum() < 39 + 5 * math.sqrt(2 * 39)
+
+
+def test_random_eviction_is_uniform_over_slots() -> None:
+    """A slot of two positions is kept no more often than others."""
+    kept, tries = np.zeros(40), 400
+    for seed in range(tries):
+        now = view(41, shared=[(20, 0, 10)])
+        going = positions(RandomEviction(budget=10, seed=seed, recent=1).drops(now, 15))
+        assert len(np.unique(now.places[going])) == 15
+        kept[np.setdiff1d(np.arange(40), going)] += 1
+    assert (kept[20:30] == kept[:10]).all()
+    # 30 slots, each kept with probability 1/2: chi-squared with 29 degrees of freedom.
+    counts = np.delete(kept, np.s_[20:30])
+    assert ((counts - tries / 2) ** 2 / (tries / 4)).sum() < 30 + 5 * math.sqrt(2 * 30)
 
 
 # -- scores of keys ------------------------------------------------------------

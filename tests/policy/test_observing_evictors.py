@@ -53,8 +53,9 @@ def view(
     page: int = 1,
     gone: Iterable[int] = (),
     keys: torch.Tensor | None = None,
+    shared: Iterable[tuple[int, int, int]] = (),
 ) -> RequestView:
-    found = plain_view(written, owned=owned, page=page, gone=gone, keys=keys)
+    found = plain_view(written, owned=owned, page=page, gone=gone, keys=keys, shared=shared)
     assert weights.shape[1] == len(found.held)
     return dataclasses.replace(found, prompt=prompt, attention=GivenWeights(weights))
 
@@ -183,6 +184,15 @@ def test_h2o_by_hand() -> None:
     assert positions(policy.drops(view(7, weights), 3)) == [1, 2, 4]
     # More recent ones may be asked for than the half.
     assert positions(H2O(budget=4, recent=5).drops(view(7, weights), 3)) == [0, 1]
+
+
+def test_h2o_keeps_the_newest_half_of_the_slots() -> None:
+    """Of 10 positions in 7 slots 4 slots stay: so the two newest positions, not three."""
+    weights = np.full((1, 10), 1.0) - np.arange(10) / 100
+    now = view(10, weights, shared=[(4, 0, 3)])
+    assert now.slots == 7
+    # By weight, the most wanted of each slot: 9 and 8 are the newest, then 7, 3.
+    assert positions(H2O(budget=4, recent=1).drops(now, 3)) == [2, 3, 6, 7]
 
 
 # -- SnapKV --------------------------------------------------------------------

@@ -338,6 +338,9 @@ class Memory:
             return
         held = np.flatnonzero(row >= 0)
         places = state.places.of(held)
+        # What policies are asked with.
+        slots = len(row) - state.holes.count - state.live_positions
+        assert len(np.unique(places)) == slots
         own = ~np.isin(row[held], row[: req.kv.cache_protected_len])
         _, by_slot = np.unique(row[held], return_inverse=True)
         _, by_place = np.unique(places, return_inverse=True)

@@ -208,18 +208,25 @@ class MemoryMachine(RuleBasedStateMachine):
                     fresh = engine.waiting[request]
             drops = self.world.evictor.waiting.get(track.req.rid, [])
             # The first look applies what came late, then drops; the second one all other blocks.
+            # While some of them are to be applied again, policies are asked after that only.
             self._share(track, [], late)
-            if not track.exact_only:
-                if drops or track.dropped_again:
-                    self._count()
-                self.memory.drop(track, drops)
+            self._drop(track, [] if again else drops)
             self._share(track, again, fresh)
+            if again:
+                self._drop(track, drops)
         before = self.world.allocator.available_size()
         # The first look hands tokens over, the second one applies what came of them.
         reqs = [track.req for track in batch]
         freed = self.world.controller.after_decode(reqs) + self.world.controller.after_decode(reqs)
         assert self.world.allocator.available_size() - before == freed
         self.world.evictor.waiting.clear()
+
+    def _drop(self, track: Track, drops: list[Any]) -> None:
+        if track.exact_only:
+            return
+        if drops or track.dropped_again:
+            self._count()
+        self.memory.drop(track, drops)
 
     def _share(self, track: Track, again: list[Pair], fresh: list[Pair]) -> None:
         """Blocks accepted before a retraction, and new ones, as far as the rules allow."""

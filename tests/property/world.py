@@ -164,11 +164,11 @@ class ScriptedEvictor:
 class NamingDropper(Dropper):
     """Tells the scripted evictor which request it is asked about."""
 
-    def look(self, req: Any, state: Any, stats: Any, written: int | None = None) -> Any:
+    def look(self, req: Any, *rest: Any) -> Any:
         for _, policy in self._evictors:
             if isinstance(policy, ScriptedEvictor):
                 policy.about = req.rid
-        return super().look(req, state, stats, written)
+        return super().look(req, *rest)
 
 
 class AcceptAll:

@@ -22,9 +22,11 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.policies.contract import RequestView
 from sglang_reasoncache.policies.keydiff import KeyDiff, similarity
+from sglang_reasoncache.policies.random_eviction import RandomEviction
 from sglang_reasoncache.policies.registry import NamedPolicy
 from sglang_reasoncache.policies.streamingllm import StreamingLLM
 from sglang_reasoncache.sharing.decision import Drop, DropRefusal
+from sglang_reasoncache.sharing.measure import BlockMeter
 from tests.property.world import LAYERS, Pair, Setup, World
 from tests.unit.test_pipeline import (
     OUTPUT,
@@ -319,24 +321,64 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
     assert_empty(world)
 
 
-def test_a_retracted_row_shares_no_slots() -> None:
-    """Until its blocks are applied again: then they count as before."""
-    evictor = StreamingLLM(budget=WRITTEN - 2, slack=1, recent=1)
-    world = World(SINGLE, evictors=[NamedPolicy("streamingllm", evictor)])
+@pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+@pytest.mark.parametrize("meter", [BlockMeter, SlowMeter])
+def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
+    setup: Setup, meter: type[BlockMeter]
+) -> None:
+    """Its blocks are applied again some looks later, and policies are not asked before."""
+    evictor = RandomEviction(budget=WRITTEN - 2, slack=4, recent=4)
+    world = World(setup, meter, evictors=[NamedPolicy("random", evictor)])
+    arrive_if_slow(world, True)
     req = start(world)
-    propose(world, req, Pair(24, 14))
+    propose(world, req, Pair(24, 8), Pair(20, 12))
     world.controller.after_decode([req])
-    gone = holes(world, req)
+    for i in range(8):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+    gone, live = holes(world, req), world.controller.live_positions
+    assert live == 8
     release_kv_cache(req, world.tree, checkpoint=False)
     req.reset_for_retract()
     prefill(world, req)
-    held = np.arange(WRITTEN)
-    assert (state(world, req).places.of(held) == held).all()
+    written = np.arange(len(world.row(req)))
+    assert (state(world, req).places.of(written) == written).all()
     req.output_ids.append(9)
-    for _ in range(2):
+    arrive_if_slow(world, False)
+    asked = world.controller.stats.drop_decisions
+    for _ in range(3):
         world.controller.after_decode([req])
-    assert state(world, req).places.of(held)[24:28].tolist() == [14, 15, 16, 17]
-    assert set(gone) <= set(holes(world, req))
+        assert holes(world, req) == gone
+    assert world.controller.stats.drop_decisions == asked or meter is BlockMeter
+    arrive_if_slow(world, True)
+    world.controller.after_decode([req])
+    assert holes(world, req) == gone and world.controller.live_positions == live
+    assert state(world, req).places.of(written)[24:28].tolist() == [8, 9, 10, 11]
+    # Later it is asked as before.
+    for i in range(20):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+    assert len(holes(world, req)) > len(gone) and refusals(world) == {}
+    finish(world, req)
+    assert_empty(world)
+
+
+def arrive_if_slow(world: World, yes: bool) -> None:
+    if isinstance(world.meter, SlowMeter):
+        arrive(world, yes)
+
+
+def test_what_shares_a_slot_with_a_sink_stays() -> None:
+    evictor = StreamingLLM(budget=26, slack=1, recent=4, sinks=16)
+    world = World(SINGLE, evictors=[NamedPolicy("streamingllm", evictor)])
+    req = start(world)
+    drop(world, req)
+    propose(world, req, Pair(20, 8), Pair(24, 12))
+    for i in range(16):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+    totals = world.controller.stats
+    assert totals.positions_dropped == totals.slots_freed_by_drops > 0
     finish(world, req)
     assert_empty(world)
 
