@@ -100,10 +100,10 @@ class Options:
         todo = sum(not runs.whole(one) for runs, methods in self.asked for one in methods)
         speed = self.jobs * (_COMPANY if self.jobs > 1 else 1.0)
         each = _START_S + self.problems * _TOKENS / _TOKENS_PER_S
-        groups = [g for points in self.timed.values() for g in policies_speed.groups(points)]
-        timed = sum((1 + len(group)) * (_START_S + self.rounds * _ROUND_S) for group in groups)
-        timed = timed if self.rounds else 0
-        return todo * each / speed / 60, timed / 60
+        timed = self.timed.values() if self.rounds else []
+        groups = [group for points in timed for group in policies_speed.groups(points)]
+        replays = sum((1 + len(group)) * (_START_S + self.rounds * _ROUND_S) for group in groups)
+        return todo * each / speed / 60, replays / 60
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -149,18 +149,24 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 def timed(policies: Sequence[str], aims: Sequence[float]) -> dict[float, list[Point]]:
     """Policies at the settings for replays: long responses leave evictors their usual slack."""
-    found: dict[float, list[Point]] = {aim: [] for aim in aims}
-    for aim, chosen in found.items():
-        for policy in policies:
-            # What does not go up to the aim is measured where it gets to, once.
-            for near in (aim, aim / 2):
-                method = method_of(policy, near, replayed=True)
-                if method is not None and policy not in UNTIMED:
-                    point = Point(policy, near, method)
-                    if not any(point in others for others in found.values()):
-                        chosen.append(point)
-                    break
+    found: dict[float, list[Point]] = {}
+    once: set[Point] = set()
+    for aim in aims:
+        reached = [_replayed(policy, aim) for policy in policies if policy not in UNTIMED]
+        chosen = [point for point in reached if point is not None and point not in once]
+        once.update(chosen)
+        if chosen:
+            found[aim] = chosen
     return found
+
+
+def _replayed(policy: str, aim: float) -> Point | None:
+    """What does not go up to the aim is measured where it gets to."""
+    for near in (aim, aim / 2):
+        method = method_of(policy, near, replayed=True)
+        if method is not None:
+            return Point(policy, near, method)
+    return None
 
 
 def carry_out(options: Options) -> bool:

@@ -132,11 +132,6 @@ class RequestView:
             array.setflags(write=False)
             object.__setattr__(self, name, array)
 
-    @property
-    def slots(self) -> int:
-        """How many the held positions take."""
-        return len(np.unique(self.places))
-
     def candidates(self, recent: int = 1) -> np.ndarray:
         """Positions that may be dropped, ascending, in whole pages: all that the request owns
         and holds, less the ``recent`` newest ones (at least 1), and less those that have a slot

@@ -61,10 +61,16 @@ class Evictor:
         elif not 0 <= self.until <= self.when:
             raise OptionError("until", f"between 0 and when ({self.when})")
 
+    def allowed(self, positions: int) -> int:
+        """Slots that as many positions may take."""
+        if self.share is not None:
+            return math.ceil(self.share * positions)
+        assert self.budget is not None, "one of the two is given"
+        return self.budget
+
     def excess(self, written: int, slots: int) -> int:
-        allowed = self.budget if self.share is None else math.ceil(self.share * written)
-        assert allowed is not None, "one of the two is given"
-        return slots - allowed if slots - allowed > self.slack else 0
+        above = slots - self.allowed(written)
+        return above if above > self.slack else 0
 
 
 def between(key: str, value: float, low: float, high: float) -> None:

@@ -40,8 +40,8 @@ class H2O(Evictor):
         return Observation(total=True, prompt=self.prompt_queries)
 
     def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
-        budget = view.slots - excess
-        candidates = view.candidates(max(self.recent, int(self.recent_share * budget)))
+        newest = int(self.recent_share * self.allowed(view.written))
+        candidates = view.candidates(max(self.recent, newest))
         if not len(candidates):
             return []
         return drop_highest(view, candidates, -view.attention.total(), excess)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -55,9 +54,7 @@ class SnapKV(Evictor):
     def drops(self, view: RequestView, excess: int) -> Iterable[Drop]:
         # How much of what is too much is prompt could not be known before.
         end = min(view.prompt, view.written)
-        allowed = self.budget if self.share is None else math.ceil(self.share * end)
-        assert allowed is not None, "one of the two is given"
-        excess = int(np.searchsorted(view.held, end)) - allowed
+        excess = int(np.searchsorted(view.held, end)) - self.allowed(end)
         if excess <= 0:
             return []
         recent = view.written - end + self.window

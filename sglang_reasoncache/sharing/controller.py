@@ -276,27 +276,24 @@ class SharingController:
         """Have the policies look at every request that did not opt out."""
         if not self._dropper.is_active:
             return
+        # Until all blocks of a recomputed row are applied again it takes slots that policies
+        # need not ask for.
+        waiting = [*self._waves, *([self._flight.wave] if self._flight else [])]
+        share_again = {id(block.req) for wave in waiting for block in wave if block.decided}
         for req in self._dropper.in_turn(req for req in reqs if _is_running(req)):
             state = request_state.state_of(req)
             if state is not None:
-                self._drop_some(req, state)
+                self._drop_some(req, state, ask=id(req) not in share_again)
 
-    def _drop_some(self, req: Any, state: RequestState, written: int | None = None) -> None:
+    def _drop_some(
+        self, req: Any, state: RequestState, written: int | None = None, ask: bool = True
+    ) -> None:
         if not state.served:
             return
-        ask = written is not None or not self._shares_again(req, state)
         done = self._dropper.look(req, state, self.stats, written, ask)
         # What did not come back has another name: one reference less to count.
         state.live_positions -= done.positions - done.freed
         self.live_positions -= done.positions - done.freed
-
-    def _shares_again(self, req: Any, state: RequestState) -> bool:
-        """Whether blocks of a recomputed row are still to be applied again: until then it takes
-        slots that policies need not ask for."""
-        if not state.row:
-            return False
-        waiting = [*self._waves, *([self._flight.wave] if self._flight else [])]
-        return any(block.decided and block.req is req for wave in waiting for block in wave)
 
     def _admit(self, req: Any) -> RequestState:
         """Start to follow a request, if it may share."""

@@ -17,8 +17,8 @@ class Places:
         self._of = np.zeros(0, dtype=np.int64)
 
     def share(self, dst: int, src: int, length: int) -> None:
-        """Positions from ``dst`` on have been redirected to the slots of those from ``src`` on."""
-        end = max(dst, src) + length
+        """Positions from ``dst`` on now have the slots of those from ``src`` on, which end before."""
+        end = dst + length
         if end > len(self._of):
             grown = np.arange(max(end, 2 * len(self._of), 256))
             grown[: len(self._of)] = self._of
@@ -29,7 +29,3 @@ class Places:
         """int64, as long as ``positions``, which ascend."""
         known = int(np.searchsorted(positions, len(self._of)))
         return np.concatenate((self._of[positions[:known]], positions[known:]))
-
-    def forget_row(self) -> None:
-        """The row is gone; nothing is shared in the next one."""
-        self._of = np.zeros(0, dtype=np.int64)

@@ -98,7 +98,7 @@ class RequestState:
         self.row += 1
         self.reapply = True
         self.live_positions = 0
-        self.places.forget_row()
+        self.places = Places()
         self.first_shared = None
         self.holes.forget_row()
         self.next_drop.clear()

@@ -372,7 +372,6 @@ def test_what_shares_a_slot_with_a_sink_stays() -> None:
     evictor = StreamingLLM(budget=26, slack=1, recent=4, sinks=16)
     world = World(SINGLE, evictors=[NamedPolicy("streamingllm", evictor)])
     req = start(world)
-    drop(world, req)
     propose(world, req, Pair(20, 8), Pair(24, 12))
     for i in range(16):
         decode(world, req, i)
