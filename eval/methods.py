@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, flag_of, type_of
-from sglang_reasoncache.policy.presets import PRESETS
+from sglang_reasoncache.filter.presets import PRESETS
 
 
 class MethodError(ValueError):

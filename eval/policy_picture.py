@@ -22,8 +22,8 @@ from matplotlib.axes import Axes
 
 from eval.bench.stage1 import Spelling, make_engine, spelling_of
 from eval.redundancy.rows import texts_of
-from sglang_reasoncache.policy.proposal import FilterCounters
-from sglang_reasoncache.policy.settings import FilterConfig
+from sglang_reasoncache.filter.proposal import FilterCounters
+from sglang_reasoncache.filter.settings import FilterConfig
 
 _BLOCK = 8
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_reasoncache.policies import registry
-from sglang_reasoncache.policies.registry import PolicyChoice, PolicyError
-from sglang_reasoncache.policy.encoder import ENCODER_BOUND, EncoderChoice
-from sglang_reasoncache.policy.presets import PRESETS
+from sglang_reasoncache import registry
+from sglang_reasoncache.filter.encoder import ENCODER_BOUND, EncoderChoice
+from sglang_reasoncache.filter.presets import PRESETS
+from sglang_reasoncache.registry import PolicyChoice, PolicyError
 
 PRESET_NAMES = tuple(PRESETS)
 
@@ -189,14 +189,14 @@ class ReasonCacheConfig:
         return self.policies.shares and self.percentile > 0
 
     @property
-    def drops(self) -> bool:
-        """Whether any policy may drop positions."""
+    def evictions(self) -> bool:
+        """Whether any policy may evict positions."""
         return bool(self.policies.evictors)
 
     @property
     def is_active(self) -> bool:
         """False when rows are never touched; nothing is computed then."""
-        return self.shares or self.drops
+        return self.shares or self.evictions
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

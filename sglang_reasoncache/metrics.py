@@ -19,14 +19,14 @@ _COUNTERS = {
     "steps_seen": "Reasoning steps finished.",
     "steps_with_candidate": "Steps with at least one similar earlier step.",
     "steps_shed": "Finished steps not looked at, because too many were waiting.",
-    "structure_refusals": "Candidates dropped because their formal content differs.",
+    "structure_refusals": "Candidates evicted because their formal content differs.",
     "blocks_compared": "Block pairs whose KV distance was measured.",
     "blocks_shared": "Blocks redirected to earlier slots.",
     "slots_saved_total": "Slots returned to the allocator by sharing.",
-    "requests_opted_out": "Requests served without sharing or dropping.",
-    "drop_decisions": "Times an evicting policy was asked what to drop.",
-    "positions_dropped": "Positions dropped by evicting policies.",
-    "slots_freed_by_drops": "Slots returned to the allocator by dropping.",
+    "requests_opted_out": "Requests served without sharing or evicting.",
+    "eviction_decisions": "Times an evicting policy was asked what to evict.",
+    "positions_evicted": "Positions evicted by evicting policies.",
+    "slots_freed_by_eviction": "Slots returned to the allocator by evicting.",
 }
 #: Likewise, of what a selecting policy reads: ``sglang:reasoncache_selection_<field>_total``.
 _SELECTION = {
@@ -54,9 +54,9 @@ class SharingMetrics:
         self._refusals = Counter(
             _PREFIX + "refusals", "Blocks not shared, by reason.", [*names, "reason"]
         )
-        self._drop_refusals = Counter(
-            _PREFIX + "drop_refusals",
-            "Runs of positions not dropped, by reason.",
+        self._eviction_refusals = Counter(
+            _PREFIX + "eviction_refusals",
+            "Runs of positions not evicted, by reason.",
             [*names, "reason"],
         )
         self._saved_now = Gauge(
@@ -65,9 +65,9 @@ class SharingMetrics:
             names,
             multiprocess_mode="mostrecent",
         )
-        self._dropped_now = Gauge(
-            _PREFIX + "positions_dropped_now",
-            "Dropped positions of the running requests.",
+        self._evicted_now = Gauge(
+            _PREFIX + "positions_evicted_now",
+            "Evicted positions of the running requests.",
             names,
             multiprocess_mode="mostrecent",
         )
@@ -95,18 +95,18 @@ class SharingMetrics:
         self._seen: dict[str, int] = {}
 
     def update(
-        self, stats: SharingStats, saved_now: int, dropped_now: int, latency: float | None
+        self, stats: SharingStats, saved_now: int, evicted_now: int, latency: float | None
     ) -> None:
         """Publish totals; ``latency`` in seconds, None where nothing was filtered."""
         for field, counter in self._counters.items():
             self._advance(counter.labels(**self._labels), field, getattr(stats, field))
         for kind, counter, counts in (
             ("refusal:", self._refusals, stats.refusals),
-            ("drop:", self._drop_refusals, stats.drop_refusals),
+            ("evict:", self._eviction_refusals, stats.eviction_refusals),
         ):
             for reason, count in counts.items():
                 self._advance(counter.labels(**self._labels, reason=reason), kind + reason, count)
-        self._dropped_now.labels(**self._labels).set(dropped_now)
+        self._evicted_now.labels(**self._labels).set(evicted_now)
         self._saved_now.labels(**self._labels).set(saved_now)
         self._ratio.labels(**self._labels).set(stats.memory_saving_ratio)
         if latency is not None:

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_reasoncache import compat
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
-from sglang_reasoncache.plugin import flags, refusals, seams
-from sglang_reasoncache.policy.presets import PRESETS
+from sglang_reasoncache.filter.presets import PRESETS
+from sglang_reasoncache.plugin import flags, refusals
 
 
 def _parse(*argv: str) -> dict[str, object]:
@@ -164,10 +165,10 @@ def test_memory_debugging_with_pages_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_other_sglang_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the operator insists."""
-    monkeypatch.setattr(seams, "installed_version", lambda: "0.4.0")
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.4.0")
     with pytest.raises(ValueError, match="found 0.4.0; pass --reasoncache-allow-untested-sglang"):
-        seams.check_version(allow_untested=False)
-    seams.check_version(allow_untested=True)
+        compat.check_version(allow_untested=False)
+    compat.check_version(allow_untested=True)
 
 
 _START = [sys.executable, "-m", "sglang.launch_server", "--model-path", "none"]
@@ -197,11 +198,11 @@ _NOTHING_HOOKED = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang_reasoncache.plugin import seams
-ours = {seams.HOOK_TARGETS[name] for name in seams.FLAG_HOOKS}
+from sglang_reasoncache import compat
+ours = {compat.HOOK_TARGETS[name] for name in compat.FLAG_HOOKS}
 assert HookRegistry._patched == ours, HookRegistry._patched
 from sglang.srt.mem_cache.registry import registered_radix_cache_backends
-assert seams.TREE_BACKEND not in registered_radix_cache_backends()
+assert compat.TREE_BACKEND not in registered_radix_cache_backends()
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 assert ATTENTION_BACKENDS["torch_native"].__module__.startswith("sglang."), "attention wrapped"
 print("nothing but flags")
@@ -223,7 +224,7 @@ def test_without_the_flag_only_flags_are_hooked() -> None:
 @pytest.mark.parametrize(
     "field", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"]
 )
-def test_attention_that_reads_holes_is_refused_by_name(field: str) -> None:
+def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -> None:
     """Stock backends would take a dropped position's -1 for the last slot of the pool."""
     config = ReasonCacheConfig(policy="reasoncache+streamingllm:budget=64")
     flag = "--" + field.replace("_", "-")
@@ -234,10 +235,10 @@ def test_attention_that_reads_holes_is_refused_by_name(field: str) -> None:
             f"{flag} torch_native would read; use reasoncache_cpu"
         ),
     ):
-        refusals.check_holes(_server_args(**{field: "torch_native"}), config)
+        refusals.check_evicting(_server_args(**{field: "torch_native"}), config)
     for name in ("reasoncache_cpu", "flashinfer", "triton"):
-        refusals.check_holes(_server_args(**{field: name}), config)
-    refusals.check_holes(_server_args(**{field: "torch_native"}), ReasonCacheConfig())
+        refusals.check_evicting(_server_args(**{field: name}), config)
+    refusals.check_evicting(_server_args(**{field: "torch_native"}), ReasonCacheConfig())
 
 
 @pytest.mark.parametrize(

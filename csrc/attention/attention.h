@@ -27,14 +27,14 @@ struct reasoncache_plan_call {
   const std::int64_t* lengths;    // [batch], positions in use
   std::int64_t batch;
   std::int64_t window;            // only that many newest positions; below 0: all
-  const std::int32_t* home;       // [num_slots], null: every slot is at home
+  const std::int32_t* cached_at;       // [num_slots], null: every slot is at cached_at
   std::int64_t num_slots;
   std::int32_t* kv_indptr;        // [batch + 1]
   std::int32_t* kv_indices;       // [capacity]
-  std::int32_t* shift;            // [capacity], null exactly if home is
+  std::int32_t* shift;            // [capacity], null exactly if cached_at is
   std::int64_t capacity;
   std::int32_t together;          // entries of one slot near each other, see row_order.py
-  std::int32_t is_moved;          // written: whether any shift is not 0
+  std::int32_t is_shifted;          // written: whether any shift is not 0
 };
 
 // Keys and values of one layer, and the rotary table of the model.
@@ -71,7 +71,7 @@ struct reasoncache_decode_call {
   const std::int32_t* begin;    // [batch], first entry of each query
   const std::int32_t* end;      // [batch], one past its last
   const std::int32_t* kv_indices;  // [total]
-  const std::int32_t* shift;       // [total], null: nothing is moved
+  const std::int32_t* shift;       // [total], null: nothing is shifted
   std::int64_t total;
   const float* sinks;  // [num_heads], logits without a value; null: none
   float scale;
@@ -86,7 +86,7 @@ struct reasoncache_decode_call {
 // Entries copied out, heads first: out_k [num_heads][count][k_dim], out_v likewise.
 struct reasoncache_gather_call {
   const std::int32_t* kv_indices;  // [count]
-  const std::int32_t* shift;       // [count], null: nothing is moved
+  const std::int32_t* shift;       // [count], null: nothing is shifted
   std::int64_t count;
   void* out_k;
   void* out_v;
@@ -99,13 +99,13 @@ struct reasoncache_gather_call {
 // One pass over the rows. On a status other than OK the plan is unspecified.
 RC_EXPORT std::int32_t reasoncache_plan(reasoncache_plan_call* call) noexcept;
 
-// out[b] = softmax(scale * q[b] . k) v over entries [begin[b], end[b]), keys turned by their
+// out[b] = softmax(scale * q[b] . k) v over entries [begin[b], end[b]), keys rotated by their
 // shift. No entries: zeros, and -inf as log-sum-exp. Reads no slot when a status is BAD. The
 // result does not depend on the number of threads. Safe to call concurrently.
 RC_EXPORT std::int32_t reasoncache_decode(const reasoncache_kv* kv,
                                           const reasoncache_decode_call* call) noexcept;
 
-// Shared entries as contiguous K and V, keys turned by their shift. Safe to call concurrently.
+// Shared entries as contiguous K and V, keys rotated by their shift. Safe to call concurrently.
 RC_EXPORT std::int32_t reasoncache_gather(const reasoncache_kv* kv,
                                           const reasoncache_gather_call* call) noexcept;
 }

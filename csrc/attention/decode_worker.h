@@ -29,7 +29,7 @@ class Worker {
         kv_(task.kv),
         call_(task.call),
         query_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.k_padded)),
-        turned_(static_cast<std::size_t>(kMostHeads * task.k_padded)),
+        rotated_(static_cast<std::size_t>(kMostHeads * task.k_padded)),
         sums_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.v_padded)),
         most_(static_cast<std::size_t>(task.most_queries * call_.num_heads)),
         total_(most_.size()) {}
@@ -130,7 +130,7 @@ class Worker {
       while (end < count && shift[end] == shift[begin]) ++end;
       const float* query = this->query(head);
       if (shift != nullptr && shift[begin] != 0) {
-        query = turned<kHeads>(head, shift[begin]);
+        query = rotated<kHeads>(head, shift[begin]);
       }
       scores_of<Element, kHeads>(keys_ + begin, end - begin, values, begin, query, kv_.k_dim,
                                  task_.k_padded, scores_ + begin * kHeads);
@@ -148,12 +148,12 @@ class Worker {
     std::copy_n(softmax.total, kHeads, &total_[static_cast<std::size_t>(head)]);
   }
 
-  // A key turned by the shift under the query is the key under the query turned back.
+  // A key rotated by the shift under the query is the key under the query rotated back.
   template <int kHeads>
-  const float* turned(std::int64_t head, std::int32_t shift) {
-    std::copy_n(query(head), kHeads * task_.k_padded, turned_.data());
-    for (int i = 0; i < kHeads; ++i) rotate(kv_, shift, true, turned_.data() + i * task_.k_padded);
-    return turned_.data();
+  const float* rotated(std::int64_t head, std::int32_t shift) {
+    std::copy_n(query(head), kHeads * task_.k_padded, rotated_.data());
+    for (int i = 0; i < kHeads; ++i) rotate(kv_, shift, true, rotated_.data() + i * task_.k_padded);
+    return rotated_.data();
   }
 
   void finish(const Unit& unit, std::int64_t row, std::int64_t first, std::int64_t last) {
@@ -219,7 +219,7 @@ class Worker {
   const reasoncache_kv& kv_;
   const reasoncache_decode_call& call_;
   std::vector<float> query_;   // [most_queries][num_heads][k_padded], scaled
-  std::vector<float> turned_;  // [kMostHeads][k_padded]
+  std::vector<float> rotated_;  // [kMostHeads][k_padded]
   std::vector<float> sums_;    // [most_queries][num_heads][v_padded]
   std::vector<float> most_;    // [most_queries][num_heads]
   std::vector<float> total_;   // [most_queries][num_heads]

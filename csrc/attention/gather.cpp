@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entries of a pool as contiguous K and V, heads first, keys turned to where they are used.
+// Entries of a pool as contiguous K and V, heads first, keys rotated to where they are used.
 
 #include <algorithm>
 #include <atomic>

@@ -27,13 +27,13 @@ Bounds bounds_of(const std::int32_t* slots, std::int64_t count) {
 }
 
 // Shifts of `count` entries at positions first, first + 1, ...; returns the or of them all.
-std::int32_t shift_by(const std::int32_t* home, const std::int32_t* slots, std::int64_t count,
+std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, std::int64_t count,
                       std::int64_t first, std::int32_t* shift) {
   std::int32_t any = 0;
   for (std::int64_t i = 0; i < count; ++i) {
-    // Unsigned: homes of slots that nobody uses may hold anything.
+    // Unsigned: cached positions of slots that nobody uses may hold anything.
     const auto position = static_cast<std::uint32_t>(first + i);
-    shift[i] = static_cast<std::int32_t>(position - static_cast<std::uint32_t>(home[slots[i]]));
+    shift[i] = static_cast<std::int32_t>(position - static_cast<std::uint32_t>(cached_at[slots[i]]));
     any |= shift[i];
   }
   return any;
@@ -45,8 +45,8 @@ struct Entry {
   std::int32_t slot;
 };
 
-// Entries of one request by (home / 64, shift), else as they come; as row_order.py has it.
-void put_together(const std::int32_t* home, std::int32_t* indices, std::int32_t* shift,
+// Entries of one request by (cached_at / 64, shift), else as they come; as row_order.py has it.
+void put_together(const std::int32_t* cached_at, std::int32_t* indices, std::int32_t* shift,
                   std::int64_t count, std::vector<Entry>& entries) {
   if (shift == nullptr) {
     std::sort(indices, indices + count);
@@ -54,7 +54,7 @@ void put_together(const std::int32_t* home, std::int32_t* indices, std::int32_t*
   }
   entries.resize(static_cast<std::size_t>(count));
   for (std::int64_t i = 0; i < count; ++i) {
-    entries[i] = {home[indices[i]] >> 6, shift[i], indices[i]};
+    entries[i] = {cached_at[indices[i]] >> 6, shift[i], indices[i]};
   }
   std::stable_sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
     return a.window != b.window ? a.window < b.window : a.shift < b.shift;
@@ -82,32 +82,32 @@ std::int32_t plan(reasoncache_plan_call& call) {
     const std::int32_t* slots = call.rows + request * call.row_stride + first;
     const std::int64_t begin = at;
     std::int32_t* indices = call.kv_indices + begin;
-    std::int32_t* shift = call.home == nullptr ? nullptr : call.shift + begin;
-    std::int32_t moved = 0;
+    std::int32_t* shift = call.cached_at == nullptr ? nullptr : call.shift + begin;
+    std::int32_t shifted = 0;
     const Bounds found = bounds_of(slots, count);
     if (found.most >= call.num_slots) return REASONCACHE_ATTENTION_BAD_SLOT;
     if (found.least >= 0) {
       if (count > 0) {
         std::memcpy(indices, slots, static_cast<std::size_t>(count) * sizeof *slots);
       }
-      if (shift != nullptr) moved = shift_by(call.home, slots, count, first, shift);
+      if (shift != nullptr) shifted = shift_by(call.cached_at, slots, count, first, shift);
       at += count;
     } else {
       for (std::int64_t i = 0; i < count; ++i) {
         if (slots[i] < 0) continue;
         call.kv_indices[at] = slots[i];
-        if (shift != nullptr) moved |= shift_by(call.home, slots + i, 1, first + i, call.shift + at);
+        if (shift != nullptr) shifted |= shift_by(call.cached_at, slots + i, 1, first + i, call.shift + at);
         ++at;
       }
     }
-    // Rows in which nothing is moved stay in order of positions.
-    if (call.together != 0 && (shift == nullptr || moved != 0)) {
-      put_together(call.home, indices, shift, at - begin, entries);
+    // Rows in which nothing is shifted stay in order of positions.
+    if (call.together != 0 && (shift == nullptr || shifted != 0)) {
+      put_together(call.cached_at, indices, shift, at - begin, entries);
     }
-    any |= moved;
+    any |= shifted;
     call.kv_indptr[b + 1] = static_cast<std::int32_t>(at);
   }
-  call.is_moved = any != 0;
+  call.is_shifted = any != 0;
   return REASONCACHE_ATTENTION_OK;
 }
 

@@ -78,9 +78,9 @@ RC_INLINE void add_plain(const Row<Element>& row, std::int64_t count, Sum& sum) 
   if (i < count) sum.add(1, load_some(row.x + i, count - i), load_some(row.y + i, count - i));
 }
 
-// Element i of the first half is turned together with element i of the second.
+// Element i of the first half is rotated together with element i of the second.
 template <class Element, class Sum>
-RC_INLINE void add_turned_halves(const Row<Element>& row, std::int64_t half, const float* cosines,
+RC_INLINE void add_rotated_halves(const Row<Element>& row, std::int64_t half, const float* cosines,
                                  const float* sines, float sign, Sum& sum) {
   const auto add = [&](int chain, Floats x0, Floats x1, Floats y0, Floats y1, Floats c, Floats s) {
     s *= sign;
@@ -106,10 +106,10 @@ RC_INLINE void add_turned_halves(const Row<Element>& row, std::int64_t half, con
   }
 }
 
-// Elements 2i and 2i + 1 are turned together. `factors` holds, for each element, what
+// Elements 2i and 2i + 1 are rotated together. `factors` holds, for each element, what
 // it and what its neighbour are multiplied with: [rotary_dim] cosines, then signed sines.
 template <class Element, class Sum>
-RC_INLINE void add_turned_neighbours(const Row<Element>& row, std::int64_t rotary_dim,
+RC_INLINE void add_rotated_neighbours(const Row<Element>& row, std::int64_t rotary_dim,
                                      const float* factors, Sum& sum) {
   const auto add = [&](int chain, Floats x, Floats y, Floats own, Floats other) {
     sum.add(chain, x, multiply_add(y, own, swap_neighbours(y) * other));
@@ -158,7 +158,7 @@ class Worker {
     Sum sum;
     for (std::int64_t unit = begin; unit < end; ++unit) {
       const int side = static_cast<int>(here.buffer % 2);
-      const bool turned = side == 0 && task_.shift != nullptr;
+      const bool rotated = side == 0 && task_.shift != nullptr;
       double* out = task_.out +
                     (here.entry / task_.block * 2 * pool_.num_layers + here.buffer) * Sum::kOutputs;
       for (std::int64_t token = 0; token < task_.block; ++token, ++at) {
@@ -171,11 +171,11 @@ class Worker {
         const Row<Element> distant = locate(later);
         prefetch(reinterpret_cast<std::uintptr_t>(distant.x));
         prefetch(reinterpret_cast<std::uintptr_t>(distant.y));
-        const std::int32_t shift = turned ? task_.shift[here.entry] : 0;
+        const std::int32_t shift = rotated ? task_.shift[here.entry] : 0;
         if (shift == 0) {
           add_as_cached(row, side, sum);
         } else {
-          add_turned(row, shift, sum);
+          add_rotated(row, shift, sum);
         }
         sum.end_token();
         step(here);
@@ -217,7 +217,7 @@ class Worker {
     }
   }
 
-  void add_turned(const Row<Element>& row, std::int32_t shift, Sum& sum) {
+  void add_rotated(const Row<Element>& row, std::int32_t shift, Sum& sum) {
     const std::int64_t dim = pool_.head_dim[0];
     const std::int64_t rotary = pool_.rotary_dim;
     const std::int64_t half = rotary / 2;
@@ -229,9 +229,9 @@ class Worker {
     for (std::int64_t head = 0; head < pool_.num_heads; ++head) {
       const Row<Element> part = row.at(head * pool_.head_stride[0]);
       if (pool_.is_neox) {
-        add_turned_halves(part, half, cosines, sines, sign, sum);
+        add_rotated_halves(part, half, cosines, sines, sign, sum);
       } else {
-        add_turned_neighbours(part, rotary, factors_.data(), sum);
+        add_rotated_neighbours(part, rotary, factors_.data(), sum);
       }
       if (rotary < dim) add_plain(part.at(rotary), dim - rotary, sum);
     }

@@ -47,7 +47,7 @@ struct reasoncache_distance_pool {
 };
 
 // Sums over blocks of `block` slots: destination `dst` [pairs][block] and source `src`
-// likewise, source keys turned by `shift` [pairs][block] positions (null: as cached).
+// likewise, source keys rotated by `shift` [pairs][block] positions (null: as cached).
 // Writes out [pairs][num_layers][2][1 or 3]. Reads no slot when a status is BAD.
 // Uses up to `threads` threads when there is enough to read. Safe to call concurrently.
 __attribute__((visibility("default"))) std::int32_t reasoncache_distance(

@@ -40,7 +40,7 @@ class Row:
     """One setting. Steps are the plan and all layers; GB/s counts every entry's K and V once.
 
     Attributes:
-        plan_us: What our backend does once for a step, home positions included.
+        plan_us: What our backend does once for a step, cached positions included.
         decode_ms: Our time of one layer.
         native_ms: SGLang's; it reads shared entries as cached.
         native_threads: With which it was faster, one or all. PyTorch's threads wait for each

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from eval.bench.attention_rows import Shape, home_positions, lay_rows
-from sglang_reasoncache.attention.rotation import KeyRotation
+from eval.bench.attention_rows import Shape, cached_positions, lay_rows
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.kernels.row_order import RowOrder
 
 _SEED = 5
@@ -50,7 +50,7 @@ class GpuStep:
         self._scale = dim**-0.5
         self._query = torch.randn((shape.requests, shape.heads, dim), device=device).bfloat16()
         self._out = torch.empty_like(self._query)
-        self._home = home_positions(shape).to(device)
+        self._cached_at = cached_positions(shape).to(device)
         self._requests = torch.arange(shape.requests, device=device)
         self._lengths = torch.full((shape.requests,), shape.tokens, device=device)
         self._own = lay_rows(shape, 0).to(device)
@@ -72,20 +72,20 @@ class GpuStep:
             self._order = RowOrder(shape.requests, shape.tokens, self._rows.device)
             lengths = [shape.tokens] * shape.requests
             self._order.sort(
-                self._rows, range(shape.requests), lengths, self._home, num_slots=shape.slots
+                self._rows, range(shape.requests), lengths, self._cached_at, num_slots=shape.slots
             )
         self._plan = plan_rows(
             self._rows,
             self._requests,
             self._lengths,
-            self._home,
+            self._cached_at,
             num_slots=shape.slots,
             together=together,
             backend="triton",
         )
-        moved = 0 if self._plan.shift is None else int(self._plan.shift.count_nonzero())
-        if (moved > 0) != (percent > 0):
-            raise RuntimeError(f"{shape}, {percent}% shared: the plan moves {moved} entries")
+        shifted = 0 if self._plan.shift is None else int(self._plan.shift.count_nonzero())
+        if (shifted > 0) != (percent > 0):
+            raise RuntimeError(f"{shape}, {percent}% shared: the plan moves {shifted} entries")
 
     def plan(self) -> RowPlan:
         """As for a step of a server: into the same buffers, rows sorted when they were shared."""
@@ -94,7 +94,7 @@ class GpuStep:
             self._rows,
             self._requests,
             self._lengths,
-            self._home,
+            self._cached_at,
             num_slots=self.shape.slots,
             order=self._order,
         )

@@ -26,7 +26,7 @@ class Row:
         flashinfer: The same tokens, unshared, each request's own.
         flashinfer_as_cached: The shared rows, as if nothing had moved; None if nothing has.
         plan: Ours, once for all layers.
-        gather: All entries copied out, keys turned.
+        gather: All entries copied out, keys rotated.
         copy_gb_per_s: Of the device, bytes read and written.
         decode_gb_per_s: K and V of every entry, once, over our time.
         gather_gb_per_s: The same read and written.

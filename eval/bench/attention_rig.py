@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from eval.bench.attention_rows import Shape, home_positions, lay_rows
-from sglang_reasoncache.cache.home import HomePositions
-from sglang_reasoncache.plugin import seams
+from eval.bench.attention_rows import Shape, cached_positions, lay_rows
+from sglang_reasoncache import compat
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 
 #: What the layers of a pool take together, if so many fit into `_MOST_LAYERS`: above the caches.
 _GIGABYTES = 1.0
@@ -42,7 +42,7 @@ class Step:
         torch.manual_seed(_SEED)
         self.shape = shape
         self.layers = min(_MOST_LAYERS, math.ceil(_GIGABYTES * 1e9 / shape.layer_bytes))
-        pool = seams.MHATokenToKVPool(
+        pool = compat.MHATokenToKVPool(
             size=shape.slots - 1,
             page_size=1,
             dtype=torch.bfloat16,
@@ -56,13 +56,15 @@ class Step:
             side[0].uniform_(-1, 1)
             for buffer in side[1:]:
                 buffer.copy_(side[0])
-        self._rows = seams.ReqToTokenPool(shape.requests, shape.tokens, "cpu", False)
-        home = HomePositions(shape.slots, "cpu")
-        home.record(torch.arange(shape.slots), home_positions(shape))
-        self._allocator = SimpleNamespace(home=home, has_moved_slots=False)
+        self._rows = compat.ReqToTokenPool(shape.requests, shape.tokens, "cpu", False)
+        cached_at = CachedPositions(shape.slots, "cpu")
+        cached_at.record(torch.arange(shape.slots), cached_positions(shape))
+        self._allocator = SimpleNamespace(cached_at=cached_at, has_shifted_slots=False)
         scale = shape.head_dim**-0.5
         self._layers = [
-            seams.RadixAttention(shape.heads, shape.head_dim, scale, shape.kv_heads, layer_id=layer)
+            compat.RadixAttention(
+                shape.heads, shape.head_dim, scale, shape.kv_heads, layer_id=layer
+            )
             for layer in range(self.layers)
         ]
         dim = shape.head_dim
@@ -79,7 +81,7 @@ class Step:
             spec_algorithm=SimpleNamespace(is_none=lambda: True),
             use_mla_backend=False,
         )
-        self.native = seams.TorchNativeAttnBackend(runner)
+        self.native = compat.TorchNativeAttnBackend(runner)
         self.ours = PagedCpuBackend(runner, corrected=True)
         self._reference = CorrectedTorchNativeBackend(runner)
         self._query = torch.randn(shape.requests, shape.heads * dim).to(torch.bfloat16)
@@ -97,7 +99,7 @@ class Step:
         requests = torch.arange(1, shape.requests + 1)
         rows = lay_rows(shape, percent)
         self._rows.req_to_token[requests, : shape.tokens] = rows
-        self._allocator.has_moved_slots = percent > 0
+        self._allocator.has_shifted_slots = percent > 0
         self._batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=shape.requests,

@@ -61,7 +61,7 @@ def lay_rows(shape: Shape, shared_percent: int) -> torch.Tensor:
     """int32 ``[requests, tokens]``, the slot of each position, as ``req_to_token`` holds it.
 
     Token t of request r lies in slot ``1 + t * requests + r``, as decoding together leaves
-    it, and was computed there (:func:`home_positions`). So much of each row is in blocks that
+    it, and was computed there (:func:`cached_positions`). So much of each row is in blocks that
     lie at the slots of earlier blocks; the slots that sharing frees stay empty.
     """
     at = torch.arange(shape.tokens, dtype=torch.int32)
@@ -76,7 +76,7 @@ def lay_rows(shape: Shape, shared_percent: int) -> torch.Tensor:
     return rows
 
 
-def home_positions(shape: Shape) -> torch.Tensor:
+def cached_positions(shape: Shape) -> torch.Tensor:
     """int32 ``[slots]``: the position each slot's key was computed for; 0 for the padding."""
     slots = torch.arange(shape.slots, dtype=torch.int32)
     return ((slots - 1) // shape.requests).clamp_(min=0)

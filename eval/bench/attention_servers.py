@@ -12,7 +12,7 @@ from eval.runs.client import Request, ask_all, tokens_per_s
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.task import generate
-from sglang_reasoncache.plugin import seams
+from sglang_reasoncache import compat
 
 _SEED = 5
 
@@ -23,7 +23,7 @@ def serve(rounds: int, logs: Path, requests: int = 32, max_tokens: int = 512) ->
     Raises:
         RuntimeError: a request failed.
     """
-    speeds: dict[str, list[float]] = {"torch_native": [], seams.CPU_BACKEND: []}
+    speeds: dict[str, list[float]] = {"torch_native": [], compat.CPU_BACKEND: []}
     servers = {
         name: ServerProcess(
             CHECKPOINT,
@@ -33,7 +33,7 @@ def serve(rounds: int, logs: Path, requests: int = 32, max_tokens: int = 512) ->
         for name in speeds
     }
     body = {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens}
-    with servers["torch_native"], servers[seams.CPU_BACKEND]:
+    with servers["torch_native"], servers[compat.CPU_BACKEND]:
         for number in range(rounds + 1):
             asked = [
                 Request(str(index), problem.prompt, body)

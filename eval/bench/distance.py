@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from eval.bench.bandwidth import Yardstick, seconds
-from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.kernels.distance import (
     DistanceKernel,
     block_distances,
     squares_from_moments,
 )
+from sglang_reasoncache.kernels.rotation import KeyRotation
 
 _TABLE = 32_768
 _SEED = 5

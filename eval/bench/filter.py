@@ -28,7 +28,7 @@ from eval.bench.stage1 import (
     spelling_of,
 )
 from eval.redundancy.rows import texts_of
-from sglang_reasoncache.policy.settings import FilterConfig
+from sglang_reasoncache.filter.settings import FilterConfig
 
 _AT_ONCE = 8
 _PYTHON_RESPONSES = 8

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of :mod:`eval.bench.per_head`: entries of the highest score are given up.
 
-Scores that need only keys are those of our policies (``sglang_reasoncache.policies``).
+Scores that need only keys are those of our policies (``sglang_reasoncache.eviction.policies``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from eval.bench.per_head_decoder import WatchedDecoder
-from sglang_reasoncache.policies.keydiff import similarity
-from sglang_reasoncache.policies.l2norm import relative_norms
+from sglang_reasoncache.eviction.policies.keydiff import similarity
+from sglang_reasoncache.eviction.policies.l2norm import relative_norms
 
 #: A decoder and the positions written so far to ``[layers, rows, kv heads, written]``.
 Rule = Callable[[WatchedDecoder, int], torch.Tensor]

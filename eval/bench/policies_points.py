@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_reasoncache.policies import registry
+from sglang_reasoncache import registry
 
 #: Shares of the slots that settings aim at.
 SAVINGS = (0.1, 0.2, 0.4, 0.6)

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from sglang_reasoncache import native
+from sglang_reasoncache.filter.engine import InlineEngine, StepEngine
+from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.span import ReasoningSpan
+from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
+from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.native.engine import NativeEngine
-from sglang_reasoncache.plugin.vocabulary import vocabulary_of
-from sglang_reasoncache.policy.filter import RequestFilter
-from sglang_reasoncache.policy.segment import TokenClasses
-from sglang_reasoncache.policy.settings import FilterConfig
-from sglang_reasoncache.policy.span import ReasoningSpan
-from sglang_reasoncache.policy.vocabulary import Vocabulary
-from sglang_reasoncache.sharing.engine import InlineEngine, StepEngine
 
 _VOCABULARY_SIZE = 16_000
 #: Earlier steps from which on the growth is fitted: below, fixed costs dominate.

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from eval.tokenizers import TokenizerError, load_tokenizer
-from sglang_reasoncache.plugin.vocabulary import vocabulary_of
-from sglang_reasoncache.policy.segment import TokenClasses
-from sglang_reasoncache.policy.step import Step
-from sglang_reasoncache.policy.vocabulary import Vocabulary
+from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
+from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 WORDS = "words"
 # Lossless, for structure is read from the text: a space goes with the word behind it.

@@ -23,7 +23,7 @@ from eval.runs.options import EMBEDDED
 from eval.runs.records import Response, Result
 from eval.tasks.registry import TASKS
 from eval.tiny_reasoner import CHECKPOINT
-from sglang_reasoncache.policy.settings import FilterConfig
+from sglang_reasoncache.filter.settings import FilterConfig
 
 DENSE, REASONCACHE, RANDOM = "dense", "reasoncache", "random"
 

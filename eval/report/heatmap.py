@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from eval.tokenizers import TokenizerError, load_tokenizer
-from sglang_reasoncache.policy.filter import FilterConfig, RequestFilter
-from sglang_reasoncache.policy.segment import TokenClasses
-from sglang_reasoncache.policy.vocabulary import Vocabulary
+from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
+from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 #: Longer sequences are cut: the picture needs two steps, not the end of a response.
 MAX_TOKENS = 4096
@@ -90,7 +90,7 @@ def measure(folder: Path, texts: Sequence[tuple[str, str]], block: int) -> Heatm
     Raises:
         HeatmapError: no such pair, or a model that this cannot run.
     """
-    from sglang_reasoncache.plugin.vocabulary import vocabulary_of
+    from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
 
     try:
         tokenizer = load_tokenizer(str(folder), local=True)
@@ -207,7 +207,7 @@ def _rotation(model: Any, positions: int, head_dim: int) -> Any:
     """None where the model has no plain rotary embedding of its own."""
     import torch
 
-    from sglang_reasoncache.attention.rotation import KeyRotation
+    from sglang_reasoncache.kernels.rotation import KeyRotation
 
     inverse = getattr(getattr(model, "rotary_emb", None), "inv_freq", None)
     if not isinstance(inverse, torch.Tensor) or 2 * len(inverse) > head_dim:

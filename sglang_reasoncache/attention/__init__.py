@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading shared slots: keys are rotated from their home position to where they are used."""
+"""Reading shared slots: keys are rotated from their cached position to where they are used."""

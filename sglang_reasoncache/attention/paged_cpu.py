@@ -2,7 +2,7 @@
 """SGLang attention backend ``reasoncache_cpu``: a whole batch in one call per layer.
 
 Rows are planned once per forward and read by every layer where they lie. With
-``home`` positions a shared key is used where it is read, without them as cached.
+``cached_at`` positions a shared key is used where it is read, without them as cached.
 Writes and pool stay SGLang's own.
 """
 
@@ -13,50 +13,50 @@ from typing import Any
 
 import torch
 
-from sglang_reasoncache.attention.rotation import KeyRotation
-from sglang_reasoncache.attention.selection import PageSelection
-from sglang_reasoncache.attention.served import attention_layers, check_served
-from sglang_reasoncache.attention.statistics import AttentionStatistics, Observed
-from sglang_reasoncache.cache.home import HomePositions
+from sglang_reasoncache import compat
+from sglang_reasoncache.attention.supported import attention_layers, check_supported
+from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.eviction.policies.contract import Observation, Selector
+from sglang_reasoncache.eviction.statistics import AttentionStatistics, Observed
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
-from sglang_reasoncache.plugin import seams
-from sglang_reasoncache.policies.contract import Observation, Selector
+from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.selection.page_selection import PageSelection
 
 logger = logging.getLogger(__name__)
 
 #: ``--attention-backend`` name.
-NAME = seams.CPU_BACKEND
+NAME = compat.CPU_BACKEND
 
 
-class PagedCpuBackend(seams.TorchNativeAttnBackend):
+class PagedCpuBackend(compat.TorchNativeAttnBackend):
     """Attention of the CPU platform by this project's kernels.
 
-    Dropped positions are skipped (``skips_holes``): their row entries are below 0.
+    Dropped positions are skipped (``skips_evicted``): their row entries are below 0.
 
     Args:
         model_runner: SGLang's runner, its pool already there.
         corrected: Use shared keys at the position where they are read; the runner's
-            allocator then carries ``home``. False reads every key as cached.
+            allocator then carries ``cached_at``. False reads every key as cached.
 
     Raises:
         ValueError: a model, pool or mode that cannot be served, by name; or corrected
             positions that the model's rotary embedding does not allow.
     """
 
-    skips_holes = True
+    skips_evicted = True
 
     def __init__(self, model_runner: Any, *, corrected: bool = False) -> None:
-        check_served(model_runner, f"--attention-backend {NAME}")
+        check_supported(model_runner, f"--attention-backend {NAME}")
         super().__init__(model_runner)
         self._allocator = model_runner.token_to_kv_pool_allocator
         self._dtype = model_runner.dtype
-        self.home: HomePositions | None = None
+        self.cached_at: CachedPositions | None = None
         self.rotation: KeyRotation | None = None
         if corrected:
-            self.home = self._allocator.home
+            self.cached_at = self._allocator.cached_at
             self.rotation = KeyRotation.from_model(
                 model_runner.model, model_runner.model_config.context_len
             )
@@ -100,16 +100,16 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
         mode = forward_batch.forward_mode
         if forward_batch.out_cache_loc is None or mode.is_idle():
             return
-        home = None
-        if self.home is not None:
-            self.home.record(forward_batch.out_cache_loc, forward_batch.positions)
-            if self._allocator.has_moved_slots:
-                home = self.home.positions
+        cached_at = None
+        if self.cached_at is not None:
+            self.cached_at.record(forward_batch.out_cache_loc, forward_batch.positions)
+            if self._allocator.has_shifted_slots:
+                cached_at = self.cached_at.positions
         plan = plan_rows(
             self.req_to_token_pool.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
-            home,
+            cached_at,
             num_slots=self._num_slots,
         )
         new = None if mode.is_decode() else forward_batch.extend_seq_lens.tolist()
@@ -118,7 +118,7 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
                 self.req_to_token_pool.req_to_token,
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens if new is None else forward_batch.seq_lens[:0],
-                home,
+                cached_at,
             )
         if new is None:
             self._decode_plan = plan
@@ -220,7 +220,7 @@ class PagedCpuBackend(seams.TorchNativeAttnBackend):
     ) -> None:
         if save_kv_cache and k is not None and v is not None:
             self.token_to_kv_pool.set_kv_buffer(
-                layer, seams.KVWriteLoc(forward_batch.out_cache_loc, None), k, v
+                layer, compat.KVWriteLoc(forward_batch.out_cache_loc, None), k, v
             )
             if self._selection is not None:
                 decodes = self._decode_plan is not None

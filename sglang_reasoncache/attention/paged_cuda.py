@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's attention backends for CUDA, with shared keys read where they are used, holes skipped.
+"""SGLang's attention backends for CUDA, with shared keys read where they are used, evicted positions skipped.
 
 The operator's backend stays what it is. A forward in which no slot is away from
 home and no position was dropped runs the stock code and is only followed by a note of
-its slots' positions; one with moved slots or holes is planned and computed by our
+its slots' positions; one with shifted slots or evicted positions is planned and computed by our
 kernels. In a decode graph the plan is part of the graph, so replaying it costs the
 host nothing.
 
@@ -18,25 +18,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_reasoncache.attention.moved import MovedAttention
-from sglang_reasoncache.attention.served import check_served
-from sglang_reasoncache.cache.moved import MovedMark
+from sglang_reasoncache import compat
+from sglang_reasoncache.attention.shared_slots import SharedSlotAttention
+from sglang_reasoncache.attention.supported import check_supported
+from sglang_reasoncache.cache.batch_mark import BatchMark
+from sglang_reasoncache.eviction.policies.contract import Observation, Selector
 from sglang_reasoncache.kernels.extend import ExtendPlan
 from sglang_reasoncache.kernels.plan import RowPlan
-from sglang_reasoncache.plugin import seams
-from sglang_reasoncache.policies.contract import Observation, Selector
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_reasoncache.attention.device_selection import DeviceSelection
-    from sglang_reasoncache.attention.device_statistics import (
+    from sglang_reasoncache.eviction.device_statistics import (
         Batch,
         DeviceStatistics,
         Noted,
         Queries,
     )
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+    from sglang_reasoncache.selection.device_selection import DeviceSelection
 
     # What stands behind the mixin: any of SGLang's backends.
     _Stock = Any
@@ -44,33 +44,33 @@ else:
     _Stock = object
 
 #: Graph variants: SGLang's kernels, and ours.
-PLAIN, MOVED = "plain", "moved"
+PLAIN, SHIFTED = "plain", "shifted"
 
 
-class MovedReads(_Stock):
-    """Put in front of one of SGLang's backends, as in ``class C(MovedReads, TritonAttnBackend)``.
+class SharedSlotReads(_Stock):
+    """Put in front of one of SGLang's backends, as in ``class C(SharedSlotReads, TritonAttnBackend)``.
 
     Args:
-        model_runner: SGLang's runner, its pool already there; its allocator carries ``home``.
+        model_runner: SGLang's runner, its pool already there; its allocator carries ``cached_at``.
         asked: The flags that ask for it, the beginning of every message.
-        corrected: False reads every key as cached; only holes are a matter of our kernels then.
+        corrected: False reads every key as cached; only evicted positions are a matter of our kernels then.
         **stock: For the backend behind.
 
     Raises:
         ValueError: a model or pool that cannot be served, by name.
     """
 
-    skips_holes = True
+    skips_evicted = True
 
     def __init__(
         self, model_runner: Any, *, asked: str, corrected: bool = True, **stock: Any
     ) -> None:
-        check_served(model_runner, asked)
+        check_supported(model_runner, asked)
         self.asked = asked
         # First, because it may refuse: SGLang's backend takes memory.
-        self.moved = MovedAttention(model_runner, corrected=corrected)
+        self.shared_slots = SharedSlotAttention(model_runner, corrected=corrected)
         super().__init__(model_runner, **stock)
-        self.mark = MovedMark(model_runner.token_to_kv_pool_allocator, corrected=corrected)
+        self.mark = BatchMark(model_runner.token_to_kv_pool_allocator, corrected=corrected)
         self._decode_plan: RowPlan | None = None
         self._extend_plan: ExtendPlan | None = None
         # Every graph's plan: replays follow one another on one stream.
@@ -91,14 +91,14 @@ class MovedReads(_Stock):
         Raises:
             MemoryError: see ``DeviceStatistics``.
         """
-        from sglang_reasoncache.attention.device_statistics import DeviceStatistics
+        from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
 
         if self.statistics is None:
             pool = self.req_to_token_pool
             self.statistics = DeviceStatistics(
                 pool.req_to_token, pool.req_generation, wanted, lambda: pool.free_slots
             )
-            self.statistics.warm_up(self.moved.warm_up(observed=True))
+            self.statistics.warm_up(self.shared_slots.warm_up(observed=True))
         return self.statistics
 
     def select(self, name: str, selector: Selector) -> DeviceSelection:
@@ -108,7 +108,7 @@ class MovedReads(_Stock):
             ValueError: it fails, gives nonsense or waits for the device.
             MemoryError: there is none for the pages' bounds.
         """
-        self.selection = self.moved.selection(name, selector)
+        self.selection = self.shared_slots.selection(name, selector)
         return self.selection
 
     def expect(self, rids: Sequence[str], batch: Batch) -> None:
@@ -117,7 +117,7 @@ class MovedReads(_Stock):
 
     def reads_ours(self, forward_batch: Any) -> bool:
         """Whether a decode step runs our kernels."""
-        return self.always_ours or self.mark.reads_moved(forward_batch.rids)
+        return self.always_ours or self.mark.reads_shifted(forward_batch.rids)
 
     @property
     def always_ours(self) -> bool:
@@ -127,7 +127,7 @@ class MovedReads(_Stock):
     @property
     def rotation(self) -> Any:
         """The model's ``KeyRotation``, on the pool's device; None where keys are read as cached."""
-        return self.moved.rotation
+        return self.shared_slots.rotation
 
     # -- outside of graphs ------------------------------------------------------
 
@@ -138,18 +138,18 @@ class MovedReads(_Stock):
         if forward_batch.out_cache_loc is None or mode.is_idle():
             super().init_forward_metadata(forward_batch)
             return
-        self.moved.record(forward_batch)
+        self.shared_slots.record(forward_batch)
         if mode.is_decode():
             if not self.reads_ours(forward_batch):
                 super().init_forward_metadata(forward_batch)
             elif not self.always_ours:
-                self._decode_plan = self.moved.plan(forward_batch)
+                self._decode_plan = self.shared_slots.plan(forward_batch)
             else:
-                buffers = self.moved.buffers_of(forward_batch, positions=True)
-                self._decode_plan = self.moved.plan_into(buffers, forward_batch)
+                buffers = self.shared_slots.buffers_of(forward_batch, positions=True)
+                self._decode_plan = self.shared_slots.plan_into(buffers, forward_batch)
                 batch = forward_batch.req_pool_indices, forward_batch.seq_lens
                 lengths = forward_batch.seq_lens_cpu
-                longest = self.moved.widest if lengths is None else int(lengths.max())
+                longest = self.shared_slots.widest if lengths is None else int(lengths.max())
                 if self.statistics is not None:
                     self._noted = self.statistics.of_decode(buffers, *batch, longest)
                 if self.selection is not None:
@@ -157,11 +157,11 @@ class MovedReads(_Stock):
                     self.selection.begin(*batch, buffers, longest=longest, observed=observed)
             return
         rows = self._observe_prompts(forward_batch)
-        if not self.mark.reads_moved(forward_batch.rids):
+        if not self.mark.reads_shifted(forward_batch.rids):
             super().init_forward_metadata(forward_batch)
             return
-        rows = self.moved.plan(forward_batch) if rows is None else rows
-        self._extend_plan = self.moved.plan_extend(rows, forward_batch)
+        rows = self.shared_slots.plan(forward_batch) if rows is None else rows
+        self._extend_plan = self.shared_slots.plan_extend(rows, forward_batch)
 
     def _forget(self) -> None:
         self._decode_plan = self._extend_plan = self._noted = self._queries = None
@@ -174,8 +174,8 @@ class MovedReads(_Stock):
         # SGLang's own trial runs are of no known batch.
         if self.statistics is None or coming is None or coming[0] is not forward_batch.rids:
             return None
-        buffers = self.moved.buffers_of(forward_batch, positions=True)
-        rows = self.moved.plan_into(buffers, forward_batch)
+        buffers = self.shared_slots.buffers_of(forward_batch, positions=True)
+        rows = self.shared_slots.plan_into(buffers, forward_batch)
         self._noted, self._queries = self.statistics.of_prompts(
             coming[1], buffers, rows, forward_batch.req_pool_indices, forward_batch.seq_lens
         )
@@ -185,69 +185,71 @@ class MovedReads(_Stock):
 
     def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
         """Prefill graphs hold SGLang's kernels; one that is not theirs alone runs without."""
-        if self.always_ours or self.mark.reads_moved(forward_batch.rids):
+        if self.always_ours or self.mark.reads_shifted(forward_batch.rids):
             return False
         stock = getattr(super(), "can_run_prefill_cuda_graph", None)
         return stock is None or stock(forward_batch)
 
     def choose_graph(self, forward_batch: Any) -> str:
         """Which variant the forward about to be replayed runs; its preparation comes next."""
-        self._graph_variant = MOVED if self.reads_ours(forward_batch) else PLAIN
+        self._graph_variant = SHIFTED if self.reads_ours(forward_batch) else PLAIN
         return self._graph_variant
 
     def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
         """Allocate what graphs of up to ``max_bs`` requests read."""
         super().init_cuda_graph_state(max_bs, *args, **kwargs)
-        if self._graph_buffers is None or len(self._graph_buffers.moved) < max_bs:
+        if self._graph_buffers is None or len(self._graph_buffers.shifted) < max_bs:
             if self._graph_buffers is not None:
                 self._outgrown.append((self._graph_buffers, self._graph_weights))
             observed = self.statistics is not None
-            self._graph_buffers = self.moved.buffers(max_bs, positions=self.always_ours)
+            self._graph_buffers = self.shared_slots.buffers(max_bs, positions=self.always_ours)
             if self.selection is not None:
                 self.selection.allocate_graphs(max_bs, observed=observed)
             if observed:
                 entries = len(self._graph_buffers.kv_indices)
-                self._graph_weights = torch.zeros(entries, device=self.moved.device)
+                self._graph_weights = torch.zeros(entries, device=self.shared_slots.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """What has to be done before a graph is captured or replayed."""
         self._forget()
         if not forward_batch.forward_mode.is_decode_or_idle():
-            self.moved.record(forward_batch)
+            self.shared_slots.record(forward_batch)
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
             return
-        variant = seams.get_capture_attention_variant() if in_capture else self._graph_variant
+        variant = compat.get_capture_attention_variant() if in_capture else self._graph_variant
         if variant == PLAIN:
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
-        elif variant == MOVED and self._graph_buffers is not None:
+        elif variant == SHIFTED and self._graph_buffers is not None:
             # SGLang's kernels are not in this graph, and a capture would replace the
             # plans that the plain graph of this size reads.
-            self._decode_plan = self.moved.planned(self._graph_buffers, forward_batch.batch_size)
+            self._decode_plan = self.shared_slots.planned(
+                self._graph_buffers, forward_batch.batch_size
+            )
             if self.statistics is not None:
                 self._noted = self.statistics.of_decode(
                     self._graph_buffers,
                     forward_batch.req_pool_indices,
                     forward_batch.seq_lens,
-                    self.moved.widest,
+                    self.shared_slots.widest,
                     self._graph_weights,
                 )
         else:
             raise RuntimeError(
                 f"sglang-reasoncache: a decode graph of variant {variant!r}, known are "
-                f"{PLAIN!r} and {MOVED!r}"
+                f"{PLAIN!r} and {SHIFTED!r}"
             )
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """What becomes part of a graph: home positions of new slots, and our plan."""
+        """What becomes part of a graph: cached positions of new slots, and our plan."""
         if not forward_batch.forward_mode.is_decode_or_idle():
             super().init_forward_metadata_in_graph(forward_batch)
             return
-        self.moved.record(forward_batch)
+        self.shared_slots.record(forward_batch)
         if self._decode_plan is None:
             super().init_forward_metadata_in_graph(forward_batch)
         else:
             assert self._graph_buffers is not None
-            self.moved.plan_into(self._graph_buffers, forward_batch)
+            self.shared_slots.plan_into(self._graph_buffers, forward_batch)
             if self.selection is not None:
                 batch = forward_batch.req_pool_indices, forward_batch.seq_lens
                 self.selection.begin_graph(*batch, self._graph_buffers)
@@ -257,7 +259,7 @@ class MovedReads(_Stock):
         stock = super().shared_read_ends(mode)
         if not mode.is_decode_or_idle():
             return stock
-        return seams.SharedReadEnds.max_of((stock, seams.SharedReadEnds.IN_REPLAY))
+        return compat.SharedReadEnds.max_of((stock, compat.SharedReadEnds.IN_REPLAY))
 
     # -- a layer ----------------------------------------------------------------
 
@@ -276,15 +278,15 @@ class MovedReads(_Stock):
         if plan is None:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sinks = self._sinks(kwargs)
-        self.moved.write(k, v, layer, forward_batch, save_kv_cache)
+        self.shared_slots.write(k, v, layer, forward_batch, save_kv_cache)
         noted, some = self._noted, None
         if self.selection is not None:
             self.selection.note(layer.layer_id, forward_batch.out_cache_loc)
-            some = self.moved.select(self.selection, q, layer)
+            some = self.shared_slots.select(self.selection, q, layer)
         weights = None if noted is None else noted.weights
         rows, into = (plan, weights) if some is None else some
         longest = None if noted is None else noted.longest
-        out = self.moved.decode(q, layer, rows, sinks, weights=into, longest=longest)
+        out = self.shared_slots.decode(q, layer, rows, sinks, weights=into, longest=longest)
         if noted is not None:
             if some is not None and self.selection is not None:
                 self.selection.add(noted.weights)
@@ -308,13 +310,13 @@ class MovedReads(_Stock):
             out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         else:
             sinks = self._sinks(kwargs)
-            self.moved.write(k, v, layer, forward_batch, save_kv_cache)
-            out = self.moved.extend(q, layer, plan, forward_batch, sinks)
+            self.shared_slots.write(k, v, layer, forward_batch, save_kv_cache)
+            out = self.shared_slots.extend(q, layer, plan, forward_batch, sinks)
         if self.selection is not None:
             self.selection.note(layer.layer_id, forward_batch.out_cache_loc)
         if noted is not None and queries is not None:
             # Fused kernels tell no weights; these are a few queries of each prompt.
-            self.moved.decode(
+            self.shared_slots.decode(
                 q.view(len(q), -1)[queries.tokens],
                 layer,
                 queries.rows,
@@ -328,7 +330,7 @@ class MovedReads(_Stock):
 
     def _note(self, layer: Any, noted: Noted) -> None:
         """After the last layer: weights go to their rows."""
-        if layer.layer_id == self.moved.last_layer and self.statistics is not None:
+        if layer.layer_id == self.shared_slots.last_layer and self.statistics is not None:
             self.statistics.note(noted)
 
     def _sinks(self, kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -346,13 +348,13 @@ class GraphVariants:
         backend: The one whose forwards are captured.
     """
 
-    def __init__(self, backend: MovedReads) -> None:
+    def __init__(self, backend: SharedSlotReads) -> None:
         self._backend = backend
 
     @property
     def capture_labels(self) -> tuple[str, ...]:
         """SGLang captures in this order, all in one pool of memory."""
-        return (MOVED,) if self._backend.always_ours else (PLAIN, MOVED)
+        return (SHIFTED,) if self._backend.always_ours else (PLAIN, SHIFTED)
 
     def select(self, forward_batch: Any) -> str:
         """The label of the graph that ``forward_batch`` runs."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's torch-native attention, reading shared slots in their right position.
 
-Writes, prefill and every batch without a moved slot take the stock code path,
-so such a batch gives stock results bit for bit. With a moved slot in the batch,
+Writes, prefill and every batch without a shifted slot take the stock code path,
+so such a batch gives stock results bit for bit. With a shifted slot in the batch,
 decode gathers all rows at once and rotates only the moved keys; extend lets the
 stock loop read through a view of the key cache that rotates what it hands out.
 """
@@ -14,69 +14,71 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from sglang_reasoncache.attention.rotation import Angles, KeyRotation
-from sglang_reasoncache.cache.home import HomePositions
-from sglang_reasoncache.plugin import seams
+from sglang_reasoncache import compat
+from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.kernels.rotation import Angles, KeyRotation
 
 
 class _DecodePlan(NamedTuple):
-    """One decode batch with at least one moved slot; built once, used by every layer."""
+    """One decode batch with at least one shifted slot; built once, used by every layer."""
 
     slots: torch.Tensor  # int64 [batch * width], slot of each entry, 0 where padded
     width: int  # longest sequence of the batch, tokens
     mask: torch.Tensor  # additive [batch, 1, 1, width], 0 or -inf, in the model's dtype
-    moved: torch.Tensor  # int64 [num_moved], entries whose key is rotated
-    angles: Angles  # [num_moved, rotary_dim / 2]
+    shifted: torch.Tensor  # int64 [num_shifted], entries whose key is rotated
+    angles: Angles  # [num_shifted, rotary_dim / 2]
 
 
 class _RotatingKeys:
     """``k_cache`` as the stock loop indexes it: ``k_cache[row_slots]`` in row order from position 0."""
 
-    def __init__(self, keys: torch.Tensor, home: HomePositions, rotation: KeyRotation) -> None:
-        self._keys, self._home, self._rotation = keys, home, rotation
+    def __init__(
+        self, keys: torch.Tensor, cached_at: CachedPositions, rotation: KeyRotation
+    ) -> None:
+        self._keys, self._cached_at, self._rotation = keys, cached_at, rotation
 
     def __getitem__(self, slots: torch.Tensor) -> torch.Tensor:
         keys = self._keys[slots]
-        shift = self._home.shift(slots, torch.arange(slots.shape[0], device=slots.device))
-        moved = shift.nonzero().squeeze(1)
-        if moved.numel():
-            turned = self._rotation.rotate(keys[moved], self._rotation.angles(shift[moved]))
-            keys[moved] = turned.to(keys.dtype)
+        shift = self._cached_at.shift(slots, torch.arange(slots.shape[0], device=slots.device))
+        shifted = shift.nonzero().squeeze(1)
+        if shifted.numel():
+            rotated = self._rotation.rotate(keys[shifted], self._rotation.angles(shift[shifted]))
+            keys[shifted] = rotated.to(keys.dtype)
         return keys
 
 
-class CorrectedTorchNativeBackend(seams.TorchNativeAttnBackend):
+class CorrectedTorchNativeBackend(compat.TorchNativeAttnBackend):
     """Position-corrected reads on the CPU platform.
 
     Args:
-        model_runner: SGLang's runner; its allocator carries ``home``.
+        model_runner: SGLang's runner; its allocator carries ``cached_at``.
     """
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self._allocator = model_runner.token_to_kv_pool_allocator
-        self.home: HomePositions = self._allocator.home
+        self.cached_at: CachedPositions = self._allocator.cached_at
         self._dtype = model_runner.dtype
         self.rotation = KeyRotation.from_model(
             model_runner.model, model_runner.model_config.context_len
         )
         self._plan: _DecodePlan | None = None
-        self._extend_moved = False
+        self._extend_shifted = False
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
-        self._plan, self._extend_moved = None, False
+        self._plan, self._extend_shifted = None, False
         if forward_batch.out_cache_loc is None or forward_batch.forward_mode.is_idle():
             return
-        self.home.record(forward_batch.out_cache_loc, forward_batch.positions)
-        if not self._allocator.has_moved_slots:
+        self.cached_at.record(forward_batch.out_cache_loc, forward_batch.positions)
+        if not self._allocator.has_shifted_slots:
             return
         slots, shift, valid = self._rows(forward_batch)
-        moved = shift.flatten().nonzero().squeeze(1)
-        if not moved.numel():
+        shifted = shift.flatten().nonzero().squeeze(1)
+        if not shifted.numel():
             return
         if not forward_batch.forward_mode.is_decode():
-            self._extend_moved = True
+            self._extend_shifted = True
             return
         mask = torch.zeros(valid.shape, dtype=self._dtype, device=valid.device)
         mask.masked_fill_(~valid, float("-inf"))
@@ -84,8 +86,8 @@ class CorrectedTorchNativeBackend(seams.TorchNativeAttnBackend):
             slots=slots.flatten(),
             width=slots.shape[1],
             mask=mask[:, None, None, :],
-            moved=moved,
-            angles=self.rotation.angles(shift.flatten()[moved]),
+            shifted=shifted,
+            angles=self.rotation.angles(shift.flatten()[shifted]),
         )
 
     def _rows(self, forward_batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -97,14 +99,14 @@ class CorrectedTorchNativeBackend(seams.TorchNativeAttnBackend):
         valid = at[None, :] < lengths[:, None]
         # What lies beyond a row's end belongs to nobody; slot 0 is SGLang's padding.
         slots = torch.where(valid, rows, 0).long()
-        shift = torch.where(valid, self.home.shift(slots, at[None, :]), 0)
+        shift = torch.where(valid, self.cached_at.shift(slots, at[None, :]), 0)
         return slots, shift, valid
 
     def _run_sdpa_forward_extend(
         self, query: Any, output: Any, k_cache: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if self._extend_moved:
-            k_cache = _RotatingKeys(k_cache, self.home, self.rotation)
+        if self._extend_shifted:
+            k_cache = _RotatingKeys(k_cache, self.cached_at, self.rotation)
         return super()._run_sdpa_forward_extend(query, output, k_cache, *args, **kwargs)
 
     def _run_sdpa_forward_decode(
@@ -136,9 +138,9 @@ class CorrectedTorchNativeBackend(seams.TorchNativeAttnBackend):
         batch, heads, _ = query.shape
         kv_heads = k_cache.shape[1]
         keys = k_cache.index_select(0, plan.slots)
-        turned = self.rotation.rotate(keys.index_select(0, plan.moved), plan.angles)
+        rotated = self.rotation.rotate(keys.index_select(0, plan.shifted), plan.angles)
         # Not index_copy_, which fp8 does not have.
-        keys[plan.moved] = turned.to(keys.dtype)
+        keys[plan.shifted] = rotated.to(keys.dtype)
         values = v_cache.index_select(0, plan.slots)
         keys = keys.view(batch, plan.width, kv_heads, -1).transpose(1, 2).to(query.dtype)
         values = values.view(batch, plan.width, kv_heads, -1).transpose(1, 2).to(query.dtype)

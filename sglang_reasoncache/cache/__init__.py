@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots with more than one owner: reference counts, allocators, prefix tree, home positions."""
+"""Slots with more than one owner: reference counts, allocators, prefix tree, cached positions."""

@@ -12,30 +12,30 @@ from typing import Any
 
 import torch
 
-from sglang_reasoncache.cache.budget import CreditSource, SharingBudget
+from sglang_reasoncache import compat
+from sglang_reasoncache.cache.admission import CreditSource, SharingBudget
 from sglang_reasoncache.cache.references import PageReferences
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.plugin import seams
 
 
 class _Shared:
     """What both allocators add. ``references`` counts pages (slots at page size 1)."""
 
     references: PageReferences
-    #: Whether any slot may be used away from its home position. Stays true until
-    #: the cache is flushed: the tree can hold a moved slot with one reference.
-    has_moved_slots: bool
-    #: Whether rows may have entries below 0, dropped positions; true until the cache is flushed.
-    has_holes: bool
+    #: Whether any slot may be used away from its cached position. Stays true until
+    #: the cache is flushed: the tree can hold a shifted slot with one reference.
+    has_shifted_slots: bool
+    #: Whether rows may have entries below 0, evicted positions; true until the cache is flushed.
+    has_evicted: bool
     #: Whether the attention backend skips such entries; set by whoever makes the backend.
-    skips_holes: bool = False
+    skips_evicted: bool = False
     credit_source: CreditSource | None = None
     page_size: int
 
     def _clear_references(self) -> None:
         self.references = PageReferences()
-        self.has_moved_slots = False
-        self.has_holes = False
+        self.has_shifted_slots = False
+        self.has_evicted = False
 
     @property
     def _pool_device(self) -> Any:
@@ -44,7 +44,7 @@ class _Shared:
     def share(self, pages: list[int]) -> None:
         """Add one reference per occurrence. ``pages``: ids of pages in use."""
         self.references.add(pages)
-        self.has_moved_slots = True
+        self.has_shifted_slots = True
 
     def release(self, pages: list[int]) -> None:
         """Take one reference away per occurrence; pages left with none are free at once.
@@ -55,8 +55,8 @@ class _Shared:
         if last:
             self._release_unreferenced(upload(last, self._pool_device))
 
-    def drop(self, pages: torch.Tensor) -> int:
-        """Take a reference away per entry; the rows that named them have holes from now on.
+    def evict(self, pages: torch.Tensor) -> int:
+        """Take a reference away per entry; the rows that named them have evicted positions from now on.
 
         Reads from the device only while something is shared.
 
@@ -66,20 +66,20 @@ class _Shared:
         Returns:
             Slots that came back: those of pages with no other reference.
         """
-        self.has_holes = True
+        self.has_evicted = True
         before = self.available_size()  # type: ignore[attr-defined]
         last = self._last_references(pages)
         if last.numel():
             self._release_unreferenced(last)
         return self.available_size() - before  # type: ignore[attr-defined]
 
-    def _without_holes(self, ids: torch.Tensor) -> torch.Tensor:
-        """``ids`` (slots or pages of a row) less the entries of dropped positions.
+    def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
+        """``ids`` (slots or pages of a row) less the entries of evicted positions.
 
         SGLang frees rows as they are, when a request ends. How many entries that leaves is
         on the device: on a GPU this waits for it.
         """
-        return ids[ids >= 0] if self.has_holes else ids
+        return ids[ids >= 0] if self.has_evicted else ids
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
         raise NotImplementedError
@@ -108,7 +108,7 @@ class _Shared:
         )
 
 
-class SharedTokenAllocator(_Shared, seams.TokenToKVPoolAllocator):
+class SharedTokenAllocator(_Shared, compat.TokenToKVPoolAllocator):
     """Page size 1: slot ids are page ids."""
 
     def clear(self) -> None:
@@ -119,14 +119,14 @@ class SharedTokenAllocator(_Shared, seams.TokenToKVPoolAllocator):
         # Inside a free group the indices only wait; they come back through
         # here, all at once, when the group ends.
         if self.free_group is None:
-            free_index = self._last_references(self._without_holes(free_index))
+            free_index = self._last_references(self._without_evicted(free_index))
         super().free(free_index)
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
         super().free(pages)
 
 
-class SharedPagedAllocator(_Shared, seams.PagedTokenToKVPoolAllocator):
+class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
     """Page size above 1: pages are shared whole."""
 
     def clear(self) -> None:
@@ -143,7 +143,7 @@ class SharedPagedAllocator(_Shared, seams.PagedTokenToKVPoolAllocator):
         if self.free_group is not None:
             super().free(free_index)
             return
-        free_index = self._without_holes(free_index)
+        free_index = self._without_evicted(free_index)
         if not len(self.references):
             super().free(free_index)
             return
@@ -156,7 +156,7 @@ class SharedPagedAllocator(_Shared, seams.PagedTokenToKVPoolAllocator):
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         """The one way back to the free list; see :meth:`_last_references`."""
         pages = torch.cat(page_ids) if len(page_ids) > 1 else page_ids[0]
-        last = self._last_references(self._without_holes(pages))
+        last = self._last_references(self._without_evicted(pages))
         if last.numel():
             super()._release_page_ids(last)
 
@@ -176,9 +176,9 @@ def shared_allocator_of(stock: Any) -> SharedTokenAllocator | SharedPagedAllocat
         kvcache=stock.get_kvcache(),
         need_sort=stock.need_sort,
     )
-    if type(stock) is seams.TokenToKVPoolAllocator:
+    if type(stock) is compat.TokenToKVPoolAllocator:
         return SharedTokenAllocator(stock.size, **common)
-    if type(stock) is seams.PagedTokenToKVPoolAllocator:
+    if type(stock) is compat.PagedTokenToKVPoolAllocator:
         return SharedPagedAllocator(stock.size, page_size=stock.page_size, **common)
     raise ValueError(
         f"--enable-reasoncache supports token and paged allocators of a plain attention pool, "

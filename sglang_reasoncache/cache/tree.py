@@ -7,7 +7,7 @@ once, at its topmost position. Why that position is unique: a second reference
 to a slot arises only from a request that has the slot in its own row, so it is
 published below the first on the same path; branches that share the slot share
 the ancestor that holds it. Dropping changes nothing here: a path ends before the first
-hole of its row, so a reference is never published without the one above it. Locks and
+evicted position of its row, so a reference is never published without the one above it. Locks and
 leaf-first eviction run along the path, hence the topmost holder is locked whenever any
 other is, and evicted last.
 
@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from sglang_reasoncache.plugin import seams
+from sglang_reasoncache import compat
 
 
-class SharedRadixCache(seams.RadixCache):
+class SharedRadixCache(compat.RadixCache):
     """``RadixCache`` with slots shared inside a path.
 
     Args:
@@ -85,10 +85,10 @@ class SharedRadixCache(seams.RadixCache):
         if not req.finished() and len(req.output_ids):
             up_to = min(up_to, len(req.origin_input_ids))
         state = None if self.controller is None else self.controller.state_of(req)
-        if state is not None and state.holes.first is not None:
-            # What was computed behind a hole did not see it. Everything before the first one
-            # is older than any drop: holes only appear among written positions.
-            up_to = min(up_to, state.holes.first)
+        if state is not None and state.evicted.first is not None:
+            # What was computed behind an evicted position did not see it. Everything before the first one
+            # is older than any drop: evicted positions only appear among written positions.
+            up_to = min(up_to, state.evicted.first)
         if state is not None and state.first_shared is not None:
             assert req.finished(), "a shared row is not published while its request runs"
             if not self.publish_aliased:
@@ -99,7 +99,7 @@ class SharedRadixCache(seams.RadixCache):
             up_to = min(
                 up_to,
                 self._exact_length(
-                    seams.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+                    compat.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
                 ),
             )
         try:
@@ -179,9 +179,9 @@ class SharedRadixCache(seams.RadixCache):
             return
         while node is not self.root_node:
             if node.lock_ref == from_lock_ref:
-                moved = sign * len(self._aliases.get(node, ()))
-                self._alias_evictable -= moved
-                self._alias_protected += moved
+                shifted = sign * len(self._aliases.get(node, ()))
+                self._alias_evictable -= shifted
+                self._alias_protected += shifted
             node = node.parent
 
     def evict(self, params: Any) -> Any:
@@ -192,10 +192,10 @@ class SharedRadixCache(seams.RadixCache):
         wanted, freed = params.num_tokens, 0
         while True:
             before = self._alias_evictable
-            result = super().evict(seams.EvictParams(num_tokens=wanted - freed))
+            result = super().evict(compat.EvictParams(num_tokens=wanted - freed))
             freed += result.num_tokens_evicted - (before - self._alias_evictable)
             if freed >= wanted or result.num_tokens_evicted == 0:
-                return seams.EvictResult(num_tokens_evicted=freed)
+                return compat.EvictResult(num_tokens_evicted=freed)
 
     def _delete_leaf(self, node: Any) -> None:
         super()._delete_leaf(node)
@@ -204,23 +204,23 @@ class SharedRadixCache(seams.RadixCache):
 
     # -- asked for every forward ------------------------------------------------
 
-    def reads_moved(self, reqs: Iterable[Any]) -> bool:
-        """Whether the row of any of ``reqs`` may name a slot away from its home position.
+    def reads_shifted(self, reqs: Iterable[Any]) -> bool:
+        """Whether the row of any of ``reqs`` may name a slot away from its cached position.
 
         It may where one of its blocks was redirected, or where its prefix ends in a
-        node that is inexact: a moved slot lies behind the first inexact position, and
+        node that is inexact: a shifted slot lies behind the first inexact position, and
         what is below an inexact node is inexact.
         """
-        if not self.token_to_kv_pool_allocator.has_moved_slots:
+        if not self.token_to_kv_pool_allocator.has_shifted_slots:
             return False
         return any(req.last_node in self._inexact or self._is_redirected(req) for req in reqs)
 
-    def reads_holes(self, reqs: Iterable[Any]) -> bool:
+    def reads_evicted(self, reqs: Iterable[Any]) -> bool:
         """Whether a position of any of ``reqs`` was dropped; a path of the tree has none."""
-        if self.controller is None or not self.token_to_kv_pool_allocator.has_holes:
+        if self.controller is None or not self.token_to_kv_pool_allocator.has_evicted:
             return False
         states = (self.controller.state_of(req) for req in reqs)
-        return any(state is not None and state.holes.count > 0 for state in states)
+        return any(state is not None and state.evicted.count > 0 for state in states)
 
     def _is_redirected(self, req: Any) -> bool:
         state = None if self.controller is None else self.controller.state_of(req)
@@ -232,7 +232,7 @@ class SharedRadixCache(seams.RadixCache):
         if params.req is not None and self._inexact and self._is_exact_only(params.req):
             length = self._exact_length(params.key)
             if length < len(params.key):
-                params = seams.MatchPrefixParams(key=params.key[:length], req=params.req)
+                params = compat.MatchPrefixParams(key=params.key[:length], req=params.req)
         return super().match_prefix(params)
 
     def _is_exact_only(self, req: Any) -> bool:

@@ -14,14 +14,14 @@ import torch
 from sglang_reasoncache.kernels.pool import read_rows
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.attention.rotation import KeyRotation
+    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 
 def plan_rows(
     rows: torch.Tensor,
     requests: torch.Tensor,
     lengths: torch.Tensor,
-    home: torch.Tensor | None,
+    cached_at: torch.Tensor | None,
     num_slots: int,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -45,9 +45,9 @@ def plan_rows(
     if kv_indices.numel() and kv_indices.max() >= num_slots:
         raise ValueError("plan: a slot outside the pool")
     kv_indptr = torch.nn.functional.pad(used.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
-    if home is None:
+    if cached_at is None:
         return kv_indptr, kv_indices, None
-    shift = at.expand_as(slots)[used].to(torch.int32) - home[kv_indices.long()]
+    shift = at.expand_as(slots)[used].to(torch.int32) - cached_at[kv_indices.long()]
     return kv_indptr, kv_indices, shift if bool(shift.any()) else None
 
 
@@ -58,7 +58,7 @@ def gather_kv(
     shift: torch.Tensor | None,
     rotation: KeyRotation | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 keys ``[count, heads, k_dim]``, turned by their shift, and values.
+    """fp32 keys ``[count, heads, k_dim]``, rotated by their shift, and values.
 
     Raises:
         ValueError: a slot or shift out of range.

@@ -31,7 +31,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """``softmax(scale * q . k) v`` of every query over its own entries.
 
-    A key moved by n positions is read as it lies in the pool, under the query turned
+    A key moved by n positions is read as it lies in the pool, under the query rotated
     back by n: what that costs grows with the runs of equal shift, not with the entries.
     The result does not depend on the number of threads, nor on the rest of the batch.
     On a CUDA device the call only launches, and can be captured in a graph.

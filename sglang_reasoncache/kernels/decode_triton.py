@@ -30,7 +30,7 @@ from sglang_reasoncache.kernels.rotate_triton import (
 )
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.attention.rotation import KeyRotation
+    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Most chunks of a query's entries.
 SPLITS = 32
@@ -164,7 +164,7 @@ def chunk_kernel(
         q_high, q_low = _parts(whole, ELEMENT)
         keys += kv_head.to(tl.int64) * k_head_stride
         values += kv_head.to(tl.int64) * v_head_stride
-        turned, other, earlier, angle = pairing(k_column, HALF, NEOX)
+        rotated, other, earlier, angle = pairing(k_column, HALF, NEOX)
         most = tl.full([HEADS], float("-inf"), tl.float32)
         weight = tl.zeros([HEADS], tl.float32)
         sums = tl.zeros([HEADS, V_COLS], tl.float32)
@@ -186,7 +186,7 @@ def chunk_kernel(
                 if one != 0:  # a loop inside a branch leaves the outer one pipelined
                     while one != 0:
                         cosine, sine = load_factors(
-                            cosines, sines, -one, turned, earlier, angle, True, HALF
+                            cosines, sines, -one, rotated, earlier, angle, True, HALF
                         )
                         # Loaded again: kept, it would take registers from every tile.
                         q = tl.load(q_at + k_column[None, :], mask=q_mask, other=0.0)

@@ -18,7 +18,7 @@ from sglang_reasoncache.kernels.pool import check_rotation, check_sides, threads
 from sglang_reasoncache.kernels.reference import Layer, ReferenceDistance, squared_differences
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.attention.rotation import KeyRotation
+    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 __all__ = [
     "BACKENDS",

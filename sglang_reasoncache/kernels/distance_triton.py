@@ -15,7 +15,7 @@ from sglang_reasoncache.kernels.rotate_triton import current_device
 from sglang_reasoncache.kernels.rotate_triton import load_fp32 as _load
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.attention.rotation import KeyRotation
+    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Elements of a block that a program holds at once.
 TILE = 2048
@@ -93,7 +93,7 @@ def _plain(
 
 
 @triton.jit
-def _turned(
+def _rotated(
     base,
     dst,
     src,
@@ -113,7 +113,7 @@ def _turned(
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Sums over elements [0, 2 HALF) of every token and head, the source turned by its shift."""
+    """Sums over elements [0, 2 HALF) of every token and head, the source rotated by its shift."""
     angle = tl.arange(0, COLS)
     both = tl.arange(0, 2 * COLS)
     a = tl.zeros([ROWS, COLS], tl.float32)
@@ -200,7 +200,7 @@ def distance_kernel(
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     HALF: tl.constexpr,
-    REST: tl.constexpr,  # columns of a tile of keys that are not turned
+    REST: tl.constexpr,  # columns of a tile of keys that are not rotated
     V_COLS: tl.constexpr,
     HALF_COLS: tl.constexpr,
     TILE: tl.constexpr,
@@ -219,7 +219,7 @@ def distance_kernel(
         c = 0.0
         bad = 0
         if TURNED:
-            a, b, c, bad = _turned(
+            a, b, c, bad = _rotated(
                 base,
                 dst,
                 src,
@@ -289,7 +289,7 @@ def constants(
     aligned: bool,
     moments: bool,
 ) -> dict[str, Any]:
-    """Compile-time arguments of :func:`distance_kernel`; ``rotation`` only if keys are turned."""
+    """Compile-time arguments of :func:`distance_kernel`; ``rotation`` only if keys are rotated."""
     keys, values = layer
     half = 0 if rotation is None else rotation.rotary_dim // 2
     rest = keys.shape[2] - 2 * half
@@ -338,10 +338,10 @@ class TritonDistance:
             self._cosines = rotation.cos.to(self._device, torch.float32).contiguous()
             self._sines = rotation.sin.to(self._device, torch.float32).contiguous()
         self._constants = {
-            (turned, moments): constants(
-                layers[0], rotation if turned else None, aligned=self._aligned, moments=moments
+            (rotated, moments): constants(
+                layers[0], rotation if rotated else None, aligned=self._aligned, moments=moments
             )
-            for turned in (False, True)
+            for rotated in (False, True)
             for moments in (False, True)
         }
 
@@ -379,8 +379,8 @@ class TritonDistance:
             return
         dst_slots, src_slots = dst_slots.contiguous(), src_slots.contiguous()
         keys, values = self._layers[0]
-        turned = shift is not None and self._rotation is not None
-        if turned:
+        rotated = shift is not None and self._rotation is not None
+        if rotated:
             assert shift is not None
             tables = (shift.contiguous(), self._cosines, self._sines)
         else:
@@ -393,13 +393,13 @@ class TritonDistance:
                 src_slots,
                 *tables,
                 out,
-                self._cosines.shape[0] if turned else 0,
+                self._cosines.shape[0] if rotated else 0,
                 block,
                 keys.shape[0],
                 keys.stride(0),
                 keys.stride(1),
                 values.stride(0),
                 values.stride(1),
-                **self._constants[turned, moments],
+                **self._constants[rotated, moments],
                 num_warps=NUM_WARPS,
             )

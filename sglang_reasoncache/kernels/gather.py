@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a pool as contiguous K and V, keys turned to where they are used."""
+"""Entries of a pool as contiguous K and V, keys rotated to where they are used."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a pool as contiguous K and V on a GPU, moved keys turned on the way."""
+"""Entries of a pool as contiguous K and V on a GPU, moved keys rotated on the way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_reasoncache.kernels.rotate_triton import (
 )
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.attention.rotation import KeyRotation
+    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Elements a program holds at once.
 TILE = 4096
@@ -63,16 +63,16 @@ def gather_kernel(
     mask = ok[:, None] & (column < K_DIM)[None, :]
     k = load_fp32(at + column[None, :], mask, ELEMENT)
     if HALF > 0:
-        moved = ok & (by != 0)
-        if tl.max(moved.to(tl.int32), axis=0) > 0:
-            turned, other, first, angle = pairing(column, HALF, NEOX)
+        shifted = ok & (by != 0)
+        if tl.max(shifted.to(tl.int32), axis=0) > 0:
+            rotated, other, first, angle = pairing(column, HALF, NEOX)
             cosine, sine = load_factors(
-                cosines, sines, by[:, None], turned[None, :], first[None, :],
-                angle[None, :], moved[:, None], HALF,
+                cosines, sines, by[:, None], rotated[None, :], first[None, :],
+                angle[None, :], shifted[:, None], HALF,
             )  # fmt: skip
             there = load_fp32(at + other[None, :], mask, ELEMENT)
             # An element that stays where it is stays as it is: inf * 0 would be NaN.
-            stays = ~(moved[:, None] & turned[None, :])
+            stays = ~(shifted[:, None] & rotated[None, :])
             k = tl.where(stays, k, k * cosine + there * sine)
     row = (head * count + entry)[:, None]
     mask = inside[:, None] & (column < K_DIM)[None, :]

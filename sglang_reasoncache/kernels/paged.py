@@ -13,7 +13,7 @@ from sglang_reasoncache import native
 from sglang_reasoncache.kernels.pool import check_rotation, check_sides
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.attention.rotation import KeyRotation
+    from sglang_reasoncache.kernels.rotation import KeyRotation
     from sglang_reasoncache.native.attention import NativeKv
 
 #: C++ for host memory, Triton for CUDA devices, PyTorch for what these do not take and as
@@ -77,7 +77,7 @@ class PagedKv:
 
 
 def check_shift(kv: PagedKv, shift: torch.Tensor | None) -> None:
-    """Raises ValueError where moved entries could not be turned."""
+    """Raises ValueError where moved entries could not be rotated."""
     if shift is not None and kv.rotation is None:
         raise ValueError("the plan has moved entries, but the pool was given no rotation")
 

@@ -36,7 +36,7 @@ def plan_rows(
     rows: torch.Tensor,
     requests: torch.Tensor,
     lengths: torch.Tensor,
-    home: torch.Tensor | None = None,
+    cached_at: torch.Tensor | None = None,
     *,
     num_slots: int,
     window: int | None = None,
@@ -60,7 +60,7 @@ def plan_rows(
         keep: bool ``[batch, positions]``, at least as many positions as the longest request
             has: which of them are read in this step. None: all.
         together: Entries of one slot near each other instead of in order of positions,
-            in rows with a moved entry (without ``home``: in all rows); the order is
+            in rows with a moved entry (without ``cached_at``: in all rows); the order is
             that of :mod:`~sglang_reasoncache.kernels.row_order`.
         backend: One of :data:`BACKENDS`; None takes the first that can read the rows.
 
@@ -81,8 +81,12 @@ def plan_rows(
         raise ValueError(
             f"requests and lengths must be [batch], got {list(requests.shape)}, {list(lengths.shape)}"
         )
-    if home is not None and (home.dtype != torch.int32 or home.shape != (num_slots,)):
-        raise ValueError(f"home must be int32 [{num_slots}], got {home.dtype} {list(home.shape)}")
+    if cached_at is not None and (
+        cached_at.dtype != torch.int32 or cached_at.shape != (num_slots,)
+    ):
+        raise ValueError(
+            f"home must be int32 [{num_slots}], got {cached_at.dtype} {list(cached_at.shape)}"
+        )
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     requests, lengths = requests.long().contiguous(), lengths.long().contiguous()
@@ -91,7 +95,7 @@ def plan_rows(
             raise ValueError(
                 f"keep must be bool [{len(requests)}, positions], got {keep.dtype} {list(keep.shape)}"
             )
-        # What is not kept is a hole, for this step.
+        # What is not kept is an evicted position, for this step.
         rows = rows[requests, : keep.shape[1]].masked_fill(~keep[:, : rows.shape[1]], -1)
         requests = torch.arange(len(requests), device=rows.device)
     side_by_side = rows.stride(1) == 1
@@ -113,7 +117,7 @@ def plan_rows(
                     rows,
                     requests,
                     lengths,
-                    None if home is None else home.contiguous(),
+                    None if cached_at is None else cached_at.contiguous(),
                     num_slots,
                     -1 if window is None else window,
                     capacity=max(0, int(lengths.sum())),
@@ -129,9 +133,9 @@ def plan_rows(
                 raise ValueError(f"triton: {error}") from error
         else:
             flatten = plan_triton.plan_rows
-    plan = RowPlan(*flatten(rows, requests, lengths, home, num_slots, window))
+    plan = RowPlan(*flatten(rows, requests, lengths, cached_at, num_slots, window))
     if not together:
         return plan
-    order = row_order.together(*plan, home)
+    order = row_order.together(*plan, cached_at)
     shift = None if plan.shift is None else plan.shift[order]
     return RowPlan(plan.kv_indptr, plan.kv_indices[order], shift)

@@ -107,7 +107,7 @@ def count_kernel(
 def scan_kernel(
     counts,  # int32 [batch, PIECES]
     kv_indptr,  # int32 [batch + 1], written
-    moved,  # int32 [batch], zeroed
+    shifted,  # int32 [batch], zeroed
     batch,
     capacity,
     PIECES: tl.constexpr,
@@ -123,7 +123,7 @@ def scan_kernel(
         count = tl.sum(tl.load(counts + at, mask=inside[:, None], other=0), axis=1).to(tl.int64)
         after = tl.minimum(before + tl.cumsum(count, axis=0), capacity)
         tl.store(kv_indptr + 1 + request, after.to(tl.int32), mask=inside)
-        tl.store(moved + request, tl.zeros([REQUESTS], tl.int32), mask=inside)
+        tl.store(shifted + request, tl.zeros([REQUESTS], tl.int32), mask=inside)
         before += tl.sum(count, axis=0)
 
 
@@ -134,12 +134,12 @@ def write_kernel(
     lengths,
     order,
     sorted_counts,
-    home,  # int32 [num_slots], unused unless HOME
+    cached_at,  # int32 [num_slots], unused unless HOME
     counts,  # int32 [batch, PIECES]
     kv_indptr,  # int32 [batch + 1]
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written
-    moved,  # int32 [batch], 1 written where a shift is not 0
+    shifted,  # int32 [batch], 1 written where a shift is not 0
     positions,  # int32 [capacity], written if POSITIONS
     num_rows,
     width,
@@ -177,12 +177,12 @@ def write_kernel(
             tl.store(positions + at, position, mask=room)
         by = tl.zeros([TILE], tl.int32)
         if HOME:
-            by = position - tl.load(home + slot, mask=room, other=0)
+            by = position - tl.load(cached_at + slot, mask=room, other=0)
             away |= (room & (by != 0)).to(tl.int32)
         tl.store(shift + at, by, mask=room)
         to += tl.sum(one, axis=0)
     if tl.max(away, axis=0) > 0:
-        tl.store(moved + request, 1)
+        tl.store(shifted + request, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,7 @@ class PlanBuffers:
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     shift: torch.Tensor
-    moved: torch.Tensor
+    shifted: torch.Tensor
     counts: torch.Tensor
     positions: torch.Tensor | None = None
 
@@ -232,7 +232,7 @@ def plan_into(
     rows: torch.Tensor,
     requests: torch.Tensor,
     lengths: torch.Tensor,
-    home: torch.Tensor | None = None,
+    cached_at: torch.Tensor | None = None,
     *,
     num_slots: int,
     window: int | None = None,
@@ -243,7 +243,7 @@ def plan_into(
     Nothing is looked at by the host, so nothing is refused for its value, and nothing
     is read out of bounds: a request that is not a row has no entries, a length
     beyond the row is cut to it, an entry that is no slot is dropped, and so is
-    what goes beyond the capacity. Without ``home`` all shifts are 0.
+    what goes beyond the capacity. Without ``cached_at`` all shifts are 0.
 
     Args:
         rows, requests, lengths, home, num_slots, window: See
@@ -257,11 +257,11 @@ def plan_into(
         ValueError: more requests than the buffers are for, or an order of other rows.
     """
     where = _Rows(rows, requests, lengths, num_slots, window, order)
-    batch, most = requests.shape[0], buffers.moved.shape[0]
+    batch, most = requests.shape[0], buffers.shifted.shape[0]
     if batch > most:
         raise ValueError(f"plan: {batch} requests, the buffers are for {most}")
-    where.count(buffers.counts, buffers.kv_indptr, buffers.moved, buffers.kv_indices.shape[0])
-    where.write(buffers, home)
+    where.count(buffers.counts, buffers.kv_indptr, buffers.shifted, buffers.kv_indices.shape[0])
+    where.write(buffers, cached_at)
     return buffers.plan_of(batch)
 
 
@@ -269,19 +269,19 @@ def plan_rows(
     rows: torch.Tensor,
     requests: torch.Tensor,
     lengths: torch.Tensor,
-    home: torch.Tensor | None,
+    cached_at: torch.Tensor | None,
     num_slots: int,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """As :func:`plan_into`, into tensors of the right size, for which it waits twice."""
     where = _Rows(rows, requests, lengths, num_slots, window, None)
     buffers = PlanBuffers.of(requests.shape[0], 0, rows.device)
-    where.count(buffers.counts, buffers.kv_indptr, buffers.moved, 2**31 - 1)
+    where.count(buffers.counts, buffers.kv_indptr, buffers.shifted, 2**31 - 1)
     kv_indices, shift = rows.new_empty((2, int(buffers.kv_indptr[-1]))).unbind()
     buffers = dataclasses.replace(buffers, kv_indices=kv_indices, shift=shift)
-    where.write(buffers, home)
-    moved = home is not None and bool(buffers.moved.any())
-    return buffers.kv_indptr, kv_indices, shift if moved else None
+    where.write(buffers, cached_at)
+    shifted = cached_at is not None and bool(buffers.shifted.any())
+    return buffers.kv_indptr, kv_indices, shift if shifted else None
 
 
 class _Rows:
@@ -312,7 +312,7 @@ class _Rows:
         self._fixed = dict(ORDERED=order is not None, PIECES=PIECES, TILE=TILE, num_warps=NUM_WARPS)
 
     def count(
-        self, counts: torch.Tensor, kv_indptr: torch.Tensor, moved: torch.Tensor, capacity: int
+        self, counts: torch.Tensor, kv_indptr: torch.Tensor, shifted: torch.Tensor, capacity: int
     ) -> None:
         with current_device(self._device):
             if self._batch:
@@ -322,7 +322,7 @@ class _Rows:
             scan_kernel[(1,)](
                 counts,
                 kv_indptr,
-                moved,
+                shifted,
                 self._batch,
                 capacity,
                 PIECES=PIECES,
@@ -330,23 +330,23 @@ class _Rows:
                 num_warps=NUM_WARPS,
             )
 
-    def write(self, buffers: PlanBuffers, home: torch.Tensor | None) -> None:
+    def write(self, buffers: PlanBuffers, cached_at: torch.Tensor | None) -> None:
         if not self._batch:
             return
         with current_device(self._device):
             write_kernel[(PIECES, self._batch)](
                 *self._tensors,
-                buffers.counts if home is None else home.contiguous(),
+                buffers.counts if cached_at is None else cached_at.contiguous(),
                 buffers.counts,
                 buffers.kv_indptr,
                 buffers.kv_indices,
                 buffers.shift,
-                buffers.moved,
+                buffers.shifted,
                 buffers.counts if buffers.positions is None else buffers.positions,
                 *self._sizes,
                 buffers.kv_indices.shape[0],
                 *self._strides,
-                HOME=home is not None,
+                HOME=cached_at is not None,
                 POSITIONS=buffers.positions is not None,
                 **self._fixed,
             )

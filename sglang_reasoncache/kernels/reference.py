@@ -15,7 +15,7 @@ import torch
 from sglang_reasoncache.kernels.pool import read_rows
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.attention.rotation import KeyRotation
+    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Key and value buffer of a layer, ``[num_slots, heads, head_dim]`` each.
 Layer = tuple[torch.Tensor, torch.Tensor]
@@ -116,9 +116,9 @@ class ReferenceDistance:
         rotation = self._rotation
         angles = rotation.angles(shift.to(rotation.cos.device))
         angles = type(angles)(*(table.to(shift.device) for table in angles))
-        moved = (shift != 0)[..., None, None]
+        shifted = (shift != 0)[..., None, None]
         # Untouched entries stay as they are even if they are not finite: inf * 0 is NaN.
-        return lambda keys: torch.where(moved, rotation.rotate(keys, angles), keys)
+        return lambda keys: torch.where(shifted, rotation.rotate(keys, angles), keys)
 
     def _check(
         self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None

@@ -76,11 +76,11 @@ def load_entries(kv_indices, shift, entry, inside, num_slots, table_rows, HALF: 
 def pairing(column, HALF: tl.constexpr, NEOX: tl.constexpr):
     """Which elements of a head turn together.
 
-    Returns, for every column: whether it is turned at all, the column it is paired
+    Returns, for every column: whether it is rotated at all, the column it is paired
     with (itself if it is not), whether it is the first of the pair, and the pair's
     index in a row of the rotary table.
     """
-    turned = column < 2 * HALF
+    rotated = column < 2 * HALF
     if NEOX:
         first = column < HALF
         other = tl.where(first, column + HALF, column - HALF)
@@ -89,17 +89,17 @@ def pairing(column, HALF: tl.constexpr, NEOX: tl.constexpr):
         first = column % 2 == 0
         other = column ^ 1
         angle = column // 2
-    return turned, tl.where(turned, other, column), first, angle
+    return rotated, tl.where(rotated, other, column), first, angle
 
 
 @triton.jit
-def load_factors(cosines, sines, shift, turned, first, angle, mask, HALF: tl.constexpr):
+def load_factors(cosines, sines, shift, rotated, first, angle, mask, HALF: tl.constexpr):
     """What an element, and the one it is paired with, are multiplied by to turn it.
 
     All arguments broadcast; ``shift`` is in positions, either way. Nothing is read
-    where ``mask`` is off or the element is not ``turned``: it stays as it is.
+    where ``mask`` is off or the element is not ``rotated``: it stays as it is.
     """
     at = tl.abs(shift).to(tl.int64) * HALF + angle
-    cosine = tl.load(cosines + at, mask=mask & turned, other=1.0)
-    sine = tl.load(sines + at, mask=mask & turned, other=0.0)
+    cosine = tl.load(cosines + at, mask=mask & rotated, other=1.0)
+    sine = tl.load(sines + at, mask=mask & rotated, other=0.0)
     return cosine, tl.where((shift < 0) ^ first, -sine, sine)

@@ -9,7 +9,7 @@ apart as the positions. Here entries go by
 
 home being the position a slot's key was computed for.
 
-- A window of 64 home positions is read as a whole before the next: the uses of a slot
+- A window of 64 cached positions is read as a whole before the next: the uses of a slot
   are at most the entries of its window apart, a few tiles, whatever the positions.
 - By home and not by slot number: requests that decode together get slots in turn, so
   that neighbouring slots are other requests' and a window of them holds little of one.
@@ -27,12 +27,12 @@ from collections.abc import Sequence
 
 import torch
 
-#: Home positions are taken together without this many low bits.
+#: Cached positions are taken together without this many low bits.
 WINDOW_BITS = 6
 
 
 def order_key(
-    slots: torch.Tensor, home: torch.Tensor | None, shift: torch.Tensor | None
+    slots: torch.Tensor, cached_at: torch.Tensor | None, shift: torch.Tensor | None
 ) -> torch.Tensor:
     """int64 by which entries are sorted, stably.
 
@@ -41,17 +41,17 @@ def order_key(
         home: int32 of all slots, None where it is not known.
         shift: int32 of the entries, None where all are 0.
     """
-    if home is None:
+    if cached_at is None:
         return slots.long()
     by = 0 if shift is None else shift.long()
-    return (home[slots.long()].long() >> WINDOW_BITS << 32) + by
+    return (cached_at[slots.long()].long() >> WINDOW_BITS << 32) + by
 
 
 def together(
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
     shift: torch.Tensor | None,
-    home: torch.Tensor | None,
+    cached_at: torch.Tensor | None,
 ) -> torch.Tensor:
     """int64 ``[total]``, the entries of a plan in this module's order, request by request.
 
@@ -60,14 +60,14 @@ def together(
     """
     total = kv_indices.shape[0]
     at = torch.arange(total, device=kv_indices.device)
-    if shift is None and home is not None:
+    if shift is None and cached_at is not None:
         return at
     request = torch.searchsorted(kv_indptr[1:], at, right=True, out_int32=True)
-    key = order_key(kv_indices, home, shift)
+    key = order_key(kv_indices, cached_at, shift)
     if shift is not None:
-        moved = torch.zeros(kv_indptr.shape[0], dtype=torch.bool, device=at.device)
-        moved[request[shift != 0]] = True
-        key = torch.where(moved[request], key, at)
+        shifted = torch.zeros(kv_indptr.shape[0], dtype=torch.bool, device=at.device)
+        shifted[request[shift != 0]] = True
+        key = torch.where(shifted[request], key, at)
     order = key.argsort(stable=True)
     return order[request[order].argsort(stable=True)]
 
@@ -98,7 +98,7 @@ class RowOrder:
         rows: torch.Tensor,
         requests: Sequence[int],
         lengths: Sequence[int],
-        home: torch.Tensor | None,
+        cached_at: torch.Tensor | None,
         *,
         num_slots: int,
     ) -> None:
@@ -114,8 +114,12 @@ class RowOrder:
             at = torch.arange(length, device=rows.device)
             used = (slots >= 0) & (slots < num_slots)
             slots = torch.where(used, slots, 0)
-            shift = None if home is None else torch.where(used, at - home[slots.long()], 0)
-            key = torch.where(used, order_key(slots, home, shift), torch.iinfo(torch.int64).max)
+            shift = (
+                None if cached_at is None else torch.where(used, at - cached_at[slots.long()], 0)
+            )
+            key = torch.where(
+                used, order_key(slots, cached_at, shift), torch.iinfo(torch.int64).max
+            )
             if shift is not None:
                 key = torch.where((shift != 0).any(), key, at)
             self.positions[request, :length] = key.argsort(stable=True).to(torch.int32)

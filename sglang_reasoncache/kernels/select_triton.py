@@ -221,7 +221,7 @@ def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, pa
         plan_triton.scan_kernel[(1,)](
             buffers.counts,
             buffers.kv_indptr,
-            buffers.moved,
+            buffers.shifted,
             batch,
             buffers.kv_indices.shape[0],
             PIECES=buffers.counts.shape[1],

@@ -15,7 +15,7 @@ import torch
 from sglang_reasoncache.native.distance import DTYPES
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.attention.rotation import KeyRotation
+    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Dtypes of queries and outputs.
 QUERY_DTYPES = DTYPES[:3]
@@ -45,14 +45,14 @@ class _PlanCall(ctypes.Structure):
         ("lengths", _pointer),
         ("batch", _int64),
         ("window", _int64),
-        ("home", _pointer),
+        ("cached_at", _pointer),
         ("num_slots", _int64),
         ("kv_indptr", _pointer),
         ("kv_indices", _pointer),
         ("shift", _pointer),
         ("capacity", _int64),
         ("together", _int32),
-        ("is_moved", _int32),
+        ("is_shifted", _int32),
     )
 
 
@@ -125,7 +125,7 @@ def native_plan(
     rows: torch.Tensor,
     requests: torch.Tensor,
     lengths: torch.Tensor,
-    home: torch.Tensor | None,
+    cached_at: torch.Tensor | None,
     num_slots: int,
     window: int,
     capacity: int,
@@ -144,7 +144,7 @@ def native_plan(
     batch = requests.shape[0]
     kv_indptr = torch.empty(batch + 1, dtype=torch.int32)
     kv_indices = torch.empty(capacity, dtype=torch.int32)
-    shift = None if home is None else torch.empty(capacity, dtype=torch.int32)
+    shift = None if cached_at is None else torch.empty(capacity, dtype=torch.int32)
     call = _PlanCall(
         rows=rows.data_ptr(),
         num_rows=rows.shape[0],
@@ -154,7 +154,7 @@ def native_plan(
         lengths=lengths.data_ptr(),
         batch=batch,
         window=window,
-        home=None if home is None else home.data_ptr(),
+        cached_at=None if cached_at is None else cached_at.data_ptr(),
         num_slots=num_slots,
         kv_indptr=kv_indptr.data_ptr(),
         kv_indices=kv_indices.data_ptr(),
@@ -164,8 +164,8 @@ def native_plan(
     )
     _check(library.reasoncache_plan(ctypes.byref(call)), "plan")
     total = int(kv_indptr[-1])
-    moved = shift is not None and call.is_moved
-    return kv_indptr, kv_indices[:total], shift[:total] if moved and shift is not None else None
+    shifted = shift is not None and call.is_shifted
+    return kv_indptr, kv_indices[:total], shift[:total] if shifted and shift is not None else None
 
 
 class NativeKv:

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sglang_reasoncache.policy.proposal import CandidatePair, FilterCounters, StepResult
-from sglang_reasoncache.policy.segment import TokenClasses
-from sglang_reasoncache.policy.settings import FilterConfig
-from sglang_reasoncache.policy.vocabulary import Vocabulary
+from sglang_reasoncache.filter.proposal import CandidatePair, FilterCounters, StepResult
+from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _NUM_COUNTERS = len(FilterCounters.__dataclass_fields__)
 # Numbers for each step before its counters; see csrc/filter/capi.cpp.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 
-from sglang_reasoncache.policy.structure import Limits, SignatureKind
+from sglang_reasoncache.filter.structure import Limits, SignatureKind
 
 _KINDS = (SignatureKind.PROSE, SignatureKind.FORMAL, SignatureKind.OVER_BOUND)
 _TOO_SMALL = -2

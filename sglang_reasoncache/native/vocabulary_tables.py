@@ -12,12 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from sglang_reasoncache.filter.structure import code, emit, formal, scan, vocabulary
+from sglang_reasoncache.filter.structure.expression import prefix_label
+from sglang_reasoncache.filter.structure.limits import MAX_DEPTH_ALLOWED
+from sglang_reasoncache.filter.structure.scan import Raw, RawToken
+from sglang_reasoncache.filter.structure.vocabulary import Kind, Token
 from sglang_reasoncache.native.unicode_tables import all_characters, two_stage_cpp
-from sglang_reasoncache.policy.structure import code, emit, formal, scan, vocabulary
-from sglang_reasoncache.policy.structure.expression import prefix_label
-from sglang_reasoncache.policy.structure.limits import MAX_DEPTH_ALLOWED
-from sglang_reasoncache.policy.structure.scan import Raw, RawToken
-from sglang_reasoncache.policy.structure.vocabulary import Kind, Token
 
 _TYPES = """\
 // What begins at a character, or what was scanned: the groups of scan.py.

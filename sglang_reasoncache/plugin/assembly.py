@@ -8,39 +8,40 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache import compat
 from sglang_reasoncache.cache.allocator import shared_allocator_of
-from sglang_reasoncache.cache.home import HomePositions
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
+from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.eviction.keys import KeySource
+from sglang_reasoncache.eviction.policies.contract import ATTENTION, UNROTATED_KEYS
+from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
+from sglang_reasoncache.eviction.weights import WeightSource, observation_of
+from sglang_reasoncache.filter.span import ReasoningMarkers
+from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.metrics import SharingMetrics
-from sglang_reasoncache.plugin import refusals, seams
+from sglang_reasoncache.plugin import refusals
 from sglang_reasoncache.plugin.encoder import make_encoder
 from sglang_reasoncache.plugin.engines import make_engine
 from sglang_reasoncache.plugin.span import reasoning_markers
-from sglang_reasoncache.policies.contract import ATTENTION, UNROTATED_KEYS
-from sglang_reasoncache.policy.span import ReasoningMarkers
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibrated import CalibratedThreshold, filter_config
 from sglang_reasoncache.sharing.controller import SharingController
-from sglang_reasoncache.sharing.dropping import Dropper
-from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.measure import BlockMeter
-from sglang_reasoncache.sharing.pressure import PoolPressure, pool_use
-from sglang_reasoncache.sharing.weights import WeightSource, observation_of
 
 logger = logging.getLogger(__name__)
 
 
 def shared_allocator(stock: Any) -> Any:
-    """Our allocator in place of ``stock``, with the slots' home positions attached.
+    """Our allocator in place of ``stock``, with the slots' cached positions attached.
 
     Raises:
         ValueError: a pool whose buffers are not ``[slots, heads, head_dim]``.
     """
     pool = stock.get_kvcache()
     plain = (
-        type(pool) is seams.MHATokenToKVPool
+        type(pool) is compat.MHATokenToKVPool
         and pool.kv_cache_layout == "nhd"
         and not pool.is_quantized_kv_cache
     )
@@ -52,7 +53,7 @@ def shared_allocator(stock: Any) -> Any:
         )
     allocator = shared_allocator_of(stock)
     num_slots = pool.get_key_buffer(pool.start_layer).shape[0]
-    allocator.home = HomePositions(num_slots, allocator.device)
+    allocator.cached_at = CachedPositions(num_slots, allocator.device)
     # Filled in by the attention backend that can correct positions, observe and select.
     allocator.rotation = None
     allocator.attention_statistics = allocator.selection = None
@@ -64,14 +65,14 @@ def attention_backend(
 ) -> Any:
     """The correcting backend where the operator's choice allows it, else the stock one.
 
-    ``name``: one of ``seams.CORRECTABLE_BACKENDS``, made by ``stock`` without correction.
+    ``name``: one of ``compat.CORRECTABLE_BACKENDS``, made by ``stock`` without correction.
     """
     backend = _attention_backend(model_runner, config, name, stock)
     runs_alone = model_runner.prefill_attention_backend_str == (
         model_runner.decode_attention_backend_str
     )
     allocator = model_runner.token_to_kv_pool_allocator
-    allocator.skips_holes = runs_alone and getattr(backend, "skips_holes", False)
+    allocator.skips_evicted = runs_alone and getattr(backend, "skips_evicted", False)
     wanted = observation_of(config.policies.evictors)
     if wanted is not None and runs_alone and hasattr(backend, "observe"):
         try:
@@ -93,12 +94,12 @@ def _attention_backend(
 ) -> Any:
     if model_runner.is_draft_worker:
         return stock(model_runner)
-    ours = config.drops or config.policies.selector is not None
-    if config.positions != "corrected" and name in seams.CUDA_BACKENDS and ours:
+    ours = config.evictions or config.policies.selector is not None
+    if config.positions != "corrected" and name in compat.CUDA_BACKENDS and ours:
         return _as_cached_backend(model_runner, config, name, stock)
     if config.positions == "as-cached":
         return stock(model_runner)
-    if config.positions == "auto" and name in seams.CUDA_BACKENDS:
+    if config.positions == "auto" and name in compat.CUDA_BACKENDS:
         # Nobody gets kernels by default that no GPU has run yet.
         logger.warning(
             "reasoncache: shared keys are read as cached; --reasoncache-positions corrected asks "
@@ -108,7 +109,7 @@ def _attention_backend(
     prefill = model_runner.prefill_attention_backend_str
     decode = model_runner.decode_attention_backend_str
     if prefill != decode:
-        # Each would see only its own forwards, and a slot's home position is
+        # Each would see only its own forwards, and a slot's cached position is
         # written by the forward that writes the slot.
         if config.positions == "corrected":
             raise ValueError(
@@ -142,11 +143,11 @@ def _as_cached_backend(
 
 
 def _correcting_backend(model_runner: Any, name: str) -> Any:
-    if name == seams.CPU_BACKEND:
+    if name == compat.CPU_BACKEND:
         from sglang_reasoncache.plugin import cpu_attention
 
         return cpu_attention.make(model_runner, corrected=True)
-    if name in seams.CUDA_BACKENDS:
+    if name in compat.CUDA_BACKENDS:
         from sglang_reasoncache.plugin import cuda_attention
 
         asked = f"{flag_of('positions')} corrected"
@@ -159,7 +160,7 @@ def _correcting_backend(model_runner: Any, name: str) -> Any:
 def resolve(
     config: ReasonCacheConfig, rotation: KeyRotation | None, attention: Any
 ) -> ReasonCacheConfig:
-    """Settle ``auto`` by what the attention backend turned out to be.
+    """Settle ``auto`` by what the attention backend rotated out to be.
 
     ``attention``: SGLang's name of that backend.
 
@@ -169,7 +170,7 @@ def resolve(
     if config.positions == "corrected" and rotation is None:
         raise ValueError(
             "--reasoncache-positions corrected needs --attention-backend "
-            f"{', '.join(seams.CORRECTABLE_BACKENDS)}, this server runs {attention}; use as-cached "
+            f"{', '.join(compat.CORRECTABLE_BACKENDS)}, this server runs {attention}; use as-cached "
             "with it"
         )
     settled = "as-cached" if rotation is None else config.positions.replace("auto", "corrected")
@@ -203,7 +204,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     reads = (
         pool,
         rows.req_to_token,
-        allocator.home,
+        allocator.cached_at,
         allocator.rotation if config.corrected else None,
         pool.head_num * context.tp_size,
         group,
@@ -247,7 +248,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         ),
         meter,
         acceptor,
-        Dropper(
+        EvictionController(
             config.policies.evictors,
             acceptor,
             keys,
@@ -282,7 +283,7 @@ def _check_policies(context: Any, config: ReasonCacheConfig) -> None:
     """Refuse policies that this server's attention does not go with.
 
     Raises:
-        ValueError: dropped positions would be read, keys cannot be un-rotated, weights are not
+        ValueError: evicted positions would be read, keys cannot be un-rotated, weights are not
             told, or nothing is selected.
     """
     allocator = context.params.token_to_kv_pool_allocator
@@ -298,10 +299,10 @@ def _check_policies(context: Any, config: ReasonCacheConfig) -> None:
     evictors = config.policies.evictors
     if not evictors:
         return
-    if not allocator.skips_holes:
+    if not allocator.skips_evicted:
         names = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
         raise ValueError(
-            refusals.reads_holes(config, "--attention-backend", " and ".join(sorted(names)))
+            refusals.reads_evicted(config, "--attention-backend", " and ".join(sorted(names)))
         )
     for name, policy in evictors:
         if UNROTATED_KEYS in policy.needs and not config.corrected:
@@ -374,10 +375,10 @@ def _model_key(context: Any, pool: Any) -> str:
 
 def _labels(context: Any) -> dict[str, Any]:
     """Labels of SGLang's own scheduler series, as far as they tell servers apart."""
-    parallel = seams.get_parallel()
+    parallel = compat.get_parallel()
     return {
         "model_name": context.server_args.served_model_name or context.server_args.model_path,
         "tp_rank": context.tp_rank,
         "dp_rank": parallel.dp_rank if parallel.dp_size > 1 else 0,
-        **(seams.get_observability().extra_metric_labels or {}),
+        **(compat.get_observability().extra_metric_labels or {}),
     }

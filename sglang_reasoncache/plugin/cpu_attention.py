@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang_reasoncache import native
+from sglang_reasoncache import compat, native
+from sglang_reasoncache.compat import hooking
 from sglang_reasoncache.platform import PLATFORM_NAME
-from sglang_reasoncache.plugin import hooking, seams
 
 logger = logging.getLogger(__name__)
 
@@ -22,22 +22,22 @@ def install() -> None:
     """Register the backend where our platform is the one chosen by name. Idempotent."""
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return
-    if seams.CPU_BACKEND in seams.ATTENTION_BACKENDS:
+    if compat.CPU_BACKEND in compat.ATTENTION_BACKENDS:
         return
-    seams.add_attention_backend_choices([seams.CPU_BACKEND])
-    seams.register_attention_backend(seams.CPU_BACKEND)(make)
+    compat.add_attention_backend_choices([compat.CPU_BACKEND])
+    compat.register_attention_backend(compat.CPU_BACKEND)(make)
 
 
 def default_backend() -> str:
     """What serves where the operator names no ``--attention-backend``; compiles it if need be."""
-    if seams.CPU_BACKEND not in seams.ATTENTION_BACKENDS:
+    if compat.CPU_BACKEND not in compat.ATTENTION_BACKENDS:
         return "torch_native"
     try:
         native.prepare_for_children()
     except native.NativeUnavailable as error:
         logger.warning("reasoncache: --attention-backend torch_native, the slow one: %s", error)
         return "torch_native"
-    return seams.CPU_BACKEND
+    return compat.CPU_BACKEND
 
 
 def make(model_runner: Any, *, corrected: bool = False) -> Any:
@@ -64,8 +64,8 @@ def hook_last_loc() -> None:
     Raises:
         RuntimeError: SGLang could not apply it (it only logs that).
     """
-    target = seams.CPU_HOOK_TARGETS["last_loc"]
-    hooking.apply({target: (_around_last_loc, seams.HookType.AROUND)})
+    target = compat.CPU_HOOK_TARGETS["last_loc"]
+    hooking.apply({target: (_around_last_loc, compat.HookType.AROUND)})
 
 
 def _around_last_loc(
@@ -73,4 +73,4 @@ def _around_last_loc(
 ) -> Any:
     if req_to_token.device.type != "cpu":
         return original(req_to_token, *args, **kwargs)
-    return seams.get_last_loc_torch(req_to_token, *args, **kwargs)
+    return compat.get_last_loc_torch(req_to_token, *args, **kwargs)

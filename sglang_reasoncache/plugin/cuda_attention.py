@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrected positions and holes over ``--attention-backend flashinfer`` and ``triton`` on CUDA.
+"""Corrected positions and evicted positions over ``--attention-backend flashinfer`` and ``triton`` on CUDA.
 
 Two hooks come with the backend and are on no other server: one asks the prefix tree of every
-batch whether it reads moved slots or holes, one gives decode graphs two variants.
+batch whether it reads shifted slots or evicted positions, one gives decode graphs two variants.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from sglang_reasoncache.plugin import hooking, refusals, seams
+from sglang_reasoncache import compat
+from sglang_reasoncache.compat import hooking
+from sglang_reasoncache.plugin import refusals
 
 #: The backend of this scheduler process.
 _backend: Any | None = None
@@ -22,7 +24,7 @@ def make(model_runner: Any, name: str, *, asked: str, corrected: bool) -> Any:
     """The backend of a scheduler process.
 
     Args:
-        name: One of ``seams.CUDA_BACKENDS``.
+        name: One of ``compat.CUDA_BACKENDS``.
         asked: The flag that asks for it, the beginning of every message.
         corrected: False reads every key as cached, and skips dropped positions only.
 
@@ -40,9 +42,9 @@ def make(model_runner: Any, name: str, *, asked: str, corrected: bool) -> Any:
     backend = backend_class(name)(
         model_runner, asked=asked, corrected=corrected, **_arguments(model_runner, name)
     )
-    if backend.moved.backend != "triton":
+    if backend.shared_slots.backend != "triton":
         raise ValueError(f"{asked} needs Triton kernels, which cannot be had here")
-    backend.moved.warm_up()
+    backend.shared_slots.warm_up()
     _install_hooks()
     _backend = backend
     return backend
@@ -50,10 +52,12 @@ def make(model_runner: Any, name: str, *, asked: str, corrected: bool) -> Any:
 
 def backend_class(name: str) -> type:
     """Our class over SGLang's backend ``name``. Raises ImportError where SGLang's is missing."""
-    from sglang_reasoncache.attention.paged_cuda import MovedReads
+    from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 
     stock = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}[name]
-    return type(f"Moved{stock}", (MovedReads, getattr(seams, stock)), {"__module__": __name__})
+    return type(
+        f"Moved{stock}", (SharedSlotReads, getattr(compat, stock)), {"__module__": __name__}
+    )
 
 
 def _arguments(model_runner: Any, name: str) -> dict[str, Any]:
@@ -68,7 +72,7 @@ def _device(model_runner: Any) -> str:
 
 
 def _install_hooks() -> None:
-    targets, kind = seams.CUDA_HOOK_TARGETS, seams.HookType
+    targets, kind = compat.CUDA_HOOK_TARGETS, compat.HookType
     hooking.apply(
         {
             targets["forward_batch"]: (_after_forward_batch, kind.AFTER),
@@ -87,9 +91,9 @@ def _after_forward_batch(
     if _backend is None or model_runner.is_draft_worker:
         return
     tree, mark = batch.tree_cache, _backend.mark
-    if hasattr(tree, "reads_moved"):
-        moved = mark.corrected and tree.reads_moved(batch.reqs)
-        mark.note(result.rids, moved or tree.reads_holes(batch.reqs))
+    if hasattr(tree, "reads_shifted"):
+        shifted = mark.corrected and tree.reads_shifted(batch.reqs)
+        mark.note(result.rids, shifted or tree.reads_evicted(batch.reqs))
         statistics, mode = _backend.statistics, result.forward_mode
         if statistics is not None and not mode.is_idle():
             new = None if mode.is_decode() else result.extend_seq_lens_cpu

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.policy.encoder import (
+from sglang_reasoncache.filter.encoder import (
     SENTENCE_MODEL,
     EmbeddingEncoder,
     EncoderChoice,
@@ -21,7 +21,7 @@ from sglang_reasoncache.policy.encoder import (
     Vector,
     unit,
 )
-from sglang_reasoncache.policy.structure import Limits
+from sglang_reasoncache.filter.structure import Limits
 
 logger = logging.getLogger(__name__)
 

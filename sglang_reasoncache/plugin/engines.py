@@ -8,15 +8,15 @@ from typing import Any
 
 from sglang_reasoncache import native
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.filter.encoder import StepEncoder
+from sglang_reasoncache.filter.engine import InlineEngine, StepEngine
+from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.span import ReasoningMarkers, ReasoningSpan
+from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
 from sglang_reasoncache.native.engine import NativeEngine, supports
-from sglang_reasoncache.plugin.vocabulary import vocabulary_of
-from sglang_reasoncache.policy.encoder import StepEncoder
-from sglang_reasoncache.policy.filter import RequestFilter
-from sglang_reasoncache.policy.segment import TokenClasses
-from sglang_reasoncache.policy.settings import FilterConfig
-from sglang_reasoncache.policy.span import ReasoningMarkers, ReasoningSpan
 from sglang_reasoncache.sharing.calibrated import filter_config
-from sglang_reasoncache.sharing.engine import InlineEngine, StepEngine
 
 logger = logging.getLogger(__name__)
 

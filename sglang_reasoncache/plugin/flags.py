@@ -9,9 +9,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from sglang_reasoncache import compat
 from sglang_reasoncache.config import PRESET_NAMES, ReasonCacheConfig, flag_of, type_of
-from sglang_reasoncache.plugin import ENABLED_ENV, engines, refusals, seams
-from sglang_reasoncache.policies.registry import BUILT_IN
+from sglang_reasoncache.plugin import ENABLED_ENV, engines, refusals
+from sglang_reasoncache.registry import BUILT_IN
 from sglang_reasoncache.sharing.calibrated import check_calibration, filter_config
 
 ENABLE = "enable_reasoncache"
@@ -106,10 +107,10 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
 
 def install() -> None:
     """Hook the two places where SGLang reads its command line, and ``Engine``'s record."""
-    registry, kind = seams.HookRegistry, seams.HookType
-    registry.register(seams.HOOK_TARGETS["add_cli_args"], add_cli_args, kind.AFTER)
-    registry.register(seams.HOOK_TARGETS["from_cli_args"], from_cli_args, kind.AROUND)
-    seams.Engine.server_args_class = staticmethod(engine_server_args)
+    registry, kind = compat.HookRegistry, compat.HookType
+    registry.register(compat.HOOK_TARGETS["add_cli_args"], add_cli_args, kind.AFTER)
+    registry.register(compat.HOOK_TARGETS["from_cli_args"], from_cli_args, kind.AROUND)
+    compat.Engine.server_args_class = staticmethod(engine_server_args)
 
 
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
@@ -168,7 +169,7 @@ def engine_server_args(**kwargs: Any) -> Any:
     given = {
         name[len(_PREFIX) :]: kwargs.pop(name) for name in list(kwargs) if name.startswith(_PREFIX)
     }
-    return attach(seams.ServerArgs(**kwargs), enabled, given)
+    return attach(compat.ServerArgs(**kwargs), enabled, given)
 
 
 def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
@@ -191,16 +192,16 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     check_calibration(config)
     if config.span == "reasoning" and not server_args.reasoning_parser:
         raise ValueError("--reasoncache-span reasoning needs a --reasoning-parser, got none")
-    seams.check_version(config.allow_untested_sglang)
+    compat.check_version(config.allow_untested_sglang)
     refusals.check(server_args)
-    refusals.check_holes(server_args, config)
+    refusals.check_evicting(server_args, config)
     refusals.check_selector(server_args, config)
     # Imports torch, which processes without the flag need not load.
     from sglang_reasoncache.plugin.encoder import check_encoder
 
     check_encoder(config, server_args.tp_size)
     engines.prepare(config)
-    server_args.radix_cache_backend = seams.TREE_BACKEND
+    server_args.radix_cache_backend = compat.TREE_BACKEND
     # The record takes no new fields; an underscore attribute survives the
     # pickling into the scheduler process.
     server_args._reasoncache = config
@@ -209,7 +210,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
 
     hooks.install()
     # Children get this from load_plugins(); here it has already run.
-    seams.HookRegistry.apply_hooks()
+    compat.HookRegistry.apply_hooks()
     hooks.check_installed()
     return server_args
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_reasoncache.plugin import hooking, seams
+from sglang_reasoncache import compat
+from sglang_reasoncache.compat import hooking
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    registry, kind = seams.HookRegistry, seams.HookType
+    registry, kind = compat.HookRegistry, compat.HookType
     for name, hook in (
         ("build_allocator", _after_build_allocator),
         ("decode_done", _after_decode),
@@ -30,27 +31,27 @@ def install() -> None:
         ("decode_log_parts", _after_decode_log_parts),
         ("internal_state", _after_internal_state),
     ):
-        registry.register(seams.HOOK_TARGETS[name], hook, kind.AFTER)
-    seams.register_radix_cache_backend(seams.TREE_BACKEND, _make_tree)
-    for name in seams.CORRECTABLE_BACKENDS:
+        registry.register(compat.HOOK_TARGETS[name], hook, kind.AFTER)
+    compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
+    for name in compat.CORRECTABLE_BACKENDS:
         # Our own is there on our CPU platform only.
-        if name in seams.ATTENTION_BACKENDS:
+        if name in compat.ATTENTION_BACKENDS:
             _wrap_attention_backend(name)
 
 
 def check_installed() -> None:
     """Raises RuntimeError when SGLang could not apply one of our hooks (it only logs that)."""
-    hooking.check_applied(seams.HOOK_TARGETS.values())
+    hooking.check_applied(compat.HOOK_TARGETS.values())
 
 
 def _config() -> Any:
     from sglang_reasoncache.plugin.flags import config_of
 
-    return config_of(seams.get_server_args())
+    return config_of(compat.get_server_args())
 
 
 def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
-    """Exchange the freshly built allocator for ours; also gives slots their home positions."""
+    """Exchange the freshly built allocator for ours; also gives slots their cached positions."""
     if _config() is None:
         # An enabled server ran in this parent process before; this one is stock.
         return None
@@ -71,7 +72,7 @@ def _make_tree(context: Any) -> Any:
 
 
 def _wrap_attention_backend(name: str) -> None:
-    stock = seams.ATTENTION_BACKENDS[name]
+    stock = compat.ATTENTION_BACKENDS[name]
 
     def make(model_runner: Any) -> Any:
         from sglang_reasoncache.plugin import assembly
@@ -81,7 +82,7 @@ def _wrap_attention_backend(name: str) -> None:
             return stock(model_runner)
         return assembly.attention_backend(model_runner, config, name, stock)
 
-    seams.register_attention_backend(name)(make)
+    compat.register_attention_backend(name)(make)
 
 
 def _after_prefill(_result: None, processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -111,7 +112,7 @@ def _admit_again(controller: Any, processor: Any, freed: int) -> None:
 
 def _after_count_uncached(result: tuple[int, int], _checker: Any) -> tuple[int, int] | None:
     """SGLang counts the row positions of running requests; a shared one is counted at its owner,
-    a dropped one not at all."""
+    an evicted one not at all."""
     if _controller is None:
         return None
     full, window = result

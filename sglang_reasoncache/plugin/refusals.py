@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sglang_reasoncache import compat
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
-from sglang_reasoncache.plugin import seams
-from sglang_reasoncache.policies.contract import Observation
+from sglang_reasoncache.eviction.policies.contract import Observation
 
 
 class Refusal(NamedTuple):
@@ -33,7 +33,7 @@ _OWN_TREE = "it brings its own prefix cache or KV tier, which does not count sha
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--radix-cache-backend",
-        lambda args: args.radix_cache_backend not in (None, seams.TREE_BACKEND),
+        lambda args: args.radix_cache_backend not in (None, compat.TREE_BACKEND),
         "the prefix cache must be ours to count shared slots",
     ),
     Refusal("--enable-hierarchical-cache", _on("enable_hierarchical_cache"), _OWN_TREE),
@@ -120,13 +120,13 @@ def check(args: Any) -> None:
     check_page_size(args.page_size or 1)
 
 
-def check_holes(args: Any, config: ReasonCacheConfig) -> None:
-    """Raises ValueError where a policy drops positions and a flag asks for attention that reads them."""
-    if not config.drops:
+def check_evicting(args: Any, config: ReasonCacheConfig) -> None:
+    """Raises ValueError where a policy evicts positions and a flag asks for attention that reads them."""
+    if not config.evictions:
         return
     for flag, name in _backends(args):
-        if name not in seams.HOLE_BACKENDS:
-            raise ValueError(reads_holes(config, flag, name))
+        if name not in compat.EVICTION_BACKENDS:
+            raise ValueError(reads_evicted(config, flag, name))
 
 
 def check_selector(args: Any, config: ReasonCacheConfig) -> None:
@@ -141,7 +141,7 @@ def check_selector(args: Any, config: ReasonCacheConfig) -> None:
             f"{flag_of('apply')} copy writes others"
         )
     for flag, name in _backends(args):
-        if name not in seams.HOLE_BACKENDS:
+        if name not in compat.EVICTION_BACKENDS:
             raise ValueError(reads_everything(selector.name, flag, name))
 
 
@@ -170,7 +170,7 @@ def check_selected_page(policy: str, page_size: int) -> None:
 def reads_everything(policy: str, flag: str, name: str) -> str:
     return (
         f"{flag_of('policy')} {policy} selects what a step reads, which {flag} {name} does not "
-        f"ask; use {', '.join(seams.HOLE_BACKENDS)}, one for prefill and decode"
+        f"ask; use {', '.join(compat.EVICTION_BACKENDS)}, one for prefill and decode"
     )
 
 
@@ -181,17 +181,17 @@ def no_memory_for_bounds(policy: str, error: MemoryError) -> str:
     )
 
 
-def reads_holes(config: ReasonCacheConfig, flag: str, name: str) -> str:
+def reads_evicted(config: ReasonCacheConfig, flag: str, name: str) -> str:
     return (
-        f"{flag_of('policy')} {config.policy} drops positions, which {flag} {name} would read; "
-        f"use {', '.join(seams.HOLE_BACKENDS)}, one for prefill and decode"
+        f"{flag_of('policy')} {config.policy} evicts positions, which {flag} {name} would read; "
+        f"use {', '.join(compat.EVICTION_BACKENDS)}, one for prefill and decode"
     )
 
 
 def tells_no_weights(policy: str, flag: str, name: str) -> str:
     return (
         f"{flag_of('policy')} {policy} needs attention statistics, which {flag} {name} does not "
-        f"give; use {' or '.join(seams.HOLE_BACKENDS)}"
+        f"give; use {' or '.join(compat.EVICTION_BACKENDS)}"
     )
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_reasoncache.plugin import seams
-from sglang_reasoncache.policy.span import ReasoningMarkers
+from sglang_reasoncache import compat
+from sglang_reasoncache.filter.span import ReasoningMarkers
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
     if not parser or tokenizer is None:
         return None
     try:
-        detector = seams.ReasoningParser(
+        detector = compat.ReasoningParser(
             model_type=parser, stream_reasoning=False, tokenizer=tokenizer
         ).detector
         start = _single(tokenizer, detector.think_start_token)

@@ -16,8 +16,8 @@ import torch
 
 from sglang_reasoncache.cache.allocator import SharedPagedAllocator, SharedTokenAllocator
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.sharing.decision import BlockProposal, Drop, DropRefusal, Refusal
-from sglang_reasoncache.sharing.holes import Holes
+from sglang_reasoncache.eviction.evicted_positions import EvictedPositions
+from sglang_reasoncache.sharing.decision import BlockProposal, Eviction, EvictionRefusal, Refusal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 
 
@@ -29,23 +29,23 @@ class Threshold(Protocol):
     def decide(self, distances: Sequence[float]) -> Iterable[bool]: ...
 
 
-class Dropped(NamedTuple):
-    """Positions that became holes, and slots that came back: fewer where others name them."""
+class Evicted(NamedTuple):
+    """Positions that became evicted positions, and slots that came back: fewer where others name them."""
 
     positions: int
     freed: int
 
-    def __add__(self, other: tuple[Any, ...]) -> Dropped:
-        return Dropped(self.positions + other[0], self.freed + other[1])
+    def __add__(self, other: tuple[Any, ...]) -> Evicted:
+        return Evicted(self.positions + other[0], self.freed + other[1])
 
 
-def refusal_of(block: BlockProposal, written: int, holes: Holes) -> Refusal | None:
+def refusal_of(block: BlockProposal, written: int, evicted: EvictedPositions) -> Refusal | None:
     """Why ``block`` must not be applied whatever its distance, or None.
 
     Args:
         block: The proposal.
         written: Positions of the request whose KV is surely in the pool.
-        holes: Of the request.
+        evicted positions: Of the request.
     """
     if block.dst_start < block.req.kv.cache_protected_len:
         # The prefix tree owns these; another request may read them.
@@ -53,42 +53,42 @@ def refusal_of(block: BlockProposal, written: int, holes: Holes) -> Refusal | No
     written = min(written, block.req.kv.kv_allocated_len)
     if block.dst_end > written or block.src_start + block.length > block.dst_start:
         return Refusal.NOT_WRITTEN
-    if holes.any_in(block.dst_start, block.dst_end) or holes.any_in(
+    if evicted.any_in(block.dst_start, block.dst_end) or evicted.any_in(
         block.src_start, block.src_start + block.length
     ):
-        return Refusal.DROPPED
+        return Refusal.EVICTED
     return None
 
 
-def refusal_of_drop(
-    drop: object, owned: int, written: int, page: int, holes: Holes
-) -> DropRefusal | None:
-    """Why ``drop`` must not be applied, or None. It may be anything a policy returned.
+def refusal_of_eviction(
+    evict: object, owned: int, written: int, page: int, evicted: EvictedPositions
+) -> EvictionRefusal | None:
+    """Why ``evict`` must not be applied, or None. It may be anything a policy returned.
 
     Args:
         owned: First position that may go.
         written: Positions whose KV is surely in the pool.
         page: Positions per page.
-        holes: Of the request.
+        evicted positions: Of the request.
     """
     if (
-        not isinstance(drop, Drop)
-        or type(drop.start) is not int
-        or type(drop.length) is not int
-        or drop.start < 0
-        or drop.length < 1
+        not isinstance(evict, Eviction)
+        or type(evict.start) is not int
+        or type(evict.length) is not int
+        or evict.start < 0
+        or evict.length < 1
     ):
-        return DropRefusal.MALFORMED
-    if drop.start < owned:
-        return DropRefusal.TREE_OWNED
-    if drop.end > written:
-        return DropRefusal.NOT_WRITTEN
-    if drop.end == written:
-        return DropRefusal.NEWEST
-    if drop.start % page or drop.length % page:
-        return DropRefusal.PART_OF_PAGE
-    if holes.any_in(drop.start, drop.end):
-        return DropRefusal.ALREADY_DROPPED
+        return EvictionRefusal.MALFORMED
+    if evict.start < owned:
+        return EvictionRefusal.TREE_OWNED
+    if evict.end > written:
+        return EvictionRefusal.NOT_WRITTEN
+    if evict.end == written:
+        return EvictionRefusal.NEWEST
+    if evict.start % page or evict.length % page:
+        return EvictionRefusal.PART_OF_PAGE
+    if evicted.any_in(evict.start, evict.end):
+        return EvictionRefusal.ALREADY_EVICTED
     return None
 
 
@@ -134,41 +134,41 @@ class Acceptor:
         """
         dst_slots, src_slots = measured.slots()
         changed = [src_slots[i] != dst_slots[i] for i in chosen]
-        moved = [i for i, yes in zip(chosen, changed, strict=True) if yes]
-        if not moved:
+        shifted = [i for i, yes in zip(chosen, changed, strict=True) if yes]
+        if not shifted:
             return changed
         if self._copy:
-            self._meter.copy(moved, measured)
+            self._meter.copy(shifted, measured)
             return changed
         page = self._allocator.page_size
         # References first: a source must never be free in between.
-        self._allocator.share([slot // page for i in moved for slot in src_slots[i][::page]])
+        self._allocator.share([slot // page for i in shifted for slot in src_slots[i][::page]])
         device = measured.src_slots.device
-        index = upload(moved, device)
+        index = upload(shifted, device)
         self._pool.write(
             (measured.rows[index], measured.dst_at[index]),
             measured.src_slots[index].to(torch.int32),
         )
-        self._allocator.release([slot // page for i in moved for slot in dst_slots[i][::page]])
+        self._allocator.release([slot // page for i in shifted for slot in dst_slots[i][::page]])
         return changed
 
-    def drop(
+    def evict(
         self,
         req: Any,
-        holes: Holes,
-        drops: Iterable[Drop | None],
+        evicted: EvictedPositions,
+        evictions: Iterable[Eviction | None],
         written: int,
         refused: Counter[str],
         first: int = 0,
-    ) -> Dropped:
-        """Turn what is allowed of ``drops`` into holes and give up their references.
+    ) -> Evicted:
+        """Turn what is allowed of ``evictions`` into evicted positions and give up their references.
 
         Other references to the same slots, a shared block's, keep them alive. A batch in
-        flight reads the old slots or the holes; see the class for why either is right.
+        flight reads the old slots or the evicted positions; see the class for why either is right.
 
         Args:
             req: SGLang's request, which holds its row.
-            holes: Of the request; they grow by what is applied.
+            evicted positions: Of the request; they grow by what is applied.
             written: Positions whose KV is surely in the pool.
             refused: Counts refusals by their value.
             first: No position before it, even if the request owns it.
@@ -176,19 +176,19 @@ class Acceptor:
         first = max(first, req.kv.cache_protected_len)
         page = self._allocator.page_size
         parts = []
-        for drop in drops:
-            refusal = refusal_of_drop(drop, first, written, page, holes)
+        for evict in evictions:
+            refusal = refusal_of_eviction(evict, first, written, page, evicted)
             if refusal is not None:
                 refused[refusal.value] += 1
                 continue
-            assert drop is not None, "refused as malformed"
-            holes.add(drop, written)
-            parts.append(np.arange(drop.start, drop.end))
+            assert evict is not None, "refused as malformed"
+            evicted.add(evict, written)
+            parts.append(np.arange(evict.start, evict.end))
         if not parts:
-            return Dropped(0, 0)
+            return Evicted(0, 0)
         positions = np.concatenate(parts)
         rows = self._pool.req_to_token
         at = upload(positions, rows.device)
         slots = rows[req.kv.req_pool_idx, at]
         self._pool.write((req.kv.req_pool_idx, at), torch.full_like(slots, -1))
-        return Dropped(len(positions), self._allocator.drop(slots[::page].long() // page))
+        return Evicted(len(positions), self._allocator.evict(slots[::page].long() // page))

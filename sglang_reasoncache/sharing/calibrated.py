@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.policy import calibration
-from sglang_reasoncache.policy.align import AlignMode
-from sglang_reasoncache.policy.calibration import CalibrationKey
-from sglang_reasoncache.policy.encoder import EncoderChoice
-from sglang_reasoncache.policy.settings import FilterConfig
-from sglang_reasoncache.policy.threshold import AdaptiveThreshold
+from sglang_reasoncache.filter.align import AlignMode
+from sglang_reasoncache.filter.encoder import EncoderChoice
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.sharing import calibration
+from sglang_reasoncache.sharing.calibration import CalibrationKey
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
 logger = logging.getLogger(__name__)
 

@@ -18,20 +18,20 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from sglang_reasoncache.attention.device_selection import DeviceSelection
-from sglang_reasoncache.attention.selection import PageSelection
-from sglang_reasoncache.cache.budget import SharingForecast
+from sglang_reasoncache import compat
+from sglang_reasoncache.cache.admission import SharingForecast
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.filter.engine import StepEngine
+from sglang_reasoncache.filter.proposal import StepResult
+from sglang_reasoncache.filter.span import ReasoningMarkers
 from sglang_reasoncache.metrics import SharingMetrics
-from sglang_reasoncache.plugin import seams
-from sglang_reasoncache.policy.proposal import StepResult
-from sglang_reasoncache.policy.span import ReasoningMarkers
+from sglang_reasoncache.selection.device_selection import DeviceSelection
+from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.sharing import state as request_state
 from sglang_reasoncache.sharing.acceptor import Acceptor, refusal_of
 from sglang_reasoncache.sharing.calibrated import CalibratedThreshold
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
-from sglang_reasoncache.sharing.dropping import Dropper
-from sglang_reasoncache.sharing.engine import StepEngine
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.state import Followed, RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
@@ -88,7 +88,7 @@ class SharingController:
         threshold: CalibratedThreshold,
         meter: BlockMeter,
         acceptor: Acceptor,
-        dropper: Dropper,
+        eviction: EvictionController,
         metrics: SharingMetrics | None,
         markers: ReasoningMarkers | None = None,
         agree: Callable[[int], int] = lambda value: value,
@@ -105,12 +105,12 @@ class SharingController:
         self._engine = engine
         self._meter = meter
         self._acceptor = acceptor
-        self._dropper = dropper
+        self._eviction = eviction
         self._metrics = metrics
         self._markers = markers
         self._agree = agree
         self._interval = interval
-        self._tick = 0
+        self._decode_steps = 0
         self._shed_before = 0
         # Engine ids of requests that disappeared; any thread may append one.
         self._orphans: collections.deque[int] = collections.deque()
@@ -123,7 +123,7 @@ class SharingController:
     @property
     def saved_positions(self) -> int:
         """Slots that the running requests do without, less than one a position."""
-        return self.live_positions + self._dropper.positions_now
+        return self.live_positions + self._eviction.positions_now
 
     # -- asked by the tree ----------------------------------------------------
 
@@ -139,7 +139,7 @@ class SharingController:
 
     def keeps_prompt(self, req: Any) -> bool:
         """Whether a running request's prompt is its own, so that positions of it may go."""
-        return self._dropper.drops_prompts and self._serves(req)
+        return self._eviction.evicts_prompts and self._serves(req)
 
     def after_chunk(self, req: Any, written: int) -> None:
         """A chunk of a prompt that is the request's own has been computed; the next one has no
@@ -148,35 +148,35 @@ class SharingController:
         ``written``: positions whose KV is there when the device has done what is queued.
         """
         start = time.perf_counter()
-        self._dropper.wait()
-        self._drop_some(req, request_state.state_of(req) or self._admit(req), written)
+        self._eviction.wait()
+        self._evict_some(req, request_state.state_of(req) or self._admit(req), written)
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def on_release(self, req: Any) -> None:
         """The row is gone; called for finished, aborted and retracted requests alike."""
         state = request_state.state_of(req)
-        ended = req.finished() and not isinstance(req.finished_reason, seams.FINISH_ABORT)
+        ended = req.finished() and not isinstance(req.finished_reason, compat.FINISH_ABORT)
         if state is None:
             if ended:
                 self._note_unfollowed(req)
             return
         shared, state.live_positions = state.live_positions, 0
         self.live_positions -= shared
-        dropped = self._dropper.forget(state)
+        evicted = self._eviction.forget(state)
         if ended and state.served:
-            of_output = state.holes.count_from(len(req.origin_input_ids))
+            of_output = state.evicted.count_from(len(req.origin_input_ids))
             self.forecast.observe(shared + of_output, len(req.output_ids))
-            self._note_finished(req, state, shared, dropped)
+            self._note_finished(req, state, shared, evicted)
         if req.finished() and state.followed is not None:
             state.followed.close()
         state.forget_row()
-        if shared + dropped and not self.saved_positions and self._metrics is not None:
+        if shared + evicted and not self.saved_positions and self._metrics is not None:
             self._metrics.update(self.stats, 0, 0, None)
 
     def reset(self) -> None:
         """The cache was flushed; SGLang does that only when nothing runs."""
         self.live_positions = 0
-        self._dropper.reset()
+        self._eviction.reset()
         self.stats = SharingStats()
         self._shed_before = self._engine.steps_shed
         self._recent.clear()
@@ -186,18 +186,18 @@ class SharingController:
     # -- a decode step --------------------------------------------------------
 
     def after_decode(self, reqs: Sequence[Any]) -> int:
-        """Look at what processed batches added to decoding ``reqs``; share and drop what is ready.
+        """Look at what processed batches added to decoding ``reqs``; share and evict what is ready.
 
         Returns:
             Slots that came back to the allocator.
         """
-        self._tick += 1
-        if self._tick % (_METRICS_INTERVAL * self._interval) == 0:
+        self._decode_steps += 1
+        if self._decode_steps % (_METRICS_INTERVAL * self._interval) == 0:
             self._publish_selection()
         if not self.config.is_active:
             return 0
         self.stats.decode_steps += 1
-        if self._tick % self._interval:
+        if self._decode_steps % self._interval:
             return 0
         start = time.perf_counter()
         before, blocks_before = self.saved_positions, self.stats.blocks_compared
@@ -205,17 +205,17 @@ class SharingController:
         # response is shared at the same tokens in every run, unless the machine is short.
         self._advance()
         self._feed(reqs)
-        self._drop(reqs)
+        self._evict(reqs)
         elapsed = time.perf_counter() - start
         self.stats.scheduler_seconds += elapsed
         compared = self.stats.blocks_compared > blocks_before
         if self._metrics is not None and (
-            compared or self._tick % (_METRICS_INTERVAL * self._interval) == 0
+            compared or self._decode_steps % (_METRICS_INTERVAL * self._interval) == 0
         ):
             self._metrics.update(
                 self.stats,
                 self.saved_positions,
-                self._dropper.positions_now,
+                self._eviction.positions_now,
                 elapsed if compared else None,
             )
         self.threshold.maybe_save()
@@ -235,7 +235,7 @@ class SharingController:
         for req, positions in zip(reqs, written, strict=True):
             if _is_running(req) and self.keeps_prompt(req):
                 state = request_state.state_of(req) or self._admit(req)
-                self._drop_some(req, state, positions)
+                self._evict_some(req, state, positions)
         self.stats.scheduler_seconds += time.perf_counter() - start
         return self.saved_positions - before
 
@@ -254,7 +254,7 @@ class SharingController:
             logical += req.kv.kv_allocated_len
             output += len(req.output_ids)
             state = request_state.state_of(req) or self._admit(req)
-            saved += state.holes.count_from(len(req.origin_input_ids))
+            saved += state.evicted.count_from(len(req.origin_input_ids))
             if state.followed is None:
                 continue
             if state.reapply:
@@ -269,28 +269,28 @@ class SharingController:
         if ids:
             self._engine.feed(ids, counts, tokens)
         self.stats.steps_shed = self._engine.steps_shed - self._shed_before
-        self.stats.look(running, self.saved_positions, logical)
-        self.forecast.look(saved, output)
+        self.stats.poll(running, self.saved_positions, logical)
+        self.forecast.poll(saved, output)
 
-    def _drop(self, reqs: Sequence[Any]) -> None:
+    def _evict(self, reqs: Sequence[Any]) -> None:
         """Have the policies look at every request that did not opt out."""
-        if not self._dropper.is_active:
+        if not self._eviction.is_active:
             return
         # Until all blocks of a recomputed row are applied again it takes slots that policies
         # need not ask for.
         waiting = [*self._waves, *([self._flight.wave] if self._flight else [])]
         share_again = {id(block.req) for wave in waiting for block in wave if block.decided}
-        for req in self._dropper.in_turn(req for req in reqs if _is_running(req)):
+        for req in self._eviction.in_turn(req for req in reqs if _is_running(req)):
             state = request_state.state_of(req)
             if state is not None:
-                self._drop_some(req, state, ask=id(req) not in share_again)
+                self._evict_some(req, state, ask=id(req) not in share_again)
 
-    def _drop_some(
+    def _evict_some(
         self, req: Any, state: RequestState, written: int | None = None, ask: bool = True
     ) -> None:
         if not state.served:
             return
-        done = self._dropper.look(req, state, self.stats, written, ask)
+        done = self._eviction.poll(req, state, self.stats, written, ask)
         # What did not come back has another name: one reference less to count.
         state.live_positions -= done.positions - done.freed
         self.live_positions -= done.positions - done.freed
@@ -443,7 +443,7 @@ class SharingController:
             or not req.kv.holds_kv
         ):
             return Refusal.LATE
-        return refusal_of(block, len(req.origin_input_ids) + len(req.output_ids) - 1, state.holes)
+        return refusal_of(block, len(req.origin_input_ids) + len(req.output_ids) - 1, state.evicted)
 
     def _land(self, flight: _Flight) -> None:
         """Judge and apply a measured wave."""
@@ -482,7 +482,7 @@ class SharingController:
         else:
             self.stats.blocks_shared += 1
         if self.config.apply == "alias":
-            state.places.share(block.dst_start, block.src_start, block.length)
+            state.slot_aliases.share(block.dst_start, block.src_start, block.length)
             state.live_positions += block.length
             self.live_positions += block.length
             self.stats.slots_saved_total += block.length
@@ -497,20 +497,20 @@ class SharingController:
         else:
             self.stats.requests_opted_out += 1
 
-    def _note_finished(self, req: Any, state: RequestState, shared: int, dropped: int) -> None:
+    def _note_finished(self, req: Any, state: RequestState, shared: int, evicted: int) -> None:
         length = len(req.origin_input_ids) + len(req.output_ids)
-        self.stats.request_finished(shared, length, dropped)
+        self.stats.request_finished(shared, length, evicted)
         self._recent.append(
             {
                 "rid": req.rid,
                 "prompt_tokens": len(req.origin_input_ids),
                 "output_tokens": len(req.output_ids),
                 "shared_positions": shared,
-                "dropped_positions": dropped,
+                "evicted_positions": evicted,
                 "retractions": req.retraction_count,
                 "block": self.block,
                 "blocks": state.shared[:_RECENT_BLOCKS],
-                "drops": list(state.holes.history),
+                "evictions": list(state.evicted.history),
             }
         )
 
@@ -520,8 +520,8 @@ class SharingController:
             "config": self.config.to_dict(),
             "block": self.block,
             "slots_saved_now": self.saved_positions,
-            "positions_dropped_now": self._dropper.positions_now,
-            "evictors": self._dropper.describe(),
+            "positions_evicted_now": self._eviction.positions_now,
+            "evictors": self._eviction.describe(),
             "selection": None if self.selection is None else self.selection.describe(),
             "admission_credit": self.forecast.credit,
             "threshold": self.threshold.describe(),
@@ -534,7 +534,7 @@ class SharingController:
     def log_part(self) -> str:
         """A few words for SGLang's decode log line."""
         return (
-            f"#shared token: {self.live_positions}, #dropped token: {self._dropper.positions_now}"
+            f"#shared token: {self.live_positions}, #evicted token: {self._eviction.positions_now}"
         )
 
 

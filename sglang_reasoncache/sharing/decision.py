@@ -20,12 +20,12 @@ class Refusal(Enum):
     """Another block of the request has some of the positions."""
     LATE = "late"
     """The request finished, or lost its row, before the block could be shared."""
-    DROPPED = "dropped"
-    """A position of the block, or of its source, was dropped."""
+    EVICTED = "evicted"
+    """A position of the block, or of its source, was evicted."""
 
 
-class DropRefusal(Enum):
-    """Why a proposed drop was not applied; values are metric labels."""
+class EvictionRefusal(Enum):
+    """Why a proposed evict was not applied; values are metric labels."""
 
     MALFORMED = "malformed"
     """Not a run of positions."""
@@ -34,13 +34,13 @@ class DropRefusal(Enum):
     NEWEST = "newest"
     """The newest position stays: the next forward reads its slot to place the one after it."""
     PART_OF_PAGE = "part_of_page"
-    ALREADY_DROPPED = "already_dropped"
+    ALREADY_EVICTED = "already_evicted"
     POLICY_FAILED = "policy_failed"
     """The policy raised an exception."""
 
 
 @dataclass(frozen=True)
-class Drop:
+class Eviction:
     """Give up positions ``[start, start + length)`` of a request.
 
     Positions are logical, as a block's are; those behind keep their numbers.

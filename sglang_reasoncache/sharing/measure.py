@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from sglang_reasoncache.attention.rotation import KeyRotation
-from sglang_reasoncache.cache.home import HomePositions
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances, cosine_distances
+from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.sharing.decision import BlockProposal
 
 
@@ -73,7 +73,7 @@ class BlockMeter:
     Args:
         pool: SGLang's ``MHATokenToKVPool``.
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
-        home: Slots' home positions; with ``rotation`` keys are compared as
+        home: Slots' cached positions; with ``rotation`` keys are compared as
             they would be used, without it as cached.
         num_heads: KV heads over all ranks.
         group: CPU process group of the tensor-parallel ranks, None when alone.
@@ -85,7 +85,7 @@ class BlockMeter:
         self,
         pool: Any,
         rows: torch.Tensor,
-        home: HomePositions,
+        cached_at: CachedPositions,
         rotation: KeyRotation | None,
         num_heads: int,
         group: Any = None,
@@ -95,7 +95,7 @@ class BlockMeter:
         self._layers = [(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in layer_ids]
         self._kernel = DistanceKernel(self._layers, rotation)
         self._rows = rows
-        self._home = home
+        self._cached_at = cached_at
         self.rotation = rotation
         self._num_heads = num_heads
         self._group = group
@@ -124,7 +124,7 @@ class BlockMeter:
         rows, dst, src = places[:, 0:1], places[:, 1:2] + within, places[:, 2:3] + within
         dst_slots = self._rows[rows, dst].long()
         src_slots = self._rows[rows, src].long()
-        shift = None if self.rotation is None else self._home.shift(src_slots, dst)
+        shift = None if self.rotation is None else self._cached_at.shift(src_slots, dst)
         compare = self._kernel.moments if self._cosine else self._kernel.squares
         return Measurement(rows, dst, dst_slots, src_slots, compare(dst_slots, src_slots, shift))
 
@@ -143,7 +143,7 @@ class BlockMeter:
         dst_slots, src_slots = measured.dst_slots[index], measured.src_slots[index]
         angles = None
         if self.rotation is not None:
-            angles = self.rotation.angles(self._home.shift(src_slots, measured.dst_at[index]))
+            angles = self.rotation.angles(self._cached_at.shift(src_slots, measured.dst_at[index]))
         for keys, values in self._layers:
             source = keys[src_slots]
             if self.rotation is not None and angles is not None:

@@ -8,9 +8,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_reasoncache.sharing.engine import StepEngine
-from sglang_reasoncache.sharing.holes import Holes
-from sglang_reasoncache.sharing.places import Places
+from sglang_reasoncache.eviction.evicted_positions import EvictedPositions
+from sglang_reasoncache.filter.engine import StepEngine
+from sglang_reasoncache.sharing.slot_aliases import SlotAliases
 
 _ATTRIBUTE = "_reasoncache_state"
 
@@ -61,8 +61,8 @@ class RequestState:
         live_positions: Row positions less the slots that they name.
         places: Which of them name the same one.
         first_shared: Lowest redirected position, None while there is none.
-        holes: Dropped positions. Kept over a retraction, as the blocks are.
-        next_drop: Policy -> written positions of the row before which it is not asked again.
+        evicted positions: Evicted positions. Kept over a retraction, as the blocks are.
+        next_eviction: Policy -> written positions of the row before which it is not asked again.
     """
 
     followed: Followed | None
@@ -73,10 +73,10 @@ class RequestState:
     shared: list[tuple[int, int]] = field(default_factory=list)
     claimed: list[int] = field(default_factory=list)
     live_positions: int = 0
-    places: Places = field(default_factory=Places)
+    slot_aliases: SlotAliases = field(default_factory=SlotAliases)
     first_shared: int | None = None
-    holes: Holes = field(default_factory=Holes)
-    next_drop: dict[str, int] = field(default_factory=dict)
+    evicted: EvictedPositions = field(default_factory=EvictedPositions)
+    next_eviction: dict[str, int] = field(default_factory=dict)
 
     def claim(self, start: int, length: int) -> bool:
         """Keep ``[start, start + length)`` for one block; False where another one overlaps.
@@ -98,10 +98,10 @@ class RequestState:
         self.row += 1
         self.reapply = True
         self.live_positions = 0
-        self.places = Places()
+        self.slot_aliases = SlotAliases()
         self.first_shared = None
-        self.holes.forget_row()
-        self.next_drop.clear()
+        self.evicted.forget_row()
+        self.next_eviction.clear()
 
 
 def state_of(req: Any) -> RequestState | None:

@@ -15,11 +15,11 @@ class SharingStats:
     ``filter_seconds`` is CPU time of comparing steps, wherever that runs;
     ``scheduler_seconds`` is what the scheduler's thread spent on all of sharing.
     ``saved``/``logical`` sums run over looks, one in a few decode steps: slots not needed
-    and positions of the running requests of that step; a dropped position needs none.
+    and positions of the running requests of that step; an evicted position needs none.
     ``finished_positions`` and ``finished_redirected`` add up the requests that finished, each
     at its end: all positions, prompt included, and those that referred to a slot owned
-    elsewhere or, ``finished_dropped``, to none. ``slots_freed_by_drops`` is less than
-    ``positions_dropped`` where a dropped position shared its slot.
+    elsewhere or, ``finished_evicted``, to none. ``slots_freed_by_eviction`` is less than
+    ``positions_evicted`` where an evicted position shared its slot.
     """
 
     steps_seen: int = 0
@@ -37,43 +37,43 @@ class SharingStats:
     requests_finished: int = 0
     finished_positions: int = 0
     finished_redirected: int = 0
-    finished_dropped: int = 0
-    drop_decisions: int = 0
-    positions_dropped: int = 0
-    slots_freed_by_drops: int = 0
+    finished_evicted: int = 0
+    eviction_decisions: int = 0
+    positions_evicted: int = 0
+    slots_freed_by_eviction: int = 0
     blocks_reapplied: int = 0
     decode_steps: int = 0
-    looks: int = 0
+    polls: int = 0
     sum_running: int = 0
     sum_saved: int = 0
     sum_logical: int = 0
     sum_step_ratio: float = 0.0
     sum_final_ratio: float = 0.0
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
-    drop_refusals: collections.Counter[str] = field(default_factory=collections.Counter)
+    eviction_refusals: collections.Counter[str] = field(default_factory=collections.Counter)
 
-    def look(self, running: int, saved: int, logical: int) -> None:
-        """One decode step looked at, with ``saved`` of ``logical`` positions redirected or dropped."""
+    def poll(self, running: int, saved: int, logical: int) -> None:
+        """One decode step looked at, with ``saved`` of ``logical`` positions redirected or evicted."""
         if logical <= 0:
             return
-        self.looks += 1
+        self.polls += 1
         self.sum_running += running
         self.sum_saved += saved
         self.sum_logical += logical
         self.sum_step_ratio += saved / logical
 
-    def request_finished(self, redirected: int, logical: int, dropped: int = 0) -> None:
+    def request_finished(self, redirected: int, logical: int, evicted: int = 0) -> None:
         self.requests_finished += 1
         self.finished_positions += logical
         self.finished_redirected += redirected
-        self.finished_dropped += dropped
+        self.finished_evicted += evicted
         if logical > 0:
-            self.sum_final_ratio += (redirected + dropped) / logical
+            self.sum_final_ratio += (redirected + evicted) / logical
 
     @property
     def memory_saving_ratio(self) -> float:
         """Slots saved over logical slots, averaged over decode steps."""
-        return self.sum_step_ratio / self.looks if self.looks else 0.0
+        return self.sum_step_ratio / self.polls if self.polls else 0.0
 
     @property
     def final_saving_ratio(self) -> float:
@@ -82,8 +82,8 @@ class SharingStats:
 
     @property
     def affected_ratio(self) -> float:
-        """Redirected or dropped positions of finished requests over all: long ones count more."""
-        affected = self.finished_redirected + self.finished_dropped
+        """Redirected or evicted positions of finished requests over all: long ones count more."""
+        affected = self.finished_redirected + self.finished_evicted
         return affected / self.finished_positions if self.finished_positions else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,9 +93,9 @@ class SharingStats:
             if not name.startswith("sum_") and not isinstance(value, collections.Counter)
         }
         out["refusals"] = dict(self.refusals)
-        out["drop_refusals"] = dict(self.drop_refusals)
+        out["eviction_refusals"] = dict(self.eviction_refusals)
         out["memory_saving_ratio"] = self.memory_saving_ratio
         out["final_saving_ratio"] = self.final_saving_ratio
         out["affected_ratio"] = self.affected_ratio
-        out["mean_running"] = self.sum_running / self.looks if self.looks else 0.0
+        out["mean_running"] = self.sum_running / self.polls if self.polls else 0.0
         return out

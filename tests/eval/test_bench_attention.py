@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from eval.bench import attention, attention_cpu, attention_cuda, attention_cuda_rows
 from eval.bench.attention_growth import Point, Setting, curve_of, curves, draw, load, settings
-from eval.bench.attention_rows import BLOCK, Shape, home_positions, lay_rows, shared_blocks
+from eval.bench.attention_rows import BLOCK, Shape, cached_positions, lay_rows, shared_blocks
 from eval.bench.quartiles import Quartiles
 from sglang_reasoncache.kernels.plan import plan_rows
 from tests.triton_runs import interpreted
@@ -41,21 +41,21 @@ def test_short_rows_share_what_they_can(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("percent", [0, 22, 50])
-def test_rows_are_shared_by_so_much_and_moved_by_whole_blocks(percent: int) -> None:
-    rows, home = lay_rows(SHAPE, percent), home_positions(SHAPE)
-    assert rows.dtype == home.dtype == torch.int32
-    assert home.shape == (SHAPE.slots,)
+def test_rows_are_shared_by_so_much_and_shifted_by_whole_blocks(percent: int) -> None:
+    rows, cached_at = lay_rows(SHAPE, percent), cached_positions(SHAPE)
+    assert rows.dtype == cached_at.dtype == torch.int32
+    assert cached_at.shape == (SHAPE.slots,)
     plan = plan_rows(
         rows,
         torch.arange(SHAPE.requests),
         torch.full((SHAPE.requests,), SHAPE.tokens),
-        home,
+        cached_at,
         num_slots=SHAPE.slots,
         backend="torch",
     )
     shift = torch.zeros(rows.numel()) if plan.shift is None else plan.shift
-    moved = float((shift != 0).float().mean())
-    assert moved == pytest.approx(percent / 100, abs=BLOCK / SHAPE.tokens)
+    shifted = float((shift != 0).float().mean())
+    assert shifted == pytest.approx(percent / 100, abs=BLOCK / SHAPE.tokens)
     # Used later than computed, at the slot that the same request wrote for it.
     assert bool((shift >= 0).all()) and bool((shift % BLOCK == 0).all())
     assert torch.equal((rows - 1) % SHAPE.requests, torch.arange(3)[:, None].expand(3, 989).int())

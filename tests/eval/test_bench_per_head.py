@@ -30,8 +30,8 @@ from eval.bench.per_head_rules import RULES, keydiff, l2norm, streamingllm
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.model import encode
 from eval.tiny_reasoner.task import generate
-from sglang_reasoncache.policies.keydiff import similarity
-from sglang_reasoncache.policies.l2norm import relative_norms
+from sglang_reasoncache.eviction.policies.keydiff import similarity
+from sglang_reasoncache.eviction.policies.l2norm import relative_norms
 
 LAYERS, HEADS = 4, 2
 

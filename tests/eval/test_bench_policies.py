@@ -120,7 +120,7 @@ def test_bad_commands_are_refused(
 
 
 def test_policies_of_another_version_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_reasoncache.policies import registry
+    from sglang_reasoncache import registry
 
     others = {name: kind for name, kind in registry.BUILT_IN.items() if name != "keydiff"}
     monkeypatch.setattr(registry, "BUILT_IN", others)

@@ -10,8 +10,8 @@ import pytest
 from eval.methods import METHODS, MethodError, find_method, find_methods, with_ratio
 from eval.tiny_reasoner import EMBEDDED_FLAGS
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.filter.presets import PRESETS
 from sglang_reasoncache.plugin.flags import add_cli_args
-from sglang_reasoncache.policy.presets import PRESETS
 
 
 def test_dense_is_stock() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools, rows and expected results for the tests of paged attention.
 
-Expectations take another route: plain Python over positions, keys turned by complex
+Expectations take another route: plain Python over positions, keys rotated by complex
 multiplication, dense softmax, all in double precision over the values as stored.
 """
 
@@ -12,12 +12,12 @@ import itertools
 
 import torch
 
-from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.kernels.rotary import TABLE, make_rotation
 
 #: (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
-#: last place, and what fp32 sums over 256 dims and turned queries lose in a logit.
+#: last place, and what fp32 sums over 256 dims and rotated queries lose in a logit.
 TOLERANCE = {
     torch.float32: (0.0, 2e-5),
     torch.bfloat16: (2.0**-8, 2e-5),
@@ -31,7 +31,7 @@ class Case:
 
     Attributes:
         shared: Share of the entries that name a slot at home elsewhere.
-        holes: Share of the positions that were dropped; 1 leaves one entry a row.
+        evicted positions: Share of the positions that were evicted; 1 leaves one entry a row.
         layout: As SGLang has it; K and V of a slot side by side; with room between
             heads; at an odd address.
     """
@@ -46,7 +46,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype = torch.bfloat16
     shared: float = 0.3
-    holes: float = 0.0
+    evicted: float = 0.0
     layout: str = "halves"
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Case:
         return (
             f"{max(self.lengths, default=0)}x{len(self.lengths)}-{self.heads}/{self.kv_heads}h-{self.k_dim}-"
             f"{self.v_dim}-{kind if self.rotary_dim else 'plain'}-{str(self.dtype)[6:]}-"
-            f"{str(self.query_dtype)[6:]}-s{self.shared}-h{self.holes}-{self.layout}"
+            f"{str(self.query_dtype)[6:]}-s{self.shared}-h{self.evicted}-{self.layout}"
         )
 
 
@@ -62,8 +62,8 @@ LAYOUTS = ("halves", "slot", "gaps", "odd")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 CASES = [
-    *(Case(shared=shared, holes=holes)
-      for shared, holes in itertools.product((0.0, 0.3, 1.0), (0.0, 0.4, 1.0))),
+    *(Case(shared=shared, evicted=evicted)
+      for shared, evicted in itertools.product((0.0, 0.3, 1.0), (0.0, 0.4, 1.0))),
     *(Case(heads=heads, kv_heads=kv_heads) for heads, kv_heads in
       ((1, 1), (3, 3), (5, 1), (6, 2), (7, 1), (8, 1), (12, 1), (32, 8), (16, 1))),
     *(Case(k_dim=dim, v_dim=dim, rotary_dim=dim, is_neox=neox, lengths=(1, 70))
@@ -92,7 +92,7 @@ class Rig:
     rows: torch.Tensor
     requests: torch.Tensor
     lengths: torch.Tensor
-    home: torch.Tensor
+    cached_at: torch.Tensor
     rotation: KeyRotation | None
     query: torch.Tensor
 
@@ -108,12 +108,12 @@ class Rig:
             first = 0 if window is None else max(0, length - window)
             row = self.rows[request].tolist()
             some = [
-                (row[position], position - int(self.home[row[position]]))
+                (row[position], position - int(self.cached_at[row[position]]))
                 for position in range(first, length)
                 if row[position] >= 0
             ]
             if together and any(by for _, by in some):
-                some.sort(key=lambda entry: (int(self.home[entry[0]]) // 64, entry[1]))
+                some.sort(key=lambda entry: (int(self.cached_at[entry[0]]) // 64, entry[1]))
             entries += some
             indptr.append(len(entries))
         indices, shift = [slot for slot, _ in entries], [by for _, by in entries]
@@ -123,7 +123,7 @@ class Rig:
             torch.tensor(shift, dtype=torch.int32) if any(shift) else None,
         )
 
-    def turned(self, plan: RowPlan) -> torch.Tensor:
+    def rotated(self, plan: RowPlan) -> torch.Tensor:
         """fp64 keys of the plan's entries where they are used, ``[total, kv_heads, k_dim]``."""
         keys = double(self.keys)[plan.kv_indices.long()]
         if plan.shift is None or self.rotation is None:
@@ -152,7 +152,7 @@ class Rig:
         """fp64 attention ``[batch, heads, v_dim]`` and log-sum-exp ``[batch, heads]``."""
         begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
         query = (self.query if query is None else query).double()
-        keys, values = self.turned(plan), double(self.values)[plan.kv_indices.long()]
+        keys, values = self.rotated(plan), double(self.values)[plan.kv_indices.long()]
         group = self.case.heads // self.case.kv_heads
         keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
         logits = torch.einsum("bhd,nhd->bhn", query, keys) * self.scale
@@ -174,7 +174,7 @@ def make(case: Case, seed: int = 3) -> Rig:
     keys, values = _buffers(case, num_slots, generator)
     # Stale entries of earlier requests beyond every row's end, and rows of nobody.
     rows = torch.randint(0, num_slots, (len(case.lengths) + 2, width), generator=generator)
-    home = torch.randint(0, 3000, (num_slots,), generator=generator)
+    cached_at = torch.randint(0, 3000, (num_slots,), generator=generator)
     order = torch.randperm(num_slots - 1, generator=generator) + 1
     requests = torch.randperm(len(case.lengths) + 2, generator=generator)[: len(case.lengths)]
     used = torch.zeros(num_slots, dtype=torch.bool)
@@ -183,22 +183,22 @@ def make(case: Case, seed: int = 3) -> Rig:
     ):
         count = len(slots)
         at = torch.arange(count)
-        home[slots] = at
+        cached_at[slots] = at
         if case.rotary_dim and count:
             # Runs of shared positions, as blocks are; one far away, in both directions.
             away = torch.rand((count + 7) // 8, generator=generator) < case.shared
             away = away.repeat_interleave(8)[:count]
             near = torch.randint(-50, 50, (len(away),), generator=generator)
             runs = near[at // 8 * 8 % len(near)]
-            home[slots] = torch.where(away, at - runs, at)
+            cached_at[slots] = torch.where(away, at - runs, at)
             if case.shared:
-                home[slots[0]] = TABLE - 1
-                home[slots[-1]] = count - 1 - (TABLE - 1) if count > 1 else TABLE - 1
-        dropped = torch.rand(count, generator=generator) < case.holes
-        if case.holes == 1 and count:
-            dropped[count // 2] = False
-        rows[request, :count] = torch.where(dropped, -1 - at % 3, slots)
-        used[slots[~dropped]] = True
+                cached_at[slots[0]] = TABLE - 1
+                cached_at[slots[-1]] = count - 1 - (TABLE - 1) if count > 1 else TABLE - 1
+        evicted = torch.rand(count, generator=generator) < case.evicted
+        if case.evicted == 1 and count:
+            evicted[count // 2] = False
+        rows[request, :count] = torch.where(evicted, -1 - at % 3, slots)
+        used[slots[~evicted]] = True
     for buffer in (keys, values):
         poison(buffer, ~used)
     query = torch.randn((len(case.lengths), case.heads, case.k_dim), generator=generator).to(
@@ -206,13 +206,13 @@ def make(case: Case, seed: int = 3) -> Rig:
     )
     return Rig(
         case, keys, values, rows.to(torch.int32), requests, torch.tensor(case.lengths, dtype=torch.int64),
-        home.to(torch.int32), make_rotation(case.rotary_dim, case.is_neox), query,
+        cached_at.to(torch.int32), make_rotation(case.rotary_dim, case.is_neox), query,
     )  # fmt: skip
 
 
 def repeating(lengths: tuple[int, ...]) -> Rig:
     """Blocks of 8 positions that name the slots of an earlier block, one of them three times."""
-    rig = make(Case(lengths=lengths, shared=0.0, holes=0.1))
+    rig = make(Case(lengths=lengths, shared=0.0, evicted=0.1))
     for request, length in zip(rig.requests.tolist(), lengths, strict=True):
         for to, source in ((40, 16), (72, 16), (104, 40), (120, 0)):
             if to + 8 <= length:
@@ -277,7 +277,7 @@ def expected_weights(
     """fp64 ``[entries]``, query by query, each entry's weights added up over the heads."""
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
     query = (rig.query if query is None else query).double()
-    keys, group = rig.turned(plan), rig.case.heads // rig.case.kv_heads
+    keys, group = rig.rotated(plan), rig.case.heads // rig.case.kv_heads
     sums = [torch.zeros(0, dtype=torch.float64)]
     for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
         logits = (query[b] * keys[first:last].repeat_interleave(group, dim=1)).sum(-1) * rig.scale

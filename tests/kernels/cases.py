@@ -8,7 +8,7 @@ import itertools
 
 import torch
 
-from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.kernels.rotary import TABLE, make_rotation
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -24,7 +24,7 @@ DTYPES = (
 #: Relative tolerance of sums in fp32 over up to 19 * 8 * 256 products; stored values are
 #: read exactly, so it does not depend on their dtype.
 SUM = 3e-6
-#: The same when source keys were turned in fp32.
+#: The same when source keys were rotated in fp32.
 TURNED_SUM = 1e-5
 
 
@@ -44,10 +44,10 @@ class Case:
     layout: str = "halves"
 
     def __str__(self) -> str:
-        turned = f"{'neox' if self.is_neox else 'gptj'}{self.rotary_dim}"
+        rotated = f"{'neox' if self.is_neox else 'gptj'}{self.rotary_dim}"
         return (
             f"{self.pairs}x{self.block}-{self.layers}L-{self.heads}h-{self.k_dim}-{self.v_dim}-"
-            f"{turned if self.rotary_dim else 'plain'}-{str(self.dtype)[6:]}-{self.layout}"
+            f"{rotated if self.rotary_dim else 'plain'}-{str(self.dtype)[6:]}-{self.layout}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Positions in the table.
 TABLE = 40_000

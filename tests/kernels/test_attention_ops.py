@@ -33,7 +33,7 @@ def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:
         rows=rig.rows,
         requests=rig.requests,
         lengths=rig.lengths,
-        home=rig.home,
+        cached_at=rig.cached_at,
         num_slots=rig.keys.shape[0],
         backend=backend,
     )
@@ -60,7 +60,7 @@ def test_reference_agrees_with_dense_attention(case: Case) -> None:
 
 @pytest.mark.parametrize("window", [1, 8, 5000])
 def test_window(backend: str, window: int) -> None:
-    rig = make(Case(holes=0.3))
+    rig = make(Case(evicted=0.3))
     plan, expected = plan_of(rig, backend, window=window), rig.plan(window)
     assert torch.equal(plan.kv_indices, expected.kv_indices)
     assert torch.equal(plan.kv_indptr, expected.kv_indptr)
@@ -69,7 +69,7 @@ def test_window(backend: str, window: int) -> None:
 @pytest.mark.parametrize("page", [1, 16])
 def test_a_step_reads_what_is_kept(backend: str, page: int) -> None:
     """A subset of positions, or of pages, with their shifts; what was dropped before stays so."""
-    rig = make(Case(lengths=(1, 19, 989), shared=0.4, holes=0.2))
+    rig = make(Case(lengths=(1, 19, 989), shared=0.4, evicted=0.2))
     generator = torch.Generator().manual_seed(6)
     pages = torch.rand((3, -(-989 // page)), generator=generator) < 0.3
     pages[:, 0] = True
@@ -101,17 +101,17 @@ def test_entries_of_a_slot_lie_together(backend: str, window: int | None) -> Non
     )
     assert_plans(found, expected)
     assert not torch.equal(expected.kv_indices, rig.plan(window).kv_indices)
-    # Uses of a slot are no further apart than the entries of its window of 64 home positions.
+    # Uses of a slot are no further apart than the entries of its window of 64 cached positions.
     assert found.shift is not None
     for begin, end in zip(found.kv_indptr, found.kv_indptr[1:], strict=False):
         if not found.shift[begin:end].any():
             continue
-        windows = rig.home[found.kv_indices[begin:end].long()] // 64
+        windows = rig.cached_at[found.kv_indices[begin:end].long()] // 64
         for window_of in windows.unique():
             places = (windows == window_of).nonzero()
             assert places.max() - places.min() + 1 == len(places)
     # Nothing is known to be moved: every row is sorted.
-    as_cached = plan_of(rig, backend, together=True, window=window, home=None)
+    as_cached = plan_of(rig, backend, together=True, window=window, cached_at=None)
     for begin, end in zip(found.kv_indptr, found.kv_indptr[1:], strict=False):
         assert torch.equal(as_cached.kv_indices[begin:end], found.kv_indices[begin:end].sort()[0])
 
@@ -197,11 +197,11 @@ def test_decode_refuses_unlike_tensors(backend: str) -> None:
     refuses("lse must be", lse=torch.empty((4, 3)))
     refuses("sinks must be", sinks=torch.empty(3))
     refuses("spans must be", spans=(torch.zeros(4), torch.zeros(4)))
-    moved = PagedKv(rig.keys, rig.values, None, backend=backend)
+    shifted = PagedKv(rig.keys, rig.values, None, backend=backend)
     with pytest.raises(ValueError, match="no rotation"):
-        decode_attention(rig.query, moved, plan, scale=1.0)
+        decode_attention(rig.query, shifted, plan, scale=1.0)
     with pytest.raises(ValueError, match="no rotation"):
-        gather_kv(moved, plan.kv_indices, plan.shift, torch.float32)
+        gather_kv(shifted, plan.kv_indices, plan.shift, torch.float32)
 
 
 def test_values_out_of_range_are_refused(backend: str) -> None:
@@ -228,8 +228,8 @@ def test_values_out_of_range_are_refused(backend: str) -> None:
         ({"requests": torch.tensor([0, 1, 2, 6])}, "requests"),
         ({"lengths": torch.tensor([0, 1, -1, 9])}, "lengths"),
         ({"lengths": torch.tensor([0, 1, 19])}, "batch"),
-        ({"num_slots": 600, "home": None}, "slot"),
-        ({"home": torch.zeros(3, dtype=torch.int32)}, "home must be"),
+        ({"num_slots": 600, "cached_at": None}, "slot"),
+        ({"cached_at": torch.zeros(3, dtype=torch.int32)}, "home must be"),
         ({"rows": torch.zeros((6, 992))}, "rows must be"),
         ({"window": 0}, "window"),
     ],
@@ -251,10 +251,10 @@ def test_pools_that_cannot_be_read_are_refused() -> None:
         PagedKv(rig.keys[..., :32], rig.values, rig.rotation)
     with pytest.raises(ValueError, match="backend must be"):
         PagedKv(rig.keys, rig.values, backend="cuda")
-    turned = rig.keys.transpose(1, 2).contiguous().transpose(1, 2)
-    assert PagedKv(turned, rig.values).backend == "torch"
+    rotated = rig.keys.transpose(1, 2).contiguous().transpose(1, 2)
+    assert PagedKv(rotated, rig.values).backend == "torch"
     with pytest.raises(ValueError, match="side by side"):
-        PagedKv(turned, rig.values, backend="native")
+        PagedKv(rotated, rig.values, backend="native")
 
 
 def test_gather_agrees_with_the_reference(backend: str) -> None:
@@ -262,5 +262,5 @@ def test_gather_agrees_with_the_reference(backend: str) -> None:
         rig = make(case)
         plan = plan_of(rig, backend)
         keys, values = gather_kv(kv_of(rig, backend), plan.kv_indices, plan.shift, torch.float32)
-        assert_attention(keys, rig.turned(plan).transpose(0, 1))
+        assert_attention(keys, rig.rotated(plan).transpose(0, 1))
         assert torch.equal(values, rig.values[plan.kv_indices.long()].float().transpose(0, 1))

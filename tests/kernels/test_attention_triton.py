@@ -105,7 +105,7 @@ def decode(
 def plan_of(rig: Rig, **changed: Any) -> RowPlan:
     """Planned on the device, looked at on the host; ``changed`` replaces arguments."""
     arguments: dict[str, Any] = dict(
-        rows=rig.rows, requests=rig.requests, lengths=rig.lengths, home=rig.home
+        rows=rig.rows, requests=rig.requests, lengths=rig.lengths, cached_at=rig.cached_at
     )
     arguments |= dict(num_slots=rig.keys.shape[0], backend="triton") | changed
     tensors = {k: there(v) for k, v in arguments.items() if isinstance(v, torch.Tensor)}
@@ -129,7 +129,7 @@ def assert_lse(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 _FEW = [
-    Case(holes=0.4),
+    Case(evicted=0.4),
     Case(heads=5, kv_heads=1, k_dim=80, v_dim=80, rotary_dim=80, lengths=(1, 70)),
     Case(heads=40, kv_heads=2, lengths=(19,)),
     Case(k_dim=96, v_dim=40, rotary_dim=80, is_neox=False, lengths=(1, 300)),
@@ -160,7 +160,7 @@ def test_agrees_with_dense_attention(case: Case) -> None:
 
 #: Shifts of the entries of one tile, repeated.
 TILES = {
-    "unmoved": [0],
+    "unshifted": [0],
     "one": [7],
     "one and none": [0, 0, -300],
     "two": [5, -9, 0],
@@ -176,9 +176,9 @@ def test_every_sort_of_tile(shifts: list[int], is_neox: bool, dtype: torch.dtype
     case = Case(lengths=(3, 200), heads=2, kv_heads=1, is_neox=is_neox, shared=0.0, dtype=dtype)
     rig = make(dataclasses.replace(case, query_dtype=torch.float32))
     plan = rig.plan()
-    moved = torch.tensor(shifts * 203, dtype=torch.int32)[:203]
-    moved[:3] = 0
-    plan = plan._replace(shift=moved)
+    shifted = torch.tensor(shifts * 203, dtype=torch.int32)[:203]
+    shifted[:3] = 0
+    plan = plan._replace(shift=shifted)
     out, lse = decode(rig, plan)
     expected, expected_lse = rig.expected(plan)
     assert_attention(out, expected)
@@ -443,7 +443,7 @@ def test_gather_agrees_with_indexing(case: Case) -> None:
             side.cpu() for side in gather_kv(kv, entries.kv_indices, entries.shift, dtype)
         )
         assert out_k.is_contiguous() and out_v.is_contiguous()
-        assert_attention(out_k, rig.turned(plan).transpose(0, 1))
+        assert_attention(out_k, rig.rotated(plan).transpose(0, 1))
         values = rig.values.float()[plan.kv_indices.long()].transpose(0, 1)
         assert torch.equal(out_v, values.to(dtype))
         stays = plan.kv_indices >= 0 if plan.shift is None else plan.shift == 0
@@ -458,19 +458,19 @@ def test_gather_agrees_with_indexing(case: Case) -> None:
     ids=str,
 )
 def test_plan(window: int | None, lengths_dtype: torch.dtype) -> None:
-    rig = make(Case(lengths=(0, 1, 19, 1300), holes=0.3))
+    rig = make(Case(lengths=(0, 1, 19, 1300), evicted=0.3))
     found = plan_of(rig, window=window, lengths=rig.lengths.to(lengths_dtype))
     assert_plans(found, rig.plan(window))
-    unmoved = plan_of(rig, window=window, home=None)
-    assert unmoved.shift is None
-    assert torch.equal(unmoved.kv_indices, rig.plan(window).kv_indices)
+    unshifted = plan_of(rig, window=window, cached_at=None)
+    assert unshifted.shift is None
+    assert torch.equal(unshifted.kv_indices, rig.plan(window).kv_indices)
 
 
 @on_device
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
     """Of more requests than are planned; what is out of range yields nothing."""
-    rig = make(Case(lengths=(30, 989, 19, 600, 7), shared=0.3, holes=0.3))
+    rig = make(Case(lengths=(30, 989, 19, 600, 7), shared=0.3, evicted=0.3))
     num_slots = rig.keys.shape[0]
     spoiled = dataclasses.replace(
         rig,
@@ -497,7 +497,7 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
         for side in vars(buffers).values():
             side.fill_(-7)
         assert buffers.positions is not None
-        tensors = (spoiled.rows, spoiled.requests, spoiled.lengths, spoiled.home)
+        tensors = (spoiled.rows, spoiled.requests, spoiled.lengths, spoiled.cached_at)
         plan = plan_triton.plan_into(buffers, *map(there, tensors), num_slots=num_slots)
         assert plan.shift is not None
         assert_plans(
@@ -512,9 +512,9 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
         assert torch.equal(found[:total], positions[:capacity]) and (found[total:] == -7).all()
         assert (plan.kv_indices[total:] == -7).all() and (buffers.kv_indptr[6:] == -7).all()
         parts = plan.shift.cpu().tensor_split(plan.kv_indptr[1:].tolist())
-        moved = [bool(part.any()) for part in parts]
+        shifted = [bool(part.any()) for part in parts]
         if capacity >= total:
-            assert buffers.moved[:5].tolist() == moved[:5] and buffers.moved[5:].eq(-7).all()
+            assert buffers.shifted[:5].tolist() == shifted[:5] and buffers.shifted[5:].eq(-7).all()
 
 
 @on_device
@@ -536,7 +536,7 @@ def test_entries_of_a_slot_lie_together() -> None:
 def test_a_kept_order_grows_and_goes_stale() -> None:
     rig = repeating((130, 30, 600))
     num_slots = rig.keys.shape[0]
-    rows, home = there(rig.rows), there(rig.home)
+    rows, cached_at = there(rig.rows), there(rig.cached_at)
     order = RowOrder(rows.shape[0], rows.shape[1], DEVICE)
     buffers = plan_triton.PlanBuffers.of(3, 1000, DEVICE)
 
@@ -546,7 +546,7 @@ def test_a_kept_order_grows_and_goes_stale() -> None:
             rows,
             there(rig.requests),
             there(torch.tensor(lengths)),
-            home,
+            cached_at,
             num_slots=num_slots,
             window=window,
             order=order,
@@ -556,13 +556,13 @@ def test_a_kept_order_grows_and_goes_stale() -> None:
         return RowPlan(plan.kv_indptr, plan.kv_indices[:total], plan.shift[:total])
 
     assert_plans(found([130, 30, 600]), rig.plan())
-    order.sort(rows, rig.requests.tolist(), [130, 30, 600], home, num_slots=num_slots)
+    order.sort(rows, rig.requests.tolist(), [130, 30, 600], cached_at, num_slots=num_slots)
     assert_plans(found([130, 30, 600]), rig.plan(together=True))
     # Shorter than it was sorted: another request's row by now.
     rig.lengths = torch.tensor([129, 29, 599])
     assert_plans(found([129, 29, 599]), rig.plan())
     # A row that grew: what it gained comes last.
-    order.sort(rows, rig.requests.tolist(), [120, 20, 500], home, num_slots=num_slots)
+    order.sort(rows, rig.requests.tolist(), [120, 20, 500], cached_at, num_slots=num_slots)
     rig.lengths = torch.tensor([120, 20, 500])
     earlier = rig.plan(together=True)
     grown = found([130, 30, 600])
@@ -607,15 +607,17 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_captured_graph_follows_its_inputs() -> None:
     """Planned and read inside a CUDA graph; rows, lengths and homes change between replays."""
-    rig = make(Case(lengths=(989, 19, 1, 300), holes=0.1))
+    rig = make(Case(lengths=(989, 19, 1, 300), evicted=0.1))
     num_slots, kv = rig.keys.shape[0], kv_of(rig)
-    rows, requests, lengths, home, query = map(
-        there, (rig.rows, rig.requests, rig.lengths, rig.home, rig.query)
+    rows, requests, lengths, cached_at, query = map(
+        there, (rig.rows, rig.requests, rig.lengths, rig.cached_at, rig.query)
     )
     buffers = plan_triton.PlanBuffers.of(4, 2000, DEVICE)
 
     def step() -> torch.Tensor:
-        plan = plan_triton.plan_into(buffers, rows, requests, lengths, home, num_slots=num_slots)
+        plan = plan_triton.plan_into(
+            buffers, rows, requests, lengths, cached_at, num_slots=num_slots
+        )
         return decode_attention(query, kv, plan, scale=rig.scale)
 
     step()
@@ -629,8 +631,8 @@ def test_a_captured_graph_follows_its_inputs() -> None:
         assert_attention(out.cpu(), rig.expected(rig.plan())[0])
     rig.lengths = torch.tensor([400, 19, 1, 300])
     lengths.copy_(rig.lengths)
-    rig.home = torch.where(rig.home.abs() > 5000, rig.home, rig.home + 5)
-    home.copy_(rig.home)
+    rig.cached_at = torch.where(rig.cached_at.abs() > 5000, rig.cached_at, rig.cached_at + 5)
+    cached_at.copy_(rig.cached_at)
     graph.replay()
     assert_attention(out.cpu(), rig.expected(rig.plan())[0])
 
@@ -691,8 +693,8 @@ def test_decode_compiles_ahead_of_time(
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_the_other_kernels_compile_ahead_of_time(arch: int) -> None:
     ints = dict.fromkeys(
-        ("begin", "end", "kv_indices", "shift", "rows", "order", "sorted_counts", "home", "counts",
-         "kv_indptr", "moved", "positions", "added", "sizes"), "i32",
+        ("begin", "end", "kv_indices", "shift", "rows", "order", "sorted_counts", "cached_at", "counts",
+         "kv_indptr", "shifted", "positions", "added", "sizes"), "i32",
     )  # fmt: skip
     floats = dict.fromkeys(
         ("parts", "part_lse", "sinks", "lse", "cosines", "sines", "logits", "weights"), "fp32"

@@ -153,7 +153,7 @@ def test_entry_out_of_range_is_nan() -> None:
 
 
 def compile_for(
-    arch: int, dtype: torch.dtype, *, turned: bool, is_neox: bool = True, dim: int = 128
+    arch: int, dtype: torch.dtype, *, rotated: bool, is_neox: bool = True, dim: int = 128
 ) -> dict[str, str]:
     """Assembly of the kernel as it is launched for a pool of 8 heads."""
     from types import SimpleNamespace
@@ -162,7 +162,7 @@ def compile_for(
     from triton.compiler import ASTSource
 
     buffer = torch.empty(1, 8, dim, dtype=dtype)
-    rotation = SimpleNamespace(rotary_dim=dim, is_neox=is_neox) if turned else None
+    rotation = SimpleNamespace(rotary_dim=dim, is_neox=is_neox) if rotated else None
     constants = distance_triton.constants(
         (buffer, buffer),
         rotation,  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def compile_for(
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
-    ("dtype", "turned", "is_neox"),
+    ("dtype", "rotated", "is_neox"),
     [
         (torch.bfloat16, False, True),
         (torch.bfloat16, True, True),
@@ -202,13 +202,15 @@ def compile_for(
     ],
     ids=str,
 )
-def test_compiles_ahead_of_time(arch: int, dtype: torch.dtype, turned: bool, is_neox: bool) -> None:
+def test_compiles_ahead_of_time(
+    arch: int, dtype: torch.dtype, rotated: bool, is_neox: bool
+) -> None:
     """Code for a GPU that is not here reads 16 bytes at a time and spills nothing."""
-    asm = compile_for(arch, dtype, turned=turned, is_neox=is_neox)
+    asm = compile_for(arch, dtype, rotated=rotated, is_neox=is_neox)
     ptx = asm["ptx"]
     assert f".target sm_{arch}" in ptx
     wide = re.findall(r"ld\.global\.v4\.b32", ptx)
-    # Both blocks of V and of K, the latter twice when halves are turned.
+    # Both blocks of V and of K, the latter twice when halves are rotated.
     assert len(wide) >= 4
     assert not re.findall(r"ld\.global\.(?:b8|b16|u8|u16)\b", ptx)
     assert ".local" not in ptx

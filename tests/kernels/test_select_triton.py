@@ -21,14 +21,14 @@ from tests.triton_runs import (
 
 pytest.importorskip("triton")
 
-from sglang_reasoncache.attention import page_bounds
-from sglang_reasoncache.attention.device_selection import DeviceSelection
-from sglang_reasoncache.attention.selection import PageSelection
 from sglang_reasoncache.kernels import bounds_triton, decode_triton, plan_triton, select_triton
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
-from sglang_reasoncache.policies.quest import Quest
+from sglang_reasoncache.selection import page_bounds
+from sglang_reasoncache.selection.device_selection import DeviceSelection
+from sglang_reasoncache.selection.page_selection import PageSelection
+from sglang_reasoncache.selection.quest import Quest
 from tests.kernels.ahead_of_time import NAMES, STRIDES, compile_for
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -103,22 +103,22 @@ def test_slots_out_of_range_are_left_out() -> None:
 
 
 class Rows:
-    """Rows with holes, ragged, some shorter than the budget, and one beyond the batch."""
+    """Rows with evicted positions, ragged, some shorter than the budget, and one beyond the batch."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.num_slots, width = 400, 61
         self.pages = -(-width // PAGE)
         self.rows = torch.randint(0, self.num_slots, (6, width), generator=generator).int()
-        holes = torch.rand(6, width, generator=generator) < 0.2
-        self.rows[holes] = -1
-        self.home = torch.randint(0, width, (self.num_slots,), generator=generator).int()
+        evicted = torch.rand(6, width, generator=generator) < 0.2
+        self.rows[evicted] = -1
+        self.cached_at = torch.randint(0, width, (self.num_slots,), generator=generator).int()
         self.requests = torch.tensor([5, 0, 3, 1])
         self.lengths = torch.tensor([61, 7, 42, 1])
         self.asked = torch.rand(4, self.pages, generator=generator) < 0.4
         self.state = torch.randint(0, 3, (4, self.pages), generator=generator).to(torch.uint8)
         self.whole = PlanBuffers.of(5, 200, DEVICE, positions=True)
-        arguments = (self.rows, self.requests, self.lengths, self.home)
+        arguments = (self.rows, self.requests, self.lengths, self.cached_at)
         plan_into(self.whole, *map(there, arguments), num_slots=self.num_slots)
 
 

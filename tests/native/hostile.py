@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_reasoncache.policy.structure import scan, vocabulary
+from sglang_reasoncache.filter.structure import scan, vocabulary
 
 NUM_MUTANTS = 17_000
 _SEED = 20_240_607

@@ -45,7 +45,7 @@ def plan_of(library: ctypes.CDLL, rig: Rig, **changed: Any) -> RowPlan:
         rows=rig.rows,
         requests=rig.requests,
         lengths=rig.lengths,
-        home=rig.home,
+        cached_at=rig.cached_at,
         num_slots=rig.keys.shape[0],
         window=-1,
         capacity=int(rig.lengths.sum()),
@@ -89,7 +89,7 @@ def test_decode_agrees_with_dense_attention(build: ctypes.CDLL, case: Case) -> N
 
 @pytest.mark.parametrize("window", [1, 8, 19, 5000])
 def test_plan_of_the_newest_positions(build: ctypes.CDLL, window: int) -> None:
-    rig = make(Case(holes=0.3))
+    rig = make(Case(evicted=0.3))
     assert_plans(plan_of(build, rig, window=window), rig.plan(window))
 
 
@@ -97,7 +97,7 @@ def test_plan_of_the_newest_positions(build: ctypes.CDLL, window: int) -> None:
 def test_plan_with_entries_of_a_slot_together(build: ctypes.CDLL, window: int) -> None:
     rig = repeating((130, 0, 30, 989, 1))
     # Shifts and slots up to the ends of their bits.
-    rig.home[rig.rows[rig.requests[3], 200:203].clamp(min=0)] = torch.tensor(
+    rig.cached_at[rig.rows[rig.requests[3], 200:203].clamp(min=0)] = torch.tensor(
         [2**31 - 1, -(2**31) + 989, 300], dtype=torch.int32
     )
     expected = rig.plan(None if window < 0 else window, together=True)
@@ -112,7 +112,7 @@ def test_plan_of_the_last_slots_together(build: ctypes.CDLL) -> None:
         rows,
         torch.tensor([0]),
         torch.tensor([5]),
-        home=None,
+        cached_at=None,
         num_slots=last,
         window=-1,
         capacity=5,
@@ -121,9 +121,9 @@ def test_plan_of_the_last_slots_together(build: ctypes.CDLL) -> None:
     assert indices.tolist() == [3, 70, last - 64, last - 1, last - 1] and shift is None
 
 
-def test_plan_without_homes_moves_nothing(build: ctypes.CDLL) -> None:
+def test_plan_without_cached_positions_moves_nothing(build: ctypes.CDLL) -> None:
     rig = make(Case(shared=1.0))
-    plan = plan_of(build, rig, home=None)
+    plan = plan_of(build, rig, cached_at=None)
     assert plan.shift is None
     assert torch.equal(plan.kv_indices, rig.plan().kv_indices)
 
@@ -252,7 +252,7 @@ def test_what_is_not_finite_shows_where_it_is_read(
 
 def test_slots_of_nobody_are_not_read(build: ctypes.CDLL) -> None:
     """They hold NaN in every test here; the plan names none of them."""
-    rig = make(Case(holes=0.4))
+    rig = make(Case(evicted=0.4))
     plan = plan_of(build, rig)
     assert rig.keys[0].isnan().all() and 0 not in plan.kv_indices
     others = torch.ones(rig.keys.shape[0], dtype=torch.bool)
@@ -296,7 +296,7 @@ def test_gather_agrees_with_indexing(build: ctypes.CDLL, case: Case) -> None:
         out_k = torch.empty((case.kv_heads, count, case.k_dim), dtype=dtype)
         out_v = torch.empty((case.kv_heads, count, case.v_dim), dtype=dtype)
         kv.gather(plan.kv_indices, plan.shift, out_k, out_v, 2)
-        assert_attention(out_k, rig.turned(plan).transpose(0, 1))
+        assert_attention(out_k, rig.rotated(plan).transpose(0, 1))
         values = rig.values[plan.kv_indices.long()] if rig.values.element_size() > 1 else None
         if values is not None:
             assert torch.equal(out_v, values.float().transpose(0, 1).to(dtype))

@@ -118,7 +118,7 @@ def test_a_cache_of_somebody_else_is_not_trusted(tmp_path: Path, fake_build: Pat
     assert "no C++ compiler" in said.splitlines()[0]
 
 
-def test_no_home_leaves_no_folder_behind(tmp_path: Path, compiler: Path) -> None:
+def test_no_cached_position_leaves_no_folder_behind(tmp_path: Path, compiler: Path) -> None:
     """``~`` of nobody stays ``~``, which is no place to create."""
     python(TWICE, HOME="~", XDG_CACHE_HOME="", CXX=str(compiler))
     assert not (ROOT / "~").exists()

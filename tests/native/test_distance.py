@@ -137,9 +137,9 @@ def test_slots_may_be_views(build: ctypes.CDLL) -> None:
     assert shift is not None
     kernel = NativeDistance(build, layers, rotation, threads=1)
     wide = torch.stack((dst, src), dim=-1)
-    turned = torch.stack((shift, shift), dim=-1)[..., 0]
+    rotated = torch.stack((shift, shift), dim=-1)[..., 0]
     assert torch.equal(
-        kernel.squares(wide[..., 0], wide[..., 1], turned), kernel.squares(dst, src, shift)
+        kernel.squares(wide[..., 0], wide[..., 1], rotated), kernel.squares(dst, src, shift)
     )
 
 

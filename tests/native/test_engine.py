@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_reasoncache.filter.proposal import StepResult
+from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.span import ReasoningSpan
+from sglang_reasoncache.filter.structure import Limits
+from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
+from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.native.engine import NativeEngine, supports
-from sglang_reasoncache.plugin.vocabulary import vocabulary_of
-from sglang_reasoncache.policy.filter import RequestFilter
-from sglang_reasoncache.policy.proposal import StepResult
-from sglang_reasoncache.policy.segment import TokenClasses
-from sglang_reasoncache.policy.settings import FilterConfig
-from sglang_reasoncache.policy.span import ReasoningSpan
-from sglang_reasoncache.policy.structure import Limits
-from sglang_reasoncache.policy.vocabulary import Vocabulary
-from tests.policy.made_tokenizers import gpt2, traces
+from tests.filter.made_tokenizers import gpt2, traces
 
 START, END = 0, 1
 #: Few tokens, so that random steps are similar; newlines in every spelling.

@@ -23,13 +23,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_reasoncache.filter.structure import Limits, SignatureKind, signature
+from sglang_reasoncache.filter.structure.scan import leaves_fence_open
+from sglang_reasoncache.filter.structure.tree import serialise
 from sglang_reasoncache.native.build import sanitized
 from sglang_reasoncache.native.structure import native_leaves_fence_open, native_signature
-from sglang_reasoncache.policy.structure import Limits, SignatureKind, signature
-from sglang_reasoncache.policy.structure.scan import leaves_fence_open
-from sglang_reasoncache.policy.structure.tree import serialise
+from tests.filter import test_structure, test_structure_hostile
 from tests.native import hostile
-from tests.policy import test_structure, test_structure_hostile
 
 _DEFAULT = Limits()
 _SMALL = Limits(max_chars=400, max_depth=12, max_nodes=60)

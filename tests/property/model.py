@@ -17,11 +17,11 @@ import numpy as np
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 
-from sglang_reasoncache.sharing.decision import Drop
+from sglang_reasoncache.sharing.decision import Eviction
 from tests.property.world import NOTHING, Pair, World
 
-#: What a dropped position shows.
-HOLE = -2
+#: What an evicted position shows.
+EVICTED = -2
 
 
 class Path:
@@ -89,7 +89,7 @@ class Track:
         exact: Whether all of ``shows`` is exact and there.
         blocks: Redirected blocks of the current row, in order.
         again: Blocks of the row before a retraction, not yet applied again.
-        dropped_again: Holes of the row before a retraction, to be dropped again.
+        evicted_again: EvictedPositions of the row before a retraction, to be evicted again.
         claimed: Every block that was allowed, of this row and of earlier ones.
         frontier: Where the next redirected block may start.
         target: Tokens the prefill in progress has to reach.
@@ -102,7 +102,7 @@ class Track:
     exact: bool = True
     blocks: list[Pair] = field(default_factory=list)
     again: list[Pair] = field(default_factory=list)
-    dropped_again: set[int] = field(default_factory=set)
+    evicted_again: set[int] = field(default_factory=set)
     claimed: list[Pair] = field(default_factory=list)
     frontier: int = 0
     target: int = 0
@@ -116,8 +116,8 @@ class Track:
         return len(self.req.output_ids) > 0 and len(self.shows) >= self.target
 
     @property
-    def holes(self) -> list[int]:
-        return [at for at, content in enumerate(self.shows) if content == HOLE]
+    def evicted(self) -> list[int]:
+        return [at for at, content in enumerate(self.shows) if content == EVICTED]
 
     @property
     def first_shared(self) -> int | None:
@@ -183,8 +183,8 @@ class Memory:
 
     def may_share(self, track: Track, block: Pair) -> bool:
         """The rule of truth 1: written, private, sealed, and still there."""
-        if HOLE in track.shows[block.dst_start : block.dst_start + self.block] or (
-            HOLE in track.shows[block.src_start : block.src_start + self.block]
+        if EVICTED in track.shows[block.dst_start : block.dst_start + self.block] or (
+            EVICTED in track.shows[block.src_start : block.src_start + self.block]
         ):
             return False
         return (
@@ -193,31 +193,31 @@ class Memory:
             and block.src_start + self.block <= block.dst_start
         )
 
-    def may_drop(self, track: Track, drop: object) -> bool:
+    def may_evict(self, track: Track, evict: object) -> bool:
         """Private, written, not the newest, whole pages, each once."""
-        if not isinstance(drop, Drop) or drop.start < 0 or drop.length < 1:
+        if not isinstance(evict, Eviction) or evict.start < 0 or evict.length < 1:
             return False
         return (
-            track.req.kv.cache_protected_len <= drop.start
-            and drop.end < len(track.shows)
-            and drop.start % self.world.page == drop.length % self.world.page == 0
-            and HOLE not in track.shows[drop.start : drop.end]
+            track.req.kv.cache_protected_len <= evict.start
+            and evict.end < len(track.shows)
+            and evict.start % self.world.page == evict.length % self.world.page == 0
+            and EVICTED not in track.shows[evict.start : evict.end]
         )
 
-    def drop(self, track: Track, drops: Iterable[object]) -> None:
-        """Holes the acceptor must make of what a policy answered, in order."""
+    def evict(self, track: Track, evictions: Iterable[object]) -> None:
+        """EvictedPositions the acceptor must make of what a policy answered, in order."""
         protected = track.req.kv.cache_protected_len
         end = (len(track.shows) - 1) // self.world.page * self.world.page
-        again = {at for at in track.dropped_again if at < end}
-        track.dropped_again -= again
+        again = {at for at in track.evicted_again if at < end}
+        track.evicted_again -= again
         for at in again:
             if at >= protected:
-                track.shows[at] = HOLE
-        for drop in drops:
-            if self.may_drop(track, drop):
-                assert isinstance(drop, Drop)
-                track.shows[drop.start : drop.end] = [HOLE] * drop.length
-        track.exact = track.exact and HOLE not in track.shows
+                track.shows[at] = EVICTED
+        for evict in evictions:
+            if self.may_evict(track, evict):
+                assert isinstance(evict, Eviction)
+                track.shows[evict.start : evict.end] = [EVICTED] * evict.length
+        track.exact = track.exact and EVICTED not in track.shows
 
     def claim(self, track: Track, block: Pair) -> bool:
         """The first block to ask for positions has them."""
@@ -299,22 +299,22 @@ class Memory:
         assert tree.evictable_size() == evictable
         assert tree.protected_size() == protected
 
-        private = dropped = expected_live = 0
+        private = num_evicted = expected_live = 0
         for track in self.running:
             kv = track.req.kv
             row = world.row(track.req)
             written = row[: len(track.shows)]
-            shown = np.where(written < 0, HOLE, stored[written])
+            shown = np.where(written < 0, EVICTED, stored[written])
             assert shown.tolist() == track.shows, f"the row of {track.req.rid} shows wrong content"
             mine = row[kv.cache_protected_len :]
             named.append(self._page_ids(mine))
             private += kv_private_tokens(kv, page)
-            self._check_places(track.req, row)
-            holes = track.holes
-            dropped += len(holes)
+            self._check_slot_aliases(track.req, row)
+            evicted = track.evicted
+            num_evicted += len(evicted)
             if self.copies:
                 continue
-            if holes:
+            if evicted:
                 # Some of the names of a shared slot are gone.
                 tree_mineed = set(row[: kv.cache_protected_len].tolist())
                 expected_live += int((mine >= 0).sum()) - len(
@@ -327,23 +327,23 @@ class Memory:
         live = world.controller.live_positions
         assert live == allocator.references.extra * page - tree.alias_positions
         assert live == expected_live
-        assert world.controller.saved_positions == live + dropped
-        books = (allocator.available_size(), evictable, protected, private, -live, -dropped)
+        assert world.controller.saved_positions == live + num_evicted
+        books = (allocator.available_size(), evictable, protected, private, -live, -num_evicted)
         assert sum(books) == world.total, f"{books} do not add up to {world.total}"
 
-    def _check_places(self, req: Req, row: np.ndarray) -> None:
+    def _check_slot_aliases(self, req: Req, row: np.ndarray) -> None:
         """What evictors are told: which positions of the row have the same slot."""
         state = self.world.controller.state_of(req)
         if state is None:
             return
         held = np.flatnonzero(row >= 0)
-        places = state.places.of(held)
+        slot_aliases = state.slot_aliases.of(held)
         # What policies are asked with.
-        slots = len(row) - state.holes.count - state.live_positions
-        assert len(np.unique(places)) == slots
+        slots = len(row) - state.evicted.count - state.live_positions
+        assert len(np.unique(slot_aliases)) == slots
         own = ~np.isin(row[held], row[: req.kv.cache_protected_len])
         _, by_slot = np.unique(row[held], return_inverse=True)
-        _, by_place = np.unique(places, return_inverse=True)
+        _, by_place = np.unique(slot_aliases, return_inverse=True)
         both = np.unique(np.stack((by_slot, by_place)), axis=1)
         assert both.shape[1] == len(set(by_place.tolist())), "one place, two slots"
         # Two positions of the tree may share a slot of which the request knows nothing.

@@ -2,7 +2,7 @@
 """Random requests through allocator, tree and sharing, compared with a plain model after each rule.
 
 An operation is what a scheduler does at once: admit a request, run a prefill
-chunk or some decode steps, share blocks, drop positions, finish, abort, retract, match, evict,
+chunk or some decode steps, share blocks, evict positions, finish, abort, retract, match, evict,
 flush. The quick run takes ``QUICK_OPERATIONS`` of them,
 ``REASONCACHE_PROPERTY_OPERATIONS`` sets another number, over all setups together.
 """
@@ -35,7 +35,7 @@ from sglang.srt.mem_cache.common import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_context
 
-from sglang_reasoncache.sharing.decision import Drop
+from sglang_reasoncache.sharing.decision import Eviction
 from tests.property.model import Memory, Track
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Pair, Setup, World
 
@@ -59,8 +59,10 @@ SALT = st.sampled_from((None, None, None, "salt"))
 ENDINGS = ("finish", "finish", "finish", "ahead", "together", "abort", "retract", "retract")
 #: (position in the tree, tokens beyond it, exact KV only)
 LOOK_UP = st.tuples(st.integers(0, 1023), st.integers(0, 3), st.booleans())
-#: (where, length, how); see ``_script_drops``.
-DROPS = st.lists(st.tuples(PICK, st.integers(1, 12), st.integers(0, 15)), min_size=1, max_size=6)
+#: (where, length, how); see ``_script_evictions``.
+EVICTIONS = st.lists(
+    st.tuples(PICK, st.integers(1, 12), st.integers(0, 15)), min_size=1, max_size=6
+)
 #: (gap before the destination, source); see ``_script``.
 BLOCKS = st.lists(st.tuples(PICK, PICK), min_size=4, max_size=12)
 
@@ -81,7 +83,7 @@ class MemoryMachine(RuleBasedStateMachine):
     rules_run = 0
     blocks_shared = 0
     blocks_late = 0
-    positions_dropped = 0
+    positions_evicted = 0
     rules_with_aliases = 0
 
     def __init__(self, setup: Setup) -> None:
@@ -156,7 +158,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if is_last:
             self._append(track, 1 + len(track.tokens) % 2)
         if self.setup.prompts and not track.exact_only:
-            self._drop_in_prefill(track, is_last)
+            self._evict_in_prefill(track, is_last)
             return
         up_to = req.extend_end
         if len(req.output_ids):
@@ -167,18 +169,18 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.observe()
         self.memory.published(track, 0 if track.exact_only else up_to)
 
-    def _drop_in_prefill(self, track: Track, is_last: bool) -> None:
+    def _evict_in_prefill(self, track: Track, is_last: bool) -> None:
         """A request that keeps its prompt to itself is asked after every chunk."""
         self._count()
         length = len(track.shows)
-        self._script_drops(track, [(length * 7 % 64, 1 + length % 5, length % 16)] * 2)
-        drops = self.world.evictor.waiting.get(track.req.rid, [])
+        self._script_evictions(track, [(length * 7 % 64, 1 + length % 5, length % 16)] * 2)
+        evictions = self.world.evictor.waiting.get(track.req.rid, [])
         checkpoint_kv_cache(track.req, self.world.tree)
         if is_last:
             before = self.world.allocator.available_size()
             freed = self.world.controller.after_prefill([track.req], [length])
             assert self.world.allocator.available_size() - before == freed
-        self.memory.drop(track, drops)
+        self.memory.evict(track, evictions)
         self.world.evictor.waiting.clear()
         self.memory.observe()
 
@@ -206,14 +208,14 @@ class MemoryMachine(RuleBasedStateMachine):
                     late = [] if state.reapply else engine.late(request)
                     type(self).blocks_late += len(late)
                     fresh = engine.waiting[request]
-            drops = self.world.evictor.waiting.get(track.req.rid, [])
-            # The first look applies what came late, then drops; the second one all other blocks.
+            evictions = self.world.evictor.waiting.get(track.req.rid, [])
+            # The first look applies what came late, then evicts; the second one all other blocks.
             # While some of them are to be applied again, policies are asked after that only.
             self._share(track, [], late)
-            self._drop(track, [] if again else drops)
+            self._evict(track, [] if again else evictions)
             self._share(track, again, fresh)
             if again:
-                self._drop(track, drops)
+                self._evict(track, evictions)
         before = self.world.allocator.available_size()
         # The first look hands tokens over, the second one applies what came of them.
         reqs = [track.req for track in batch]
@@ -221,12 +223,12 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.world.allocator.available_size() - before == freed
         self.world.evictor.waiting.clear()
 
-    def _drop(self, track: Track, drops: list[Any]) -> None:
+    def _evict(self, track: Track, evictions: list[Any]) -> None:
         if track.exact_only:
             return
-        if drops or track.dropped_again:
+        if evictions or track.evicted_again:
             self._count()
-        self.memory.drop(track, drops)
+        self.memory.evict(track, evictions)
 
     def _share(self, track: Track, again: list[Pair], fresh: list[Pair]) -> None:
         """Blocks accepted before a retraction, and new ones, as far as the rules allow."""
@@ -237,23 +239,23 @@ class MemoryMachine(RuleBasedStateMachine):
             self._count()
             self.memory.shared(track, blocks)
 
-    def _script_drops(self, track: Track, draws: list[tuple[int, int, int]]) -> None:
-        """Propose drops on ``track``'s row: whole pages as a policy would, or nonsense."""
+    def _script_evictions(self, track: Track, draws: list[tuple[int, int, int]]) -> None:
+        """Propose evictions on ``track``'s row: whole pages as a policy would, or nonsense."""
         page, low, high = self.setup.page, track.req.kv.cache_protected_len, len(track.shows)
         pages = max((high - 1 - low) // page, 1)
         waiting: list[object] = []
         for where, length, how in draws:
             start = low + where % pages * page
             hostile: tuple[object, ...] = (
-                Drop(max(low - page, 0), 2 * page),
-                Drop(high // page * page, page),
-                Drop(high - 1, 1),
-                Drop(start, 0),
-                Drop(-page, page),
+                Eviction(max(low - page, 0), 2 * page),
+                Eviction(high // page * page, page),
+                Eviction(high - 1, 1),
+                Eviction(start, 0),
+                Eviction(-page, page),
                 None,
             )
             # Rows end in a page or two; longer runs would all be refused.
-            run = Drop(start, min(length, pages - where % pages) * page)
+            run = Eviction(start, min(length, pages - where % pages) * page)
             waiting.append(hostile[how] if how < len(hostile) else run)
         self.world.evictor.waiting[track.req.rid] = waiting
 
@@ -304,7 +306,7 @@ class MemoryMachine(RuleBasedStateMachine):
             up_to = len(track.shows)
             if not self.world.tree.publish_aliased and track.first_shared is not None:
                 up_to = min(up_to, track.first_shared)
-            up_to = min([up_to, *track.holes])
+            up_to = min([up_to, *track.evicted])
             self.memory.publish(track, up_to)
             self._release(track, checkpoint=True)
             self.seen.append(track.tokens)
@@ -392,21 +394,21 @@ class MemoryMachine(RuleBasedStateMachine):
         self._decode(batch or self.decoding[:1], steps, bits, draws)
 
     @precondition(lambda self: len(self.decoding) > 0)
-    @rule(bits=BITS, draws=BLOCKS, drops=DROPS)
+    @rule(bits=BITS, draws=BLOCKS, evictions=EVICTIONS)
     def decode_all(
-        self, bits: int, draws: list[tuple[int, int]], drops: list[tuple[int, int, int]]
+        self, bits: int, draws: list[tuple[int, int]], evictions: list[tuple[int, int, int]]
     ) -> None:
-        """Many steps of all requests with many blocks, so that neither sharing nor drops are rare."""
+        """Many steps of all requests with many blocks, so that neither sharing nor evictions are rare."""
         if bits & 2:
-            self._script_drops(self._longest(), drops)
+            self._script_evictions(self._longest(), evictions)
         self._decode(self.decoding, 12, bits, draws)
 
     @precondition(lambda self: len(self.decoding) > 0)
-    @rule(pick=PICK, drops=DROPS, steps=st.integers(0, 6), bits=BITS, draws=BLOCKS)
-    def drop(
+    @rule(pick=PICK, evictions=EVICTIONS, steps=st.integers(0, 6), bits=BITS, draws=BLOCKS)
+    def evict_positions(
         self,
         pick: int,
-        drops: list[tuple[int, int, int]],
+        evictions: list[tuple[int, int, int]],
         steps: int,
         bits: int,
         draws: list[tuple[int, int]],
@@ -414,7 +416,7 @@ class MemoryMachine(RuleBasedStateMachine):
         """A policy answers for one request, while blocks of it may be on their way."""
         chosen = self.decoding[pick // 4 % len(self.decoding)]
         track = self._longest() if pick % 4 else chosen
-        self._script_drops(track, drops)
+        self._script_evictions(track, evictions)
         self._decode(self.decoding, steps, bits, draws)
 
     @precondition(lambda self: len(self.waiting) + len(self.decoding) > 0)
@@ -470,7 +472,7 @@ class MemoryMachine(RuleBasedStateMachine):
         evict_from_tree_cache(self.world.tree, 2 * len(self.running))
         track.req.reset_for_retract()
         track.again = track.again + track.blocks if track.again else track.blocks
-        track.dropped_again |= set(track.holes)
+        track.evicted_again |= set(track.evicted)
         track.blocks, track.shows, track.exact, track.target = [], [], True, 0
         self.waiting.append(track)
 
@@ -481,7 +483,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self._restart(self.waiting.pop(pick % len(self.waiting)), chunk)
 
     def _restart(self, track: Track, chunk: int) -> None:
-        # Every prefill ends with a token; a request that reached its limit is dropped.
+        # Every prefill ends with a token; a request that reached its limit is evicted.
         if len(track.tokens) < MAX_CONTEXT - 2 and not self._start(track, chunk):
             self.waiting.append(track)
 
@@ -506,12 +508,12 @@ class MemoryMachine(RuleBasedStateMachine):
         self._finish(self.decoding if how == "together" else [track])
 
     @precondition(lambda self: len(self.decoding) > 0)
-    @rule(looks=st.integers(1, 3), bits=BITS, draws=BLOCKS)
-    def starve(self, looks: int, bits: int, draws: list[tuple[int, int]]) -> None:
+    @rule(polls=st.integers(1, 3), bits=BITS, draws=BLOCKS)
+    def starve(self, polls: int, bits: int, draws: list[tuple[int, int]]) -> None:
         """The engine's thread gets no time for a while; what it found comes when it may be stale."""
-        self.starved = looks
+        self.starved = polls
         self._decode(self.decoding, 6, bits, draws)
-        if looks == 1:
+        if polls == 1:
             self._decode(self.decoding, 1, bits, [])
 
     @rule(wanted=st.sampled_from((1, 2, 5, 11, 40)))
@@ -579,7 +581,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever happened: releasing everything leaves every slot free."""
         type(self).blocks_shared += self.world.controller.stats.blocks_shared
-        type(self).positions_dropped += self.world.controller.stats.positions_dropped
+        type(self).positions_evicted += self.world.controller.stats.positions_evicted
         if sys.exc_info()[0] is not None:
             # A rule has failed; what follows from that would hide it.
             return
@@ -636,7 +638,7 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
     # The run would prove little if hardly anything had been shared, or come late.
     assert Machine.blocks_late > 0
     assert Machine.blocks_shared > Machine.rules_run // 30
-    assert Machine.positions_dropped > Machine.rules_run // 30
+    assert Machine.positions_evicted > Machine.rules_run // 30
     if setup.publish == "aliased" and setup.apply == "alias":
         assert Machine.rules_with_aliases > Machine.rules_run // 30
     else:

@@ -28,19 +28,19 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.cache.allocator import shared_allocator_of
-from sglang_reasoncache.cache.home import HomePositions
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.policies.contract import RequestView
-from sglang_reasoncache.policies.registry import NamedPolicy
-from sglang_reasoncache.policy.proposal import CandidatePair, FilterCounters, StepResult
-from sglang_reasoncache.policy.threshold import FixedThreshold
+from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.eviction.keys import KeySource
+from sglang_reasoncache.eviction.policies.contract import RequestView
+from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
+from sglang_reasoncache.filter.proposal import CandidatePair, FilterCounters, StepResult
+from sglang_reasoncache.registry import NamedPolicy
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.controller import OPT_OUT_KEY, SharingController
-from sglang_reasoncache.sharing.dropping import Dropper
-from sglang_reasoncache.sharing.keys import KeySource
 from sglang_reasoncache.sharing.measure import BlockMeter
-from sglang_reasoncache.sharing.pressure import PoolPressure, pool_use
+from sglang_reasoncache.sharing.threshold import FixedThreshold
 
 LAYERS = 2
 MAX_ROWS = 4
@@ -60,7 +60,7 @@ class Setup:
         publish: ``exact`` or ``aliased``.
         apply: ``alias`` or ``copy``.
         need_sort: Freed pages wait unsorted until an allocation runs short.
-        prompts: Positions of prompts may be dropped, between chunks too.
+        prompts: Positions of prompts may be evicted, between chunks too.
     """
 
     page: int
@@ -143,7 +143,7 @@ class ScriptedEvictor:
     """A policy that gives up what the test put into ``waiting``, whatever that is, at the next look.
 
     Attributes:
-        waiting: Drops by request name.
+        waiting: Evicts by request name.
         about: Name of the request that is looked at; views have none.
         prompt: Positions of prompts may go.
     """
@@ -157,18 +157,18 @@ class ScriptedEvictor:
     def excess(self, written: int, held: int) -> int:
         return len(self.waiting.get(self.about, ()))
 
-    def drops(self, view: RequestView, excess: int) -> list[Any]:
+    def evictions(self, view: RequestView, excess: int) -> list[Any]:
         return self.waiting.pop(self.about)
 
 
-class NamingDropper(Dropper):
+class NamingEvictor(EvictionController):
     """Tells the scripted evictor which request it is asked about."""
 
-    def look(self, req: Any, *rest: Any) -> Any:
+    def poll(self, req: Any, *rest: Any) -> Any:
         for _, policy in self._evictors:
             if isinstance(policy, ScriptedEvictor):
                 policy.about = req.rid
-        return super().look(req, *rest)
+        return super().poll(req, *rest)
 
 
 class AcceptAll:
@@ -227,12 +227,14 @@ class World:
             ),
             publish_aliased=setup.publish == "aliased" and setup.apply == "alias",
         )
-        home = HomePositions(setup.slots + setup.page, "cpu")
-        self.meter = meter = meter_type(self.pool, self.rows.req_to_token, home, None, num_heads=1)
+        cached_at = CachedPositions(setup.slots + setup.page, "cpu")
+        self.meter = meter = meter_type(
+            self.pool, self.rows.req_to_token, cached_at, None, num_heads=1
+        )
         self.engine = ScriptedEngine()
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
         acceptor = Acceptor(self.allocator, self.rows, meter, copy=setup.apply == "copy")
-        keys = KeySource(self.pool, self.rows.req_to_token, home, None, num_heads=1)
+        keys = KeySource(self.pool, self.rows.req_to_token, cached_at, None, num_heads=1)
         self.controller = SharingController(
             ReasonCacheConfig(block=setup.block, publish=setup.publish, apply=setup.apply),
             setup.block,
@@ -240,7 +242,7 @@ class World:
             AcceptAll(),  # type: ignore[arg-type]
             meter,
             acceptor,
-            NamingDropper(
+            NamingEvictor(
                 evictors or [NamedPolicy("scripted", self.evictor)],
                 acceptor,
                 keys,

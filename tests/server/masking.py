@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses of a server that drops positions, against a Hugging Face loop whose attention is masked."""
+"""Responses of a server that evicts positions, against a Hugging Face loop whose attention is masked."""
 
 from __future__ import annotations
 

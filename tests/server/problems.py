@@ -59,7 +59,7 @@ def series(server: ServerProcess) -> dict[str, float]:
 
 
 def assert_frees_slots(server: ServerProcess, seed: int) -> dict[str, Any]:
-    """A queue of requests drops positions, their slots come back, and nothing was refused.
+    """A queue of requests evicts positions, their slots come back, and nothing was refused.
 
     Returns:
         The report's totals.
@@ -69,10 +69,10 @@ def assert_frees_slots(server: ServerProcess, seed: int) -> dict[str, Any]:
     wait_until_idle(server)
     seen = report(server)
     totals = seen["totals"]
-    assert totals["positions_dropped"] - before["positions_dropped"] > 16 * 50
-    assert totals["slots_freed_by_drops"] > 0
-    assert totals["drop_refusals"] == {}
-    assert seen["positions_dropped_now"] == seen["slots_saved_now"] == 0
+    assert totals["positions_evicted"] - before["positions_evicted"] > 16 * 50
+    assert totals["slots_freed_by_eviction"] > 0
+    assert totals["eviction_refusals"] == {}
+    assert seen["positions_evicted_now"] == seen["slots_saved_now"] == 0
     return totals
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eval.serving import ServerProcess
-from sglang_reasoncache.policies.quest import Quest
+from sglang_reasoncache.selection.quest import Quest
 from tests.server.harness import generate
 from tests.server.problems import problems, report, solve
 

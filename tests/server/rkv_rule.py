@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What R-KV should have dropped, by a forward of another implementation."""
+"""What R-KV should have evicted, by a forward of another implementation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from eval.serving import ServerProcess
-from sglang_reasoncache.policies.pooling import pooled
-from sglang_reasoncache.policies.rkv import redundancy
+from sglang_reasoncache.eviction.policies.pooling import pooled
+from sglang_reasoncache.eviction.policies.rkv import redundancy
 from tests.server.masking import respond
 from tests.server.problems import problems
 
 RECENT = 16
-#: Of a server whose first drops :func:`assert_rkv_decides` looks at.
+#: Of a server whose first evicts :func:`assert_rkv_decides` looks at.
 POLICY = ("--reasoncache-policy", f"rkv:budget=110:slack=24:recent={RECENT}")
 
 
@@ -39,7 +39,7 @@ def scores_of(model: Any, tokens: list[int], written: int) -> np.ndarray:
 
 
 def assert_rkv_decides(server: ServerProcess, reference: Any) -> None:
-    """The first drop of each response has the positions of highest score, but for rounding.
+    """The first evict of each response has the positions of highest score, but for rounding.
 
     ``reference``: tokenizer and model.
     """
@@ -48,10 +48,10 @@ def assert_rkv_decides(server: ServerProcess, reference: Any) -> None:
     same = total = 0
     for text, found in zip(prompts, respond(server, prompts), strict=True):
         tokens = tokenizer(text)["input_ids"] + found["tokens"]
-        written = found["drops"][0][0]
+        written = found["evictions"][0][0]
         gone = {
             at
-            for when, start, length in found["drops"]
+            for when, start, length in found["evictions"]
             if when == written
             for at in range(start, start + length)
         }

@@ -56,10 +56,10 @@ TWO_RANKS = SHARED.having(
     "2",
     SGLANG_CPU_OMP_THREADS_BIND="0|1",
 )
-#: Attention that skips dropped positions.
+#: Attention that skips evicted positions.
 PAGED_READS = ("--attention-backend", "reasoncache_cpu")
 #: A budget well below a response, met often, on the overlap schedule.
-DROPPING = SHARED.having(
+EVICTING = SHARED.having(
     "streamingllm",
     *TIGHT,
     *CHUNKED,
@@ -69,7 +69,7 @@ DROPPING = SHARED.having(
     "streamingllm:budget=160:slack=8",
 ).for_long_runs()
 #: Whole pages by their keys, under forced retractions, without the overlap schedule.
-DROPPING_PAGES = SHARED.having(
+EVICTING_PAGES = SHARED.having(
     "keydiff-page16",
     *TIGHT,
     *PAGED_READS,
@@ -81,8 +81,8 @@ DROPPING_PAGES = SHARED.having(
     SGLANG_TEST_RETRACT="true",
     SGLANG_TEST_RETRACT_INTERVAL="25",
 )
-#: Sharing and dropping on the same rows, under forced retractions.
-SHARING_AND_DROPPING = SHARED.having(
+#: Sharing and evicting on the same rows, under forced retractions.
+SHARING_AND_EVICTING = SHARED.having(
     "both",
     *TIGHT,
     *EAGER,
@@ -124,7 +124,7 @@ SHARING_AND_QUEST = PAGED.having(
     "quest", *PAGED_READS, "--reasoncache-policy", "reasoncache+quest:budget=96"
 ).for_long_runs()
 #: Prompts within a hard budget, chunk by chunk; no prefix cache, the overlap schedule.
-DROPPING_PROMPTS = SHARED.having(
+EVICTING_PROMPTS = SHARED.having(
     "prompts",
     *TIGHT,
     *CHUNKED,
@@ -134,7 +134,7 @@ DROPPING_PROMPTS = SHARED.having(
     "keydiff:budget=96:slack=0:recent=16:prompt=true",
 )
 #: The same beside a prefix cache and sharing, on whole pages, under forced retractions.
-DROPPING_PROMPTS_PAGES = SHARED.having(
+EVICTING_PROMPTS_PAGES = SHARED.having(
     "prompts-page16",
     *TIGHT,
     *CHUNKED,
@@ -153,9 +153,9 @@ DROPPING_PROMPTS_PAGES = SHARED.having(
     SGLANG_TEST_RETRACT="true",
     SGLANG_TEST_RETRACT_INTERVAL="40",
 ).for_long_runs()
-#: Two ranks that must drop alike, between chunks and where the pool is half full.
-DROPPING_ON_TWO_RANKS = SHARED.having(
-    "drop-tp2",
+#: Two ranks that must evict alike, between chunks and where the pool is half full.
+EVICTING_ON_TWO_RANKS = SHARED.having(
+    "evict-tp2",
     *TIGHT,
     *CHUNKED,
     *PAGED_READS,
@@ -166,7 +166,7 @@ DROPPING_ON_TWO_RANKS = SHARED.having(
     SGLANG_CPU_OMP_THREADS_BIND="0|1",
 ).for_long_runs()
 #: Memory for four responses; too many are admitted, and a policy waits until that shows.
-DROPPING_WHEN_SHORT = SHARED.having(
+EVICTING_WHEN_SHORT = SHARED.having(
     "when",
     "--max-total-tokens",
     "1600",
@@ -197,19 +197,19 @@ __all__ = [
     "AS_CACHED_COPY",
     "CORRECTED",
     "CORRECTED_COPY",
-    "DROPPING",
-    "DROPPING_ON_TWO_RANKS",
-    "DROPPING_PAGES",
-    "DROPPING_PROMPTS",
-    "DROPPING_PROMPTS_PAGES",
-    "DROPPING_WHEN_SHORT",
+    "EVICTING",
+    "EVICTING_ON_TWO_RANKS",
+    "EVICTING_PAGES",
+    "EVICTING_PROMPTS",
+    "EVICTING_PROMPTS_PAGES",
+    "EVICTING_WHEN_SHORT",
     "EXACT",
     "NOTHING_SHARED",
     "PAGED",
     "QUEST",
     "REASONING",
     "RKV",
-    "SHARING_AND_DROPPING",
+    "SHARING_AND_EVICTING",
     "SHARING_AND_QUEST",
     "SHARING_AND_RKV",
     "SNAPKV_H2O",

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 _PROMPTS = [problem.prompt for problem in problems(4, seed=11)]
-#: Both lists of tokens come from bf16 attention, one with keys turned before they are rounded.
+#: Both lists of tokens come from bf16 attention, one with keys rotated before they are rounded.
 _LOGPROB_ERROR = 0.05
 
 
@@ -127,10 +127,10 @@ def _opted_out(server: ServerProcess) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("positions", ["corrected", "as-cached"])
-def test_dropping_equals_masking(
+def test_evicting_equals_masking(
     model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...], positions: str
 ) -> None:
-    """As on the CPU: log-probabilities are those of a loop that does not see what was dropped."""
+    """As on the CPU: log-probabilities are those of a loop that does not see what was evicted."""
     policy = ("--reasoncache-policy", "streamingllm:budget=96:slack=8:recent=16:prompt=true")
     flags = (*policy, "--reasoncache-positions", positions, "--chunked-prefill-size", "64")
     tokenizer, model = masking.load(model_path)
@@ -140,11 +140,11 @@ def test_dropping_equals_masking(
         found = masking.respond(server, prompts, 300, sampling_params={"ignore_eos": True})
         assert_whole(server)
     for text, response in zip(prompts, found, strict=True):
-        assert response["dropped_positions"] > 300
+        assert response["evicted_positions"] > 300
         prompt = tokenizer(text)["input_ids"]
         hidden = [
             (written + (written >= len(prompt)), start, length)
-            for written, start, length in response["drops"]
+            for written, start, length in response["evictions"]
         ]
         args = (model, prompt, response["tokens"], response["logprobs"])
         right += float(masking.differences(*args, hidden).sum())
@@ -159,7 +159,7 @@ def test_rkv_decides_by_weights_noted_on_the_device(
     with _served(model_path, log, attention, graphs, *rkv_rule.POLICY) as server:
         rkv_rule.assert_rkv_decides(server, masking.load(model_path))
         solve(server, problems(12, seed=3))
-        assert report(server)["totals"]["drop_refusals"] == {}
+        assert report(server)["totals"]["eviction_refusals"] == {}
         assert_whole(server)
 
 
@@ -174,7 +174,7 @@ def test_quest_reads_what_its_rule_says(
         assert_whole(server)
 
 
-def test_shared_pages_dropped_ones_and_selected_ones(
+def test_shared_pages_evicted_ones_and_selected_ones(
     model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...]
 ) -> None:
     """All three on the same rows: every request is answered, every slot comes back."""
@@ -188,7 +188,7 @@ def test_shared_pages_dropped_ones_and_selected_ones(
         seen = report(server)
         assert seen["selection"]["refusals"] == {}
         assert 0 < seen["selection"]["positions_read"] < seen["selection"]["positions_held"]
-        assert seen["totals"]["positions_dropped"] > 0
+        assert seen["totals"]["positions_evicted"] > 0
         assert_whole(server)
 
 

@@ -8,7 +8,7 @@ from itertools import takewhile
 import pytest
 
 from eval.tiny_reasoner.task import grade
-from sglang_reasoncache.plugin.seams import CPU_BACKEND
+from sglang_reasoncache.compat import CPU_BACKEND
 from tests.server.harness import STOCK, ServerPool, ServerSpec
 from tests.server.problems import OPT_OUT, chat_once, problems, report, tokens_and_logprobs
 from tests.server.specs import (

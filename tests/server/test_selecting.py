@@ -12,7 +12,7 @@ from tests.server.harness import wait_until_idle
 from tests.server.problems import problems, report, series, solve
 from tests.server.quest_rule import assert_quest_decides, assert_reads_less
 from tests.server.specs import QUEST, SHARING_AND_QUEST
-from tests.server.test_dropping import reference as reference
+from tests.server.test_evicting import reference as reference
 from tests.server.test_sharing import (
     test_aborted_and_disconnected_requests_give_everything_back as give_everything_back,
 )
@@ -31,7 +31,7 @@ def test_reads_less_and_frees_nothing(server: ServerProcess) -> None:
     wait_until_idle(server)
     seen = report(server)
     assert seen["evictors"] == []
-    assert seen["totals"]["positions_dropped"] == 0
+    assert seen["totals"]["positions_evicted"] == 0
 
 
 @pytest.mark.parametrize("server", [QUEST], indirect=True)

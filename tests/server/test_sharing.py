@@ -117,7 +117,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
 
 @ALL
 def test_flush_between_loads(server: ServerProcess) -> None:
-    """Flushing drops the shared prefix cache; the next load starts from nothing."""
+    """Flushing evicts the shared prefix cache; the next load starts from nothing."""
     todo = problems(6, seed=9)
     solve(server, todo)
     wait_until_idle(server)

@@ -17,7 +17,7 @@ from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_reasoncache.cache.home import HomePositions
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 
 DIM = 16
 BASE = 10_000
@@ -47,19 +47,19 @@ class Rig:
         moved: Share of the row entries whose home is another position.
         lengths: Tokens of each row, the newest included.
         interleaved: GPT-J pairing of dims.
-        notes_moved: The allocator has seen slots shared, even if no row holds one now.
+        notes_shifted: The allocator has seen slots shared, even if no row holds one now.
     """
 
     def __init__(
         self,
         *,
-        moved: float,
+        shifted: float,
         lengths: list[int] = LENGTHS,
         heads: int = 4,
         kv_heads: int = 2,
         dtype: torch.dtype = torch.float32,
         interleaved: bool = False,
-        notes_moved: bool = False,
+        notes_shifted: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(23)
         self.generator = generator
@@ -82,8 +82,8 @@ class Rig:
         # What lies beyond a row's end is left over from earlier requests.
         stale = torch.randint(1, size + 1, self.rows.req_to_token.shape, generator=generator)
         self.rows.req_to_token.copy_(stale)
-        self.home = HomePositions(size + 1, "cpu")
-        self.home.record(
+        self.cached_at = CachedPositions(size + 1, "cpu")
+        self.cached_at.record(
             torch.arange(size + 1), torch.randint(0, CONTEXT, (size + 1,), generator=generator)
         )
         order = torch.randperm(size, generator=generator) + 1
@@ -95,15 +95,17 @@ class Rig:
             self.rows.req_to_token[row, : len(slots)] = slots.to(torch.int32)
             at = torch.arange(len(slots))
             elsewhere = torch.randint(0, CONTEXT, at.shape, generator=generator)
-            stays = torch.rand(at.shape, generator=generator) >= moved
-            self.home.record(slots, torch.where(stays, at, elsewhere))
+            stays = torch.rand(at.shape, generator=generator) >= shifted
+            self.cached_at.record(slots, torch.where(stays, at, elsewhere))
         rope = factory.get_rope(DIM, DIM, CONTEXT, BASE, not interleaved, None, torch.float32)
         self.runner: Any = SimpleNamespace(
             device="cpu",
             req_to_token_pool=self.rows,
             token_to_kv_pool=self.pool,
             token_to_kv_pool_allocator=SimpleNamespace(
-                home=self.home, has_moved_slots=moved > 0 or notes_moved, has_holes=False
+                cached_at=self.cached_at,
+                has_shifted_slots=shifted > 0 or notes_shifted,
+                has_evicted=False,
             ),
             dtype=dtype,
             model=torch.nn.ModuleList([rope]),
@@ -130,9 +132,9 @@ class Rig:
             encoder_lens=None,
         )
 
-    def drop(self, new: list[int], share: float = 0.4) -> None:
-        """Make holes of some positions before each row's ``new`` tokens; never the newest of those."""
-        self.runner.token_to_kv_pool_allocator.has_holes = True
+    def evict(self, new: list[int], share: float = 0.4) -> None:
+        """Evict some positions before each row's ``new`` tokens; never the newest of those."""
+        self.runner.token_to_kv_pool_allocator.has_evicted = True
         for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
             gone = torch.rand(max(end - count - 1, 0), generator=self.generator) < share
             self.rows.req_to_token[row, : len(gone)][gone] = -1
@@ -142,7 +144,7 @@ class Rig:
         for row, end in zip(self.row_of, self.lengths, strict=True):
             slots = self.rows.req_to_token[row, :end].long()
             held = slots >= 0
-            self.home.record(slots[held], torch.arange(end)[held])
+            self.cached_at.record(slots[held], torch.arange(end)[held])
 
     def forward(self, backend: Any, batch: Any, decode: bool = True) -> torch.Tensor:
         """Attention of the batch's new tokens, ``[tokens, heads, dim]``, and what they were."""
@@ -161,20 +163,20 @@ class Rig:
     def expected(self, batch: Any) -> torch.Tensor:
         """Dense attention in fp64 over rows whose keys are rotated to where they are used.
 
-        Dropped positions are there, and masked.
+        Evicted positions are there, and masked.
         """
         keys, values = self.pool.k_buffer[1].double(), self.pool.v_buffer[1].double()
         outputs, query = [], iter(self.query.double().split(batch.extend_seq_lens.tolist()))
         for row, end in zip(self.row_of, self.lengths, strict=True):
             slots = self.rows.req_to_token[row, :end].long()
-            at, dropped = torch.arange(end), slots < 0
+            at, evicted = torch.arange(end), slots < 0
             slots = slots.clamp_min(0)
-            k = self._turn(keys[slots], at - self.home.positions[slots])
+            k = self._turn(keys[slots], at - self.cached_at.positions[slots])
             k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
             v = values[slots].repeat_interleave(self.heads // self.kv_heads, dim=1)
             q = next(query)
             scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
-            hidden = dropped | (at[None, :] > torch.arange(end - len(q), end)[:, None])
+            hidden = evicted | (at[None, :] > torch.arange(end - len(q), end)[:, None])
             weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
         return torch.cat(outputs)
@@ -201,7 +203,7 @@ def idle_batch() -> Any:
     )
 
 
-def served_runner(rig: Rig) -> Any:
+def supported_runner(rig: Rig) -> Any:
     """The rig's runner with what start-up looks at, and the layer in its model."""
     runner = rig.runner
     runner.use_mla_backend = False

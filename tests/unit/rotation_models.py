@@ -29,7 +29,7 @@ from transformers.models.phi import modeling_phi
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.stablelm import modeling_stablelm
 
-from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache.kernels.rotation import KeyRotation
 
 HEADS = 2
 #: Half the distance between 1 and the next fp32 number.
@@ -206,8 +206,8 @@ class Embedding:
         # With dynamic NTK the longest position decides on all; SGLang's table is the full one.
         last = torch.tensor([self.model.positions - 1])
         cos, sin = (t[:, :-1] for t in self._module(keys, torch.cat((positions, last))[None]))
-        turned = keys[None, ..., : self.rotary_dim].transpose(1, 2)
-        found = self.model.modeling.apply_rotary_pos_emb(turned, turned, cos, sin)[1]
+        rotated = keys[None, ..., : self.rotary_dim].transpose(1, 2)
+        found = self.model.modeling.apply_rotary_pos_emb(rotated, rotated, cos, sin)[1]
         return torch.cat((found[0].transpose(0, 1), keys[..., self.rotary_dim :]), dim=-1)
 
     def by_sglang(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -215,7 +215,7 @@ class Embedding:
         return self.sglang.forward_native(positions, flat.clone(), flat.clone())[1].view_as(keys)
 
     def assert_close(
-        self, found: torch.Tensor, raw: torch.Tensor, home: torch.Tensor, used: torch.Tensor
+        self, found: torch.Tensor, raw: torch.Tensor, cached_at: torch.Tensor, used: torch.Tensor
     ) -> None:
         """``found`` is ``raw`` embedded at ``used``, within what fp32 angles allow.
 
@@ -225,8 +225,10 @@ class Embedding:
         is off by so much of the pair's length.
         """
         expected = self.by_hugging_face(raw, used)
-        distance = (used - home).abs()
-        angle = (home + used + distance + 8 * distance)[:, None] * self._module.inv_freq.double()
+        distance = (used - cached_at).abs()
+        angle = (cached_at + used + distance + 8 * distance)[
+            :, None
+        ] * self._module.inv_freq.double()
         pairs = expected[..., : self.rotary_dim].double()
         pairs = pairs.unflatten(-1, (2, -1) if self.model.is_neox else (-1, 2))
         length = pairs.norm(dim=-2 if self.model.is_neox else -1)

@@ -11,12 +11,12 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToK
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_reasoncache.cache.admission import SharingBudget
 from sglang_reasoncache.cache.allocator import (
     SharedPagedAllocator,
     SharedTokenAllocator,
     shared_allocator_of,
 )
-from sglang_reasoncache.cache.budget import SharingBudget
 from sglang_reasoncache.cache.references import ReferenceCountError
 
 SLOTS = 16
@@ -70,16 +70,16 @@ class DeviceReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_drop_does_not_wait_for_the_device(
+def test_an_eviction_does_not_wait_for_the_device(
     token: SharedTokenAllocator, paged: SharedPagedAllocator
 ) -> None:
     for allocator, page in ((token, 1), (paged, PAGE)):
         pages = allocator.alloc(2 * page)[::page] // page
         with DeviceReads() as reads:
-            assert allocator.drop(pages[:1]) == page
-            assert allocator.drop(pages[1:]) == page
+            assert allocator.evict(pages[:1]) == page
+            assert allocator.evict(pages[1:]) == page
         assert reads.found == []
-        # A row's own entries tell which of them are holes.
+        # A row's own entries tell which of them are evicted positions.
         with reads:
             allocator.free(torch.full((page,), -1))
         assert reads.found
@@ -231,27 +231,27 @@ def test_freed_pages_can_all_be_allocated_again(paged: SharedPagedAllocator) -> 
 # -- both ---------------------------------------------------------------------------
 
 
-def test_moved_slots_outlive_their_references(
+def test_shifted_slots_outlive_their_references(
     token: SharedTokenAllocator, paged: SharedPagedAllocator
 ) -> None:
     """A slot in the tree can have one reference left and still be away from home."""
     for allocator in (token, paged):
-        assert not allocator.has_moved_slots
+        assert not allocator.has_shifted_slots
         page = int(allocator.alloc(PAGE)[0]) // allocator.page_size
         allocator.share([page])
         allocator.free_page_ids(slots(page))
         assert len(allocator.references) == 0
-        assert allocator.has_moved_slots
+        assert allocator.has_shifted_slots
 
 
 def test_clear_forgets_references(token: SharedTokenAllocator, paged: SharedPagedAllocator) -> None:
     for allocator in (token, paged):
         page = int(allocator.alloc(PAGE)[0]) // allocator.page_size
         allocator.share([page])
-        assert allocator.has_moved_slots
+        assert allocator.has_shifted_slots
         allocator.clear()
         assert len(allocator.references) == 0
-        assert not allocator.has_moved_slots
+        assert not allocator.has_shifted_slots
         assert allocator.available_size() == SLOTS
 
 

@@ -18,9 +18,10 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_reasoncache.attention.paged_cuda import MovedReads
+from sglang_reasoncache import compat
+from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.plugin import assembly, cuda_attention, refusals, seams
+from sglang_reasoncache.plugin import assembly, cuda_attention, refusals
 from tests.unit.attention_rig import (
     BATCHES,
     DIM,
@@ -28,19 +29,19 @@ from tests.unit.attention_rig import (
     UNSERVED,
     Rig,
     idle_batch,
-    served_runner,
+    supported_runner,
 )
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
 
-class Backend(MovedReads, TorchNativeAttnBackend):
+class Backend(SharedSlotReads, TorchNativeAttnBackend):
     """As ``cuda_attention.backend_class`` makes them."""
 
 
 def runner_of(rig: Rig) -> Any:
     """The rig's runner as that of a server on CUDA."""
-    runner = served_runner(rig)
+    runner = supported_runner(rig)
     runner.decode_attention_backend_str = "triton"
     runner.server_args = SimpleNamespace()
     return runner
@@ -86,23 +87,25 @@ def check(rig: Rig, backend: Any, batch: ForwardBatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("moved", [0.2, 1.0], ids=["some", "all"])
+@pytest.mark.parametrize("shifted", [0.2, 1.0], ids=["some", "all"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)])
 @pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
-def test_moved_keys_are_read_where_they_are_used(
-    new: list[int], heads: int, kv_heads: int, moved: float, dtype: torch.dtype
+def test_shifted_keys_are_read_where_they_are_used(
+    new: list[int], heads: int, kv_heads: int, shifted: float, dtype: torch.dtype
 ) -> None:
-    rig = Rig(moved=moved, heads=heads, kv_heads=kv_heads, dtype=dtype)
+    rig = Rig(shifted=shifted, heads=heads, kv_heads=kv_heads, dtype=dtype)
     check(rig, backend_of(rig), batch_of(rig, new))
 
 
 @pytest.mark.parametrize("positions", ["corrected", "as-cached"])
 @pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
-def test_holes_are_skipped_in_both_positions_modes(new: list[int], positions: str) -> None:
+def test_evicted_positions_are_skipped_in_both_positions_modes(
+    new: list[int], positions: str
+) -> None:
     """Batches that were not looked at, and those that were; moved keys as the mode has them."""
-    rig = Rig(moved=0.5)
+    rig = Rig(shifted=0.5)
     backend = backend_of(rig, corrected=positions == "corrected")
-    rig.drop(new)
+    rig.evict(new)
     if positions == "as-cached":
         rig.settle()
     check(rig, backend, batch_of(rig, new))
@@ -112,40 +115,40 @@ def test_holes_are_skipped_in_both_positions_modes(new: list[int], positions: st
 
 
 @pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
-def test_moved_slots_are_sglangs_own_where_keys_are_read_as_cached(new: list[int]) -> None:
-    """Only a batch with holes is not; which has some is known batch by batch."""
-    rig = Rig(moved=0.5, dtype=torch.bfloat16)
+def test_shifted_slots_are_sglangs_own_where_keys_are_read_as_cached(new: list[int]) -> None:
+    """Only a batch with evicted positions is not; which has some is known batch by batch."""
+    rig = Rig(shifted=0.5, dtype=torch.bfloat16)
     backend = backend_of(rig, corrected=False)
     assert backend.rotation is None
-    home = rig.home.positions.clone()
-    for has_holes in (False, True):
-        rig.runner.token_to_kv_pool_allocator.has_holes = has_holes
+    cached_at = rig.cached_at.positions.clone()
+    for has_evicted in (False, True):
+        rig.runner.token_to_kv_pool_allocator.has_evicted = has_evicted
         batch = batch_of(rig, new)
-        if has_holes:
+        if has_evicted:
             backend.mark.note(batch.rids, False)
         ours = forward(rig, backend, batch)
         assert torch.equal(ours, forward(rig, TorchNativeAttnBackend(rig.runner), batch))
-    assert torch.equal(rig.home.positions, home)
+    assert torch.equal(rig.cached_at.positions, cached_at)
 
 
 @pytest.mark.parametrize("known", ["never-shared", "marked"])
 @pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
-def test_a_forward_without_moved_slots_is_sglangs_own(new: list[int], known: str) -> None:
+def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: str) -> None:
     """Bit for bit; the mark decides, not what the rows hold."""
-    rig = Rig(moved=0.5, dtype=torch.bfloat16)
+    rig = Rig(shifted=0.5, dtype=torch.bfloat16)
     backend = backend_of(rig)
     batch = batch_of(rig, new)
     if known == "marked":
         backend.mark.note(batch.rids, False)
     else:
-        rig.runner.token_to_kv_pool_allocator.has_moved_slots = False
+        rig.runner.token_to_kv_pool_allocator.has_shifted_slots = False
     ours = forward(rig, backend, batch)
     stock = forward(rig, TorchNativeAttnBackend(rig.runner), batch)
     assert torch.equal(ours, stock)
 
 
 def test_a_mark_survives_the_copies_sglang_makes_of_a_batch() -> None:
-    rig = Rig(moved=0.5)
+    rig = Rig(shifted=0.5)
     backend = backend_of(rig)
     batch = batch_of(rig, [1, 1, 1])
     backend.mark.note(batch.rids, False)
@@ -158,18 +161,18 @@ def test_a_mark_survives_the_copies_sglang_makes_of_a_batch() -> None:
 
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300]], ids=["decode", "extend"])
-def test_new_slots_are_at_home_where_they_are_written(new: list[int], marked: bool) -> None:
-    rig = Rig(moved=1.0)
+def test_new_slots_are_where_cached_where_they_are_written(new: list[int], marked: bool) -> None:
+    rig = Rig(shifted=1.0)
     backend = backend_of(rig)
     batch = batch_of(rig, new)
     backend.mark.note(batch.rids, marked)
     backend.init_forward_metadata(batch)
-    assert torch.equal(rig.home.positions[batch.out_cache_loc].long(), batch.positions)
+    assert torch.equal(rig.cached_at.positions[batch.out_cache_loc].long(), batch.positions)
 
 
 def test_one_backend_serves_batches_of_every_kind() -> None:
     """What one forward prepared does not leak into the next."""
-    rig = Rig(moved=1.0)
+    rig = Rig(shifted=1.0)
     backend = backend_of(rig)
     for name in ("decode", "with-prefix", "mixed", "decode", "whole", "decode"):
         check(rig, backend, batch_of(rig, BATCHES[name]))
@@ -180,11 +183,11 @@ def test_one_backend_serves_batches_of_every_kind() -> None:
 
 
 def test_idle_forward_needs_no_rows() -> None:
-    rig = Rig(moved=1.0)
+    rig = Rig(shifted=1.0)
     backend = backend_of(rig)
-    home = rig.home.positions.clone()
+    cached_at = rig.cached_at.positions.clone()
     backend.init_forward_metadata(idle_batch())
-    assert torch.equal(rig.home.positions, home)
+    assert torch.equal(rig.cached_at.positions, cached_at)
 
 
 @pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
@@ -193,7 +196,7 @@ def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int]) -> None:
     k_scale, v_scale = 0.5, 4.0
     outputs = []
     for scaled in (True, False):
-        rig = Rig(moved=0.5, dtype=torch.bfloat16)
+        rig = Rig(shifted=0.5, dtype=torch.bfloat16)
         rig.dtype = rig.runner.dtype = torch.float32
         rig.layer.k_scale = rig.layer.k_scale_float = k_scale if scaled else None
         rig.layer.v_scale = rig.layer.v_scale_float = v_scale if scaled else None
@@ -207,7 +210,7 @@ def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int]) -> None:
 
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 3, 40]], ids=["decode", "extend"])
 def test_sinks_take_weight(new: list[int]) -> None:
-    rig = Rig(moved=0.5)
+    rig = Rig(shifted=0.5)
     backend = backend_of(rig)
     batch = batch_of(rig, new)
     plain = forward(rig, backend, batch)
@@ -222,7 +225,7 @@ def test_sinks_take_weight(new: list[int]) -> None:
 
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 3, 40]], ids=["decode", "extend"])
 def test_what_our_kernels_do_not_know_is_refused(new: list[int]) -> None:
-    rig = Rig(moved=0.5)
+    rig = Rig(shifted=0.5)
     backend = backend_of(rig)
     batch = batch_of(rig, new)
     backend.init_forward_metadata(batch)
@@ -232,8 +235,8 @@ def test_what_our_kernels_do_not_know_is_refused(new: list[int]) -> None:
         run(q, None, None, rig.layer, batch, sinks=None, aux_tensors=None, score_mod=len)
 
 
-def test_prefill_graphs_run_what_is_not_moved() -> None:
-    rig = Rig(moved=0.5)
+def test_prefill_graphs_run_what_is_not_shifted() -> None:
+    rig = Rig(shifted=0.5)
     backend = backend_of(rig)
     batch = batch_of(rig, [1, 7, 300])
     assert not backend.can_run_prefill_cuda_graph(batch)
@@ -243,27 +246,27 @@ def test_prefill_graphs_run_what_is_not_moved() -> None:
 
 @pytest.mark.parametrize(("change", "message"), UNSERVED)
 def test_what_cannot_be_served_is_refused_by_name(change: Any, message: str) -> None:
-    rig = Rig(moved=0.0)
+    rig = Rig(shifted=0.0)
     runner_of(rig)
     change(rig)
     with pytest.raises(ValueError, match=f"corrected over --attention-backend triton.*{message}"):
         Backend(rig.runner, asked=ASKED)
 
 
-@pytest.mark.parametrize("name", seams.CUDA_BACKENDS)
+@pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
 def test_sglangs_backend_is_behind_ours(name: str) -> None:
     """Whatever we do not mention is SGLang's own: flags it reads, and what kind of backend it is."""
     made = cuda_attention.backend_class(name)
-    stock = {"flashinfer": seams.FlashInferAttnBackend, "triton": seams.TritonAttnBackend}[name]
-    assert made.__mro__[1:3] == (MovedReads, stock)
+    stock = {"flashinfer": compat.FlashInferAttnBackend, "triton": compat.TritonAttnBackend}[name]
+    assert made.__mro__[1:3] == (SharedSlotReads, stock)
     theirs = {attribute for attribute in vars(stock) if not attribute.startswith(("__", "_abc_"))}
-    for attribute in theirs - vars(MovedReads).keys():
+    for attribute in theirs - vars(SharedSlotReads).keys():
         assert getattr(made, attribute) is getattr(stock, attribute)
 
 
-@pytest.mark.parametrize("name", seams.CUDA_BACKENDS)
+@pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
 def test_other_devices_are_refused(name: str) -> None:
-    rig = Rig(moved=0.0)
+    rig = Rig(shifted=0.0)
     with pytest.raises(
         ValueError, match=f"--x y over --attention-backend {name} needs an NVIDIA GPU.*cpu"
     ):
@@ -282,7 +285,7 @@ def test_other_devices_are_refused(name: str) -> None:
 )
 def test_flags_in_the_way_are_named(field: str, flag: str) -> None:
     asked = "--reasoncache-positions corrected over --attention-backend flashinfer"
-    args = seams.ServerArgs(model_path="none", device="cpu")
+    args = compat.ServerArgs(model_path="none", device="cpu")
     refusals.check_corrected(args, asked)
     assert not getattr(args, field)
     setattr(args, field, True)
@@ -299,9 +302,9 @@ def test_glued_metadata_is_refused(monkeypatch: pytest.MonkeyPatch, word: str) -
 
 @pytest.mark.parametrize("policy", ["streamingllm:budget=64", "reasoncache+quest:budget=64"])
 @pytest.mark.parametrize("positions", ["auto", "as-cached"])
-def test_a_policy_that_drops_or_selects_asks_for_our_kernels(positions: str, policy: str) -> None:
+def test_a_policy_that_evicts_or_selects_asks_for_our_kernels(positions: str, policy: str) -> None:
     """Without one SGLang's backend serves as it is; with one backend for each half it is refused later."""
-    runner = runner_of(Rig(moved=0.0))
+    runner = runner_of(Rig(shifted=0.0))
     runner.is_draft_worker = False
     runner.prefill_attention_backend_str = "triton"
     stock = object()
@@ -318,4 +321,4 @@ def test_a_policy_that_drops_or_selects_asks_for_our_kernels(positions: str, pol
         made(policy)
     runner.prefill_attention_backend_str = "flashinfer"
     assert made(policy) is stock
-    assert runner.token_to_kv_pool_allocator.skips_holes is False
+    assert runner.token_to_kv_pool_allocator.skips_evicted is False

@@ -27,8 +27,8 @@ from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_att
 from sglang.srt.runtime_context import get_parallel
 from transformers import Qwen3Config
 
-from sglang_reasoncache.attention import moved
-from sglang_reasoncache.attention.paged_cuda import MOVED, PLAIN, GraphVariants
+from sglang_reasoncache.attention import shared_slots
+from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import cuda_attention
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
@@ -71,10 +71,10 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     config.get_max_num_attention_heads = lambda: rig.heads
     config.get_num_kv_heads = lambda *_: rig.kv_heads
     # On a device this is what a pool gets.
-    monkeypatch.setattr(moved, "PagedKv", functools.partial(PagedKv, backend="triton"))
+    monkeypatch.setattr(shared_slots, "PagedKv", functools.partial(PagedKv, backend="triton"))
     backend = cuda_attention.backend_class("triton")(runner, asked=ASKED, corrected=corrected)
     before = [buffer.clone() for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
-    backend.moved.warm_up()
+    backend.shared_slots.warm_up()
     after = (*rig.pool.k_buffer, *rig.pool.v_buffer)
     for old, new in zip(before, after, strict=True):
         torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
@@ -176,7 +176,7 @@ class Graphs:
 
 @pytest.fixture
 def rig() -> Rig:
-    return Rig(moved=0.4, lengths=LENGTHS, heads=2, kv_heads=1)
+    return Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1)
 
 
 @pytest.fixture
@@ -192,10 +192,10 @@ def close(rig: Rig, found: torch.Tensor, batch: ForwardBatch) -> bool:
 
 def as_cached(rig: Rig, batch: ForwardBatch) -> Any:
     """Expectation of a forward that reads every key where it was computed."""
-    home = rig.home.positions.clone()
+    cached_at = rig.cached_at.positions.clone()
     rig.settle()
     expected = rig.expected(batch)
-    rig.home.positions.copy_(home)
+    rig.cached_at.positions.copy_(cached_at)
     return expected
 
 
@@ -204,7 +204,7 @@ def as_cached(rig: Rig, batch: ForwardBatch) -> Any:
 def test_eager_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int]) -> None:
     batch = batch_of(rig, new)
     backend.kv_index_translator.bind_runner_slots(batch)
-    assert backend.moved.backend == "triton"
+    assert backend.shared_slots.backend == "triton"
     assert close(rig, forward(rig, backend, batch), batch)
     backend.mark.note(batch.rids, False)
     found = forward(rig, backend, batch)
@@ -220,25 +220,25 @@ def test_graphs_are_chosen_batch_by_batch(rig: Rig, backend: Any) -> None:
     slots = batch.out_cache_loc
     for moves in (True, False, True):
         backend.mark.note(batch.rids, moves)
-        rig.home.positions[slots] = 7
+        rig.cached_at.positions[slots] = 7
         found = forward(rig, graphs, batch)
-        assert torch.equal(rig.home.positions[slots].long(), batch.positions)
+        assert torch.equal(rig.cached_at.positions[slots].long(), batch.positions)
         assert close(rig, found, batch) == moves
         if not moves:
             expected = as_cached(rig, batch)
             torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-4)
-    assert graphs.replayed == [MOVED, PLAIN, MOVED]
+    assert graphs.replayed == [SHIFTED, PLAIN, SHIFTED]
 
 
 @interpreted
 def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> None:
-    """A captured plan is made anew: other rows, lengths and batch sizes, other home positions."""
+    """A captured plan is made anew: other rows, lengths and batch sizes, other cached positions."""
     graphs = Graphs(rig, backend)
     for lengths in ([1, 19, 70], [1, 2, 33]):
         rig.lengths = lengths
         batch = batch_of(rig, [1, 1, 1])
         assert close(rig, forward(rig, graphs, batch), batch)
-        rig.home.record(rig.rows.req_to_token[3, : lengths[2] - 1].long(), torch.tensor(5))
+        rig.cached_at.record(rig.rows.req_to_token[3, : lengths[2] - 1].long(), torch.tensor(5))
     assert close(rig, forward(rig, graphs, batch), batch)
     for lengths, size in (([12, 33], 3), ([33], 1)):
         rig.row_of, rig.lengths = rig.row_of[-len(lengths) :], lengths
@@ -249,10 +249,10 @@ def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> N
 
 @interpreted
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
-def test_graphs_and_eager_forwards_skip_holes(
+def test_graphs_and_eager_forwards_skip_evicted_positions(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool
 ) -> None:
-    """Holes made after the capture; a batch without any stays SGLang's where keys are as cached."""
+    """EvictedPositions made after the capture; a batch without any stays SGLang's where keys are as cached."""
     with get_parallel().override(attn_dcp_rank=0, attn_tp_rank=0):
         backend = triton_backend(rig, monkeypatch, corrected)
         if not corrected:
@@ -260,14 +260,14 @@ def test_graphs_and_eager_forwards_skip_holes(
         graphs = Graphs(rig, backend)
         batch = batch_of(rig, [1, 1, 1])
         assert close(rig, forward(rig, graphs, batch), batch)
-        rig.drop([1, 3, 30], share=0.3)
+        rig.evict([1, 3, 30], share=0.3)
         for new in ([1, 1, 1], [1, 3, 30]):
             batch = batch_of(rig, new)
             backend.kv_index_translator.bind_runner_slots(batch)
             assert close(rig, forward(rig, backend, batch), batch)
         batch = batch_of(rig, [1, 1, 1])
         assert close(rig, forward(rig, graphs, batch), batch)
-    assert graphs.replayed == [MOVED if corrected else PLAIN, MOVED]
+    assert graphs.replayed == [SHIFTED if corrected else PLAIN, SHIFTED]
 
 
 @interpreted
@@ -304,7 +304,7 @@ def test_hooks_reach_the_runner_and_every_batch(rig: Rig, hooked: Any) -> None:
         variants = module.create_attention_graph_variants(hf_config)
         assert isinstance(variants, GraphVariants)
     batch = batch_of(rig, [1, 1, 1])
-    assert variants.select(batch) == MOVED
+    assert variants.select(batch) == SHIFTED
     hooked.mark.note(batch.rids, False)
     assert variants.select(batch) == PLAIN
     # The hook is there; what it is called with is in tests/contract.
@@ -312,11 +312,11 @@ def test_hooks_reach_the_runner_and_every_batch(rig: Rig, hooked: Any) -> None:
     assert ForwardBatch.init_new.__wrapped__ is not None
     asked: list[Any] = []
 
-    def reads_moved(reqs: Any) -> bool:
+    def reads_shifted(reqs: Any) -> bool:
         asked.append(reqs)
         return len(asked) == 1
 
-    tree = SimpleNamespace(reads_moved=reads_moved, reads_holes=lambda _reqs: len(asked) == 2)
+    tree = SimpleNamespace(reads_shifted=reads_shifted, reads_evicted=lambda _reqs: len(asked) == 2)
     for expected in (True, True, False):
         reqs = [object()]
         cuda_attention._after_forward_batch(
@@ -326,4 +326,4 @@ def test_hooks_reach_the_runner_and_every_batch(rig: Rig, hooked: Any) -> None:
             SimpleNamespace(is_draft_worker=False),
         )
         assert asked[-1] is reqs
-        assert hooked.mark.reads_moved(batch.rids) == expected
+        assert hooked.mark.reads_shifted(batch.rids) == expected

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sglang_reasoncache import native
-from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.kernels.distance import (
     DistanceKernel,
     block_distances,
@@ -17,6 +16,7 @@ from sglang_reasoncache.kernels.distance import (
     squared_differences,
     squares_from_moments,
 )
+from sglang_reasoncache.kernels.rotation import KeyRotation
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -251,7 +251,7 @@ def quarter_turns(dim: int = 4, is_neox: bool = True) -> KeyRotation:
 
 @pytest.mark.parametrize("backend", ["torch", None])
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_source_key_is_turned_by_its_shift(backend: str | None, is_neox: bool) -> None:
+def test_source_key_is_rotated_by_its_shift(backend: str | None, is_neox: bool) -> None:
     """A quarter turn takes (1, 0) to (0, 1), its opposite to (0, -1), two to (-1, 0)."""
     own, partner = (0, 2) if is_neox else (0, 1)
     keys = torch.zeros(2, 1, 4)

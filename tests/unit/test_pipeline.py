@@ -160,7 +160,7 @@ def test_shares_without_a_prefix_cache(setup: Setup, end: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["finish", "retract"])
-def test_what_arrives_for_a_row_that_is_gone_is_dropped(slow: World, end: str) -> None:
+def test_what_arrives_for_a_row_that_is_gone_is_evicted(slow: World, end: str) -> None:
     req, other = start(slow, "gone"), start(slow, "stays", first=200)
     propose(slow, req, Pair(20, 8))
     slow.controller.after_decode([req, other])
@@ -264,7 +264,7 @@ def test_nothing_lands_before_old_decisions(slow: World) -> None:
     assert_empty(slow)
 
 
-def test_results_of_a_request_that_disappeared_are_dropped() -> None:
+def test_results_of_a_request_that_disappeared_are_evicted() -> None:
     """Aborted while it waited to be scheduled again, it is never released."""
     world = World(SETUP)
     req = start(world)
@@ -344,7 +344,7 @@ def test_looks_at_the_requests_now_and_then() -> None:
     decode(world, req)
     world.controller.after_decode([req])
     assert state(world, req).fed == len(req.output_ids) - 1
-    assert (world.controller.stats.decode_steps, world.controller.stats.looks) == (4, 1)
+    assert (world.controller.stats.decode_steps, world.controller.stats.polls) == (4, 1)
     finish(world, req)
 
 

@@ -26,7 +26,7 @@ def test_add_counts_every_occurrence(references: PageReferences) -> None:
     assert 3 in references
 
 
-def test_drop_returns_pages_in_the_order_of_their_last_reference(
+def test_evict_returns_pages_in_the_order_of_their_last_reference(
     references: PageReferences,
 ) -> None:
     references.add([3])
@@ -34,7 +34,7 @@ def test_drop_returns_pages_in_the_order_of_their_last_reference(
     assert references.drop([8, 3]) == [8, 3]
 
 
-def test_drop_counts_every_occurrence_in_one_call(references: PageReferences) -> None:
+def test_evict_counts_every_occurrence_in_one_call(references: PageReferences) -> None:
     """A row that names a page twice gives both references back at once."""
     references.add([3, 3])
     assert references.drop([3, 3]) == []
@@ -53,7 +53,7 @@ def test_page_that_lost_all_but_one_reference_is_forgotten(references: PageRefer
 
 
 @pytest.mark.parametrize(("added", "dropped"), [([], [2, 2]), ([2], [2, 2, 2]), ([2], [2, 5, 5])])
-def test_drop_beyond_the_last_reference_raises(
+def test_evict_beyond_the_last_reference_raises(
     references: PageReferences, added: list[int], dropped: list[int]
 ) -> None:
     references.add(added)
@@ -61,7 +61,7 @@ def test_drop_beyond_the_last_reference_raises(
         references.drop(dropped)
 
 
-def test_nothing_dropped_is_nothing_freed(references: PageReferences) -> None:
+def test_nothing_evicted_is_nothing_freed(references: PageReferences) -> None:
     references.add([1])
     assert references.drop([]) == []
     assert references.snapshot() == {1: 2}

@@ -21,7 +21,7 @@ from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from sglang_reasoncache.attention.rotation import KeyRotation
+from sglang_reasoncache.kernels.rotation import KeyRotation
 
 HEADS, HEAD_DIM = 3, 32
 CONTEXT = 4096
@@ -148,27 +148,27 @@ def all_pairs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_turned_key_is_the_key_computed_there(kind: Kind) -> None:
+def test_rotated_key_is_the_key_computed_there(kind: Kind) -> None:
     rotation, apply = rotation_of(kind), kind.hugging_face()
     cached_at, used_at = all_pairs()
     keys = random_keys(len(cached_at))
-    turned = rotation.rotate(apply(keys, cached_at), rotation.angles(used_at - cached_at))
+    rotated = rotation.rotate(apply(keys, cached_at), rotation.angles(used_at - cached_at))
     expected = apply(keys, used_at)
-    assert turned.dtype == torch.float32
+    assert rotated.dtype == torch.float32
     scale = float(expected.abs().max())
-    torch.testing.assert_close(turned, expected, rtol=0, atol=FP32 * scale)
+    torch.testing.assert_close(rotated, expected, rtol=0, atol=FP32 * scale)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_turned_bf16_key_is_off_by_its_roundings(kind: Kind) -> None:
+def test_rotated_bf16_key_is_off_by_its_roundings(kind: Kind) -> None:
     rotation, apply = rotation_of(kind), kind.hugging_face()
     cached_at, used_at = all_pairs()
     keys = random_keys(len(cached_at))
     cached = apply(keys, cached_at).bfloat16()
-    turned = rotation.rotate(cached, rotation.angles(used_at - cached_at)).bfloat16()
+    rotated = rotation.rotate(cached, rotation.angles(used_at - cached_at)).bfloat16()
     expected = apply(keys, used_at)
     scale = float(expected.abs().max())
-    torch.testing.assert_close(turned.float(), expected, rtol=0, atol=(BF16 + FP32) * scale)
+    torch.testing.assert_close(rotated.float(), expected, rtol=0, atol=(BF16 + FP32) * scale)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -176,8 +176,8 @@ def test_no_shift_changes_no_bit(kind: Kind) -> None:
     """Also with an attention factor: what is in the key already is not applied again."""
     rotation = rotation_of(kind)
     keys = random_keys(7)
-    turned = rotation.rotate(keys, rotation.angles(torch.zeros(7, dtype=torch.int32)))
-    assert torch.equal(turned, keys)
+    rotated = rotation.rotate(keys, rotation.angles(torch.zeros(7, dtype=torch.int32)))
+    assert torch.equal(rotated, keys)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -186,10 +186,10 @@ def test_length_is_kept_and_other_dims_are_untouched(kind: Kind) -> None:
     rotary = int(HEAD_DIM * kind.partial)
     assert rotation.rotary_dim == rotary
     keys = random_keys(4)
-    turned = rotation.rotate(keys, rotation.angles(torch.tensor([3, -3, 4000, -4000])))
-    assert torch.equal(turned[..., rotary:], keys[..., rotary:])
-    assert not torch.equal(turned[..., :rotary], keys[..., :rotary])
-    torch.testing.assert_close(turned.norm(dim=-1), keys.norm(dim=-1), rtol=1e-6, atol=0)
+    rotated = rotation.rotate(keys, rotation.angles(torch.tensor([3, -3, 4000, -4000])))
+    assert torch.equal(rotated[..., rotary:], keys[..., rotary:])
+    assert not torch.equal(rotated[..., :rotary], keys[..., :rotary])
+    torch.testing.assert_close(rotated.norm(dim=-1), keys.norm(dim=-1), rtol=1e-6, atol=0)
 
 
 def test_yarn_key_carries_its_attention_factor() -> None:
@@ -199,8 +199,8 @@ def test_yarn_key_carries_its_attention_factor() -> None:
     cached = yarn.hugging_face()(keys, torch.tensor([17]))
     factor = float(cached.norm() / keys.norm())
     assert factor == pytest.approx(1.1386, abs=1e-4)
-    turned = rotation_of(yarn).rotate(cached, rotation_of(yarn).angles(torch.tensor([900])))
-    assert float(turned.norm() / keys.norm()) == pytest.approx(factor, rel=1e-6)
+    rotated = rotation_of(yarn).rotate(cached, rotation_of(yarn).angles(torch.tensor([900])))
+    assert float(rotated.norm() / keys.norm()) == pytest.approx(factor, rel=1e-6)
 
 
 def test_shift_there_and_back_is_no_shift() -> None:
@@ -217,9 +217,9 @@ def test_angles_take_any_shape_and_can_be_selected() -> None:
     angles = rotation.angles(shift)
     assert angles.cos.shape == angles.sin.shape == (3, 2, HEAD_DIM // 2)
     keys = random_keys(6).view(3, 2, HEADS, HEAD_DIM)
-    turned = rotation.rotate(keys, angles)
+    rotated = rotation.rotate(keys, angles)
     chosen = torch.tensor([2, 0])
-    assert torch.equal(rotation.rotate(keys[chosen], angles.select(chosen)), turned[chosen])
+    assert torch.equal(rotation.rotate(keys[chosen], angles.select(chosen)), rotated[chosen])
 
 
 def test_keys_may_be_a_strided_view() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rotary parameters of published models, over their whole context.
 
-Hugging Face's module embeds a key for position h and for position p; turned by p - h with
+Hugging Face's module embeds a key for position h and for position p; rotated by p - h with
 SGLang's table, the first must be the second. The same through our attention operations.
 """
 
@@ -39,37 +39,39 @@ def embedding(request: pytest.FixtureRequest) -> Iterator[Embedding]:
 
 
 @pytest.mark.parametrize("cached_by", ["by_hugging_face", "by_sglang"])
-def test_turned_key_is_the_key_computed_there(embedding: Embedding, cached_by: str) -> None:
-    home, used = embedding.pairs()
-    raw = embedding.keys(len(home))
-    cached = getattr(embedding, cached_by)(raw, home)
+def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: str) -> None:
+    cached_at, used = embedding.pairs()
+    raw = embedding.keys(len(cached_at))
+    cached = getattr(embedding, cached_by)(raw, cached_at)
     rotation = embedding.rotation
-    embedding.assert_close(rotation.rotate(cached, rotation.angles(used - home)), raw, home, used)
+    embedding.assert_close(
+        rotation.rotate(cached, rotation.angles(used - cached_at)), raw, cached_at, used
+    )
 
 
 def test_the_bound_sees_a_turn_by_one_position_less(embedding: Embedding) -> None:
-    home, used = torch.tensor([0, 500, 1000]), torch.tensor([1000, 400, 999])
+    cached_at, used = torch.tensor([0, 500, 1000]), torch.tensor([1000, 400, 999])
     raw, rotation = embedding.keys(3), embedding.rotation
-    cached = embedding.by_hugging_face(raw, home)
+    cached = embedding.by_hugging_face(raw, cached_at)
     with pytest.raises(AssertionError, match="of what fp32 allows"):
-        turned = rotation.rotate(cached, rotation.angles(used - home - 1))
-        embedding.assert_close(turned, raw, home, used)
+        rotated = rotation.rotate(cached, rotation.angles(used - cached_at - 1))
+        embedding.assert_close(rotated, raw, cached_at, used)
 
 
 def test_through_plan_gather_and_decode(embedding: Embedding, backend: str) -> None:
-    """A row that is all holes but for one entry of each position, its slot of another home."""
+    """A row that is all evicted positions but for one entry of each position, its slot of another home."""
     used = embedding.positions()
     count, head_dim = len(used), embedding.model.head_dim
     generator = torch.Generator().manual_seed(11)
     slots = torch.randperm(count + 3, generator=generator)[:count]
-    home = used[torch.randperm(count, generator=generator)]
+    cached_at = used[torch.randperm(count, generator=generator)]
     raw = embedding.keys(count)
     pool_k = torch.full((count + 3, HEADS, head_dim), math.nan)
     pool_v = torch.full((count + 3, HEADS, head_dim), math.nan)
-    pool_k[slots] = embedding.by_hugging_face(raw, home)
+    pool_k[slots] = embedding.by_hugging_face(raw, cached_at)
     pool_v[slots] = values = torch.randn(count, HEADS, head_dim, generator=generator)
-    homes = torch.zeros(count + 3, dtype=torch.int32)
-    homes[slots] = home.int()
+    of_slots = torch.zeros(count + 3, dtype=torch.int32)
+    of_slots[slots] = cached_at.int()
     row = torch.full((1, embedding.model.positions), -1, dtype=torch.int32)
     row[0, used] = slots.int()
 
@@ -78,14 +80,14 @@ def test_through_plan_gather_and_decode(embedding: Embedding, backend: str) -> N
         row,
         torch.tensor([0]),
         torch.tensor([embedding.model.positions]),
-        homes,
+        of_slots,
         num_slots=count + 3,
         backend=backend,
     )
     assert plan.kv_indices.tolist() == slots.tolist()
-    assert plan.shift is not None and plan.shift.tolist() == (used - home).tolist()
+    assert plan.shift is not None and plan.shift.tolist() == (used - cached_at).tolist()
     keys, _ = gather_kv(kv, plan.kv_indices, plan.shift, torch.float32)
-    embedding.assert_close(keys.transpose(0, 1), raw, home, used)
+    embedding.assert_close(keys.transpose(0, 1), raw, cached_at, used)
 
     query = embedding.keys(count + 1)[-1:]
     scale = head_dim**-0.5
@@ -103,8 +105,8 @@ def test_attention_factor_is_in_the_key_once(embedding: Embedding) -> None:
     rotary = embedding.rotary_dim
     raw = embedding.keys(1)
     cached = embedding.by_sglang(raw, torch.tensor([17]))
-    turned = embedding.rotation.rotate(cached, embedding.rotation.angles(torch.tensor([900])))
-    lengths = [float(keys[..., :rotary].norm()) for keys in (raw, cached, turned)]
+    rotated = embedding.rotation.rotate(cached, embedding.rotation.angles(torch.tensor([900])))
+    lengths = [float(keys[..., :rotary].norm()) for keys in (raw, cached, rotated)]
     assert lengths[2] == pytest.approx(lengths[1], rel=1e-6)
     factor = float(getattr(embedding.sglang, "mscale", 1.0))
     assert ("yarn" in str(embedding.model)) == (factor > 1.01)

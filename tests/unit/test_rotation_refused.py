@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose cached keys cannot be turned by a difference of positions, refused by name."""
+"""Models whose cached keys cannot be rotated by a difference of positions, refused by name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sglang.srt.models.hunyuan import HunYuanAttention
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 from transformers import Phi3Config
 
-from sglang_reasoncache.attention.rotation import KeyRotation
 from sglang_reasoncache.cpu_platform import TorchCpuPlatform
+from sglang_reasoncache.kernels.rotation import KeyRotation
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,7 +90,7 @@ class Attention(torch.nn.Module):
 
 
 def test_layers_without_rotation_are_refused_by_name() -> None:
-    """Llama 4 and others leave it out in some layers, whose keys must not be turned."""
+    """Llama 4 and others leave it out in some layers, whose keys must not be rotated."""
     layers = [Attention(rotary_of()), Attention(rotary_of())]
     KeyRotation.from_model(torch.nn.ModuleList(layers), 64)
     layers.append(Attention(None))

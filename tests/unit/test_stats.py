@@ -18,13 +18,13 @@ def test_affected_ratio_counts_tokens_final_ratio_requests() -> None:
     assert seen["final_saving_ratio"] == pytest.approx(0.25)
 
 
-def test_dropped_positions_are_saved_too() -> None:
+def test_evicted_positions_are_saved_too() -> None:
     stats = SharingStats()
-    stats.request_finished(10, 100, dropped=30)
+    stats.request_finished(10, 100, evicted=30)
     seen = stats.to_dict()
-    assert (seen["finished_redirected"], seen["finished_dropped"]) == (10, 30)
+    assert (seen["finished_redirected"], seen["finished_evicted"]) == (10, 30)
     assert seen["affected_ratio"] == seen["final_saving_ratio"] == pytest.approx(0.4)
-    assert seen["drop_refusals"] == {} and "sum_saved" not in seen
+    assert seen["eviction_refusals"] == {} and "sum_saved" not in seen
 
 
 def test_nothing_finished_is_no_ratio() -> None:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission that counts on the sharing it has seen.
+
+SGLang reserves a request's estimated output before it admits it. Where a part
+of that output will end up shared, the reservation is too large by that part,
+and freed slots admit nobody. The credit takes the part off; when the guess was
+too generous, SGLang's retraction brings memory back, as it does for its own
+estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_reasoncache import compat
+
+
+class SharingBudget(compat.PrefillBudget):
+    """``PrefillBudget`` with decode reservations cut by a credit in [0, 1).
+
+    ``total_offset - current_offset`` is exactly what SGLang reserves for future
+    decoding (running and admitted requests); prompts are never discounted.
+    """
+
+    def __init__(
+        self, allocator: Any, tree_cache: Any, *, credit: float, num_mixed_decode_tokens: int = 0
+    ) -> None:
+        super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        self._kept = 1.0 - credit
+
+    @property
+    def remaining_total(self) -> float:
+        future = max(self.total_offset - self.current_offset, 0)
+        return self._available_and_evictable() - self.current_offset - future * self._kept
+
+    def check_prefill(
+        self,
+        *,
+        extend_input_len: int,
+        total_tokens: int,
+        max_new_tokens: int,
+        input_tokens: int,
+        swa_host_hit_length: int,
+        chunk_limit: int | None,
+        auxiliary_swa_host_hit_length: int = 0,
+    ) -> tuple[bool, int | None]:
+        now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
+        needed = now + (total_tokens - now) * self._kept
+        return (True, chunk_limit) if needed < self.remaining_total else (False, None)
+
+
+#: Output tokens of the running requests from which on their share says something.
+_LEAST_RUNNING = 512
+
+
+class SharingForecast:
+    """Share of output positions that ended up shared, over recent requests.
+
+    Exponentially weighted by tokens with a memory of ``horizon`` output tokens,
+    so one odd request moves it little. The running requests count where they share
+    more already: long responses say nothing for minutes otherwise.
+    """
+
+    def __init__(self, limit: float, horizon: float = 20_000.0) -> None:
+        self._limit = limit
+        self._horizon = horizon
+        self._shared = 0.0
+        self._tokens = 0.0
+        self._running = 0.0
+
+    def observe(self, shared: int, tokens: int) -> None:
+        """A request ended with ``shared`` of its ``tokens`` output positions redirected."""
+        if tokens <= 0:
+            return
+        fade = max(0.0, 1.0 - tokens / self._horizon)
+        self._shared = self._shared * fade + shared
+        self._tokens = self._tokens * fade + tokens
+
+    def poll(self, shared: int, tokens: int) -> None:
+        """``shared`` of the ``tokens`` output positions of all running requests are redirected."""
+        self._running = shared / tokens if tokens >= _LEAST_RUNNING else 0.0
+
+    @property
+    def credit(self) -> float:
+        """Share to count on, in [0, limit]."""
+        finished = self._shared / self._tokens if self._tokens else 0.0
+        return min(max(finished, self._running), self._limit)
+
+
+CreditSource = Callable[[], float]

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the forward about to run reads a slot away from its cached position, or a row with evicted positions.
+
+The scheduler applies every redirection and every drop on the host, so nothing is
+asked of a device. A batch that was not looked at counts as reading one: wrong that
+way costs time, the other way it would be a wrong key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class BatchMark:
+    """What is known about the batch built last.
+
+    Args:
+        allocator: Ours; ``has_shifted_slots`` and ``has_evicted`` are false while nothing was
+            ever shared or dropped.
+        corrected: Moved slots count. Keys that are read as cached are where they should be.
+    """
+
+    def __init__(self, allocator: Any, *, corrected: bool = True) -> None:
+        self._allocator = allocator
+        self.corrected = corrected
+        self._rids: Sequence[str] | None = None
+        self._shifted = True
+
+    def note(self, rids: Sequence[str], shifted: bool) -> None:
+        """The batch of ``rids`` reads shifted slots or rows with evicted positions, or neither.
+
+        ``rids``: SGLang's list of a batch's request ids; the object tells its batch
+        from every other one, through the copies SGLang makes of it.
+        """
+        self._rids, self._shifted = rids, shifted
+
+    def reads_shifted(self, rids: Sequence[str] | None) -> bool:
+        """Whether the batch of ``rids`` may read either. None: of no known batch."""
+        allocator = self._allocator
+        if not (allocator.has_evicted or (self.corrected and allocator.has_shifted_slots)):
+            return False
+        return self._shifted if rids is not None and rids is self._rids else True

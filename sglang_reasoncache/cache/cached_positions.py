@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each slot's key was computed.
+
+SGLang caches keys after rotary embedding. A slot's *cached position* is the
+logical position its key was rotated for; a reader at another position rotates
+by the difference, which is 0 for every slot that is not shared.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class CachedPositions:
+    """int32 tensor ``[num_slots]`` on the pool's device; row i belongs to slot i.
+
+    Written by attention together with the slot, read when a row is gathered.
+    """
+
+    def __init__(self, num_slots: int, device: str | torch.device) -> None:
+        self.positions = torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+    def record(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """``slots``, ``positions``: int tensors ``[num_tokens]`` of tokens about to be written."""
+        self.positions[slots.long()] = positions.to(torch.int32)
+
+    def shift(self, slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor:
+        """Rotation each entry needs, in positions: ``used_at - cached_at``, int32, same shape as ``slots``."""
+        return used_at.to(torch.int32) - self.positions[slots.long()]

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every SGLang name this project touches, and nothing else.
+
+``compat.RadixCache`` imports the real object on first use, so importing this
+module costs nothing and an SGLang update changes one file. The contract test
+(``tests/contract``) resolves each entry against the installed SGLang.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+SUPPORTED_SGLANG = ("0.5.23",)
+
+#: Attribute of this module -> dotted path of the SGLang object.
+NAMES: dict[str, str] = {
+    # plugin framework
+    "HookRegistry": "sglang.srt.plugins.hook_registry.HookRegistry",
+    "HookType": "sglang.srt.plugins.hook_registry.HookType",
+    # configuration
+    "ServerArgs": "sglang.srt.server_args.ServerArgs",
+    "Engine": "sglang.srt.entrypoints.engine.Engine",
+    "get_server_args": "sglang.srt.runtime_context.get_server_args",
+    "get_parallel": "sglang.srt.runtime_context.get_parallel",
+    "get_observability": "sglang.srt.runtime_context.get_observability",
+    # registries
+    "register_radix_cache_backend": "sglang.srt.mem_cache.registry.register_radix_cache_backend",
+    "ATTENTION_BACKENDS": "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
+    "register_attention_backend": "sglang.srt.layers.attention.attention_registry.register_attention_backend",
+    "add_attention_backend_choices": "sglang.srt.arg_groups.choices.add_attention_backend_choices",
+    # memory
+    "TokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator",
+    "PagedTokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
+    "MHATokenToKVPool": "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+    "ReqToTokenPool": "sglang.srt.mem_cache.memory_pool.ReqToTokenPool",
+    "KVWriteLoc": "sglang.srt.mem_cache.memory_pool.KVWriteLoc",
+    "get_last_loc_torch": "sglang.srt.mem_cache.allocation.get_last_loc_torch",
+    "PrefillBudget": "sglang.srt.mem_cache.prefill_budget.PrefillBudget",
+    "RadixCache": "sglang.srt.mem_cache.radix_cache.RadixCache",
+    "RadixKey": "sglang.srt.mem_cache.radix_cache.RadixKey",
+    "TreeNode": "sglang.srt.mem_cache.radix_cache.TreeNode",
+    "CacheInitParams": "sglang.srt.mem_cache.cache_init_params.CacheInitParams",
+    "MatchPrefixParams": "sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams",
+    "EvictParams": "sglang.srt.mem_cache.base_prefix_cache.EvictParams",
+    "EvictResult": "sglang.srt.mem_cache.base_prefix_cache.EvictResult",
+    "InsertParams": "sglang.srt.mem_cache.base_prefix_cache.InsertParams",
+    "FINISH_ABORT": "sglang.srt.managers.schedule_batch.FINISH_ABORT",
+    # attention
+    "TorchNativeAttnBackend": "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
+    "FlashInferAttnBackend": "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend",
+    "TritonAttnBackend": "sglang.srt.layers.attention.triton_backend.TritonAttnBackend",
+    "SharedReadEnds": "sglang.srt.layers.attention.base_attn_backend.SharedReadEnds",
+    "get_capture_attention_variant": "sglang.srt.model_executor.runner_utils.capture_mode."
+    "get_capture_attention_variant",
+    "RadixAttention": "sglang.srt.layers.radix_attention.RadixAttention",
+    "AttentionType": "sglang.srt.layers.radix_attention.AttentionType",
+    "RotaryEmbedding": "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding",
+    "MRotaryEmbedding": "sglang.srt.layers.rotary_embedding.mrope.MRotaryEmbedding",
+    "LinearScalingRotaryEmbedding": "sglang.srt.layers.rotary_embedding.base.LinearScalingRotaryEmbedding",
+    # front end
+    "http_app": "sglang.srt.entrypoints.http_server.app",
+    "http_global_state": "sglang.srt.entrypoints.http_server.get_global_state",
+    "ReasoningParser": "sglang.srt.parser.reasoning_parser.ReasoningParser",
+    "get_tokenizer": "sglang.srt.utils.hf_transformers_utils.get_tokenizer",
+}
+
+_SERVER_ARGS = "sglang.srt.server_args.ServerArgs."
+_COMPONENTS = "sglang.srt.managers.scheduler_components."
+
+#: Functions we hook, by our name for the moment they mark.
+HOOK_TARGETS: dict[str, str] = {
+    "add_cli_args": _SERVER_ARGS + "add_cli_args",
+    "from_cli_args": _SERVER_ARGS + "from_cli_args",
+    "build_allocator": "sglang.srt.mem_cache.kv_cache_configurator."
+    "KVCacheConfigurator._build_token_to_kv_pool_allocator",
+    "decode_done": _COMPONENTS
+    + "batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_decode",
+    "prefill_done": _COMPONENTS
+    + "batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
+    "count_uncached": _COMPONENTS
+    + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
+    "decode_log_parts": _COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
+    "internal_state": _COMPONENTS + "internal_state.SchedulerInternalStateController._add_env_vars",
+}
+
+#: The hook of our attention backend, where it serves, with or without ``--enable-reasoncache``.
+CPU_HOOK_TARGETS: dict[str, str] = {"last_loc": "sglang.srt.mem_cache.allocation.get_last_loc"}
+
+#: The hooks of our attention on CUDA, where it serves.
+CUDA_HOOK_TARGETS: dict[str, str] = {
+    "forward_batch": "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+    "graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
+}
+
+#: The two hooks that exist without ``--enable-reasoncache``.
+FLAG_HOOKS = ("add_cli_args", "from_cli_args")
+
+#: ``--radix-cache-backend`` name of our tree.
+TREE_BACKEND = "reasoncache"
+
+#: ``--attention-backend`` name of our own backend on our CPU platform.
+CPU_BACKEND = "reasoncache_cpu"
+
+#: SGLang's backends in front of which we read shifted slots on CUDA.
+CUDA_BACKENDS = ("flashinfer", "triton")
+
+#: Attention backends whose reads we can correct, by name.
+CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
+
+#: Attention backends with which dropped positions are skipped, which tell how much weight
+#: positions get, and whose decode reads what a policy selects, by name.
+EVICTION_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
+
+
+def resolve(name: str) -> Any:
+    """The SGLang object called ``name`` here. Raises KeyError, ImportError or AttributeError."""
+    return pkgutil.resolve_name(NAMES[name])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = resolve(name)
+    # current_platform and the like are looked up lazily by SGLang itself; once
+    # resolved they do not change within a process.
+    globals()[name] = value
+    return value
+
+
+def installed_version() -> str:
+    """Version of the installed SGLang, or ``none``."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "none"
+
+
+def check_version(allow_untested: bool) -> None:
+    """Raises ValueError on an SGLang version that was not tested, unless allowed."""
+    found = installed_version()
+    if found not in SUPPORTED_SGLANG and not allow_untested:
+        raise ValueError(
+            f"--enable-reasoncache supports sglang {', '.join(SUPPORTED_SGLANG)}, found "
+            f"{found}; pass --reasoncache-allow-untested-sglang to start anyway"
+        )

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks the evicting policies about one request, and has what they decide applied."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import operator
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sglang_reasoncache.eviction.keys import KeySource
+from sglang_reasoncache.eviction.policies.contract import NoAttention, Policy, RequestView
+from sglang_reasoncache.eviction.pressure import PoolPressure, waits_for
+from sglang_reasoncache.eviction.weights import WeightSource
+from sglang_reasoncache.registry import NamedPolicy
+from sglang_reasoncache.sharing.acceptor import Acceptor, Evicted
+from sglang_reasoncache.sharing.decision import Eviction, EvictionRefusal
+from sglang_reasoncache.sharing.state import RequestState
+from sglang_reasoncache.sharing.stats import SharingStats
+
+logger = logging.getLogger(__name__)
+
+
+class EvictionController:
+    """One per scheduler.
+
+    Args:
+        evictors: In the order in which they are asked.
+        acceptor: Checks and applies what they answer.
+        keys: Read for policies that need them.
+        page: Page size, positions.
+        pressure: Which of them may act now; None: all.
+        weights: Attention statistics, None where no policy needs them.
+
+    Attributes:
+        positions_now: Positions that the running requests have evicted.
+        evicts_prompts: Positions of prompts may go, so running requests keep theirs to
+            themselves.
+    """
+
+    def __init__(
+        self,
+        evictors: Sequence[NamedPolicy],
+        acceptor: Acceptor,
+        keys: KeySource,
+        page: int,
+        pressure: PoolPressure | None = None,
+        weights: WeightSource | None = None,
+    ) -> None:
+        self._evictors = tuple(evictors)
+        self._acceptor = acceptor
+        self._keys = keys
+        self._page = page
+        self._pressure = pressure
+        self._weights = weights
+        # Asked once: what another package's policy says later could not be caught everywhere.
+        self._of_prompts = {name for name, policy in evictors if getattr(policy, "prompt", False)}
+        self._longest_first = any(waits_for(policy) for _, policy in evictors)
+        if pressure is not None:
+            pressure.watch(self._evictors)
+        self._reads = any(policy.needs for _, policy in evictors)
+        self._slack = {name: operator.index(policy.slack) for name, policy in evictors}
+        self._described = [{"name": name, **_options(policy)} for name, policy in evictors]
+        self.evicts_prompts = bool(self._of_prompts)
+        self._failed: set[str] = set()
+        self.positions_now = 0
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._evictors)
+
+    def wait(self) -> None:
+        """Until the KV that is being computed is there, where a policy reads any."""
+        if self._reads:
+            self._keys.wait()
+
+    def in_turn(self, reqs: Iterable[Any]) -> list[Any]:
+        """Who is looked at first, where that decides who gives: the longest row."""
+        if self._pressure is not None:
+            self._pressure.poll()
+        if not self._longest_first:
+            return list(reqs)
+        return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)
+
+    def poll(
+        self,
+        req: Any,
+        state: RequestState,
+        stats: SharingStats,
+        written: int | None = None,
+        ask: bool = True,
+    ) -> Evicted:
+        """Evict what was evicted before a retraction, then what the policies give up now.
+
+        ``req`` holds its row. ``written``: positions whose KV is there; None: all but that of
+        the newest token, which is not written before the next forward. ``ask``: the policies, too.
+        """
+        if written is None:
+            written = len(req.origin_input_ids) + len(req.output_ids) - 1
+            written = min(written, req.kv.kv_allocated_len)
+        total = Evicted(0, 0)
+        evicted = state.evicted
+        if evicted.again:
+            # First of all: the row came back at its full size.
+            again, evicted.again = _split(evicted.again, (written - 1) // self._page * self._page)
+            total += self._apply(req, state, _owned(again, req), written, stats)
+        for name, policy in self._evictors if ask else ():
+            if written < state.next_eviction.get(name, 0):
+                continue
+            evictions = self._ask(name, policy, req, state, written, stats)
+            if evictions:
+                total += self._apply(req, state, evictions, written, stats, self._first(req, name))
+        self.positions_now += total.positions
+        return total
+
+    def _first(self, req: Any, name: str) -> int:
+        """First position that the policy may evict, whoever owns the prompt."""
+        own = req.kv.cache_protected_len
+        if name in self._of_prompts:
+            return own
+        return max(own, len(req.origin_input_ids) // self._page * self._page)
+
+    def _view(self, req: Any, state: RequestState, written: int, first: int) -> RequestView:
+        held = state.evicted.held(written)
+        row = req.kv.req_pool_idx
+        return RequestView(
+            prompt=len(req.origin_input_ids),
+            written=written,
+            owned=first,
+            page=self._page,
+            held=held,
+            slot_aliases=state.slot_aliases.of(held),
+            seed=zlib.crc32(array("q", req.origin_input_ids)),
+            keys=self._keys.of(row, held),
+            attention=NoAttention() if self._weights is None else self._weights.of(row, held),
+        )
+
+    def _ask(
+        self,
+        name: str,
+        policy: Policy,
+        req: Any,
+        state: RequestState,
+        written: int,
+        stats: SharingStats,
+    ) -> list[Eviction | None]:
+        """What the policy answers; nothing if it fails, whatever it does wrong."""
+        try:
+            slots = written - state.evicted.count - state.live_positions
+            excess = policy.excess(written, slots)
+            if not excess > 0:
+                return []
+            if self._pressure is not None and not self._pressure.lets(name):
+                return []
+            # A budget below what a request must hold would be asked for at every look.
+            state.next_eviction[name] = written + self._slack[name]
+            stats.eviction_decisions += 1
+            view = self._view(req, state, written, self._first(req, name))
+            answer = policy.evictions(view, excess)
+            # More runs than positions are nonsense, and need not be listed to the end.
+            return [_plain(evict) for evict in itertools.islice(answer, written + 1)]
+        except (Exception, SystemExit):
+            stats.eviction_refusals[EvictionRefusal.POLICY_FAILED.value] += 1
+            if name not in self._failed:
+                self._failed.add(name)
+                logger.exception("reasoncache: policy %s failed, further failures count only", name)
+            return []
+
+    def _apply(
+        self,
+        req: Any,
+        state: RequestState,
+        evictions: Sequence[Eviction | None],
+        written: int,
+        stats: SharingStats,
+        first: int = 0,
+    ) -> Evicted:
+        done = self._acceptor.evict(
+            req, state.evicted, evictions, written, stats.eviction_refusals, first
+        )
+        stats.positions_evicted += done.positions
+        stats.slots_freed_by_eviction += done.freed
+        return done
+
+    def forget(self, state: RequestState) -> int:
+        """The row is gone; returns how many of its positions were evicted."""
+        gone = state.evicted.count
+        self.positions_now -= gone
+        if self._pressure is not None:
+            self._pressure.poll()
+        return gone
+
+    def reset(self) -> None:
+        """The cache was flushed; nothing runs."""
+        self.positions_now = 0
+        if self._pressure is not None:
+            self._pressure.reset()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Name and options of every policy, for the endpoint."""
+        return self._described
+
+
+def _options(policy: Any) -> dict[str, Any]:
+    """As plain values: another package's may be anything."""
+    if not dataclasses.is_dataclass(policy):
+        return {}
+    names = [field.name for field in dataclasses.fields(policy) if field.init]
+    values = {name: getattr(policy, name, None) for name in names}
+    return {
+        name: value if value is None or type(value) in (bool, int, float, str) else repr(value)
+        for name, value in values.items()
+    }
+
+
+def _plain(answer: object) -> Eviction | None:
+    """A run of positions that is nobody else's object; None, which the acceptor refuses, for
+    anything but a :class:`Evict`: what a subclass of it says may change, or raise."""
+    return Eviction(answer.start, answer.length) if type(answer) is Eviction else None
+
+
+def _split(evictions: list[Eviction], end: int) -> tuple[list[Eviction], list[Eviction]]:
+    """What of ``evictions`` lies before ``end``, and what does not."""
+    before = [Eviction(evict.start, min(evict.end, end) - evict.start) for evict in evictions]
+    behind = [
+        Eviction(max(evict.start, end), evict.end - max(evict.start, end)) for evict in evictions
+    ]
+    return [evict for evict in before if evict.length > 0], [d for d in behind if d.length > 0]
+
+
+def _owned(evictions: list[Eviction], req: Any) -> list[Eviction]:
+    """Less what the prefix tree owns by now: another response with the same text."""
+    low = req.kv.cache_protected_len
+    starts = [max(evict.start, low) for evict in evictions]
+    return [
+        Eviction(at, evict.end - at)
+        for at, evict in zip(starts, evictions, strict=True)
+        if at < evict.end
+    ]

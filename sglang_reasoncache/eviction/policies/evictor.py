@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What evictors share: a budget with room for some more, when to keep to it, picking by score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_reasoncache.eviction.policies.contract import OptionError, RequestView
+from sglang_reasoncache.sharing.decision import Eviction
+
+#: Of the pool, between where a policy with ``when`` begins and where it stops.
+HYSTERESIS = 0.05
+
+
+@dataclass(frozen=True)
+class Evictor:
+    """Options of every evictor; exactly one of ``budget`` and ``share`` must be given.
+
+    Attributes:
+        budget: Slots a request takes, prompt included; positions that share one count once.
+        share: The same as a share of its positions so far.
+        slack: Slots above that before the policy acts; it then goes down to the budget.
+        recent: Newest positions that stay, even where the budget is not met then: the prompt
+            alone may exceed it, and a response that forgets every word at once is noise.
+        prompt: Positions of the prompt may go too, chunk by chunk while it is computed. It
+            is then published when the request finishes, up to the first evicted position.
+        when: Act only once more than this share of the pool's slots is in use; 0: always.
+        until: Having begun, go on until no more than this share is; ``when`` less 0.05.
+    """
+
+    budget: int | None = None
+    share: float | None = None
+    slack: int = 32
+    recent: int = 32
+    prompt: bool = False
+    when: float = 0.0
+    until: float | None = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset()
+
+    def __post_init__(self) -> None:
+        if (self.budget is None) == (self.share is None):
+            raise OptionError("budget or share", "given, one of the two")
+        if self.budget is not None:
+            between("budget", self.budget, 1, 10_000_000)
+        if self.share is not None and not 0 < self.share < 1:
+            raise OptionError("share", "above 0 and below 1")
+        between("slack", self.slack, 0, 65_536)
+        between("recent", self.recent, 1, 65_536)
+        if not 0 <= self.when < 1:
+            raise OptionError("when", "at least 0 and below 1")
+        if self.until is None:
+            # Frozen; nobody has seen it yet.
+            object.__setattr__(self, "until", max(self.when - HYSTERESIS, 0.0))
+        elif not 0 <= self.until <= self.when:
+            raise OptionError("until", f"between 0 and when ({self.when})")
+
+    def allowed(self, positions: int) -> int:
+        """Slots that as many positions may take."""
+        if self.share is not None:
+            return math.ceil(self.share * positions)
+        assert self.budget is not None, "one of the two is given"
+        return self.budget
+
+    def excess(self, written: int, slots: int) -> int:
+        above = slots - self.allowed(written)
+        return above if above > self.slack else 0
+
+
+def between(key: str, value: float, low: float, high: float) -> None:
+    """Raises OptionError for a value out of bounds, or not a number."""
+    if not low <= value <= high:
+        raise OptionError(key, f"between {low} and {high}")
+
+
+def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raises OptionError for any other value."""
+    if value not in allowed:
+        raise OptionError(key, "one of " + ", ".join(allowed))
+
+
+def runs(positions: np.ndarray) -> list[Eviction]:
+    """Ascending positions as runs."""
+    if not len(positions):
+        return []
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [Eviction(int(part[0]), len(part)) for part in np.split(positions, breaks)]
+
+
+def evict_highest(
+    view: RequestView, candidates: np.ndarray, scores: np.ndarray, excess: int
+) -> Iterable[Eviction]:
+    """Give up the candidates of highest score, older ones first among equals.
+
+    Positions that share a slot go together, once the one of them that is wanted most would.
+
+    Args:
+        candidates: Of :meth:`RequestView.candidates`, or all positions of some slots of it.
+        scores: float ``[held]``. A page has the mean of its positions.
+        excess: Slots; rounded up to whole pages.
+    """
+    page = view.page
+    at = np.searchsorted(view.held, candidates)
+    by_page = scores[at].reshape(-1, page).mean(axis=1)
+    slot_aliases, place_of = np.unique(view.slot_aliases[at[::page]], return_inverse=True)
+    least = np.full(len(slot_aliases), np.inf)
+    with np.errstate(invalid="ignore"):  # No number: such a page stays longest.
+        np.minimum.at(least, place_of, by_page)
+    chosen = np.argsort(-least, kind="stable")[: math.ceil(excess / page)]
+    return runs(candidates.reshape(-1, page)[np.isin(place_of, chosen)].ravel())

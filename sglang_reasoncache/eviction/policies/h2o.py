@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""H2O (Zhang et al., 2023): heavy hitters of accumulated attention, and a recent part, stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang_reasoncache.eviction.policies.contract import ATTENTION, Observation, RequestView
+from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest
+from sglang_reasoncache.sharing.decision import Eviction
+
+
+@dataclass(frozen=True)
+class H2O(Evictor):
+    """Gives up the positions that queries so far gave the least weight, added up.
+
+    The paper spends half of the budget on the newest positions and evicts at every token
+    (``slack=0``).
+
+    Attributes:
+        recent_share: Of the budget, for the newest positions; at least ``recent`` of them.
+        prompt_queries: Queries at the end of a prompt that count; the paper adds up all of them.
+    """
+
+    recent_share: float = 0.5
+    prompt_queries: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("recent_share", self.recent_share, 0, 1)
+        between("prompt_queries", self.prompt_queries, 0, 256)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({ATTENTION})
+
+    @property
+    def observes(self) -> Observation:
+        return Observation(total=True, prompt=self.prompt_queries)
+
+    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+        newest = int(self.recent_share * self.allowed(view.written))
+        candidates = view.candidates(max(self.recent, newest))
+        if not len(candidates):
+            return []
+        return evict_highest(view, candidates, -view.attention.total(), excess)

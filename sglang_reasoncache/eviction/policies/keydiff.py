@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KeyDiff (Park et al., 2025): keys unlike the other keys draw attention and stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_reasoncache.eviction.policies.contract import KEYS, UNROTATED_KEYS, RequestView
+from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest, one_of
+from sglang_reasoncache.sharing.decision import Eviction
+
+if TYPE_CHECKING:
+    import torch
+
+#: The paper guards its denominators and does not say with what.
+_EPSILON = 1e-8
+
+
+def similarity(keys: torch.Tensor, variant: str) -> torch.Tensor:
+    """``[held, heads, head_dim]`` to ``[held, heads]``: how much like the others each key is.
+
+    ``mean_raw`` and ``mean_norm``: its cosine with the mean of the keys, as they are or at
+    length 1. ``pairwise``: the mean of its cosines with all keys, which is its product with
+    their mean at length 1. Within a head that ranks as ``mean_norm`` does; in an average over
+    heads it gives those more weight whose keys point the same way.
+    """
+    lengths = keys.norm(dim=-1, keepdim=True)
+    unit = keys / lengths.clamp_min(_EPSILON)
+    mean = (keys if variant == "mean_raw" else unit).mean(dim=0)
+    if variant == "pairwise":
+        return (unit * mean).sum(dim=-1)
+    product = (keys * mean).sum(dim=-1)
+    return product / (lengths[..., 0] * mean.norm(dim=-1)).clamp_min(_EPSILON)
+
+
+@dataclass(frozen=True)
+class KeyDiff(Evictor):
+    """Gives up the positions whose keys are most like the mean of all held keys.
+
+    The paper protects no recent positions (``recent=1``), or 10 to 20% of the budget.
+
+    Attributes:
+        anchor: What a key is compared with, see :func:`similarity`.
+        keys: ``cached`` compares them as they lie in the pool, rotated; ``unrotated`` as
+            they were before rotary embedding. The paper does not say which.
+    """
+
+    anchor: str = "mean_raw"
+    keys: str = "cached"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("anchor", self.anchor, ("mean_raw", "mean_norm", "pairwise"))
+        one_of("keys", self.keys, ("cached", "unrotated"))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({KEYS if self.keys == "cached" else UNROTATED_KEYS})
+
+    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+        candidates = view.candidates(self.recent)
+        if not len(candidates):
+            return []
+        scores = view.keys.token_scores(
+            lambda keys: similarity(keys, self.anchor),
+            unrotated=self.keys == "unrotated",
+        )
+        return evict_highest(view, candidates, scores, excess)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Key norms (Devoto et al., 2024): keys of low L2 norm draw attention and stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_reasoncache.eviction.policies.contract import KEYS, RequestView
+from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
+from sglang_reasoncache.sharing.decision import Eviction
+
+if TYPE_CHECKING:
+    import torch
+
+
+def relative_norms(keys: torch.Tensor) -> torch.Tensor:
+    """``[held, heads, head_dim]`` to ``[held, heads]``: norms over their mean in the head.
+
+    Within a head the order is the paper's. Over heads and layers plain norms cannot be
+    averaged: those of one layer may be ten times those of another.
+    """
+    norms = keys.norm(dim=-1)
+    return norms / norms.mean(dim=0).clamp_min(1e-12)
+
+
+@dataclass(frozen=True)
+class L2Norm(Evictor):
+    """Gives up the positions with the largest keys. Rotation does not change a norm."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({KEYS})
+
+    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+        candidates = view.candidates(self.recent)
+        if not len(candidates):
+            return []
+        scores = view.keys.token_scores(relative_norms)
+        return evict_highest(view, candidates, scores, excess)

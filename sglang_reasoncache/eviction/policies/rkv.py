@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""R-KV (Cai et al., 2025): what is important by attention and not redundant by its keys stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_reasoncache.eviction.policies.contract import ATTENTION, KEYS, Observation, RequestView
+from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest
+from sglang_reasoncache.eviction.policies.pooling import pooled
+from sglang_reasoncache.sharing.decision import Eviction
+
+if TYPE_CHECKING:
+    import torch
+
+_EPSILON = 1e-8
+#: Cosines computed at once.
+_ELEMENTS = 1 << 20
+
+
+def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor:
+    """``[held, heads, head_dim]`` to ``[held, heads]``, the paper's R: a softmax over positions
+    of how similar the others are to each on average.
+
+    Each key spares the newest of those whose cosine with it is above ``threshold``: one of
+    several similar keys has to stay, and that is to be the newest. It is sought among the
+    newest ``reach`` keys, which makes it ``held * reach`` cosines a head.
+    """
+    count = len(keys)
+    unit = (keys / (keys.norm(dim=-1, keepdim=True) + _EPSILON)).transpose(0, 1)
+    # The sum of a key's cosines with all others, as one product with the sum of all keys.
+    sums = (unit * (unit.sum(dim=1, keepdim=True) - unit)).sum(dim=-1)
+    first = max(0, count - reach)
+    newest = unit[:, first:].transpose(1, 2)
+    order = sums.new_tensor(range(1, count - first + 1))
+    rows = max(1, _ELEMENTS // max(1, len(unit) * len(order)))
+    for begin in range(0, count, rows):
+        cosines = unit[:, begin : begin + rows] @ newest
+        # No key is like itself.
+        cosines.diagonal(begin - first, 1, 2).zero_()
+        spared = ((cosines > threshold) * order).max(dim=-1, keepdim=True)
+        saved = cosines.gather(-1, spared.indices) * (spared.values > 0)
+        sums.scatter_add_(1, spared.indices[..., 0] + first, -saved[..., 0])
+    return (sums / max(1, count)).softmax(dim=-1).T
+
+
+@dataclass(frozen=True)
+class RKV(Evictor):
+    """Gives up the positions of lowest ``mix * importance - (1 - mix) * redundancy``.
+
+    Importance is the weight by the newest ``alpha`` queries, the maximum of each ``kernel``
+    neighbours. The paper compresses every 128 tokens and always keeps the newest ``alpha``.
+
+    Attributes:
+        mix: The paper's lambda.
+        alpha: Queries that observe.
+        kernel: Held positions whose weights are pooled, an odd number.
+        threshold: Cosine from which two keys count as similar.
+        reach: Newest held positions among which a key finds one that is like it. The paper
+            has no such bound, but holds no more than its budget either.
+    """
+
+    slack: int = 128
+    recent: int = 8
+    mix: float = 0.1
+    alpha: int = 8
+    kernel: int = 7
+    threshold: float = 0.5
+    reach: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("mix", self.mix, 0, 1)
+        between("alpha", self.alpha, 1, 64)
+        between("kernel", self.kernel, 1, 63)
+        between("threshold", self.threshold, -1, 1)
+        between("reach", self.reach, 1, 65_536)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({KEYS, ATTENTION})
+
+    @property
+    def observes(self) -> Observation:
+        return Observation(latest=self.alpha, prompt=self.alpha)
+
+    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+        candidates = view.candidates(self.recent)
+        if not len(candidates):
+            return []
+        importance = pooled(view.attention.latest(self.alpha), self.kernel, "max")
+        redundant = view.keys.token_scores(
+            lambda keys: redundancy(keys, self.threshold, self.reach)
+        )
+        scores = (1 - self.mix) * redundant - self.mix * importance
+        return evict_highest(view, candidates, scores, excess)

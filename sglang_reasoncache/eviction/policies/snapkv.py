@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SnapKV (Li et al., 2024): of the prompt stays what its last queries look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_reasoncache.eviction.policies.contract import (
+    ATTENTION,
+    Observation,
+    OptionError,
+    RequestView,
+)
+from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest, one_of
+from sglang_reasoncache.eviction.policies.pooling import pooled
+from sglang_reasoncache.sharing.decision import Eviction
+
+
+@dataclass(frozen=True)
+class SnapKV(Evictor):
+    """Brings the prompt down to the budget once it has been computed; the response stays.
+
+    Kept are the prompt's last ``window`` positions, and those with the highest weight by
+    its last ``window`` queries, pooled over neighbours. A prompt that is computed in chunks
+    is brought down after each of them.
+
+    Attributes:
+        window: Positions at the end of the prompt that observe, and stay.
+        kernel: Positions pooled.
+        pooling: ``avg`` or ``max``.
+    """
+
+    # At once: later queries push those of the prompt out of the window.
+    slack: int = 1
+    prompt: bool = True
+    window: int = 32
+    kernel: int = 7
+    pooling: str = "avg"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("window", self.window, 1, 256)
+        between("kernel", self.kernel, 1, 63)
+        one_of("pooling", self.pooling, ("avg", "max"))
+        if not self.prompt:
+            raise OptionError("prompt", "true, as it gives up positions of the prompt only")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({ATTENTION})
+
+    @property
+    def observes(self) -> Observation:
+        return Observation(latest=self.window, prompt=self.window)
+
+    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+        # How much of what is too much is prompt could not be known before.
+        end = min(view.prompt, view.written)
+        excess = int(np.searchsorted(view.held, end)) - self.allowed(end)
+        if excess <= 0:
+            return []
+        recent = view.written - end + self.window
+        candidates = view.candidates(max(self.recent, recent))
+        if not len(candidates):
+            return []
+        weights = view.attention.latest(self.window)
+        prompt = view.held < end - self.window
+        scores = np.zeros(len(view.held))
+        scores[prompt] = pooled(weights[prompt], self.kernel, self.pooling)
+        return evict_highest(view, candidates, -scores, excess)

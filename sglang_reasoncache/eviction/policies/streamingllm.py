@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StreamingLLM (Xiao et al., 2024): attention sinks and a window of the newest positions.
+
+Positions keep their numbers, where the paper counts anew within its cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang_reasoncache.eviction.policies.contract import RequestView
+from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest
+from sglang_reasoncache.sharing.decision import Eviction
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Evictor):
+    """Gives up the oldest positions behind the sinks.
+
+    Attributes:
+        sinks: First positions of the request that stay. The prompt stays anyway.
+    """
+
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("sinks", self.sinks, 0, 65_536)
+
+    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+        sinks = math.ceil(self.sinks / view.page) * view.page
+        behind = dataclasses.replace(view, owned=max(view.owned, sinks))
+        return evict_highest(view, behind.candidates(self.recent), -view.held, excess)

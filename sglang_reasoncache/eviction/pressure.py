@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that act only while the pool is short, by how much of it is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sglang_reasoncache.eviction.policies.contract import Policy
+from sglang_reasoncache.registry import NamedPolicy
+
+
+class PoolPressure:
+    """One per scheduler.
+
+    A policy with ``when`` above 0 begins to act when more than that share of the pool's
+    slots is in use, and goes on until no more than ``until`` is. In use is neither free
+    nor evictable, by SGLang's own counts, which are the same on all ranks. Seen at every
+    look and release, whether or not a policy would act: what filled the pool may be gone
+    before anybody has too much again.
+
+    Args:
+        use: The share in use, asked anew each time: an eviction changes it.
+    """
+
+    def __init__(self, use: Callable[[], float]) -> None:
+        self._use = use
+        #: ``when`` and ``until`` of the policies that wait.
+        self._bounds: dict[str, tuple[float, float]] = {}
+        self._acting: set[str] = set()
+
+    def watch(self, evictors: Iterable[NamedPolicy]) -> None:
+        """Which policies there are; others may always act."""
+        self._bounds = {
+            name: (waits_for(policy), float(getattr(policy, "until", waits_for(policy))))
+            for name, policy in evictors
+            if waits_for(policy)
+        }
+
+    def poll(self) -> None:
+        """See which policies begin or end to act."""
+        if self._bounds:
+            use = self._use()
+            for name in self._bounds:
+                self._acts(name, use)
+
+    def lets(self, name: str) -> bool:
+        """Whether the policy may act now. Asked when it would."""
+        return name not in self._bounds or self._acts(name, self._use())
+
+    def reset(self) -> None:
+        """The pool is empty."""
+        self._acting.clear()
+
+    def _acts(self, name: str, use: float) -> bool:
+        when, until = self._bounds[name]
+        if use > (until if name in self._acting else when):
+            self._acting.add(name)
+            return True
+        self._acting.discard(name)
+        return False
+
+
+def waits_for(policy: Policy) -> float:
+    """The share of the pool above which the policy acts; 0: at any."""
+    return float(getattr(policy, "when", 0.0))
+
+
+def pool_use(allocator: Any, tree: Any) -> float:
+    """Share of the slots that are neither free nor evictable, as SGLang's log line has it."""
+    return 1.0 - (allocator.available_size() + tree.evictable_size()) / allocator.size

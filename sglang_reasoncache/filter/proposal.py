@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the filter hands over: plain data, nothing is shared yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from sglang_reasoncache.filter.step import Step
+
+
+class CandidatePair(NamedTuple):
+    """Positions [dst_start, dst_start + length) may use the memory of the source's.
+
+    Positions are logical, in the request's sequence. ``similarity`` is the one
+    of the two steps, 0 for a random pair.
+    """
+
+    dst_start: int
+    src_start: int
+    length: int
+    similarity: float
+
+
+@dataclass(slots=True)
+class FilterCounters:
+    """What happened in the filter; add them up over requests with :meth:`add`.
+
+    Attributes:
+        steps: finished steps.
+        steps_compared: of those, with at least one earlier step.
+        steps_with_candidates: with a lexical candidate.
+        steps_with_pairs: with at least one proposed block pair.
+        candidates: earlier steps above the lexical threshold.
+        dropped_structure: candidates whose formal content differs.
+        dropped_over_bound: candidates dropped because one of the two steps is
+            over a bound of reading structure; not in ``dropped_structure``.
+        dropped_excess: candidates beyond ``max_structure_checks`` or
+            ``max_candidates``, or not needed because all blocks had a pair.
+        over_bound: signatures that went over a bound.
+        pairs: proposed block pairs.
+    """
+
+    steps: int = 0
+    steps_compared: int = 0
+    steps_with_candidates: int = 0
+    steps_with_pairs: int = 0
+    candidates: int = 0
+    dropped_structure: int = 0
+    dropped_over_bound: int = 0
+    dropped_excess: int = 0
+    over_bound: int = 0
+    pairs: int = 0
+
+    def add(self, other: FilterCounters) -> None:
+        """Accumulate another record into this one."""
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
+
+
+class Proposal(NamedTuple):
+    """A finished step with its block pairs.
+
+    Attributes:
+        step: the step.
+        pairs: ascending and not overlapping in ``dst_start``; may be empty.
+        counters: of this step alone.
+    """
+
+    step: Step
+    pairs: tuple[CandidatePair, ...]
+    counters: FilterCounters
+
+
+class StepResult(NamedTuple):
+    """A finished step of one of many requests, as an engine gives it back.
+
+    Attributes:
+        request: id the engine gave the request.
+        start: logical position of the step's first token.
+        end: one past its last.
+        pairs: as in :class:`Proposal`.
+        counters: of this step alone.
+        seconds: CPU time that was spent on it.
+    """
+
+    request: int
+    start: int
+    end: int
+    pairs: tuple[CandidatePair, ...]
+    counters: FilterCounters
+    seconds: float

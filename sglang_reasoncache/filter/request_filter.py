@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step filter of one request: tokens in, proposed block pairs out.
+
+Stage 1 of ReasonCache with the alignment of blocks. Stage 2, the distance of
+the block pairs' K and V, needs the device and happens elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from sglang_reasoncache.filter.align import align_blocks
+from sglang_reasoncache.filter.dense import DenseIndex
+from sglang_reasoncache.filter.encoder import StepEncoder
+from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
+from sglang_reasoncache.filter.proposal import CandidatePair, FilterCounters, Proposal
+from sglang_reasoncache.filter.random_pairs import RandomPairs
+from sglang_reasoncache.filter.segment import Segmenter, TokenClasses
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.span import Place, ReasoningSpan
+from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.structure import (
+    Signature,
+    SignatureKind,
+    same_structure,
+    signature,
+)
+from sglang_reasoncache.filter.structure.scan import leaves_fence_open
+from sglang_reasoncache.filter.vocabulary import Vocabulary
+
+__all__ = [
+    "CandidatePair",
+    "FilterConfig",
+    "FilterCounters",
+    "Proposal",
+    "RequestFilter",
+]
+
+
+class RequestFilter:
+    """Feeds on one response's tokens and proposes blocks to share.
+
+    Not thread safe; owned by one request. Holds at most
+    ``max_history_steps`` steps and one unfinished one.
+
+    Args:
+        config: the knobs.
+        classes: token classes, shared by all requests of a tokenizer.
+        vocabulary: spells the steps; the one of ``classes``.
+        start_position: logical position of the first token to come.
+        span: which tokens are reasoning, fresh and this filter's own; None: all of
+            them. Other tokens only advance the position, and a marker ends the
+            open step.
+        encoder: of the steps, one for all requests; None: counts of token ids.
+
+    Raises:
+        ValueError: the config asks for another encoder than ``tokens``, and there
+            is none.
+    """
+
+    def __init__(
+        self,
+        config: FilterConfig,
+        classes: TokenClasses,
+        vocabulary: Vocabulary,
+        start_position: int,
+        span: ReasoningSpan | None = None,
+        encoder: StepEncoder | None = None,
+    ) -> None:
+        self._config = config
+        self._classes = classes
+        self._vocabulary = vocabulary
+        self._span = span
+        self._segmenter = Segmenter(classes, config.max_step_tokens)
+        self._position = start_position
+        # Tokens of the open step; empty between two steps.
+        self._open_tokens: list[int] = []
+        self._in_code = False
+        self._history: LexicalIndex | DenseIndex
+        if encoder is None:
+            if config.encoder != "tokens" and config.random_ratio is None:
+                raise ValueError(f"--reasoncache-encoder {config.encoder} was not built")
+            self._history = LexicalIndex(config.max_history_steps, config.length_factor)
+        else:
+            self._history = DenseIndex(encoder, config.max_history_steps, config.length_factor)
+        self._random: RandomPairs | None = None
+        if config.random_ratio is not None:
+            self._random = RandomPairs(
+                config.random_ratio,
+                config.block,
+                config.page_size,
+                config.max_history_steps,
+                # Requests differ, ranks agree.
+                config.seed * 1_000_003 + start_position,
+            )
+        self.counters = FilterCounters()
+        """Sums over everything pushed so far."""
+
+    @property
+    def position(self) -> int:
+        """Logical position of the next token to be pushed."""
+        return self._position
+
+    def push(self, token_ids: Sequence[int]) -> list[Proposal]:
+        """Take newly written tokens, in order; one proposal per finished step."""
+        return [self._propose(step) for step in self._steps(token_ids)]
+
+    def push_history(self, token_ids: Sequence[int]) -> None:
+        """Take tokens whose steps may only be sources, such as a retracted output.
+
+        Nothing is proposed or counted.
+        """
+        for step in self._steps(token_ids):
+            self._remember(step)
+
+    def _steps(self, token_ids: Sequence[int]) -> Iterator[Step]:
+        """Finished steps, as the tokens complete them."""
+        push = self._segmenter.push
+        tokens = self._open_tokens
+        reasoning = self._span
+        for token in token_ids:
+            position = self._position
+            self._position = position + 1
+            if reasoning is not None and (place := reasoning.push(token)) is not Place.INSIDE:
+                if place is not Place.OUTSIDE and (span := self._segmenter.close(position)):
+                    finished = tokens.copy()
+                    tokens.clear()
+                    yield self._build(span[0], finished)
+                continue
+            span = push(token, position)
+            if span is None:
+                if tokens or self._segmenter.start is not None:
+                    tokens.append(token)
+            else:
+                finished = tokens.copy()
+                tokens.clear()
+                # A token that the step does not include starts the next one.
+                (finished if span[1] > position else tokens).append(token)
+                yield self._build(span[0], finished)
+
+    def _build(self, start: int, tokens: list[int]) -> Step:
+        num_blank_tail = 0
+        while self._classes.is_blank(tokens[-1 - num_blank_tail]):
+            num_blank_tail += 1
+        text = self._vocabulary.text(tokens)
+        step = Step.build(start, tokens, text, num_blank_tail, self._in_code)
+        self._in_code = leaves_fence_open(text, self._in_code)
+        return step
+
+    def _propose(self, step: Step) -> Proposal:
+        counters = FilterCounters(steps=1)
+        if self._random is not None:
+            pairs = self._random.propose(step)[: self._config.max_blocks_per_step]
+        else:
+            pairs = self._align(step, self._candidates(step, counters), counters)
+        counters.pairs = len(pairs)
+        counters.steps_with_pairs = int(bool(pairs))
+        self._remember(step)
+        self.counters.add(counters)
+        return Proposal(step, tuple(pairs), counters)
+
+    def _remember(self, step: Step) -> None:
+        if self._random is not None:
+            self._random.add(step)
+        else:
+            self._history.add(step)
+        if not self._config.use_structure or self._random is not None:
+            step.text = ""  # nobody will read it any more
+
+    def _candidates(self, step: Step, counters: FilterCounters) -> list[tuple[float, int]]:
+        """Lexical candidates as (similarity, index in the history).
+
+        Most similar first, the most recent of equals first.
+        """
+        if not len(self._history):
+            return []
+        counters.steps_compared = 1
+        config = self._config
+        sims = self._history.similarities(step)
+        tau = config.fixed_tau
+        if tau is None:
+            tau = dynamic_threshold(sims, config.strict, config.soft)
+        above = np.flatnonzero(sims > tau)
+        counters.candidates = len(above)
+        counters.steps_with_candidates = int(len(above) > 0)
+        # Stable sort of the reversed order: equal similarities, latest first.
+        order = above[::-1]
+        order = order[np.argsort(-sims[order], kind="stable")]
+        kept = order[: config.max_structure_checks]
+        counters.dropped_excess = len(above) - len(kept)
+        return list(zip(sims[kept].tolist(), kept.tolist(), strict=True))
+
+    def _align(
+        self, step: Step, candidates: list[tuple[float, int]], counters: FilterCounters
+    ) -> list[CandidatePair]:
+        """Block pairs of the best candidates that pass the structure check."""
+        config = self._config
+        pairs: list[CandidatePair] = []
+        covered = bytearray(len(step))
+        num_used = 0
+        for rank, (similarity, index) in enumerate(candidates):
+            room = config.max_blocks_per_step - len(pairs)
+            if num_used == config.max_candidates or room <= 0 or covered.count(0) < config.block:
+                counters.dropped_excess += len(candidates) - rank
+                break
+            earlier = self._history[index]
+            if config.use_structure and not self._passes(step, earlier, counters):
+                continue
+            num_used += 1
+            found = align_blocks(
+                step, earlier, config.block, config.page_size, config.align, covered
+            )
+            for dst, src in found[:room]:
+                pairs.append(CandidatePair(dst, src, config.block, similarity))
+                at = dst - step.start
+                covered[at : at + config.block] = b"\x01" * config.block
+        pairs.sort()
+        return pairs
+
+    def _passes(self, step: Step, earlier: Step, counters: FilterCounters) -> bool:
+        a, b = self._signature(step, counters), self._signature(earlier, counters)
+        if same_structure(a, b, self._config.structure_tolerance, self._config.limits):
+            return True
+        if SignatureKind.OVER_BOUND in (a.kind, b.kind):
+            counters.dropped_over_bound += 1
+        else:
+            counters.dropped_structure += 1
+        return False
+
+    def _signature(self, step: Step, counters: FilterCounters) -> Signature:
+        """Read on first need: most steps never become a candidate."""
+        if step.signature is None:
+            step.signature = signature(
+                step.text,
+                self._config.limits,
+                in_code=step.in_code,
+                keep_trees=self._config.structure_tolerance > 0,
+            )
+            step.text = ""  # the signature is all that is asked of it from now on
+            counters.over_bound += step.signature.kind is SignatureKind.OVER_BOUND
+        return step.signature

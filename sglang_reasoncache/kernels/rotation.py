@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotate a cached key by a difference of positions, with the model's own frequencies."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_reasoncache import compat
+
+
+class Angles(NamedTuple):
+    """fp32 ``[..., rotary_dim / 2]`` each; sign of the shift is in ``sin``."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def select(self, index: torch.Tensor) -> Angles:
+        return Angles(self.cos[index], self.sin[index])
+
+
+#: Rotary modules with one table of angles that are linear in the position.
+_LINEAR_KINDS = (
+    "RotaryEmbedding",
+    "LinearScalingRotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+    "DynamicNTKAlphaRotaryEmbedding",
+    "DynamicNTKScalingRotaryEmbedding",
+)
+
+#: Attention modules that, where the attribute is true, scale each dim of a key by a learned
+#: weight after its rotation: what lies in the pool is no rotated key.
+_SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
+
+
+class KeyRotation:
+    """Rotation by whole positions.
+
+    The angle of a shift ``n`` is the table's row ``|n|``, divided by row 0: an
+    attention-scaling factor (YaRN) is already in the key and must not be
+    applied twice. The table is computed in fp32, whatever dtype serving uses.
+
+    Args:
+        table: fp32 ``[max_positions, rotary_dim]``, cosines then sines.
+        rotary_dim: Leading dims of a head that are rotated; the rest stay.
+        is_neox: Halves are paired (neox) instead of neighbours (GPT-J).
+    """
+
+    def __init__(self, table: torch.Tensor, rotary_dim: int, is_neox: bool) -> None:
+        table = table.float()
+        scale = table[0, 0]
+        half = rotary_dim // 2
+        self.cos = (table[:, :half] / scale).contiguous()
+        self.sin = (table[:, half:rotary_dim] / scale).contiguous()
+        self.rotary_dim = rotary_dim
+        self.is_neox = is_neox
+
+    @classmethod
+    def from_model(cls, model: torch.nn.Module, max_positions: int) -> KeyRotation:
+        """Read the rotary embedding all attention layers of ``model`` share.
+
+        Raises:
+            ValueError: no rotary embedding, several different ones, a kind
+                whose angle is not linear in the position, layers without one,
+                keys changed after their rotation, or a table shorter than the
+                context.
+        """
+        found = _rotary_modules(model)
+        kinds = {type(m).__name__ for m in found}
+        if len(kinds) != 1 or not kinds <= set(_LINEAR_KINDS):
+            raise ValueError(
+                "--reasoncache-positions corrected needs one plain rotary embedding per model, "
+                f"found {sorted(kinds) or 'none'}; as-cached works without"
+            )
+        _check_layers(model)
+        tables = [m._compute_cos_sin_cache().float() for m in _distinct(found)]
+        first = found[0]
+        if any(t.shape != tables[0].shape or not torch.equal(t, tables[0]) for t in tables):
+            raise ValueError(
+                "--reasoncache-positions corrected needs the same rotary embedding in every layer"
+            )
+        if tables[0].shape[0] < max_positions:
+            raise ValueError(
+                f"--reasoncache-positions corrected: the rotary table holds {tables[0].shape[0]} "
+                f"positions, --context-length is {max_positions}"
+            )
+        return cls(tables[0], first.rotary_dim, first.is_neox_style)
+
+    def angles(self, shift: torch.Tensor) -> Angles:
+        """Cosines and sines of int ``shift`` of any shape, in positions, any sign."""
+        row = shift.abs().long()
+        return Angles(self.cos[row], self.sin[row] * shift.sign()[..., None])
+
+    def rotate(self, keys: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Rotate ``keys`` ``[..., heads, head_dim]`` by ``angles`` ``[..., rotary_dim / 2]``; fp32 result."""
+        cos, sin = angles.cos[..., None, :], angles.sin[..., None, :]
+        keys = keys.float()
+        rotated = keys[..., : self.rotary_dim]
+        if self.is_neox:
+            half = self.rotary_dim // 2
+            x, y = rotated[..., :half], rotated[..., half:]
+            out = torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1)
+        else:
+            x, y = rotated[..., 0::2], rotated[..., 1::2]
+            out = torch.stack((x * cos - y * sin, y * cos + x * sin), dim=-1).flatten(-2)
+        if self.rotary_dim == keys.shape[-1]:
+            return out
+        return torch.cat((out, keys[..., self.rotary_dim :]), dim=-1)
+
+
+def _distinct(modules: list[Any]) -> list[Any]:
+    """SGLang hands the same rotary module to every layer; check each object once."""
+    return list({id(m): m for m in modules}.values())
+
+
+def _rotary_modules(model: torch.nn.Module) -> list[Any]:
+    """Also those of SGLang's rotary modules that are no RotaryEmbedding (LongRoPE, dual chunk)."""
+    package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, compat.RotaryEmbedding) or type(module).__module__.startswith(package)
+    ]
+
+
+def _check_layers(model: torch.nn.Module) -> None:
+    """Raises ValueError where a layer's cached keys are not, or not only, rotated."""
+    for name, owner in model.named_modules():
+        children = list(owner.children())
+        if not any(isinstance(child, compat.RadixAttention) for child in children):
+            continue
+        kind = type(owner).__name__
+        rotary = [child for child in children if isinstance(child, compat.RotaryEmbedding)]
+        if not rotary:
+            raise ValueError(
+                "--reasoncache-positions corrected needs a rotary embedding in every attention "
+                f"layer, {name} ({kind}) has none; as-cached works without"
+            )
+        # One made for a part of the head leaves open which dims that part is.
+        sizes = {child.head_size for child in rotary}
+        heads = {c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}
+        if sizes != heads:
+            raise ValueError(
+                f"--reasoncache-positions corrected: {name} ({kind}) rotates a part of {sizes} dims "
+                f"placed by the model itself in heads of {heads}; as-cached works"
+            )
+        flag = _SCALES_ROTATED_KEYS.get(kind)
+        if flag is not None and getattr(owner, flag, True):
+            raise ValueError(
+                f"--reasoncache-positions corrected: {name} ({kind}, {flag}) scales keys after "
+                "their rotation, which cannot be rotated any more; as-cached works"
+            )

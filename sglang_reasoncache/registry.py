@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies by name, and the text of ``--reasoncache-policy``.
+
+Options are separated by ``,`` or ``:``, so that the text can stand inside another list:
+``reasoncache+keydiff:budget=512,recent=64`` is ``reasoncache+keydiff:budget=512:recent=64``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import numbers
+import pkgutil
+import re
+import types
+import typing
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from sglang_reasoncache.eviction.policies.contract import (
+    ATTENTION,
+    KEYS,
+    UNROTATED_KEYS,
+    Observation,
+    OptionError,
+    Policy,
+    Selector,
+)
+
+#: Every evictor and selector of this package: a policy is one line here.
+BUILT_IN: Mapping[str, str] = types.MappingProxyType(
+    {
+        "streamingllm": "sglang_reasoncache.eviction.policies.streamingllm:StreamingLLM",
+        "random": "sglang_reasoncache.eviction.policies.random_eviction:RandomEviction",
+        "l2norm": "sglang_reasoncache.eviction.policies.l2norm:L2Norm",
+        "keydiff": "sglang_reasoncache.eviction.policies.keydiff:KeyDiff",
+        "h2o": "sglang_reasoncache.eviction.policies.h2o:H2O",
+        "snapkv": "sglang_reasoncache.eviction.policies.snapkv:SnapKV",
+        "rkv": "sglang_reasoncache.eviction.policies.rkv:RKV",
+        "quest": "sglang_reasoncache.selection.quest:Quest",
+    }
+)
+#: Where other packages register theirs, ``name = "package.module:Class"``.
+ENTRY_POINTS = "sglang_reasoncache.eviction.policies"
+#: Sharing between similar steps, and nothing at all.
+SHARING, NOTHING = "reasoncache", "none"
+_LONGEST = 1000
+_NEEDS = frozenset({KEYS, UNROTATED_KEYS, ATTENTION})
+
+
+class PolicyError(ValueError):
+    """The text is wrong; the message continues ``must be``."""
+
+
+class NamedPolicy(typing.NamedTuple):
+    """A configured evictor and the name it was asked for by."""
+
+    name: str
+    policy: Policy
+
+
+class NamedSelector(typing.NamedTuple):
+    """A configured selector and the name it was asked for by."""
+
+    name: str
+    policy: Selector
+
+
+@dataclass(frozen=True)
+class PolicyChoice:
+    """What ``--reasoncache-policy`` asks for.
+
+    Attributes:
+        shares: Similar steps share their memory.
+        evictors: Applied one after the other.
+        selector: Chooses what a step reads.
+    """
+
+    shares: bool
+    evictors: tuple[NamedPolicy, ...] = ()
+    selector: NamedSelector | None = None
+
+
+@functools.lru_cache(maxsize=64)
+def parse(text: str) -> PolicyChoice:
+    """``NAME[:key=value,...][+NAME...]``.
+
+    Raises:
+        PolicyError: unknown name or key, a value out of bounds, or a name given twice.
+    """
+    if not isinstance(text, str) or len(text) > _LONGEST:
+        raise PolicyError(f"a text of at most {_LONGEST} characters")
+    parts = [part.strip().partition(":") for part in text.split("+")]
+    names = [name for name, _, _ in parts]
+    known = ", ".join((NOTHING, SHARING, *BUILT_IN))
+    for name, _, options in parts:
+        if name and names.count(name) > 1:
+            raise PolicyError(f"with {name} once")
+        if name in (NOTHING, SHARING) and options:
+            raise PolicyError(f"with {name} without options (sharing has flags of its own)")
+        if name == NOTHING and len(parts) > 1:
+            raise PolicyError(f"{NOTHING} alone, or without it")
+    made = [
+        (name, _make(name, options, known))
+        for name, _, options in parts
+        if name not in (NOTHING, SHARING)
+    ]
+    selectors = [NamedSelector(name, policy) for name, policy in made if _selects(policy)]
+    if len(selectors) > 1:
+        raise PolicyError(f"with one of {' and '.join(name for name, _ in selectors)}")
+    evictors = tuple(NamedPolicy(name, policy) for name, policy in made if not _selects(policy))
+    return PolicyChoice(SHARING in names, evictors, selectors[0] if selectors else None)
+
+
+def _selects(policy: Any) -> bool:
+    return not hasattr(policy, "evictions")
+
+
+def _make(name: str, options: str, known: str) -> Any:
+    kind = _class_of(name, known)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    try:
+        types_of = typing.get_type_hints(kind)
+    except Exception as error:
+        raise PolicyError(f"with policies whose types resolve; {name} has {error!r}") from error
+    given: dict[str, Any] = {}
+    for part in re.split("[,:]", options) if options else ():
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        key = key.replace("-", "_")
+        if not equals or not value:
+            raise PolicyError(f"with key=value for {name} instead of {part!r}")
+        if key not in fields:
+            raise PolicyError(f"with options of {name} among {', '.join(fields)}, not {key!r}")
+        if key in given:
+            raise PolicyError(f"with {key} of {name} once")
+        given[key] = _value(name, key, types_of[key], value)
+    try:
+        policy = kind(**given)
+    except OptionError as error:
+        raise PolicyError(f"with {error.key} of {name} {error.bound}") from error
+    except Exception as error:
+        # Another package's policy may say it in its own way.
+        raise PolicyError(f"with options that {name} takes ({error!r})") from error
+    if not _selects(policy):
+        try:
+            missing = _missing(policy)
+        except Exception as error:
+            missing = f"what can be asked of it ({error!r})"
+        if missing:
+            raise PolicyError(f"with policies that have {missing}; {name} does not")
+    return policy
+
+
+def _missing(policy: Any) -> str:
+    """What of :class:`Policy` an evictor lacks, which would be found out in a live server."""
+    if not callable(policy.evictions) or not callable(getattr(policy, "excess", None)):
+        return "methods evicts and excess"
+    slack = getattr(policy, "slack", None)
+    if not isinstance(slack, numbers.Integral) or slack < 0:
+        return "a slack, an integer of at least 0"
+    needs = getattr(policy, "needs", None)
+    if not isinstance(needs, Set) or not needs <= _NEEDS:
+        return f"needs, a set of {', '.join(sorted(_NEEDS))} or an empty one"
+    observes = getattr(policy, "observes", None)
+    if ATTENTION in needs and not isinstance(observes, Observation):
+        return f"observes, an Observation, as {ATTENTION} is needed"
+    return ""
+
+
+def _class_of(name: str, known: str) -> Any:
+    target = BUILT_IN.get(name)
+    if target is not None:
+        return pkgutil.resolve_name(target)
+    others = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if name not in others:
+        known = ", ".join((known, *sorted(others)))
+        raise PolicyError(f"with every NAME one of {known}, not {name!r}")
+    try:
+        kind = others[name].load()
+    except Exception as error:
+        raise PolicyError(f"with policies that load; {name} does not ({error!r})") from error
+    if not dataclasses.is_dataclass(kind) or not isinstance(kind, type):
+        raise PolicyError(f"with policies that are dataclasses; {name} is {kind!r}")
+    if not (hasattr(kind, "evictions") or hasattr(kind, "keep")):
+        raise PolicyError(f"with policies that evict or keep something; {name} is {kind!r}")
+    return kind
+
+
+def _value(name: str, key: str, kind: Any, text: str) -> Any:
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise PolicyError(f"with {key} of {name} true or false, not {text!r}")
+        return text.lower() == "true"
+    if kind is str:
+        return text
+    if kind not in (int, float):
+        raise PolicyError(f"with options that can be written; {key} of {name} is a {kind}")
+    try:
+        if "_" in text or not text.isascii():
+            # Python reads 1_0 as 10.
+            raise ValueError(text)
+        return kind(text)
+    except ValueError as error:
+        what = "an integer" if kind is int else "a number"
+        raise PolicyError(f"with {key} of {name} {what}, not {text!r}") from error

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests whose attention is noted, and all weights that were ever given."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from sglang_reasoncache.eviction.policies.contract import Observation
+from sglang_reasoncache.eviction.statistics import AttentionStatistics
+from sglang_reasoncache.kernels.plan import plan_rows
+from tests.unit.attention_rig import Rig
+
+ROWS, WIDTH, SLOTS = 5, 90, 600
+WANTED = Observation(latest=4, total=True, prompt=6)
+
+
+class World:
+    """Rows that are built, grow, get evicted positions and are built anew, and all weights ever given."""
+
+    def __init__(self, seed: int, wanted: Observation) -> None:
+        self.random = random.Random(seed)
+        self.torch = torch.Generator().manual_seed(seed)
+        self.rows = torch.randint(-1, SLOTS, (ROWS, WIDTH), dtype=torch.int32)
+        self.wanted = wanted
+        #: Of each row, how many requests got it.
+        self.generations = torch.zeros(ROWS, dtype=torch.int64)
+        self.statistics: Any = self.made()
+        self.length = [0] * ROWS
+        #: Rows of requests some of whose positions were computed.
+        self.begun: set[int] = set()
+        #: Of each row: query position -> weights of the positions it saw.
+        self.given: list[dict[int, torch.Tensor]] = [{} for _ in range(ROWS)]
+
+    def made(self) -> Any:
+        """What is tested."""
+        return AttentionStatistics(self.rows, self.generations, self.wanted)
+
+    def observe(
+        self, requests: torch.Tensor, lengths: torch.Tensor, new: list[int] | None
+    ) -> torch.Tensor | None:
+        """Begin a forward. Returns what layers add to."""
+        plan = plan_rows(self.rows, requests, lengths, num_slots=SLOTS)
+        observed = self.statistics.observe(plan, requests, lengths, new)
+        return None if observed is None else observed.weights
+
+    def done(self) -> None:
+        """All layers have run."""
+
+    def forward(self, requests: list[int], new: list[int] | None) -> None:
+        counts = new or [1] * len(requests)
+        for row, count in zip(requests, counts, strict=True):
+            self.length[row] += count
+            at = slice(self.length[row] - count, self.length[row])
+            self.rows[row, at] = torch.randint(0, SLOTS, (count,), dtype=torch.int32)
+        lengths = torch.tensor([self.length[row] for row in requests])
+        indices = torch.tensor(requests)
+        layers = self.observe(indices, lengths, new)
+        # As SGLang does with its own.
+        lengths += 1
+        indices.zero_()
+        expected = []
+        for row, count in zip(requests, counts, strict=True):
+            told = 1 if new is None else min(count, self.wanted.prompt)
+            if row in self.begun and count == 1:
+                told = 1
+            self.begun.add(row)
+            for query in range(self.length[row] - told, self.length[row]):
+                weights = torch.rand(query + 1, generator=self.torch)
+                weights[self.rows[row, : query + 1] < 0] = 0
+                self.given[row][query] = weights
+                expected.append(weights[self.rows[row, : query + 1] >= 0])
+        found = torch.cat([torch.zeros(0), *expected])
+        if layers is None:
+            assert not expected
+            return
+        # As two layers do.
+        layers[: len(found)] += found / 4
+        layers[: len(found)] += found * 3 / 4
+        self.done()
+
+    def step(self) -> None:
+        kind = self.random.random()
+        if kind < 0.2:  # a request begins, with some of its prompt from the prefix cache
+            row = self.random.randrange(ROWS)
+            self.begin(row, self.random.choice([self.random.randrange(0, 20), self.length[row]]))
+        elif kind < 0.3:  # the next chunk of a long prompt: what came before is forgotten
+            row = self.random.randrange(ROWS)
+            if 0 < self.length[row] < WIDTH - 20:
+                count = self.random.choice([2, 6, 7, 15])
+                if count > self.wanted.prompt:
+                    self.given[row].clear()
+                self.forward([row], [count])
+        elif kind < 0.4:  # evicted positions
+            row = self.random.randrange(ROWS)
+            if self.length[row] > 4:
+                start = self.random.randrange(self.length[row] - 2)
+                self.rows[row, start : start + 2] = -1
+        else:
+            some = [r for r in range(ROWS) if 0 < self.length[r] < WIDTH]
+            some = self.random.sample(some, self.random.randint(0, len(some)))
+            if some:
+                mixed = self.random.random() < 0.2
+                self.forward(some, [1] * len(some) if mixed else None)
+
+    def begin(self, row: int, cached: int) -> None:
+        """Another request gets the row and finds its first ``cached`` positions computed."""
+        self.given[row].clear()
+        self.begun.discard(row)
+        self.generations[row] += 1
+        self.length[row] = min(cached, WIDTH - 40)
+        self.rows[row, : self.length[row]] = 7
+        self.forward([row], [self.random.randrange(1, 20)])
+
+    def check(self, row: int) -> None:
+        length = self.length[row]
+        held = (self.rows[row, :length] >= 0).nonzero()[:, 0]
+        queries = sorted(self.given[row])
+        padded = [
+            torch.nn.functional.pad(self.given[row][q], (0, length - q - 1))[held].double()
+            for q in queries
+        ]
+        if self.wanted.total:
+            found = self.statistics.total(row, held)
+            torch.testing.assert_close(found, sum(padded), rtol=1e-5, atol=1e-6)
+        for newest in range(1, self.wanted.latest + 1):
+            some = padded[-newest:]
+            found = self.statistics.latest(row, held, newest)
+            torch.testing.assert_close(found, sum(some) / len(some), rtol=1e-5, atol=1e-6)
+
+
+def assert_sums(world: World, steps: int, least: int) -> None:
+    """Whatever happens, a row tells the weights it was given; ``least``: looks that say so."""
+    checked = 0
+    for _ in range(steps):
+        world.step()
+        row = world.random.randrange(ROWS)
+        if world.given[row]:
+            world.check(row)
+            checked += 1
+    assert checked > least
+
+
+def assert_nothing_is_left(world: World) -> None:
+    """The next request in a row finds as many positions cached as the last one had reached."""
+    world.begin(2, 0)
+    for _ in range(5):
+        world.forward([2], None)
+    world.begin(2, world.length[2])
+    world.check(2)
+    # Before its first forward: nothing at all.
+    world.generations[2] += 1
+    held = torch.arange(4)
+    assert world.statistics.total(2, held).tolist() == [0] * 4
+    assert world.statistics.latest(2, held, 1).tolist() == [0] * 4
+
+
+def dense_weights(rig: Rig, batch: Any, observed: int) -> list[torch.Tensor]:
+    """fp64 sums over heads and the last ``observed`` queries of each row, by position."""
+    keys = rig.pool.k_buffer[1].double()
+    found, query = [], iter(rig.query.double().split(batch.extend_seq_lens.tolist()))
+    for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True):
+        k = keys[rig.rows.req_to_token[row, :length].long()].repeat_interleave(
+            rig.heads // rig.kv_heads, dim=1
+        )
+        q = next(query)[-observed:]
+        logits = torch.einsum("qhd,nhd->hqn", q, k) * rig.layer.scaling
+        behind = torch.arange(length) > torch.arange(length - len(q), length)[:, None]
+        found.append(logits.masked_fill(behind, float("-inf")).softmax(-1).sum(dim=(0, 1)))
+    return found

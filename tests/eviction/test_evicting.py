@@ -1,0 +1,657 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evicts on SGLang's pools and rows: what is refused, what comes back, what others see."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.mem_cache.common import release_kv_cache
+
+from sglang_reasoncache.eviction.policies.contract import RequestView
+from sglang_reasoncache.eviction.policies.keydiff import KeyDiff, similarity
+from sglang_reasoncache.eviction.policies.random_eviction import RandomEviction
+from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
+from sglang_reasoncache.kernels.decode import decode_attention
+from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.registry import NamedPolicy
+from sglang_reasoncache.sharing.decision import Eviction, EvictionRefusal
+from sglang_reasoncache.sharing.measure import BlockMeter
+from tests.property.world import LAYERS, Pair, Setup, World
+from tests.unit.test_pipeline import (
+    OUTPUT,
+    PROMPT,
+    SlowMeter,
+    arrive,
+    assert_empty,
+    decode,
+    finish,
+    prefill,
+    propose,
+    start,
+    state,
+    used,
+)
+
+pytestmark = pytest.mark.usefixtures("published_config")
+
+SINGLE = Setup(page=1, block=4, slots=120, publish="exact")
+ALIASED = Setup(page=1, block=4, slots=120, publish="aliased")
+PAGED = Setup(page=4, block=4, slots=160, publish="exact")
+#: Positions of :func:`start`'s request whose KV is there, all but the first of them its own.
+WRITTEN = len(PROMPT) + OUTPUT
+
+
+def evict(world: World, req: Req, *evictions: object) -> int:
+    """The policy answers ``evictions`` at the next look; returns slots that came back."""
+    world.evictor.waiting[req.rid] = list(evictions)
+    return world.controller.after_decode([req])
+
+
+def refusals(world: World) -> dict[str, int]:
+    return dict(world.controller.stats.eviction_refusals)
+
+
+def evicted(world: World, req: Req) -> list[int]:
+    return np.flatnonzero(world.row(req) < 0).tolist()
+
+
+def test_a_evicted_slot_is_free_at_once() -> None:
+    world = World(SINGLE)
+    req = start(world)
+    before, row = used(world), world.row(req).copy()
+    assert evict(world, req, Eviction(10, 3), Eviction(20, 1)) == 4
+    assert used(world) == before - 4
+    assert evicted(world, req) == [10, 11, 12, 20]
+    assert set(row[[10, 11, 12, 20]].tolist()) <= set(world.free_pages().tolist())
+    kept = world.row(req) >= 0
+    assert (world.row(req)[kept] == row[kept]).all()
+    seen = world.controller.describe()
+    assert seen["positions_evicted_now"] == seen["slots_saved_now"] == 4
+    assert seen["totals"]["positions_evicted"] == seen["totals"]["slots_freed_by_eviction"] == 4
+    finish(world, req)
+    assert world.controller.describe()["recent"][0]["evicted_positions"] == 4
+    assert_empty(world)
+
+
+HOSTILE = [
+    (
+        EvictionRefusal.MALFORMED,
+        [None, 7, (10, 3), "10", Pair(10, 3), Eviction(10, 0), Eviction(10, -4)],
+    ),
+    (
+        EvictionRefusal.MALFORMED,
+        [Eviction(-3, 2), Eviction(10.0, 2), Eviction(10, 2.0), Eviction(True, 9)],  # type: ignore[arg-type]
+    ),
+    (EvictionRefusal.MALFORMED, [Eviction("10", 1), Eviction(math.nan, 1)]),  # type: ignore[arg-type]
+    (
+        EvictionRefusal.TREE_OWNED,
+        [Eviction(0, 1), Eviction(len(PROMPT) - 1, 4), Eviction(0, 10**30)],
+    ),
+    (
+        EvictionRefusal.NOT_WRITTEN,
+        [Eviction(WRITTEN, 1), Eviction(10, 10**30), Eviction(10**30, 1)],
+    ),
+    (EvictionRefusal.NEWEST, [Eviction(WRITTEN - 1, 1), Eviction(10, WRITTEN - 10)]),
+]
+
+
+@pytest.mark.parametrize(("refusal", "evictions"), HOSTILE)
+def test_nonsense_is_refused_by_name(refusal: EvictionRefusal, evictions: list[object]) -> None:
+    """Slots of others, unwritten positions, things that are no evicts: counted, and nothing moves."""
+    world = World(SINGLE)
+    req, other = start(world), start(world, "other", first=300)
+    rows = world.row(req).copy(), world.row(other).copy()
+    before = used(world)
+    for one in evictions:
+        assert evict(world, req, one) == 0
+    assert refusals(world) == {refusal.value: len(evictions)}
+    assert (world.row(req) == rows[0]).all() and (world.row(other) == rows[1]).all()
+    assert used(world) == before
+    # What is right in the same answer is applied.
+    assert evict(world, req, *evictions, Eviction(12, 2)) == 2
+    finish(world, req)
+    finish(world, other)
+    assert_empty(world)
+
+
+def test_a_position_is_evicted_once() -> None:
+    world = World(SINGLE)
+    req = start(world)
+    assert (
+        evict(world, req, Eviction(10, 4), Eviction(12, 4), Eviction(10, 4), Eviction(14, 1)) == 5
+    )
+    assert evict(world, req, Eviction(9, 2)) == 0
+    assert refusals(world) == {"already_evicted": 3}
+    finish(world, req)
+    assert_empty(world)
+
+
+@pytest.mark.parametrize("run", [Eviction(9, 4), Eviction(8, 3), Eviction(10, 2), Eviction(8, 6)])
+def test_parts_of_pages_are_refused(run: Eviction) -> None:
+    world = World(PAGED)
+    req = start(world)
+    assert evict(world, req, run) == 0
+    assert refusals(world) == {"part_of_page": 1}
+    assert evict(world, req, Eviction(8, 8)) == 8
+    assert evicted(world, req) == list(range(8, 16))
+    # Every later token finds its place: the page of the newest position is there.
+    for i in range(9):
+        decode(world, req, i)
+    finish(world, req)
+    assert_empty(world)
+
+
+def endless() -> Iterable[Eviction]:
+    for _ in itertools.count():
+        yield Eviction(0, 1)
+
+
+class Failing:
+    """A policy of somebody else's that goes wrong in ``how`` it answers."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self._asked = 0
+
+    @property
+    def slack(self) -> Any:
+        self._asked += 1
+        return np.array([1, 2]) if self._asked > 1 and self.how == "has another slack" else 1
+
+    def excess(self, written: int, held: int) -> int:
+        return None if self.how == "has no excess" else 3  # type: ignore[return-value]
+
+    def evictions(self, view: RequestView, excess: int) -> Any:
+        if self.how == "raises":
+            raise KeyError("oops")
+        if self.how == "is no list":
+            return 5
+        if self.how == "is endless":
+            return endless()
+        if self.how == "raises half way":
+            return (Eviction(10 // (3 - i), 1) for i in range(5))
+        if self.how == "exits":
+            raise SystemExit(1)
+        if self.how == "answers half an eviction":
+            return [Eviction.__new__(Eviction)]
+        if self.how == "answers an eviction that raises":
+            return [Raising(10, 1)]
+        if self.how == "has another slack":
+            return []
+        view.held[:] = 0
+        return [Eviction(int(view.held[0]), 1)]
+
+
+class Raising(Eviction):
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+@pytest.mark.parametrize(
+    ("how", "refused"),
+    [
+        ("raises", {"policy_failed": 1}),
+        ("is no list", {"policy_failed": 1}),
+        ("has no excess", {"policy_failed": 2}),
+        ("raises half way", {"policy_failed": 1}),
+        ("is endless", {"tree_owned": WRITTEN + 1}),
+        ("writes into its view", {"policy_failed": 1}),
+        ("exits", {"policy_failed": 1}),
+        ("answers half an eviction", {"policy_failed": 1}),
+        ("answers an eviction that raises", {"malformed": 1}),
+    ],
+)
+def test_a_policy_that_fails_harms_nobody(how: str, refused: dict[str, int]) -> None:
+    world = World(SINGLE, evictors=[NamedPolicy("failing", Failing(how))])
+    req = start(world)
+    row = world.row(req).copy()
+    world.controller.stats.eviction_refusals.clear()
+    # Not asked again before the slack is written.
+    decode(world, req)
+    assert world.controller.after_decode([req]) == 0
+    assert world.controller.after_decode([req]) == 0
+    [(reason, count)] = refused.items()
+    assert refusals(world) == {reason: count + (1 if how == "is endless" else 0)}
+    assert (world.row(req)[: len(row)] == row).all()
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_slack_is_asked_for_once() -> None:
+    world = World(SINGLE, evictors=[NamedPolicy("failing", Failing("has another slack"))])
+    req = start(world)
+    for i in range(3):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+    assert world.controller.stats.eviction_decisions > 1 and refusals(world) == {}
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_policies_are_described_as_they_were_at_the_start() -> None:
+    @dataclass(frozen=True)
+    class Odd(StreamingLLM):
+        what: Any = None
+        later: int = field(init=False)
+
+    odd = Odd(budget=10_000, what=[3])
+    described = World(SINGLE, evictors=[NamedPolicy("odd", odd)]).controller.describe()
+    [options] = described["evictors"]
+    assert json.loads(json.dumps(options)) == options
+    assert (options["name"], options["budget"], options["what"]) == ("odd", 10_000, "[3]")
+    assert "later" not in options
+
+
+def test_what_a_policy_does_to_its_view_stays_there() -> None:
+    """Of two policies and of what is read for one."""
+
+    class Shuffling(Failing):
+        def evictions(self, view: RequestView, excess: int) -> list[Eviction]:
+            seen = view.keys.stored(0)
+            candidates = view.candidates()
+            candidates[:] = candidates[::-1].copy()
+            base = view.held.base
+            assert base is not None
+            base[:] = 0
+            assert torch.equal(view.keys.stored(0), seen)
+            return [Eviction(int(candidates[0]), 1)]
+
+    world = World(SINGLE, evictors=[NamedPolicy("shuffling", Shuffling(""))])
+    req = start(world)
+    assert refusals(world) == {} and evicted(world, req) == [WRITTEN - 2]
+    finish(world, req)
+    assert_empty(world)
+
+
+# -- shared slots ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("publish", [SINGLE, ALIASED])
+@pytest.mark.parametrize(
+    ("run", "freed"),
+    [(Eviction(20, 4), 0), (Eviction(8, 4), 0), (Eviction(7, 6), 2), (Eviction(6, 20), 16)],
+    ids=["destination", "source", "source and more", "both"],
+)
+def test_a_shared_slot_outlives_a_evicted_name(publish: Setup, run: Eviction, freed: int) -> None:
+    world = World(publish)
+    req = start(world)
+    propose(world, req, Pair(20, 8))
+    assert world.controller.after_decode([req]) == 4
+    before, row = used(world), world.row(req).copy()
+    assert evict(world, req, run) == freed
+    assert used(world) == before - freed
+    now = world.row(req)
+    kept = np.delete(np.arange(len(row)), slice(run.start, run.end))
+    assert (now[kept] == row[kept]).all()
+    assert world.controller.saved_positions == 4 + freed
+    finish(world, req)
+    assert_empty(world)
+
+
+@pytest.mark.parametrize("setup", [SINGLE, ALIASED, PAGED], ids=str)
+def test_a_budget_counts_slots(setup: Setup) -> None:
+    """What sharing saves need not be given up, and a slot goes with all of its names."""
+    budget = WRITTEN + 6
+    evictor = StreamingLLM(budget=budget, slack=1, recent=1)
+    world = World(setup, evictors=[NamedPolicy("streamingllm", evictor)])
+    req = start(world)
+    propose(world, req, Pair(20, 8))
+    assert world.controller.after_decode([req]) == 4
+    before = []
+    for i in range(40):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+        row = world.row(req)
+        slots = len(set(row[row >= 0].tolist()))
+        assert slots <= budget + 1
+        if not evicted(world, req):
+            assert slots == len(row) - 4
+            before.append(len(row))
+        # The older name of a slot stays as long as the newer one.
+        assert (row[8:12] == row[20:24]).all()
+    assert before[-1] == budget + 4 + 1, (
+        "nothing was evicted while the slots were within the budget"
+    )
+    # All but the prompt, which stays, up to the newest one that is left.
+    gone = evicted(world, req)
+    assert gone == list(range(gone[0], gone[-1] + 1)) and gone[-1] > 23
+    totals = world.controller.stats
+    assert totals.positions_evicted - totals.slots_freed_by_eviction == 4
+    assert refusals(world) == {} and world.controller.live_positions == 0
+    finish(world, req)
+    assert_empty(world)
+
+
+@pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+@pytest.mark.parametrize("meter", [BlockMeter, SlowMeter])
+def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
+    setup: Setup, meter: type[BlockMeter]
+) -> None:
+    """Its blocks are applied again some looks later, and policies are not asked before."""
+    evictor = RandomEviction(budget=WRITTEN - 2, slack=4, recent=4)
+    world = World(setup, meter, evictors=[NamedPolicy("random", evictor)])
+    arrive_if_slow(world, True)
+    req = start(world)
+    propose(world, req, Pair(24, 8), Pair(20, 12))
+    world.controller.after_decode([req])
+    for i in range(8):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+    gone, live = evicted(world, req), world.controller.live_positions
+    assert live == 8
+    release_kv_cache(req, world.tree, checkpoint=False)
+    req.reset_for_retract()
+    prefill(world, req)
+    written = np.arange(len(world.row(req)))
+    assert (state(world, req).slot_aliases.of(written) == written).all()
+    req.output_ids.append(9)
+    arrive_if_slow(world, False)
+    asked = world.controller.stats.eviction_decisions
+    for _ in range(3):
+        world.controller.after_decode([req])
+        assert evicted(world, req) == gone
+    assert world.controller.stats.eviction_decisions == asked or meter is BlockMeter
+    arrive_if_slow(world, True)
+    world.controller.after_decode([req])
+    assert evicted(world, req) == gone and world.controller.live_positions == live
+    assert state(world, req).slot_aliases.of(written)[24:28].tolist() == [8, 9, 10, 11]
+    # Later it is asked as before.
+    for i in range(20):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+    assert len(evicted(world, req)) > len(gone) and refusals(world) == {}
+    finish(world, req)
+    assert_empty(world)
+
+
+def arrive_if_slow(world: World, yes: bool) -> None:
+    if isinstance(world.meter, SlowMeter):
+        arrive(world, yes)
+
+
+def test_what_shares_a_slot_with_a_sink_stays() -> None:
+    evictor = StreamingLLM(budget=26, slack=1, recent=4, sinks=16)
+    world = World(SINGLE, evictors=[NamedPolicy("streamingllm", evictor)])
+    req = start(world)
+    propose(world, req, Pair(20, 8), Pair(24, 12))
+    for i in range(16):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+    totals = world.controller.stats
+    assert totals.positions_evicted == totals.slots_freed_by_eviction > 0
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_blocks_over_evicted_positions_are_refused() -> None:
+    world = World(SINGLE)
+    req = start(world)
+    evict(world, req, Eviction(9, 1), Eviction(24, 1))
+    # (20, 6) reads the evicted position at 9, (21, 10) writes the one at 24, (14, 10) meets neither.
+    propose(world, req, Pair(20, 6), Pair(14, 10), Pair(21, 10))
+    assert world.controller.after_decode([req]) == 4
+    assert world.controller.stats.refusals == {"evicted": 2}
+    assert evicted(world, req) == [9, 24]
+    finish(world, req)
+    assert_empty(world)
+
+
+@pytest.mark.parametrize("run", [Eviction(21, 1), Eviction(9, 2)], ids=["destination", "source"])
+def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
+    """The block comes too late; its stale slots are neither shared nor released."""
+    world = World(SINGLE, SlowMeter)
+    arrive(world, False)
+    req = start(world)
+    propose(world, req, Pair(20, 8))
+    assert world.controller.after_decode([req]) == 0
+    assert evict(world, req, run) == run.length
+    # Its slots are somebody else's by now.
+    other = start(world, "other", first=300)
+    row = world.row(other).copy()
+    arrive(world, True)
+    world.controller.after_decode([req, other])
+    assert world.controller.stats.refusals["evicted"] == 1
+    assert evicted(world, req) == list(range(run.start, run.end))
+    assert (world.row(other) == row).all()
+    finish(world, req)
+    finish(world, other)
+    assert_empty(world)
+
+
+# -- ends of a row ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setup", [SINGLE, ALIASED, PAGED], ids=str)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_nothing_behind_an_evicted_position_is_published(setup: Setup, grouped: bool) -> None:
+    world = World(setup)
+    req = start(world)
+    evict(world, req, Eviction(16, 4))
+    for i in range(6):
+        decode(world, req, i)
+    tokens = [*req.origin_input_ids, *req.output_ids]
+    if grouped:
+        world.allocator.free_group_begin()
+    finish(world, req)
+    if grouped:
+        world.allocator.free_group_end()
+    follow_up = world.request("next", [*tokens, 5, 6], False, None)
+    follow_up.init_next_round_input(world.tree)
+    assert follow_up.prefix_len == 16
+    assert used(world) == world.tree.evictable_size() == 16
+    prefill(world, follow_up)
+    finish(world, follow_up)
+    assert_empty(world)
+
+
+@pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+def test_an_aborted_row_gives_everything_back(setup: Setup) -> None:
+    world = World(setup)
+    req = start(world)
+    evict(world, req, Eviction(8, 4), Eviction(16, 8))
+    req.finished_reason = FINISH_ABORT("gone")
+    release_kv_cache(req, world.tree, checkpoint=False)
+    assert used(world) == world.tree.evictable_size()
+    assert world.controller.saved_positions == 0
+    assert_empty(world)
+
+
+@pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+def test_a_retracted_request_evicts_the_same_again(setup: Setup) -> None:
+    world = World(setup)
+    req = start(world)
+    propose(world, req, Pair(24, 8))
+    world.controller.after_decode([req])
+    evict(world, req, Eviction(12, 4), Eviction(20, 4))
+    assert world.controller.saved_positions == 12
+    release_kv_cache(req, world.tree, checkpoint=False)
+    req.reset_for_retract()
+    assert world.controller.saved_positions == 0
+    prefill(world, req)
+    req.output_ids.append(9)
+    assert evicted(world, req) == []
+    before = used(world)
+    # Evicts at once, the block a look later, when it has been measured.
+    assert world.controller.after_decode([req]) == 8
+    assert evicted(world, req) == [*range(12, 16), *range(20, 24)]
+    assert world.controller.after_decode([req]) == 4
+    assert used(world) == before - 12
+    assert world.row(req)[24:28].tolist() == world.row(req)[8:12].tolist()
+    assert refusals(world) == {}
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_evicts_that_the_tree_owns_by_now_stay_undone() -> None:
+    """While a request waited, another one with its text was published, and it reads that."""
+    world = World(SINGLE)
+    req = start(world)
+    evict(world, req, Eviction(10, 10))
+    release_kv_cache(req, world.tree, checkpoint=False)
+    req.reset_for_retract()
+    other = world.request("same", [*req.origin_input_ids, *req.output_ids][:16], False, None)
+    prefill(world, other)
+    prefill(world, req)
+    assert req.kv.cache_protected_len == 16
+    req.output_ids.append(9)
+    assert world.controller.after_decode([req]) == 4
+    assert evicted(world, req) == [16, 17, 18, 19]
+    assert refusals(world) == {}
+    other.output_ids.append(1)
+    finish(world, other)
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_an_opted_out_request_is_never_asked_about() -> None:
+    world = World(
+        SINGLE, evictors=[NamedPolicy("streamingllm", StreamingLLM(budget=10, slack=1, recent=1))]
+    )
+    req = world.request("exact", PROMPT, True, None)
+    prefill(world, req)
+    req.output_ids.append(1)
+    for i in range(30):
+        decode(world, req, i)
+    assert world.controller.after_decode([req]) == 0
+    assert evicted(world, req) == [] and world.controller.stats.eviction_decisions == 0
+    finish(world, req)
+    assert_empty(world)
+
+
+# -- real policies ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+def test_a_budget_holds_from_step_to_step(setup: Setup) -> None:
+    budget, slack = 20, 4
+    evictor = StreamingLLM(budget=budget, slack=slack, recent=1)
+    world = World(setup, evictors=[NamedPolicy("streamingllm", evictor)])
+    req = world.request("r", PROMPT, False, None)
+    prefill(world, req)
+    req.output_ids.append(1)
+    for i in range(80):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+        held = len(world.row(req)) - len(evicted(world, req))
+        assert held <= budget + slack + setup.page
+        assert used(world) <= budget + slack + 2 * setup.page
+    # The prompt's pages and the newest positions are left.
+    kept = np.flatnonzero(world.row(req) >= 0)
+    owned = req.kv.cache_protected_len
+    assert kept[:owned].tolist() == list(range(owned))
+    assert kept[-8:].tolist() == list(range(len(world.row(req)) - 8, len(world.row(req))))
+    assert world.controller.stats.eviction_decisions <= 80 / slack
+    assert refusals(world) == {}
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_a_budget_below_the_prompt_is_not_asked_for_each_time() -> None:
+    evictor = StreamingLLM(budget=2, slack=8, recent=1)
+    world = World(SINGLE, evictors=[NamedPolicy("streamingllm", evictor)])
+    req = start(world)
+    for i in range(16):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+    assert world.controller.stats.eviction_decisions <= 1 + 16 // 8
+    assert evicted(world, req)[0] == len(PROMPT)
+    finish(world, req)
+    assert_empty(world)
+
+
+@pytest.mark.parametrize("first", ["streamingllm", "keydiff"])
+def test_policies_in_sequence(first: str) -> None:
+    """The second one sees what the first one left."""
+    both = [
+        NamedPolicy("streamingllm", StreamingLLM(budget=20, slack=1, recent=1)),
+        NamedPolicy("keydiff", KeyDiff(budget=16, slack=1, recent=1)),
+    ]
+    world = World(SINGLE, evictors=both if first == "streamingllm" else both[::-1])
+    req = start(world)
+    assert WRITTEN - len(evicted(world, req)) == 16
+    assert world.controller.stats.eviction_decisions == (2 if first == "streamingllm" else 1)
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_keys_are_those_of_the_held_positions() -> None:
+    """Of every layer, through shared slots, and what was evicted is not among them."""
+    seen: list[RequestView] = []
+
+    class Watching(Failing):
+        def evictions(self, view: RequestView, excess: int) -> list[Eviction]:
+            seen.append(view)
+            return [Eviction(10, 2)] if len(seen) == 1 else []
+
+    world = World(SINGLE, evictors=[NamedPolicy("watching", Watching(""))])
+    req = start(world)
+    propose(world, req, Pair(24, 14))
+    assert world.controller.after_decode([req]) == 4
+    decode(world, req)
+    world.controller.after_decode([req])
+    view = seen[-1]
+    assert view.held.tolist() == [at for at in range(view.written) if at not in (10, 11)]
+    slots = world.row(req)[view.held]
+    for layer in range(LAYERS):
+        expected = world.pool.k_buffer[layer][torch.from_numpy(slots).long()].float()
+        assert torch.equal(view.keys.stored(layer), expected)
+    scores = view.keys.token_scores(lambda keys: similarity(keys, "mean_raw"))
+    by_layer = [similarity(view.keys.stored(layer), "mean_raw")[:, 0] for layer in range(LAYERS)]
+    assert scores == pytest.approx(torch.stack(by_layer).mean(dim=0).double().numpy())
+    with pytest.raises(RuntimeError, match="refused at start-up"):
+        view.keys.unrotated(0)
+    finish(world, req)
+    assert_empty(world)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+def test_evicted_kv_is_not_read(backend: str, setup: Setup) -> None:
+    """Poison in every free slot, and what an evicted position could be mistaken for, changes nothing."""
+    if backend == "native":
+        from sglang_reasoncache.native import NativeUnavailable, library
+
+        try:
+            library()
+        except NativeUnavailable as error:
+            pytest.skip(str(error))
+    world = World(setup)
+    req = start(world)
+    evict(world, req, Eviction(8, 8), Eviction(20, 4))
+    row = world.row(req)
+    kept = torch.from_numpy(row[row >= 0]).long()
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (
+        torch.full_like(b[0], math.nan) for b in (world.pool.k_buffer, world.pool.v_buffer)
+    )
+    keys[kept] = torch.randn(len(kept), 1, 4, generator=generator)
+    values[kept] = torch.randn(len(kept), 1, 4, generator=generator)
+    query = torch.randn(1, 2, 4, generator=generator)
+    plan = plan_rows(
+        world.rows.req_to_token,
+        torch.tensor([req.kv.req_pool_idx]),
+        torch.tensor([len(row)]),
+        num_slots=len(keys),
+        backend=backend,
+    )
+    kv = PagedKv(keys, values, None, backend=backend)
+    found = decode_attention(query, kv, plan, scale=0.5)
+    weights = (0.5 * query[0] @ keys[kept, 0].T).softmax(dim=1)
+    torch.testing.assert_close(found[0], weights @ values[kept, 0])
+    gathered, _ = gather_kv(kv, plan.kv_indices, plan.shift, torch.float32)
+    assert torch.equal(gathered[0], keys[kept, 0])
+    finish(world, req)
+    assert_empty(world)

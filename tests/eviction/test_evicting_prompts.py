@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that are evicted chunk by chunk, on SGLang's pools and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+
+from sglang_reasoncache.eviction.policies.contract import Policy
+from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
+from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
+from sglang_reasoncache.registry import NamedPolicy
+from sglang_reasoncache.sharing.decision import Eviction
+from tests.property.world import Setup, World
+from tests.unit.test_pipeline import assert_empty, decode, finish, state, used
+
+pytestmark = pytest.mark.usefixtures("published_config")
+
+#: Smaller than a prompt.
+SINGLE = Setup(page=1, block=4, slots=64, publish="exact")
+PAGED = Setup(page=4, block=4, slots=64, publish="exact")
+SETUPS = pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+TREES = pytest.mark.parametrize("no_tree", [False, True], ids=["tree", "no-tree"])
+PROMPT = list(range(1, 101))
+BUDGET, CHUNK = 24, 8
+
+
+def world_of(setup: Setup, policy: Policy, no_tree: bool = False) -> World:
+    return World(setup, evictors=[NamedPolicy("policy", policy)], no_tree=no_tree)
+
+
+def hard(kind: type = StreamingLLM) -> Policy:
+    """At most ``BUDGET`` positions after every look, the prompt's included."""
+    return kind(budget=BUDGET, slack=0, recent=1, prompt=True)
+
+
+def chunk(world: World, req: Req, first: bool = False) -> bool:
+    """Compute the next ``CHUNK`` positions as the scheduler does; True while some are left."""
+    if first:
+        req.init_next_round_input(world.tree)
+        req.lock = world.tree.lock(req.last_node)
+    else:
+        req.init_next_round_input()
+    total = len(req.full_untruncated_fill_ids)
+    begin, req.extend_end = req.prefix_len, min(req.prefix_len + CHUNK, total)
+    slots = world.extend(req)
+    world.write(slots, range(begin, req.extend_end))
+    if req.extend_end < total:
+        # The next round begins with this.
+        checkpoint_kv_cache(req, world.tree)
+        return True
+    world.allocator.free_group_begin()
+    req.output_ids.append(7)
+    checkpoint_kv_cache(req, world.tree)
+    world.allocator.free_group_end()
+    world.controller.after_prefill([req], [total])
+    return False
+
+
+def start(world: World, name: str = "r", prompt: Sequence[int] = PROMPT) -> Req:
+    req = world.request(name, prompt, False, None)
+    more = chunk(world, req, first=True)
+    while more:
+        more = chunk(world, req)
+    return req
+
+
+def held(world: World, req: Req) -> list[int]:
+    """Positions of the row that have a slot; each must hold what was computed for it."""
+    row = world.row(req)
+    kept = np.flatnonzero(row >= 0)
+    assert (world.contents()[row[kept]] == kept).all()
+    return kept.tolist()
+
+
+@SETUPS
+@TREES
+@pytest.mark.parametrize("kind", [StreamingLLM, KeyDiff])
+def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind: type) -> None:
+    """KeyDiff's N + B, with a prompt that the pool could not hold."""
+    world = world_of(setup, hard(kind), no_tree)
+    req = world.request("r", PROMPT, False, None)
+    more, peak = chunk(world, req, first=True), 0
+    while more:
+        assert len(held(world, req)) <= BUDGET
+        before = world.row(req).copy()
+        more = chunk(world, req)
+        # What was kept stays where it is, and evicted positions stay evicted positions.
+        after = world.row(req)[: len(before)]
+        assert ((after == before) | (after == -1)).all()
+        peak = max(peak, world.total - world.lowest_free())
+    assert BUDGET < peak <= BUDGET + CHUNK + setup.page
+    assert len(held(world, req)) <= BUDGET
+    for i in range(20):
+        decode(world, req, 101 + i - 1)
+        world.controller.after_decode([req])
+        assert used(world) <= BUDGET + 2 * setup.page
+    assert not world.controller.stats.eviction_refusals
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_streamingllm_keeps_its_sinks_and_window() -> None:
+    world = world_of(SINGLE, hard())
+    req = start(world)
+    assert held(world, req) == [0, 1, 2, 3, *range(80, 100)]
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_admission_does_not_count_on_what_prompts_give_up() -> None:
+    world = world_of(SINGLE, hard())
+    req = start(world)
+    for i in range(8):
+        decode(world, req, 100 + i)
+        world.controller.after_decode([req])
+    finish(world, req)
+    assert world.controller.stats.positions_evicted > 50
+    assert world.controller.forecast.credit == 0
+
+
+@SETUPS
+def test_what_is_published_ends_at_the_first_evicted_position(setup: Setup) -> None:
+    """Nothing while the request runs, then what was computed before any evict."""
+    world = world_of(setup, hard())
+    req = start(world)
+    assert req.kv.cache_protected_len == 0 and world.tree.protected_size() == 0
+    finish(world, req)
+    assert world.tree.evictable_size() == used(world) == 4
+    again = world.request("again", PROMPT, False, None)
+    more = chunk(world, again, first=True)
+    assert again.kv.cache_protected_len == 4
+    while more:
+        more = chunk(world, again)
+    # The tree's part stays, and counts.
+    assert held(world, again)[:4] == [0, 1, 2, 3] and len(held(world, again)) <= BUDGET
+    finish(world, again)
+    assert_empty(world)
+
+
+def test_a_request_without_an_eviction_is_published_whole() -> None:
+    world = world_of(SINGLE, hard())
+    req = start(world, prompt=PROMPT[:12])
+    assert world.tree.total_size() == 0
+    decode(world, req)
+    finish(world, req)
+    assert world.tree.evictable_size() == 13
+    assert_empty(world)
+
+
+@SETUPS
+@TREES
+@pytest.mark.parametrize("chunks", [1, 5, 9])
+def test_a_prompt_given_up_halfway(setup: Setup, no_tree: bool, chunks: int) -> None:
+    """Aborted between two chunks."""
+    world = world_of(setup, hard(), no_tree)
+    req = world.request("r", PROMPT, False, None)
+    for i in range(chunks):
+        assert chunk(world, req, first=i == 0)
+    req.finished_reason = FINISH_ABORT("client left")
+    release_kv_cache(req, world.tree, checkpoint=False)
+    assert used(world) == 0 and world.controller.saved_positions == 0
+    assert_empty(world)
+
+
+@SETUPS
+@pytest.mark.parametrize("kind", [StreamingLLM, KeyDiff])
+def test_a_retracted_request_comes_back_within_its_budget(setup: Setup, kind: type) -> None:
+    """EvictedPositions of the earlier row appear as soon as what they are in was computed."""
+    world = world_of(setup, hard(kind))
+    req = start(world)
+    for i in range(12):
+        decode(world, req, 100 + i)
+        world.controller.after_decode([req])
+    gone = set(range(100)) - set(held(world, req))
+    release_kv_cache(req, world.tree, checkpoint=False)
+    req.reset_for_retract()
+    assert used(world) == 0 and world.controller.saved_positions == 0
+    more = chunk(world, req, first=True)
+    while more:
+        assert len(held(world, req)) <= BUDGET
+        assert not gone & set(held(world, req)[:-CHUNK])
+        more = chunk(world, req)
+    assert len(held(world, req)) <= BUDGET
+    assert not world.controller.stats.eviction_refusals
+    assert world.controller.saved_positions == len(world.row(req)) - len(held(world, req))
+    finish(world, req)
+    assert_empty(world)
+
+
+@SETUPS
+@TREES
+def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: bool) -> None:
+    """Also where no tree owns it; a policy that names it anyway is refused."""
+    policy = StreamingLLM(budget=8, slack=0, recent=1)
+    world = world_of(setup, policy, no_tree)
+    req = start(world, prompt=PROMPT[:32])
+    for i in range(16):
+        decode(world, req, 32 + i)
+        world.controller.after_decode([req])
+    assert held(world, req)[:32] == list(range(32))
+    assert len(held(world, req)) <= 32 + 2 * setup.page
+    finish(world, req)
+    assert_empty(world)
+
+    world = World(setup, no_tree=True)
+    req = start(world, prompt=PROMPT[:32])
+    world.controller.after_decode([req])
+    world.evictor.waiting["r"] = [Eviction(8, 8)]
+    decode(world, req, 32)
+    assert world.controller.after_decode([req]) == 0
+    assert world.controller.stats.eviction_refusals == {"tree_owned": 1}
+    finish(world, req)
+    assert_empty(world)
+
+
+def test_an_opted_out_prompt_is_published_as_ever() -> None:
+    world = world_of(SINGLE, hard())
+    req = world.request("exact", PROMPT[:40], True, None)
+    more = chunk(world, req, first=True)
+    assert req.kv.cache_protected_len == CHUNK
+    while more:
+        more = chunk(world, req)
+    assert req.kv.cache_protected_len == 40
+    assert state(world, req) is None or not state(world, req).served
+    finish(world, req)
+    assert_empty(world)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys as policies get them: of held positions, un-rotated on demand, scored over all heads."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.eviction.keys import KeySource
+from sglang_reasoncache.eviction.policies.keydiff import similarity
+from sglang_reasoncache.eviction.policies.l2norm import relative_norms
+from sglang_reasoncache.kernels.rotation import KeyRotation
+
+SLOTS, HEADS, DIM, LAYERS = 32, 4, 8, 3
+#: Slot of each position of row 1; -1 was evicted, slot 9 serves two positions.
+ROW = [3, 9, -1, 14, 9, -1, -1, 30, 1]
+HELD = np.array([0, 1, 3, 4, 7, 8])
+
+
+def buffers(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.randn(LAYERS, SLOTS, HEADS, DIM, generator=generator)
+    return [layer.to(dtype) for layer in keys]
+
+
+def source(
+    layers: list[torch.Tensor], *, rotation: KeyRotation | None = None, group: Any = None
+) -> KeySource:
+    """Over plain tensors: SGLang's pool gives its buffers by layer, from ``start_layer`` on."""
+    pool = SimpleNamespace(
+        start_layer=2, layer_num=len(layers), get_key_buffer=lambda layer: layers[layer - 2]
+    )
+    rows = torch.full((2, 12), 99, dtype=torch.int32)
+    rows[1, : len(ROW)] = torch.tensor(ROW, dtype=torch.int32)
+    cached_at = CachedPositions(SLOTS, "cpu")
+    cached_at.positions[:] = -7
+    cached_at.record(torch.tensor([3, 9, 14, 30, 1]), torch.tensor([0, 1, 3, 7, 8]))
+    return KeySource(pool, rows, cached_at, rotation, num_heads=HEADS, group=group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_stored_keys_are_fp32_of_the_slots(dtype: torch.dtype) -> None:
+    layers = buffers(dtype)
+    keys = source(layers).of(1, HELD)
+    assert keys.layers == range(2, 2 + LAYERS)
+    for layer in keys.layers:
+        found = keys.stored(layer)
+        assert found.dtype == torch.float32
+        expected = torch.stack([layers[layer - 2][ROW[at]].float() for at in HELD.tolist()])
+        assert torch.equal(found, expected)
+    # Position 4 reads what was computed for position 1.
+    assert keys.cached_at().tolist() == [0, 1, 3, 1, 7, 8]
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_unrotated_keys_are_those_before_rotary_embedding(is_neox: bool) -> None:
+    angles = torch.arange(16.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
+    rotation = KeyRotation(torch.cat((angles.cos(), angles.sin()), dim=1), DIM, is_neox)
+    plain = buffers()
+    rotated = [layer.clone() for layer in plain]
+    for before, after in zip(plain, rotated, strict=True):
+        for slot, cached_at in ((3, 0), (9, 1), (14, 3), (30, 7), (1, 8)):
+            after[slot] = rotation.rotate(before[slot], rotation.angles(torch.tensor(cached_at)))
+    keys = source(rotated, rotation=rotation).of(1, HELD)
+    for layer in keys.layers:
+        expected = plain[layer - 2][[ROW[at] for at in HELD]]
+        torch.testing.assert_close(keys.unrotated(layer), expected)
+
+
+def test_scores_are_averaged_over_layers_and_heads() -> None:
+    layers = buffers()
+    found = source(layers).of(1, HELD).token_scores(lambda keys: keys[..., 0])
+    slots = [ROW[at] for at in HELD]
+    expected = torch.stack([layer[slots][..., 0] for layer in layers]).mean(dim=(0, 2))
+    assert found.dtype == np.float64
+    assert found == pytest.approx(expected.double().numpy())
+
+
+def _rank(rank: int, rendezvous: str, answers: Any) -> None:
+    """One of two tensor-parallel ranks, with half of the heads."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
+    )
+    mine = [layer[:, rank * 2 : rank * 2 + 2].contiguous() for layer in buffers()]
+    keys = source(mine, group=torch.distributed.group.WORLD).of(1, HELD)
+    scores = [
+        keys.token_scores(relative_norms),
+        keys.token_scores(lambda k: similarity(k, "mean_raw")),
+    ]
+    answers.put((rank, [s.tolist() for s in scores]))
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_agree_on_the_scores_of_all_heads(tmp_path: Path) -> None:
+    """Bit for bit the same on both ranks, and what one process with all heads finds."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [
+        context.Process(target=_rank, args=(rank, str(tmp_path / "meet"), answers))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        found = dict(answers.get(timeout=240) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.join(30)
+            process.kill()
+    assert found[0] == found[1]
+    whole = source(buffers()).of(1, HELD)
+    for function, scores in zip(
+        (relative_norms, lambda k: similarity(k, "mean_raw")), found[0], strict=True
+    ):
+        assert scores == pytest.approx(whole.token_scores(function).tolist())

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that act only while the pool is short, on SGLang's pools."""
+
+from __future__ import annotations
+
+import pytest
+from sglang.srt.managers.schedule_batch import Req
+
+from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
+from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
+from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
+from sglang_reasoncache.registry import NamedPolicy, parse
+from tests.property.world import Pair, Setup, World
+from tests.unit.test_pipeline import (
+    PROMPT,
+    assert_empty,
+    decode,
+    finish,
+    prefill,
+    propose,
+    state,
+    used,
+)
+
+pytestmark = pytest.mark.usefixtures("published_config")
+
+SINGLE = Setup(page=1, block=4, slots=200, publish="exact")
+PAGED = Setup(page=4, block=4, slots=200, publish="exact")
+SETUPS = pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+
+
+def world_of(setup: Setup, *policies: StreamingLLM) -> World:
+    return World(
+        setup, evictors=[NamedPolicy(f"policy{i}", policy) for i, policy in enumerate(policies)]
+    )
+
+
+def grow(world: World, name: str, length: int) -> Req:
+    req = world.request(name, PROMPT, False, None)
+    prefill(world, req)
+    req.output_ids.append(ord(name))
+    for i in range(length):
+        decode(world, req, 50 + i % 40)
+    return req
+
+
+def evicted(world: World, req: Req) -> int:
+    return 0 if state(world, req) is None else state(world, req).evicted.count
+
+
+@SETUPS
+def test_nothing_goes_before_the_pool_is_short(setup: Setup) -> None:
+    world = world_of(setup, StreamingLLM(budget=16, slack=0, recent=1, when=0.7, until=0.5))
+    req, other = grow(world, "a", 90), grow(world, "b", 30)
+    world.controller.after_decode([req, other])
+    assert pool_use(world.allocator, world.tree) < 0.7
+    assert evicted(world, req) == evicted(world, other) == 0
+    for i in range(20):
+        decode(world, other, i)
+    assert pool_use(world.allocator, world.tree) > 0.7
+    freed = world.controller.after_decode([other, req])
+    # The longest gives first, and that is enough.
+    assert freed == evicted(world, req) > 60
+    assert evicted(world, other) == 0
+    assert pool_use(world.allocator, world.tree) <= 0.5
+    for one in (req, other):
+        finish(world, one)
+    assert_empty(world)
+
+
+def test_it_stops_later_than_it_began() -> None:
+    """Once begun, more go until the lower bound is reached, though the upper one was passed."""
+    policy = StreamingLLM(budget=16, slack=0, recent=1, when=0.7, until=0.3)
+    world = world_of(SINGLE, policy)
+    reqs = [grow(world, name, length) for name, length in (("a", 50), ("b", 45), ("c", 44))]
+    assert pool_use(world.allocator, world.tree) > 0.7
+    world.controller.after_decode(reqs)
+    assert all(evicted(world, req) > 0 for req in reqs)
+    assert pool_use(world.allocator, world.tree) < 0.3
+    for i in range(60):
+        # Asked now, it would find that it may stop; so it does not act again below 0.7.
+        decode(world, reqs[0], i)
+        world.controller.after_decode(reqs[:1])
+        if pool_use(world.allocator, world.tree) > 0.35:
+            break
+    else:
+        pytest.fail("the request was kept to its budget below the lower bound")
+    for req in reqs:
+        finish(world, req)
+    assert_empty(world)
+
+
+@pytest.mark.parametrize(
+    ("uses", "acts"),
+    [
+        ([0.7, 0.71, 0.6, 0.51, 0.5, 0.6, 0.7], [0, 1, 1, 1, 0, 0, 0]),
+        ([0.9, 0.4, 0.9], [1, 0, 1]),
+    ],
+)
+def test_hysteresis(uses: list[float], acts: list[int]) -> None:
+    left = iter(uses)
+    pressure = PoolPressure(lambda: next(left))
+    pressure.watch([NamedPolicy("one", StreamingLLM(budget=16, when=0.7, until=0.5))])
+    assert [pressure.lets("one") for _ in uses] == [bool(yes) for yes in acts]
+
+
+def test_it_ends_while_nobody_has_too_much() -> None:
+    """A look or a release sees that the pool emptied, though no policy was asked meanwhile."""
+    now = 0.9
+    pressure = PoolPressure(lambda: now)
+    pressure.watch([NamedPolicy("one", StreamingLLM(budget=16, when=0.7, until=0.5))])
+    assert pressure.lets("one")
+    now = 0.1
+    pressure.poll()
+    now = 0.65
+    assert not pressure.lets("one")
+    now = 0.8
+    pressure.poll()
+    now = 0.65
+    assert pressure.lets("one"), "begun at a look"
+    pressure.reset()
+    assert not pressure.lets("one")
+
+
+def test_what_filled_the_pool_is_gone() -> None:
+    policy = StreamingLLM(budget=16, slack=0, recent=1, when=0.7, until=0.1)
+    world = world_of(SINGLE, policy)
+    first, second = grow(world, "a", 100), grow(world, "b", 40)
+    world.controller.after_decode([first, second])
+    assert evicted(world, first) > 0 and evicted(world, second) > 0
+    finish(world, first)
+    finish(world, second)
+    assert pool_use(world.allocator, world.tree) == 0
+    third = grow(world, "c", 60)
+    world.controller.after_decode([third])
+    assert 0.1 < pool_use(world.allocator, world.tree) < 0.7
+    assert evicted(world, third) == 0
+    finish(world, third)
+    assert_empty(world)
+
+
+def test_a_flush_ends_it() -> None:
+    world = world_of(SINGLE, StreamingLLM(budget=16, slack=0, recent=1, when=0.6, until=0.1))
+    req = grow(world, "a", 120)
+    world.controller.after_decode([req])
+    for i in range(20):
+        decode(world, req, i)
+    pressure = world.controller._eviction._pressure
+    assert pressure is not None and pressure.lets("policy0")
+    world.controller.reset()
+    assert not pressure.lets("policy0")
+
+
+def test_policies_have_bounds_of_their_own() -> None:
+    now = 0.8
+    pressure = PoolPressure(lambda: now)
+    gentle, harsh = StreamingLLM(budget=16, when=0.7), StreamingLLM(budget=16, when=0.9)
+    policies = (gentle, harsh, StreamingLLM(budget=16))
+    pressure.watch([NamedPolicy(str(i), policy) for i, policy in enumerate(policies)])
+    assert [pressure.lets(name) for name in "012"] == [True, False, True]
+    now = 0.67
+    assert pressure.lets("0"), "5% of the pool is the default"
+    now = 0.64
+    assert not pressure.lets("0") and pressure.lets("2")
+
+
+def test_sharing_comes_first() -> None:
+    """What sharing frees in the same look is not asked of the evictor."""
+    world = world_of(SINGLE, StreamingLLM(budget=16, slack=0, recent=1, when=0.5))
+    req = grow(world, "a", 60)
+    world.controller.after_decode([req])
+    propose(world, req, Pair(40, 20), Pair(48, 28))
+    other = grow(world, "b", 100 - used(world) + 4)
+    assert pool_use(world.allocator, world.tree) > 0.5
+    world.controller.after_decode([req])
+    assert state(world, req).live_positions == 8
+    assert evicted(world, req) == 0
+    finish(world, req)
+    finish(world, other)
+    assert_empty(world)
+
+
+def test_evictable_slots_are_not_in_use() -> None:
+    world = world_of(SINGLE, StreamingLLM(budget=16, when=0.5))
+    finish(world, grow(world, "a", 120))
+    assert used(world) > 100
+    assert pool_use(world.allocator, world.tree) == 0
+
+
+def test_spelling() -> None:
+    text = "reasoncache+streamingllm:budget=64:when=0.9:until=0.8"
+    [(_, policy)] = parse(text).evictors
+    assert (policy.when, policy.until) == (0.9, 0.8)  # type: ignore[attr-defined]
+    assert parse(text.replace(":", ",").replace("llm,", "llm:")) == parse(text)
+    for wrong in ("when=1", "when=-0.1", "when=nan", "when=0.5:until=0.6", "until=0.5"):
+        with pytest.raises(ConfigError, match="(when|until) of streamingllm"):
+            ReasonCacheConfig(policy=f"streamingllm:budget=64:{wrong}")

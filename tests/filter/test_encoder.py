@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense step encoders and the index over them, against their formulas and bad input."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.filter.dense import DenseIndex
+from sglang_reasoncache.filter.encoder import (
+    SENTENCE_MODEL,
+    EmbeddingEncoder,
+    EncoderChoice,
+    StepEncoder,
+    Vector,
+    unit,
+)
+from sglang_reasoncache.filter.lexical import dynamic_threshold
+from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
+from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.plugin.encoder import SentenceEncoder, check_encoder, make_encoder
+from tests.filter.words import Words, step_of
+
+_MATRIX = np.random.default_rng(0).normal(size=(13, 5)).astype(np.float32)
+
+
+def slow_vector(token_ids: Sequence[int], matrix: Vector) -> list[float]:
+    """The normalised mean of the rows, one number after the other."""
+    rows = [matrix[token].tolist() for token in token_ids if 0 <= token < len(matrix)]
+    mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)] if rows else []
+    norm = math.sqrt(sum(value * value for value in mean))
+    return [value / norm for value in mean] if norm else [0.0] * matrix.shape[1]
+
+
+def slow_similarity(a: Step, b: Step, matrix: Vector, length_factor: bool) -> float:
+    """The formula, straight from the tokens and the text."""
+    vectors = (slow_vector(step.token_ids, matrix) for step in (a, b))
+    cosine = sum(x * y for x, y in zip(*vectors, strict=True))
+    factor = min(a.num_chars, b.num_chars) / max(a.num_chars, b.num_chars)
+    return cosine * (factor if length_factor else 1.0)
+
+
+_STEPS = st.lists(
+    st.tuples(st.lists(st.integers(-3, 20), min_size=1, max_size=20), st.integers(1, 200)),
+    min_size=1,
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(_STEPS, st.booleans(), st.integers(1, 40))
+def test_similarities_equal_the_formula(
+    drawn: list[tuple[list[int], int]], length_factor: bool, max_history_steps: int
+) -> None:
+    """While the rows grow, and after the oldest step has made room many times."""
+    index = DenseIndex(EmbeddingEncoder(_MATRIX), max_history_steps, length_factor)
+    history: list[Step] = []
+    for token_ids, num_chars in drawn:
+        step = step_of(token_ids, text="x" * num_chars)
+        kept = history[-max_history_steps:]
+        sims = index.similarities(step)
+        expected = [slow_similarity(step, earlier, _MATRIX, length_factor) for earlier in kept]
+        assert (len(index), sims.shape, sims.dtype) == (len(kept), (len(kept),), np.float64)
+        assert sims == pytest.approx(expected, abs=2e-6)
+        assert all(-1.0 <= sim <= 1.0 for sim in sims)
+        assert all(index[i] is earlier for i, earlier in enumerate(kept))
+        index.add(step)
+        history.append(step)
+
+
+@given(st.lists(st.integers(-5, 30), max_size=3000))
+def test_embedding_is_the_normalised_mean_of_known_rows(token_ids: list[int]) -> None:
+    vector = EmbeddingEncoder(_MATRIX).encode(token_ids, "")
+    assert (vector.shape, vector.dtype) == ((5,), np.float32)
+    assert vector == pytest.approx(slow_vector(token_ids, _MATRIX), abs=1e-5)
+
+
+def test_hand_computed() -> None:
+    """(1,0) and (0,1) against (1,0): cosine 1/sqrt(2); lengths 8 and 10."""
+    matrix = np.array([[2, 0], [0, 2]], dtype=np.float32)
+    for length_factor, factor in ((False, 1.0), (True, 0.8)):
+        index = DenseIndex(EmbeddingEncoder(matrix), 10, length_factor)
+        index.add(step_of([0, 1], text="x" * 8))
+        sims = index.similarities(step_of([0], text="y" * 10))
+        assert sims == pytest.approx([factor / math.sqrt(2)], abs=1e-6)
+
+
+def test_copies_are_exactly_one_wherever_their_row_is() -> None:
+    """So that the most recent of several copies is found first, not the luckiest rounding."""
+    matrix = np.random.default_rng(1).normal(size=(50, 333)).astype(np.float32)
+    index = DenseIndex(EmbeddingEncoder(matrix), 100)
+    tokens = list(range(3, 40))
+    for _ in range(37):
+        index.add(step_of(tokens))
+    assert set(index.similarities(step_of(tokens)).tolist()) == {1.0}
+
+
+def test_opposite_steps_count_as_they_are() -> None:
+    """Nothing is clipped: the mean of 1 and -1 is 0, and -1 alone raises the threshold."""
+    matrix = np.array([[1, 1], [-1, -1]], dtype=np.float32)
+    index = DenseIndex(EmbeddingEncoder(matrix), 10)
+    index.add(step_of([1]))
+    sims = index.similarities(step_of([0]))
+    assert sims.tolist() == [-1.0]
+    assert dynamic_threshold(sims, 0.9, 0.7) == pytest.approx(1.1)
+    index.add(step_of([0]))
+    assert dynamic_threshold(index.similarities(step_of([0])), 0.9, 0.7) == pytest.approx(0.9)
+
+
+def test_blank_tokens_at_the_end_are_not_encoded() -> None:
+    seen: list[Sequence[int]] = []
+
+    class Spy:
+        def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
+            seen.append(step_token_ids)
+            return np.ones(1, dtype=np.float32)
+
+    step = Step.build(0, [4, 4, 7, 8], "ab\n\n\n", num_blank_tail=2)
+    index = DenseIndex(Spy(), 10)
+    index.similarities(step)
+    index.add(step)
+    # Once, although two calls needed it.
+    assert seen == [(4, 4)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_no_number_is_similar_to_nothing(bad: float) -> None:
+    matrix = _MATRIX.copy()
+    matrix[3, 2] = bad
+    index = DenseIndex(EmbeddingEncoder(matrix), 10)
+    spoilt, sound = step_of([1, 3, 5]), step_of([1, 5])
+    index.add(spoilt)
+    index.add(sound)
+    assert index.similarities(spoilt).tolist() == [0.0, 0.0]
+    assert index.similarities(sound).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_encoder_that_breaks_its_promise_is_similar_to_nothing(value: float) -> None:
+    class Broken:
+        def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
+            return np.full(4, value, dtype=np.float32)
+
+    index = DenseIndex(Broken(), 10)
+    index.add(step_of([1]))
+    assert index.similarities(step_of([1])).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("token_ids", [[], [-1], [13], [2**70, -(2**70), 99]])
+def test_ids_without_a_row_are_left_out(token_ids: list[int]) -> None:
+    encoder = EmbeddingEncoder(_MATRIX)
+    assert encoder.encode(token_ids, "").tolist() == [0.0] * 5
+    assert encoder.encode([*token_ids, 4], "").tolist() == encoder.encode([4], "").tolist()
+
+
+def test_a_zero_vector_is_similar_to_nothing_at_any_threshold() -> None:
+    words = Words()
+    encoder = EmbeddingEncoder(np.zeros((words.vocabulary.size, 3), dtype=np.float32))
+    for knobs in ({"fixed_tau": 0.0}, {"strict": 0.0, "soft": 0.0}):
+        request = make(words, encoder, use_structure=False, **knobs)
+        request.push(words.encode("a b c d \n\n a b c d \n\n"))
+        assert (request.counters.steps_compared, request.counters.candidates) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        np.zeros(3, np.float32),
+        np.zeros((3, 0), np.float32),
+        np.zeros((3, 2), np.float64),
+        np.zeros((3, 2), np.float16),
+    ],
+)
+def test_other_matrices_are_refused(matrix: Any) -> None:
+    with pytest.raises(ValueError, match=r"float32 \[vocabulary, dim\], got float"):
+        EmbeddingEncoder(matrix)
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-44, 1e38])
+def test_unit_at_the_ends_of_the_range(scale: float) -> None:
+    vector = np.array([1, 1], dtype=np.float32) * np.float32(scale)
+    assert unit(vector) == pytest.approx([math.sqrt(0.5)] * 2)
+
+
+def test_history_bound_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--reasoncache-max-history-steps .* got 0"):
+        DenseIndex(EmbeddingEncoder(_MATRIX), 0)
+
+
+def test_entries_outside_history_raise() -> None:
+    index = DenseIndex(EmbeddingEncoder(_MATRIX), 2)
+    index.add(step_of([1]))
+    for at in (-1, 1):
+        with pytest.raises(IndexError):
+            index[at]
+
+
+# -- in the filter ---------------------------------------------------------------
+
+
+def make(words: Words, encoder: StepEncoder | None, **knobs: Any) -> RequestFilter:
+    config = FilterConfig(block=2, encoder="embedding", **knobs)
+    return RequestFilter(config, words.classes, words.vocabulary, 0, encoder=encoder)
+
+
+def test_synonyms_are_candidates_only_where_their_embeddings_are_close() -> None:
+    """A bag of tokens shares two of four tokens there, which is below any threshold."""
+    words = Words()
+    matrix = np.random.default_rng(3).normal(size=(words.vocabulary.size, 32)).astype(np.float32)
+    ids = words.encode("look need next line")
+    matrix[ids[2]], matrix[ids[3]] = matrix[ids[0]], matrix[ids[1]]
+    tokens = words.encode("that look all need \n\n that next all line \n\n")
+    request = make(words, EmbeddingEncoder(matrix), align="index")
+    assert [pair[:2] for pair in request.push(tokens)[-1].pairs] == [(5, 0), (7, 2)]
+    plain = RequestFilter(FilterConfig(block=2, align="index"), words.classes, words.vocabulary, 0)
+    assert plain.push(tokens)[-1].counters.candidates == 0
+
+
+def test_the_text_is_there_when_it_is_encoded_and_gone_afterwards() -> None:
+    texts: list[str] = []
+
+    class Spy:
+        def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
+            texts.append(text.strip())
+            return np.ones(1, dtype=np.float32)
+
+    words = Words()
+    for use_structure in (True, False):
+        request = make(words, Spy(), use_structure=use_structure)
+        request.push_history(words.encode("one two \n\n"))
+        step = request.push(words.encode("two now \n\n"))[-1].step
+        assert texts == ["one two", "two now"]
+        assert step.text == ""
+        texts.clear()
+
+
+def test_a_filter_without_the_encoder_it_was_configured_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="--reasoncache-encoder embedding was not built"):
+        make(Words(), None)
+    # Random sharing compares nothing.
+    make(Words(), None, random_ratio=0.5)
+
+
+# -- the operator's choice -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "model"),
+    [
+        ("tokens", "tokens", ""),
+        ("embedding", "embedding", ""),
+        ("sentence-bert", "sentence-bert", SENTENCE_MODEL),
+        ("sentence-bert:/a/folder", "sentence-bert", "/a/folder"),
+        ("sentence-bert:C:/folder", "sentence-bert", "C:/folder"),
+    ],
+)
+def test_choices(text: str, kind: str, model: str) -> None:
+    assert EncoderChoice.parse(text) == (kind, model)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "bert", "tokens:x", "tokens:", "sentence-bert:", "sentence-bert: ", "Tokens", 5, None],
+)
+def test_other_choices_are_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="--reasoncache-encoder must be one of tokens, ") as caught:
+        EncoderChoice.parse(text)
+    assert str(caught.value).endswith(f"got {text!r}")
+
+
+def _make(encoder: str, model: object = None, tp_size: int = 1, **fields: Any) -> Any:
+    config = ReasonCacheConfig(encoder=encoder, **fields)
+    return make_encoder(config, model, SimpleNamespace(tp_size=tp_size))
+
+
+def test_counts_of_tokens_and_random_sharing_need_no_encoder() -> None:
+    assert _make("tokens", tp_size=8) is None
+    assert _make("embedding", random_ratio=0.3) is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_models_embedding_is_copied(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.Embedding.from_pretrained(torch.randn(6, 4).to(getattr(torch, dtype)))
+    expected = layer.weight[2].float() / layer.weight[2].float().norm()
+    encoder = _make("embedding", SimpleNamespace(get_input_embeddings=lambda: layer))
+    layer.weight.zero_()
+    assert encoder.encode([2, 2], "") == pytest.approx(expected.numpy(), abs=1e-6)
+
+
+def _wants_ids(input_ids: object) -> None:
+    raise AssertionError("not called")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (SimpleNamespace(), r"needs a model with get_input_embeddings\(\), got SimpleNamespace"),
+        (SimpleNamespace(get_input_embeddings=_wants_ids), "needs a model with get_input_embed"),
+        (
+            SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=b"packed")),
+            "needs an unquantised embedding layer, got bytes",
+        ),
+    ],
+)
+def test_a_model_without_a_plain_embedding_is_refused(model: object, message: str) -> None:
+    with pytest.raises(ValueError, match="--reasoncache-encoder embedding " + message):
+        _make("embedding", model)
+
+
+@pytest.mark.parametrize("encoder", ["embedding", "sentence-bert"])
+def test_tensor_parallelism_is_refused(encoder: str) -> None:
+    with pytest.raises(ValueError, match=f"--reasoncache-encoder {encoder} .* got --tp-size 2"):
+        _make(encoder, tp_size=2)
+
+
+# -- Sentence-BERT ---------------------------------------------------------------
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    message = (
+        "--reasoncache-encoder sentence-bert needs the package sentence-transformers; "
+        r'pip install "sglang-reasoncache\[sentence-bert\]"'
+    )
+    with pytest.raises(ValueError, match=message):
+        SentenceEncoder()
+    with pytest.raises(ValueError, match=message):
+        check_encoder(ReasonCacheConfig(encoder="sentence-bert"), tp_size=1)
+
+
+@pytest.fixture(scope="module")
+def sentence_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a BERT of random weights, some thousand, and mean pooling."""
+    if importlib.util.find_spec("sentence_transformers") is None:
+        pytest.skip("the package sentence-transformers is not installed (extra: sentence-bert)")
+    import torch
+    import transformers
+    from sentence_transformers import SentenceTransformer
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("sentence")
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "dog", "."]
+    (folder / "vocab.txt").write_text("\n".join(pieces))
+    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    config = transformers.BertConfig(
+        vocab_size=len(pieces), hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(folder)
+    made = tmp_path_factory.mktemp("made")
+    SentenceTransformer(str(folder), device="cpu").save(str(made))
+    return made
+
+
+def test_a_real_sentence_model(sentence_model: Path) -> None:
+    encoder = _make(f"sentence-bert:{sentence_model}")
+    vector = encoder.encode([], "the cat sat .")
+    assert (vector.shape, vector.dtype) == ((8,), np.float32)
+    assert float(vector @ vector) == pytest.approx(1.0)
+    assert encoder.encode([], " the cat sat .\n\n").tolist() == vector.tolist()
+    assert float(encoder.encode([], "dog dog dog") @ vector) < 0.999
+
+
+def test_no_text_and_too_much_text_are_similar_to_nothing(sentence_model: Path) -> None:
+    encoder = SentenceEncoder(str(sentence_model), max_chars=20)
+    for text in ("", " \n\n", "the cat " * 3):
+        assert encoder.encode([], text).tolist() == [0.0] * 8
+    assert encoder.encode([], "the cat the cat sat.").any()
+    # Beyond the model's own bound of 32 pieces and made of unknown ones.
+    assert SentenceEncoder(str(sentence_model)).encode([], "\x00 zz \ufffd" * 500).any()
+
+
+def test_a_sentence_model_in_the_filter(sentence_model: Path) -> None:
+    words = Words()
+    request = make(words, SentenceEncoder(str(sentence_model)))
+    (_, again) = request.push(words.encode("one two now here \n\n one two now here \n\n"))
+    assert [pair.similarity for pair in again.pairs] == [1.0, 1.0]
+
+
+def test_a_sentence_model_that_is_not_there(
+    sentence_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a server without a network."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in (str(sentence_model / "missing"), str(sentence_model / "vocab.txt")):
+        with pytest.raises(ValueError, match="--reasoncache-encoder sentence-bert must name") as e:
+            _make(f"sentence-bert:{name}")
+        assert repr(name) in str(e.value)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lexical similarity and the dynamic threshold against their formulas."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
+from sglang_reasoncache.filter.step import Step
+from tests.filter.words import step_of
+
+
+def slow_similarity(a: Step, b: Step, length_factor: bool) -> float:
+    """The formula, straight from the tokens and the text."""
+    counts_a, counts_b = Counter(a.token_ids), Counter(b.token_ids)
+    dot = sum(counts_a[token] * counts_b[token] for token in {*counts_a, *counts_b})
+    norm_a = math.sqrt(sum(count**2 for count in counts_a.values()))
+    norm_b = math.sqrt(sum(count**2 for count in counts_b.values()))
+    factor = min(a.num_chars, b.num_chars) / max(a.num_chars, b.num_chars)
+    return dot / (norm_a * norm_b) * (factor if length_factor else 1.0)
+
+
+_STEPS = st.lists(
+    st.tuples(st.lists(st.integers(0, 12), min_size=1, max_size=20), st.integers(1, 200)),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(deadline=None)
+@given(_STEPS, st.booleans(), st.integers(1, 15))
+def test_similarities_equal_the_formula(
+    drawn: list[tuple[list[int], int]], length_factor: bool, max_history_steps: int
+) -> None:
+    """Over a bounded history too, through many compactions."""
+    index = LexicalIndex(max_history_steps, length_factor)
+    history: list[Step] = []
+    for token_ids, num_chars in drawn:
+        step = step_of(token_ids, text="x" * num_chars)
+        kept = history[-max_history_steps:]
+        sims = index.similarities(step)
+        expected = [slow_similarity(step, earlier, length_factor) for earlier in kept]
+        assert len(index) == len(kept)
+        assert sims == pytest.approx(expected, abs=1e-12)
+        assert all(index[i] is earlier for i, earlier in enumerate(kept))
+        index.add(step)
+        history.append(step)
+
+
+def test_hand_computed() -> None:
+    """(1,1,2) against (1,2,2): cosine 4/5; lengths 8 and 10: 0.64."""
+    earlier = step_of([1, 1, 2], text="x" * 8)
+    step = step_of([1, 2, 2], text="y" * 10)
+    for length_factor, expected in ((False, 0.8), (True, 0.64)):
+        index = LexicalIndex(10, length_factor)
+        index.add(earlier)
+        assert index.similarities(step).tolist() == pytest.approx([expected], abs=1e-15)
+    index = LexicalIndex(10, length_factor=False)
+    index.add(earlier)
+    # Exactly 0.8, so that "above 0.8" does not hang on the last bit.
+    assert not index.similarities(step)[0] > 0.8
+
+
+def test_equal_bags_are_exactly_one() -> None:
+    index = LexicalIndex(10)
+    index.add(step_of([5, 3, 3, 9, 9, 9]))
+    assert index.similarities(step_of([9, 3, 9, 5, 3, 9])).tolist() == [1.0]
+
+
+def test_no_common_token_is_zero() -> None:
+    index = LexicalIndex(10)
+    index.add(step_of([1, 2]))
+    assert index.similarities(step_of([3])).tolist() == [0.0]
+
+
+def test_blank_tail_is_not_in_the_bag() -> None:
+    """The papers' step is the text between two blank lines, without them."""
+    step = Step.build(0, [4, 4, 7, 8], "ab\n\n\n", num_blank_tail=2)
+    assert (step.bag_tokens, step.bag_counts, step.num_chars, len(step)) == ((4,), (2,), 2, 4)
+
+
+@pytest.mark.parametrize("num_blank_tail", [-1, 2, 3])
+def test_step_without_visible_tokens_is_refused(num_blank_tail: int) -> None:
+    with pytest.raises(ValueError, match="num_blank_tail"):
+        Step.build(0, [1, 2], "", num_blank_tail)
+
+
+def test_bounded_history_forgets_the_oldest() -> None:
+    index = LexicalIndex(2)
+    for token in (1, 2, 3):
+        index.add(step_of([token]))
+    assert index.similarities(step_of([1])).tolist() == [0.0, 0.0]
+    assert index.similarities(step_of([3])).tolist() == [0.0, 1.0]
+
+
+def test_history_bound_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--reasoncache-max-history-steps .* got 0"):
+        LexicalIndex(0)
+
+
+@pytest.mark.parametrize(
+    ("sims", "expected"),
+    [([], 0.9), ([0.0, 0.0], 0.9), ([1.0], 0.7), ([0.2, 0.4], 0.84), ([1.0, 0.0, 0.5], 0.8)],
+)
+def test_dynamic_threshold(sims: list[float], expected: float) -> None:
+    """tau = 0.9 - 0.2 * mean, by hand."""
+    assert dynamic_threshold(np.array(sims), 0.9, 0.7) == pytest.approx(expected)
+
+
+_SIMS = st.lists(st.floats(0, 1), min_size=1, max_size=200)
+
+
+@settings(deadline=None)
+@given(_SIMS, st.randoms(use_true_random=False))
+def test_the_threshold_does_not_depend_on_the_order(sims: list[float], rng: random.Random) -> None:
+    """To the last bit: native code sums in another order."""
+    tau = dynamic_threshold(np.array(sims), 0.9, 0.7)
+    shuffled = rng.sample(sims, len(sims))
+    assert dynamic_threshold(np.array(shuffled), 0.9, 0.7) == tau
+    # round() is to even, as rint.
+    total = sum(round(sim * 2**40) for sim in sims)
+    assert tau == 0.9 - (0.9 - 0.7) * (total / (len(sims) * 2.0**40))
+    assert tau == pytest.approx(0.9 - 0.2 * math.fsum(sims) / len(sims), abs=1e-12)
+
+
+def test_the_mean_of_a_full_history_does_not_overflow() -> None:
+    sims = np.ones(1 << 20)
+    assert dynamic_threshold(sims, 0.9, 0.7) == 0.9 - (0.9 - 0.7)

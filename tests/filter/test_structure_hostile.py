@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hostile text: every read is bounded, nothing raises, nothing is evaluated.
+
+No test measures time: what bounds the time is the size that is read, and that
+is what these tests look at.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sglang_reasoncache.filter
+from sglang_reasoncache.filter.structure import Limits, SignatureKind, same_structure, signature
+from sglang_reasoncache.filter.structure.scan import regions
+
+_SMALL = Limits(max_chars=400, max_depth=12, max_nodes=60)
+_WIDE = Limits(max_chars=1 << 20, max_depth=64, max_nodes=1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [
+        ("x" * 1_000_000, "max_chars"),
+        ("1 + " * 10_000, "max_chars"),
+        ("(1" * 4000, "max_nodes"),
+        ("(1" * 100 + ")" * 100, "max_depth"),
+        ("[1" * 100 + "}" * 100, "max_depth"),
+        ("$" + "{" * 100 + "x" + "}" * 100 + "$", "max_depth"),
+        ("$" + r"\frac" * 100 + "$", "max_depth"),
+        ("$" + r"\sqrt[" * 100 + "$", "max_depth"),
+        ("$" + "x^{" * 100 + "$", "max_depth"),
+        ("$" + r"\sin " * 100 + "$", "max_depth"),
+        ("sin " * 100, "max_depth"),
+        ("$1 " + "- " * 100 + "1$", "max_depth"),
+        ("2^-" * 100 + "2", "max_depth"),
+        ("2" + "^-√" * 40, None),
+        ("`" + "(" * 100 + "`", "max_depth"),
+        ("```\n" + "".join(" " * i + "x\n" for i in range(80)) + "```", "max_depth"),
+        ("1," * 2000, "max_nodes"),
+        ("$x$" * 1500, "max_nodes"),
+        ("`x`" * 1500, "max_nodes"),
+        ("$" + "abc" * 1000 + "$", "max_nodes"),
+        ("⁻" * 2000, "max_nodes"),
+        ("$" + "₁₊" * 1000 + "$", "max_nodes"),
+    ],
+)
+def test_every_bound_holds(text: str, bound: str | None) -> None:
+    found = signature(text)
+    if bound is None:
+        assert found.kind is SignatureKind.FORMAL
+    else:
+        assert (found.kind, found.bound) == (SignatureKind.OVER_BOUND, bound)
+        assert not same_structure(found, found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 8000,
+        "9**9**9**9**9**9",
+        "9^" * 400 + "9",
+        "10^(10^(10^(10^10)))",
+        r"\(" * 4000,
+        "`" * 8001,
+        "```" * 2001,
+        "$" * 8001,
+        "$$$" * 2000,
+        "'" * 900,
+        '`"' + '\\"' * 3000,
+        "f" + "'" * 8000,
+        "a'" * 4000,
+        r"\text{" * 40,
+        r"\text{" + "x" * 8000,
+        "\\" * 900,
+        ")" * 900 + "(" * 60,
+        "**a" * 300,
+        ",000" * 250,
+        "1,000" + ",000" * 1500,
+        "." * 900,
+        "\x00\ud800\udfff\u202e\ufeff" * 100,
+        "é" * 8000,
+        "x\u0301" * 400,
+        "²" * 900,
+        "x₋" * 300,
+        "١٢٣ + ४",
+        '__import__("os").system("true")',
+        "```\nimport os; os.abort()\n```",
+        "`[[[[[[[[[[" * 3,
+        "\n" * 8000,
+        "&" * 900,
+    ],
+)
+def test_odd_text_is_read(text: str) -> None:
+    """Read twice to the same result: the reading is a function of the text."""
+    first = signature(text, _WIDE, keep_trees=True)
+    assert first == signature(text, _WIDE, keep_trees=True)
+    assert first.kind in (SignatureKind.FORMAL, SignatureKind.PROSE)
+
+
+_SHARDS = st.sampled_from(
+    ["$", "$$", r"\(", r"\)", r"\[", r"\]", "`", "```", "{", "}", "(", ")", "[", "]", "^", "_",
+     r"\frac", r"\sqrt", r"\text{", r"\begin{a}", r"\left", r"\right", "\\", "\n", " ", "+", "-",
+     "=", "1", "23", "x", "a", "I", "ABC", "word", "sin", "mod", "'", '"', "²", "₁", ",", ".", "&",
+     "|", "!", "√", "**", "#", "√-", "1,000", "é", "\ud800", "数"]
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.one_of(st.lists(_SHARDS, max_size=80).map("".join), st.text(max_size=200)), st.booleans())
+def test_any_text_is_read_without_an_error(text: str, in_code: bool) -> None:
+    for limits in (_SMALL, Limits()):
+        found = signature(text, limits, in_code=in_code, keep_trees=True)
+        assert bool(found.bound) == (found.kind is SignatureKind.OVER_BOUND)
+        assert bool(found.trees) == bool(found.digest) == (found.kind is SignatureKind.FORMAL)
+
+
+@settings(deadline=None)
+@given(st.lists(_SHARDS, max_size=60).map("".join).filter(lambda text: "```" not in text))
+def test_regions_lose_nothing_but_delimiters(text: str) -> None:
+    no_delimiters = str.maketrans("", "", "`$\\()[]")
+    parts = [part for _, part in regions(text)]
+    assert all(parts)
+    assert "".join(parts).translate(no_delimiters) == text.translate(no_delimiters)
+
+
+def test_recursion_stays_far_below_the_interpreter_limit() -> None:
+    """The deepest allowed nesting is read with few frames to spare."""
+    deepest = Limits(max_chars=1 << 20, max_depth=128, max_nodes=1 << 16)
+    nested = "(1 = 1 + 2 * -" * 60 + "x" + ")" * 60
+    limit = sys.getrecursionlimit()
+    depth = 0
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    sys.setrecursionlimit(depth + 800)
+    try:
+        assert signature(nested, deepest).kind is SignatureKind.FORMAL
+        assert signature("(1 = 1 + 2 * -" * 500, deepest).kind is SignatureKind.OVER_BOUND
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def test_a_megabyte_is_read_when_the_bounds_allow_it() -> None:
+    """Linear work: quadratic reading of these would not end."""
+    unit = {"prose ": SignatureKind.PROSE, "(": SignatureKind.OVER_BOUND}
+    for text, kind in unit.items():
+        size = 200_000 // len(text) if text == "prose " else 1 << 19
+        assert signature(text * size, _WIDE).kind is kind
+    for text in ('`"' + '\\"' * 400_000, "a'" * 400_000, r"\(" * 60_000, "$" * 60_000):
+        assert signature(text, _WIDE).kind in SignatureKind
+
+
+def _policy_sources() -> list[Path]:
+    return sorted(Path(sglang_reasoncache.filter.__file__).parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", _policy_sources(), ids=lambda path: path.name)
+def test_policy_names_nothing_that_evaluates(path: Path) -> None:
+    """No evaluation, no SGLang, no torch, no pickle anywhere in the policy."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert not names & {"eval", "exec", "compile", "__import__", "sympify", "parse_expr", "globals"}
+    modules = {
+        name
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        )
+    }  # fmt: skip
+    allowed = {"numpy", "zss", "sglang_reasoncache"} | set(sys.stdlib_module_names)
+    assert {module.partition(".")[0] for module in modules} <= allowed - {"pickle", "marshal"}

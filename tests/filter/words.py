@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A word-level tokenizer for tests: a blank line is a token of its own."""
+
+from __future__ import annotations
+
+import re
+import string
+
+from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.vocabulary import Vocabulary
+
+_PLAIN = r"""
+after again all and at because before clear down end for here in is it know later line look need
+next not now of one out python range return so that the three to total two up value was wait we
+\( \) ```
+"""
+
+# Whoever needs another word adds it here.
+_WORDS = (
+    "\n\n",
+    "",
+    "<think>",
+    "</think>",
+    *string.digits,
+    *string.ascii_letters,
+    *string.punctuation,
+    *(f"w{i}" for i in range(500)),
+    *_PLAIN.split(),
+)
+_IDS = {word: i for i, word in enumerate(_WORDS)}
+
+
+class Words:
+    """A fixed list of words, each spelled with a space before it."""
+
+    vocabulary = Vocabulary([f" {word}".encode() if word else b"" for word in _WORDS])
+    classes = TokenClasses(vocabulary)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the words; KeyError on one that is not in the list."""
+        return [_IDS[word] for word in re.findall(r"\n\n|\S+", text)]
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The words with single spaces between them."""
+        return self.vocabulary.text(token_ids).removeprefix(" ")
+
+
+def step_of(token_ids: list[int], start: int = 0, text: str | None = None) -> Step:
+    """A step whose text has one character per token unless given."""
+    return Step.build(start, token_ids, "x" * len(token_ids) if text is None else text)

@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages selected on a device, under Triton's interpreter: as on the CPU, and in graphs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_reasoncache.attention.paged_cuda import SHIFTED, GraphVariants
+from sglang_reasoncache.eviction.policies.contract import Observation
+from sglang_reasoncache.kernels import decode_triton, plan_triton, select_triton, weights_triton
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+from sglang_reasoncache.selection import page_bounds
+from sglang_reasoncache.selection.device_selection import DeviceSelection
+from sglang_reasoncache.selection.page_bounds import PageBounds
+from sglang_reasoncache.selection.page_selection import PageSelection
+from sglang_reasoncache.selection.quest import Quest
+from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
+from tests.unit.attention_rig import TOLERANCE, Rig
+from tests.unit.test_attention_cuda import batch_of, forward
+from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
+
+pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
+
+PAGE, HEADS, KV_HEADS, DIM = 4, 4, 2, 16
+WIDTH, PAGES = 62, 60
+SLOTS = PAGES * PAGE
+SCALE = DIM**-0.5
+
+
+@starts_interpreter
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture(autouse=True)
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds are read by Triton, as on a device; few programs for the interpreter."""
+    if INTERPRETED:
+        paged = functools.partial(PagedKv, backend="triton")
+        monkeypatch.setattr(page_bounds, "PagedKv", paged)
+        monkeypatch.setattr(decode_triton, "SPLITS", 2)
+        monkeypatch.setattr(plan_triton, "PIECES", 2)
+        monkeypatch.setattr(weights_triton, "PIECES", 2)
+        monkeypatch.setattr(select_triton, "PAGES", 16)
+
+
+class World:
+    """Rows of whole pages with evicted positions, some naming one page twice, in two layers."""
+
+    def __init__(self, seed: int, *, shifted: bool = False, policy: Any = None) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.shared_slots = shifted
+        self.keys = {
+            layer: torch.randn(SLOTS, KV_HEADS, DIM, generator=self.generator) for layer in (3, 4)
+        }
+        self.rows = torch.zeros(5, WIDTH, dtype=torch.int32)
+        self.cached_at = torch.zeros(SLOTS, dtype=torch.int32)
+        self.policy = policy or Quest(budget=12, whole_layers=0)
+        self.device = DeviceSelection(
+            "quest", self.policy, self.keys, PAGE, self.rows, self.cached_at if shifted else None
+        )
+        self.host = PageSelection("quest", self.policy, self.keys, PAGE, None)
+        # Bounds are those of pages as they lie, on both sides.
+        for bounds in self.host._bounds.values():
+            bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
+        for layer, keys in self.keys.items():
+            self.host.note(layer, torch.arange(SLOTS), keys)
+        for layer, noted in self.device._bounds.items():
+            noted.ends.copy_(self.host._bounds[layer].ends)
+        self.device.allocate_graphs(4, observed=True)
+        self.buffers = PlanBuffers.of(4, 4 * WIDTH, "cpu", positions=True)
+        self.fill()
+
+    def fill(self) -> None:
+        """Other rows, lengths and homes."""
+        random = functools.partial(torch.rand, generator=self.generator)
+        pages = torch.randperm(PAGES - 1, generator=self.generator) + 1
+        self.requests = torch.randperm(5, generator=self.generator)[:3]
+        self.lengths = torch.randint(1, WIDTH + 1, (3,), generator=self.generator)
+        self.lengths[0] = WIDTH
+        given = iter(pages.tolist())
+        for row, length in zip(self.requests.tolist(), self.lengths.tolist(), strict=True):
+            own = [next(given) for _ in range(-(-length // PAGE))]
+            for i in range(1, len(own) - 1):
+                # Shared with an earlier position of the row, or dropped.
+                own[i] = own[0] if random(1) < 0.2 else -1 if random(1) < 0.2 else own[i]
+            for at in range(length):
+                slot = own[at // PAGE] * PAGE + at % PAGE
+                self.rows[row, at] = max(slot, -1) if own[at // PAGE] >= 0 else -1
+                if self.shared_slots and slot >= 0 and own.index(own[at // PAGE]) == at // PAGE:
+                    self.cached_at[slot] = at
+            # Beyond the row's end lies what an earlier request left.
+            self.rows[row, length:] = 8
+        self.query = torch.randn(3, HEADS, DIM, generator=self.generator) * 3
+
+    def begin(self, graph: bool) -> None:
+        plan_into(
+            self.buffers,
+            self.rows,
+            self.requests,
+            self.lengths,
+            self.cached_at if self.shared_slots else None,
+            num_slots=SLOTS,
+        )
+        if graph:
+            # Padded, as SGLang does.
+            requests = torch.cat((self.requests, torch.zeros(1, dtype=torch.int64)))
+            lengths = torch.cat((self.lengths, torch.ones(1, dtype=torch.int64)))
+            cached_at = self.cached_at if self.shared_slots else None
+            plan_into(self.buffers, self.rows, requests, lengths, cached_at, num_slots=SLOTS)
+            self.device.begin_graph(requests, lengths, self.buffers)
+        else:
+            longest = int(self.lengths.max())
+            self.device.begin(
+                self.requests, self.lengths, self.buffers, longest=longest, observed=True
+            )
+
+    def away(self) -> torch.Tensor:
+        """bool ``[rows, width]``: positions whose page is used elsewhere than at home."""
+        rows = self.rows[self.requests].long()
+        elsewhere = (rows >= 0) & (self.cached_at[rows.clamp_min(0)] != torch.arange(WIDTH))
+        return elsewhere & self.shared_slots & (torch.arange(WIDTH) < self.lengths[:, None])
+
+    def expected(self, layer: int) -> list[list[int]]:
+        """Positions read, by the CPU's selection of what is at home."""
+        away = self.away()
+        rows = self.rows.clone()
+        rows[self.requests] = rows[self.requests].masked_fill(away, -1)
+        read: list[list[int]] = []
+        for i, length in enumerate(self.lengths.tolist()):
+            own = rows[self.requests[i], :length]
+            at = torch.arange(length)
+            if length <= self.policy.budget:
+                read.append(at[self.rows[self.requests[i], :length] >= 0].tolist())
+                continue
+            one = self.requests[i : i + 1], self.lengths[i : i + 1]
+            self.host.begin(rows, *one, None)
+            some = self.host.plan(layer, self.query[i : i + 1], SCALE)
+            assert some is not None
+            chosen = at[own >= 0][some.among].tolist()
+            read.append(sorted({*chosen, *at[away[i, :length]].tolist()}))
+        return read
+
+    def found(self, layer: int) -> list[list[int]]:
+        """Positions in the plan; its slots and shifts are those of the rows there."""
+        query = self.query
+        assert self.device._step is not None
+        batch = len(self.device._step.lengths)
+        query = torch.cat((query, query[:1]))[:batch]
+        some = self.device.plan(layer, query, SCALE)
+        assert some is not None
+        rows, weights = some
+        entries = self.device._step.room.plan.positions
+        assert entries is not None and self.buffers.positions is not None and weights is not None
+        assert (rows.shift is not None) == self.shared_slots
+        read = []
+        for i in range(3):
+            span = slice(int(rows.kv_indptr[i]), int(rows.kv_indptr[i + 1]))
+            at = self.buffers.positions[entries[span].long()].long()
+            slots = self.rows[self.requests[i], at]
+            assert torch.equal(rows.kv_indices[span], slots)
+            if rows.shift is not None:
+                assert torch.equal(rows.shift[span].long(), at - self.cached_at[slots.long()])
+            read.append(at.tolist())
+        return read
+
+
+@interpreted
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_same_pages_as_on_the_cpu(graph: bool, shifted: bool) -> None:
+    """Ragged rows with evicted positions and pages used twice; counts are those of rows beyond the budget."""
+    world = World(1, shifted=shifted)
+    held = read = 0
+    for _ in range(3):
+        world.fill()
+        assert world.away().any() == shifted
+        world.begin(graph)
+        for layer in world.keys:
+            found = world.found(layer)
+            assert found == world.expected(layer)
+            for i, length in enumerate(world.lengths.tolist()):
+                if length > world.policy.budget:
+                    held += int((world.rows[world.requests[i], :length] >= 0).sum())
+                    read += len(found[i])
+    assert world.device.describe() == {
+        "name": "quest",
+        "positions_held": held,
+        "positions_read": read,
+        "refusals": {},
+    }
+    assert 0 < read < held
+    # What Prometheus gets is the state of an earlier look.
+    assert world.device.recent()["positions_read"] == 0
+    assert world.device.recent() == world.device.describe()
+
+
+@interpreted
+def test_weights_go_to_the_entries_they_are_of() -> None:
+    world = World(2, shifted=True)
+    world.begin(graph=True)
+    found = world.found(3)
+    assert world.device._graph_room is not None
+    room = world.device._graph_room
+    assert room.weights is not None and world.buffers.positions is not None
+    count = int(room.plan.kv_indptr[4])
+    room.weights[:count] = torch.arange(1.0, count + 1)
+    sums = torch.zeros(4 * WIDTH)
+    world.device.add(sums)
+    assert not room.weights.any()
+    ends = world.buffers.kv_indptr.tolist()
+    given = iter(range(1, count + 1))
+    for i in range(3):
+        at = world.buffers.positions[ends[i] : ends[i + 1]].tolist()
+        expected = {place: next(given) for place in found[i]}
+        assert sums[ends[i] : ends[i + 1]].tolist() == [expected.get(place, 0) for place in at]
+
+
+@interpreted
+def test_short_rows_and_first_layers_are_read_whole() -> None:
+    world = World(3, policy=Quest(budget=WIDTH, whole_layers=1))
+    world.begin(graph=False)
+    assert world.device.plan(4, world.query, SCALE) is None, "all rows are within the budget"
+    world.begin(graph=True)
+    assert world.device.plan(3, world.query, SCALE) is None, "a first layer"
+    assert world.found(4) == world.expected(4)
+    assert world.device.describe()["positions_held"] == 0
+    world.device.forget()
+    assert world.device.plan(4, world.query, SCALE) is None, "no step was begun"
+
+
+class Wrong(Quest):
+    """Answers something else."""
+
+    answer: Any = None
+
+    def keep(self, shares: Any, held: Any, newest: Any, page: int) -> Any:
+        return self.answer(super().keep(shares, held, newest, page), newest)
+
+
+def wrong(answer: Any) -> Wrong:
+    policy = Wrong(budget=12, whole_layers=0)
+    object.__setattr__(policy, "answer", answer)
+    return policy
+
+
+NONSENSE = [
+    (lambda keep, _newest: None, "malformed", "must give a plain bool tensor .*, got NoneType"),
+    (lambda keep, _newest: keep.float(), "malformed", "got Tensor torch.float32"),
+    (lambda keep, _newest: keep[:, :-1], "malformed", "must give a plain bool tensor"),
+    (lambda keep, _newest: keep.to_sparse(), "malformed", "must give a plain bool tensor"),
+    (lambda keep, _newest: 1 / 0, "policy_failed", "ZeroDivisionError: division by zero"),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(("answer", "refusal", "message"), NONSENSE)
+def test_nonsense_is_refused_by_name(answer: Any, refusal: str, message: str) -> None:
+    """While a graph is captured it ends the start, outside of graphs everything is read."""
+    world = World(4, policy=wrong(answer))
+    world.begin(graph=False)
+    assert world.device.plan(3, world.query, SCALE) is None
+    assert world.device.describe()["refusals"] == {refusal: 1}
+    world.begin(graph=True)
+    query = torch.cat((world.query, world.query[:1]))
+    with pytest.raises(ValueError, match=f"--reasoncache-policy quest: keep .*{message}"):
+        world.device.plan(3, query, SCALE)
+
+
+@interpreted
+def test_the_newest_page_is_read_whatever_the_answer() -> None:
+    world = World(4, policy=wrong(lambda keep, _newest: torch.zeros_like(keep)))
+    # Within the budget: read whole, and not counted.
+    world.lengths[1] = 9
+    world.begin(graph=True)
+    found = world.found(3)
+    beyond = 0
+    for read, length in zip(found, world.lengths.tolist(), strict=True):
+        if length > 12:
+            assert read == list(range((length - 1) // PAGE * PAGE, length))
+            beyond += 1
+        else:
+            row = world.rows[world.requests[1], :9]
+            assert length == 9 and read == torch.arange(9)[row >= 0].tolist()
+    assert world.device.describe()["refusals"] == {"newest": beyond}
+
+
+class Wasteful(Quest):
+    """Looks at its tensors."""
+
+    poll: Any = None
+
+    def keep(self, shares: Any, held: Any, newest: Any, page: int) -> Any:
+        self.poll(shares, held)
+        return super().keep(shares, held, newest, page)
+
+
+LOOKS = {
+    "item": lambda shares, _held: shares.max().item(),
+    "branch": lambda shares, _held: 1 if (shares > 2).any() else 0,
+    "mask": lambda shares, held: shares[held],
+    "assigned": lambda shares, held: shares.__setitem__(held, 0.5 * shares[0, :1]),
+    "nonzero": lambda _shares, held: held.nonzero(),
+    "equal": lambda shares, _held: torch.equal(shares, shares),
+}
+
+
+def rig_of(lengths: list[int], *, shifted: tuple[int, ...] = ()) -> Rig:
+    """Rows of whole pages of 8 in a pool; the pages of the longest row named in ``shifted`` are
+    at home elsewhere."""
+    rig = Rig(shifted=0.0, lengths=lengths, heads=2, kv_heads=1, notes_shifted=bool(shifted))
+    rig.runner.token_to_kv_pool_allocator.page_size = 8
+    for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer):
+        buffer.copy_(torch.randn(buffer.shape, generator=rig.generator))
+    place(rig, lengths, shifted)
+    return rig
+
+
+def place(rig: Rig, lengths: list[int], shifted: tuple[int, ...] = ()) -> None:
+    rig.lengths = lengths
+    count = len(rig.pool.k_buffer[1]) // 8 - 1
+    pages = iter((torch.randperm(count, generator=rig.generator) + 1).tolist())
+    for row, length in zip(rig.row_of.tolist(), lengths, strict=True):
+        for start in range(0, length, 8):
+            slots = next(pages) * 8 + torch.arange(min(8, length - start))
+            rig.rows.req_to_token[row, start : start + len(slots)] = slots.to(torch.int32)
+            away = 40 if start // 8 in shifted and length == max(lengths) else 0
+            rig.cached_at.record(slots, start + away + torch.arange(len(slots)))
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    with get_parallel().override(attn_dcp_rank=0, attn_tp_rank=0):
+        yield
+
+
+POLICY = Quest(budget=24, whole_layers=1)
+
+
+def selecting(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
+    backend = triton_backend(rig, monkeypatch, corrected)
+    backend.select("quest", POLICY)
+    backend.selection.note(1, torch.arange(len(rig.pool.k_buffer[1])))
+    return backend
+
+
+def read_of(rig: Rig) -> list[torch.Tensor]:
+    """bool ``[length]`` of each row: what the layer reads, by the CPU's selection over the pool."""
+    host = PageSelection(
+        "quest", POLICY, {0: rig.pool.k_buffer[0], 1: rig.pool.k_buffer[1]}, 8, None
+    )
+    bounds = host._bounds[1]
+    bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
+    read = []
+    for i, (row, length) in enumerate(zip(rig.row_of, rig.lengths, strict=True)):
+        slots = rig.rows.req_to_token[row, :length].long()
+        held = slots >= 0
+        host.note(1, slots[held], rig.pool.k_buffer[1][slots[held]])
+        away = held & (rig.cached_at.positions[slots.clamp_min(0)] != torch.arange(length))
+        if length <= POLICY.budget:
+            read.append(held)
+            continue
+        rows = rig.rows.req_to_token[row : row + 1].clone()
+        rows[0, :length][away] = -1
+        host.begin(rows, torch.tensor([0]), torch.tensor([length]), None)
+        some = host.plan(1, rig.query[i : i + 1], rig.layer.scaling)
+        assert some is not None
+        chosen = away.clone()
+        chosen[rows[0, :length] >= 0] = some.among
+        read.append(chosen)
+    return read
+
+
+def check(rig: Rig, backend: Any, batch: Any) -> None:
+    """Dense attention over what the CPU would read, everything else masked."""
+    found = forward(rig, backend, batch)
+    kept = rig.rows.req_to_token.clone()
+    for row, read in zip(rig.row_of, read_of(rig), strict=True):
+        assert read.sum() < len(read) or len(read) <= POLICY.budget
+        rig.rows.req_to_token[row, : len(read)][~read] = -1
+    expected = rig.expected(batch)
+    rig.rows.req_to_token.copy_(kept)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[rig.dtype])
+
+
+@interpreted
+def test_decode_reads_what_was_selected(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager and in graphs, one row within the budget; rows, homes and evicted positions change in between."""
+    rig = rig_of([70, 19, 41], shifted=(1, 4))
+    backend = selecting(rig, monkeypatch)
+    assert GraphVariants(backend).capture_labels == (SHIFTED,)
+    check(rig, backend, batch_of(rig, [1, 1, 1]))
+    graphs = Graphs(rig, backend)
+    check(rig, graphs, batch_of(rig, [1, 1, 1]))
+    place(rig, [33, 64, 1], shifted=(2,))
+    backend.selection.note(1, torch.arange(len(rig.pool.k_buffer[1])))
+    rig.rows.req_to_token[rig.row_of[1], 8:16] = -1
+    rig.runner.token_to_kv_pool_allocator.has_evicted = True
+    check(rig, graphs, batch_of(rig, [1, 1, 1]))
+    check(rig, backend, batch_of(rig, [1, 1, 1]))
+    rig.row_of = rig.row_of[:1]
+    place(rig, [60])
+    backend.selection.note(1, torch.arange(len(rig.pool.k_buffer[1])))
+    check(rig, graphs, batch_of(rig, [1]))
+    assert set(graphs.replayed) == {SHIFTED}
+    seen = backend.selection.describe()
+    assert seen["refusals"] == {} and 0 < seen["positions_read"] < seen["positions_held"]
+
+
+@interpreted
+def test_bounds_follow_every_forward(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts by SGLang's kernels and by ours, then token by token, where keys are as cached."""
+    rig = rig_of([30, 9, 17])
+    backend = triton_backend(rig, monkeypatch, corrected=False)
+    selection = backend.select("quest", POLICY)
+
+    def right() -> None:
+        keys, ends = rig.pool.k_buffer[1], selection._bounds[1].ends
+        for row, length in zip(rig.row_of, rig.lengths, strict=True):
+            for start in range(0, length, 8):
+                slots = rig.rows.req_to_token[row, start : min(start + 8, length)].long()
+                page = int(slots[0]) // 8
+                assert torch.equal(ends[page, :, :16], keys[slots].amax(dim=0))
+                assert torch.equal(ends[page, :, 16:], keys[slots].amin(dim=0))
+
+    for evicted in (False, True):
+        rig.runner.token_to_kv_pool_allocator.has_evicted = evicted
+        batch = batch_of(rig, [30, 9, 17])
+        backend.kv_index_translator.bind_runner_slots(batch)
+        assert not backend.can_run_prefill_cuda_graph(batch)
+        forward(rig, backend, batch)
+        right()
+    for _ in range(2):
+        batch = batch_of(rig, [1, 1, 1])
+        backend.kv_index_translator.bind_runner_slots(batch)
+        check(rig, backend, batch)
+        right()
+
+
+@interpreted
+def test_statistics_of_what_was_selected(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was left out weighs nothing, the rest sums to one a head; eager and in graphs."""
+    rig = rig_of([70, 12, 40], shifted=(3,))
+    backend = triton_backend(rig, monkeypatch)
+    statistics = backend.observe(Observation(latest=1, total=True))
+    backend.select("quest", POLICY)
+    backend.selection.note(1, torch.arange(len(rig.pool.k_buffer[1])))
+    graphs = Graphs(rig, backend)
+    for runner in (backend, graphs):
+        batch = batch_of(rig, [1, 1, 1])
+        coming = statistics.begin(rig.row_of.tolist(), rig.lengths, None)
+        backend.expect(batch.rids, coming)
+        check(rig, runner, batch)
+        for row, read in zip(rig.row_of.tolist(), read_of(rig), strict=True):
+            # Nothing announced the request: the memory is read as it is.
+            weights = statistics._memory[row][0, : len(read)]
+            assert float(weights.sum()) == pytest.approx(rig.heads, rel=1e-4)
+            assert torch.equal(weights > 0, read)
+
+
+@interpreted
+@pytest.mark.parametrize("poll", LOOKS.values(), ids=LOOKS)
+def test_a_selector_that_waits_is_refused_at_the_start(
+    poll: Any, ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rig_of([70, 12])
+    backend = triton_backend(rig, monkeypatch)
+    policy = Wasteful(budget=24, whole_layers=0)
+    object.__setattr__(policy, "poll", poll)
+    with pytest.raises(
+        ValueError, match=r"--reasoncache-policy slow: keep .* waits for the device"
+    ):
+        backend.select("slow", policy)
+    assert backend.selection is None and not backend.always_ours
+    object.__setattr__(policy, "poll", lambda shares, _held: shares[:, torch.tensor([0, 1])])
+    assert backend.select("fast", policy).describe()["positions_held"] == 0
+
+
+@interpreted
+@pytest.mark.parametrize(("answer", "_refusal", "message"), NONSENSE[-2:])
+def test_nonsense_is_refused_at_the_start(
+    answer: Any, _refusal: str, message: str, ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = triton_backend(rig_of([70, 12]), monkeypatch)
+    with pytest.raises(ValueError, match=f"--reasoncache-policy odd: keep .*{message}"):
+        backend.select("odd", wrong(answer))
+
+
+@interpreted
+def test_bounds_without_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(PageBounds, "__init__", none)
+    with pytest.raises(MemoryError, match="Tried to allocate"):
+        World(1)

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages selected in decode: bounds as keys are written, moved and dropped pages, what is read."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
+from sglang_reasoncache.eviction.policies.contract import Observation
+from sglang_reasoncache.kernels.decode import decode_attention
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.selection.page_bounds import PageBounds
+from sglang_reasoncache.selection.page_selection import PageSelection
+from sglang_reasoncache.selection.quest import Quest
+from tests.kernels.rotary import make_rotation
+from tests.unit.attention_rig import Rig, supported_runner
+
+PAGE, PAGES, HEADS, KV_HEADS, DIM = 4, 64, 4, 2, 8
+SLOTS = PAGE * PAGES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_bounds_are_those_of_the_keys_written(dtype: torch.dtype) -> None:
+    """Token by token or a page and more at once; a page that is filled anew starts anew."""
+    world = random.Random(4)
+    buffer = torch.zeros(SLOTS, KV_HEADS, DIM).to(dtype)
+    bounds = PageBounds(buffer, PAGE)
+    kept = torch.zeros(SLOTS, KV_HEADS, DIM)
+    filled = [0] * PAGES
+    for _ in range(200):
+        slots: list[int] = []
+        decodes = world.random() < 0.5
+        for page in world.sample(range(PAGES), world.randint(1, 3)):
+            if filled[page] == PAGE or world.random() < 0.1:
+                filled[page] = 0
+            count = 1 if decodes else world.randint(1, PAGE - filled[page])
+            slots += range(page * PAGE + filled[page], page * PAGE + filled[page] + count)
+            filled[page] += count
+        keys = torch.randn(len(slots), KV_HEADS, DIM).to(bounds.low.dtype)
+        bounds.note(torch.tensor(slots), keys, apart=decodes)
+        kept[slots] = keys.float()
+    for page, count in enumerate(filled):
+        if count:
+            held = kept[page * PAGE : page * PAGE + count]
+            assert torch.equal(bounds.low[page].float(), held.amin(dim=0))
+            assert torch.equal(bounds.high[page].float(), held.amax(dim=0))
+
+
+def test_shares_are_by_the_largest_possible_logit() -> None:
+    """Against every corner of the box between the bounds, page by page and head by head."""
+    generator = torch.Generator().manual_seed(2)
+    keys = torch.randn(SLOTS, KV_HEADS, 3, generator=generator)
+    query = torch.randn(1, HEADS, 3, generator=generator)
+    bounds = PageBounds(keys, PAGE)
+    bounds.note(torch.arange(SLOTS), keys)
+    pages = [5, 9, 0, 40]
+    logits = torch.full((len(pages), HEADS), float("-inf"))
+    for i, page in enumerate(pages):
+        of_page = keys[page * PAGE : page * PAGE + PAGE]
+        for head in range(HEADS):
+            own = of_page[:, head // (HEADS // KV_HEADS)]
+            ends = zip(own.amin(dim=0).tolist(), own.amax(dim=0).tolist(), strict=True)
+            for corner in itertools.product(*ends):
+                logits[i, head] = max(logits[i, head], torch.tensor(corner) @ query[0, head])
+            assert logits[i, head] >= (own @ query[0, head]).max()
+    found = bounds.largest(query.expand(4, -1, -1), torch.tensor(pages))
+    torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+    plan = RowPlan(torch.tensor([0, 4]).int(), torch.tensor(pages).int(), None)
+    expected = (logits * 0.3).softmax(dim=0).sum(dim=1)
+    torch.testing.assert_close(bounds.shares(query, plan, 0.3), expected, rtol=1e-4, atol=1e-6)
+
+
+class World:
+    """Two rows in one layer: pages used at home and elsewhere, and one that was dropped."""
+
+    def __init__(self, *, shifted: bool, policy: Any = None) -> None:
+        torch.manual_seed(5)
+        rotation = make_rotation(DIM, True)
+        assert rotation is not None
+        self.rotation = rotation
+        self.keys = torch.randn(SLOTS, KV_HEADS, DIM) * 2
+        self.values = torch.randn(SLOTS, KV_HEADS, DIM)
+        self.lengths = torch.tensor([39, 9])
+        self.rows = torch.full((3, 50), -1, dtype=torch.int32)
+        self.cached_at = torch.zeros(SLOTS, dtype=torch.int32)
+        pages = torch.randperm(PAGES)
+        for row, length in ((2, 39), (0, 9)):
+            for at in range(length):
+                slot = int(pages[at // PAGE + 20 * row]) * PAGE + at % PAGE
+                self.rows[row, at] = slot
+                self.cached_at[slot] = at
+        if shifted:
+            # Positions 24 to 27 read the page of 8 to 11; 28 to 31 that of another request.
+            self.rows[2, 24:28] = self.rows[2, 8:12]
+            self.cached_at[self.rows[2, 28:32].long()] += 500
+        self.rows[2, 16:20] = -1
+        self.requests = torch.tensor([2, 0])
+        self.query = torch.randn(2, HEADS, DIM) * 3
+        self.policy = policy or Quest(budget=16, whole_layers=0)
+        self.selection = PageSelection("quest", self.policy, {7: self.keys}, PAGE, self.rotation)
+        self.selection.note(7, torch.arange(SLOTS), self.keys)
+        self.plan = plan_rows(
+            self.rows, self.requests, self.lengths, self.cached_at, num_slots=SLOTS
+        )
+
+    def begin(self) -> None:
+        self.selection.begin(self.rows, self.requests, self.lengths, self.cached_at)
+
+    def expected(self, row: int, length: int, query: torch.Tensor) -> list[int]:
+        """Positions that are read, by bounds of the keys as they lie and a query rotated back."""
+        bounds: dict[int, list[float]] = {}
+        for page in range(-(-length // PAGE)):
+            slots = [int(s) for s in self.rows[row, page * PAGE : min(length, page * PAGE + PAGE)]]
+            if slots[0] < 0:
+                continue
+            whole = self.keys[slots[0] // PAGE * PAGE :][:PAGE]
+            shift = torch.tensor([page * PAGE - int(self.cached_at[slots[0]])])
+            rotated = self.rotation.rotate(query[None], self.rotation.angles(-shift))[0]
+            low, high = (
+                side.repeat_interleave(2, dim=0) for side in (whole.amin(0), whole.amax(0))
+            )
+            found = torch.maximum(rotated * low, rotated * high).sum(dim=1) * DIM**-0.5
+            bounds[page] = found.tolist()
+        newest = (length - 1) // PAGE
+        softmax = torch.tensor(list(bounds.values())).softmax(dim=0).sum(dim=1)
+        shares = dict(zip(bounds, softmax.tolist(), strict=True))
+        best = sorted((p for p in shares if p != newest), key=lambda p: -shares[p])
+        pages = sorted([newest, *best[: self.policy.budget // PAGE - 1]])
+        return [at for p in pages for at in range(p * PAGE, min(length, p * PAGE + PAGE))]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_best_pages_are_read(shifted: bool) -> None:
+    world = World(shifted=shifted)
+    assert world.selection.plan(7, world.query, DIM**-0.5) is None, "no step was begun"
+    world.begin()
+    found = world.selection.plan(7, world.query, DIM**-0.5)
+    assert found is not None
+    rows, among = found
+    assert (rows.shift is not None) == shifted
+    # The same entries of the whole plan, in its order.
+    assert torch.equal(rows.kv_indices, world.plan.kv_indices[among])
+    if rows.shift is not None and world.plan.shift is not None:
+        assert torch.equal(rows.shift, world.plan.shift[among])
+    bounds = rows.kv_indptr.tolist()
+    for i, (row, length) in enumerate(((2, 39), (0, 9))):
+        slots = rows.kv_indices[bounds[i] : bounds[i + 1]]
+        expected = world.expected(row, length, world.query[i])
+        assert slots.tolist() == world.rows[row, expected].tolist()
+        assert len(expected) < 17
+    assert world.selection.read == len(rows.kv_indices)
+    assert world.selection.held == len(world.plan.kv_indices)
+    assert world.selection.refusals == {}
+
+
+def test_short_rows_and_first_layers_are_read_whole() -> None:
+    world = World(shifted=False, policy=Quest(budget=39, whole_layers=0))
+    world.begin()
+    assert world.selection.plan(7, world.query, 1.0) is None
+    world = World(shifted=False, policy=Quest(budget=8, whole_layers=1))
+    world.begin()
+    assert world.selection.plan(7, world.query, 1.0) is None
+    world = World(shifted=False)
+    world.begin()
+    world.selection.begin(world.rows, world.requests, world.lengths[:0], world.cached_at)
+    assert world.selection.plan(7, world.query, 1.0) is None, "a prefill came in between"
+
+
+class Wrong(Quest):
+    """Answers something else."""
+
+    answer: Any = None
+
+    def keep(self, bounds: Any, held: Any, newest: Any, page: int) -> Any:
+        return self.answer(super().keep(bounds, held, newest, page), newest)
+
+
+@pytest.mark.parametrize(
+    ("answer", "refusal"),
+    [
+        (lambda keep, _newest: None, "malformed"),
+        (lambda keep, _newest: keep.float(), "malformed"),
+        (lambda keep, _newest: keep[:, :-1], "malformed"),
+        (lambda keep, _newest: 1 / 0, "policy_failed"),
+        (lambda keep, newest: keep.scatter(1, newest[:, None], False), "newest"),
+    ],
+)
+def test_nonsense_is_refused_by_name(answer: Any, refusal: str) -> None:
+    policy = Wrong(budget=16, whole_layers=0)
+    object.__setattr__(policy, "answer", answer)
+    world = World(shifted=False, policy=policy)
+    world.begin()
+    found = world.selection.plan(7, world.query, DIM**-0.5)
+    assert world.selection.refusals == {refusal: 1}
+    if refusal == "newest":
+        assert found is not None
+        expected = world.expected(2, 39, world.query[0])
+        assert found.rows.kv_indices[: len(expected)].tolist() == world.rows[2, expected].tolist()
+    else:
+        assert found is None
+    # Pages that a row does not have cost nothing: there is nothing to read.
+    everything = Wrong(budget=16, whole_layers=0)
+    object.__setattr__(everything, "answer", lambda keep, _newest: torch.ones_like(keep))
+    world = World(shifted=False, policy=everything)
+    world.begin()
+    found = world.selection.plan(7, world.query, DIM**-0.5)
+    assert found is not None
+    assert torch.equal(found.rows.kv_indices, world.plan.kv_indices)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda keep, _newest: keep.to_sparse(),
+        lambda keep, _newest: keep.to("meta"),
+        lambda keep, _newest: keep.as_subclass(torch.nn.Buffer),
+    ],
+    ids=["sparse", "elsewhere", "subclass"],
+)
+def test_an_answer_is_a_plain_tensor(answer: Any) -> None:
+    policy = Wrong(budget=16, whole_layers=0)
+    object.__setattr__(policy, "answer", answer)
+    world = World(shifted=False, policy=policy)
+    world.begin()
+    assert world.selection.plan(7, world.query, DIM**-0.5) is None
+    assert world.selection.refusals == {"malformed": 1}
+
+
+class InPlace(Quest):
+    """Writes to what it is given."""
+
+    def keep(self, shares: Any, held: Any, newest: Any, page: int) -> Any:
+        kept = super().keep(shares, held, newest, page)
+        newest -= 100
+        held.fill_(True)
+        shares.zero_()
+        return kept
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_layers_get_the_same_whatever_a_selector_writes(shifted: bool) -> None:
+    found = []
+    for kind in (Quest, InPlace):
+        world = World(shifted=shifted, policy=kind(budget=16, whole_layers=0))
+        world.begin()
+        for _ in range(2):
+            selected = world.selection.plan(7, world.query, DIM**-0.5)
+            assert selected is not None
+            found.append(selected.among)
+        assert world.selection.refusals == {}
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("budget", None), ("budget", 0), ("budget", 1e3), ("budget", True), ("whole_layers", -1)],
+)
+def test_a_selector_must_say_what_it_reads_whole(key: str, value: Any) -> None:
+    class Odd:
+        budget: Any = 16
+        whole_layers: Any = 0
+        keep = Quest.keep
+
+    setattr(Odd, key, value)
+    with pytest.raises(ValueError, match=f"--reasoncache-policy odd: {key} .* got {value!r}"):
+        PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, None)
+    delattr(Odd, key)
+    with pytest.raises(ValueError, match=f"{key} .* got AttributeError"):
+        PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, None)
+
+
+def test_attention_and_weights_over_what_was_selected(
+    published_config: None, out_of_tree_platform: None
+) -> None:
+    """The backend reads the selected entries; what it left out weighs nothing."""
+    rig = Rig(shifted=0.0, lengths=[70, 12], heads=4)
+    rig.runner.token_to_kv_pool_allocator.page_size = 8
+    # Pages of 8 slots side by side, filled from the first one on.
+    for row, first in zip(rig.row_of.tolist(), (0, 80), strict=True):
+        slots = torch.arange(96)[: rig.lengths[row - 1]] + first
+        rig.rows.req_to_token[row, : len(slots)] = slots.to(torch.int32)
+        rig.cached_at.record(slots, torch.arange(len(slots)))
+    for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer):
+        buffer.copy_(torch.randn(buffer.shape, generator=rig.generator))
+    backend = PagedCpuBackend(supported_runner(rig), corrected=True)
+    statistics = backend.observe(Observation(latest=1))
+    selection = backend.select("quest", Quest(budget=24, whole_layers=1))
+    selection.note(1, torch.arange(92), rig.pool.k_buffer[1][:92])
+    batch = rig.batch([1, 1])
+    found = rig.forward(backend, batch)
+    chosen = selection.plan(1, rig.query, rig.layer.scaling)
+    assert chosen is not None and 24 + 12 - 8 < len(chosen.rows.kv_indices) <= 24 + 12
+    kv = PagedKv(rig.pool.k_buffer[1], rig.pool.v_buffer[1])
+    right = decode_attention(rig.query, kv, chosen.rows, scale=rig.layer.scaling)
+    assert torch.equal(found, right)
+    weights = statistics.latest(1, torch.arange(70), 1)
+    assert float(weights.sum()) == pytest.approx(4)
+    assert ((weights > 0) == chosen.among[:70]).all()

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of ``--reasoncache-policy``, on a server's command line and in a run's method."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+
+from eval.methods import MethodError, find_method
+from sglang_reasoncache import registry
+from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
+from sglang_reasoncache.eviction.policies.contract import RequestView
+from sglang_reasoncache.eviction.policies.evictor import Evictor, runs
+from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
+from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
+from sglang_reasoncache.sharing.decision import Eviction
+
+
+@pytest.mark.parametrize(
+    ("text", "shares", "names"),
+    [
+        ("reasoncache", True, []),
+        ("none", False, []),
+        ("streamingllm:budget=64", False, ["streamingllm"]),
+        ("reasoncache+streamingllm:budget=64", True, ["streamingllm"]),
+        ("l2norm:share=0.5+random:share=0.4", False, ["l2norm", "random"]),
+    ],
+)
+def test_names_in_sequence(text: str, shares: bool, names: list[str]) -> None:
+    choice = registry.parse(text)
+    assert choice.shares is shares
+    assert [name for name, _ in choice.evictors] == names
+
+
+@pytest.mark.parametrize("separator", [",", ":"])
+def test_options_by_comma_or_colon(separator: str) -> None:
+    options = separator.join(("budget=512", "recent=64", "anchor=mean_norm", "keys=unrotated"))
+    [(name, policy)] = registry.parse(f"keydiff:{options}").evictors
+    assert name == "keydiff"
+    assert policy == KeyDiff(budget=512, recent=64, anchor="mean_norm", keys="unrotated")
+
+
+@pytest.mark.parametrize("name", [name for name in registry.BUILT_IN if name != "quest"])
+def test_every_built_in_evictor_can_be_made(name: str) -> None:
+    [(_, policy)] = registry.parse(f"{name}:share=0.25,slack=8").evictors
+    assert policy.slack == 8
+    assert policy.excess(100, 100) == 75
+    assert policy.excess(100, 33) == 0, "within the slack"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "every NAME one of none, reasoncache, streamingllm, random, l2norm, keydiff, "),
+        ("streamingllm", "budget or share of streamingllm given, one of the two"),
+        ("streamingllm:budget=64:share=0.5", "given, one of the two"),
+        ("streamingllm:budget=0", "budget of streamingllm between 1 and 10000000"),
+        ("streamingllm:budget=many", "budget of streamingllm an integer, not 'many'"),
+        ("streamingllm:share=1", "share of streamingllm above 0 and below 1"),
+        ("streamingllm:share=nan", "share of streamingllm above 0 and below 1"),
+        ("streamingllm:budget=64:sinks=-1", "sinks of streamingllm between 0 and 65536"),
+        ("streamingllm:budget=64:recent=0", "recent of streamingllm between 1 and 65536"),
+        ("streamingllm:budget=64:window=3", "options of streamingllm among budget, share"),
+        ("streamingllm:budget", "key=value for streamingllm instead of 'budget'"),
+        ("streamingllm:budget=1:budget=2", "budget of streamingllm once"),
+        ("random:budget=64:seed=-1", "seed of random between 0 and"),
+        (
+            "keydiff:budget=64:anchor=median",
+            "anchor of keydiff one of mean_raw, mean_norm, pairwise",
+        ),
+        ("keydiff:budget=64+keydiff:budget=32", "with keydiff once"),
+        ("reasoncache:block=8", "reasoncache without options"),
+        ("none+streamingllm:budget=64", "none alone"),
+        ("quest:share=0.5", "options of quest among budget, whole_layers, not 'share'"),
+        ("tova:budget=64", "not 'tova'"),
+        ("+", "every NAME one of none, reasoncache, "),
+        ("streamingllm:budget=64+", ", not ''"),
+        ("streamingllm:budget=1_0", "budget of streamingllm an integer, not '1_0'"),
+        ("streamingllm:budget=\u0663", "budget of streamingllm an integer, not"),
+        ("streamingllm:share=0.\u0663", "share of streamingllm a number, not"),
+        ("snapkv:budget=64:prompt=false", "prompt of snapkv true, as it gives up positions of"),
+        ("x" * 2000, "at most 1000 characters"),
+    ],
+)
+def test_a_bad_text_names_flag_bound_and_value(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ReasonCacheConfig(policy=text)
+    shown = str(caught.value)
+    assert shown.startswith("--reasoncache-policy must be NAME[:key=value,...][+NAME...]")
+    assert message in shown
+    assert repr(text) in shown
+
+
+@pytest.mark.parametrize("value", [5, None, ["streamingllm"]])
+def test_a_value_of_another_type_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="--reasoncache-policy must be NAME"):
+        ReasonCacheConfig(policy=value)  # type: ignore[arg-type]
+
+
+def test_what_is_on() -> None:
+    """Sharing needs its name and a percentile; a server with neither policy computes nothing."""
+    assert ReasonCacheConfig().shares
+    assert not ReasonCacheConfig(policy="none").is_active
+    eviction = ReasonCacheConfig(policy="reasoncache+random:share=0.5", percentile=0)
+    assert not eviction.shares and eviction.is_active
+
+
+def test_a_method_carries_a_policy() -> None:
+    """A run's methods have commas and colons of their own."""
+    spec = "reasoncache:policy=reasoncache+streamingllm:budget=256:sinks=8,percentile=90"
+    method = find_method(spec)
+    flags = dict(zip(method.flags[1::2], method.flags[2::2], strict=True))
+    assert flags["--reasoncache-policy"] == "reasoncache+streamingllm:budget=256:sinks=8"
+    assert flags["--reasoncache-percentile"] == "90.0"
+    assert shlex.quote(spec) == spec, "needs no quotes in a shell"
+    with pytest.raises(MethodError, match="sinks of streamingllm between"):
+        find_method("reasoncache:policy=streamingllm:budget=256:sinks=-8")
+
+
+@dataclass(frozen=True)
+class OldestFirst(Evictor):
+    """What another package might register."""
+
+    every: int = 1
+
+    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+        return runs(view.candidates(self.recent)[:: self.every][:excess])
+
+
+@dataclass(frozen=True)
+class NoExcess:
+    budget: int = 1
+
+    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+        return []
+
+
+@dataclass(frozen=True)
+class NoSlack(NoExcess):
+    def excess(self, written: int, held: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class NoNeeds(NoSlack):
+    slack: int = 0
+
+
+@dataclass(frozen=True)
+class SlackBelowZero(NoNeeds):
+    needs: frozenset[str] = frozenset()
+    slack: int = -1
+
+
+@dataclass(frozen=True)
+class NeedsValues(OldestFirst):
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"values"})
+
+
+@dataclass(frozen=True)
+class ObservesNothing(OldestFirst):
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"attention"})
+
+
+@dataclass(frozen=True)
+class NeedsRaise(OldestFirst):
+    @property
+    def needs(self) -> frozenset[str]:
+        raise RuntimeError("not today")
+
+
+@dataclass(frozen=True)
+class Asserting(OldestFirst):
+    def __post_init__(self) -> None:
+        raise AssertionError("not today")
+
+
+@dataclass(frozen=True)
+class UnknownType(OldestFirst):
+    what: "torchx.Tensor" = None  # type: ignore[name-defined] # noqa: F821, UP037
+
+
+class _Entry:
+    name = "oldest"
+
+    def __init__(self, loads: object) -> None:
+        self._loads = loads
+
+    def load(self) -> object:
+        if isinstance(self._loads, Exception):
+            raise self._loads
+        return self._loads
+
+
+@pytest.mark.parametrize(
+    ("loads", "message"),
+    [
+        (OldestFirst, ""),
+        (ImportError("no module named other"), "policies that load; oldest does not"),
+        (len, "policies that are dataclasses; oldest is"),
+        (Evictor, "policies that evict or keep something; oldest is"),
+        (NoExcess, "have methods evicts and excess; oldest does not"),
+        (NoSlack, "have a slack, an integer of at least 0; oldest does not"),
+        (SlackBelowZero, "have a slack, an integer of at least 0; oldest does not"),
+        (NoNeeds, "have needs, a set of attention, keys, unrotated keys or an empty one; oldest"),
+        (NeedsValues, "have needs, a set of attention"),
+        (NeedsRaise, "not today"),
+        (ObservesNothing, "have observes, an Observation, as attention is needed; oldest"),
+        (Asserting, "options that oldest takes .*not today"),
+        (UnknownType, "policies whose types resolve; oldest has NameError.*torchx"),
+    ],
+)
+def test_another_packages_policy(
+    loads: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By entry point; built-in names stay ours."""
+
+    def found(group: str) -> list[_Entry]:
+        assert group == "sglang_reasoncache.eviction.policies"
+        return [_Entry(loads)]
+
+    monkeypatch.setattr(registry, "entry_points", found)
+    registry.parse.cache_clear()
+    try:
+        if message:
+            with pytest.raises(registry.PolicyError, match=message):
+                registry.parse("oldest:budget=10")
+            return
+        [(_, policy)] = registry.parse("oldest:budget=10:every=2").evictors
+        assert policy == OldestFirst(budget=10, every=2)
+        assert registry.parse("streamingllm:budget=9").evictors[0].policy == StreamingLLM(budget=9)
+        with pytest.raises(registry.PolicyError, match="keydiff, .*, oldest, not 'newest'"):
+            registry.parse("newest:budget=10")
+    finally:
+        registry.parse.cache_clear()

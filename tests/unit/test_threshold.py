@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adaptive threshold against numpy's percentile, and its saved state."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_reasoncache.sharing.histogram import Histogram
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold, FixedThreshold, Threshold
+
+_DISTANCES = st.lists(
+    st.one_of(st.just(0.0), st.floats(1e-7, 999.0), st.sampled_from([0.01, 0.02, 1.0])),
+    min_size=1,
+    max_size=60,
+)
+
+
+def histogram_of(distances: list[float], half_life: float | None = None) -> Histogram:
+    histogram = Histogram(half_life)
+    for distance in distances:
+        histogram.add(distance)
+    return histogram
+
+
+@settings(deadline=None)
+@given(_DISTANCES, st.floats(0, 100))
+def test_percentile_is_within_one_percent_of_numpy(distances: list[float], p: float) -> None:
+    exact = float(np.percentile(distances, p))
+    found = histogram_of(distances).percentile(p)
+    assert exact * (1 - 1e-9) <= found <= exact * 1.01
+
+
+@pytest.mark.parametrize("scale", [1e-5, 0.05, 5.0])
+def test_percentile_of_many_distances(scale: float) -> None:
+    distances = np.random.default_rng(1).lognormal(math.log(scale), 1.0, 5000)
+    histogram = histogram_of(distances.tolist())
+    for p in (1, 20, 50, 80, 95, 99.9):
+        assert histogram.percentile(p) == pytest.approx(np.percentile(distances, p), rel=0.01)
+
+
+@pytest.mark.parametrize("distance", [1e-7, 1e-5, 0.1, 1.0, 10.0, 100.0, 0.0])
+def test_equal_distances_accept_themselves(distance: float) -> None:
+    """Also on the edges of the bins, where logarithms round."""
+    threshold = AdaptiveThreshold(percentile=50, warmup=1)
+    assert threshold.decide([distance] * 5).all()
+    assert not threshold.accepts(distance * 1.02 + 1e-6)
+
+
+def test_every_distance_is_at_most_the_edge_of_its_bin() -> None:
+    """Also just below the edges, where the logarithm rounds across them."""
+    edges = (1e-7 * 10.0 ** (np.arange(1, 2560) / 256)).tolist()
+    for edge in edges:
+        for distance in (edge * (1 - 1e-11), math.nextafter(edge, 0), edge, edge * (1 + 1e-15)):
+            assert histogram_of([distance]).percentile(50) >= distance
+
+
+def test_the_threshold_follows_the_observations() -> None:
+    threshold = AdaptiveThreshold(percentile=50, warmup=1)
+    threshold.observe(1.0)
+    assert threshold.value == pytest.approx(1.0, rel=0.01)
+    threshold.observe(3.0)
+    assert threshold.value == pytest.approx(2.0, rel=0.01)
+
+
+def test_under_and_overflow_are_counted_at_the_ends() -> None:
+    assert histogram_of([1e-12, 1e-9]).percentile(50) == pytest.approx(1e-7)
+    assert histogram_of([1e5, 1e9]).percentile(50) == 1e3
+    threshold = AdaptiveThreshold(percentile=50, warmup=1)
+    assert threshold.decide([1e5, 1e9]).tolist() == [False, False]
+
+
+def weighted_percentile(distances: list[float], half_life: float, p: float) -> float:
+    """Slow reference of the decayed percentile by sorting all observations."""
+    weights = [2.0 ** (-age / half_life) for age in range(len(distances))][::-1]
+    pairs = sorted(zip(distances, weights, strict=True))
+    total = sum(weights)
+    rank = (total - 1) * p / 100
+
+    def at(mass: float) -> float:
+        below = 0.0
+        for distance, weight in pairs:
+            below += weight
+            if below > mass + 1e-9:
+                return distance
+        return pairs[-1][0]
+
+    low, high = at(math.floor(rank)), at(math.floor(rank) + 1)
+    return low + (high - low) * (rank - math.floor(rank))
+
+
+@pytest.mark.parametrize("half_life", [3.3, 7.0, 300.0])
+def test_decay_forgets_old_distances(half_life: float) -> None:
+    rng = np.random.default_rng(2)
+    distances = rng.lognormal(0, 0.5, 3000).tolist() + rng.lognormal(2, 0.5, 60).tolist()
+    histogram = histogram_of(distances, half_life)
+    for p in (20, 50, 80):
+        expected = weighted_percentile(distances, half_life, p)
+        assert histogram.percentile(p) == pytest.approx(expected, rel=0.01)
+
+
+def test_zero_percent_accepts_nothing_and_a_hundred_everything() -> None:
+    nothing = AdaptiveThreshold(percentile=0, warmup=0)
+    everything = AdaptiveThreshold(percentile=100, warmup=3)
+    distances = [0.0, 1e-9, 0.5, 1e6]
+    assert not nothing.decide(distances).any()
+    assert not everything.decide(distances[:2]).any()
+    assert everything.decide(distances).all()
+    assert everything.accepts(1e300)
+
+
+def test_nothing_is_accepted_before_the_warmup_is_over() -> None:
+    threshold = AdaptiveThreshold(percentile=80, warmup=10)
+    for count in range(1, 10):
+        threshold.observe(0.5)
+        assert threshold.num_observed == count
+        assert not threshold.accepts(0.0)
+    threshold.observe(0.5)
+    assert threshold.accepts(0.5)
+    assert not threshold.accepts(0.6)
+
+
+def test_nothing_observed_accepts_nothing() -> None:
+    threshold = AdaptiveThreshold(percentile=80, warmup=0)
+    assert not threshold.accepts(0.0)
+
+
+@pytest.mark.parametrize("make", [lambda: AdaptiveThreshold(100, 0), lambda: FixedThreshold(1e9)])
+@pytest.mark.parametrize("distance", [math.nan, math.inf, -math.inf, -1.0])
+def test_what_is_no_distance_is_neither_observed_nor_accepted(make: Any, distance: float) -> None:
+    threshold: Threshold = make()
+    threshold.observe(distance)
+    assert threshold.num_observed == 0
+    assert not threshold.accepts(distance)
+    assert threshold.decide([distance, 0.5]).tolist() == [False, True]
+
+
+@settings(deadline=None)
+@given(_DISTANCES, st.integers(0, 30))
+def test_decisions_of_a_step_equal_observing_then_accepting(
+    distances: list[float], warmup: int
+) -> None:
+    together, apart = AdaptiveThreshold(70, warmup), AdaptiveThreshold(70, warmup)
+    decided = together.decide(np.array(distances, dtype=np.float32))
+    singles = np.array(distances, dtype=np.float32).tolist()
+    for distance in singles:
+        apart.observe(distance)
+    assert decided.tolist() == [apart.accepts(distance) for distance in singles]
+
+
+def test_fixed_threshold() -> None:
+    threshold = FixedThreshold(0.25)
+    assert threshold.is_warm
+    assert threshold.decide([0.0, 0.25, 0.26]).tolist() == [True, True, False]
+    assert threshold.num_observed == 3
+
+
+@pytest.mark.parametrize("half_life", [None, 20.0])
+def test_state_survives_a_round_trip_through_json(half_life: float | None) -> None:
+    rng = np.random.default_rng(3)
+    before = AdaptiveThreshold(80, 10, half_life)
+    before.decide([*rng.lognormal(0, 1, 500).tolist(), 0.0, 1e-9, 1e9])
+    state = json.loads(json.dumps(before.to_state()))
+    after = AdaptiveThreshold.from_state(state, 80, 10, half_life)
+    assert (after.num_observed, after.is_warm) == (503, True)
+    assert after.value == pytest.approx(before.value, rel=1e-12)
+    for distance in rng.lognormal(1, 1, 50).tolist():
+        before.observe(distance)
+        after.observe(distance)
+        assert after.value == pytest.approx(before.value, rel=1e-9)
+    # The knobs are not part of the state.
+    assert AdaptiveThreshold.from_state(state, 20, 10).value < before.value
+
+
+def test_empty_state_round_trip() -> None:
+    state = AdaptiveThreshold().to_state()
+    assert AdaptiveThreshold.from_state(state).num_observed == 0
+
+
+def _state(**changes: object) -> dict[str, object]:
+    histogram = histogram_of([0.5, 0.5, 2.0])
+    return {**histogram.to_state(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "must be an object, got NoneType"),
+        ([], "must be an object, got list"),
+        ({}, "must have version 1, got None"),
+        (_state(version=2), "must have version 1, got 2"),
+        (_state(layout=[1e-7, 1e3, 128]), "must have layout"),
+        (_state(bins=None), "must be a list"),
+        (_state(bins=[[1, 1.0]] * 3000), "must be a list of at most"),
+        (_state(bins=[7]), r"must be \[index, weight\]"),
+        (_state(bins=[[5]]), r"must be \[index, weight\]"),
+        (_state(bins=[[-1, 1.0]]), "index must be once in"),
+        (_state(bins=[[99999, 1.0]]), "index must be once in"),
+        (_state(bins=[[True, 1.0]]), "index must be once in"),
+        (_state(bins=[[5, 1.0], [5, 1.0]]), "index must be once in"),
+        (_state(bins=[[5, 0.0]]), "weight must be in"),
+        (_state(bins=[[5, math.nan]]), "weight must be in"),
+        (_state(bins=[[5, math.inf]]), "weight must be in"),
+        (_state(bins=[[5, "1"]]), "weight must be in"),
+        (_state(bins=[[5, 10**400]]), "weight must be in"),
+        (_state(num_observed=2), "num_observed must be an integer of at least"),
+        (_state(num_observed="3"), "num_observed must be an integer of at least"),
+        (_state(num_observed=-1), "num_observed must be an integer of at least"),
+        (_state(bins=[]), "num_observed must be an integer of at least"),
+    ],
+)
+def test_bad_states_are_refused(state: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaptiveThreshold.from_state(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AdaptiveThreshold(percentile=101), r"--reasoncache-percentile .* got 101"),
+        (lambda: AdaptiveThreshold(percentile=math.nan), "--reasoncache-percentile"),
+        (lambda: AdaptiveThreshold(warmup=-1), r"--reasoncache-warmup .* got -1"),
+        (lambda: AdaptiveThreshold(half_life=0), "half_life must be .* got 0"),
+        (lambda: AdaptiveThreshold(half_life=math.inf), "half_life must be"),
+        (lambda: FixedThreshold(math.nan), "at least 0, got nan"),
+        (lambda: FixedThreshold(-1), "at least 0, got -1"),
+    ],
+)
+def test_bad_knobs_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_long_decayed_stream_stays_finite() -> None:
+    """Weights are scaled down before they overflow; the percentile does not notice."""
+    histogram = Histogram(half_life=1.0)
+    for i in range(3000):
+        histogram.add(1.0 if i % 2 else 2.0)
+    assert histogram.percentile(10) == pytest.approx(1.0, rel=0.01)
+    assert Histogram.from_state(histogram.to_state()).num_observed == 3000
