@@ -66,7 +66,7 @@ def evicted(world: World, req: Req) -> list[int]:
     return np.flatnonzero(world.row(req) < 0).tolist()
 
 
-def test_a_evicted_slot_is_free_at_once() -> None:
+def test_an_evicted_slot_is_free_at_once() -> None:
     world = World(SINGLE)
     req = start(world)
     before, row = used(world), world.row(req).copy()
@@ -285,7 +285,7 @@ def test_what_a_policy_does_to_its_view_stays_there() -> None:
     [(Eviction(20, 4), 0), (Eviction(8, 4), 0), (Eviction(7, 6), 2), (Eviction(6, 20), 16)],
     ids=["destination", "source", "source and more", "both"],
 )
-def test_a_shared_slot_outlives_a_evicted_name(publish: Setup, run: Eviction, freed: int) -> None:
+def test_a_shared_slot_outlives_an_evicted_name(publish: Setup, run: Eviction, freed: int) -> None:
     world = World(publish)
     req = start(world)
     propose(world, req, Pair(20, 8))
