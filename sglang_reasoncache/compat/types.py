@@ -253,8 +253,4 @@ CLASSES: dict[type, str] = {
 def attributes_of(protocol: type) -> Iterator[str]:
     """What the protocol says an object has."""
     yield from protocol.__annotations__
-    yield from (name for name, value in vars(protocol).items() if _is_member(name, value))
-
-
-def _is_member(name: str, value: object) -> bool:
-    return callable(value) and not name.startswith("_") or name in ("__len__", "__getitem__")
+    yield from (name for name in vars(protocol) if not name.startswith("_"))
