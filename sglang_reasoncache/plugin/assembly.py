@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +11,14 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
-from sglang_reasoncache.config import ReasonCacheConfig, flag_of
+from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.keys import KeySource
-from sglang_reasoncache.eviction.policies.contract import ATTENTION, UNROTATED_KEYS
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
-from sglang_reasoncache.eviction.weights import WeightSource, observation_of
+from sglang_reasoncache.eviction.weights import WeightSource
 from sglang_reasoncache.filter.span import ReasoningMarkers
-from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.metrics import SharingMetrics
-from sglang_reasoncache.plugin import refusals
+from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.encoder import make_encoder
 from sglang_reasoncache.plugin.engines import make_engine
 from sglang_reasoncache.plugin.span import reasoning_markers
@@ -54,129 +51,22 @@ def shared_allocator(stock: Any) -> Any:
     allocator = shared_allocator_of(stock)
     num_slots = pool.get_key_buffer(pool.start_layer).shape[0]
     allocator.cached_at = CachedPositions(num_slots, allocator.device)
-    # Filled in by the attention backend that can correct positions, observe and select.
-    allocator.rotation = None
-    allocator.attention_statistics = allocator.selection = None
+    # TODO(w-core): filled in by attention_backend.
+    allocator.attention_parts = attention.AttentionParts()
     return allocator
 
 
 def attention_backend(
     model_runner: Any, config: ReasonCacheConfig, name: str, stock: Callable[[Any], Any]
 ) -> Any:
-    """The correcting backend where the operator's choice allows it, else the stock one.
-
-    ``name``: one of ``compat.CORRECTABLE_BACKENDS``, made by ``stock`` without correction.
-    """
-    backend = _attention_backend(model_runner, config, name, stock)
-    runs_alone = model_runner.prefill_attention_backend_str == (
-        model_runner.decode_attention_backend_str
-    )
+    """See :func:`~sglang_reasoncache.plugin.attention.attention_backend`."""
+    # TODO(w-core): keep the parts in one object instead of on the allocator.
     allocator = model_runner.token_to_kv_pool_allocator
-    allocator.skips_evicted = runs_alone and getattr(backend, "skips_evicted", False)
-    wanted = observation_of(config.policies.evictors)
-    if wanted is not None and runs_alone and hasattr(backend, "observe"):
-        try:
-            allocator.attention_statistics = backend.observe(wanted)
-        except MemoryError as error:
-            raise ValueError(refusals.no_memory_for_weights(config, wanted, error)) from error
-    selector = config.policies.selector
-    if selector is not None and runs_alone and hasattr(backend, "select"):
-        refusals.check_selected_page(selector.name, allocator.page_size)
-        try:
-            allocator.selection = backend.select(*selector)
-        except MemoryError as error:
-            raise ValueError(refusals.no_memory_for_bounds(selector.name, error)) from error
+    backend, parts = attention.attention_backend(
+        model_runner, config, name, stock, allocator.cached_at
+    )
+    allocator.attention_parts = parts
     return backend
-
-
-def _attention_backend(
-    model_runner: Any, config: ReasonCacheConfig, name: str, stock: Callable[[Any], Any]
-) -> Any:
-    if model_runner.is_draft_worker:
-        return stock(model_runner)
-    ours = config.evictions or config.policies.selector is not None
-    if config.positions != "corrected" and name in compat.CUDA_BACKENDS and ours:
-        return _as_cached_backend(model_runner, config, name, stock)
-    if config.positions == "as-cached":
-        return stock(model_runner)
-    if config.positions == "auto" and name in compat.CUDA_BACKENDS:
-        # Nobody gets kernels by default that no GPU has run yet.
-        logger.warning(
-            "reasoncache: shared keys are read as cached; --reasoncache-positions corrected asks "
-            "for kernels that were checked without a GPU only"
-        )
-        return stock(model_runner)
-    prefill = model_runner.prefill_attention_backend_str
-    decode = model_runner.decode_attention_backend_str
-    if prefill != decode:
-        # Each would see only its own forwards, and a slot's cached position is
-        # written by the forward that writes the slot.
-        if config.positions == "corrected":
-            raise ValueError(
-                "--reasoncache-positions corrected needs one attention backend for prefill and "
-                f"decode, got {prefill} and {decode}"
-            )
-        return stock(model_runner)
-    try:
-        backend = _correcting_backend(model_runner, name)
-    except ValueError as error:
-        if config.positions == "corrected":
-            raise
-        logger.warning("reasoncache: --reasoncache-positions falls back to as-cached: %s", error)
-        return stock(model_runner)
-    model_runner.token_to_kv_pool_allocator.rotation = backend.rotation
-    return backend
-
-
-def _as_cached_backend(
-    model_runner: Any, config: ReasonCacheConfig, name: str, stock: Callable[[Any], Any]
-) -> Any:
-    """On CUDA, keys as cached: our kernels serve what a policy asks for, SGLang's all others."""
-    from sglang_reasoncache.plugin import cuda_attention
-
-    if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
-        # Refused with both names when the tree is made.
-        return stock(model_runner)
-    asked = f"{flag_of('policy')} {config.policy}"
-    logger.warning("reasoncache: %s asks for kernels that were checked without a GPU only", asked)
-    return cuda_attention.make(model_runner, name, asked=asked, corrected=False)
-
-
-def _correcting_backend(model_runner: Any, name: str) -> Any:
-    if name == compat.CPU_BACKEND:
-        from sglang_reasoncache.plugin import cpu_attention
-
-        return cpu_attention.make(model_runner, corrected=True)
-    if name in compat.CUDA_BACKENDS:
-        from sglang_reasoncache.plugin import cuda_attention
-
-        asked = f"{flag_of('positions')} corrected"
-        return cuda_attention.make(model_runner, name, asked=asked, corrected=True)
-    from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
-
-    return CorrectedTorchNativeBackend(model_runner)
-
-
-def resolve(
-    config: ReasonCacheConfig, rotation: KeyRotation | None, attention: Any
-) -> ReasonCacheConfig:
-    """Settle ``auto`` by what the attention backend rotated out to be.
-
-    ``attention``: SGLang's name of that backend.
-
-    Raises:
-        ValueError: corrected positions were asked for and cannot be served.
-    """
-    if config.positions == "corrected" and rotation is None:
-        raise ValueError(
-            "--reasoncache-positions corrected needs --attention-backend "
-            f"{', '.join(compat.CORRECTABLE_BACKENDS)}, this server runs {attention}; use as-cached "
-            "with it"
-        )
-    settled = "as-cached" if rotation is None else config.positions.replace("auto", "corrected")
-    if settled != config.positions:
-        logger.warning("reasoncache: --reasoncache-positions auto is %s here", settled)
-    return dataclasses.replace(config, positions=settled)
 
 
 def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
@@ -192,10 +82,9 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     params = context.params
     refusals.check_page_size(params.page_size)
     allocator = params.token_to_kv_pool_allocator
-    config = resolve(
-        config, allocator.rotation, context.tp_worker.model_runner.decode_attention_backend_str
-    )
-    _check_policies(context, config)
+    parts = allocator.attention_parts
+    config = attention.resolve_positions(config, parts, context.tp_worker.model_runner)
+    attention.check_policies(config, parts, context.tp_worker.model_runner)
     rows = params.req_to_token_pool
     pool = allocator.get_kvcache()
     group = params.tp_cache_group if context.tp_size > 1 else None
@@ -205,7 +94,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         pool,
         rows.req_to_token,
         allocator.cached_at,
-        allocator.rotation if config.corrected else None,
+        parts.rotation if config.corrected else None,
         pool.head_num * context.tp_size,
         group,
     )
@@ -229,9 +118,9 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     acceptor = Acceptor(allocator, rows, meter, copy=config.apply == "copy")
     keys = KeySource(*reads)
     weights = None
-    if allocator.attention_statistics is not None:
+    if parts.statistics is not None:
         heads = context.model_config.num_attention_heads * pool.layer_num
-        weights = WeightSource(allocator.attention_statistics, heads, group)
+        weights = WeightSource(parts.statistics, heads, group)
     controller = SharingController(
         config,
         block,
@@ -267,7 +156,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         params, publish_aliased=config.publish == "aliased" and config.apply == "alias"
     )
     cache.controller = controller
-    controller.selection = allocator.selection
+    controller.selection = parts.selection
     logger.info(
         "reasoncache: on, block %d, page %d, steps by %s, distances by %s, %s",
         block,
@@ -277,45 +166,6 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         config,
     )
     return cache
-
-
-def _check_policies(context: Any, config: ReasonCacheConfig) -> None:
-    """Refuse policies that this server's attention does not go with.
-
-    Raises:
-        ValueError: evicted positions would be read, keys cannot be un-rotated, weights are not
-            told, or nothing is selected.
-    """
-    allocator = context.params.token_to_kv_pool_allocator
-    runner = context.tp_worker.model_runner
-    selector = config.policies.selector
-    if selector is not None and allocator.selection is None:
-        names = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
-        raise ValueError(
-            refusals.reads_everything(
-                selector.name, "--attention-backend", " and ".join(sorted(names))
-            )
-        )
-    evictors = config.policies.evictors
-    if not evictors:
-        return
-    if not allocator.skips_evicted:
-        names = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
-        raise ValueError(
-            refusals.reads_evicted(config, "--attention-backend", " and ".join(sorted(names)))
-        )
-    for name, policy in evictors:
-        if UNROTATED_KEYS in policy.needs and not config.corrected:
-            raise ValueError(
-                f"{flag_of('policy')} {name} needs unrotated keys, which takes "
-                f"--reasoncache-positions corrected, got {config.positions}"
-            )
-        if ATTENTION in policy.needs and allocator.attention_statistics is None:
-            raise ValueError(
-                refusals.tells_no_weights(
-                    name, "--attention-backend", runner.decode_attention_backend_str
-                )
-            )
 
 
 def _markers(context: Any, config: ReasonCacheConfig, tokenizer: Any) -> ReasoningMarkers | None:
