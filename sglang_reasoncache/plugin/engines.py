@@ -16,7 +16,6 @@ from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.span import ReasoningMarkers, ReasoningSpan
 from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
 from sglang_reasoncache.native.engine import NativeEngine, supports
-from sglang_reasoncache.sharing.calibrated import filter_config
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +28,10 @@ def prepare(config: ReasonCacheConfig) -> None:
     """Compile the native library before the scheduler processes want it.
 
     Distances use it as well, whichever engine compares steps.
-
-    Raises:
-        ValueError: ``--reasoncache-engine native`` and it cannot be had, or does not
-            know what is asked for.
     """
-    if config.engine == "native" and not supports(filter_config(config, config.block, 1)):
-        raise ValueError(f"--reasoncache-engine native: {_PYTHON_ONLY}")
     try:
         native.prepare_for_children()
     except native.NativeUnavailable as error:
-        if config.engine == "native":
-            raise ValueError(f"--reasoncache-engine native: {error}") from error
         logger.warning(
             "reasoncache: no native code, steps and distances are compared in Python: %s", error
         )
@@ -63,18 +54,14 @@ def make_engine(
         encoder: replaces the bag of tokens in an ablation.
 
     Raises:
-        ValueError: a tokenizer that cannot be read, or ``--reasoncache-engine native``
-            for what only the Python filter does.
+        ValueError: a tokenizer that cannot be read.
     """
     vocabulary = vocabulary_of(tokenizer)
     classes = TokenClasses(vocabulary)
-    if config.engine != "python":
-        try:
-            return _native(config, filter_config, classes, vocabulary, markers)
-        except (native.NativeUnavailable, NotImplementedError) as error:
-            if config.engine == "native":
-                raise ValueError(f"--reasoncache-engine native: {error}") from error
-            logger.warning("reasoncache: steps are compared in the scheduler's thread: %s", error)
+    try:
+        return _native(config, filter_config, classes, vocabulary, markers)
+    except (native.NativeUnavailable, NotImplementedError) as error:
+        logger.warning("reasoncache: steps are compared in the scheduler's thread: %s", error)
 
     def make_filter(start_position: int, inside: bool) -> RequestFilter:
         span = None
