@@ -82,9 +82,6 @@ class ReasonCacheConfig:
         span: Tokens that may share: the ``reasoning`` part that
             ``--reasoning-parser`` marks, or the whole ``response``. ``auto`` is
             ``reasoning`` where a parser is set.
-        engine: ``native`` compares steps in C++ on a thread of its own,
-            ``python`` in the scheduler's. ``auto`` is ``native`` where it can be
-            compiled and knows the ablation.
         max_pending: Finished steps that may wait for comparison; beyond, new ones
             are not looked at (counted as ``steps_shed``).
         max_step_tokens: A step longer than this is cut there.
@@ -114,7 +111,6 @@ class ReasonCacheConfig:
     distance: str = "euclidean"
     encoder: str = "tokens"
     span: str = "auto"
-    engine: str = "auto"
     max_pending: int = 256
     max_step_tokens: int = 1024
     max_history_steps: int = 2048
@@ -134,7 +130,6 @@ class ReasonCacheConfig:
         self._one_of("apply", ("alias", "copy"))
         self._one_of("distance", ("euclidean", "cosine"))
         self._one_of("span", ("auto", "reasoning", "response"))
-        self._one_of("engine", ("auto", "native", "python"))
         try:
             EncoderChoice.parse(self.encoder)
         except ValueError as error:

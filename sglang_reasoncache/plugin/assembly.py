@@ -220,12 +220,6 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         markers,
         make_encoder(config, context.tp_worker.model_runner.model, context),
     )
-    if _first_rank_says(engine.name, group) != engine.name:
-        # They would shed and compare differently.
-        raise ValueError(
-            f"--reasoncache-engine: this tensor-parallel rank has only {engine.name}, the first "
-            "one another; give all of them a C++ compiler or none (--reasoncache-engine python)"
-        )
     acceptor = Acceptor(allocator, rows, meter, copy=config.apply == "copy")
     keys = KeySource(*reads)
     weights = None
@@ -269,10 +263,9 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     cache.controller = controller
     controller.selection = allocator.selection
     logger.info(
-        "reasoncache: on, block %d, page %d, steps by %s, distances by %s, %s",
+        "reasoncache: on, block %d, page %d, distances by %s, %s",
         block,
         params.page_size,
-        engine.name,
         meter.backend,
         config,
     )

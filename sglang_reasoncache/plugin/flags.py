@@ -90,11 +90,6 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
         "auto: reasoning where a parser is set.",
         {"choices": ("auto", "reasoning", "response")},
     ),
-    "engine": (
-        "native: compare steps in C++ on a thread of its own. python: in the scheduler's thread. "
-        "auto: native where it can be compiled.",
-        {"choices": ("auto", "native", "python")},
-    ),
     "max_pending": (
         "Finished steps that may wait for comparison; beyond, new ones are not looked at.",
         {},
@@ -200,7 +195,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     from sglang_reasoncache.plugin.encoder import check_encoder
 
     check_encoder(config, server_args.tp_size)
-    engines.prepare(config)
+    engines.prepare()
     server_args.radix_cache_backend = compat.TREE_BACKEND
     # The record takes no new fields; an underscore attribute survives the
     # pickling into the scheduler process.

@@ -45,7 +45,7 @@ INTERVAL = 4
 _RECENT_REQUESTS = 32
 #: Shared blocks listed for one of them.
 _RECENT_BLOCKS = 1024
-#: Finished steps taken from the engine at once, unless their blocks make a wave before.
+#: Replies taken from the engine at once, unless their blocks make a wave before.
 _TAKE_LIMIT = 256
 #: Blocks measured at once, and about as many applied in one look at the requests: the
 #: scheduler must not stall when many steps end together.
@@ -269,6 +269,8 @@ class SharingController:
         if ids:
             self._engine.feed(ids, counts, tokens)
         self.stats.steps_shed = self._engine.steps_shed - self._shed_before
+        self.stats.filter_restarts = self._engine.restarts
+        self.stats.filter_given_up = int(self._engine.given_up)
         self.stats.poll(running, self.saved_positions, logical)
         self.forecast.poll(saved, output)
 
@@ -379,8 +381,12 @@ class SharingController:
         if not self._engine.outstanding:
             return False
         per_request: dict[int, list[BlockProposal]] = {}
-        ready = min(self._agree(self._engine.ready()), _TAKE_LIMIT)
-        results = self._engine.take(ready, _MAX_WAVE)
+        ready = self._agree(self._engine.ready())
+        if ready < 0:
+            # On some rank, so on all: they forget the same requests at the same poll.
+            self._engine.restart()
+            return False
+        results = self._engine.take(min(ready, _TAKE_LIMIT), _MAX_WAVE)
         for result in results:
             self._count(result)
             req = self._requests.get(result.request)
@@ -525,7 +531,6 @@ class SharingController:
             "selection": None if self.selection is None else self.selection.describe(),
             "admission_credit": self.forecast.credit,
             "threshold": self.threshold.describe(),
-            "engine": self._engine.name,
             "distances": self._meter.backend,
             "totals": self.stats.to_dict(),
             "recent": list(self._recent),

@@ -12,6 +12,7 @@ from typing import Any
 class SharingStats:
     """Plain totals since start or the last flush; every number in tokens, steps or blocks.
 
+    ``filter_restarts`` and ``filter_given_up`` (0 or 1) count since the start, flushed or not.
     ``filter_seconds`` is CPU time of comparing steps, wherever that runs;
     ``scheduler_seconds`` is what the scheduler's thread spent on all of sharing.
     ``saved``/``logical`` sums run over looks, one in a few decode steps: slots not needed
@@ -27,6 +28,8 @@ class SharingStats:
     structure_refusals: int = 0
     over_bound_steps: int = 0
     steps_shed: int = 0
+    filter_restarts: int = 0
+    filter_given_up: int = 0
     blocks_compared: int = 0
     blocks_shared: int = 0
     slots_saved_total: int = 0

@@ -91,13 +91,14 @@ class ScriptedEngine:
     While it is ``slow``, results stay behind.
     """
 
-    name = "scripted"
     steps_shed = 0
+    given_up = False
 
     def __init__(self) -> None:
         self.waiting: dict[int, list[Pair]] = {}
         self.closed: set[int] = set()
-        self.slow = False
+        self.slow = self.broken = False
+        self.restarts = 0
         self._results: list[StepResult] = []
 
     @property
@@ -131,7 +132,14 @@ class ScriptedEngine:
         ]
 
     def ready(self) -> int:
+        if self.broken:
+            return -1
         return 0 if self.slow else len(self._results)
+
+    def restart(self) -> None:
+        self.restarts += 1
+        self.broken = False
+        self._results.clear()
 
     def take(self, limit: int, max_pairs: int) -> list[StepResult]:
         taken, self._results = self._results[:limit], self._results[limit:]

@@ -287,6 +287,29 @@ def test_results_of_a_request_that_disappeared_are_evicted() -> None:
     assert_empty(world)
 
 
+@pytest.mark.parametrize("where", ["here", "on another rank"])
+def test_a_failed_engine_is_restarted_and_nothing_shared_is_lost(
+    slow: World, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    req = start(slow)
+    propose(slow, req, Pair(20, 8))
+    slow.controller.after_decode([req])
+    arrive(slow, True)
+    slow.controller.after_decode([req])
+    shared = list(state(slow, req).shared)
+    assert shared
+    propose(slow, req, Pair(26, 14))
+    if where == "here":
+        slow.engine.broken = True
+    else:
+        monkeypatch.setattr(slow.controller, "_agree", lambda _: -1)
+    slow.controller.after_decode([req])
+    assert (slow.engine.restarts, slow.engine.outstanding) == (1, 0)
+    assert state(slow, req).shared == shared
+    assert slow.controller.stats.filter_restarts == 1
+    finish(slow, req)
+
+
 def test_a_finished_request_leaves_the_engine(slow: World) -> None:
     req = start(slow)
     finish(slow, req)
