@@ -141,7 +141,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     from sglang_reasoncache.plugin.encoder import check_encoder
 
     check_encoder(config, server_args.tp_size)
-    engines.prepare(config)
+    engines.prepare()
     server_args.radix_cache_backend = compat.TREE_BACKEND
     # The record takes no new fields; an underscore attribute survives the
     # pickling into the scheduler process.

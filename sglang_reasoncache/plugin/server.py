@@ -137,12 +137,11 @@ class ServerParts:
         )
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
         selection = self.attention.selection
-        report = Report(config, stats, pipeline, eviction, engine.name, metrics, selection)
+        report = Report(config, stats, pipeline, eviction, metrics, selection)
         logger.info(
-            "reasoncache: on, block %d, page %d, steps by %s, distances by %s, %s",
+            "reasoncache: on, block %d, page %d, distances by %s, %s",
             block,
             params.page_size,
-            engine.name,
             meter.backend,
             config,
         )

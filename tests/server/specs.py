@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from sglang_reasoncache.filter.process import WAIT_ENV
 from tests.server import quest_rule, rkv_rule
 from tests.server.harness import SHARED, STOCK
 
@@ -179,11 +180,11 @@ EVICTING_WHEN_SHORT = SHARED.having(
 #: SGLang's own attention.
 STOCK_TORCH = STOCK.having("torch-native", "--attention-backend", "torch_native")
 NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
-#: Steps compared at once, so that a response shares at the same tokens on every server.
-INLINE = ("--reasoncache-engine", "python")
-CORRECTED = SHARED.having("corrected", *EAGER, *INLINE)
+#: Polls wait for the filter, so that a response shares at the same tokens on every server.
+WAITING = {WAIT_ENV: "1"}
+CORRECTED = SHARED.having("corrected", *EAGER, **WAITING)
 CORRECTED_COPY = CORRECTED.having("copy", "--reasoncache-apply", "copy")
-AS_CACHED = SHARED.having("as-cached", *EAGER, *INLINE, "--reasoncache-positions", "as-cached")
+AS_CACHED = SHARED.having("as-cached", *EAGER, "--reasoncache-positions", "as-cached", **WAITING)
 AS_CACHED_COPY = AS_CACHED.having("copy", "--reasoncache-apply", "copy")
 
 #: The model marks its reasoning; blocks are compared by angle, an ablation.
