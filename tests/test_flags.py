@@ -299,8 +299,7 @@ _NOTHING_HOOKED = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang_reasoncache import compat, settings_table
-from sglang_reasoncache.arguments import arguments_of, flag_of
+from sglang_reasoncache import compat
 ours = {compat.HOOK_TARGETS[name] for name in compat.FLAG_HOOKS}
 assert HookRegistry._patched == ours, HookRegistry._patched
 from sglang.srt.mem_cache.registry import registered_radix_cache_backends

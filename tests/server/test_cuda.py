@@ -83,7 +83,7 @@ def test_sharing_equals_copying(
     """
     answers = {}
     for apply in ("alias", "copy"):
-        flags = ("--reasoncache-positions", "corrected", "--reasoncache-apply", apply)
+        flags = ("--reasoncache-positions", "corrected", "--reasoncache-set", f"apply={apply}")
         log = tmp_path / f"{apply}.log"
         with _served(
             model_path, log, attention, graphs, *flags, "--disable-overlap-schedule"
