@@ -27,7 +27,7 @@ $cxx -std=c++17 -O1 -g -fsanitize=thread -pthread -Icsrc "-I$scratch" \
     csrc/filter/segmenter.cpp csrc/filter/step_filter.cpp -o "$scratch/threads"
 # shellcheck disable=SC2086
 $cxx -std=c++17 -O1 -g -fsanitize=thread -pthread -Icsrc \
-    tests/native/attention_threads.cpp csrc/attention/*.cpp -o "$scratch/attention"
+    tests/native/attention_threads.cpp csrc/attention/*.cpp csrc/pool/*.cpp -o "$scratch/attention"
 # Address space randomisation leaves ThreadSanitizer of older compilers no room.
 TSAN_OPTIONS=halt_on_error=1 setarch -R "$scratch/threads"
 TSAN_OPTIONS=halt_on_error=1 setarch -R "$scratch/attention"
