@@ -14,7 +14,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 # shellcheck disable=SC2086 # CXX may hold options
 $cxx -std=c++17 -O1 -g -fsanitize=thread -pthread -Icsrc \
-    tests/native/attention_threads.cpp csrc/attention/*.cpp -o "$scratch/attention"
+    tests/native/attention_threads.cpp csrc/attention/*.cpp csrc/pool/*.cpp -o "$scratch/attention"
 # Address space randomisation leaves ThreadSanitizer of older compilers no room.
 TSAN_OPTIONS=halt_on_error=1 setarch -R "$scratch/attention"
 

@@ -200,7 +200,7 @@ class SharedSlotReads(_Stock):
     def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
         """Allocate what graphs of up to ``max_bs`` requests read."""
         super().init_cuda_graph_state(max_bs, *args, **kwargs)
-        if self._graph_buffers is None or len(self._graph_buffers.shifted) < max_bs:
+        if self._graph_buffers is None or self._graph_buffers.batch < max_bs:
             if self._graph_buffers is not None:
                 self._outgrown.append((self._graph_buffers, self._graph_weights))
             observed = self.statistics is not None
