@@ -36,8 +36,8 @@ class Table:
 
     def markdown(self) -> str:
         """Heading, table and notes."""
-        frame = pd.DataFrame([list(row) for row in self.rows], columns=list(self.columns))
-        text = frame.to_markdown(index=False, disable_numparse=True)
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return "\n\n".join([f"### {self.title}", text, *self.notes]) + "\n"
 
 
