@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many answers are right, and how that differs from dense on the same problems.
 
-A problem is one observation, however many seeds it was asked under: its mean over seeds. Shares
-of right answers get Wilson's interval, which has a width even at 0 and 1; other values (F1,
-lengths) the interval of Student's t. The difference of two shares combines their Wilson limits
-with the correlation of the pairs (MOVER, Newcombe's square-and-add), that of other values is the
-paired t interval. Ratios take dense's mean as known.
+Answers to one problem under several seeds resemble each other, so a problem is a cluster. Shares
+of right answers get Wilson's interval at the effective number of answers, which has a width even
+at 0 and 1; other values (F1, lengths) the interval of Student's t over problems. The difference
+of two shares combines their Wilson limits with the correlation of the pairs (MOVER, Newcombe's
+square-and-add), that of other values is the paired t interval. Ratios take dense's mean as known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,14 +76,14 @@ def mean(values: Mapping[Key, float]) -> Estimate | None:
     """Mean of some values by problem and seed, with its interval; None without any."""
     if not values:
         return None
-    problems = _by_problem(values)
-    value, n = float(np.mean(list(values.values()))), len(problems)
-    if _shares(values.values()):
-        return Estimate(value, *_wilson(value, n), len(values))
-    if n < 2:
-        return Estimate(value, None, None, len(values))
+    series = _series(values)
+    value, problems = float(series.mean()), series.groupby(level=0).mean()
+    if series.isin((0.0, 1.0)).all():
+        return Estimate(value, *_wilson(value, _effective(series)), len(series))
+    if len(problems) < 2:
+        return Estimate(value, None, None, len(series))
     low, high = stats.ttest_1samp(problems, 0).confidence_interval()
-    return Estimate(value, float(low), float(high), len(values))
+    return Estimate(value, float(low), float(high), len(series))
 
 
 def compare(method: Mapping[Key, Result], dense: Mapping[Key, Result]) -> Comparison | None:
@@ -105,35 +105,48 @@ def differ(one: Mapping[Key, float], other: Mapping[Key, float]) -> Estimate | N
     """Difference of the means of two sides with the same keys; None without any."""
     if not one:
         return None
-    x, y = _by_problem(one), _by_problem(other)
-    value, n = float(np.mean(list(one.values())) - np.mean(list(other.values()))), len(x)
-    if _shares(one.values()) and _shares(other.values()):
-        means = float(np.mean(list(one.values()))), float(np.mean(list(other.values())))
-        (l1, u1), (l2, u2) = (_wilson(share, n) for share in means)
-        # Constant sides have none; identical ones are wholly correlated.
-        varied = x.std() > 0 and y.std() > 0
-        r = float(np.corrcoef(x, y)[0, 1]) if varied else 0.0
-        down = _combine(means[0] - l1, u2 - means[1], r)
-        up = _combine(u1 - means[0], means[1] - l2, r)
-        return Estimate(value, value - down, value + up, len(one))
-    if n < 2:
-        return Estimate(value, None, None, len(one))
-    low, high = stats.ttest_rel(x, y).confidence_interval()
-    return Estimate(value, float(low), float(high), len(one))
+    x, y = _series(one), _series(other)
+    value, n = float(x.mean() - y.mean()), len(x)
+    if x.isin((0.0, 1.0)).all() and y.isin((0.0, 1.0)).all():
+        effective = _effective(x - y)
+        (l1, u1), (l2, u2) = (_wilson(float(side.mean()), effective) for side in (x, y))
+        r = _phi(x, y, effective / n)
+        down = _combine(float(x.mean()) - l1, u2 - float(y.mean()), r)
+        up = _combine(u1 - float(x.mean()), float(y.mean()) - l2, r)
+        return Estimate(value, value - down, value + up, n)
+    problems = (x - y).groupby(level=0).mean()
+    if len(problems) < 2:
+        return Estimate(value, None, None, n)
+    low, high = stats.ttest_1samp(problems, 0).confidence_interval()
+    return Estimate(value, float(low), float(high), n)
 
 
-def _by_problem(values: Mapping[Key, float]) -> pd.Series:
-    series = pd.Series(list(values.values()), index=[problem for problem, _ in values], dtype=float)
-    return series.groupby(level=0, sort=False).mean()
+def _series(values: Mapping[Key, float]) -> pd.Series:
+    return pd.Series(list(values.values()), index=[name for name, _ in values], dtype=float)
 
 
-def _shares(values: Iterable[float]) -> bool:
-    return all(value in (0.0, 1.0) for value in values)
+def _effective(series: pd.Series) -> float:
+    """The number of independent answers that tell as much: one to all of a problem's seeds."""
+    problems = series.groupby(level=0).mean()
+    error = float(problems.var()) / len(problems) if len(problems) > 1 else 0.0
+    effective = float(series.var(ddof=0)) / error if error else 0.0
+    return float(np.clip(effective, len(problems), len(series)))
 
 
-def _wilson(share: float, n: int) -> tuple[float, float]:
+def _wilson(share: float, n: float) -> tuple[float, float]:
     low, high = proportion_confint(share * n, n, method="wilson")
     return float(low), float(high)
+
+
+def _phi(x: pd.Series, y: pd.Series, weight: float) -> float:
+    """Newcombe's correlation of paired zeros and ones, with his correction towards 0."""
+    both, neither = weight * (x * y).sum(), weight * ((1 - x) * (1 - y)).sum()
+    only_x, only_y = weight * (x * (1 - y)).sum(), weight * (y * (1 - x)).sum()
+    scale = (both + only_x) * (only_y + neither) * (both + only_y) * (only_x + neither)
+    product = both * neither - only_x * only_y
+    if product > 0:
+        product = max(0.0, product - weight * len(x) / 2)
+    return float(product / math.sqrt(scale)) if scale else 0.0
 
 
 def _combine(one: float, other: float, correlation: float) -> float:

@@ -72,10 +72,12 @@ def figures(
     responses: Sequence[Response], legs: Sequence[Leg], timeline: Sequence[Moment]
 ) -> Figures:
     """Failed requests count in ``failed`` only. Legs weigh by what their server counted."""
-    complete = pd.DataFrame([vars(row) for row in responses if row.error is None])
+    times = ("leg", "started", "first_token", "ended", "output_tokens")
+    whole = [row for row in responses if row.error is None]
+    complete = pd.DataFrame([{name: getattr(row, name) for name in times} for row in whole])
     answering = set(complete["leg"]) if len(complete) else set()
     only = next((leg for leg in legs if answering == {leg.leg}), None)
-    whole = only if only and only.ended and only.seconds > 0 else None
+    timed = only if only and only.ended and only.seconds > 0 else None
     ttft = tpot = pd.Series(dtype=float)
     if len(complete):
         told = complete.dropna(subset="first_token")
@@ -87,8 +89,8 @@ def figures(
     leaks = [leg.leaked_slots for leg in legs if leg.leaked_slots is not None]
     used = [moment.used for moment in timeline]
     return Figures(
-        tokens_per_s=whole.output_tokens / whole.seconds if whole else None,
-        problems_per_min=60 * whole.responses / whole.seconds if whole else None,
+        tokens_per_s=timed.output_tokens / timed.seconds if timed else None,
+        problems_per_min=60 * timed.responses / timed.seconds if timed else None,
         ttft_p50=_percentile(ttft, 0.5),
         ttft_p99=_percentile(ttft, 0.99),
         tpot_p50=_percentile(tpot, 0.5),

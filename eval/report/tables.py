@@ -43,7 +43,7 @@ def methods(data: Data) -> Table:
         "running", "slots mean / peak", "response tokens",
     )  # fmt: skip
     notes = [
-        "Accuracy and response tokens with 95% intervals, a problem as one observation over its "
+        "Accuracy and response tokens with 95% intervals, a problem as a cluster over its "
         "seeds; others: medians over seeds, in brackets the range. Saved: slots saved over "
         "positions held. Affected: tokens touched by sharing over all tokens. TTFT: from sending "
         "to the first text; TPOT: per output token after the first. Resumed: stopped on the way, "

@@ -10,6 +10,7 @@ import re
 import select
 import subprocess
 import sys
+import textwrap
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -112,7 +113,8 @@ def extract_code(text: str, entry_point: str) -> str:
     blocks = [block for block in parts[1::2] if block.strip()]
     defines = re.compile(rf"^[ \t]*def[ \t]+{re.escape(entry_point)}[ \t]*\(", re.MULTILINE)
     named = [block for block in blocks if defines.search(block)]
-    return (named or blocks or [text])[-1]
+    # A block within a list is indented.
+    return textwrap.dedent((named or blocks or [text])[-1])
 
 
 class MathGrader:
