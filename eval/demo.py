@@ -22,14 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.marking import marked_response
-from eval.measures.memory import memory
-from eval.measures.speed import speed
-from eval.runs.cell_runner import measure as run_cell
-from eval.runs.cell_runner import warm_up
+from eval.measures.figures import figures
+from eval.runs.cells import measure as run_cell
+from eval.runs.cells import warm_up
 from eval.runs.client import Request
-from eval.runs.command_line import with_values
 from eval.runs.folder import Cell
-from eval.runs.options import RunOptions
+from eval.runs.options import RunOptions, with_values
 from eval.runs.progress import Display
 from eval.runs.records import Response
 from eval.runs.servers import StartedServer
@@ -124,19 +122,19 @@ def measure(
         log_path=options.logs / f"{name}.log",
     )
     # One log line a decode step, and no request sent twice.
-    how = RunOptions(decode_log_interval=1, attempts=1)
+    how = RunOptions(tasks=("demo",), decode_log_interval=1, attempts=1)
     with tempfile.TemporaryDirectory() as folder, started as process, display.shown():
         server, cell = StartedServer(process), Cell(Path(folder), "demo", name, 0)
         spare = requests_of(dict(enumerate(generate(_WARM_UP_SEED, 8))), options.max_tokens)
-        with display.bar("warm-up", len(spare)) as bar:
-            warm_up(server, spare, how, bar)
-        with display.bar(name, len(asked)) as bar:
-            leg = run_cell(cell, requests_of(asked, options.max_tokens), server, how, bar)
+        with display.bar("warm-up", len(spare)) as advance:
+            warm_up(server, spare, how, advance)
+        with display.bar(name, len(asked)) as advance:
+            leg = run_cell(cell, requests_of(asked, options.max_tokens), server, how, advance)
         responses, timeline = cell.responses(), cell.timeline()
     failed = [row.error for row in responses if row.error]
     if failed:
         display.say(f"{len(failed)} requests failed, first: {failed[0]}", "red")
-    held, paced = memory([leg], timeline), speed(responses, [leg], timeline)
+    seen = figures(responses, [leg], timeline)
     texts = {row.problem_id: row.text for row in responses}
     right = {number: grade(texts[number], problem) for number, problem in asked.items()}
     found = {
@@ -144,18 +142,18 @@ def measure(
         "accuracy": share(list(right.values())),
         "accuracy_clean": share([ok for n, ok in right.items() if not asked[n].error]),
         "accuracy_error": share([ok for n, ok in right.items() if asked[n].error]),
-        "output_tokens_per_s": paced.tokens_per_s or 0.0,
+        "output_tokens_per_s": seen.tokens_per_s or 0.0,
         "output_tokens": leg.output_tokens,
         "seconds": leg.seconds,
         "failed_requests": len(failed),
-        "peak_slots": held.peak_slots or 0,
-        "mean_slots": held.mean_slots or 0.0,
-        "mean_running": paced.mean_running or 0.0,
+        "peak_slots": seen.peak_slots or 0,
+        "mean_slots": seen.mean_slots or 0.0,
+        "mean_running": seen.mean_running or 0.0,
         "decode_steps": leg.decode_steps,
         "retractions": leg.retractions,
         "leaked_slots": leg.leaked_slots,
-        "memory_saving_ratio": held.saving or 0.0,
-        "final_saving_ratio": held.final_saving or 0.0,
+        "memory_saving_ratio": seen.saving or 0.0,
+        "final_saving_ratio": seen.final_saving or 0.0,
     }
     return found, leg.report, responses
 

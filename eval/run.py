@@ -7,13 +7,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from eval.methods import MethodError
-from eval.runs.command_line import parse
-from eval.runs.folder import RunError
-from eval.runs.work import carry_out
+from eval.runs.options import parse
 from eval.serving import ServerError
-from eval.tasks.sandbox import SandboxError
-from eval.tasks.task import TaskError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,12 +21,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Unwind, so that servers are closed and records completed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     command = parse(argv)
+    # lm-eval takes seconds to load, for which a mistyped flag should not wait.
+    from eval.runs.work import carry_out
+
     try:
         return 0 if carry_out(command) else 1
     except KeyboardInterrupt:
         print("eval.run: stopped; the same command goes on from here", file=sys.stderr)
         return 130
-    except (RunError, TaskError, MethodError, ServerError, SandboxError, OSError) as error:
+    except (ServerError, ValueError, OSError) as error:
         print(f"eval.run: error: {error}", file=sys.stderr)
         return 1
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval import run
-from eval.runs.command_line import with_values
+from eval.runs.options import with_values
 
 #: Statuses of a bad command line and of Ctrl-C.
 _AT_ONCE = (2, 130)

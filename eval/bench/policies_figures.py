@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.bench.policies_points import CONTROLS, POLICIES, parts
 from eval.bench.quartiles import Quartiles
-from eval.report.markdown import Entry, Table, number, words
+from eval.report.markdown import Table, number, words
 from eval.report.style import GREY, LABEL_SIZE, figure, light_grid, save, text
 
 # Okabe and Ito's colours, and Tol's for the rest; sharing is the blue square of all pictures.
@@ -45,7 +45,7 @@ def table(
         "steps, as the server counted. After ±: half of the 95% interval of the difference from "
         "dense on the same problems. Throughput and step time: replayed responses, in turns with "
         "stock SGLang at the same KV slots and flags; steps are compared at equal batches. In "
-        "brackets the quartiles of rounds.",
+        "brackets the quartiles of rounds. -: not measured, as replays are at one saving only.",
     ]
     return Table("policies", title, _COLUMNS, lines, notes)
 
@@ -58,42 +58,32 @@ def _rank(policy: str) -> int:
     return POLICIES.index(policy) if policy in POLICIES else len(POLICIES)
 
 
-def _dense_line(dense: Mapping[str, Any]) -> list[Entry]:
-    blank = Entry("")
-    accuracy = number(dense["accuracy"], "dense was not measured", "{:.3f}")
-    return [blank, words("dense"), blank, blank, accuracy] + [blank] * (len(_COLUMNS) - 5)
+def _dense_line(dense: Mapping[str, Any]) -> list[str]:
+    accuracy = number(dense["accuracy"], form="{:.3f}")
+    return ["", "dense", "", "", accuracy] + [""] * (len(_COLUMNS) - 5)
 
 
-def _line(row: Mapping[str, Any]) -> list[Entry]:
-    untimed = "replayed at another saving only, or as no more than a control"
-    difference = Entry("-", None, f"not graded ({row['policy']})")
+def _line(row: Mapping[str, Any]) -> list[str]:
+    difference = step = ratio = "-"
     if row["accuracy_difference"] is not None and row["accuracy_error"] is not None:
-        least, error = 100 * row["accuracy_difference"], 100 * row["accuracy_error"]
-        difference = Entry(f"{least:+.1f} ± {error:.1f}", [least, error])
-    step = Entry("-", None, untimed)
+        difference = f"{100 * row['accuracy_difference']:+.1f} ± {100 * row['accuracy_error']:.1f}"
     if row["step_ms"] is not None:
-        both = row["step_ms"], row["dense_step_ms"]
-        step = Entry("{:.2f} ({:.2f})".format(*both), both)
-    ratio = Entry("-", None, untimed)
+        step = f"{row['step_ms']:.2f} ({row['dense_step_ms']:.2f})"
     if row["throughput_ratios"]:
-        ratio = Entry(Quartiles.of(row["throughput_ratios"]).text(2), row["throughput_ratios"])
+        ratio = Quartiles.of(row["throughput_ratios"]).text(2)
     return [
-        number(100 * row["aim"], form="{:.0f}%"),
+        f"{row['aim']:.0%}",
         words(row["policy"]),
-        _percent(row["saved"], "the server did not tell"),
-        _percent(row["saved_at_the_end"], "the server did not tell"),
-        number(row["accuracy"], "not graded", "{:.3f}"),
+        number(row["saved"], form="{:.1%}"),
+        number(row["saved_at_the_end"], form="{:.1%}"),
+        number(row["accuracy"], form="{:.3f}"),
         difference,
-        number(row["length_ratio"], "no responses in common", "{:.2f}"),
+        number(row["length_ratio"], form="{:.2f}"),
         ratio,
         step,
-        number(row["scheduler_ms"], untimed, "{:.2f}"),
-        Entry("") if row["reads_saved"] is None else _percent(row["reads_saved"], ""),
+        number(row["scheduler_ms"], form="{:.2f}"),
+        "" if row["reads_saved"] is None else f"{row['reads_saved']:.1%}",
     ]
-
-
-def _percent(value: float | None, why: str) -> Entry:
-    return number(None if value is None else 100 * value, why, "{:.1f}%")
 
 
 def picture(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], path: Path) -> None:

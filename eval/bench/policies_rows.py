@@ -9,9 +9,8 @@ from typing import Any
 from eval.bench.policies_accuracy import DENSE, Runs
 from eval.bench.policies_points import SELECTOR, Point
 from eval.bench.policies_speed import Timing
-from eval.measures import length
 from eval.measures.accuracy import accuracy, compare, keyed
-from eval.measures.memory import memory
+from eval.measures.figures import of_cells
 from eval.runs.folder import Cell
 
 #: A policy and the saving that it aims at.
@@ -27,13 +26,10 @@ def row_of(point: Point, runs: Runs, timed: Timing | None) -> dict[str, Any]:
     ``throughput_ratio``, ``step_ms`` and others come from replays of the policy at this aim.
     """
     cell, dense = runs.cell(point.method), runs.cell(DENSE)
-    held = memory(cell.legs(), cell.timeline())
+    held = of_cells([cell])
     results = keyed({cell.seed: cell.results()})
     against = compare(results, keyed({dense.seed: dense.results()}))
     scored = accuracy(results)
-    longer = length.compare(
-        length.keyed({cell.seed: cell.responses()}), length.keyed({dense.seed: dense.responses()})
-    )
     return {
         "policy": point.policy,
         "aim": point.aim,
@@ -49,7 +45,7 @@ def row_of(point: Point, runs: Runs, timed: Timing | None) -> dict[str, Any]:
         "only_dense_right": against.only_dense if against else None,
         "only_policy_right": against.only_method if against else None,
         "problems": len(results),
-        "length_ratio": longer.ratio.value if longer and longer.ratio else None,
+        "length_ratio": _length_ratio(cell, dense),
         "leaked_slots": held.leaked_slots,
         "throughput_ratio": timed.throughput_ratio if timed else None,
         "throughput_ratios": timed.throughput_ratios if timed else None,
@@ -97,3 +93,11 @@ def _reads_saved(cell: Cell, policy: str) -> float | None:
 
 def _half(low: float | None, high: float | None) -> float | None:
     return None if low is None or high is None else (high - low) / 2
+
+
+def _length_ratio(cell: Cell, dense: Cell) -> float | None:
+    """Output tokens over dense's on the same problems."""
+    one, other = cell.answered(), dense.answered()
+    both = one.keys() & other.keys()
+    base = sum(other[name].output_tokens for name in both)
+    return sum(one[name].output_tokens for name in both) / base if base else None

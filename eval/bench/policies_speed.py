@@ -7,8 +7,6 @@ turns, in the opposite order in every second round.
 
 from __future__ import annotations
 
-import collections
-import json
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from eval.bench.policies_points import Point, flags_of
 from eval.bench.quartiles import Quartiles
-from eval.bench.serve import LEAST_CROWDING, LOOPING, SERVER_FLAGS, crowding
-from eval.measures.memory import memory
-from eval.measures.speed import speed
-from eval.replay.pieces import cut
-from eval.runs.folder import Cell, RunError, write_whole
-from eval.runs.options import make_options
+from eval.bench.serve import LOOPING, SERVER_FLAGS, refuse_a_half_empty_pool
+from eval.measures.figures import of_cells
+from eval.replay.pieces import write_pieces
+from eval.runs.folder import Cell
+from eval.runs.options import RunOptions
 from eval.runs.records import Moment
 from eval.runs.work import run
-from eval.tasks.registry import find_task
-from eval.tasks.task import Problem, Source
+from eval.tasks.documents import replay
 from eval.tokenizers import load_tokenizer
 
 TASK = "aime24_replay"
@@ -100,32 +98,12 @@ def write_records(traces: Path, model: str, path: Path) -> None:
     """The replayed responses as JSONL: pieces of those that are longest.
 
     Raises:
-        TaskError: the file of traces is missing or bad.
+        OSError, ValueError: the file of traces is missing or bad.
         RunError: they would leave room for everyone.
     """
-    task = find_task(TASK)
-    whole = task.load(Source(path=traces / TRACES, model=model))
-    long = [problem for problem in whole if (problem.max_tokens or 0) >= LOOPING]
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in records(long, model)))
-    chosen = task.load(Source(path=path, model=model, limit=LIMIT))
-    crowded = crowding([p.max_tokens or 1 for p in chosen], KV_BUDGET)
-    if crowded < LEAST_CROWDING:
-        raise RunError(
-            f"{path}: {KV_BUDGET} KV slots leave room for everyone "
-            f"(crowding {crowded:.1f}, at least {LEAST_CROWDING})"
-        )
-
-
-def records(problems: Sequence[Problem], model: str) -> list[dict[str, str]]:
-    """Responses in consecutive pieces of whole steps, each response in pieces of another length."""
-    tokenizer = load_tokenizer(model)
-    rows = []
-    for number, problem in enumerate(problems):
-        size = PIECES[number % len(PIECES)]
-        for at, piece in enumerate(cut(problem.reference, tokenizer, size)):
-            name = f"{problem.id}.{at}"
-            rows.append({"id": name, "question": problem.prompt, "response": piece})
-    return rows
+    whole = list(replay(str(traces / TRACES), model)["test"])
+    write_pieces(whole, load_tokenizer(model), PIECES, LOOPING, path)
+    refuse_a_half_empty_pool(path, model, LIMIT, KV_BUDGET)
 
 
 def measure(
@@ -152,7 +130,7 @@ def measure(
         "keep_servers": len(methods),
         "server_flags": [*FLAGS, *flags_of(points[0].method)],
     }
-    run(make_options(values), folder)
+    run(RunOptions(**values), folder)
     cells = {m: [Cell(folder, TASK, m, seed) for seed in range(rounds)] for m in methods}
     found = {point.policy: timing(cells[point.method], cells[DENSE]) for point in points}
     return {policy: one for policy, one in found.items() if one is not None}
@@ -166,7 +144,7 @@ def timing(cells: Sequence[Cell], dense: Sequence[Cell]) -> Timing | None:
         return None
     legs = [leg for cell in cells for leg in cell.legs()]
     mine, theirs = ([m for c in side for m in c.timeline()] for side in (cells, dense))
-    held = memory(legs, mine)
+    seen, dense_seen = of_cells(cells), of_cells(dense)
     at_batch = matched_step_ms(mine, theirs)
     graded = [row for cell in cells for row in cell.results()]
     return Timing(
@@ -175,11 +153,11 @@ def timing(cells: Sequence[Cell], dense: Sequence[Cell]) -> Timing | None:
         step_ms=at_batch[0] if at_batch else None,
         dense_step_ms=at_batch[1] if at_batch else None,
         scheduler_ms=_scheduler_ms([leg.report.get("totals", {}) for leg in legs]),
-        saved=held.saving,
-        mean_running=speed([], [], mine).mean_running,
-        dense_mean_running=speed([], [], theirs).mean_running,
-        retractions=held.retractions,
-        leaked_slots=held.leaked_slots,
+        saved=seen.saving,
+        mean_running=seen.mean_running,
+        dense_mean_running=dense_seen.mean_running,
+        retractions=seen.retractions,
+        leaked_slots=seen.leaked_slots,
         reproduced=sum(row.correct for row in graded) / len(graded) if graded else None,
     )
 
@@ -190,28 +168,21 @@ def matched_step_ms(mine: Sequence[Moment], theirs: Sequence[Moment]) -> tuple[f
     The median at each size, weighed by the lines of the server that has fewer of it. A server
     logs tokens/s since its last line; where the batch changed in between, the median ignores it.
     """
-    one, other = _by_size(mine), _by_size(theirs)
-    weights = {
-        size: min(len(one[size]), len(other[size]))
-        for size in one.keys() & other.keys()
-        if min(len(one[size]), len(other[size])) >= _LEAST_LINES
-    }
-    total = sum(weights.values())
-    if not total:
+    sides = [_by_size(side) for side in (mine, theirs)]
+    both = sides[0].join(sides[1], how="inner", rsuffix="_other")
+    lines = both[["lines", "lines_other"]].min(axis=1)
+    both, lines = both[lines >= _LEAST_LINES], lines[lines >= _LEAST_LINES]
+    if both.empty:
         return None
-    means = [
-        sum(weight * statistics.median(side[size]) for size, weight in weights.items()) / total
-        for side in (one, other)
-    ]
-    return means[0], means[1]
+    means = both[["ms", "ms_other"]].mul(lines, axis=0).sum() / lines.sum()
+    return float(means["ms"]), float(means["ms_other"])
 
 
-def _by_size(timeline: Sequence[Moment]) -> Mapping[int, list[float]]:
-    found: dict[int, list[float]] = collections.defaultdict(list)
-    for moment in timeline:
-        if moment.running and moment.tokens_per_s:
-            found[moment.running].append(1e3 * moment.running / moment.tokens_per_s)
-    return found
+def _by_size(timeline: Sequence[Moment]) -> pd.DataFrame:
+    """Median time of a step and number of lines, by running requests."""
+    seen = [(m.running, 1e3 * m.running / m.tokens_per_s) for m in timeline if m.tokens_per_s]
+    frame = pd.DataFrame([row for row in seen if row[0]], columns=["running", "ms"])
+    return frame.groupby("running")["ms"].agg(ms="median", lines="size")
 
 
 def _scheduler_ms(totals: Sequence[Mapping[str, Any]]) -> float | None:
@@ -220,7 +191,7 @@ def _scheduler_ms(totals: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _rate(cell: Cell) -> float | None:
-    return speed(cell.responses(), cell.legs(), cell.timeline()).tokens_per_s
+    return of_cells([cell]).tokens_per_s
 
 
 def _forget_half(cell: Cell) -> None:

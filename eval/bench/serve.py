@@ -19,17 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from eval.measures.accuracy import accuracy, compare, keyed
-from eval.measures.memory import memory
-from eval.measures.speed import speed
+from eval.measures.figures import of_cells
 from eval.redundancy.rows import texts_of
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build
 from eval.replay.pieces import write_pieces
 from eval.runs.folder import Cell, RunError
-from eval.runs.options import make_options
+from eval.runs.options import RunOptions
 from eval.runs.work import run
-from eval.tasks.registry import find_task
-from eval.tasks.task import Source
+from eval.tasks.documents import replay
 from eval.tokenizers import load_tokenizer
 
 DENSE, OURS, RANDOM = "dense", "reasoncache", "random"
@@ -108,6 +106,16 @@ def crowding(lengths: Sequence[int], kv_budget: int) -> float:
     return sum(n * n / 2 for n in lengths) / kv_budget / max(lengths)
 
 
+def refuse_a_half_empty_pool(path: Path, model: str, limit: int, kv_budget: int) -> None:
+    """Raises RunError if a round of replays would not be short of memory."""
+    crowded = crowding(replay(str(path), model, limit)["test"]["max_tokens"], kv_budget)
+    if crowded < LEAST_CROWDING:
+        raise RunError(
+            f"{path}: {kv_budget} KV slots leave room for everyone "
+            f"(crowding {crowded:.1f}, at least {LEAST_CROWDING})"
+        )
+
+
 def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str, Any]:
     """Run one workload and sum it up.
 
@@ -128,20 +136,13 @@ def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str
     if workload.traces:
         # Greedy, though every token is forced: a server that draws is started anew for each seed.
         path = traces / workload.traces
-        task = find_task(workload.name)
         if workload.piece:
-            whole = task.load(Source(path=path, model=model))
+            whole = list(replay(str(path), model)["test"])
             path = out.parent / f"{workload.name}-pieces.jsonl"
-            write_pieces(whole, load_tokenizer(model), workload.piece, LOOPING, path)
+            write_pieces(whole, load_tokenizer(model), (workload.piece,), LOOPING, path)
         values |= {"model": model, "data": {workload.name: str(path)}, "temperature": 0.0}
-        problems = task.load(Source(path=path, model=model, limit=workload.limit))
-        crowded = crowding([p.max_tokens or 1 for p in problems], workload.kv_budget)
-        if crowded < LEAST_CROWDING:
-            raise RunError(
-                f"{workload.name}: {workload.kv_budget} KV slots leave room for everyone "
-                f"(crowding {crowded:.1f}, at least {LEAST_CROWDING})"
-            )
-    run(make_options(values), out)
+        refuse_a_half_empty_pool(path, model, workload.limit, workload.kv_budget)
+    run(RunOptions(**values), out)
     return summarise(workload, out)
 
 
@@ -153,17 +154,17 @@ def summarise(workload: Workload, out: Path) -> dict[str, Any]:
     }
     speeds = {name: [_tokens_per_s(cell) for cell in row] for name, row in cells.items()}
     ratios = [b / a for a, b in zip(speeds[DENSE], speeds[workload.ours], strict=True)]
-    saved = _memory(cells[workload.ours])
-    found = {
+    seen = {name: of_cells(row) for name, row in cells.items()}
+    found: dict[str, Any] = {
         "throughput_ratio": statistics.median(ratios),
         "throughput_ratios": ratios,
-        "memory_saving_ratio": saved.saving,
-        "final_saving_ratio": saved.final_saving,
+        "memory_saving_ratio": seen[workload.ours].saving,
+        "final_saving_ratio": seen[workload.ours].final_saving,
         "tokens_per_s": speeds,
-        "mean_running": {name: _running(row) for name, row in cells.items()},
-        "retractions": {name: _memory(row).retractions for name, row in cells.items()},
-        "leaked_slots": {name: _memory(row).leaked_slots for name, row in cells.items()},
-        "failed_requests": {name: sum(map(_failed, row)) for name, row in cells.items()},
+        "mean_running": {name: one.mean_running for name, one in seen.items()},
+        "retractions": {name: one.retractions for name, one in seen.items()},
+        "leaked_slots": {name: one.leaked_slots for name, one in seen.items()},
+        "failed_requests": {name: one.failed for name, one in seen.items()},
     }
     results = {
         name: keyed({cell.seed: cell.results() for cell in row}) for name, row in cells.items()
@@ -175,31 +176,15 @@ def summarise(workload: Workload, out: Path) -> dict[str, Any]:
     if not workload.traces:
         found["accuracy_ratio"] = _kept(results, workload.ours)
         found["random_accuracy_ratio"] = _kept(results, RANDOM)
-        found["random_final_saving_ratio"] = _memory(cells[RANDOM]).final_saving
+        found["random_final_saving_ratio"] = seen[RANDOM].final_saving
     return found
 
 
 def _tokens_per_s(cell: Cell) -> float:
-    found = speed(cell.responses(), cell.legs(), cell.timeline()).tokens_per_s
+    found = of_cells([cell]).tokens_per_s
     if found is None:
         raise RunError(f"{cell.folder}: not measured in one go; start over in a new folder")
     return found
-
-
-def _memory(cells: Sequence[Cell]) -> Any:
-    return memory(
-        [leg for cell in cells for leg in cell.legs()],
-        [moment for cell in cells for moment in cell.timeline()],
-    )
-
-
-def _running(cells: Sequence[Cell]) -> float | None:
-    timeline = [moment for cell in cells for moment in cell.timeline()]
-    return speed([], [], timeline).mean_running
-
-
-def _failed(cell: Cell) -> int:
-    return sum(row.error is not None for row in cell.responses())
 
 
 def _kept(results: dict[str, Any], method: str) -> float | None:

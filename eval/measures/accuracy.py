@@ -1,32 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many answers are right, and how that differs from dense on the same problems."""
+"""How many answers are right, and how that differs from dense on the same problems.
+
+Answers to one problem under several seeds resemble each other, so a problem is a cluster. Shares
+of right answers get Wilson's interval at the effective number of answers, which has a width even
+at 0 and 1; other values (F1, lengths) the interval of Student's t over problems. The difference
+of two shares combines their Wilson limits with the correlation of the pairs (MOVER, Newcombe's
+square-and-add), that of other values is the paired t interval. Ratios take dense's mean as known.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import pandas as pd
 from scipy import stats
+from statsmodels.stats.contingency_tables import mcnemar
+from statsmodels.stats.proportion import proportion_confint
 
-from eval.measures.interval import Estimate, mean, paired
 from eval.runs.records import Result
 
-#: Problem and seed. Tasks that generate problems give one id to another problem under
-#: another seed; then clusters join independent answers, which costs width but no validity.
+#: Problem and seed.
 Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """A value with its 95% confidence interval; an end is None where data give none."""
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+
+    def scaled(self, factor: float, shift: float = 0.0) -> Estimate:
+        """``factor * x + shift`` of a positive factor."""
+        ends = (None if end is None else factor * end + shift for end in (self.low, self.high))
+        return Estimate(factor * self.value + shift, *ends, self.n)
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """A method against dense, over the problems and seeds that both have grades for.
+    """A method against dense, over the problems and seeds that both have.
 
     Attributes:
         pairs: how many.
-        difference: of mean scores, method less dense.
-        kept: mean score of the method over dense's, None if dense scores 0.
+        difference: of means, method less dense.
+        kept: mean of the method over dense's, None if dense's is 0.
         only_dense: pairs that dense alone has right (McNemar's b).
         only_method: pairs that the method alone has right (McNemar's c).
-        p_value: exact McNemar test, two-sided.
+        p_value: exact McNemar test, two-sided; it takes pairs as independent.
     """
 
     pairs: int
@@ -43,36 +68,86 @@ def keyed(results: Mapping[int, Sequence[Result]]) -> dict[Key, Result]:
 
 
 def accuracy(results: Mapping[Key, Result]) -> Estimate | None:
-    """Mean score, problems as clusters; None without results."""
-    return mean([row.score for row in results.values()], [problem for problem, _ in results])
+    """Mean score; None without results."""
+    return mean({key: row.score for key, row in results.items()})
 
 
-def by_group(results: Mapping[Key, Result]) -> dict[str, Estimate]:
-    """Mean score of each class of problems; classes without a name are left out."""
-    found = {}
-    for group in sorted({row.group for row in results.values() if row.group}):
-        chosen = {key: row for key, row in results.items() if row.group == group}
-        estimate = accuracy(chosen)
-        assert estimate is not None
-        found[group] = estimate
-    return found
+def mean(values: Mapping[Key, float]) -> Estimate | None:
+    """Mean of some values by problem and seed, with its interval; None without any."""
+    if not values:
+        return None
+    series = _series(values)
+    value, problems = float(series.mean()), series.groupby(level=0).mean()
+    if series.isin((0.0, 1.0)).all():
+        return Estimate(value, *_wilson(value, _effective(series)), len(series))
+    if len(problems) < 2:
+        return Estimate(value, None, None, len(series))
+    low, high = stats.ttest_1samp(problems, 0).confidence_interval()
+    return Estimate(value, float(low), float(high), len(series))
 
 
 def compare(method: Mapping[Key, Result], dense: Mapping[Key, Result]) -> Comparison | None:
-    """None if no problem has been graded for both.
-
-    McNemar's test takes the pairs as independent. Where seeds hardly change the
-    answers, its p-value is too small; the intervals know about that.
-    """
+    """None if no problem has been graded for both."""
     keys = [key for key in dense if key in method]
-    both = paired(
-        [method[key].score for key in keys],
-        [dense[key].score for key in keys],
-        [problem for problem, _ in keys],
-    )
-    if both is None:
+    scores = [{key: side[key].score for key in keys} for side in (method, dense)]
+    difference = differ(*scores)
+    if difference is None:
         return None
     b = sum(dense[key].correct and not method[key].correct for key in keys)
     c = sum(method[key].correct and not dense[key].correct for key in keys)
-    p_value = float(stats.binomtest(min(b, c), b + c).pvalue) if b + c else 1.0
-    return Comparison(len(keys), both.difference, both.ratio, b, c, p_value)
+    p_value = float(mcnemar([[0, b], [c, 0]], exact=True).pvalue) if b + c else 1.0
+    base = float(np.mean(list(scores[1].values())))
+    kept = difference.scaled(1 / base, 1.0) if base else None
+    return Comparison(len(keys), difference, kept, b, c, p_value)
+
+
+def differ(one: Mapping[Key, float], other: Mapping[Key, float]) -> Estimate | None:
+    """Difference of the means of two sides with the same keys; None without any."""
+    if not one:
+        return None
+    x, y = _series(one), _series(other)
+    value, n = float(x.mean() - y.mean()), len(x)
+    if x.isin((0.0, 1.0)).all() and y.isin((0.0, 1.0)).all():
+        effective = _effective(x - y)
+        (l1, u1), (l2, u2) = (_wilson(float(side.mean()), effective) for side in (x, y))
+        r = _phi(x, y, effective / n)
+        down = _combine(float(x.mean()) - l1, u2 - float(y.mean()), r)
+        up = _combine(u1 - float(x.mean()), float(y.mean()) - l2, r)
+        return Estimate(value, value - down, value + up, n)
+    problems = (x - y).groupby(level=0).mean()
+    if len(problems) < 2:
+        return Estimate(value, None, None, n)
+    low, high = stats.ttest_1samp(problems, 0).confidence_interval()
+    return Estimate(value, float(low), float(high), n)
+
+
+def _series(values: Mapping[Key, float]) -> pd.Series:
+    return pd.Series(list(values.values()), index=[name for name, _ in values], dtype=float)
+
+
+def _effective(series: pd.Series) -> float:
+    """The number of independent answers that tell as much: one to all of a problem's seeds."""
+    problems = series.groupby(level=0).mean()
+    error = float(problems.var()) / len(problems) if len(problems) > 1 else 0.0
+    effective = float(series.var(ddof=0)) / error if error else 0.0
+    return float(np.clip(effective, len(problems), len(series)))
+
+
+def _wilson(share: float, n: float) -> tuple[float, float]:
+    low, high = proportion_confint(share * n, n, method="wilson")
+    return float(low), float(high)
+
+
+def _phi(x: pd.Series, y: pd.Series, weight: float) -> float:
+    """Newcombe's correlation of paired zeros and ones, with his correction towards 0."""
+    both, neither = weight * (x * y).sum(), weight * ((1 - x) * (1 - y)).sum()
+    only_x, only_y = weight * (x * (1 - y)).sum(), weight * (y * (1 - x)).sum()
+    scale = (both + only_x) * (only_y + neither) * (both + only_y) * (only_x + neither)
+    product = both * neither - only_x * only_y
+    if product > 0:
+        product = max(0.0, product - weight * len(x) / 2)
+    return float(product / math.sqrt(scale)) if scale else 0.0
+
+
+def _combine(one: float, other: float, correlation: float) -> float:
+    return math.sqrt(max(0.0, one * one + other * other - 2 * correlation * one * other))

@@ -10,12 +10,11 @@ of 4,000 tokens 48% (docs/benchmarks.md).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eval.runs.folder import write_whole
-from eval.tasks.task import Problem
 
 _STEP_END = "\n\n"
 
@@ -40,20 +39,24 @@ def cut(response: str, tokenizer: Any, tokens: int) -> list[str]:
 
 
 def write_pieces(
-    problems: Sequence[Problem], tokenizer: Any, tokens: int, least: int, path: Path
+    records: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    tokens: Sequence[int],
+    least: int,
+    path: Path,
 ) -> int:
     """Write the pieces of all records of at least ``least`` tokens as JSONL; return how many.
 
     Args:
-        problems: of a replay; the reference is the recorded response, ``max_tokens`` its length.
+        records: documents of a replay.
+        tokens: lengths of pieces, in turn for each record.
     """
-    lines = []
-    for problem in problems:
-        if (problem.max_tokens or 0) < least:
-            continue
-        for number, piece in enumerate(cut(problem.reference, tokenizer, tokens)):
-            name = f"{problem.id}.{number}"
-            lines.append({"id": name, "question": problem.prompt, "response": piece})
+    long = [record for record in records if record["max_tokens"] >= least]
+    lines = [
+        {"id": f"{record['id']}.{at}", "question": record["prompt"], "response": piece}
+        for number, record in enumerate(long)
+        for at, piece in enumerate(cut(record["target"], tokenizer, tokens[number % len(tokens)]))
+    ]
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
     return len(lines)
 

@@ -1,38 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.report RUN...``: the papers' tables and figures with the numbers of run folders."""
+"""``python -m eval.report RUN...``: tables and pictures of folders of ``python -m eval.run``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from eval.report.data import load
-from eval.report.document import write
-from eval.report.page import Options
-from eval.runs.folder import RunError
+from eval.report import tables
+from eval.report.data import Data, load
+from eval.report.markdown import words
+from eval.report.pictures import draw
+from eval.runs.folder import RunError, write_whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read, measure, draw, write; 0, or 1 with a message if a run cannot be read."""
-    args = _parse(argv)
-    options = Options(
-        out=args.out or args.runs[0] / "report",
-        heatmap_model="" if args.heatmap_model == "none" else args.heatmap_model,
-        redundancy_responses=args.redundancy_responses,
-        say=lambda text: print(text, file=sys.stderr),
-    )
-    try:
-        path = write(load(args.runs), options)
-    except (RunError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(path)
-    return 0
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m eval.report",
         description="Writes REPORT.md, pictures and summary.json from folders of python -m eval.run. "
@@ -40,34 +26,63 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: report/ in the first RUN")
-    parser.add_argument(
-        "--heatmap-model",
-        metavar="DIR",
-        help="folder of the Hugging Face model for the heat map, or none "
-        "(default: the run's, if it is a local folder of less than 4 GiB)",
-    )
-    parser.add_argument(
-        "--redundancy-responses",
-        type=_positive,
-        default=100,
-        metavar="N",
-        help="dense responses a task whose redundancy is measured (default 100)",
-    )
     args = parser.parse_args(argv)
-    folder = args.heatmap_model
-    if folder not in (None, "none") and not Path(folder).is_dir():
-        parser.error(f"--heatmap-model must be a folder or none, got {folder!r}")
-    return args
-
-
-def _positive(text: str) -> int:
+    out = args.out or args.runs[0] / "report"
     try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return value
+        data = load(args.runs)
+        if data.cells.empty:
+            raise RunError(f"{args.runs[0]}: nothing has been measured")
+        write(data, out)
+    except (RunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(out / "REPORT.md")
+    return 0
+
+
+def write(data: Data, out: Path) -> None:
+    """``REPORT.md`` with its pictures, and the tables again in ``summary.json``."""
+    makers = (
+        tables.methods,
+        tables.against_dense,
+        tables.classes,
+        tables.requests,
+        tables.budgets,
+        tables.random_ratios,
+    )
+    made = [table for maker in makers if (table := maker(data)) is not None]
+    parts = ["# Evaluation", *(_source(run, config) for run, config in data.configs.items())]
+    parts += [table.markdown() for table in made]
+    parts += [f"![{caption}]({file})" for file, caption in draw(data, out).items()]
+    summary = {
+        "cells": json.loads(data.cells.to_json(orient="records")),
+        "tables": {
+            table.name: [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+            for table in made
+        },
+    }
+    write_whole(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_whole(out / "REPORT.md", "\n\n".join(parts) + "\n")
+
+
+def _source(run: str, config: Mapping[str, Any]) -> str:
+    """What a run was measured on, with which code and by which command."""
+    machine, versions = config.get("machine", {}), config.get("versions", {})
+    gpus = machine.get("gpus") or []
+    place = (
+        f"{len(gpus)} GPU {gpus[0]}" if gpus else f"{machine.get('cpu')}, {machine.get('cores')}"
+    )
+    resumed = len(config.get("resumed", []))
+    facts = [
+        f"model {config.get('model')}",
+        f"commit {str(versions.get('commit'))[:12]}",
+        f"SGLang {versions.get('sglang')}",
+        place if gpus else f"{place} cores",
+        str(config.get("date")),
+        *([f"resumed {resumed} times"] if resumed else []),
+    ]
+    command = str(config.get("command_line", "")).replace("`", "'").replace("\n", " ")
+    return f"{words(run)}: {words(', '.join(facts))}.\n`{command or ' '}`"
 
 
 if __name__ == "__main__":

@@ -1,136 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that know their numbers, and text that stays text in Markdown."""
+"""Tables in Markdown, and text that stays text in them."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from eval.measures.interval import Estimate, Spread
+import pandas as pd
+
+from eval.measures.accuracy import Estimate
 
 # An underscore inside a word is none of emphasis.
 _SPECIAL = re.compile(r"[\\`*{}\[\]<>#|~$&@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.")
-
 _MAX_CHARS = 160
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One cell of a table.
-
-    Attributes:
-        text: safe Markdown.
-        value: the numbers behind it, for ``summary.json``.
-        why: what is missing, where ``text`` is "-".
-    """
-
-    text: str
-    value: Any = None
-    why: str = ""
-
-
-@dataclass(frozen=True)
 class Table:
-    """A table of the report.
+    """A table of a document.
 
     Attributes:
         name: key in ``summary.json``.
         title: heading.
-        columns: headings of the columns, safe Markdown.
-        rows: one entry a column each.
+        columns: headings of the columns.
+        rows: one text a column each, safe Markdown.
         notes: sentences under it, safe Markdown.
     """
 
     name: str
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Entry]]
+    rows: Sequence[Sequence[str]]
     notes: Sequence[str] = field(default_factory=list)
 
     def markdown(self) -> str:
-        """Heading, table, notes, and a line for what is missing."""
-        lines = [f"### {self.title}", "", _line(self.columns), _line(["---"] * len(self.columns))]
-        lines += [_line([entry.text for entry in row]) for row in self.rows]
-        lines.append("")
-        for note in self.notes:
-            lines += [note, ""]
-        missing = dict.fromkeys(entry.why for row in self.rows for entry in row if entry.why)
-        if missing:
-            lines += [f"Missing (-): {'; '.join(map(plain, missing))}.", ""]
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "title": self.title,
-            "columns": list(self.columns),
-            "notes": list(self.notes),
-            "rows": [
-                [{"text": e.text, "value": as_json(e.value), "missing": e.why or None} for e in row]
-                for row in self.rows
-            ],
-        }
+        """Heading, table and notes."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n\n".join([f"### {self.title}", text, *self.notes]) + "\n"
 
 
-def words(text: str) -> Entry:
-    """Any text."""
-    return Entry(plain(text), text)
-
-
-def share(estimate: Estimate | None, why: str) -> Entry:
-    """A mean score with its interval."""
-    if estimate is None:
-        return Entry("-", None, why)
-    text = f"{estimate.value:.3f}"
-    if estimate.low is not None and estimate.high is not None:
-        text += f" ({estimate.low:.3f} to {estimate.high:.3f})"
-    return Entry(text, estimate)
-
-
-def signed(estimate: Estimate) -> Entry:
-    """A difference of scores, in points of a hundred."""
-    text = f"{100 * estimate.value:+.1f}"
-    if estimate.low is not None and estimate.high is not None:
-        text += f" ({100 * estimate.low:+.1f} to {100 * estimate.high:+.1f})"
-    return Entry(text, estimate)
-
-
-def spread(value: Spread | None, why: str, form: str = "{:.1f}") -> Entry:
-    """A median, and the range where there are several."""
-    if value is None:
-        return Entry("-", None, why)
-    text = form.format(value.median)
-    low, high = form.format(value.low), form.format(value.high)
-    if low != high:
-        text += f" ({low} to {high})"
-    return Entry(text, value)
-
-
-def number(value: float | None, why: str = "", form: str = "{:.1f}") -> Entry:
-    return Entry("-", None, why) if value is None else Entry(form.format(value), value)
-
-
-def plain(text: str) -> str:
+def words(text: str) -> str:
     """Text as it is, whatever it holds: one line, shortened, nothing in it is Markdown or HTML."""
-    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", _flat(text))
-
-
-def code(text: str, most: int = _MAX_CHARS) -> str:
-    """The same as a code span."""
-    return "`" + (_flat(text, most).replace("`", "'").replace("|", "¦").strip() or " ") + "`"
-
-
-def _flat(text: str, most: int = _MAX_CHARS) -> str:
     flat = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return flat if len(flat) <= most else flat[: most - 1] + "…"
+    flat = flat if len(flat) <= _MAX_CHARS else flat[: _MAX_CHARS - 1] + "…"
+    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", flat)
 
 
-def as_json(value: Any) -> Any:
-    """Dataclasses as objects."""
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+def number(value: float | None, why: str = "", form: str = "{:.1f}") -> str:
+    """``-`` where there is none."""
+    return "-" if value is None or pd.isna(value) else form.format(value)
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def interval(estimate: Estimate | None, form: str = "{:.3f}") -> str:
+    """A value, and its interval in brackets."""
+    if estimate is None:
+        return "-"
+    text = form.format(estimate.value)
+    if estimate.low is not None and estimate.high is not None:
+        text += f" ({form.format(estimate.low)} to {form.format(estimate.high)})"
+    return text
+
+
+def spread(values: pd.Series, form: str = "{:.1f}") -> str:
+    """A median, and the range where there are several."""
+    known = values.dropna().astype(float)
+    if known.empty:
+        return "-"
+    middle, low, high = (form.format(v) for v in (known.median(), known.min(), known.max()))
+    return middle if low == high else f"{middle} ({low} to {high})"

@@ -50,17 +50,6 @@ def figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tupl
     return made, axes
 
 
-def panels(number: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """A figure of ``number`` panels of so many inches each, three beside each other at most."""
-    columns = min(3, number)
-    rows = -(-number // columns)
-    made, axes = figure(width * columns, height * rows, rows, columns)
-    found = list(axes.flat)
-    for spare in found[number:]:
-        spare.remove()
-    return made, found[:number]
-
-
 def save(made: Figure, path: Path) -> None:
     """Write a PNG of a size that documents can show."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,11 +64,6 @@ def colour(method: str) -> str:
 def marker(method: str) -> str:
     """The same for a method in every figure, so that colour is not needed to tell them apart."""
     return _look(method)[1]
-
-
-def marker_size(method: str) -> float:
-    """Numbers need more room than shapes."""
-    return 12 if marker(method).startswith("$") else 6.5
 
 
 def _look(method: str) -> tuple[str, str]:

@@ -1,221 +1,217 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers' Tables I to IV in their shape, with our numbers."""
+"""What methods cost and save, against dense, by class of problem, and by KV budget."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from eval.measures.interval import Spread
-from eval.report.data import DENSE, RANDOM, REASONCACHE, Group, Run
-from eval.report.markdown import Entry, Table, number, plain, share, spread, words
-from eval.tasks.registry import TASKS
+import pandas as pd
 
-#: Rows of Table I; other methods are in Table II.
-MAIN = (DENSE, REASONCACHE, "memshare", RANDOM)
-STAGES = (DENSE, "cosine", "cosine-structure", REASONCACHE)
-#: Percentiles, then encoders, distance and threshold.
-PERCENTILES = {"p20": 20, "p50": 50, "p80": 80, "p100": 100}
-VARIANTS = (
-    DENSE,
-    *PERCENTILES,
-    REASONCACHE,
-    "embedding",
-    "sentence-bert",
-    "cosine-distance",
-    "fixed-0.8",
-    "fixed-0.9",
-    "memshare",
-    "memshare-0.9",
-)
-#: Savings that differ by less than this share of ReasonCache's are alike.
-LIKE = 0.1
-_AVERAGES = (
-    "Accuracy with 95% interval; tokens/s: median over seeds and range. Averages are plain means "
-    "over tasks; AMSR is the average memory saving ratio: slots saved over positions held, over "
-    "decode steps."
-)
+from eval.measures.accuracy import accuracy, compare, differ, mean
+from eval.report.data import DENSE, Data
+from eval.report.markdown import Table, interval, number, spread, words
+
+#: Of the throughput that memory alone allows, 1 / (1 - saving).
+GOAL = 0.9
+
+Key = tuple[str, str, str]
 
 
-def select(run: Run, methods: Sequence[str], variants: bool = False) -> list[str]:
-    """The begun methods of a run among ``methods``, in their order, then those with options.
-
-    A method with options (``random:match=reasoncache``) is one of ``methods`` if its name
-    is random, whose share always has to be set, or if ``variants`` are asked for.
-    """
-    begun = list(dict.fromkeys(method for _, method in run.groups))
-    found = [method for method in methods if method in begun]
-    for method in begun:
-        name, options, _ = method.partition(":")
-        if options and name in methods and (variants or name == RANDOM):
-            found.append(method)
-    return found
-
-
-def wide(
-    name: str,
-    title: str,
-    runs: Sequence[Run],
-    methods: Sequence[str],
-    variants: bool = False,
-    note: str = "",
-) -> Table | None:
-    """Models and methods down, tasks across; None if no run has one of the sharing methods."""
-    rows: list[list[Entry]] = []
-    tasks = list(dict.fromkeys(task for run in runs for task in run.tasks))
-    for run in runs:
-        present = select(run, methods, variants)
-        if not set(present) - {DENSE}:
-            continue
-        for method in present:
-            rows.append(
-                [words(run.model), words(run.label), words(run.title(method))]
-                + [entry for task in tasks for entry in _accuracy_and_speed(run, task, method)]
-                + _averages(run, method)
-            )
-    if not rows:
-        return None
-    columns = ["model", "run", "method"]
-    columns += [f"{plain(task)}: {what}" for task in tasks for what in (_score(task), "tokens/s")]
-    columns += ["average accuracy", "average tokens/s", "AMSR"]
-    begun = {key[1].partition(":")[0] for run in runs for key in run.groups}
-    lacking = [method for method in methods if method not in begun]
-    notes = [_AVERAGES]
-    if note:
-        notes.append(note)
-    if lacking:
-        notes.append(f"Not run: {', '.join(map(plain, lacking))}.")
-    return Table(name, title, columns, rows, notes)
-
-
-def all_methods(runs: Sequence[Run]) -> Table | None:
-    """Table II: everything about every method, in the order of what it saves."""
-    rows, notes = [], []
-    for run in runs:
-        for task in run.tasks:
-            found = [group for (name, _), group in run.groups.items() if name == task]
-            found.sort(key=lambda group: _saving(group) or 0.0)
-            rows += [_full_row(run, group) for group in found]
-            if like := _alike(run, found):
-                notes.append(like)
+def methods(data: Data) -> Table:
+    """Everything about every method, in the order of what it saves."""
+    rows = []
+    for key, group in _groups(data):
+        rows.append(
+            [
+                *_names(key, group),
+                interval(accuracy(data.results[key])),
+                spread(group["saving"], "{:.1%}"),
+                spread(group["final_saving"], "{:.1%}"),
+                spread(group["affected"], "{:.1%}"),
+                "resumed" if group["resumed"].any() else spread(group["tokens_per_s"]),
+                spread(group["problems_per_min"]),
+                f"{spread(group['ttft_p50'], '{:.2f}')} / {spread(group['ttft_p99'], '{:.2f}')}",
+                f"{spread(1e3 * group['tpot_p50'])} / {spread(1e3 * group['tpot_p99'])}",
+                spread(group["mean_running"]),
+                f"{spread(group['mean_slots'], '{:.0f}')} / {spread(group['peak_slots'], '{:.0f}')}",
+                interval(mean(data.lengths[key]), "{:.0f}"),
+            ]
+        )
     columns = (
         "run", "task", "method", "accuracy", "saved, decode steps", "saved, end of response",
         "affected", "tokens/s", "problems/min", "TTFT p50 / p99, s", "TPOT p50 / p99, ms",
-        "running", "slots mean / peak", "retractions", "response tokens",
+        "running", "slots mean / peak", "response tokens",
     )  # fmt: skip
-    notes.append(
-        "Medians over seeds, in brackets the range. Affected: tokens touched by sharing over all "
-        "tokens. TTFT: from sending to the first text; TPOT: per output token after the first."
-    )
-    if not rows:
-        return None
-    return Table("table_2", "Table II: all methods, by memory saved", columns, rows, notes)
-
-
-def _full_row(run: Run, group: Group) -> list[Entry]:
-    at = f"{group.task}, {group.method}"
-    no_report = f"no server report with this figure ({at})"
-    no_leg, no_line = f"no leg record ({at})", f"no timeline ({at})"
-    no_speed = group.no_speed()
-    no_text = f"no complete response ({at})"
-    lengths = group.lengths
-    return [
-        words(run.label),
-        words(group.task),
-        words(run.title(group.method)),
-        share(group.accuracy, f"no grades ({at})"),
-        spread(group.memory("saving"), no_report, "{:.1%}"),
-        spread(group.memory("final_saving"), no_report, "{:.1%}"),
-        spread(group.memory("affected"), no_report, "{:.1%}"),
-        spread(group.speed("tokens_per_s"), no_speed),
-        spread(group.speed("problems_per_min"), no_speed),
-        _two(group.speed("ttft_p50"), group.speed("ttft_p99"), no_text, 1, "{:.2f}"),
-        _two(group.speed("tpot_p50"), group.speed("tpot_p99"), no_text, 1000, "{:.1f}"),
-        spread(group.speed("mean_running"), no_line),
-        _two(group.memory("mean_slots"), group.memory("peak_slots"), no_line, 1, "{:.0f}"),
-        spread(group.memory("retractions"), no_leg, "{:.0f}"),
-        number(lengths.mean.value if lengths else None, no_text, "{:.0f}"),
+    notes = [
+        "Accuracy and response tokens with 95% intervals, a problem as a cluster over its "
+        "seeds; others: medians over seeds, in brackets the range. Saved: slots saved over "
+        "positions held. Affected: tokens touched by sharing over all tokens. TTFT: from sending "
+        "to the first text; TPOT: per output token after the first. Resumed: stopped on the way, "
+        "so without a throughput. -: the records do not tell."
     ]
+    return Table("methods", "Methods", columns, rows, notes)
 
 
-def _two(one: Spread | None, other: Spread | None, why: str, scale: float, form: str) -> Entry:
-    if one is None or other is None:
-        return Entry("-", None, why)
-    values = [one.median * scale, other.median * scale]
-    return Entry(" / ".join(map(form.format, values)), values)
-
-
-def _alike(run: Run, found: Sequence[Group]) -> str:
-    """Which methods save about as much as ReasonCache at the end of a response.
-
-    That is what random sharing is made to match; over decode steps it saves otherwise.
-    """
-    own = next((_final_saving(group) for group in found if group.method == REASONCACHE), None)
-    if not own:
-        return ""
-    if not any(_final_saving(group) for group in found if group.method != REASONCACHE):
-        return ""
-    like = [
-        f"{plain(run.title(group.method))} ({saving:.1%})"
-        for group in found
-        if group.method != REASONCACHE
-        and (saving := _final_saving(group)) is not None
-        and abs(saving - own) <= LIKE * own
+def against_dense(data: Data) -> Table | None:
+    """Accuracy, throughput and lengths on the same problems."""
+    rows = []
+    for key, group in _groups(data):
+        dense = (*key[:2], DENSE)
+        if key[2] == DENSE or dense not in data.results:
+            continue
+        found = compare(data.results[key], data.results[dense])
+        rows.append(
+            [
+                *_names(key, group),
+                number(found and found.pairs, form="{:d}"),
+                interval(found and found.difference.scaled(100), "{:+.1f}"),
+                interval(found and found.kept),
+                number(found and found.only_dense, form="{:d}"),
+                number(found and found.only_method, form="{:d}"),
+                number(found and found.p_value, form="{:.2g}"),
+                spread(speedups(data, key), "{:.2f}"),
+                number(_goal(group), form="{:.2f}"),
+                interval(_length_ratio(data, key, dense)),
+            ]
+        )
+    columns = (
+        "run", "task", "method", "pairs", "difference, points", "accuracy kept",
+        "b: only dense right", "c: only method right", "McNemar p", "tokens/s ratio",
+        f"{GOAL}/(1 - s)", "response length ratio",
+    )  # fmt: skip
+    notes = [
+        "Pairs: problem and seed. Difference: Wilson limits combined with the pairs' correlation. "
+        "Accuracy kept and length ratio: over dense's mean, taken as known. McNemar: exact, "
+        "two-sided; it takes pairs as independent. Tokens/s ratio: seed by seed, median and range. "
+        f"{GOAL}/(1 - s): what is asked of it where memory bounds the load, s the saving over "
+        "decode steps."
     ]
-    return (
-        f"{plain(run.label)}, {plain(found[0].task)}: at like saving at the end of a response "
-        f"(within {LIKE:.0%} of ReasonCache's {own:.1%}): {', '.join(like) or 'none'}."
-    )
+    return Table("against_dense", "Against dense", columns, rows, notes) if rows else None
 
 
-def _saving(group: Group) -> float | None:
-    spread_of = group.memory("saving")
-    return None if spread_of is None else spread_of.median
+def classes(data: Data) -> Table | None:
+    """Accuracy by class of problem."""
+    rows = []
+    for key, group in _groups(data):
+        results = data.results[key]
+        for name in sorted({row.group for row in results.values() if row.group}):
+            chosen = {at: row for at, row in results.items() if row.group == name}
+            share = interval(accuracy(chosen))
+            rows.append([*_names(key, group), words(name), str(len(chosen)), share])
+    columns = ("run", "task", "method", "class", "answers", "accuracy")
+    return Table("classes", "Accuracy by class of problem", columns, rows) if rows else None
 
 
-def _final_saving(group: Group) -> float | None:
-    spread_of = group.memory("final_saving")
-    return None if spread_of is None else spread_of.median
-
-
-def _score(task: str) -> str:
-    """What the mean score of a task is."""
-    return TASKS[task].measure if task in TASKS else "accuracy"
-
-
-def _accuracy_and_speed(run: Run, task: str, method: str) -> list[Entry]:
-    group = run.groups.get((task, method))
-    at = f"{task}, {method}"
-    if group is None:
-        return [Entry("-", None, f"not run: {at} in {run.label}")] * 2
-    return [
-        share(group.accuracy, f"no grades ({at})"),
-        spread(group.speed("tokens_per_s"), group.no_speed()),
+def requests(data: Data) -> Table:
+    """What was asked, answered, failed and cut."""
+    counts = ("legs", "answered", "graded", "failed", "cut", "retractions", "leaked_slots")
+    rows = [
+        [*_names(key, group), *(number(group[name].sum(), form="{:.0f}") for name in counts)]
+        for key, group in _groups(data)
     ]
-
-
-def _averages(run: Run, method: str) -> list[Entry]:
-    """Accuracy, tokens/s with the gain over dense, and saving, each averaged over tasks."""
-    groups = [run.groups.get((task, method)) for task in run.tasks]
-    dense = [run.groups.get((task, DENSE)) for task in run.tasks]
-    why = f"{method} lacks a task of {run.label}"
-    scores = [group.accuracy.value if group and group.accuracy else None for group in groups]
-    speed, base = _mean(map(_tokens_per_s, groups)), _mean(map(_tokens_per_s, dense))
-    text = "" if speed is None or not base or method == DENSE else f" ({speed / base - 1:+.0%})"
-    saving = _mean(_saving(group) if group else None for group in groups)
-    speed_entry = number(speed, why)
-    return [
-        number(_mean(scores), why, "{:.3f}"),
-        Entry(speed_entry.text + text, speed, speed_entry.why),
-        number(saving, f"no server report with a saving ratio ({method}, {run.label})", "{:.1%}"),
+    columns = (
+        "run", "task", "method", "legs", "answered", "graded", "failed attempts", "cut by length",
+        "retractions", "leaked slots",
+    )  # fmt: skip
+    notes = [
+        "Over all seeds. Cut by length: ended at max_tokens, at the model's context or where the "
+        "KV slots ended; of a replay, those short of the record."
     ]
+    return Table("requests", "Requests", columns, rows, notes)
 
 
-def _tokens_per_s(group: Group | None) -> float | None:
-    found = group.speed("tokens_per_s") if group else None
-    return found.median if found else None
+def budgets(data: Data) -> Table | None:
+    """Throughput by the KV slots that servers had, where runs differ in it."""
+    rows = []
+    for (slots, task, method), group in _by_budget(data).groupby(
+        ["kv_slots", "task", "method"], sort=False
+    ):
+        keys = [(run, task, method) for run in group["run"].unique()]
+        ratios = pd.concat([speedups(data, key) for key in keys])
+        rows.append(
+            [
+                f"{slots:,.0f}",
+                words(task),
+                words(group["title"].iloc[0]),
+                spread(group["tokens_per_s"]),
+                "1" if method == DENSE else spread(ratios, "{:.2f}"),
+                spread(group["saving"], "{:.1%}"),
+                spread(group["mean_running"]),
+                spread(group["mean_slots"], "{:.0f}"),
+                spread(group["retractions"], "{:.0f}"),
+                number(pd.Series([_accuracy(data, key) for key in keys]).mean(), form="{:.3f}"),
+            ]
+        )
+    columns = (
+        "KV slots", "task", "method", "tokens/s", "over dense", "saved, decode steps", "running",
+        "mean slots", "retractions", "accuracy",
+    )  # fmt: skip
+    notes = ["Medians over runs and seeds, and range."]
+    return Table("budgets", "KV budget", columns, rows, notes) if rows else None
 
 
-def _mean(values: object) -> float | None:
-    known = list(values)  # type: ignore[call-overload]
-    return None if not known or None in known else statistics.fmean(known)
+def random_ratios(data: Data) -> Table | None:
+    """How much random sharing was found to save as much as another method."""
+    rows = [
+        [
+            words(run),
+            words(at),
+            number(found["ratio"], form="{:.4f}"),
+            number(found["target"], form="{:.1%}"),
+            ", ".join(f"{saving:.1%} at {ratio:g}" for ratio, saving in found["pilots"]),
+        ]
+        for run, config in data.configs.items()
+        for at, found in config.get("random_ratios", {}).items()
+    ]
+    columns = ("run", "task/method", "ratio", "saving to match", "pilots")
+    title = "Random sharing at equal saving"
+    return Table("random_ratios", title, columns, rows) if rows else None
+
+
+def speedups(data: Data, key: Key) -> pd.Series:
+    """Tokens/s over dense's, for each seed that both have."""
+    rows = data.cells[(data.cells["run"] == key[0]) & (data.cells["task"] == key[1])]
+    by_seed = rows.pivot(index="seed", columns="method", values="tokens_per_s").astype(float)
+    if DENSE not in by_seed or key[2] not in by_seed:
+        return pd.Series(dtype=float)
+    return by_seed[key[2]] / by_seed[DENSE]
+
+
+def _groups(data: Data) -> Iterator[tuple[Key, pd.DataFrame]]:
+    """Cells by run, task and method; methods in the order of what they save."""
+    for (run, task), cells in data.cells.groupby(["run", "task"], sort=False):
+        saving = cells.groupby("method", sort=False)["saving"].median().astype(float)
+        for method in saving.fillna(0.0).sort_values(kind="stable").index:
+            yield (run, task, method), cells[cells["method"] == method]
+
+
+def _by_budget(data: Data) -> pd.DataFrame:
+    """Cells of tasks that were run with several numbers of KV slots, fewest first."""
+    asked = {run for run, config in data.configs.items() if config.get("kv_budget")}
+    cells = data.cells[data.cells["run"].isin(asked)]
+    if cells.empty:
+        return cells
+    several = cells.groupby("task")["kv_slots"].transform("nunique") > 1
+    return cells[several].sort_values("kv_slots", kind="stable")
+
+
+def _names(key: Key, group: pd.DataFrame) -> Sequence[str]:
+    return words(key[0]), words(key[1]), words(group["title"].iloc[0])
+
+
+def _accuracy(data: Data, key: Key) -> float | None:
+    found = accuracy(data.results[key])
+    return found.value if found else None
+
+
+def _goal(group: pd.DataFrame) -> float | None:
+    saving = group["saving"].dropna().astype(float)
+    return None if saving.empty else GOAL / (1 - saving.median())
+
+
+def _length_ratio(data: Data, key: Key, dense: Key):  # type: ignore[no-untyped-def]
+    keys = [at for at in data.lengths[dense] if at in data.lengths[key]]
+    base = mean({at: data.lengths[dense][at] for at in keys})
+    sides = ({at: data.lengths[side][at] for at in keys} for side in (key, dense))
+    difference = differ(*sides)
+    return difference.scaled(1 / base.value, 1.0) if difference and base and base.value else None

@@ -32,17 +32,8 @@ class Request:
     body: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Listeners:
-    """Called in the thread of the event loop.
-
-    Attributes:
-        delta: so many characters arrived.
-        ended: a request ended, well or not; the record is complete.
-    """
-
-    delta: Callable[[int], None]
-    ended: Callable[[Response], None]
+#: Called in the thread of the event loop when a request ended, well or not.
+Ended = Callable[[Response], None]
 
 
 @contextlib.asynccontextmanager
@@ -70,7 +61,7 @@ async def connect(url: str, timeout_s: float) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def send(
-    client: AsyncOpenAI, model: str, request: Request, leg: int, began: float, heard: Listeners
+    client: AsyncOpenAI, model: str, request: Request, leg: int, began: float
 ) -> Response:
     """One chat completion; what goes wrong is in the record, not raised.
 
@@ -80,7 +71,6 @@ async def send(
         request: what to send.
         leg: goes into the record.
         began: monotonic time of the leg's begin.
-        heard: its ``delta`` is called while text arrives.
     """
     started = time.monotonic() - began
     first: float | None = None
@@ -114,9 +104,7 @@ async def send(
                             first = time.monotonic() - began
                         thought.append(reasoning)
                         said.append(content or "")
-                        more = len(reasoning) + len(content or "")
-                        heard.delta(more)
-                        size += more
+                        size += len(reasoning) + len(content or "")
                 if size > MAX_CHARACTERS:
                     error = f"the response has more than {MAX_CHARACTERS} characters"
                     break
@@ -145,56 +133,37 @@ async def send(
 
 
 async def send_all(
-    client: AsyncOpenAI,
+    url: str,
     model: str,
     requests: Sequence[Request],
     leg: int,
-    began: float,
-    heard: Listeners,
+    ended: Ended,
+    timeout_s: float,
     in_flight: int | None = None,
     attempts: int = 1,
 ) -> None:
     """All requests, at most ``in_flight`` at a time, each up to ``attempts`` times if it fails.
 
-    ``heard.ended`` is called for every attempt.
+    Times begin now. ``ended`` is called for every attempt.
     """
-    room = asyncio.Semaphore(in_flight or max(len(requests), 1))
+    places = asyncio.Semaphore(in_flight or max(len(requests), 1))
 
-    async def one(request: Request) -> None:
-        async with room:
+    async def one(client: AsyncOpenAI, request: Request, began: float) -> None:
+        async with places:
             for _ in range(attempts):
-                response = await send(client, model, request, leg, began, heard)
-                heard.ended(response)
+                response = await send(client, model, request, leg, began)
+                ended(response)
                 if response.error is None:
                     return
 
     try:
-        async with asyncio.TaskGroup() as group:
-            for request in requests:
-                group.create_task(one(request))
-    except ExceptionGroup as several:
-        # From ``heard.ended``: a full disk, say. One is enough to tell.
-        raise several.exceptions[0] from several
-
-
-def drive(
-    url: str,
-    model: str,
-    requests: Sequence[Request],
-    leg: int,
-    heard: Listeners,
-    timeout_s: float,
-    in_flight: int | None = None,
-    attempts: int = 1,
-) -> None:
-    """:func:`send_all` from beginning to end in an event loop of its own; times begin now."""
-
-    async def run() -> None:
-        async with connect(url, timeout_s) as client:
+        async with connect(url, timeout_s) as client, asyncio.TaskGroup() as group:
             began = time.monotonic()
-            await send_all(client, model, requests, leg, began, heard, in_flight, attempts)
-
-    asyncio.run(run())
+            for request in requests:
+                group.create_task(one(client, request, began))
+    except ExceptionGroup as several:
+        # From ``ended``: a full disk, say. One is enough to tell.
+        raise several.exceptions[0] from several
 
 
 def ask_all(
@@ -206,7 +175,7 @@ def ask_all(
     def keep(response: Response) -> None:
         ended[response.problem_id] = response
 
-    drive(url, model, requests, 0, Listeners(lambda _: None, keep), timeout_s)
+    asyncio.run(send_all(url, model, requests, 0, keep, timeout_s))
     return [ended[request.problem_id] for request in requests]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -16,42 +17,24 @@ from typing import Any
 from eval.methods import Method
 from eval.runs.folder import CONFIG, RunError, read_config, write_config
 from eval.runs.machine import describe_machine, describe_versions
-from eval.runs.options import RunOptions, to_config
-from eval.tasks.task import Problem
+from eval.runs.options import RunOptions
+from eval.runs.plan import Plan
 
 #: What may differ when a run goes on; all else decides what is measured.
-_MAY_DIFFER = frozenset(
-    (
-        "machine",
-        "versions",
-        "date",
-        "command_line",
-        "resumed",
-        "random_ratios",
-        # Folders of older versions lack it; it follows from the model.
-        "opens_thinking",
-    )
-)
+_MAY_DIFFER = ("machine", "versions", "date", "command_line", "resumed", "random_ratios")
 
 
-def make_config(
-    options: RunOptions,
-    methods: Sequence[Method],
-    problems: Mapping[tuple[str, int], Sequence[Problem]],
-    body: Mapping[str, Any],
-    opens_thinking: bool,
-) -> dict[str, Any]:
+def make_config(plan: Plan, methods: Sequence[Method], opens_thinking: bool) -> dict[str, Any]:
     """The configuration of a new run; plain JSON values.
 
     Args:
-        options: ``device`` resolved.
+        plan: its ``options.device`` resolved.
         methods: of ``options.methods``, in their order.
-        problems: of each task and seed.
-        body: the sampling part of each request.
         opens_thinking: whether the chat template begins responses with ``<think>``.
     """
+    options = plan.options
     return {
-        **to_config(options),
+        **options.to_dict(),
         "methods": [method.name for method in methods],
         "method_specs": list(options.methods),
         "method_details": {
@@ -63,26 +46,34 @@ def make_config(
             }
             for method, spec in zip(methods, options.methods, strict=True)
         },
-        "sampling": dict(body),
+        "sampling": dict(plan.body),
         "opens_thinking": opens_thinking,
         "data": {
-            task: {"path": path, "sha256": file_digest(Path(path))}
+            task: {"path": path, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
             for task, path in options.data.items()
         },
         "problems": {
-            task: {
-                str(seed): {
-                    "count": len(problems[task, seed]),
-                    "sha256": problems_digest(problems[task, seed]),
-                }
-                for seed in options.seeds
-            }
-            for task in options.tasks
+            f"{task}/{seed}": {"count": len(one.problems), "sha256": _digest(one.problems)}
+            for (task, seed), one in plan.tasks.items()
         },
         "random_ratios": {},
         **_circumstances(),
         "resumed": [],
     }
+
+
+def options_of(config: Mapping[str, Any]) -> RunOptions:
+    """The options that a run folder's configuration was made of.
+
+    Raises:
+        RunError: a field is missing or has a bad value.
+    """
+    values = {**config, "methods": config.get("method_specs")}
+    try:
+        values["data"] = {task: entry["path"] for task, entry in config["data"].items()}
+        return RunOptions(**{f.name: values[f.name] for f in dataclasses.fields(RunOptions)})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"config.json: {error!r}") from error
 
 
 def settle_config(run: Path, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -108,7 +99,6 @@ def settle_config(run: Path, config: dict[str, Any]) -> tuple[dict[str, Any], li
         if last.get(group, {}).get(name) != value
     ]
     there.setdefault("resumed", []).append(now)
-    there.setdefault("opens_thinking", config["opens_thinking"])
     write_config(run, there)
     return there, changed
 
@@ -118,9 +108,10 @@ def check_same(run: Path, there: Mapping[str, Any], config: Mapping[str, Any]) -
     wanted = json.loads(json.dumps(config))
     for name in dict.fromkeys((*wanted, *there)):
         if name not in _MAY_DIFFER and there.get(name) != wanted.get(name):
+            was, now = (json.dumps(one.get(name))[:200] for one in (there, wanted))
             raise RunError(
-                f"{run / CONFIG}: {name} is {_short(there.get(name))} in this run, "
-                f"now {_short(wanted.get(name))}; use the same or another --out"
+                f"{run / CONFIG}: {name} is {was} in this run, now {now}; "
+                "use the same or another --out"
             )
 
 
@@ -132,23 +123,10 @@ def default_folder(config: Mapping[str, Any]) -> Path:
     return Path("out") / f"{model}-{'+'.join(config['tasks'])[:80]}-{digest}"
 
 
-def problems_digest(problems: Sequence[Problem]) -> str:
-    """SHA-256 of what is sent and graded."""
-    rows = [[p.id, p.prompt, p.reference, p.group, dict(p.extra), p.max_tokens] for p in problems]
+def _digest(problems: Sequence[Any]) -> str:
+    """SHA-256 of what is sent."""
+    rows = [[p.id, p.messages, dict(p.body), p.max_tokens] for p in problems]
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes.
-
-    Raises:
-        RunError: it cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise RunError(f"--data: {path}: {error.strerror or error}") from error
 
 
 def _circumstances() -> dict[str, Any]:
@@ -158,8 +136,3 @@ def _circumstances() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command_line": shlex.join(["python", *sys.orig_argv[1:]]),
     }
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 200 else text[:200] + "..."

@@ -16,9 +16,11 @@ the run goes on, and everything before it counts.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +29,7 @@ from eval.runs.records import Leg, Moment, Record, Response, Result
 
 _R = TypeVar("_R", bound=Record)
 CONFIG = "config.json"
+LOCK = "lock"
 
 
 class RunError(ValueError):
@@ -160,3 +163,24 @@ def read_records(path: Path, kind: type[_R]) -> list[_R]:
 def _line(record: Record) -> str:
     # ASCII, so that lone surrogates in a response survive.
     return json.dumps(record.to_dict()) + "\n"
+
+
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold a run's folder, made if need be; the kernel lets go however the process ends.
+
+    Raises:
+        RunError: another process holds it.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read(20).strip() or "unknown"
+            raise RunError(f"{run / LOCK}: process {holder} works in this folder") from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

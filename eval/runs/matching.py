@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from eval.runs.folder import Cell, RunError
@@ -24,34 +23,15 @@ class NothingToMatch(RunError):
     """A method saved nothing, so no random sharing saves as much."""
 
 
-@dataclass(frozen=True)
-class Matched:
-    """A random ratio and how it was found.
-
-    Attributes:
-        ratio: ``--reasoncache-random-ratio``.
-        target: final saving ratio to reach.
-        pilots: ratio and saving of each pilot, in order.
-    """
-
-    ratio: float
-    target: float
-    pilots: tuple[tuple[float, float], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "ratio": self.ratio,
-            "target": self.target,
-            "pilots": [list(pilot) for pilot in self.pilots],
-        }
-
-
-def match(target: float, pilot: Callable[[float], float]) -> Matched:
+def match(target: float, pilot: Callable[[float], float]) -> dict[str, Any]:
     """Find the ratio whose saving is ``target``, by pilots and the rule of three.
 
     Args:
         target: final saving ratio to reach, 0 to 1.
         pilot: measures the saving at a ratio.
+
+    Returns:
+        ``ratio``, ``target``, and ``pilots``: ratio and saving of each, in order.
     """
     ratio = _bounded(target * _FIRST_FACTOR)
     pilots: list[tuple[float, float]] = []
@@ -64,19 +44,16 @@ def match(target: float, pilot: Callable[[float], float]) -> Matched:
         if rescaled == ratio:
             break
         ratio = rescaled
-    return Matched(ratio, target, tuple(pilots))
+    return {"ratio": ratio, "target": target, "pilots": [list(one) for one in pilots]}
 
 
 def final_saving(cells: Sequence[Cell]) -> float | None:
     """Saving at the end of a response over all legs of some cells; None if no leg has told."""
-    saved = requests = 0.0
-    for cell in cells:
-        for leg in cell.legs():
-            totals = leg.report.get("totals", {})
-            count = totals.get("requests_finished", 0)
-            requests += count
-            saved += totals.get("final_saving_ratio", 0.0) * count
-    return saved / requests if requests else None
+    totals = [leg.report.get("totals", {}) for cell in cells for leg in cell.legs()]
+    counts = [one.get("requests_finished", 0) for one in totals]
+    saved = [one.get("final_saving_ratio", 0.0) for one in totals]
+    whole = sum(counts)
+    return sum(s * n for s, n in zip(saved, counts, strict=True)) / whole if whole else None
 
 
 def _bounded(ratio: float) -> float:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator can ask of a run, with defaults and bounds."""
+"""What an operator can ask of a run: command line and TOML file, with defaults and bounds."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+import argparse
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +16,6 @@ from eval.runs.folder import RunError
 
 #: ``--model`` of the embedded checkpoint.
 EMBEDDED = "tiny_reasoner"
-# Least value of each integer.
-_LEAST = {
-    "limit": 1,
-    "in_flight": 1,
-    "kv_budget": 1,
-    "max_tokens": 1,
-    "attempts": 1,
-    "warm_up": 0,
-    "decode_log_interval": 1,
-    "keep_servers": 1,
-}
 #: Sampling parameters that can be set by hand, with their bounds.
 SAMPLING = {
     "temperature": (0, 100),
@@ -46,10 +38,10 @@ class RunOptions:
         in_flight: requests open at a time, None for all at once.
         data: local JSONL of a task, absolute.
         server_flags: further flags of every server.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu``, ``cuda`` or ``auto``.
         kv_budget: KV slots of every server, None for the default.
         max_tokens: of each response, None for the sampling setting's own.
-        sampling_overrides: what was set by hand, by the names of the request's body.
+        temperature, top_p, top_k, min_p: instead of the model family's own.
         allow_code_execution: whether graders may run code that a model wrote.
         urls: running servers by method; that method starts none.
         attempts: how often a request is sent before it counts as failed.
@@ -57,6 +49,9 @@ class RunOptions:
         decode_log_interval: decode steps between two lines of the server's log.
         request_timeout: seconds without a byte after which a request has failed.
         keep_servers: servers that stay up at once and take turns.
+
+    Raises:
+        RunError: names the flag, its bound and the value.
     """
 
     model: str = EMBEDDED
@@ -70,7 +65,10 @@ class RunOptions:
     device: str = "auto"
     kv_budget: int | None = None
     max_tokens: int | None = None
-    sampling_overrides: Mapping[str, float] = field(default_factory=dict)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     allow_code_execution: bool = False
     urls: Mapping[str, str] = field(default_factory=dict)
     attempts: int = 2
@@ -79,106 +77,229 @@ class RunOptions:
     request_timeout: float = 21_600.0
     keep_servers: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("tasks", "methods", "seeds", "server_flags"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        paths = {task: str(Path(path).resolve()) for task, path in dict(self.data).items()}
+        object.__setattr__(self, "data", paths)
+        object.__setattr__(self, "urls", dict(self.urls))
+        _check(self)
+
     @property
     def embedded(self) -> bool:
         return self.model == EMBEDDED
 
+    @property
+    def sampling_overrides(self) -> dict[str, float]:
+        """What was set by hand, by the names of the request's body."""
+        given = {name: getattr(self, name) for name in SAMPLING}
+        return {name: value for name, value in given.items() if value is not None}
 
-def from_config(config: Mapping[str, Any]) -> RunOptions:
-    """The options that a run folder's configuration was made of.
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What ``python -m eval.run`` is to do.
+
+    Attributes:
+        options: None with ``resume`` or ``grade``, whose folder has them.
+        out: the folder, None for one named after the options.
+        resume: go on with this folder.
+        grade: grade this folder again.
+        allow_code_execution: of ``grade``.
+    """
+
+    options: RunOptions | None
+    out: Path | None = None
+    resume: Path | None = None
+    grade: Path | None = None
+    allow_code_execution: bool = False
+
+
+def parse(argv: Sequence[str] | None = None) -> Command:
+    """Read the command line, and the file of ``--config`` below it.
+
+    Exits with status 2 and a message that names flag (or file), bound and value.
+    """
+    parser = _parser()
+    words = with_values(sys.argv[1:] if argv is None else argv, ("--server-flags",))
+    given = vars(parser.parse_args(words))
+    file = given.pop("config", None)
+    for name in ("resume", "grade"):
+        if name in given:
+            others = set(given) - {name, *(["allow_code_execution"] if name == "grade" else [])}
+            if others or file:
+                other = sorted(others)[0] if others else "config"
+                parser.error(f"--{name} goes without {_flag(other)}: the folder has it all")
+            return Command(None, **given)
+    try:
+        if file:
+            below = parser.parse_args(with_values(_words(file), ("--server-flags",)))
+            given = {**vars(below), **given}
+        out = given.pop("out", None)
+        given |= {name: dict(given[name]) for name in ("data", "urls") if name in given}
+        return Command(RunOptions(**given), out)
+    except (RunError, OSError) as error:
+        parser.error(str(error))
+
+
+def with_values(argv: Sequence[str], flags: Collection[str]) -> list[str]:
+    """A command line in which each of ``flags`` is joined to the word after it.
+
+    Their values are flags of a server: left apart, argparse would take ``--tp=2`` for a flag
+    of its own.
+    """
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] in flags:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.run",
+        description="Tasks x methods x seeds against live servers; docs/evaluation.md has it all.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", help=f"Folder or hub name (default {EMBEDDED}, the embedded model).")
+    add("--tasks", type=_names, help="Comma-separated names.")
+    add("--methods", type=_specs, help="Comma-separated (default dense,reasoncache).")
+    add("--seeds", type=_integers, help="Comma-separated numbers (default 0).")
+    add("--out", type=Path, help="Folder of the run (default out/ and a name made of the options).")
+    add("--config", type=Path, metavar="FILE.toml", help="The same names; flags win.")
+    add("--limit", type=int, metavar="N", help="The first N problems of each task.")
+    add("--in-flight", type=int, metavar="N", help="Open requests (default: all at once).")
+    add("--data", type=_pair, action="append", metavar="TASK=FILE", help="Local JSONL of a task.")
+    add("--server-flags", type=shlex.split, metavar="FLAGS", help="Further flags of each server.")
+    add("--device", help="auto, cpu or cuda (default auto).")
+    add("--kv-budget", type=int, metavar="SLOTS", help="KV slots of each server.")
+    add("--max-tokens", type=int, metavar="N", help="Longest response.")
+    for name in SAMPLING:
+        kind = int if name == "top_k" else float
+        add(_flag(name), type=kind, help="Instead of the model family's own setting.")
+    add("--allow-code-execution", action="store_true", help="Let graders run a model's code.")
+    add("--url", dest="urls", type=_url, action="append", metavar="METHOD=URL", help="Its server.")
+    add("--attempts", type=int, metavar="N", help="Times a failing request is sent (default 2).")
+    add("--warm-up", type=int, metavar="N", help="Requests before each cell (default 8).")
+    add("--decode-log-interval", type=int, metavar="K", help="Decode steps a log line (10).")
+    add("--keep-servers", type=int, metavar="N", help="Servers up at once (default 1).")
+    add("--request-timeout", type=float, metavar="S", help="Longest silence (default 21600).")
+    add("--resume", type=Path, metavar="RUN", help="Go on with a run; takes no other flag.")
+    add("--grade", type=Path, metavar="RUN", help="Grade the responses of a run again.")
+    return parser
+
+
+def _words(path: Path) -> list[str]:
+    """A TOML file as a command line.
 
     Raises:
-        RunError: a field is missing or has a bad value.
+        RunError: it cannot be read, or has an unknown name.
     """
-    values = {}
-    for name in (f.name for f in fields(RunOptions)):
-        # config.json has methods by name; a name is a specification fit for a folder.
-        key = "method_specs" if name == "methods" else name
-        if key not in config:
-            raise RunError(f"config.json: {key!r} is missing")
-        values[name] = config[key]
-    values["data"] = {task: entry["path"] for task, entry in values["data"].items()}
-    return make_options(values)
-
-
-def to_config(options: RunOptions) -> dict[str, Any]:
-    """Plain JSON values; ``data`` is left to the caller, who reads the files."""
-    values = {f.name: getattr(options, f.name) for f in fields(options)}
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
-    }
-
-
-def make_options(values: Mapping[str, Any]) -> RunOptions:
-    """Check values of whatever origin and make the record.
-
-    Raises:
-        RunError: names flag, bound and value.
-    """
-    values = dict(values)
-    sampling = dict(values.pop("sampling_overrides", {}))
-    sampling |= {name: values.pop(name) for name in SAMPLING if name in values}
-    for name in ("data", "urls"):
-        table = values.get(name, {})
-        if not isinstance(table, (Mapping, list)):
-            raise RunError(
-                f"{option_flag(name)} must be a table of names and values, got {table!r}"
-            )
-        table = table if isinstance(table, Mapping) else dict(table)
-        values[name] = {str(key): str(text) for key, text in table.items()}
-    values["data"] = {task: str(Path(path).resolve()) for task, path in values["data"].items()}
-    for name, kind in (("tasks", str), ("methods", str), ("seeds", int), ("server_flags", str)):
-        values[name] = _tuple(name, values.get(name, getattr(RunOptions, name)), kind)
-    for name, least in _LEAST.items():
-        value = values.get(name)
-        if value is not None and (type(value) is not int or value < least):
-            raise RunError(
-                f"{option_flag(name)} must be an integer of at least {least}, got {value!r}"
-            )
-    for name, value in sampling.items():
-        low, high = SAMPLING[name]
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise RunError(f"{option_flag(name)} must be between {low} and {high}, got {value!r}")
-    options = RunOptions(**values, sampling_overrides=sampling)
-    _check(options)
-    return options
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"--config {path}: {error}") from error
+    known = {f.name for f in fields(RunOptions)} - {"urls"} | {"out", "url"}
+    words: list[str] = []
+    for key, value in values.items():
+        if key.replace("-", "_") not in known:
+            raise RunError(f"--config {path}: unknown name {key!r}")
+        flag = _flag(key)
+        if isinstance(value, bool):
+            words += [flag] if value else []
+        elif isinstance(value, dict):
+            words += [f"{flag}={name}={text}" for name, text in value.items()]
+        elif isinstance(value, list):
+            join = shlex.join if flag == "--server-flags" else ",".join
+            words.append(f"{flag}={join([str(part) for part in value])}")
+        else:
+            words.append(f"{flag}={value}")
+    return words
 
 
 def _check(options: RunOptions) -> None:
-    timeout = options.request_timeout
-    if type(timeout) not in (int, float) or not 0 < timeout < math.inf:
-        raise RunError(f"--request-timeout must be above 0, got {timeout!r}")
+    least = dict.fromkeys(("limit", "in_flight", "kv_budget", "max_tokens", "attempts"), 1)
+    least |= {"warm_up": 0, "decode_log_interval": 1, "keep_servers": 1}
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and (type(value) is not int or value < low):
+            raise RunError(f"{_flag(name)} must be an integer of at least {low}, got {value!r}")
+    for name, (low, high) in {**SAMPLING, "request_timeout": (1e-9, 1e9)}.items():
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            raise RunError(f"{_flag(name)} must be between {low} and {high}, got {value!r}")
     if options.device not in ("auto", "cpu", "cuda"):
         raise RunError(f"--device must be auto, cpu or cuda, got {options.device!r}")
-    if type(options.model) is not str or not options.model:
-        raise RunError(f"--model must name a model, got {options.model!r}")
-    if type(options.allow_code_execution) is not bool:
-        raise RunError("--allow-code-execution must be true or false")
     for name in ("tasks", "methods", "seeds"):
         chosen = getattr(options, name)
-        if not chosen:
-            raise RunError(f"{option_flag(name)} must name at least one")
-        if len(set(chosen)) < len(chosen):
-            raise RunError(f"{option_flag(name)} names one twice: {','.join(map(str, chosen))}")
-    for name, known in (("data", options.tasks), ("urls", options.methods)):
-        for key in getattr(options, name):
+        if not chosen or len(set(chosen)) < len(chosen):
+            raise RunError(f"{_flag(name)} must name at least one, none twice, got {list(chosen)}")
+    tables: tuple[tuple[str, Mapping[str, str], tuple[str, ...], str], ...] = (
+        ("--data", options.data, options.tasks, "--tasks"),
+        ("--url", options.urls, options.methods, "--methods"),
+    )
+    for flag, table, known, of in tables:
+        for key in table:
             if key not in known:
-                flag, of = ("--data", "--tasks") if name == "data" else ("--url", "--methods")
                 raise RunError(f"{flag} {key}=...: {key!r} is not among {of}")
     for method, url in options.urls.items():
         if not url.startswith(("http://", "https://")):
             raise RunError(f"--url {method}={url}: must begin with http:// or https://")
 
 
-def option_flag(name: str) -> str:
+def _flag(name: str) -> str:
     """``in_flight`` -> ``--in-flight``."""
     return "--url" if name == "urls" else "--" + name.replace("_", "-")
 
 
-def _tuple(name: str, values: Any, kind: type) -> tuple[Any, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise RunError(f"{option_flag(name)} must be a list, got {values!r}")
-    for value in values:
-        if type(value) is not kind:
-            raise RunError(f"{option_flag(name)} must list {kind.__name__} values, got {value!r}")
-    return tuple(values)
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _specs(text: str) -> list[str]:
+    """Split at commas, but ``a:x=1,y=2,b`` is ``a:x=1,y=2`` and ``b``."""
+    specs: list[str] = []
+    for part in _names(text):
+        if specs and ":" in specs[-1] and "=" in part and ":" not in part.partition("=")[0]:
+            specs[-1] += "," + part
+        else:
+            specs.append(part)
+    return specs
+
+
+def _checked(read: Callable[[str], Any], form: str) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {form}, got {text!r}") from None
+
+    return convert
+
+
+def _split(text: str, mark: str) -> tuple[str, str]:
+    key, _, value = text.partition(mark)
+    if not key or not value:
+        raise ValueError
+    return key, value
+
+
+_integers = _checked(lambda text: [int(part) for part in _names(text)], "numbers")
+_pair = _checked(lambda text: _split(text, "="), "NAME=VALUE")
+
+
+def _read_url(text: str) -> tuple[str, str]:
+    # A method's name may hold an equals sign: the address begins at its scheme.
+    key, value = _split(text, "=http")
+    return key, "http" + value
+
+
+_url = _checked(_read_url, "METHOD=http://...")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order cells are measured, and what the server of each is started with."""
+"""What a run asks: problems, requests, servers' flags, and the order of its cells."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.methods import Method
+from eval.runs.client import Request
+from eval.runs.folder import RunError
 from eval.runs.options import RunOptions
+from eval.tasks.harness import EvalTask, Problem, Source, TaskError
+from eval.tasks.sampling import sampling_for
+from eval.tiny_reasoner import CHECKPOINT
+from eval.tokenizers import load_tokenizer
 
 #: Of the embedded model's servers: SGLang's own default is meant for large machines.
 _EMBEDDED_SERVER_FLAGS = ("--max-running-requests", "128")
 #: Tokens between two pieces of a streamed response, the first piece excepted, which SGLang
 #: sends at once: a piece costs the client some 180 us, on a core that a server may need.
-_STREAM_INTERVAL = 8
+_STREAM_INTERVAL = "8"
+#: Added to a seed for problems that no cell measures.
+_OTHER_SEED = 1_000_003
+#: Warm-up responses are not longer: those of a large model would take minutes.
+_WARM_UP_TOKENS = 2048
+#: SGLang leaves so many slots of its pool free after prompt and longest response.
+_SPARE_SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,10 @@ class Step:
     task: str
     seed: int
     method: Method
+
+    @property
+    def title(self) -> str:
+        return f"{self.task}, {self.method.name}, seed {self.seed}"
 
 
 def order(tasks: Sequence[str], methods: Sequence[Method], seeds: Sequence[int]) -> list[Step]:
@@ -44,39 +60,132 @@ def order(tasks: Sequence[str], methods: Sequence[Method], seeds: Sequence[int])
     return steps
 
 
-def server_flags(
-    options: RunOptions,
-    task_flags: Sequence[str],
-    method: Method,
-    seed: int,
-    body: Mapping[str, Any],
-) -> list[str]:
-    """Flags of a cell's server: equal lists mean that one server can serve both cells.
+def model_path(options: RunOptions) -> str:
+    """Folder or hub name of the model."""
+    return str(CHECKPOINT) if options.embedded else options.model
+
+
+def request_body(options: RunOptions) -> dict[str, Any]:
+    """The sampling part of each request: the model family's own, and what was set by hand."""
+    body = {**sampling_for(options.model).to_body(), **options.sampling_overrides}
+    if options.max_tokens is not None:
+        body["max_tokens"] = options.max_tokens
+    return body
+
+
+class Plan:
+    """The problems of a run, those that are measured and others to warm up with.
 
     Args:
         options: of the run.
-        task_flags: what the task asks for.
-        method: its flags come last.
-        seed: of the cell; without greedy decoding a server of another seed draws other numbers.
         body: the sampling part of each request.
+
+    Raises:
+        TaskError, RunError: a task cannot be loaded, or a replay cannot fit into the KV budget.
     """
-    # The makers' max_tokens is often the whole context: with a prompt before it SGLang would
-    # refuse the request instead of shortening the response.
-    flags = [
-        "--decode-log-interval",
-        str(options.decode_log_interval),
-        "--allow-auto-truncate",
-    ]
-    given = {flag.partition("=")[0] for flag in (*task_flags, *options.server_flags)}
-    if "--stream-interval" not in given:
-        flags += ["--stream-interval", str(_STREAM_INTERVAL)]
-    if options.embedded:
-        flags += _EMBEDDED_SERVER_FLAGS
-    if options.kv_budget is not None:
-        flags += ["--max-total-tokens", str(options.kv_budget)]
-    if samples(body):
-        flags += ["--random-seed", str(seed)]
-    return [*flags, *task_flags, *options.server_flags, *method.flags]
+
+    def __init__(self, options: RunOptions, body: Mapping[str, Any]) -> None:
+        self.options = options
+        self.body = dict(body)
+        self.tasks = {
+            (name, seed): self._load(name, seed, options.limit)
+            for name in options.tasks
+            for seed in options.seeds
+        }
+        self._others: dict[tuple[str, int], list[Problem]] = {}
+        if options.kv_budget is not None:
+            for name in options.tasks:
+                self.refuse_what_cannot_fit(name, options.kv_budget)
+
+    def measured(self, task: str, seed: int) -> list[Problem]:
+        return self.tasks[task, seed].problems
+
+    def others(self, task: str, seed: int, count: int, generic: bool = True) -> list[Problem]:
+        """Up to ``count`` problems that no cell of the task measures.
+
+        With ``generic``, plain sums fill up what the task does not have.
+        """
+        if (task, seed) not in self._others:
+            measured = [
+                p for (name, _), one in self.tasks.items() if name == task for p in one.problems
+            ]
+            asked = [p.messages for p in measured]
+            try:
+                found = self._load(task, seed + _OTHER_SEED, None).problems
+            except TaskError:
+                found = []
+            self._others[task, seed] = [p for p in found if p.messages not in asked]
+        spare = self._others[task, seed][:count]
+        return spare + [_sum(number) for number in range(count - len(spare)) if generic]
+
+    def request(self, problem: Problem, seed: int, short: bool = False) -> Request:
+        """What is sent; ``short`` for a warm-up."""
+        body = {**self.body, **problem.body, "messages": problem.messages}
+        limits = [limit for limit in (problem.max_tokens, self.options.max_tokens) if limit]
+        limits = limits or [limit for limit in (body.get("max_tokens"),) if limit]
+        limits += [_WARM_UP_TOKENS] if short else []
+        if limits:
+            body["max_tokens"] = min(limits)
+        if samples(body):
+            body["seed"] = sampling_seed(seed, problem.id)
+        return Request(problem.id, "", body)
+
+    def server_flags(self, step: Step, method: Method) -> list[str]:
+        """Flags of a cell's server: equal lists mean that one server can serve both cells."""
+        options, task_flags = self.options, self.tasks[step.task, step.seed].server_flags
+        # The makers' max_tokens is often the whole context: with a prompt before it SGLang would
+        # refuse the request instead of shortening the response.
+        flags = ["--decode-log-interval", str(options.decode_log_interval)]
+        flags += ["--allow-auto-truncate"]
+        given = {flag.partition("=")[0] for flag in (*task_flags, *options.server_flags)}
+        if "--stream-interval" not in given:
+            flags += ["--stream-interval", _STREAM_INTERVAL]
+        if options.embedded:
+            flags += _EMBEDDED_SERVER_FLAGS
+        if options.kv_budget is not None:
+            flags += ["--max-total-tokens", str(options.kv_budget)]
+        # Without greedy decoding a server of another seed draws other numbers.
+        if samples(self.body):
+            flags += ["--random-seed", str(step.seed)]
+        return [*flags, *task_flags, *options.server_flags, *method.flags]
+
+    def refuse_what_cannot_fit(self, task: str, slots: int) -> None:
+        """A replay cut short would be no replay.
+
+        Raises:
+            RunError: prompt and forced tokens of one need more than ``slots``.
+        """
+        seeds = self.options.seeds
+        replayed = {p.id: p for seed in seeds for p in self.measured(task, seed) if p.forced}
+        if not replayed:
+            return
+        tokenizer = load_tokenizer(model_path(self.options))
+        for problem in replayed.values():
+            prompt = tokenizer.apply_chat_template(
+                problem.messages, add_generation_prompt=True, return_dict=False
+            )
+            needed = len(prompt) + (problem.max_tokens or 0) + _SPARE_SLOTS
+            if needed > slots:
+                raise RunError(
+                    f"--kv-budget: {task}: problem {problem.id!r} needs at least {needed} KV slots "
+                    f"for its prompt and its {problem.max_tokens} forced tokens, got {slots}"
+                )
+
+    def _load(self, name: str, seed: int, limit: int | None) -> EvalTask:
+        options = self.options
+        task = EvalTask(
+            name,
+            Source(
+                options.data.get(name, ""),
+                seed,
+                limit,
+                model_path(options),
+                options.allow_code_execution,
+            ),
+        )
+        if not task.problems:
+            raise RunError(f"--tasks: {name} has no problems")
+        return task
 
 
 def samples(body: Mapping[str, Any]) -> bool:
@@ -88,3 +197,9 @@ def sampling_seed(seed: int, problem_id: str) -> int:
     """The ``seed`` of a request, the same for every method: 31 bits of a hash."""
     digest = hashlib.sha256(f"{seed}/{problem_id}".encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:4], "big") & 0x7FFF_FFFF
+
+
+def _sum(number: int) -> Problem:
+    a, b = 37 + 11 * number, 58 + 7 * number
+    question = f"What is {a} + {b}? Think step by step."
+    return Problem(f"sum-{number}", [{"role": "user", "content": question}], {})

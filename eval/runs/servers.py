@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of a run: started ones, kept as long as cells need the same; or given by URL."""
+"""The servers of a run, started or given by URL, and what they say of themselves."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -13,12 +14,19 @@ import httpx
 
 from eval.runs.client import api_key, is_local
 from eval.runs.folder import RunError
-from eval.runs.server_report import fetch_kv_slots, fetch_report, has_restarted, since
 from eval.serving import MODEL_NAME, ServerError, ServerProcess
 
 #: Folder of a run with the output of each server it started, whole.
 LOGS = "servers"
 _IDLE_TIMEOUT_S = 120.0
+#: Ratio -> what it is an average over.
+_WEIGHTS = {
+    "memory_saving_ratio": "looks",
+    "mean_running": "looks",
+    "final_saving_ratio": "requests_finished",
+    "affected_ratio": "finished_positions",
+}
+_COUNTS = ("requests_finished", "looks", "blocks_shared")
 
 
 class Server(Protocol):
@@ -40,7 +48,7 @@ class Server(Protocol):
     def model(self) -> str: ...
 
     def report(self) -> dict[str, Any]:
-        """``GET /reasoncache`` as of :func:`eval.runs.server_report.merge`, {} for stock."""
+        """``GET /reasoncache`` as of :func:`merge`, {} for stock."""
 
     def kv_slots(self) -> int | None:
         """KV slots that it really has, of one data-parallel scheduler; None if it does not say."""
@@ -91,7 +99,7 @@ class StartedServer:
     def clear(self) -> int:
         self.settle()
         _wait(self._flushed, f"{self.url}: /flush_cache was refused")
-        if not has_restarted(self.report()):
+        if any(self.report().get("totals", {}).get(name) for name in _COUNTS):
             raise RunError(f"{self.url}/reasoncache: the totals did not restart at /flush_cache")
         return self._sum("num_used_tokens")
 
@@ -241,3 +249,89 @@ def _wait(ready: Callable[[], bool], problem: str) -> None:
         if time.monotonic() > deadline:
             raise RunError(f"{problem} after {_IDLE_TIMEOUT_S:g} s")
         time.sleep(0.1)
+
+
+def fetch_report(get: Callable[[str], httpx.Response]) -> dict[str, Any]:
+    """The merged report, {} of a server without the plugin.
+
+    Raises:
+        ServerError: it cannot be had.
+    """
+    try:
+        response = get("/reasoncache")
+        if response.status_code == 404:
+            return {}
+        response.raise_for_status()
+        return merge(response.json()["schedulers"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ServerError(f"/reasoncache says {error!r}") from error
+
+
+def fetch_kv_slots(get: Callable[[str], httpx.Response]) -> int | None:
+    """KV slots of a scheduler as ``/server_info`` tells, None of a server that does not."""
+    # A server that somebody else runs need not be SGLang.
+    with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
+        return int(get("/server_info").json()["max_total_num_tokens"])
+    return None
+
+
+def merge(schedulers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """One report of all data-parallel schedulers: totals added up, ratios averaged by weight.
+
+    Settings are the first scheduler's, which all share. {} where nothing shares.
+    """
+    reports = [dict(report) for report in schedulers if report]
+    if len(reports) < 2:
+        return reports[0] if reports else {}
+    merged = reports[0]
+    merged["totals"] = _add([report.get("totals", {}) for report in reports])
+    for name in ("slots_saved_now", "positions_dropped_now"):
+        merged[name] = sum(report.get(name, 0) for report in reports)
+    merged["recent"] = [row for report in reports for row in report.get("recent", [])]
+    return merged
+
+
+def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What a server has counted between two reports; {} if it began anew in between."""
+    if not now or not before:
+        return dict(now) if not before else {}
+    old, new = before.get("totals", {}), now.get("totals", {})
+    totals = _subtract(old, new)
+    counts = [totals.get(name, 0) for name in {*_WEIGHTS.values()}]
+    if any(count < 0 for count in counts):
+        return {}
+    seen = {row.get("rid") for row in before.get("recent", [])}
+    recent = [row for row in now.get("recent", []) if row.get("rid") not in seen]
+    return {**now, "totals": totals, "recent": recent}
+
+
+def _subtract(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in new.items():
+        if isinstance(value, dict):
+            earlier = old.get(name, {})
+            out[name] = {key: count - earlier.get(key, 0) for key, count in value.items()}
+        elif name in _WEIGHTS:
+            weight, earlier = new.get(_WEIGHTS[name], 0), old.get(_WEIGHTS[name], 0)
+            difference = value * weight - old.get(name, 0.0) * earlier
+            out[name] = difference / (weight - earlier) if weight > earlier else 0.0
+        elif isinstance(value, (int, float)):
+            out[name] = value - old.get(name, 0)
+    return out
+
+
+def _add(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, first in totals[0].items():
+        values = [entry.get(name, type(first)()) for entry in totals]
+        if isinstance(first, dict):
+            keys = {key for value in values for key in value}
+            out[name] = {key: sum(value.get(key, 0) for value in values) for key in sorted(keys)}
+        elif name in _WEIGHTS:
+            weights = [entry.get(_WEIGHTS[name], 0) for entry in totals]
+            whole = sum(weights)
+            pairs = zip(values, weights, strict=True)
+            out[name] = sum(value * weight for value, weight in pairs) / whole if whole else 0.0
+        else:
+            out[name] = sum(values)
+    return out

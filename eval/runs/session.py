@@ -9,23 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from eval.methods import Method, with_ratio
-from eval.runs import plan
-from eval.runs.cell_runner import measure, warm_up
-from eval.runs.client import Request
+from eval.runs.cells import faults, measure, warm_up, warnings
 from eval.runs.folder import Cell, RunError, write_config
-from eval.runs.grading import grade_cell
 from eval.runs.matching import PILOT_PROBLEMS, TOLERANCE, NothingToMatch, final_saving, match
-from eval.runs.problems import ProblemSet
+from eval.runs.plan import Plan, Step, order
 from eval.runs.progress import Display
-from eval.runs.records import Leg, Result
-from eval.runs.room import faults, refuse_what_cannot_fit, warnings
+from eval.runs.records import Leg, Response, Result
 from eval.runs.servers import GivenServer, Server, Servers
 from eval.serving import ServerError
+from eval.tasks.harness import EvalTask, Problem
 from eval.tasks.sandbox import SandboxError
-from eval.tasks.task import Problem, TaskError
-
-#: Warm-up responses are not longer: those of a large model would take minutes.
-_WARM_UP_TOKENS = 2048
 
 
 class Session:
@@ -34,9 +27,8 @@ class Session:
     Args:
         run: its folder, locked by the caller.
         config: what its ``config.json`` holds; found ratios are added to both.
-        problems: what to ask.
+        plan: what to ask.
         methods: how to serve, in the run's order.
-        body: the sampling part of each request.
         servers: where servers come from.
         display: where progress goes.
     """
@@ -45,143 +37,129 @@ class Session:
         self,
         run: Path,
         config: dict[str, Any],
-        problems: ProblemSet,
+        plan: Plan,
         methods: Sequence[Method],
-        body: Mapping[str, Any],
         servers: Servers,
         display: Display,
     ) -> None:
         self._run = run
         self._config = config
-        self._options = problems.options
-        self._problems = problems
+        self._plan = plan
         self._methods = list(methods)
-        self._body = dict(body)
         self._servers = servers
         self._display = display
+        options = plan.options
         self._urls = {
-            method.name: self._options.urls[spec]
-            for method, spec in zip(methods, self._options.methods, strict=True)
-            if spec in self._options.urls
+            method.name: options.urls[spec]
+            for method, spec in zip(methods, options.methods, strict=True)
+            if spec in options.urls
         }
 
     def work(self) -> bool:
         """Measure and grade every cell; True when no request failed and all could be graded."""
-        steps = plan.order(self._options.tasks, self._methods, self._options.seeds)
+        options = self._plan.options
         whole = True
-        for step in steps:
+        for step in order(options.tasks, self._methods, options.seeds):
             try:
                 whole &= self._cell(step)
+            except SandboxError as error:
+                self._display.say(f"{step.title}: not graded: {error}", "red")
+                whole = False
             except (ServerError, RunError) as error:
                 # One cell that cannot be measured must not cost the others their night.
-                self._display.say(f"{_title(step)}: {error}", "red")
+                self._display.say(f"{step.title}: {error}", "red")
                 if not isinstance(error, NothingToMatch):
                     self._servers.close()
                 whole = False
         return whole
 
-    def _cell(self, step: plan.Step) -> bool:
-        cell = self._cell_of(step.method, step.task, step.seed)
+    def _cell(self, step: Step) -> bool:
+        cell = Cell(self._run, step.task, step.method.name, step.seed)
         cell.mend()
-        problems = self._problems.measured(step.task, step.seed)
-        answered = cell.answered()
-        todo = [problem for problem in problems if problem.id not in answered]
-        title = _title(step)
-        leg = None
-        if todo:
-            server = self._server(step, title)
-            slots = server.kv_slots()
-            if slots is not None:
-                refuse_what_cannot_fit(self._problems, step.task, slots)
-                wanted = self._options.kv_budget if server.command else None
-                longest = max(self._limit(problem, step.seed) for problem in todo)
-                for warning in warnings(slots, wanted, longest):
-                    self._display.say(f"{title}: {warning}", "yellow")
-            spare = self._problems.others(step.task, step.seed, self._options.warm_up)
-            with self._display.bar(f"{title}: warm-up", len(spare)) as bar:
-                requests = [self._request(problem, step.seed, True) for problem in spare]
-                warm_up(server, requests, self._options, bar)
-            with self._display.bar(title, len(problems), len(answered)) as bar:
-                requests = [self._request(problem, step.seed) for problem in todo]
-                leg = measure(cell, requests, server, self._options, bar)
-        return self._grade(cell, step, title, problems, leg)
+        task = self._plan.tasks[step.task, step.seed]
+        legs: list[Leg] = []
 
-    def _grade(
-        self,
-        cell: Cell,
-        step: plan.Step,
-        title: str,
-        problems: Sequence[Problem],
-        leg: Leg | None,
-    ) -> bool:
-        failed = len(problems) - len(cell.answered())
-        try:
-            task, opens = self._problems.task(step.task), bool(self._config["opens_thinking"])
-            results = grade_cell(cell, task, problems, opens)
-        except (TaskError, SandboxError) as error:
-            self._display.say(f"{title}: not graded: {error}", "red")
-            return False
-        self._display.say(summary(title, results, leg))
+        def answer(problems: Sequence[Problem]) -> list[str]:
+            answered = cell.answered()
+            todo = [problem for problem in problems if problem.id not in answered]
+            if todo:
+                legs.append(self._measure(step, cell, todo, len(answered)))
+            return texts_of(cell, problems)
+
+        results = grade(cell, task, answer, bool(self._config["opens_thinking"]))
+        leg = legs[0] if legs else None
+        self._display.say(summary(step.title, results, leg))
+        failed = len(task.problems) - len(cell.answered())
         if failed:
-            self._display.say(f"{title}: {failed} requests failed; run again to retry", "red")
+            self._display.say(f"{step.title}: {failed} requests failed; run again to retry", "red")
         if leg is not None:
-            limits = {problem.id: self._limit(problem, step.seed) for problem in problems}
+            limits = {problem.id: self._limit(problem, step.seed) for problem in task.problems}
             for fault in faults(leg, cell.responses(), limits):
-                self._display.say(f"{title}: {fault}", "red")
+                self._display.say(f"{step.title}: {fault}", "red")
         return not failed
 
+    def _measure(self, step: Step, cell: Cell, todo: Sequence[Problem], answered: int) -> Leg:
+        plan, options = self._plan, self._plan.options
+        server = self._server(step)
+        slots = server.kv_slots()
+        if slots is not None:
+            plan.refuse_what_cannot_fit(step.task, slots)
+            wanted = options.kv_budget if server.command else None
+            longest = max(self._limit(problem, step.seed) for problem in todo)
+            for warning in warnings(slots, wanted, longest):
+                self._display.say(f"{step.title}: {warning}", "yellow")
+        spare = plan.others(step.task, step.seed, options.warm_up)
+        with self._display.bar(f"{step.title}: warm-up", len(spare)) as advance:
+            requests = [plan.request(problem, step.seed, True) for problem in spare]
+            warm_up(server, requests, options, advance)
+        with self._display.bar(step.title, answered + len(todo), answered) as advance:
+            requests = [plan.request(problem, step.seed) for problem in todo]
+            return measure(cell, requests, server, options, advance)
+
     def _limit(self, problem: Problem, seed: int) -> int:
-        return int(self._body_of(problem, seed, False).get("max_tokens") or 0)
+        return int(self._plan.request(problem, seed).body.get("max_tokens") or 0)
 
     # -- servers ----------------------------------------------------------------
 
-    def _server(self, step: plan.Step, title: str) -> Server:
+    def _server(self, step: Step) -> Server:
         url = self._urls.get(step.method.name)
         if url is not None:
             return GivenServer(url)
         method = step.method
         if method.match:
             method = with_ratio(method, self._ratio(step))
-        return self._start(step, method, title)
+        return self._start(step, method, step.title)
 
-    def _start(self, step: plan.Step, method: Method, title: str) -> Server:
-        flags = plan.server_flags(
-            self._options,
-            self._problems.task(step.task).server_flags(),
-            method,
-            step.seed,
-            self._body,
-        )
+    def _start(self, step: Step, method: Method, title: str) -> Server:
+        flags = self._plan.server_flags(step, method)
         return self._servers.get(
             method.name, flags, lambda: self._display.say(f"{title}: starting a server")
         )
 
     # -- random sharing at equal saving -----------------------------------------
 
-    def _ratio(self, step: plan.Step) -> float:
+    def _ratio(self, step: Step) -> float:
         """The ratio of a random method for a task, found once and kept in ``config.json``."""
         ratios = self._config["random_ratios"]
         key = f"{step.task}/{step.method.name}"
         if key not in ratios:
-            found = match(
-                self._target(step),
-                lambda ratio: self._pilot(step, with_ratio(step.method, ratio)),
-            )
-            ratios[key] = found.to_dict()
+            target = self._target(step)
+            found = match(target, lambda ratio: self._pilot(step, with_ratio(step.method, ratio)))
+            ratios[key] = found
             write_config(self._run, self._config)
-            last = found.pilots[-1][1]
-            if abs(last - found.target) > TOLERANCE * found.target:
+            last = found["pilots"][-1][1]
+            if abs(last - target) > TOLERANCE * target:
                 self._display.say(
-                    f"{key}: the last pilot saved {last:.1%}, not {found.target:.1%}; "
-                    f"measuring at ratio {found.ratio}",
+                    f"{key}: the last pilot saved {last:.1%}, not {target:.1%}; "
+                    f"measuring at ratio {found['ratio']}",
                     "yellow",
                 )
         return float(ratios[key]["ratio"])
 
-    def _target(self, step: plan.Step) -> float:
+    def _target(self, step: Step) -> float:
         other = next(method for method in self._methods if method.name == step.method.match)
-        cells = [self._cell_of(other, step.task, seed) for seed in self._options.seeds]
-        saving = final_saving(cells)
+        seeds = self._plan.options.seeds
+        saving = final_saving([Cell(self._run, step.task, other.name, seed) for seed in seeds])
         if saving is None and other.name not in self._urls:
             # Every leg of it was killed before it could tell.
             saving = self._pilot(step, other)
@@ -192,44 +170,54 @@ class Session:
             )
         return saving
 
-    def _pilot(self, step: plan.Step, method: Method) -> float:
+    def _pilot(self, step: Step, method: Method) -> float:
         """Final saving ratio of a method on problems other than the measured ones."""
         title = f"{step.task}, {' '.join(method.flags[-2:])}: pilot"
         server = self._start(dataclasses.replace(step, method=method), method, title)
         server.clear()
-        spare = self._problems.others(step.task, step.seed, PILOT_PROBLEMS, generic=False)
-        spare = spare or self._problems.measured(step.task, step.seed)[:PILOT_PROBLEMS]
-        with self._display.bar(title, len(spare)) as bar:
+        spare = self._plan.others(step.task, step.seed, PILOT_PROBLEMS, generic=False)
+        spare = spare or self._plan.measured(step.task, step.seed)[:PILOT_PROBLEMS]
+        with self._display.bar(title, len(spare)) as advance:
             # As long as the measured ones: in long responses a method finds more to share.
-            requests = [self._request(problem, step.seed) for problem in spare]
-            warm_up(server, requests, self._options, bar)
+            requests = [self._plan.request(problem, step.seed) for problem in spare]
+            warm_up(server, requests, self._plan.options, advance)
         server.settle()
         return float(server.report().get("totals", {}).get("final_saving_ratio", 0.0))
 
-    # -- small things -------------------------------------------------------------
 
-    def _cell_of(self, method: Method, task: str, seed: int) -> Cell:
-        return Cell(self._run, task, method.name, seed)
-
-    def _request(self, problem: Problem, seed: int, short: bool = False) -> Request:
-        return Request(problem.id, problem.prompt, self._body_of(problem, seed, short))
-
-    def _body_of(self, problem: Problem, seed: int, short: bool) -> dict[str, Any]:
-        body = {**self._body, **problem.extra}
-        limits = [
-            limit for limit in (problem.max_tokens, self._options.max_tokens) if limit is not None
-        ] or [limit for limit in (body.get("max_tokens"),) if limit is not None]
-        if short:
-            limits.append(_WARM_UP_TOKENS)
-        if limits:
-            body["max_tokens"] = min(limits)
-        if plan.samples(body):
-            body["seed"] = plan.sampling_seed(seed, problem.id)
-        return body
+def texts_of(cell: Cell, problems: Sequence[Problem]) -> list[str]:
+    """Responses that are complete, "" for others."""
+    answered = cell.answered()
+    return [answered[p.id].text if p.id in answered else "" for p in problems]
 
 
-def _title(step: plan.Step) -> str:
-    return f"{step.task}, {step.method.name}, seed {step.seed}"
+def grade(cell: Cell, task: EvalTask, answer: Any, opens_thinking: bool) -> list[Result]:
+    """Have lm-eval ask and grade; one result for each problem that was sent, in their order.
+
+    A request that failed for good is a wrong answer: leaving it out would flatter the
+    method that fails most.
+
+    Args:
+        cell: where the responses are and the results go.
+        task: of the cell.
+        answer: as of :class:`eval.tasks.harness.ServedModel`.
+        opens_thinking: as of :meth:`EvalTask.evaluate`.
+    """
+    grades = task.evaluate(answer, opens_thinking)
+    answered: Mapping[str, Response] = cell.answered()
+    failed = {row.problem_id: row.error for row in cell.responses() if row.error is not None}
+    results = []
+    for problem in task.problems:
+        name, found = problem.id, grades[problem.id]
+        if name in answered:
+            tokens, extracted = answered[name].output_tokens, found.extracted
+            right = found.score == 1.0
+            results.append(Result(name, right, found.score, extracted, "", problem.group, tokens))
+        elif name in failed:
+            note = f"no response: {failed[name]}"[:500]
+            results.append(Result(name, False, 0.0, None, note, problem.group, 0))
+    cell.write_results(results)
+    return results
 
 
 def summary(title: str, results: Sequence[Result], leg: Leg | None) -> str:

@@ -5,25 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
-from eval.methods import find_methods
-from eval.runs.command_line import Command
-from eval.runs.config import check_same, default_folder, make_config, settle_config
-from eval.runs.folder import RunError, cells, read_config
-from eval.runs.grading import grade_cell
-from eval.runs.lock import locked
-from eval.runs.options import RunOptions, from_config
-from eval.runs.problems import ProblemSet, model_path
+from eval.methods import Method, find_methods
+from eval.runs.config import check_same, default_folder, make_config, options_of, settle_config
+from eval.runs.folder import RunError, cells, locked, read_config
+from eval.runs.options import Command, RunOptions
+from eval.runs.plan import Plan, model_path, request_body
 from eval.runs.progress import Display
-from eval.runs.room import refuse_what_cannot_fit
 from eval.runs.servers import Servers
-from eval.runs.session import Session, summary
-from eval.tasks.registry import find_task
-from eval.tasks.sampling import sampling_for
+from eval.runs.session import Session, grade, summary, texts_of
+from eval.tasks.harness import opens_thinking
 from eval.tasks.sandbox import SandboxError
-from eval.tasks.task import TaskError
-from eval.tasks.thinking import opens_thinking
 from eval.tiny_reasoner import EMBEDDED_FLAGS
 
 
@@ -35,9 +27,9 @@ def carry_out(command: Command) -> bool:
         ServerError: a server did not start, or died.
     """
     if command.grade is not None:
-        return grade(command.grade, command.allow_code_execution)
+        return grade_again(command.grade, command.allow_code_execution)
     if command.resume is not None:
-        return run(from_config(read_config(command.resume)), command.resume)
+        return run(options_of(read_config(command.resume)), command.resume)
     assert command.options is not None
     return run(command.options, command.out)
 
@@ -45,82 +37,58 @@ def carry_out(command: Command) -> bool:
 def run(options: RunOptions, out: Path | None) -> bool:
     """Begin or go on with a run in ``out``, by default a folder named after the options."""
     options = dataclasses.replace(options, device=resolve_device(options.device))
-    methods = find_methods(options.methods, EMBEDDED_FLAGS if options.embedded else ())
-    given = {m.name for m, s in zip(methods, options.methods, strict=True) if s in options.urls}
-    for method, spec in zip(methods, options.methods, strict=True):
-        if method.match in given and method.name not in given:
-            raise RunError(
-                f"--methods: {spec!r} cannot match {method.match!r}, whose server is given by --url"
-            )
-    problems = ProblemSet(options, {name: find_task(name) for name in options.tasks})
-    if options.kv_budget is not None:
-        for name in options.tasks:
-            refuse_what_cannot_fit(problems, name, options.kv_budget)
-    body = request_body(options)
-    thinks = opens_thinking(model_path(options))
-    config = make_config(options, methods, problems.all_measured, body, thinks)
+    methods = _methods(options)
+    plan = Plan(options, request_body(options))
+    config = make_config(plan, methods, opens_thinking(model_path(options)))
     folder = out or default_folder(config)
     display = Display()
     with locked(folder):
         config, changed = settle_config(folder, config)
         for what in changed:
             display.say(f"since this run was begun: {what}", "yellow")
-        path = model_path(options)
-        with (
-            display.shown(),
-            Servers(folder, path, options.device, options.keep_servers) as servers,
-        ):
-            session = Session(folder, config, problems, methods, body, servers, display)
-            whole = session.work()
+        servers = Servers(folder, model_path(options), options.device, options.keep_servers)
+        with display.shown(), servers:
+            whole = Session(folder, config, plan, methods, servers, display).work()
     display.say(f"{folder}: python -m eval.report {folder}")
     return whole
 
 
-def grade(folder: Path, allow_code: bool) -> bool:
+def grade_again(folder: Path, allow_code: bool) -> bool:
     """Grade the responses of a run again; no server is needed.
 
     True when every problem of every cell is answered and could be graded.
     """
     there = read_config(folder)
-    options = from_config(there)
-    loaded = dataclasses.replace(
-        options, allow_code_execution=options.allow_code_execution or allow_code
-    )
-    methods = find_methods(options.methods, EMBEDDED_FLAGS if options.embedded else ())
-    problems = ProblemSet(loaded, {name: find_task(name) for name in options.tasks})
-    thinks = there.get("opens_thinking")
-    if thinks is None:
-        thinks = opens_thinking(model_path(options))
-    now = make_config(options, methods, problems.all_measured, there["sampling"], thinks)
+    options = options_of(there)
+    allowed = options.allow_code_execution or allow_code
+    plan = Plan(dataclasses.replace(options, allow_code_execution=allowed), there["sampling"])
+    now = make_config(plan, _methods(options), bool(there["opens_thinking"]))
     same = ("data", "problems")
     check_same(folder, {key: there.get(key) for key in same}, {key: now[key] for key in same})
     display, whole = Display(), True
     with locked(folder):
         for cell in cells(folder):
             cell.mend()
-            asked = problems.measured(cell.task, cell.seed)
             title = f"{cell.task}, {cell.method}, seed {cell.seed}"
+            task = plan.tasks[cell.task, cell.seed]
             try:
-                results = grade_cell(cell, problems.task(cell.task), asked, thinks)
-            except (TaskError, SandboxError) as error:
+                results = grade(
+                    cell,
+                    task,
+                    lambda asked, cell=cell: texts_of(cell, asked),
+                    there["opens_thinking"],
+                )
+            except SandboxError as error:
                 # What one task's grader lacks must not cost the others theirs.
                 display.say(f"{title}: not graded: {error}", "red")
                 whole = False
                 continue
             display.say(summary(title, results, None))
-            missing = len(asked) - len(cell.answered())
+            missing = len(task.problems) - len(cell.answered())
             if missing:
                 display.say(f"{title}: {missing} problems are not answered", "yellow")
                 whole = False
     return whole
-
-
-def request_body(options: RunOptions) -> dict[str, Any]:
-    """The sampling part of each request: the model family's own, and what was set by hand."""
-    body = {**sampling_for(options.model).to_body(), **options.sampling_overrides}
-    if options.max_tokens is not None:
-        body["max_tokens"] = options.max_tokens
-    return body
 
 
 def resolve_device(device: str) -> str:
@@ -130,3 +98,15 @@ def resolve_device(device: str) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _methods(options: RunOptions) -> list[Method]:
+    methods = find_methods(options.methods, EMBEDDED_FLAGS if options.embedded else ())
+    given = {m.name for m, s in zip(methods, options.methods, strict=True) if s in options.urls}
+    for method in methods:
+        if method.match in given and method.name not in given:
+            raise RunError(
+                f"--methods: {method.name!r} cannot match {method.match!r}, whose server is given "
+                "by --url"
+            )
+    return methods

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems and graders: what a served model is asked."""
+"""lm-evaluation-harness: task files of ours beside its own, and a model that asks a server."""

@@ -1,38 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one cell against one server: warm-up, requests, and what the server says about them."""
+"""Measures one cell against one server: requests, and what the server says about them."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from eval.runs.client import Listeners, Request, drive
+from eval.runs.client import Ended, Request, send_all
 from eval.runs.folder import Cell, RunError
 from eval.runs.options import RunOptions
-from eval.runs.progress import Bar
 from eval.runs.records import Leg, Response
 from eval.runs.servers import Server
 from eval.server_log import cut_prompts, moments, retractions
 from eval.serving import ServerError
 
 _LOG_NAME = re.compile(r"server-(\d+)\.log")
+_WHERE = "the model's context or the KV slots"
 
 
 def next_leg(cell: Cell) -> int:
     """A number that no earlier leg of the cell used, not even one that was killed."""
-    used = [row.leg for row in cell.responses()]
-    used += [row.leg for row in cell.legs()] + [row.leg for row in cell.timeline()]
+    used = [row.leg for row in (*cell.responses(), *cell.legs(), *cell.timeline())]
     names = (_LOG_NAME.fullmatch(path.name) for path in cell.folder.glob("server-*.log"))
     used += [int(name[1]) for name in names if name]
     return max(used, default=-1) + 1
 
 
 def warm_up(
-    server: Server, requests: Sequence[Request], options: RunOptions, bar: Bar
-) -> list[Response]:
-    """Send requests whose answers are not kept, and empty the server's caches after.
+    server: Server, requests: Sequence[Request], options: RunOptions, advance: Callable[[], None]
+) -> None:
+    """Send requests whose answers are not kept.
 
     Raises:
         ServerError: the server died, or answered none.
@@ -41,17 +41,19 @@ def warm_up(
 
     def ended(response: Response) -> None:
         responses.append(response)
-        bar.advance()
+        advance()
 
-    _drive(server, requests, 0, options, Listeners(bar.meter.count, ended), attempts=1)
-    server.check()
+    _send(server, requests, 0, options, ended, attempts=1)
     if responses and all(response.error for response in responses):
         raise ServerError(f"{server.url}: every warm-up request failed: {responses[0].error}")
-    return responses
 
 
 def measure(
-    cell: Cell, requests: Sequence[Request], server: Server, options: RunOptions, bar: Bar
+    cell: Cell,
+    requests: Sequence[Request],
+    server: Server,
+    options: RunOptions,
+    advance: Callable[[], None],
 ) -> Leg:
     """One leg of a cell: every response is on disk the moment it ends, the rest follows.
 
@@ -71,7 +73,7 @@ def measure(
         cell.append(response)
         responses.append(response)
         if response.error is None:
-            bar.advance()
+            advance()
 
     report: dict[str, Any] | None = None
     whole, leaked = False, None
@@ -80,10 +82,10 @@ def measure(
         complete = [row for row in responses if row.error is None]
         log = server.log_text(offset)
         timeline = moments(log, leg)
+        first = min((row.started for row in responses), default=0.0)
         record = Leg(
             leg=leg,
-            seconds=max((row.ended for row in responses), default=0.0)
-            - min((row.started for row in responses), default=0.0),
+            seconds=max((row.ended for row in responses), default=0.0) - first,
             output_tokens=sum(row.output_tokens for row in complete),
             responses=len(complete),
             decode_steps=len(timeline) * options.decode_log_interval,
@@ -104,8 +106,7 @@ def measure(
         return record
 
     try:
-        _drive(server, requests, leg, options, Listeners(bar.meter.count, ended), options.attempts)
-        server.check()
+        _send(server, requests, leg, options, ended, options.attempts)
         whole = True
         server.settle()
         report = server.report()
@@ -122,13 +123,55 @@ def measure(
     return keep()
 
 
-def _drive(
+def warnings(slots: int, wanted: int | None, longest: int) -> list[str]:
+    """What an operator should know before the requests of a cell are sent.
+
+    Args:
+        slots: KV slots of the server.
+        wanted: those it was asked to have.
+        longest: greatest ``max_tokens`` of the requests.
+    """
+    found = []
+    if wanted is not None and slots < wanted:
+        found.append(f"the server has {slots} KV slots, not the {wanted} of --kv-budget")
+    if longest >= slots:
+        found.append(f"max_tokens is {longest}, the server has {slots} KV slots: longer are cut")
+    return found
+
+
+def faults(leg: Leg, responses: Sequence[Response], limits: Mapping[str, int]) -> list[str]:
+    """What did not fit into a leg, and what its server did not give back.
+
+    Args:
+        leg: which one.
+        responses: of the cell.
+        limits: ``max_tokens`` by problem.
+    """
+    found = []
+    if leg.leaked_slots:
+        found.append(f"{leg.leaked_slots} KV slots leaked")
+    if leg.cut_prompts:
+        found.append(f"{leg.cut_prompts} prompts were cut: longer than {_WHERE}")
+    cut = sum(
+        row.finish_reason == "length" and row.output_tokens < limits.get(row.problem_id, 0)
+        for row in responses
+        if row.error is None and row.leg == leg.leg
+    )
+    if cut:
+        found.append(f"{cut} responses were cut before max_tokens: {_WHERE} were full")
+    return found
+
+
+def _send(
     server: Server,
     requests: Sequence[Request],
     leg: int,
     options: RunOptions,
-    heard: Listeners,
+    ended: Ended,
     attempts: int,
 ) -> None:
-    timeout, room = options.request_timeout, options.in_flight
-    drive(server.url, server.model, requests, leg, heard, timeout, room, attempts)
+    timeout, at_once = options.request_timeout, options.in_flight
+    asyncio.run(
+        send_all(server.url, server.model, requests, leg, ended, timeout, at_once, attempts)
+    )
+    server.check()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speed and KV memory of one cell, or of several as if they were one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from eval.runs.folder import Cell
+from eval.runs.records import Leg, Moment, Response
+
+_FLAG = "--enable-reasoncache"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """None where the records do not tell.
+
+    Attributes:
+        tokens_per_s: output tokens of complete responses per second. None where more than
+            one leg answered, or the one that did was stopped: what it was generating when
+            it ended took time and is counted nowhere.
+        problems_per_min: complete responses per minute, of the same.
+        ttft_p50, ttft_p99: seconds from sending a request to its first text.
+        tpot_p50, tpot_p99: seconds per output token after the first.
+        mean_running: requests in the batch, averaged over logged decode steps.
+        resumed: whether throughput is None because the cell was stopped or resumed.
+        saving: slots saved over positions held by running requests, averaged over decode steps.
+        final_saving: the same at the end of a response, averaged over responses.
+        affected: tokens touched by sharing over all tokens.
+        peak_slots, mean_slots: KV slots in use, over logged decode steps.
+        retractions: requests thrown out of a batch and recomputed.
+        leaked_slots: slots in use after the last response and a flush, of all legs.
+        response_tokens: of complete responses, on average.
+        failed: attempts that ended in an error.
+    """
+
+    tokens_per_s: float | None
+    problems_per_min: float | None
+    ttft_p50: float | None
+    ttft_p99: float | None
+    tpot_p50: float | None
+    tpot_p99: float | None
+    mean_running: float | None
+    resumed: bool
+    saving: float | None
+    final_saving: float | None
+    affected: float | None
+    peak_slots: int | None
+    mean_slots: float | None
+    retractions: int | None
+    leaked_slots: int | None
+    response_tokens: float | None
+    failed: int
+
+
+def of_cells(cells: Sequence[Cell]) -> Figures:
+    """Read some cells; throughput is None of more than one."""
+    found = figures(
+        [row for cell in cells for row in cell.responses()],
+        [leg for cell in cells for leg in cell.legs()],
+        [moment for cell in cells for moment in cell.timeline()],
+    )
+    return found if len(cells) == 1 else replace(found, tokens_per_s=None, problems_per_min=None)
+
+
+def figures(
+    responses: Sequence[Response], legs: Sequence[Leg], timeline: Sequence[Moment]
+) -> Figures:
+    """Failed requests count in ``failed`` only. Legs weigh by what their server counted."""
+    times = ("leg", "started", "first_token", "ended", "output_tokens")
+    whole = [row for row in responses if row.error is None]
+    complete = pd.DataFrame([{name: getattr(row, name) for name in times} for row in whole])
+    answering = set(complete["leg"]) if len(complete) else set()
+    only = next((leg for leg in legs if answering == {leg.leg}), None)
+    timed = only if only and only.ended and only.seconds > 0 else None
+    ttft = tpot = pd.Series(dtype=float)
+    if len(complete):
+        told = complete.dropna(subset="first_token")
+        ttft = (told["first_token"] - told["started"]).astype(float)
+        later = told[told["output_tokens"] > 1]
+        tpot = ((later["ended"] - later["first_token"]) / (later["output_tokens"] - 1)).astype(
+            float
+        )
+    leaks = [leg.leaked_slots for leg in legs if leg.leaked_slots is not None]
+    used = [moment.used for moment in timeline]
+    return Figures(
+        tokens_per_s=timed.output_tokens / timed.seconds if timed else None,
+        problems_per_min=60 * timed.responses / timed.seconds if timed else None,
+        ttft_p50=_percentile(ttft, 0.5),
+        ttft_p99=_percentile(ttft, 0.99),
+        tpot_p50=_percentile(tpot, 0.5),
+        tpot_p99=_percentile(tpot, 0.99),
+        mean_running=float(np.mean([m.running for m in timeline])) if timeline else None,
+        resumed=len(answering) > 1 or (only is not None and not only.ended),
+        saving=_ratio(legs, "memory_saving_ratio", "looks"),
+        final_saving=_ratio(legs, "final_saving_ratio", "requests_finished"),
+        affected=_ratio(legs, "affected_ratio", "finished_positions"),
+        peak_slots=max(used) if used else None,
+        mean_slots=float(np.mean(used)) if used else None,
+        retractions=sum(leg.retractions for leg in legs) if legs else None,
+        leaked_slots=sum(leaks) if leaks else None,
+        response_tokens=float(complete["output_tokens"].mean()) if len(complete) else None,
+        failed=sum(row.error is not None for row in responses),
+    )
+
+
+def _percentile(seconds: pd.Series, share: float) -> float | None:
+    return float(seconds.quantile(share)) if len(seconds) else None
+
+
+def _ratio(legs: Sequence[Leg], name: str, weight: str) -> float | None:
+    """Weighted mean over legs; a stock server shares nothing, whose report is empty.
+
+    None if a leg that answered something does not tell.
+    """
+    total = weights = 0.0
+    for leg in legs:
+        totals = leg.report.get("totals") or {}
+        value, heavy = totals.get(name), float(totals.get(weight) or 0.0)
+        if not totals and leg.command and _FLAG not in leg.command:
+            value, heavy = 0.0, float(leg.output_tokens)
+        if value is None or not math.isfinite(value):
+            if totals or leg.responses:
+                return None
+            continue
+        total += heavy * value
+        weights += heavy
+    return total / weights if weights else None

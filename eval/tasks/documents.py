@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of the task files beside this: each function is a file's ``custom_dataset``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from eval.jsonl import kind_of, read_object, valid_text
+from eval.tiny_reasoner import task as tiny
+from eval.tiny_reasoner.transcript import transcripts
+from eval.tokenizers import load_tokenizer
+
+# As the cards of DeepSeek-R1 and QwQ-32B recommend for mathematics.
+_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+_MAX_ANSWER_CHARS = 1000
+_MAX_LINE_BYTES = 16 << 20
+_DEFAULT_COUNT = 500
+#: Longest responses of the embedded reasoner; what a long prompt leaves to say has 180 tokens.
+_REASONER_TOKENS, _LONG_TOKENS = 1500, 400
+
+Split = dict[str, Dataset]
+
+
+def reasoner(seed: int = 0, limit: int | None = None, **_: Any) -> Split:
+    """Held-out problems of the embedded reasoner, in groups "error" (a wrong draft) and "clean"."""
+    problems = tiny.generate(seed, _DEFAULT_COUNT if limit is None else limit)
+    rows = [
+        _row(f"tiny_reasoner-{seed}-{i}", one.prompt, one.answer, _group(one), {}, _REASONER_TOKENS)
+        for i, one in enumerate(problems)
+    ]
+    return {"test": Dataset.from_list(rows)}
+
+
+def reasoner_long(seed: int = 0, limit: int | None = None, **_: Any) -> Split:
+    """The same, each with its response up to the last verification round.
+
+    The server continues the response: prompts have 470 to 740 tokens.
+    """
+    rows = []
+    given = transcripts(seed, _DEFAULT_COUNT if limit is None else limit)
+    for i, (problem, begun) in enumerate((one.problem, one.begun) for one in given):
+        messages = [
+            {"role": "user", "content": problem.prompt},
+            {"role": "assistant", "content": begun},
+        ]
+        body = {"messages": messages, "continue_final_message": True}
+        name = f"tiny_reasoner_long-{seed}-{i}"
+        rows.append(_row(name, problem.prompt, problem.answer, _group(problem), body, _LONG_TOKENS))
+    return {"test": Dataset.from_list(rows)}
+
+
+def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any) -> Split:
+    """Rows ``{id, question, answer}``; with ``largest`` answers are integers from 0 to it.
+
+    A worked answer ends in ``#### ANSWER``, as GSM8K's do.
+    """
+    rows = []
+    for where, number, row in _lines(file):
+        answer = _text(where, row, "answer", "Answer").rpartition("####")[2].strip()
+        if largest:
+            if not answer.isdecimal() or len(answer) > 6 or int(answer) > largest:
+                raise ValueError(f"{where}: answers are integers from 0 to {largest}: {answer!r}")
+            answer = str(int(answer))
+        if not 0 < len(answer) <= _MAX_ANSWER_CHARS:
+            raise ValueError(f"{where}: an answer has 1 to {_MAX_ANSWER_CHARS} characters")
+        question = _text(where, row, "question", "problem", "Problem")
+        rows.append(_row(_name(row, number), f"{question}\n\n{_INSTRUCTION}", answer))
+    return _checked(file, rows[:limit])
+
+
+def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
+    """Rows ``{id, question, response}``: each next token is forced to be the record's.
+
+    With a limit, responses are taken evenly from short to long. The longest are sent first,
+    as offline loads are, so that a run does not end with one long response alone in a batch.
+    """
+    # Brings SGLang in, which whoever only lists tasks need not load.
+    from eval.replay.forcing import forced_request
+
+    tokenizer, rows = load_tokenizer(model), []
+    for where, number, row in _lines(file):
+        token_ids = tokenizer.encode(
+            _text(where, row, "response"), add_special_tokens=False, verbose=False
+        )
+        if not token_ids:
+            raise ValueError(f"{where}: a response without tokens")
+        question, record = _text(where, row, "question"), tokenizer.decode(token_ids)
+        body = forced_request(token_ids)
+        rows.append(_row(_name(row, number), question, record, "", body, len(token_ids)))
+    rows.sort(key=lambda row: (row["max_tokens"], row["id"]), reverse=True)
+    count = len(rows) if limit is None else min(limit, len(rows))
+    return _checked(file, [rows[(2 * i + 1) * len(rows) // (2 * count)] for i in range(count)])
+
+
+def _row(
+    name: str,
+    prompt: str,
+    target: str,
+    group: str = "",
+    body: Mapping[str, Any] | None = None,
+    max_tokens: int = 0,
+) -> dict[str, Any]:
+    return {
+        "id": name,
+        "prompt": prompt,
+        "target": target,
+        "group": group,
+        "body": json.dumps(body or {}),
+        "max_tokens": max_tokens,
+    }
+
+
+def _group(problem: tiny.Problem) -> str:
+    return "error" if problem.error else "clean"
+
+
+def _lines(file: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """``file:line``, number and object of each line that is not blank."""
+    with Path(file).open("rb") as lines:
+        number = 0
+        while line := lines.readline(_MAX_LINE_BYTES + 1):
+            number += 1
+            where = f"{file}:{number}"
+            if len(line) > _MAX_LINE_BYTES:
+                raise ValueError(f"{where}: line longer than {_MAX_LINE_BYTES} bytes")
+            if not line.strip():
+                continue
+            try:
+                yield where, number, read_object(line)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+
+
+def _text(where: str, row: Mapping[str, Any], *names: str) -> str:
+    name = next((name for name in names if row.get(name) is not None), None)
+    if name is None:
+        raise ValueError(f"{where}: no field {names[0]!r}")
+    value = row[name]
+    if type(value) is int and abs(value) < 10**30:
+        value = str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: field {name!r} is no text but {kind_of(value)}")
+    return valid_text(value)
+
+
+def _name(row: Mapping[str, Any], number: int) -> str:
+    given = next((row[key] for key in ("id", "ID", "unique_id") if row.get(key) is not None), "")
+    return valid_text(str(given))[:200] or f"line-{number}"
+
+
+def _checked(file: str, rows: list[dict[str, Any]]) -> Split:
+    names = [row["id"] for row in rows]
+    if not names:
+        raise ValueError(f"{file}: no rows")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{file}: duplicate id {twice!r}")
+    return {"test": Dataset.from_list(rows)}

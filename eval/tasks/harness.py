@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lm-evaluation-harness with task files of ours beside its own, and a model that asks one server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Its bars count what it prepares, not what servers answer.
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+from lm_eval import evaluator
+from lm_eval.api.instance import Instance
+from lm_eval.models.openai_completions import LocalChatCompletion
+from lm_eval.tasks import TaskManager
+
+from eval.tasks import sandbox
+from eval.tokenizers import load_tokenizer
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+#: Our names -> lm-eval's. Any other of its generating tasks goes by its own name.
+HUB = {
+    "aime24": "aime24",
+    "aime25": "aime25",
+    "math500": "hendrycks_math500",
+    "gsm8k": "gsm8k_cot_zeroshot",
+    "gpqa_diamond": "gpqa_diamond_cot_zeroshot",
+    "humaneval": "sandboxed_humaneval",
+    "hotpotqa": "longbench_hotpotqa",
+    "trec": "longbench_trec",
+}
+#: Local JSONL of ours -> largest answer, 0 for anything in LaTeX.
+_MATHEMATICS = {"aime24": 999, "aime25": 999, "math500": 0, "gsm8k": 0}
+_GENERATED = {"tiny_reasoner": "local_reasoner", "tiny_reasoner_long": "local_reasoner_long"}
+_REPLAY = "_replay"
+# Parsing each token's piece in the client takes as much of a small machine as the decode step.
+_REPLAY_FLAGS = ("--enable-custom-logit-processor", "--stream-interval", "16")
+_THINK, _THINK_END = "<think>", "</think>"
+# What graders see of a response; answers stand at its end.
+_MAX_GRADED_CHARS = 100_000
+_GRADE_S = 30.0
+_OURS = Path(__file__).parent
+
+
+class TaskError(ValueError):
+    """A task cannot be loaded or graded; the message names the file and line, or the option."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where documents come from, and how many.
+
+    Attributes:
+        file: a local JSONL, "" for the Hugging Face hub.
+        seed: chooses problems where a task generates or shuffles them.
+        limit: the first so many only, None for all.
+        model: folder or hub name, for tasks that must know its tokens.
+        allow_code: whether the operator allowed running code that a model wrote.
+    """
+
+    file: str = ""
+    seed: int = 0
+    limit: int | None = None
+    model: str = ""
+    allow_code: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One request.
+
+    Attributes:
+        id: unique within its task and seed, the same in each run.
+        messages: of the chat.
+        body: further fields of the request.
+        max_tokens: of the response, None for the run's own limit.
+        group: a class of problems with an accuracy of its own, "" for none.
+    """
+
+    id: str
+    messages: list[dict[str, str]]
+    body: Mapping[str, Any]
+    max_tokens: int | None = None
+    group: str = ""
+
+    @property
+    def forced(self) -> bool:
+        """Whether the response is a record, as long as ``max_tokens``."""
+        return "custom_logit_processor" in self.body
+
+
+#: From the problems of a task to a text each, in their order.
+Answer = Callable[[Sequence[Problem]], Sequence[str]]
+
+
+class ServedModel(LocalChatCompletion):
+    """lm-eval's chat model; how requests are sent and responses kept is the caller's.
+
+    lm-eval's own client sends requests of equal settings together, longest prompt first, and
+    keeps neither times nor token counts.
+    """
+
+    def __init__(self, name: str, answer: Answer) -> None:
+        super().__init__(model=name, base_url="", num_concurrent=2)
+        self._answer = answer
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """A text for each instance, in their order."""
+        return list(self._answer([self._problem(instance) for instance in requests]))
+
+    def _problem(self, instance: Instance) -> Problem:
+        context, settings = instance.args
+        payload = self._create_payload(
+            self.create_message([context]), generate=True, gen_kwargs=dict(settings)
+        )
+        doc = instance.doc
+        own = json.loads(doc["body"]) if "body" in doc else {}
+        return Problem(
+            id=str(doc["id"] if "body" in doc else instance.doc_id),
+            messages=own.pop("messages", payload["messages"]),
+            body=own,
+            max_tokens=doc.get("max_tokens") or None,
+            group=str(doc.get("group") or ""),
+        )
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What lm-eval says of a response: its task's first metric, and what a filter found in it."""
+
+    score: float
+    extracted: str | None
+
+
+class EvalTask:
+    """A task of lm-eval or of ours with its problems.
+
+    Raises:
+        TaskError: no such task or data, or it runs code and that is not allowed.
+    """
+
+    def __init__(self, name: str, source: Source) -> None:
+        self.name = name
+        self._limit = source.limit
+        self.server_flags = _REPLAY_FLAGS if name.endswith(_REPLAY) else ()
+        spec = _spec(name, source)
+        if spec["task"] == "sandboxed_humaneval":
+            _allow_code(name, source)
+        # Some tasks shuffle the choices of a question.
+        random.seed(source.seed)
+        try:
+            manager = TaskManager(
+                include_path=_OURS, include_defaults=not spec["task"].startswith(("local", "sand"))
+            )
+            if spec["task"] not in manager.task_index:
+                raise KeyError("lm-eval has no such task")
+            group = {"group": "run", "task": [{**spec, "generation_kwargs": {"until": []}}]}
+            self._tasks = manager.load([group])
+            (self._task,) = self._tasks["tasks"].values()
+        # Whatever data sets and the hub's libraries raise means one thing.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            hint = "" if source.file else f"; --data {name}=FILE.jsonl takes a local file"
+            raise TaskError(f"--tasks {name}: cannot be loaded ({reason}){hint}") from error
+        if self._task.OUTPUT_TYPE != "generate_until" or getattr(self._task, "UNSAFE_CODE", False):
+            raise TaskError(f"--tasks {name}: only tasks that generate text and run no code")
+        self._task.process_results = _bounded(self._task.process_results)
+        self.problems = self._all_problems()
+
+    def _all_problems(self) -> list[Problem]:
+        found: list[Problem] = []
+
+        def keep(problems: Sequence[Problem]) -> list[str]:
+            found.extend(problems)
+            return [""] * len(problems)
+
+        self._evaluate(keep)
+        return found
+
+    def evaluate(self, answer: Answer, opens_thinking: bool) -> dict[str, Grade]:
+        """Ask and grade, by problem.
+
+        Args:
+            answer: of :class:`ServedModel`; "" for a problem that has none.
+            opens_thinking: whether the chat template begins each response with ``<think>``,
+                which then is in no response.
+        """
+
+        def answers(problems: Sequence[Problem]) -> list[str]:
+            texts = zip(problems, answer(problems), strict=True)
+            return [
+                text if problem.forced else _after_thinking(text, opens_thinking)
+                for problem, text in texts
+            ]
+
+        samples: dict[int, dict[str, Any]] = {}
+        # Of several filters the last is the most lenient.
+        for sample in self._evaluate(answers):
+            samples[sample["doc_id"]] = sample
+        return {problem.id: _grade(samples[number]) for number, problem in enumerate(self.problems)}
+
+    def _evaluate(self, answer: Answer) -> list[dict[str, Any]]:
+        model = ServedModel(self.name, answer)
+        found = evaluator.evaluate(
+            model, self._tasks, limit=self._limit, bootstrap_iters=0, apply_chat_template=True
+        )
+        return list(found["samples"][self._task.task_name])
+
+
+def opens_thinking(model: str) -> bool:
+    """Whether a chat template's generation prompt ends in ``<think>``, as QwQ's and R1 distills' do.
+
+    False also if there is no tokenizer or no template that can be used.
+    """
+    # Templates fail, as tokenizers do, in as many ways as there are kinds of them.
+    with contextlib.suppress(Exception):
+        prompt = load_tokenizer(model).apply_chat_template(
+            [{"role": "user", "content": "1 + 1"}], tokenize=False, add_generation_prompt=True
+        )
+        return bool(prompt.rstrip().endswith(_THINK))
+    return False
+
+
+def _spec(name: str, source: Source) -> dict[str, Any]:
+    """The task file's name with what is given to it."""
+    metadata = {"version": 1.0, "seed": source.seed, "limit": source.limit}
+    if name in _GENERATED:
+        if source.file:
+            raise TaskError(f"--data {name}={source.file}: this task's problems are generated")
+        return {"task": _GENERATED[name], "metadata": metadata}
+    if name.endswith(_REPLAY):
+        if not source.file:
+            raise TaskError(f"--tasks {name}: needs records, --data {name}=FILE.jsonl")
+        metadata |= {"file": source.file, "model": source.model}
+        return {"task": "local_replay", "metadata": metadata}
+    if source.file and name in _MATHEMATICS:
+        metadata |= {"file": source.file, "largest": _MATHEMATICS[name]}
+        return {"task": "local_math", "metadata": metadata}
+    spec: dict[str, Any] = {"task": HUB.get(name, name)}
+    if source.file:
+        # Rows as the data set on the hub has them.
+        splits = dict.fromkeys(("train", "validation", "test"), source.file)
+        spec |= {"dataset_path": "json", "dataset_name": None}
+        spec["dataset_kwargs"] = {"data_files": splits}
+    return spec
+
+
+def _allow_code(name: str, source: Source) -> None:
+    if not source.allow_code:
+        raise TaskError(
+            f"--tasks {name} runs code that the model wrote, under bubblewrap; "
+            "allow it with --allow-code-execution"
+        )
+    try:
+        sandbox.check()
+    except sandbox.SandboxError as error:
+        raise TaskError(f"--tasks {name}: {error}") from error
+
+
+def _after_thinking(text: str, opened: bool) -> str:
+    """What follows the last ``</think>``; nothing of a response that was cut off before it."""
+    _, ended, answer = text.rpartition(_THINK_END)
+    if not ended and (opened or text.lstrip().startswith(_THINK)):
+        return ""
+    return answer[-_MAX_GRADED_CHARS:]
+
+
+def _grade(sample: Mapping[str, Any]) -> Grade:
+    value = sample[sample["metrics"][0]]
+    filtered = sample["filtered_resps"][0]
+    named = isinstance(filtered, str) and sample["filter"] != "none"
+    return Grade(float(value), filtered[:200] if named else None)
+
+
+def _bounded(grade: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """A grader of lm-eval's whose regular expressions cannot hold a run up."""
+    known: dict[str, float] = {}
+
+    def within_time(doc: Any, results: Any) -> dict[str, float]:
+        try:
+            with _time_limit(_GRADE_S):
+                found = grade(doc, results)
+        except TimeoutError:
+            return dict.fromkeys(known or {"score": 0.0}, 0.0)
+        known.update(found)
+        return found
+
+    return within_time
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    def out_of_time(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, out_of_time)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
