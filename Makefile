@@ -67,7 +67,7 @@ bench-policies: setup
 	$(PYTHON_ENV) -m eval.bench.policies $(TRACES) $(BENCH_ARGS)
 
 docs: setup
-	$(PYTHON_ENV) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PYTHON_ENV) -m mkdocs build --strict
 
 lint: setup
 	$(PYTHON_ENV) -m ruff check .
