@@ -19,6 +19,7 @@ _COUNTERS = {
     "steps_seen": "Reasoning steps finished.",
     "steps_with_candidate": "Steps with at least one similar earlier step.",
     "steps_shed": "Finished steps not looked at, because too many were waiting.",
+    "filter_restarts": "Times the process that compares steps failed and was started anew.",
     "structure_refusals": "Candidates evicted because their formal content differs.",
     "blocks_compared": "Block pairs whose KV distance was measured.",
     "blocks_shared": "Blocks redirected to earlier slots.",
@@ -77,6 +78,12 @@ class SharingMetrics:
             names,
             multiprocess_mode="mostrecent",
         )
+        self._given_up = Gauge(
+            _PREFIX + "filter_given_up",
+            "1 when the process that compares steps failed too often: no further blocks are shared.",
+            names,
+            multiprocess_mode="mostrecent",
+        )
         self._latency = Histogram(
             _PREFIX + "filter_seconds",
             "Scheduler time spent on a decode step that had blocks to share.",
@@ -109,6 +116,7 @@ class SharingMetrics:
         self._evicted_now.labels(**self._labels).set(evicted_now)
         self._saved_now.labels(**self._labels).set(saved_now)
         self._ratio.labels(**self._labels).set(stats.memory_saving_ratio)
+        self._given_up.labels(**self._labels).set(stats.filter_given_up)
         if latency is not None:
             self._latency.labels(**self._labels).observe(latency)
 

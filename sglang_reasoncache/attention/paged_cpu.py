@@ -38,8 +38,8 @@ class PagedCpuBackend(compat.TorchNativeAttnBackend):
 
     Args:
         model_runner: SGLang's runner, its pool already there.
-        corrected: Use shared keys at the position where they are read; the runner's
-            allocator then carries ``cached_at``. False reads every key as cached.
+        cached: Slots' cached positions: shared keys are used at the position where they are
+            read. None reads every key as cached.
 
     Raises:
         ValueError: a model, pool or mode that cannot be served, by name; or corrected
@@ -48,15 +48,14 @@ class PagedCpuBackend(compat.TorchNativeAttnBackend):
 
     skips_evicted = True
 
-    def __init__(self, model_runner: Any, *, corrected: bool = False) -> None:
+    def __init__(self, model_runner: Any, cached: CachedPositions | None = None) -> None:
         check_supported(model_runner, f"--attention-backend {NAME}")
         super().__init__(model_runner)
         self._allocator = model_runner.token_to_kv_pool_allocator
         self._dtype = model_runner.dtype
-        self.cached_at: CachedPositions | None = None
+        self.cached_at = cached
         self.rotation: KeyRotation | None = None
-        if corrected:
-            self.cached_at = self._allocator.cached_at
+        if cached is not None:
             self.rotation = KeyRotation.from_model(
                 model_runner.model, model_runner.model_config.context_len
             )

@@ -22,6 +22,7 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.attention.shared_slots import SharedSlotAttention
 from sglang_reasoncache.attention.supported import check_supported
 from sglang_reasoncache.cache.batch_mark import BatchMark
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.eviction.policies.contract import Observation, Selector
 from sglang_reasoncache.kernels.extend import ExtendPlan
 from sglang_reasoncache.kernels.plan import RowPlan
@@ -51,9 +52,10 @@ class SharedSlotReads(_Stock):
     """Put in front of one of SGLang's backends, as in ``class C(SharedSlotReads, TritonAttnBackend)``.
 
     Args:
-        model_runner: SGLang's runner, its pool already there; its allocator carries ``cached_at``.
-        asked: The flags that ask for it, the beginning of every message.
-        corrected: False reads every key as cached; only evicted positions are a matter of our kernels then.
+        model_runner: SGLang's runner, its pool already there.
+        cached: Slots' cached positions. None reads every key as cached: only rows with evicted
+            positions then need our kernels.
+        requested_by: The flags that request it, the beginning of every message.
         **stock: For the backend behind.
 
     Raises:
@@ -63,14 +65,14 @@ class SharedSlotReads(_Stock):
     skips_evicted = True
 
     def __init__(
-        self, model_runner: Any, *, asked: str, corrected: bool = True, **stock: Any
+        self, model_runner: Any, cached: CachedPositions | None, *, requested_by: str, **stock: Any
     ) -> None:
-        check_supported(model_runner, asked)
-        self.asked = asked
+        check_supported(model_runner, requested_by)
+        self.requested_by = requested_by
         # First, because it may refuse: SGLang's backend takes memory.
-        self.shared_slots = SharedSlotAttention(model_runner, corrected=corrected)
+        self.shared_slots = SharedSlotAttention(model_runner, cached)
         super().__init__(model_runner, **stock)
-        self.mark = BatchMark(model_runner.token_to_kv_pool_allocator, corrected=corrected)
+        self.mark = BatchMark(model_runner.token_to_kv_pool_allocator, corrected=cached is not None)
         self._decode_plan: RowPlan | None = None
         self._extend_plan: ExtendPlan | None = None
         # Every graph's plan: replays follow one another on one stream.
@@ -337,7 +339,9 @@ class SharedSlotReads(_Stock):
         sinks = kwargs.pop("sinks", None)
         unknown = sorted(name for name, value in kwargs.items() if value is not None)
         if unknown:
-            raise ValueError(f"{self.asked}: attention with {', '.join(unknown)} is not served")
+            raise ValueError(
+                f"{self.requested_by}: attention with {', '.join(unknown)} is not served"
+            )
         return sinks
 
 

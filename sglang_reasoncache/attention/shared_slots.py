@@ -32,24 +32,23 @@ class SharedSlotAttention:
     """Plans and computes; keeps nothing of a forward.
 
     Args:
-        model_runner: SGLang's runner; its allocator carries ``cached_at``.
-        corrected: Use shared keys at the position where they are read; False reads every
-            key as cached.
+        model_runner: SGLang's runner.
+        cached: Slots' cached positions: shared keys are used at the position where they are
+            read. None reads every key as cached.
 
     Raises:
         ValueError: no rotary embedding by which a key could be moved.
     """
 
-    def __init__(self, model_runner: Any, *, corrected: bool = True) -> None:
+    def __init__(self, model_runner: Any, cached: CachedPositions | None) -> None:
         self._allocator = model_runner.token_to_kv_pool_allocator
-        self._corrected = corrected
         self._rows = model_runner.req_to_token_pool
         self._pool = model_runner.token_to_kv_pool
         self._dtype = model_runner.dtype
-        self.cached_at: CachedPositions = self._allocator.cached_at
-        self.device = self.cached_at.positions.device
+        self.cached_at = cached
+        self.device = self._rows.req_to_token.device
         rotation = None
-        if corrected:
+        if cached is not None:
             rotation = KeyRotation.from_model(
                 model_runner.model, model_runner.model_config.context_len
             )
@@ -152,7 +151,7 @@ class SharedSlotAttention:
 
     def record(self, forward_batch: Any) -> None:
         """Note where the forward's new tokens are at home, where that will be asked for."""
-        if not self._corrected:
+        if self.cached_at is None:
             return
         slots = forward_batch.out_cache_loc
         self.cached_at.record(slots, forward_batch.positions[: slots.shape[0]])
@@ -197,7 +196,7 @@ class SharedSlotAttention:
 
     def _readable(self, plan: RowPlan) -> RowPlan:
         """Without shifts where no key can be rotated; buffers have room for them anyway."""
-        return plan if self._corrected else plan._replace(shift=None)
+        return plan if self.cached_at is not None else plan._replace(shift=None)
 
     def plan(self, forward_batch: Any) -> RowPlan:
         """Plan a batch in memory of its own."""
@@ -207,7 +206,7 @@ class SharedSlotAttention:
 
     @property
     def _cached_at(self) -> torch.Tensor | None:
-        return self.cached_at.positions if self._corrected else None
+        return None if self.cached_at is None else self.cached_at.positions
 
     def _read(self, forward_batch: Any) -> tuple[Any, ...]:
         return (

@@ -51,13 +51,14 @@ class CorrectedTorchNativeBackend(compat.TorchNativeAttnBackend):
     """Position-corrected reads on the CPU platform.
 
     Args:
-        model_runner: SGLang's runner; its allocator carries ``cached_at``.
+        model_runner: SGLang's runner.
+        cached: Slots' cached positions.
     """
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: Any, cached: CachedPositions) -> None:
         super().__init__(model_runner)
         self._allocator = model_runner.token_to_kv_pool_allocator
-        self.cached_at: CachedPositions = self._allocator.cached_at
+        self.cached_at = cached
         self._dtype = model_runner.dtype
         self.rotation = KeyRotation.from_model(
             model_runner.model, model_runner.model_config.context_len

@@ -27,8 +27,6 @@ class _Shared:
     has_shifted_slots: bool
     #: Whether rows may have entries below 0, evicted positions; true until the cache is flushed.
     has_evicted: bool
-    #: Whether the attention backend skips such entries; set by whoever makes the backend.
-    skips_evicted: bool = False
     credit_source: CreditSource | None = None
     page_size: int
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat import hooking
 from sglang_reasoncache.plugin import refusals
 
@@ -20,30 +21,30 @@ from sglang_reasoncache.plugin import refusals
 _backend: Any | None = None
 
 
-def make(model_runner: Any, name: str, *, asked: str, corrected: bool) -> Any:
+def make(model_runner: Any, name: str, cached: CachedPositions | None, *, requested_by: str) -> Any:
     """The backend of a scheduler process.
 
     Args:
         name: One of ``compat.CUDA_BACKENDS``.
-        asked: The flag that asks for it, the beginning of every message.
-        corrected: False reads every key as cached, and skips dropped positions only.
+        cached: Slots' cached positions. None reads every key as cached.
+        requested_by: The flag that requests it, the beginning of every message.
 
     Raises:
         ValueError: a device, model, pool, flag or mode that cannot be served, by name.
         RuntimeError: SGLang could not apply a hook (it only logs that).
     """
     global _backend
-    asked = f"{asked} over --attention-backend {name}"
+    requested_by = f"{requested_by} over --attention-backend {name}"
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
         raise ValueError(
-            f"{asked} needs an NVIDIA GPU, this server runs on {_device(model_runner)}"
+            f"{requested_by} needs an NVIDIA GPU, this server runs on {_device(model_runner)}"
         )
-    refusals.check_corrected(model_runner.server_args, asked)
+    refusals.check_corrected(model_runner.server_args, requested_by)
     backend = backend_class(name)(
-        model_runner, asked=asked, corrected=corrected, **_arguments(model_runner, name)
+        model_runner, cached, requested_by=requested_by, **_arguments(model_runner, name)
     )
     if backend.shared_slots.backend != "triton":
-        raise ValueError(f"{asked} needs Triton kernels, which cannot be had here")
+        raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
     backend.shared_slots.warm_up()
     _install_hooks()
     _backend = backend
@@ -108,7 +109,7 @@ def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> An
         return variants
     if variants is not None:
         raise ValueError(
-            f"{_backend.asked}: this model's decode graphs have variants of their own "
+            f"{_backend.requested_by}: this model's decode graphs have variants of their own "
             f"({', '.join(variants.capture_labels)})"
         )
     from sglang_reasoncache.attention.paged_cuda import GraphVariants

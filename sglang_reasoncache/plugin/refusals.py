@@ -138,7 +138,7 @@ def check_selector(args: Any, config: ReasonCacheConfig) -> None:
     if config.apply == "copy":
         raise ValueError(
             f"{flag_of('policy')} {selector.name} knows pages by the keys that attention wrote; "
-            f"{flag_of('apply')} copy writes others"
+            f"{flag_of('apply')}=copy writes others"
         )
     for flag, name in _backends(args):
         if name not in compat.EVICTION_BACKENDS:

@@ -9,11 +9,25 @@ on the model, on the block size and on how keys are stored and compared.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
+from sglang_reasoncache.arguments import flag_of
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
+
+logger = logging.getLogger(__name__)
+
+#: Read from the model's folder when ``--reasoncache-calibration`` is not given.
+CALIBRATION_FILE = "reasoncache_calibration.json"
+_SAVE_INTERVAL_SECONDS = 30.0
 _VERSION = 1
 MAX_FILE_BYTES = 4 << 20
 """A file above this size is neither read nor written."""
@@ -133,3 +147,101 @@ def _replace(target: Path, data: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+class CalibratedThreshold:
+    """The distance threshold of a server, kept in a file across restarts; one per scheduler.
+
+    Args:
+        config: Resolved settings.
+        key: What distances depend on.
+        model_path: Folder of the weights, searched for a calibration.
+        writes: Whether this process writes the calibration (one rank does).
+        agree: Called with the stored histogram this rank found; returns the one
+            all ranks use.
+    """
+
+    def __init__(
+        self,
+        config: ReasonCacheConfig,
+        key: CalibrationKey,
+        model_path: str,
+        writes: bool,
+        agree: Callable[[Any], Any] = lambda state: state,
+    ) -> None:
+        self._config = config
+        self._key = key
+        self._path = Path(config.calibration) if config.calibration else None
+        self._writes = writes
+        self._saved_at = time.monotonic()
+        self._saved_observations = 0
+        self.threshold = AdaptiveThreshold(
+            config.percentile,
+            config.warmup,
+            config.half_life or None,
+            state=agree(self._stored(Path(model_path) / CALIBRATION_FILE)),
+        )
+
+    def _stored(self, beside_model: Path) -> dict[str, object] | None:
+        """The histogram of an earlier run, from the operator's file or the model's folder."""
+        for path in (self._path, beside_model):
+            if path is None or not path.is_file():
+                continue
+            stored = load(path, self._key)
+            if stored is not None:
+                logger.info("reasoncache: distances calibrated from %s", path)
+                return stored
+            logger.warning("reasoncache: %s holds no distances for %s", path, self._key)
+        logger.info(
+            "reasoncache: no calibration, nothing is shared before %d distances were seen",
+            self._config.warmup,
+        )
+        return None
+
+    def maybe_save(self) -> None:
+        """Write the calibration now and then; called in each poll, so it must be cheap."""
+        if (
+            self._path is None
+            or not self._writes
+            or time.monotonic() - self._saved_at < _SAVE_INTERVAL_SECONDS
+        ):
+            return
+        self._saved_at = time.monotonic()
+        if self.threshold.num_observed > self._saved_observations:
+            self._saved_observations = self.threshold.num_observed
+            try:
+                save(self._path, self._key, self.threshold.to_state())
+            except (OSError, ValueError):
+                # A full disk, or a file that was corrupted meanwhile, must not stop the
+                # server; the next interval tries again.
+                logger.exception(
+                    "reasoncache: could not write %s %s", flag_of("calibration"), self._path
+                )
+
+    def describe(self) -> dict[str, Any]:
+        value = self.threshold.value
+        return {
+            "key": self._key.as_text(),
+            "percentile": self._config.percentile,
+            "observations": self.threshold.num_observed,
+            "warm": self.threshold.is_warm,
+            # JSON has no infinity; None is "whatever stage 1 lets through".
+            "distance": value if math.isfinite(value) else None,
+        }
+
+
+def check_calibration(config: ReasonCacheConfig) -> None:
+    """Refuse ``--reasoncache-calibration`` before a server starts on it.
+
+    Raises:
+        ValueError: not a calibration file, or a folder that cannot be written.
+    """
+    if config.calibration is None:
+        return
+    path, flag = Path(config.calibration), flag_of("calibration")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{flag} must lie in a writable folder, got {config.calibration!r}")
+    try:
+        load(path, CalibrationKey("any", 1, config.positions, "any"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{flag} {config.calibration!r}: {error}") from error

@@ -15,6 +15,7 @@ LOW = 1e-7
 HIGH = 1e3
 BINS_PER_DECADE = 256
 _NUM_DECADES = 10
+_LAYOUT = [LOW, HIGH, BINS_PER_DECADE]
 # Index 0: exact zeros; 1: below LOW; then the bins; last: HIGH and above.
 _ZERO, _UNDER, _FIRST = 0, 1, 2
 _NUM_INNER = BINS_PER_DECADE * _NUM_DECADES
@@ -44,15 +45,10 @@ class Histogram:
     of zero or in [1e-7, 1e3). Smaller ones count as 1e-7, larger as 1e3.
 
     Args:
-        half_life: observations after which one counts half; None: never.
-
-    Raises:
-        ValueError: ``half_life`` not above 0.
+        half_life: Observations after which one counts half, above 0; None: never.
     """
 
     def __init__(self, half_life: float | None = None) -> None:
-        if half_life is not None and not (half_life > 0 and math.isfinite(half_life)):
-            raise ValueError(f"half_life must be a finite number above 0, got {half_life}")
         self._growth = 1.0 if half_life is None else 2.0 ** (1.0 / half_life)
         self._weight = 1.0  # of the next observation
         self._bins = np.zeros(_NUM_BINS)
@@ -97,7 +93,7 @@ class Histogram:
         filled = np.flatnonzero(self._bins)
         return {
             "version": _VERSION,
-            "layout": _layout(),
+            "layout": _LAYOUT,
             "num_observed": self.num_observed,
             "bins": [[int(i), float(self._bins[i] / newest)] for i in filled],
         }
@@ -111,23 +107,16 @@ class Histogram:
         """
         if not isinstance(state, dict):
             raise ValueError(f"histogram state must be an object, got {type(state).__name__}")
-        if state.get("version") != _VERSION:
-            raise ValueError(
-                f"histogram state must have version {_VERSION}, got {state.get('version')!r}"
-            )
-        if state.get("layout") != _layout():
-            raise ValueError(
-                f"histogram state must have layout {_layout()}, got {state.get('layout')!r}"
-            )
+        for key, value in (("version", _VERSION), ("layout", _LAYOUT)):
+            if state.get(key) != value:
+                raise ValueError(
+                    f"histogram state must have {key} {value}, got {state.get(key)!r:.80}"
+                )
         restored = cls(half_life)
         restored._bins = _read_bins(state.get("bins"))
         restored.num_observed = _read_count(state.get("num_observed"), restored._bins)
         restored._weight = restored._growth
         return restored
-
-
-def _layout() -> list[float]:
-    return [LOW, HIGH, BINS_PER_DECADE]
 
 
 def _bin_of(distance: float) -> int:

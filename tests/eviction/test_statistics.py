@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction import statistics
 from sglang_reasoncache.eviction.policies.contract import ATTENTION, NamedPolicy, Observation
@@ -17,7 +18,7 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.eviction.weights import WeightSource, observation_of
 from sglang_reasoncache.kernels.plan import RowPlan
-from sglang_reasoncache.plugin import assembly
+from sglang_reasoncache.plugin import attention
 from tests.eviction.statistics_world import (
     WANTED,
     World,
@@ -110,7 +111,9 @@ def test_no_memory_ends_the_start_by_name() -> None:
     )
     config = ReasonCacheConfig(policy="snapkv:budget=64:window=48", positions="as-cached")
     with pytest.raises(ValueError, match=r"--reasoncache-policy snapkv.* newest 48 queries"):
-        assembly.attention_backend(runner, config, "any", lambda _runner: Large())
+        attention.attention_backend(
+            runner, config, "any", lambda _runner: Large(), CachedPositions(1, "cpu")
+        )
 
 
 def test_only_what_was_announced_can_be_read() -> None:
@@ -141,7 +144,7 @@ def test_backend_notes_weights_and_computes_the_same(
     rig = Rig(shifted=0.0, heads=6)
     batch = rig.batch(new)
     decode = batch.forward_mode.is_decode()
-    backend = PagedCpuBackend(supported_runner(rig), corrected=True)
+    backend = PagedCpuBackend(supported_runner(rig), rig.cached_at)
     plain = rig.forward(backend, batch, decode)
     noted = backend.observe(Observation(latest=5, total=True, prompt=5))
     assert torch.equal(rig.forward(backend, batch, decode), plain)

@@ -288,7 +288,7 @@ def test_attention_and_weights_over_what_was_selected(
         rig.cached_at.record(slots, torch.arange(len(slots)))
     for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer):
         buffer.copy_(torch.randn(buffer.shape, generator=rig.generator))
-    backend = PagedCpuBackend(supported_runner(rig), corrected=True)
+    backend = PagedCpuBackend(supported_runner(rig), rig.cached_at)
     statistics = backend.observe(Observation(latest=1))
     selection = backend.select("quest", Quest(budget=24, whole_layers=1))
     selection.note(1, torch.arange(92), rig.pool.k_buffer[1][:92])

@@ -103,7 +103,6 @@ class Rig:
             req_to_token_pool=self.rows,
             token_to_kv_pool=self.pool,
             token_to_kv_pool_allocator=SimpleNamespace(
-                cached_at=self.cached_at,
                 has_shifted_slots=shifted > 0 or notes_shifted,
                 has_evicted=False,
             ),

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
 def check(rig: Rig, new: list[int]) -> None:
     batch = rig.batch(new)
-    backend = CorrectedTorchNativeBackend(rig.runner)
+    backend = CorrectedTorchNativeBackend(rig.runner, rig.cached_at)
     found = rig.forward(backend, batch, decode=batch.forward_mode.is_decode())
     torch.testing.assert_close(
         found.double(), rig.expected(batch), rtol=0, atol=TOLERANCE[rig.dtype]
@@ -60,7 +60,7 @@ def test_nothing_shifted_gives_the_stock_bits(
     rig = Rig(shifted=0.0, dtype=dtype, notes_shifted=notes_shifted)
     batch = rig.batch(new)
     decode = batch.forward_mode.is_decode()
-    ours = rig.forward(CorrectedTorchNativeBackend(rig.runner), batch, decode)
+    ours = rig.forward(CorrectedTorchNativeBackend(rig.runner, rig.cached_at), batch, decode)
     stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch, decode)
     assert torch.equal(ours, stock)
 
@@ -80,7 +80,9 @@ def test_pool_keeps_its_bytes(new: list[int]) -> None:
     batch = rig.batch(new)
     before = [buffer.clone() for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
     rig.forward(
-        CorrectedTorchNativeBackend(rig.runner), batch, decode=batch.forward_mode.is_decode()
+        CorrectedTorchNativeBackend(rig.runner, rig.cached_at),
+        batch,
+        decode=batch.forward_mode.is_decode(),
     )
     others = torch.ones(len(before[0]), dtype=torch.bool)
     others[batch.out_cache_loc] = False
@@ -91,14 +93,14 @@ def test_pool_keeps_its_bytes(new: list[int]) -> None:
 def test_new_slots_are_where_cached_where_they_are_written() -> None:
     rig = Rig(shifted=1.0)
     batch = rig.batch([1, 7, 300])
-    CorrectedTorchNativeBackend(rig.runner).init_forward_metadata(batch)
+    CorrectedTorchNativeBackend(rig.runner, rig.cached_at).init_forward_metadata(batch)
     assert torch.equal(rig.cached_at.positions[batch.out_cache_loc].long(), batch.positions)
 
 
 def test_one_backend_serves_batches_of_every_kind() -> None:
     """What one forward prepared does not leak into the next."""
     rig = Rig(shifted=1.0)
-    backend = CorrectedTorchNativeBackend(rig.runner)
+    backend = CorrectedTorchNativeBackend(rig.runner, rig.cached_at)
     for new in ([1, 1, 1], [1, 7, 300], [1, 1, 1]):
         batch = rig.batch(new)
         found = rig.forward(backend, batch, decode=batch.forward_mode.is_decode())
@@ -115,7 +117,7 @@ def test_one_backend_serves_batches_of_every_kind() -> None:
 
 def test_idle_forward_needs_no_rows() -> None:
     rig = Rig(shifted=1.0)
-    backend = CorrectedTorchNativeBackend(rig.runner)
+    backend = CorrectedTorchNativeBackend(rig.runner, rig.cached_at)
     cached_at = rig.cached_at.positions.clone()
     backend.init_forward_metadata(idle_batch())
     assert torch.equal(rig.cached_at.positions, cached_at)
@@ -125,4 +127,4 @@ def test_sliding_window_is_refused_rather_than_ignored() -> None:
     rig = Rig(shifted=1.0)
     rig.layer.sliding_window_size = 8
     with pytest.raises(RuntimeError, match="sliding-window"):
-        rig.forward(CorrectedTorchNativeBackend(rig.runner), rig.batch([1, 1, 1]))
+        rig.forward(CorrectedTorchNativeBackend(rig.runner, rig.cached_at), rig.batch([1, 1, 1]))

@@ -20,8 +20,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.plugin import assembly, cuda_attention, refusals
+from sglang_reasoncache.plugin import attention, cuda_attention, refusals
 from tests.unit.attention_rig import (
     BATCHES,
     DIM,
@@ -47,11 +48,11 @@ def runner_of(rig: Rig) -> Any:
     return runner
 
 
-ASKED = "--reasoncache-positions corrected over --attention-backend triton"
+REQUESTED_BY = "--reasoncache-positions corrected over --attention-backend triton"
 
 
 def backend_of(rig: Rig, corrected: bool = True) -> Backend:
-    return Backend(runner_of(rig), asked=ASKED, corrected=corrected)
+    return Backend(runner_of(rig), rig.cached_at if corrected else None, requested_by=REQUESTED_BY)
 
 
 def batch_of(rig: Rig, new: list[int]) -> ForwardBatch:
@@ -250,7 +251,7 @@ def test_what_cannot_be_served_is_refused_by_name(change: Any, message: str) -> 
     runner_of(rig)
     change(rig)
     with pytest.raises(ValueError, match=f"corrected over --attention-backend triton.*{message}"):
-        Backend(rig.runner, asked=ASKED)
+        Backend(rig.runner, rig.cached_at, requested_by=REQUESTED_BY)
 
 
 @pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
@@ -270,7 +271,7 @@ def test_other_devices_are_refused(name: str) -> None:
     with pytest.raises(
         ValueError, match=f"--x y over --attention-backend {name} needs an NVIDIA GPU.*cpu"
     ):
-        cuda_attention.make(runner_of(rig), name, asked="--x y", corrected=name == "triton")
+        cuda_attention.make(runner_of(rig), name, None, requested_by="--x y")
 
 
 @pytest.mark.parametrize(
@@ -309,16 +310,16 @@ def test_a_policy_that_evicts_or_selects_asks_for_our_kernels(positions: str, po
     runner.prefill_attention_backend_str = "triton"
     stock = object()
 
-    def made(policy: str) -> Any:
+    def made(policy: str) -> tuple[Any, attention.AttentionParts]:
         config = ReasonCacheConfig(policy=policy, positions=positions)
-        return assembly.attention_backend(runner, config, "triton", lambda _runner: stock)
+        cached = CachedPositions(1, "cpu")
+        return attention.attention_backend(runner, config, "triton", lambda _runner: stock, cached)
 
-    assert made("reasoncache") is stock
+    assert made("reasoncache") == (stock, attention.AttentionParts())
     with pytest.raises(
         ValueError,
         match=f"--reasoncache-policy {re.escape(policy)} over --attention-backend triton needs",
     ):
         made(policy)
     runner.prefill_attention_backend_str = "flashinfer"
-    assert made(policy) is stock
-    assert runner.token_to_kv_pool_allocator.skips_evicted is False
+    assert made(policy) == (stock, attention.AttentionParts(skips_evicted=False))

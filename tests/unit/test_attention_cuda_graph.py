@@ -33,7 +33,7 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import cuda_attention
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import DIM, TOLERANCE, Rig
-from tests.unit.test_attention_cuda import ASKED, batch_of, forward, runner_of
+from tests.unit.test_attention_cuda import REQUESTED_BY, batch_of, forward, runner_of
 
 #: Requests that graphs are captured for; batches are padded to one of these.
 SIZES = (3, 1)
@@ -72,7 +72,9 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     config.get_num_kv_heads = lambda *_: rig.kv_heads
     # On a device this is what a pool gets.
     monkeypatch.setattr(shared_slots, "PagedKv", functools.partial(PagedKv, backend="triton"))
-    backend = cuda_attention.backend_class("triton")(runner, asked=ASKED, corrected=corrected)
+    backend = cuda_attention.backend_class("triton")(
+        runner, rig.cached_at if corrected else None, requested_by=REQUESTED_BY
+    )
     before = [buffer.clone() for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
     backend.shared_slots.warm_up()
     after = (*rig.pool.k_buffer, *rig.pool.v_buffer)

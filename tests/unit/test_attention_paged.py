@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
 
 def backend_of(rig: Rig, corrected: bool = True) -> PagedCpuBackend:
-    return PagedCpuBackend(supported_runner(rig), corrected=corrected)
+    return PagedCpuBackend(supported_runner(rig), rig.cached_at if corrected else None)
 
 
 def check(rig: Rig, new: list[int], backend: PagedCpuBackend | None = None) -> None:
@@ -158,5 +158,5 @@ def test_positions_without_a_linear_rotation_are_refused() -> None:
     rig = Rig(shifted=0.0)
     supported_runner(rig).model = torch.nn.ModuleList([rig.layer])
     with pytest.raises(ValueError, match="rotary embedding"):
-        PagedCpuBackend(rig.runner, corrected=True)
+        PagedCpuBackend(rig.runner, rig.cached_at)
     PagedCpuBackend(rig.runner)
