@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.contract.test_layers import LAYER
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -61,35 +62,11 @@ def test_every_picture_names_its_command(page: Path) -> None:
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
-def _rooms_imported(path: Path) -> set[str]:
-    """Dotted names of this package's modules that ``path`` imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{name.name}" for name in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-    package = "sglang_reasoncache."
-    return {name.removeprefix(package) for name in found if name.startswith(package)}
-
-
-def test_rooms_import_those_above_them_in_the_table() -> None:
+def test_rooms_stand_in_the_order_of_layers() -> None:
     text = (
         (ROOT / "docs/architecture.md").read_text().partition("\n| room |")[2].partition("\n\n")[0]
     )
-    rooms = [name.replace("/", ".") for name in re.findall(r"^\| `([\w/]+)/`", text, re.MULTILINE)]
-    assert len(rooms) > 8
-
-    def room_of(module: str) -> str | None:
-        # The longest one: eviction.policies is a room of its own.
-        of = [room for room in rooms if f"{module}.".startswith(f"{room}.")]
-        return max(of, key=len) if of else None
-
-    for path in sorted((ROOT / "sglang_reasoncache").rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT / "sglang_reasoncache").with_suffix("").parts)
-        room = room_of(name)
-        if room is None:
-            continue
-        used = {other for each in _rooms_imported(path) if (other := room_of(each))}
-        above = {other for other in used if rooms.index(other) > rooms.index(room)}
-        assert not above, f"{name} imports {', '.join(above)}"
+    rooms = re.findall(r"^\| `(\w+)/", text, re.MULTILINE)
+    assert [LAYER[room] for room in rooms] == sorted(LAYER[room] for room in rooms)
+    package = ROOT / "sglang_reasoncache"
+    assert set(rooms) == {path.parent.name for path in package.glob("*/__init__.py")}
