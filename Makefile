@@ -12,7 +12,7 @@ TRACES ?= ../shared/data/traces
 # twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-policies lint format constraints clean
+.PHONY: help setup demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-policies docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make bench-serve TRACES=$(TRACES)    stock against ours: throughput, memory, answers (20 minutes)"
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
 	@echo "make bench-policies TRACES=$(TRACES) cache policies at equal saving: accuracy, throughput (45 minutes)"
+	@echo "make docs         the documents as a site in build/site, links checked"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff format and import order"
 	@echo "make constraints  renew constraints.txt with the newest versions that resolve"
@@ -64,6 +65,9 @@ bench-kernels: setup
 
 bench-policies: setup
 	$(PYTHON_ENV) -m eval.bench.policies $(TRACES) $(BENCH_ARGS)
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PYTHON_ENV) -m mkdocs build --strict
 
 lint: setup
 	$(PYTHON_ENV) -m ruff check .

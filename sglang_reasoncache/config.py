@@ -67,7 +67,7 @@ class ReasonCacheConfig:
         "What is done with the rows of running requests: reasoncache shares similar steps; "
         f"{', '.join(BUILT_IN)} evict positions beyond budget=N or share=F, with when=F only "
         "while more of the pool is in use, or (quest) read fewer in a step; none; several "
-        "joined by +. See docs/policies.md.",
+        "joined by +. See docs/eviction.md.",
         values=_POLICY_BOUND,
     )
     preset: str = _setting(

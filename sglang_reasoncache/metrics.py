@@ -20,7 +20,7 @@ _COUNTERS = {
     "steps_with_candidate": "Steps with at least one similar earlier step.",
     "steps_shed": "Finished steps not looked at, because too many were waiting.",
     "filter_restarts": "Times the process that compares steps failed and was started anew.",
-    "structure_refusals": "Candidates evicted because their formal content differs.",
+    "structure_refusals": "Candidates refused because their formal content differs.",
     "blocks_compared": "Block pairs whose KV distance was measured.",
     "blocks_shared": "Blocks redirected to earlier slots.",
     "slots_saved_total": "Slots returned to the allocator by sharing.",

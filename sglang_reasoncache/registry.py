@@ -43,7 +43,7 @@ BUILT_IN: Mapping[str, str] = types.MappingProxyType(
     }
 )
 #: Where other packages register theirs, ``name = "package.module:Class"``.
-ENTRY_POINTS = "sglang_reasoncache.eviction.policies"
+ENTRY_POINTS = "sglang_reasoncache.policies"
 #: Sharing between similar steps, and nothing at all.
 SHARING, NOTHING = "reasoncache", "none"
 _LONGEST = 1000
@@ -142,7 +142,7 @@ def _make(name: str, options: str, known: str) -> Any:
 def _missing(policy: Any) -> str:
     """What of :class:`Policy` an evictor lacks, which would be found out in a live server."""
     if not callable(policy.evictions) or not callable(getattr(policy, "excess", None)):
-        return "methods evicts and excess"
+        return "methods evictions and excess"
     slack = getattr(policy, "slack", None)
     if not isinstance(slack, numbers.Integral) or slack < 0:
         return "a slack, an integer of at least 0"

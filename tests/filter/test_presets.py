@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every preset is what docs/policy.md says, and explicit values win over it."""
+"""Every preset is what docs/filter.md says, and explicit values win over it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_two_thresholds_of_memshare(preset: str, is_candidate: bool) -> None
 
 
 def test_the_documents_table_lists_the_presets_in_order() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "policy.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "filter.md").read_text(encoding="utf-8")
     section = text.partition("\n## Presets\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
     assert [name for row in rows for name in re.findall(r"`([^`]+)`", row)] == list(PRESETS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy that docs/policies.md builds from scratch does what it says."""
+"""The policy that docs/eviction.md builds does what it says, and the tables have every option."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from sglang_reasoncache import registry
+from sglang_reasoncache.eviction.apply import EvictionRefusal
 from sglang_reasoncache.selection.checked_selector import SelectionRefusal
-from sglang_reasoncache.sharing.decision import EvictionRefusal
+from sglang_reasoncache.sharing.decision import Refusal
 from tests.eviction.test_evictors import positions, view
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "policies.md"
+DOCUMENTS = Path(__file__).resolve().parents[2] / "docs"
+EVICTION, SELECTION, ARCHITECTURE = (
+    (DOCUMENTS / f"{name}.md").read_text() for name in ("eviction", "selection", "architecture")
+)
 
 
 @pytest.fixture
 def example(tmp_path: Path) -> Iterator[ModuleType]:
     """The document's module, as another package would have it."""
-    [source] = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    [source] = re.findall(r"```python\n(.*?)```", EVICTION, flags=re.DOTALL)
     path = tmp_path / "thinning_of_the_document.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -52,7 +57,7 @@ def test_the_example(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_every_policy_and_option_is_in_the_tables() -> None:
-    text = DOCUMENT.read_text()
+    text = EVICTION + SELECTION
     for name, target in registry.BUILT_IN.items():
         [row] = re.findall(rf"^\| `{name}` \|.*$", text, flags=re.MULTILINE)
         for field in dataclasses.fields(pkgutil.resolve_name(target)):
@@ -60,8 +65,14 @@ def test_every_policy_and_option_is_in_the_tables() -> None:
             assert f"`{field.name}={field.default}" in row or common, field.name
 
 
-def test_every_refusal_is_in_the_table() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)` \| (?:is|begins|ends|holds|leaves|was)", DOCUMENT.read_text(), re.MULTILINE
-    )
-    assert rows == [refusal.value for refusal in (*SelectionRefusal, *EvictionRefusal)]
+@pytest.mark.parametrize(
+    ("text", "heading", "refusals"),
+    [
+        (EVICTION, "refusal", EvictionRefusal),
+        (SELECTION, "refusal", SelectionRefusal),
+        (ARCHITECTURE, "reason", Refusal),
+    ],
+)
+def test_every_refusal_is_in_its_table(text: str, heading: str, refusals: type[Enum]) -> None:
+    rows = text.partition(f"\n| {heading} |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE) == [each.value for each in refusals]

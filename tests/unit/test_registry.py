@@ -205,7 +205,7 @@ class _Entry:
         (ImportError("no module named other"), "policies that load; oldest does not"),
         (len, "policies that are dataclasses; oldest is"),
         (Evictor, "policies that evict or keep something; oldest is"),
-        (NoExcess, "have methods evicts and excess; oldest does not"),
+        (NoExcess, "have methods evictions and excess; oldest does not"),
         (NoSlack, "have a slack, an integer of at least 0; oldest does not"),
         (SlackBelowZero, "have a slack, an integer of at least 0; oldest does not"),
         (NoNeeds, "have needs, a set of attention, keys, unrotated keys or an empty one; oldest"),
@@ -222,7 +222,7 @@ def test_another_packages_policy(
     """By entry point; built-in names stay ours."""
 
     def found(group: str) -> list[_Entry]:
-        assert group == "sglang_reasoncache.eviction.policies"
+        assert group == "sglang_reasoncache.policies"
         return [_Entry(loads)]
 
     monkeypatch.setattr(registry, "entry_points", found)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``make docs`` cannot check: links outside of docs/, paths of source files, pictures' commands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.contract.test_layers import LAYER
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+#: Read on their own; links into docs/ are relative.
+READMES = [ROOT / "README.md", ROOT / "csrc" / "README.md", ROOT / "eval/tiny_reasoner/README.md"]
+_LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
+#: `sharing/state.py`, `config.py: ReasonCacheConfig`, `filter/structure/`
+_SOURCE = re.compile(r"`((?:[a-z_]+/)*(?:[a-z_0-9]+\.(?:py|cpp|sh))|(?:[a-z_]+/)+)(?:: (\w+))?`")
+_PLACES = [ROOT, ROOT / "sglang_reasoncache", ROOT / "sglang_reasoncache" / "kernels"]
+#: What commands make, not in a checkout.
+_MADE = ("build/", "out/", "docs/")
+
+
+def _ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of headings, as MkDocs and GitHub make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", READMES, ids=_ids)
+def test_links_of_readmes(page: Path) -> None:
+    for target, anchor in _LINK.findall(page.read_text()):
+        found = (page.parent / target).resolve() if target else page
+        assert found.exists(), target
+        assert not anchor or anchor in _anchors(found), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
+def test_source_paths_exist(page: Path) -> None:
+    for path, name in _SOURCE.findall(page.read_text()):
+        if path.startswith(_MADE):
+            continue
+        existing = [place / path for place in (*_PLACES, page.parent) if (place / path).exists()]
+        assert existing, path
+        assert not name or re.search(rf"\b{name}\b", existing[0].read_text()), f"{path}: {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_ids)
+def test_every_picture_names_its_command(page: Path) -> None:
+    text = page.read_text()
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)\n", text):
+        after = text.partition(f"({picture})\n")[2].lstrip().partition("\n\n")[0]
+        assert re.match(r"\(`(python -m eval\.|make )", after), picture
+        for module in re.findall(r"python -m (eval[\w.]*)", after):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+def test_rooms_stand_in_the_order_of_layers() -> None:
+    text = (
+        (ROOT / "docs/architecture.md").read_text().partition("\n| room |")[2].partition("\n\n")[0]
+    )
+    rooms = re.findall(r"^\| `(\w+)/", text, re.MULTILINE)
+    assert [LAYER[room] for room in rooms] == sorted(LAYER[room] for room in rooms)
+    package = ROOT / "sglang_reasoncache"
+    assert set(rooms) == {path.parent.name for path in package.glob("*/__init__.py")}
