@@ -23,10 +23,10 @@ from sglang_reasoncache.eviction.policies.contract import (
     ATTENTION,
     KEYS,
     UNROTATED_KEYS,
+    NamedPolicy,
+    NamedSelector,
     Observation,
     OptionError,
-    Policy,
-    Selector,
 )
 
 #: Every evictor and selector of this package: a policy is one line here.
@@ -52,20 +52,6 @@ _NEEDS = frozenset({KEYS, UNROTATED_KEYS, ATTENTION})
 
 class PolicyError(ValueError):
     """The text is wrong; the message continues ``must be``."""
-
-
-class NamedPolicy(typing.NamedTuple):
-    """A configured evictor and the name it was asked for by."""
-
-    name: str
-    policy: Policy
-
-
-class NamedSelector(typing.NamedTuple):
-    """A configured selector and the name it was asked for by."""
-
-    name: str
-    policy: Selector
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,20 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.eviction.apply import Evicted, EvictionApplier, EvictionRefusal
 from sglang_reasoncache.eviction.keys import KeySource
-from sglang_reasoncache.eviction.policies.contract import NoAttention, Policy, RequestView
+from sglang_reasoncache.eviction.policies.contract import (
+    Eviction,
+    NamedPolicy,
+    NoAttention,
+    Policy,
+    RequestView,
+)
 from sglang_reasoncache.eviction.pressure import PoolPressure, waits_for
+from sglang_reasoncache.eviction.row_state import RowState
+from sglang_reasoncache.eviction.stats import EvictionStats
 from sglang_reasoncache.eviction.weights import WeightSource
-from sglang_reasoncache.registry import NamedPolicy
-from sglang_reasoncache.sharing.acceptor import Acceptor, Evicted
-from sglang_reasoncache.sharing.decision import Eviction, EvictionRefusal
-from sglang_reasoncache.sharing.state import RequestState
-from sglang_reasoncache.sharing.stats import SharingStats
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +35,7 @@ class EvictionController:
 
     Args:
         evictors: In the order in which they are asked.
-        acceptor: Checks and applies what they answer.
+        applier: Checks and applies what they answer.
         keys: Read for policies that need them.
         page: Page size, positions.
         pressure: Which of them may act now; None: all.
@@ -45,14 +50,14 @@ class EvictionController:
     def __init__(
         self,
         evictors: Sequence[NamedPolicy],
-        acceptor: Acceptor,
+        applier: EvictionApplier,
         keys: KeySource,
         page: int,
         pressure: PoolPressure | None = None,
         weights: WeightSource | None = None,
     ) -> None:
         self._evictors = tuple(evictors)
-        self._acceptor = acceptor
+        self._applier = applier
         self._keys = keys
         self._page = page
         self._pressure = pressure
@@ -78,7 +83,7 @@ class EvictionController:
         if self._reads:
             self._keys.wait()
 
-    def in_turn(self, reqs: Iterable[Any]) -> list[Any]:
+    def in_turn(self, reqs: Iterable[Request]) -> list[Request]:
         """Who is looked at first, where that decides who gives: the longest row."""
         if self._pressure is not None:
             self._pressure.poll()
@@ -88,9 +93,9 @@ class EvictionController:
 
     def poll(
         self,
-        req: Any,
-        state: RequestState,
-        stats: SharingStats,
+        req: Request,
+        state: RowState,
+        stats: EvictionStats,
         written: int | None = None,
         ask: bool = True,
     ) -> Evicted:
@@ -117,14 +122,14 @@ class EvictionController:
         self.positions_now += total.positions
         return total
 
-    def _first(self, req: Any, name: str) -> int:
+    def _first(self, req: Request, name: str) -> int:
         """First position that the policy may evict, whoever owns the prompt."""
         own = req.kv.cache_protected_len
         if name in self._of_prompts:
             return own
         return max(own, len(req.origin_input_ids) // self._page * self._page)
 
-    def _view(self, req: Any, state: RequestState, written: int, first: int) -> RequestView:
+    def _view(self, req: Request, state: RowState, written: int, first: int) -> RequestView:
         held = state.evicted.held(written)
         row = req.kv.req_pool_idx
         return RequestView(
@@ -143,10 +148,10 @@ class EvictionController:
         self,
         name: str,
         policy: Policy,
-        req: Any,
-        state: RequestState,
+        req: Request,
+        state: RowState,
         written: int,
-        stats: SharingStats,
+        stats: EvictionStats,
     ) -> list[Eviction | None]:
         """What the policy answers; nothing if it fails, whatever it does wrong."""
         try:
@@ -172,21 +177,21 @@ class EvictionController:
 
     def _apply(
         self,
-        req: Any,
-        state: RequestState,
+        req: Request,
+        state: RowState,
         evictions: Sequence[Eviction | None],
         written: int,
-        stats: SharingStats,
+        stats: EvictionStats,
         first: int = 0,
     ) -> Evicted:
-        done = self._acceptor.evict(
+        done = self._applier.apply(
             req, state.evicted, evictions, written, stats.eviction_refusals, first
         )
         stats.positions_evicted += done.positions
         stats.slots_freed_by_eviction += done.freed
         return done
 
-    def forget(self, state: RequestState) -> int:
+    def forget(self, state: RowState) -> int:
         """The row is gone; returns how many of its positions were evicted."""
         gone = state.evicted.count
         self.positions_now -= gone
@@ -218,7 +223,7 @@ def _options(policy: Any) -> dict[str, Any]:
 
 
 def _plain(answer: object) -> Eviction | None:
-    """A run of positions that is nobody else's object; None, which the acceptor refuses, for
+    """A run of positions that is nobody else's object; None, which is refused when it is applied, for
     anything but a :class:`Evict`: what a subclass of it says may change, or raise."""
     return Eviction(answer.start, answer.length) if type(answer) is Eviction else None
 
@@ -232,7 +237,7 @@ def _split(evictions: list[Eviction], end: int) -> tuple[list[Eviction], list[Ev
     return [evict for evict in before if evict.length > 0], [d for d in behind if d.length > 0]
 
 
-def _owned(evictions: list[Eviction], req: Any) -> list[Eviction]:
+def _owned(evictions: list[Eviction], req: Request) -> list[Eviction]:
     """Less what the prefix tree owns by now: another response with the same text."""
     low = req.kv.cache_protected_len
     starts = [max(evict.start, low) for evict in evictions]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang_reasoncache.eviction.policies.contract import Eviction
 from sglang_reasoncache.eviction.policies.evictor import runs
-from sglang_reasoncache.sharing.decision import Eviction
 
 #: Evicts of a request that the endpoint can show.
 _REMEMBERED = 1024

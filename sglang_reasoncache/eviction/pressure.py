@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from sglang_reasoncache.eviction.policies.contract import Policy
-from sglang_reasoncache.registry import NamedPolicy
+from sglang_reasoncache.eviction.policies.contract import NamedPolicy, Policy
 
 
 class PoolPressure:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_reasoncache.eviction.policies.contract import ATTENTION, Observation
+from sglang_reasoncache.eviction.policies.contract import ATTENTION, NamedPolicy, Observation
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
-from sglang_reasoncache.registry import NamedPolicy
 
 
 class WeightSource:

@@ -12,6 +12,7 @@ from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.eviction.apply import EvictionApplier
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.keys import KeySource
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
@@ -19,13 +20,18 @@ from sglang_reasoncache.eviction.weights import WeightSource
 from sglang_reasoncache.filter.span import ReasoningMarkers
 from sglang_reasoncache.metrics import SharingMetrics
 from sglang_reasoncache.plugin import attention, refusals
+from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.encoder import make_encoder
 from sglang_reasoncache.plugin.engines import make_engine
+from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.plugin.span import reasoning_markers
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibrated import CalibratedThreshold, filter_config
-from sglang_reasoncache.sharing.controller import SharingController
 from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.pipeline import BlockPipeline
+from sglang_reasoncache.sharing.ranks import Ranks
+from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.tracker import RequestTracker
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +94,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     rows = params.req_to_token_pool
     pool = allocator.get_kvcache()
     group = params.tp_cache_group if context.tp_size > 1 else None
+    ranks = Ranks(group)
     block = params.page_size if params.page_size > 1 else config.block
     # What is read of the pool's keys, and with whom sums are shared.
     reads = (
@@ -109,54 +116,49 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
         markers,
         make_encoder(config, context.tp_worker.model_runner.model, context),
     )
-    if _first_rank_says(engine.name, group) != engine.name:
+    if ranks.first(engine.name) != engine.name:
         # They would shed and compare differently.
         raise ValueError(
             f"--reasoncache-engine: this tensor-parallel rank has only {engine.name}, the first "
             "one another; give all of them a C++ compiler or none (--reasoncache-engine python)"
         )
-    acceptor = Acceptor(allocator, rows, meter, copy=config.apply == "copy")
     keys = KeySource(*reads)
     weights = None
     if parts.statistics is not None:
         heads = context.model_config.num_attention_heads * pool.layer_num
         weights = WeightSource(parts.statistics, heads, group)
-    controller = SharingController(
+    stats = SharingStats()
+    threshold = CalibratedThreshold(
         config,
         block,
-        engine,
-        CalibratedThreshold(
-            config,
-            block,
-            params.page_size,
-            model_key=_model_key(context, pool),
-            kv_dtype=str(pool.dtype).removeprefix("torch."),
-            model_path=context.server_args.model_path,
-            writes=context.tp_rank == 0,
-            agree=lambda state: _first_rank_says(state, group),
-        ),
-        meter,
-        acceptor,
-        EvictionController(
-            config.policies.evictors,
-            acceptor,
-            keys,
-            params.page_size,
-            # The tree is made below.
-            PoolPressure(lambda: pool_use(allocator, cache)),
-            weights,
-        ),
-        SharingMetrics(_labels(context)) if params.enable_metrics else None,
-        markers,
-        agree=lambda value: _least(value, group),
+        params.page_size,
+        model_key=_model_key(context, pool),
+        kv_dtype=str(pool.dtype).removeprefix("torch."),
+        model_path=context.server_args.model_path,
+        writes=context.tp_rank == 0,
+        agree=ranks.first,
     )
+    tracker = RequestTracker(engine, stats, ranks, config.shares, markers)
+    acceptor = Acceptor(allocator, rows, meter, copies=config.apply == "copy")
+    pipeline = BlockPipeline(tracker, meter, acceptor, threshold, stats, ranks, block)
+    eviction = EvictionController(
+        config.policies.evictors,
+        EvictionApplier(allocator, rows),
+        keys,
+        params.page_size,
+        # The tree is made below.
+        PoolPressure(lambda: pool_use(allocator, cache)),
+        weights,
+    )
+    metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
+    report = Report(config, stats, pipeline, eviction, engine.name, metrics, parts.selection)
+    controller = Controller(config, stats, tracker, pipeline, eviction, report)
     if config.admission_credit > 0 and config.apply == "alias":
         allocator.credit_source = lambda: controller.forecast.credit
     cache = SharedRadixCache(
         params, publish_aliased=config.publish == "aliased" and config.apply == "alias"
     )
     cache.controller = controller
-    controller.selection = parts.selection
     logger.info(
         "reasoncache: on, block %d, page %d, steps by %s, distances by %s, %s",
         block,
@@ -183,29 +185,6 @@ def _markers(context: Any, config: ReasonCacheConfig, tokenizer: Any) -> Reasoni
             f"tokens of the model, got {context.server_args.reasoning_parser!r}"
         )
     return markers
-
-
-def _least(value: int, group: Any) -> int:
-    """The least ``value`` of the tensor-parallel ranks, which call this together."""
-    if group is None:
-        return value
-    import torch
-    import torch.distributed as dist
-
-    box = torch.tensor(int(value), dtype=torch.int64)
-    dist.all_reduce(box, op=dist.ReduceOp.MIN, group=group)
-    return int(box)
-
-
-def _first_rank_says(state: Any, group: Any) -> Any:
-    """The first tensor-parallel rank's ``state`` on every rank: they must decide alike."""
-    if group is None:
-        return state
-    import torch.distributed as dist
-
-    box = [state]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    return box[0]
 
 
 def _model_key(context: Any, pool: Any) -> str:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain data between policies, which propose, and the acceptor, which applies."""
+"""Plain data between the filter, which proposes blocks, and the acceptor, which applies them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+
+from sglang_reasoncache.compat.types import Request
 
 
 class Refusal(Enum):
@@ -24,36 +25,6 @@ class Refusal(Enum):
     """A position of the block, or of its source, was evicted."""
 
 
-class EvictionRefusal(Enum):
-    """Why a proposed evict was not applied; values are metric labels."""
-
-    MALFORMED = "malformed"
-    """Not a run of positions."""
-    TREE_OWNED = "tree_owned"
-    NOT_WRITTEN = "not_written"
-    NEWEST = "newest"
-    """The newest position stays: the next forward reads its slot to place the one after it."""
-    PART_OF_PAGE = "part_of_page"
-    ALREADY_EVICTED = "already_evicted"
-    POLICY_FAILED = "policy_failed"
-    """The policy raised an exception."""
-
-
-@dataclass(frozen=True)
-class Eviction:
-    """Give up positions ``[start, start + length)`` of a request.
-
-    Positions are logical, as a block's are; those behind keep their numbers.
-    """
-
-    start: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
 @dataclass(frozen=True)
 class BlockProposal:
     """Redirect positions ``[dst_start, dst_start + length)`` of ``req`` to the slots of ``[src_start, ...)``.
@@ -65,7 +36,7 @@ class BlockProposal:
     accepted before a retraction and are not judged again.
     """
 
-    req: Any
+    req: Request
     dst_start: int
     src_start: int
     length: int

@@ -6,21 +6,22 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
-from sglang_reasoncache.eviction.evicted_positions import EvictedPositions
+from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.eviction.row_state import RowState
 from sglang_reasoncache.filter.engine import StepEngine
-from sglang_reasoncache.sharing.slot_aliases import SlotAliases
 
 _ATTRIBUTE = "_reasoncache_state"
+#: Key in the OpenAI API's ``custom_params`` that switches sharing off for a request.
+OPT_OUT_KEY = "reasoncache"
 
 
 class Followed:
     """A request in a step engine, from opening to :meth:`close`.
 
-    A request that is aborted while it waits to be scheduled again just
-    disappears. The end of this object then leaves its id in ``orphans``, for the
-    engine's own thread to close: the collector may run in any.
+    A request that is aborted while it waits to be scheduled again just disappears. The end of
+    this object then leaves its id in ``orphans``, for the thread that feeds the engine to
+    close: the garbage collector may run in any thread.
     """
 
     __slots__ = ("_engine", "_orphans", "id")
@@ -39,18 +40,22 @@ class Followed:
         if engine is not None:
             engine.close(self.id)
 
+    def abandon(self) -> None:
+        """The engine has lost the request already."""
+        self._engine = None
+
     def __del__(self) -> None:
         if self._engine is not None:
             self._orphans.append(self.id)
 
 
 @dataclass
-class RequestState:
+class RequestState(RowState):
     """Mutable, owned by the controller.
 
     Attributes:
         followed: The request in the step engine; None when it opted out, or nothing shares.
-        served: False when it opted out: its row is never touched.
+        takes_part: False when it opted out: its row is never touched.
         fed: Output tokens already handed to the engine.
         row: Counts the rows this request has had; a proposal made for an earlier
             one is late.
@@ -58,25 +63,17 @@ class RequestState:
         shared: Accepted ``(dst_start, src_start)`` blocks, in order. Kept over
             a retraction, after which they are applied again.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
-        live_positions: Row positions less the slots that they name.
-        places: Which of them name the same one.
         first_shared: Lowest redirected position, None while there is none.
-        evicted positions: Evicted positions. Kept over a retraction, as the blocks are.
-        next_eviction: Policy -> written positions of the row before which it is not asked again.
     """
 
-    followed: Followed | None
-    served: bool = True
+    followed: Followed | None = None
+    takes_part: bool = True
     fed: int = 0
     row: int = 0
     reapply: bool = False
     shared: list[tuple[int, int]] = field(default_factory=list)
     claimed: list[int] = field(default_factory=list)
-    live_positions: int = 0
-    slot_aliases: SlotAliases = field(default_factory=SlotAliases)
     first_shared: int | None = None
-    evicted: EvictedPositions = field(default_factory=EvictedPositions)
-    next_eviction: dict[str, int] = field(default_factory=dict)
 
     def claim(self, start: int, length: int) -> bool:
         """Keep ``[start, start + length)`` for one block; False where another one overlaps.
@@ -94,21 +91,37 @@ class RequestState:
             self.first_shared = position
 
     def forget_row(self) -> None:
-        """The row is gone (finished, aborted or retracted)."""
+        super().forget_row()
         self.row += 1
         self.reapply = True
-        self.live_positions = 0
-        self.slot_aliases = SlotAliases()
         self.first_shared = None
-        self.evicted.forget_row()
-        self.next_eviction.clear()
 
 
-def state_of(req: Any) -> RequestState | None:
+def state_of(req: Request) -> RequestState | None:
     """State attached to SGLang's request, None before its first decode step."""
     return getattr(req, _ATTRIBUTE, None)
 
 
-def attach(req: Any, state: RequestState) -> RequestState:
+def attach(req: Request, state: RequestState) -> RequestState:
     setattr(req, _ATTRIBUTE, state)
     return state
+
+
+def is_running(req: Request) -> bool:
+    return not req.finished() and not req.is_retracted and req.kv.holds_kv
+
+
+def allows(req: Request) -> bool:
+    """False when the request opted out: it keeps its row, and reads no approximations."""
+    params = getattr(req.sampling_params, "custom_params", None)
+    return not (isinstance(params, dict) and params.get(OPT_OUT_KEY) is False)
+
+
+def takes_part(req: Request) -> bool:
+    """Whether a request's row may be touched at all."""
+    return (
+        allows(req)
+        and req.beam_group is None
+        and req.multimodal_inputs is None
+        and req.input_embeds is None
+    )

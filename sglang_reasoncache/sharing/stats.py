@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of what sharing did, kept by the scheduler process."""
+"""Counts of what one scheduler did to rows."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import collections
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_reasoncache.eviction.stats import EvictionStats
+
 
 @dataclass
-class SharingStats:
+class SharingStats(EvictionStats):
     """Plain totals since start or the last flush; every number in tokens, steps or blocks.
 
     ``filter_seconds`` is CPU time of comparing steps, wherever that runs;
     ``scheduler_seconds`` is what the scheduler's thread spent on all of sharing.
-    ``saved``/``logical`` sums run over looks, one in a few decode steps: slots not needed
+    ``saved``/``logical`` sums run over polls, one in a few decode steps: slots not needed
     and positions of the running requests of that step; an evicted position needs none.
     ``finished_positions`` and ``finished_redirected`` add up the requests that finished, each
     at its end: all positions, prompt included, and those that referred to a slot owned
-    elsewhere or, ``finished_evicted``, to none. ``slots_freed_by_eviction`` is less than
-    ``positions_evicted`` where an evicted position shared its slot.
+    elsewhere or, ``finished_evicted``, to none.
     """
 
     steps_seen: int = 0
@@ -27,6 +28,7 @@ class SharingStats:
     structure_refusals: int = 0
     over_bound_steps: int = 0
     steps_shed: int = 0
+    engine_failures: int = 0
     blocks_compared: int = 0
     blocks_shared: int = 0
     slots_saved_total: int = 0
@@ -38,9 +40,6 @@ class SharingStats:
     finished_positions: int = 0
     finished_redirected: int = 0
     finished_evicted: int = 0
-    eviction_decisions: int = 0
-    positions_evicted: int = 0
-    slots_freed_by_eviction: int = 0
     blocks_reapplied: int = 0
     decode_steps: int = 0
     polls: int = 0
@@ -50,10 +49,13 @@ class SharingStats:
     sum_step_ratio: float = 0.0
     sum_final_ratio: float = 0.0
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
-    eviction_refusals: collections.Counter[str] = field(default_factory=collections.Counter)
+
+    def reset(self) -> None:
+        """Begin anew. The object stays: every part of a scheduler counts into this one."""
+        vars(self).update(vars(SharingStats()))
 
     def poll(self, running: int, saved: int, logical: int) -> None:
-        """One decode step looked at, with ``saved`` of ``logical`` positions redirected or evicted."""
+        """The running requests of a poll, with ``saved`` of ``logical`` positions redirected or evicted."""
         if logical <= 0:
             return
         self.polls += 1

@@ -16,7 +16,8 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from sglang_reasoncache.eviction.policies.contract import RequestView
+from sglang_reasoncache.eviction.apply import EvictionRefusal
+from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy, RequestView
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff, similarity
 from sglang_reasoncache.eviction.policies.random_eviction import RandomEviction
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
@@ -24,8 +25,6 @@ from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
-from sglang_reasoncache.registry import NamedPolicy
-from sglang_reasoncache.sharing.decision import Eviction, EvictionRefusal
 from sglang_reasoncache.sharing.measure import BlockMeter
 from tests.property.world import LAYERS, Pair, Setup, World
 from tests.unit.test_pipeline import (

@@ -10,11 +10,9 @@ import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 
-from sglang_reasoncache.eviction.policies.contract import Policy
+from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy, Policy
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
-from sglang_reasoncache.registry import NamedPolicy
-from sglang_reasoncache.sharing.decision import Eviction
 from tests.property.world import Setup, World
 from tests.unit.test_pipeline import assert_empty, decode, finish, state, used
 

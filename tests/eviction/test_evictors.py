@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_reasoncache.eviction.policies.contract import RequestView
+from sglang_reasoncache.cache.slot_aliases import SlotAliases
+from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
 from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest, runs
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.l2norm import L2Norm
 from sglang_reasoncache.eviction.policies.random_eviction import RandomEviction
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
-from sglang_reasoncache.sharing.decision import Eviction
-from sglang_reasoncache.sharing.slot_aliases import SlotAliases
 
 
 class GivenKeys:

@@ -7,9 +7,10 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
+from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
-from sglang_reasoncache.registry import NamedPolicy, parse
+from sglang_reasoncache.registry import parse
 from tests.property.world import Pair, Setup, World
 from tests.unit.test_pipeline import (
     PROMPT,

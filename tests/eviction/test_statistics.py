@@ -13,13 +13,12 @@ from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction import statistics
-from sglang_reasoncache.eviction.policies.contract import ATTENTION, Observation
+from sglang_reasoncache.eviction.policies.contract import ATTENTION, NamedPolicy, Observation
 from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.eviction.weights import WeightSource, observation_of
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.plugin import attention
-from sglang_reasoncache.registry import NamedPolicy
 from tests.eviction.statistics_world import (
     WANTED,
     World,

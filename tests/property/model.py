@@ -17,7 +17,7 @@ import numpy as np
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 
-from sglang_reasoncache.sharing.decision import Eviction
+from sglang_reasoncache.eviction.policies.contract import Eviction
 from tests.property.world import NOTHING, Pair, World
 
 #: What an evicted position shows.

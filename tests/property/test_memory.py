@@ -35,7 +35,7 @@ from sglang.srt.mem_cache.common import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_context
 
-from sglang_reasoncache.sharing.decision import Eviction
+from sglang_reasoncache.eviction.policies.contract import Eviction
 from tests.property.model import Memory, Track
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Pair, Setup, World
 

@@ -10,7 +10,7 @@ keeping, does not matter here.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,16 +31,21 @@ from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.eviction.apply import EvictionApplier
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.keys import KeySource
-from sglang_reasoncache.eviction.policies.contract import RequestView
+from sglang_reasoncache.eviction.policies.contract import NamedPolicy, RequestView
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
 from sglang_reasoncache.filter.proposal import CandidatePair, FilterCounters, StepResult
-from sglang_reasoncache.registry import NamedPolicy
+from sglang_reasoncache.plugin.controller import Controller
+from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.sharing.acceptor import Acceptor
-from sglang_reasoncache.sharing.controller import OPT_OUT_KEY, SharingController
 from sglang_reasoncache.sharing.measure import BlockMeter
-from sglang_reasoncache.sharing.threshold import FixedThreshold
+from sglang_reasoncache.sharing.pipeline import BlockPipeline
+from sglang_reasoncache.sharing.ranks import Ranks
+from sglang_reasoncache.sharing.state import OPT_OUT_KEY
+from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.tracker import RequestTracker
 
 LAYERS = 2
 MAX_ROWS = 4
@@ -97,7 +102,8 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.waiting: dict[int, list[Pair]] = {}
         self.closed: set[int] = set()
-        self.slow = False
+        self.slow = self.failed = False
+        self.restarts = True
         self._results: list[StepResult] = []
 
     @property
@@ -130,7 +136,14 @@ class ScriptedEngine:
             for pair in result.pairs
         ]
 
+    def restart(self) -> bool:
+        self.failed = False
+        self._results = []
+        return self.restarts
+
     def ready(self) -> int:
+        if self.failed:
+            return -1
         return 0 if self.slow else len(self._results)
 
     def take(self, limit: int, max_pairs: int) -> list[StepResult]:
@@ -174,7 +187,13 @@ class NamingEvictor(EvictionController):
 class AcceptAll:
     """A distance threshold that every block is within."""
 
-    threshold = FixedThreshold(1e30)
+    is_warm = True
+
+    def __init__(self) -> None:
+        self.threshold = self
+
+    def decide(self, distances: Sequence[float]) -> list[bool]:
+        return [True] * len(distances)
 
     def maybe_save(self) -> None:
         pass
@@ -190,7 +209,7 @@ class World:
         self,
         setup: Setup,
         meter_type: type[BlockMeter] = BlockMeter,
-        agree: Callable[[int], int] = lambda value: value,
+        ranks: Ranks | None = None,
         interval: int = 1,
         evictors: Sequence[NamedPolicy] = (),
         no_tree: bool = False,
@@ -231,27 +250,28 @@ class World:
         self.meter = meter = meter_type(
             self.pool, self.rows.req_to_token, cached_at, None, num_heads=1
         )
+        self.ranks = Ranks() if ranks is None else ranks
         self.engine = ScriptedEngine()
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
-        acceptor = Acceptor(self.allocator, self.rows, meter, copy=setup.apply == "copy")
+        config = ReasonCacheConfig(block=setup.block, publish=setup.publish, apply=setup.apply)
         keys = KeySource(self.pool, self.rows.req_to_token, cached_at, None, num_heads=1)
-        self.controller = SharingController(
-            ReasonCacheConfig(block=setup.block, publish=setup.publish, apply=setup.apply),
-            setup.block,
-            self.engine,
-            AcceptAll(),  # type: ignore[arg-type]
-            meter,
-            acceptor,
-            NamingEvictor(
-                evictors or [NamedPolicy("scripted", self.evictor)],
-                acceptor,
-                keys,
-                setup.page,
-                PoolPressure(lambda: pool_use(self.allocator, self.tree)),
-            ),
-            None,
-            agree=agree,
-            interval=interval,
+        eviction = NamingEvictor(
+            evictors or [NamedPolicy("scripted", self.evictor)],
+            EvictionApplier(self.allocator, self.rows),
+            keys,
+            setup.page,
+            PoolPressure(lambda: pool_use(self.allocator, self.tree)),
+        )
+        stats = SharingStats()
+        tracker = RequestTracker(self.engine, stats, self.ranks)
+        acceptor = Acceptor(self.allocator, self.rows, meter, copies=setup.apply == "copy")
+        accept_all: Any = AcceptAll()
+        pipeline = BlockPipeline(
+            tracker, meter, acceptor, accept_all, stats, self.ranks, setup.block
+        )
+        report = Report(config, stats, pipeline, eviction, self.engine.name)
+        self.controller = Controller(
+            config, stats, tracker, pipeline, eviction, report, interval=interval
         )
         self.tree.controller = self.controller
         # Views of the same memory; NumPy reads small pieces faster.

@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 
 from sglang_reasoncache.cache.batch_mark import BatchMark
-from sglang_reasoncache.sharing.decision import Eviction
+from sglang_reasoncache.eviction.policies.contract import Eviction
 from tests.property.world import MAX_CONTEXT, Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")

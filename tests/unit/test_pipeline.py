@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 
 from sglang_reasoncache.sharing.decision import BlockProposal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
+from sglang_reasoncache.sharing.ranks import Ranks
 from tests.property.world import Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
@@ -293,44 +294,74 @@ def test_a_finished_request_leaves_the_engine(slow: World) -> None:
     assert state(slow, req).followed.id in slow.engine.closed
 
 
+class Voting(Ranks):
+    """The slowest other rank has ``allowed``; None: the others have what we have."""
+
+    def __init__(self, allowed: int | None) -> None:
+        super().__init__()
+        self.allowed = allowed
+        self.asked: list[int] = []
+
+    def least(self, value: int) -> int:
+        self.asked.append(int(value))
+        return value if self.allowed is None else min(value, self.allowed)
+
+
 def test_ranks_take_only_what_all_of_them_have() -> None:
     """Under tensor parallelism the slowest rank's filter decides."""
-    allowed = 0
-    asked: list[int] = []
-
-    def agree(value: int) -> int:
-        asked.append(value)
-        return min(value, allowed)
-
-    world = World(SETUP, agree=agree)
+    ranks = Voting(0)
+    world = World(SETUP, ranks=ranks)
     req = start(world)
-    assert asked == [], "nothing handed over, nothing to agree on"
+    assert ranks.asked == [], "nothing handed over, nothing to agree on"
     propose(world, req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 0
     decode(world, req)
     assert world.controller.after_decode([req]) == 0
-    assert asked == [1, 1]
-    allowed = 1
+    assert ranks.asked == [1, 1]
+    ranks.allowed = 1
     decode(world, req)
     assert world.controller.after_decode([req]) == 4
     finish(world, req)
     assert_empty(world)
 
 
-def test_ranks_wait_for_the_slowest_device(slow: World) -> None:
-    """A wave lands when it has arrived everywhere."""
-    votes: list[int] = []
-    slow.controller._agree = lambda value: votes.append(int(value)) or 0  # type: ignore[func-returns-value]
-    req = start(slow)
-    propose(slow, req, Pair(20, 8))
-    slow.controller._agree = lambda value: value
-    slow.controller.after_decode([req])
-    arrive(slow, True)
-    slow.controller._agree = lambda value: votes.append(int(value)) or 0  # type: ignore[func-returns-value]
-    assert slow.controller.after_decode([req]) == 0
-    assert votes == [1]
-    slow.controller._agree = lambda value: value
-    assert slow.controller.after_decode([req]) == 4
+def test_ranks_wait_for_the_slowest_device() -> None:
+    """A batch is applied when it has arrived everywhere."""
+    ranks = Voting(None)
+    world = World(SETUP, SlowMeter, ranks=ranks)
+    req = start(world)
+    propose(world, req, Pair(20, 8))
+    world.controller.after_decode([req])
+    arrive(world, True)
+    ranks.asked, ranks.allowed = [], 0
+    assert world.controller.after_decode([req]) == 0
+    assert ranks.asked == [1]
+    ranks.allowed = None
+    assert world.controller.after_decode([req]) == 4
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_failed_engine_is_left_by_all_requests(again: bool) -> None:
+    """What it knew is lost; blocks that are shared stay, new requests are followed again if it
+    could be restarted."""
+    world = World(SETUP)
+    req = start(world)
+    propose(world, req, Pair(20, 8))
+    assert world.controller.after_decode([req]) == 4
+    propose(world, req, Pair(26, 14))
+    world.engine.failed, world.engine.restarts = True, again
+    assert world.controller.after_decode([req]) == 0
+    assert world.controller.stats.engine_failures == 1
+    assert state(world, req).followed is None
+    assert world.controller.live_positions == 4
+    decode(world, req)
+    assert world.controller.after_decode([req]) == 0
+    other = start(world, "other", first=200)
+    assert (state(world, other).followed is not None) == again
+    assert world.engine.closed == set()
+    for running in (req, other):
+        finish(world, running)
+    assert_empty(world)
 
 
 def test_looks_at_the_requests_now_and_then() -> None:

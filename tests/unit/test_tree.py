@@ -24,8 +24,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.tree import SharedRadixCache
-from sglang_reasoncache.sharing.controller import OPT_OUT_KEY, SharingController
-from sglang_reasoncache.sharing.state import RequestState, attach
+from sglang_reasoncache.plugin.controller import Controller
+from sglang_reasoncache.sharing.state import OPT_OUT_KEY, RequestState, attach
 
 PAGES = 24
 
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("published_config")
 class _Controller:
     """What the tree asks of a controller, without a policy behind it."""
 
-    state_of = staticmethod(SharingController.state_of)
-    allows = staticmethod(SharingController.allows)
+    state_of = staticmethod(Controller.state_of)
+    allows = staticmethod(Controller.allows)
 
     def __init__(self) -> None:
         self.released: list[Any] = []

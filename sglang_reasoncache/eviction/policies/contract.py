@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from sglang_reasoncache.sharing.decision import Eviction
-
 if TYPE_CHECKING:
     import torch
 
@@ -40,6 +38,21 @@ class OptionError(ValueError):
     def __init__(self, key: str, bound: str) -> None:
         super().__init__(f"{key} {bound}")
         self.key, self.bound = key, bound
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Give up positions ``[start, start + length)`` of a request.
+
+    Positions are logical, as a block's are; those behind keep their numbers.
+    """
+
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
 
 class Keys(Protocol):
@@ -196,3 +209,17 @@ class Policy(Protocol):
     def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
         """Runs of positions to give up, of some ``excess`` slots together. A slot comes back with
         the last position that has it."""
+
+
+class NamedPolicy(NamedTuple):
+    """A configured evictor and the name it was asked for by."""
+
+    name: str
+    policy: Policy
+
+
+class NamedSelector(NamedTuple):
+    """A configured selector and the name it was asked for by."""
+
+    name: str
+    policy: Selector

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_reasoncache.eviction.policies.contract import OptionError, RequestView
-from sglang_reasoncache.sharing.decision import Eviction
+from sglang_reasoncache.eviction.policies.contract import Eviction, OptionError, RequestView
 
 #: Of the pool, between where a policy with ``when`` begins and where it stops.
 HYSTERESIS = 0.05

@@ -6,9 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sglang_reasoncache.eviction.policies.contract import ATTENTION, Observation, RequestView
+from sglang_reasoncache.eviction.policies.contract import (
+    ATTENTION,
+    Eviction,
+    Observation,
+    RequestView,
+)
 from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest
-from sglang_reasoncache.sharing.decision import Eviction
 
 
 @dataclass(frozen=True)

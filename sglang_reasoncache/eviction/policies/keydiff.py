@@ -7,9 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_reasoncache.eviction.policies.contract import KEYS, UNROTATED_KEYS, RequestView
+from sglang_reasoncache.eviction.policies.contract import (
+    KEYS,
+    UNROTATED_KEYS,
+    Eviction,
+    RequestView,
+)
 from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest, one_of
-from sglang_reasoncache.sharing.decision import Eviction
 
 if TYPE_CHECKING:
     import torch

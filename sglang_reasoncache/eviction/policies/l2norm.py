@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_reasoncache.eviction.policies.contract import KEYS, RequestView
+from sglang_reasoncache.eviction.policies.contract import KEYS, Eviction, RequestView
 from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
-from sglang_reasoncache.sharing.decision import Eviction
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_reasoncache.eviction.policies.contract import RequestView
+from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
 from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest
-from sglang_reasoncache.sharing.decision import Eviction
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_reasoncache.eviction.policies.contract import ATTENTION, KEYS, Observation, RequestView
+from sglang_reasoncache.eviction.policies.contract import (
+    ATTENTION,
+    KEYS,
+    Eviction,
+    Observation,
+    RequestView,
+)
 from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest
 from sglang_reasoncache.eviction.policies.pooling import pooled
-from sglang_reasoncache.sharing.decision import Eviction
 
 if TYPE_CHECKING:
     import torch

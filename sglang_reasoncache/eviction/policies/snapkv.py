@@ -10,13 +10,13 @@ import numpy as np
 
 from sglang_reasoncache.eviction.policies.contract import (
     ATTENTION,
+    Eviction,
     Observation,
     OptionError,
     RequestView,
 )
 from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest, one_of
 from sglang_reasoncache.eviction.policies.pooling import pooled
-from sglang_reasoncache.sharing.decision import Eviction
 
 
 @dataclass(frozen=True)

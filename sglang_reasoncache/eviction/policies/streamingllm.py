@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sglang_reasoncache.eviction.policies.contract import RequestView
+from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
 from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest
-from sglang_reasoncache.sharing.decision import Eviction
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an operator types a setting. Messages of all rooms name settings by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+#: Settings with a flag of their own; all others go through :data:`SET`.
+FLAGS = (
+    "policy",
+    "preset",
+    "block",
+    "percentile",
+    "positions",
+    "publish",
+    "calibration",
+    "admission_credit",
+    "span",
+)
+SET = "--reasoncache-set"
+
+
+def flag_of(field: str) -> str:
+    """``block`` -> ``--reasoncache-block``, ``warmup`` -> ``--reasoncache-set warmup``."""
+    return "--reasoncache-" + field.replace("_", "-") if field in FLAGS else f"{SET} {field}"
+
+
+def arguments_of(values: Mapping[str, object]) -> list[str]:
+    """The words that give ``values`` on the command line."""
+    words = [
+        word for name in FLAGS if name in values for word in (flag_of(name), str(values[name]))
+    ]
+    others = [f"{name}={value}" for name, value in values.items() if name not in FLAGS]
+    return [*words, SET, ",".join(others)] if others else words

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's objects, with the attributes that this project reads or writes and no others.
+
+Static types only: nothing is checked at run time. ``tests/contract/test_types.py`` looks every
+attribute up in the class of :data:`CLASSES` that the installed SGLang has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class RequestKV(Protocol):
+    """The KV of a request: its row and how much of it is whose."""
+
+    req_pool_idx: int
+    kv_allocated_len: int
+    #: Positions before it belong to the prefix tree.
+    cache_protected_len: int
+    holds_kv: bool
+
+
+class Request(Protocol):
+    rid: str
+    kv: RequestKV
+    origin_input_ids: Sequence[int]
+    output_ids: Sequence[int]
+    full_untruncated_fill_ids: Sequence[int]
+    sampling_params: Any
+    finished_reason: Any
+    is_retracted: bool
+    retraction_count: int
+    beam_group: Any
+    multimodal_inputs: Any
+    input_embeds: Any
+    extra_key: str | None
+    cache_salt: str | None
+    last_node: TreeNode
+
+    def finished(self) -> bool: ...
+
+
+class RadixKey(Protocol):
+    """Token ids of a node or of a look-up."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: slice) -> RadixKey: ...
+    def page_aligned(self, page_size: int) -> RadixKey: ...
+    def child_key(self, page_size: int) -> Any: ...
+    def match(self, other: RadixKey, *, page_size: int) -> int: ...
+
+
+class TreeNode(Protocol):
+    key: RadixKey
+    #: int64 ``[len(key)]``, slots.
+    value: torch.Tensor
+    parent: TreeNode
+    children: dict[Any, TreeNode]
+    lock_ref: int
+
+
+class KVPool(Protocol):
+    """``MHATokenToKVPool``; buffers are ``[slots, heads, head_dim]``."""
+
+    dtype: torch.dtype
+    start_layer: int
+    layer_num: int
+    head_num: int
+    head_dim: int
+    kv_cache_layout: str
+    is_quantized_kv_cache: bool
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor: ...
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor: ...
+    def set_kv_buffer(
+        self,
+        layer: AttentionLayer,
+        loc_info: Any,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None: ...
+
+
+class ReqToTokenPool(Protocol):
+    """A row of slots for each running request."""
+
+    #: int32 ``[max_requests, max_context]``.
+    req_to_token: torch.Tensor
+    #: int64 ``[max_requests]`` on the host, counts the requests that got the row.
+    req_generation: torch.Tensor
+    free_slots: list[int]
+
+    def write(self, indices: Any, values: torch.Tensor) -> None: ...
+
+
+class SlotAllocator(Protocol):
+    size: int
+    page_size: int
+    dtype: torch.dtype
+    device: str | torch.device
+    need_sort: bool
+
+    def get_kvcache(self) -> KVPool: ...
+    def available_size(self) -> int: ...
+
+
+class ServerArgs(Protocol):
+    """The raw record of flags."""
+
+    model_path: str
+    served_model_name: str | None
+    reasoning_parser: str | None
+    radix_cache_backend: str | None
+    attention_backend: str | None
+    page_size: int | None
+    tp_size: int
+
+
+class ModelConfig(Protocol):
+    hf_config: Any
+    context_len: int
+    num_attention_heads: int
+    is_encoder_decoder: bool
+
+
+class ModelRunner(Protocol):
+    model: torch.nn.Module
+    model_config: ModelConfig
+    server_args: ServerArgs
+    dtype: torch.dtype
+    device: str
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool: KVPool
+    token_to_kv_pool_allocator: Any
+    prefill_attention_backend_str: str
+    decode_attention_backend_str: str
+    is_draft_worker: bool
+    use_mla_backend: bool
+    spec_algorithm: Any
+    init_new_workspace: bool
+
+
+class AttentionLayer(Protocol):
+    """``RadixAttention``, one layer."""
+
+    layer_id: int
+    tp_q_head_num: int
+    qk_head_dim: int
+    scaling: float
+    logit_cap: float
+    logit_capping_method: str
+    sliding_window_size: int | None
+    is_cross_attention: bool
+    attn_type: Any
+    pos_encoding_mode: str
+    xai_temperature_len: int
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    k_scale_float: float | None
+    v_scale_float: float | None
+
+
+class ForwardMode(Protocol):
+    def is_idle(self) -> bool: ...
+    def is_decode(self) -> bool: ...
+    def is_decode_or_idle(self) -> bool: ...
+
+
+class ForwardBatch(Protocol):
+    """One forward; lengths and indices are ``[batch]``, those ``_cpu`` on the host."""
+
+    forward_mode: ForwardMode
+    batch_size: int
+    rids: Sequence[str] | None
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor | None
+    extend_seq_lens: torch.Tensor
+    extend_seq_lens_cpu: Any
+    extend_prefix_lens_cpu: Any
+    #: ``[tokens]``, slots that this forward writes.
+    out_cache_loc: torch.Tensor
+    positions: torch.Tensor
+
+
+class ScheduleBatch(Protocol):
+    """A batch as the scheduler has it."""
+
+    reqs: list[Any]
+    decoding_reqs: list[Any] | None
+    prefix_lens: list[int]
+    extend_lens: list[int]
+    tree_cache: Any
+    req_pool_indices_cpu: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    batch_is_full: bool
+
+
+class CacheInitParams(Protocol):
+    page_size: int
+    enable_metrics: bool
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool_allocator: Any
+    tp_cache_group: Any
+
+
+class TpWorker(Protocol):
+    model_runner: ModelRunner
+    tokenizer: Any
+
+
+class TreeCacheBuildContext(Protocol):
+    """What SGLang hands to the factory of a prefix cache."""
+
+    server_args: ServerArgs
+    params: CacheInitParams
+    model_config: ModelConfig
+    tp_worker: TpWorker
+    tp_size: int
+    tp_rank: int
+    is_hybrid_swa: bool
+    is_hybrid_ssm: bool
+    is_dsa: bool
+
+
+#: Protocol -> dotted path of the class.
+CLASSES: dict[type, str] = {
+    RequestKV: "sglang.srt.managers.schedule_batch.ReqKvInfo",
+    Request: "sglang.srt.managers.schedule_batch.Req",
+    RadixKey: "sglang.srt.mem_cache.radix_cache.RadixKey",
+    TreeNode: "sglang.srt.mem_cache.radix_cache.TreeNode",
+    KVPool: "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+    ReqToTokenPool: "sglang.srt.mem_cache.memory_pool.ReqToTokenPool",
+    SlotAllocator: "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator",
+    ServerArgs: "sglang.srt.server_args.ServerArgs",
+    ModelConfig: "sglang.srt.configs.model_config.ModelConfig",
+    ModelRunner: "sglang.srt.model_executor.model_runner.ModelRunner",
+    AttentionLayer: "sglang.srt.layers.radix_attention.RadixAttention",
+    ForwardMode: "sglang.srt.model_executor.forward_batch_info.ForwardMode",
+    ForwardBatch: "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+    ScheduleBatch: "sglang.srt.managers.schedule_batch.ScheduleBatch",
+    CacheInitParams: "sglang.srt.mem_cache.cache_init_params.CacheInitParams",
+    TpWorker: "sglang.srt.managers.tp_worker.TpModelWorker",
+    TreeCacheBuildContext: "sglang.srt.mem_cache.registry.TreeCacheBuildContext",
+}
+
+
+def attributes_of(protocol: type) -> Iterator[str]:
+    """What the protocol says an object has."""
+    yield from protocol.__annotations__
+    yield from (name for name in vars(protocol) if not name.startswith("_"))

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows the running requests: who takes part, and which tokens the step engine has of each."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import weakref
+from array import array
+from collections.abc import Iterable
+
+from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.filter.engine import StepEngine
+from sglang_reasoncache.filter.proposal import StepResult
+from sglang_reasoncache.filter.span import ReasoningMarkers
+from sglang_reasoncache.sharing.ranks import Ranks
+from sglang_reasoncache.sharing.state import Followed, RequestState, attach, state_of, takes_part
+from sglang_reasoncache.sharing.stats import SharingStats
+
+logger = logging.getLogger(__name__)
+
+
+class RequestTracker:
+    """One per scheduler.
+
+    Args:
+        engine: Compares steps.
+        stats: Counts requests and steps.
+        ranks: The engines of all ranks give the same results at the same time.
+        shares: False where no policy shares: no request is followed then.
+        markers: Tokens around the reasoning part; None: all output may share.
+    """
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        stats: SharingStats,
+        ranks: Ranks,
+        shares: bool = True,
+        markers: ReasoningMarkers | None = None,
+    ) -> None:
+        self._engine = engine
+        self._stats = stats
+        self._ranks = ranks
+        self._shares = shares
+        self._markers = markers
+        self._shed_before = 0
+        # Engine ids of requests that disappeared; any thread may append one.
+        self._orphans: collections.deque[int] = collections.deque()
+        # Engine id -> SGLang's request, as long as that lives.
+        self._requests: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
+
+    @property
+    def engine_name(self) -> str:
+        return self._engine.name
+
+    def follow(self, req: Request) -> RequestState:
+        """The request's state; a new request is followed if it may share."""
+        state = state_of(req)
+        if state is not None:
+            return state
+        self._stats.requests_seen += 1
+        state = attach(req, RequestState(takes_part=takes_part(req)))
+        if not state.takes_part:
+            self._stats.requests_opted_out += 1
+        elif self._shares:
+            prompt = req.origin_input_ids
+            inside = self._markers is None or self._markers.inside_after(prompt)
+            try:
+                state.followed = Followed(self._engine, len(prompt), inside, self._orphans)
+            except MemoryError:
+                logger.warning("reasoncache: no memory to follow request %s", req.rid)
+            else:
+                self._requests[state.followed.id] = req
+        return state
+
+    def feed(self, reqs: Iterable[Request]) -> None:
+        """Hand the new tokens of followed requests to the engine."""
+        while self._orphans:
+            self._engine.close(self._orphans.popleft())
+        ids, counts, tokens = array("q"), array("q"), array("q")
+        for req in reqs:
+            state = self.follow(req)
+            if state.followed is None:
+                continue
+            # The newest token's KV is not written before the next forward.
+            ready = len(req.output_ids) - 1
+            if ready > state.fed:
+                ids.append(state.followed.id)
+                counts.append(ready - state.fed)
+                tokens.extend(req.output_ids[state.fed : ready])
+                state.fed = ready
+        if ids:
+            self._engine.feed(ids, counts, tokens)
+        self._stats.steps_shed = self._engine.steps_shed - self._shed_before
+
+    def take(self, limit: int, max_pairs: int) -> list[tuple[Request | None, StepResult]]:
+        """Steps that the engines of all ranks have compared, and whose they are.
+
+        None in place of a request that disappeared.
+        """
+        if not self._engine.outstanding:
+            return []
+        ready = self._ranks.least(self._engine.ready())
+        if ready < 0:
+            self._lose_engine()
+            return []
+        results = self._engine.take(min(ready, limit), max_pairs)
+        for result in results:
+            seen = result.counters
+            self._stats.steps_seen += 1
+            self._stats.filter_seconds += result.seconds
+            self._stats.steps_with_candidate += bool(seen.candidates)
+            self._stats.structure_refusals += seen.dropped_structure
+            self._stats.over_bound_steps += seen.over_bound
+        return [(self._requests.get(result.request), result) for result in results]
+
+    def _lose_engine(self) -> None:
+        """The engine of some rank failed: all start theirs anew, for new requests."""
+        for req in list(self._requests.values()):
+            state = state_of(req)
+            if state is not None and state.followed is not None:
+                state.followed.abandon()
+                state.followed = None
+        self._requests.clear()
+        self._orphans.clear()
+        self._stats.engine_failures += 1
+        self._shares = self._engine.restart()
+
+    def reset(self) -> None:
+        """Counts begin anew."""
+        self._shed_before = self._engine.steps_shed
