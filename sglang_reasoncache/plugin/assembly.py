@@ -13,10 +13,10 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.apply import EvictionApplier
+from sglang_reasoncache.eviction.attention import AttentionSource
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.keys import KeySource
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
-from sglang_reasoncache.eviction.weights import WeightSource
 from sglang_reasoncache.filter.span import ReasoningMarkers
 from sglang_reasoncache.metrics import SharingMetrics
 from sglang_reasoncache.plugin import attention, refusals
@@ -126,7 +126,7 @@ def tree(context: Any, config: ReasonCacheConfig) -> SharedRadixCache:
     weights = None
     if parts.statistics is not None:
         heads = context.model_config.num_attention_heads * pool.layer_num
-        weights = WeightSource(parts.statistics, heads, group)
+        weights = AttentionSource(parts.statistics, heads, group)
     stats = SharingStats()
     threshold = CalibratedThreshold(
         config,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
-from sglang_reasoncache.eviction.policies.contract import Observation
+from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 
 
 class Refusal(NamedTuple):
@@ -196,7 +196,7 @@ def tells_no_weights(policy: str, flag: str, name: str) -> str:
 
 
 def no_memory_for_weights(
-    config: ReasonCacheConfig, wanted: Observation, error: MemoryError
+    config: ReasonCacheConfig, wanted: StatisticsNeeds, error: MemoryError
 ) -> str:
     return (
         f"{flag_of('policy')} {config.policy} keeps the weights of the newest {wanted.latest} queries "
