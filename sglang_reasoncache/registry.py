@@ -43,7 +43,7 @@ BUILT_IN: Mapping[str, str] = types.MappingProxyType(
     }
 )
 #: Where other packages register theirs, ``name = "package.module:Class"``.
-ENTRY_POINTS = "sglang_reasoncache.eviction.policies"
+ENTRY_POINTS = "sglang_reasoncache.policies"
 #: Sharing between similar steps, and nothing at all.
 SHARING, NOTHING = "reasoncache", "none"
 _LONGEST = 1000

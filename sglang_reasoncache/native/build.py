@@ -20,16 +20,12 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
-import unicodedata
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
-
-from sglang_reasoncache.native import generated
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _NAME = "libreasoncache.so"
@@ -160,13 +156,10 @@ def _compiler() -> list[str]:
 
 
 def _source_hash(root: Path) -> str:
-    """Hash of the sources, and of what headers are generated from."""
     digest = hashlib.sha256()
-    files = [*root.rglob("*.cpp"), *root.rglob("*.h"), *generated.inputs()]
-    for path in sorted(files):
+    for path in sorted([*root.rglob("*.cpp"), *root.rglob("*.h")]):
         digest.update(f"{path.name}\0".encode())
         digest.update(path.read_bytes())
-    digest.update(f"{sys.version_info[:2]}\0{unicodedata.unidata_version}".encode())
     return digest.hexdigest()[:24]
 
 
@@ -238,9 +231,7 @@ def _compile(
     """Compile in a scratch folder, then move the result in place: nobody loads half a file."""
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
         folder = Path(scratch)
-        for name, text in generated.headers().items():
-            (folder / name).write_text(text, encoding="utf-8")
-        include = (f"-I{root}", f"-I{scratch}", f'-DREASONCACHE_SOURCE="{_source_hash(root)}"')
+        include = (f"-I{root}", f'-DREASONCACHE_SOURCE="{_source_hash(root)}"')
         objects = [folder / f"{i}.o" for i in range(len(sources))]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as workers:
             list(

@@ -225,7 +225,7 @@ def test_another_packages_policy(
     """By entry point; built-in names stay ours."""
 
     def found(group: str) -> list[_Entry]:
-        assert group == "sglang_reasoncache.eviction.policies"
+        assert group == "sglang_reasoncache.policies"
         return [_Entry(loads)]
 
     monkeypatch.setattr(registry, "entry_points", found)
