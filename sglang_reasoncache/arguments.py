@@ -26,9 +26,12 @@ def flag_of(field: str) -> str:
 
 
 def arguments_of(values: Mapping[str, object]) -> list[str]:
-    """The words that give ``values`` on the command line."""
-    words = [
-        word for name in FLAGS if name in values for word in (flag_of(name), str(values[name]))
-    ]
-    others = [f"{name}={value}" for name, value in values.items() if name not in FLAGS]
+    """The words that give ``values`` on the command line; None is left out."""
+    given = {name: _text(value) for name, value in values.items() if value is not None}
+    words = [word for name in FLAGS if name in given for word in (flag_of(name), given[name])]
+    others = [f"{name}={text}" for name, text in given.items() if name not in FLAGS]
     return [*words, SET, ",".join(others)] if others else words
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,7 +2,7 @@
 """One frozen record of everything an operator can set.
 
 The command line, ``sglang.Engine`` keyword arguments and the scheduler all read
-this record; defaults live here and nowhere else.
+this record; defaults, bounds and help texts live here and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,115 +10,179 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from sglang_reasoncache import registry
+from sglang_reasoncache.arguments import SET, flag_of
+from sglang_reasoncache.filter.align import AlignMode
 from sglang_reasoncache.filter.encoder import ENCODER_BOUND, EncoderChoice
 from sglang_reasoncache.filter.presets import PRESETS
-from sglang_reasoncache.registry import PolicyChoice, PolicyError
-
-PRESET_NAMES = tuple(PRESETS)
-
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.registry import BUILT_IN, PolicyChoice, PolicyError
 
 _POLICY_BOUND = "NAME[:key=value,...][+NAME...]"
-
-
-def flag_of(field: str) -> str:
-    """Command-line spelling of a config field: ``block`` -> ``--reasoncache-block``."""
-    return "--reasoncache-" + field.replace("_", "-")
+_BOOLEANS = {"true": True, "false": False}
 
 
 class ConfigError(ValueError):
-    """A flag of ours has a bad value; the message names flag, bound and value."""
+    """A setting of ours has a bad value; the message names flag, bound and value."""
 
     def __init__(self, field: str, bound: str, value: object) -> None:
         super().__init__(f"{flag_of(field)} must be {bound}, got {value!r}")
         self.field = field
 
 
+def _setting(
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    bounds: tuple[float, float] | None = None,
+    kind: type | None = None,
+    values: str = "",
+) -> Any:
+    """A field and what an operator reads of it.
+
+    Args:
+        default: Also says the type, unless it is None.
+        text: Help text.
+        choices: The only values.
+        bounds: The least and the largest value; None is allowed where it is the default.
+        kind: The type where the default is None.
+        values: What stands for the value in help texts.
+    """
+    kind = kind or type(default)
+    if not values:
+        values = "|".join(choices) or {str: "TEXT", int: "N", float: "X", bool: "true|false"}[kind]
+    metadata = dict(help=text, choices=choices, bounds=bounds, kind=kind, values=values)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True)
 class ReasonCacheConfig:
-    """Operator's settings. Raises :class:`ConfigError` for a value out of bounds.
+    """Operator's settings. Raises :class:`ConfigError` for a value out of bounds."""
 
-    Attributes:
-        policy: What is done with rows: ``NAME[:key=value,...][+NAME...]``; see
-            docs/policies.md. ``none`` leaves them alone.
-        preset: Named set of values for sharing; explicit flags win over it.
-        block: Tokens per shared block (d in the ReasonCache paper, section on
-            block distance). At page size > 1 the page is the block.
-        percentile: p of the percentile-based adaptive threshold, in percent.
-            0 shares nothing, 100 everything that stage 1 lets through.
-        warmup: Distances observed before the first block may be shared.
-        tau_strict: Upper end of the dynamic lexical threshold.
-        tau_soft: Lower end of the dynamic lexical threshold.
-        length_factor: Multiply the cosine with the ratio of step lengths.
-        use_structure: Require equal formal content where both steps have some.
-        fixed_tau: Constant lexical threshold instead of the dynamic one.
-        structure_tolerance: Largest tree edit distance of formal content.
-        positions: ``corrected`` rotates a shared key to the position where it
-            is used; ``as-cached`` leaves it as written (the papers' behaviour);
-            ``auto`` is ``corrected`` where the attention backend can do it.
-        align: ``tokens`` pairs blocks of equal tokens; ``index`` pairs the k-th
-            block of a step with the k-th of the other (the papers' behaviour).
-        publish: What a finished request leaves in the prefix cache: its
-            ``exact`` prefix, or all of it with ``aliased`` nodes.
-        apply: ``alias`` shares; ``copy`` writes the shared K and V into the
-            request's own slots instead. It saves nothing and exists to verify.
-        admission_credit: Largest share of a request's estimated future output
-            that admission may count as shared before it is. 0 leaves admission
-            as SGLang's: no credit, and no new attempt when sharing frees slots.
-        calibration: JSON file that keeps the distance histogram across
-            restarts. Without it, a ``reasoncache_calibration.json`` beside the
-            model's weights is read when there is one.
-        random_ratio: Redirect this share of blocks to random earlier ones and
-            look at nothing else; an experiment, set by the ``random`` preset.
-        half_life: Distances after which an observed one counts half in the
-            percentile; 0 never forgets.
-        distance: ``euclidean`` (ReasonCache) or ``cosine`` between the K and V
-            of two blocks; the latter is an ablation.
-        encoder: What the similarity of two steps compares: counts of ``tokens``
-            (ReasonCache), their mean ``embedding`` in the model's own embedding
-            layer, or ``sentence-bert[:MODEL]``; the latter two are ablations.
-        span: Tokens that may share: the ``reasoning`` part that
-            ``--reasoning-parser`` marks, or the whole ``response``. ``auto`` is
-            ``reasoning`` where a parser is set.
-        engine: ``native`` compares steps in C++ on a thread of its own,
-            ``python`` in the scheduler's. ``auto`` is ``native`` where it can be
-            compiled and knows the ablation.
-        max_pending: Finished steps that may wait for comparison; beyond, new ones
-            are not looked at (counted as ``steps_shed``).
-        max_step_tokens: A step longer than this is cut there.
-        max_history_steps: Earlier steps compared with a new one.
-        allow_untested_sglang: Start on an SGLang version we did not test.
-    """
-
-    policy: str = "reasoncache"
-    preset: str = "reasoncache"
-    block: int = 16
-    percentile: float = 80.0
-    warmup: int = 128
-    tau_strict: float = 0.9
-    tau_soft: float = 0.7
-    length_factor: bool = True
-    use_structure: bool = True
-    fixed_tau: float | None = None
-    structure_tolerance: int = 0
-    positions: str = "auto"
-    align: str = "tokens"
-    publish: str = "exact"
-    apply: str = "alias"
-    admission_credit: float = 0.5
-    calibration: str | None = None
-    random_ratio: float | None = None
-    half_life: int = 0
-    distance: str = "euclidean"
-    encoder: str = "tokens"
-    span: str = "auto"
-    engine: str = "auto"
-    max_pending: int = 256
-    max_step_tokens: int = 1024
-    max_history_steps: int = 2048
-    allow_untested_sglang: bool = False
+    policy: str = _setting(
+        "reasoncache",
+        "What is done with the rows of running requests: reasoncache shares similar steps; "
+        f"{', '.join(BUILT_IN)} evict positions beyond budget=N or share=F, with when=F only "
+        "while more of the pool is in use, or (quest) read fewer in a step; none; several "
+        "joined by +. See docs/policies.md.",
+        values=_POLICY_BOUND,
+    )
+    preset: str = _setting(
+        "reasoncache",
+        "Named set of values for sharing; explicit settings win over it.",
+        choices=tuple(PRESETS),
+        values="NAME",
+    )
+    block: int = _setting(
+        16,
+        "Tokens per shared block (d in the ReasonCache paper); at --page-size > 1 the page is "
+        "the block.",
+        bounds=(1, 1024),
+    )
+    percentile: float = _setting(
+        80.0,
+        "Share a block when its KV distance is within this percentile of those seen; 0 shares "
+        "nothing, 100 everything that stage 1 lets through.",
+        bounds=(0, 100),
+    )
+    warmup: int = _setting(
+        128,
+        "KV distances observed before the first block may be shared.",
+        bounds=(0, 1_000_000),
+    )
+    tau_strict: float = _setting(0.9, "Upper end of the dynamic lexical threshold.", bounds=(0, 1))
+    tau_soft: float = _setting(0.7, "Lower end of the dynamic lexical threshold.", bounds=(0, 1))
+    length_factor: bool = _setting(True, "Multiply the cosine with the ratio of step lengths.")
+    use_structure: bool = _setting(True, "Require equal formal content where both steps have some.")
+    fixed_tau: float | None = _setting(
+        None,
+        "Constant lexical threshold instead of the dynamic one.",
+        bounds=(0, 1),
+        kind=float,
+    )
+    structure_tolerance: int = _setting(
+        0, "Largest tree edit distance between the formal content of two steps.", bounds=(0, 1000)
+    )
+    positions: str = _setting(
+        "auto",
+        "corrected: rotate a shared key to where it is used. as-cached: leave it (the papers' "
+        "behaviour). auto: corrected on the CPU platform where the model allows it, else "
+        "as-cached.",
+        choices=("auto", "corrected", "as-cached"),
+    )
+    align: str = _setting(
+        "tokens",
+        "Pair blocks of equal tokens, or block by index (the papers' behaviour).",
+        choices=("tokens", "index"),
+    )
+    publish: str = _setting(
+        "exact",
+        "What a finished request leaves in the prefix cache: its exact prefix, or all of it "
+        "with aliased nodes.",
+        choices=("exact", "aliased"),
+    )
+    apply: str = _setting(
+        "alias",
+        "copy: write shared KV into own slots; saves nothing, exists to verify.",
+        choices=("alias", "copy"),
+    )
+    admission_credit: float = _setting(
+        0.5,
+        "Largest share of future output that admission counts as shared in advance; 0 leaves "
+        "admission as SGLang's.",
+        bounds=(0, 0.9),
+    )
+    calibration: str | None = _setting(
+        None,
+        "JSON file that keeps the distance histogram across restarts. Without it, a "
+        "reasoncache_calibration.json beside the model's weights is read when there is one.",
+        kind=str,
+        values="PATH",
+    )
+    random_ratio: float | None = _setting(
+        None,
+        "Redirect this share of blocks to random earlier ones and compare nothing (experiment).",
+        bounds=(0, 1),
+        kind=float,
+    )
+    half_life: int = _setting(
+        0,
+        "Distances after which an observed one counts half in the percentile; 0 never forgets.",
+        bounds=(0, 1_000_000_000),
+    )
+    distance: str = _setting(
+        "euclidean",
+        "How the K and V of two blocks are compared; cosine is an ablation.",
+        choices=("euclidean", "cosine"),
+    )
+    encoder: str = _setting(
+        "tokens",
+        "What step similarity compares: counts of tokens, or (ablations) embedding, the mean in "
+        "the model's embedding layer, or sentence-bert[:MODEL].",
+        values="ENCODER",
+    )
+    span: str = _setting(
+        "auto",
+        "Tokens that may share. reasoning: the part that --reasoning-parser marks. response: all "
+        "output. auto: reasoning where a parser is set.",
+        choices=("auto", "reasoning", "response"),
+    )
+    max_pending: int = _setting(
+        256,
+        "Finished steps that may wait for comparison; beyond, new ones are not compared (counted "
+        "as steps_shed).",
+        bounds=(1, 1_000_000),
+    )
+    max_step_tokens: int = _setting(
+        1024, "A reasoning step longer than this is cut there.", bounds=(16, 65_536)
+    )
+    max_history_steps: int = _setting(
+        2048, "Earlier steps compared with a new one.", bounds=(1, 1_000_000)
+    )
+    allow_untested_sglang: bool = _setting(False, "Start on an SGLang version that was not tested.")
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str):
@@ -127,53 +191,18 @@ class ReasonCacheConfig:
             registry.parse(self.policy)
         except PolicyError as error:
             raise ConfigError("policy", f"{_POLICY_BOUND} {error}", self.policy) from error
-        self._one_of("preset", PRESET_NAMES)
-        self._one_of("positions", ("auto", "corrected", "as-cached"))
-        self._one_of("align", ("tokens", "index"))
-        self._one_of("publish", ("exact", "aliased"))
-        self._one_of("apply", ("alias", "copy"))
-        self._one_of("distance", ("euclidean", "cosine"))
-        self._one_of("span", ("auto", "reasoning", "response"))
-        self._one_of("engine", ("auto", "native", "python"))
         try:
             EncoderChoice.parse(self.encoder)
         except ValueError as error:
             raise ConfigError("encoder", ENCODER_BOUND, self.encoder) from error
-        self._between("block", 1, 1024)
-        self._between("percentile", 0, 100)
-        self._between("warmup", 0, 1_000_000)
-        self._between("tau_strict", 0, 1)
-        self._between("tau_soft", 0, 1)
-        self._between("structure_tolerance", 0, 1000)
-        self._between("admission_credit", 0, 0.9)
-        for field in ("random_ratio", "fixed_tau"):
-            if getattr(self, field) is not None:
-                self._between(field, 0, 1)
-        self._between("half_life", 0, 1_000_000_000)
-        self._between("max_pending", 1, 1_000_000)
-        self._between("max_step_tokens", 16, 65_536)
-        self._between("max_history_steps", 1, 1_000_000)
+        for field in dataclasses.fields(self):
+            _check(field, getattr(self, field.name))
         if self.block > self.max_step_tokens:
             raise ConfigError(
                 "block", f"at most max_step_tokens ({self.max_step_tokens})", self.block
             )
         if self.tau_soft > self.tau_strict:
             raise ConfigError("tau_soft", f"at most tau_strict ({self.tau_strict})", self.tau_soft)
-
-    def _one_of(self, field: str, allowed: tuple[str, ...]) -> None:
-        if getattr(self, field) not in allowed:
-            raise ConfigError(field, "one of " + ", ".join(allowed), getattr(self, field))
-
-    def _between(self, field: str, low: float, high: float) -> None:
-        value = getattr(self, field)
-        # sglang.Engine takes keywords of any type; a flag is parsed already.
-        number = (int,) if isinstance(_DEFAULTS.get(field), int) else (int, float)
-        if type(value) not in number:
-            kind = "an integer" if number == (int,) else "a number"
-            raise ConfigError(field, f"{kind} between {low} and {high}", value)
-        # A NaN compares false with everything, so it fails here as well.
-        if not low <= value <= high:
-            raise ConfigError(field, f"between {low} and {high}", value)
 
     @property
     def corrected(self) -> bool:
@@ -208,9 +237,8 @@ class ReasonCacheConfig:
         Raises:
             ConfigError: unknown field or value out of bounds.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
         for name in values:
-            if name not in known:
+            if name not in SETTINGS:
                 raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
         # sglang.Engine takes keywords of any type; the constructor refuses other ones.
@@ -218,11 +246,93 @@ class ReasonCacheConfig:
         return cls(**{**row, **values})  # type: ignore[arg-type]
 
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ReasonCacheConfig)}
-#: Fields whose default is None say nothing about their type.
-_OPTIONAL_TYPES: dict[str, type] = {"calibration": str, "fixed_tau": float, "random_ratio": float}
+#: Name -> field.
+SETTINGS = {field.name: field for field in dataclasses.fields(ReasonCacheConfig)}
+
+
+def _check(field: dataclasses.Field[Any], value: Any) -> None:
+    choices, bounds, kind = (field.metadata[key] for key in ("choices", "bounds", "kind"))
+    if choices and value not in choices:
+        raise ConfigError(field.name, "one of " + ", ".join(choices), value)
+    if value is None and field.default is None:
+        return
+    if bounds is not None:
+        low, high = bounds
+        # sglang.Engine takes keywords of any type; a flag is parsed already.
+        if type(value) not in ((int,) if kind is int else (int, float)):
+            number = "an integer" if kind is int else "a number"
+            raise ConfigError(field.name, f"{number} between {low} and {high}", value)
+        # A NaN compares false with everything, so it fails here as well.
+        if not low <= value <= high:
+            raise ConfigError(field.name, f"between {low} and {high}", value)
+    elif kind is bool and type(value) is not bool:
+        raise ConfigError(field.name, "true or false", value)
+
+
+def parse_setting(name: str, text: str) -> Any:
+    """A setting's value out of the text that an operator gave.
+
+    Raises:
+        ConfigError: not a setting, or a text of another type.
+    """
+    if name not in SETTINGS:
+        raise ConfigError(name, "one of " + ", ".join(SETTINGS), text)
+    kind = SETTINGS[name].metadata["kind"]
+    if kind is bool:
+        if text.lower() not in _BOOLEANS:
+            raise ConfigError(name, "true or false", text)
+        return _BOOLEANS[text.lower()]
+    try:
+        return kind(text)
+    except ValueError as error:
+        number = "an integer" if kind is int else "a number"
+        raise ConfigError(name, number, text) from error
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """``key=value,...``; a value has no comma.
+
+    Raises:
+        ValueError: see :func:`parse_setting`, or something else than that.
+    """
+    given = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not name or not equals:
+            raise ValueError(f"{SET} must be key=value,..., got {part!r}")
+        name = name.replace("-", "_")
+        given[name] = parse_setting(name, value)
+    return given
 
 
 def type_of(field: str) -> type:
-    """What the text of a flag is read as: bool, int, float or str."""
-    return _OPTIONAL_TYPES.get(field, type(_DEFAULTS[field]))
+    """What the text of a setting is read as: bool, int, float or str."""
+    kind: type = SETTINGS[field].metadata["kind"]
+    return kind
+
+
+def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
+    """The filter's knobs out of the operator's settings.
+
+    Raises:
+        ValueError: a value out of its bound, or a structure tolerance above 0
+            without the package that computes edit distances.
+    """
+    try:
+        return FilterConfig(
+            strict=config.tau_strict,
+            soft=config.tau_soft,
+            fixed_tau=config.fixed_tau,
+            length_factor=config.length_factor,
+            use_structure=config.use_structure,
+            structure_tolerance=config.structure_tolerance,
+            block=block,
+            page_size=page_size,
+            align=cast(AlignMode, config.align),  # the config allows no other value
+            max_step_tokens=config.max_step_tokens,
+            max_history_steps=config.max_history_steps,
+            random_ratio=config.random_ratio,
+            encoder=EncoderChoice.parse(config.encoder).kind,
+        )
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error

@@ -8,11 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sglang_reasoncache import compat
+from sglang_reasoncache import compat, settings_table
+from sglang_reasoncache.arguments import arguments_of, flag_of
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.filter.presets import PRESETS
 from sglang_reasoncache.plugin import flags, refusals
@@ -41,11 +44,113 @@ def _server_args(**fields: object) -> SimpleNamespace:
     return SimpleNamespace(**{**defaults, **fields})
 
 
-def test_every_field_has_a_flag() -> None:
-    """Config, help table and parser agree."""
-    assert set(flags._HELP) == set(ReasonCacheConfig().to_dict())
-    given = _parse("--enable-reasoncache", "--reasoncache-block", "8")
-    assert given == {"enable_reasoncache": True, "reasoncache_block": 8}
+def _config(*argv: str) -> ReasonCacheConfig:
+    """What the words on a command line come to, the record of SGLang aside."""
+    parser = argparse.ArgumentParser()
+    flags.add_cli_args(None, parser)
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flags, "attach", lambda _record, _enabled, given: found.update(given))
+        flags.from_cli_args(lambda _cls, _args: SimpleNamespace(), object, parser.parse_args(argv))
+    return ReasonCacheConfig.from_mapping(found)
+
+
+#: A value of every setting that is not its default.
+OTHER_VALUES: dict[str, Any] = dict(
+    policy="keydiff:budget=64",
+    preset="memshare",
+    block=8,
+    percentile=55.5,
+    warmup=3,
+    tau_strict=0.8,
+    tau_soft=0.6,
+    length_factor=False,
+    use_structure=False,
+    fixed_tau=0.75,
+    structure_tolerance=2,
+    positions="corrected",
+    align="index",
+    publish="aliased",
+    apply="copy",
+    admission_credit=0.25,
+    calibration="seen.json",
+    random_ratio=0.5,
+    half_life=1000,
+    distance="cosine",
+    encoder="sentence-bert:/models/mini:v2",
+    span="response",
+    max_pending=7,
+    max_step_tokens=100,
+    max_history_steps=9,
+    allow_untested_sglang=True,
+)
+
+
+def test_every_setting_can_be_typed() -> None:
+    """All of them at once, and each keyword of ``sglang.Engine``; twelve flags at most."""
+    defaults = ReasonCacheConfig().to_dict()
+    assert OTHER_VALUES.keys() == defaults.keys()
+    assert all(value != defaults[name] for name, value in OTHER_VALUES.items())
+    expected = ReasonCacheConfig(**OTHER_VALUES)
+    assert _config(*arguments_of(OTHER_VALUES)) == expected
+    assert ReasonCacheConfig.from_mapping(OTHER_VALUES) == expected
+    parser = argparse.ArgumentParser(add_help=False)
+    flags.add_cli_args(None, parser)
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    assert len(shown) <= 12 and all(action.help for action in shown)
+
+
+def test_settings_of_several_lists_add_up() -> None:
+    """A flag wins over the list, a later list over an earlier one."""
+    given = ("--reasoncache-set", "warmup=3, tau-soft=0.1", "--reasoncache-set", "warmup=4,block=2")
+    config = _config("--reasoncache-block", "8", *given)
+    assert (config.warmup, config.tau_soft, config.block) == (4, 0.1, 8)
+    assert arguments_of({"fixed_tau": None, "block": 4}) == ["--reasoncache-block", "4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("warmup", r"--reasoncache-set must be key=value,\.\.\., got 'warmup'"),
+        ("", "--reasoncache-set must be key=value"),
+        ("warmup=3,", "--reasoncache-set must be key=value"),
+        ("warmth=3", "--reasoncache-set warmth must be one of policy, .*, got '3'"),
+        ("warmup=many", "--reasoncache-set warmup must be an integer, got 'many'"),
+        ("warmup=1.5", "--reasoncache-set warmup must be an integer, got '1.5'"),
+        ("tau_soft=low", "--reasoncache-set tau_soft must be a number, got 'low'"),
+        ("length_factor=1", "--reasoncache-set length_factor must be true or false, got '1'"),
+        ("half_life=-1", "--reasoncache-set half_life must be between 0 and .*, got -1"),
+        ("align=words", "--reasoncache-set align must be one of tokens, index, got 'words'"),
+    ],
+)
+def test_a_bad_list_of_settings_is_refused_by_key(text: str, message: str) -> None:
+    with pytest.raises((SystemExit, ConfigError), match=message):
+        _config("--reasoncache-set", text)
+
+
+@pytest.mark.parametrize("flag", ["--reasoncache-tau-soft", "--no-reasoncache-length-factor"])
+def test_a_flag_that_moved_says_where(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = flag.partition("reasoncache-")[2].replace("-", "_")
+    for given in ([flag], [flag, "0.5"], [f"{flag}=0.5"]):
+        with pytest.raises(SystemExit):
+            _parse(*given)
+        assert f"is now --reasoncache-set {name}=VALUE" in capsys.readouterr().err
+
+
+def test_engine_keywords_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``sglang.Engine`` takes every setting as a keyword, and the list."""
+    monkeypatch.setattr(flags, "attach", lambda _record, enabled, given: (enabled, given))
+    monkeypatch.setattr(compat, "ServerArgs", SimpleNamespace, raising=False)
+    found = flags.engine_server_args(
+        enable_reasoncache=True, reasoncache_warmup=3, reasoncache_set="block=4,warmup=5"
+    )
+    assert found == (True, {"block": 4, "warmup": 3})
+
+
+def test_settings_document_is_made_from_the_class() -> None:
+    """``python -m sglang_reasoncache.settings_table > docs/settings.md``."""
+    document = Path(__file__).parent.parent / "docs" / "settings.md"
+    assert document.read_text() == "\n".join(settings_table.lines()) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -78,13 +183,13 @@ def test_bad_value_names_flag_bound_and_value(field: str, value: object) -> None
     with pytest.raises(ConfigError) as caught:
         ReasonCacheConfig(**{field: value})  # type: ignore[arg-type]
     message = str(caught.value)
-    assert "--reasoncache-" + field.replace("_", "-") in message
+    assert flag_of(field) in message
     assert "between " in message or "one of " in message
     assert repr(value) in message
 
 
 def test_soft_threshold_above_strict_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--reasoncache-tau-soft must be at most"):
+    with pytest.raises(ConfigError, match="--reasoncache-set tau_soft must be at most"):
         ReasonCacheConfig(tau_strict=0.5, tau_soft=0.6)
 
 
@@ -111,12 +216,6 @@ def test_an_unknown_preset_on_the_command_line_lists_the_names(
         _parse("--reasoncache-preset", "p30")
     shown = capsys.readouterr().err
     assert all(name in shown for name in PRESETS)
-
-
-def test_an_encoder_with_a_model_on_the_command_line() -> None:
-    given = _parse("--reasoncache-encoder", "sentence-bert:/models/mini:v2")
-    assert given["reasoncache_encoder"] == "sentence-bert:/models/mini:v2"
-    ReasonCacheConfig(encoder="sentence-bert:/models/mini:v2")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +265,9 @@ def test_memory_debugging_with_pages_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_other_sglang_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the operator insists."""
     monkeypatch.setattr(compat, "installed_version", lambda: "0.4.0")
-    with pytest.raises(ValueError, match="found 0.4.0; pass --reasoncache-allow-untested-sglang"):
+    with pytest.raises(
+        ValueError, match="found 0.4.0; pass --reasoncache-set allow_untested_sglang=true"
+    ):
         compat.check_version(allow_untested=False)
     compat.check_version(allow_untested=True)
 
@@ -225,13 +326,13 @@ def test_without_the_flag_only_flags_are_hooked() -> None:
     "field", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"]
 )
 def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -> None:
-    """Stock backends would take a dropped position's -1 for the last slot of the pool."""
+    """Stock backends would take an evicted position's -1 for the last slot of the pool."""
     config = ReasonCacheConfig(policy="reasoncache+streamingllm:budget=64")
     flag = "--" + field.replace("_", "-")
     with pytest.raises(
         ValueError,
         match=re.escape(
-            "--reasoncache-policy reasoncache+streamingllm:budget=64 drops positions, which "
+            "--reasoncache-policy reasoncache+streamingllm:budget=64 evicts positions, which "
             f"{flag} torch_native would read; use reasoncache_cpu"
         ),
     ):
@@ -250,7 +351,7 @@ def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -
             "alias",
             "quest selects what a step reads, which --attention-backend fa3 does not .*flashinfer",
         ),
-        ({"page_size": 16}, "copy", "quest knows .* --reasoncache-apply copy writes"),
+        ({"page_size": 16}, "copy", "quest knows .* --reasoncache-set apply=copy writes"),
     ],
 )
 def test_what_does_not_go_with_selection_is_refused_by_name(

@@ -59,7 +59,7 @@ class Step:
         self._rows = compat.ReqToTokenPool(shape.requests, shape.tokens, "cpu", False)
         cached_at = CachedPositions(shape.slots, "cpu")
         cached_at.record(torch.arange(shape.slots), cached_positions(shape))
-        self._allocator = SimpleNamespace(cached_at=cached_at, has_shifted_slots=False)
+        self._allocator = SimpleNamespace(has_shifted_slots=False, has_evicted=False)
         scale = shape.head_dim**-0.5
         self._layers = [
             compat.RadixAttention(
@@ -82,8 +82,8 @@ class Step:
             use_mla_backend=False,
         )
         self.native = compat.TorchNativeAttnBackend(runner)
-        self.ours = PagedCpuBackend(runner, corrected=True)
-        self._reference = CorrectedTorchNativeBackend(runner)
+        self.ours = PagedCpuBackend(runner, cached_at)
+        self._reference = CorrectedTorchNativeBackend(runner, cached_at)
         self._query = torch.randn(shape.requests, shape.heads * dim).to(torch.bfloat16)
         self._batch: Any = None
 

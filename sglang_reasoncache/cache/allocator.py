@@ -27,8 +27,6 @@ class _Shared:
     has_shifted_slots: bool
     #: Whether rows may have entries below 0, evicted positions; true until the cache is flushed.
     has_evicted: bool
-    #: Whether the attention backend skips such entries; set by whoever makes the backend.
-    skips_evicted: bool = False
     credit_source: CreditSource | None = None
     page_size: int
 
@@ -56,7 +54,7 @@ class _Shared:
             self._release_unreferenced(upload(last, self._pool_device))
 
     def evict(self, pages: torch.Tensor) -> int:
-        """Take a reference away per entry; the rows that named them have evicted positions from now on.
+        """Take one reference away per entry, of positions that are evicted.
 
         Reads from the device only while something is shared.
 

@@ -12,6 +12,8 @@ import pkgutil
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from sglang_reasoncache.arguments import SET
+
 SUPPORTED_SGLANG = ("0.5.23",)
 
 #: Attribute of this module -> dotted path of the SGLang object.
@@ -85,10 +87,10 @@ HOOK_TARGETS: dict[str, str] = {
     "internal_state": _COMPONENTS + "internal_state.SchedulerInternalStateController._add_env_vars",
 }
 
-#: The hook of our attention backend, where it serves, with or without ``--enable-reasoncache``.
+#: The hook of our attention backend, where it runs, with or without ``--enable-reasoncache``.
 CPU_HOOK_TARGETS: dict[str, str] = {"last_loc": "sglang.srt.mem_cache.allocation.get_last_loc"}
 
-#: The hooks of our attention on CUDA, where it serves.
+#: The hooks of our attention on CUDA, where it runs.
 CUDA_HOOK_TARGETS: dict[str, str] = {
     "forward_batch": "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
     "graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
@@ -109,8 +111,8 @@ CUDA_BACKENDS = ("flashinfer", "triton")
 #: Attention backends whose reads we can correct, by name.
 CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
 
-#: Attention backends with which dropped positions are skipped, which tell how much weight
-#: positions get, and whose decode reads what a policy selects, by name.
+#: Attention backends with which evicted positions are skipped, which tell attention
+#: statistics, and whose decode reads what a policy selects, by name.
 EVICTION_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
@@ -143,5 +145,5 @@ def check_version(allow_untested: bool) -> None:
     if found not in SUPPORTED_SGLANG and not allow_untested:
         raise ValueError(
             f"--enable-reasoncache supports sglang {', '.join(SUPPORTED_SGLANG)}, found "
-            f"{found}; pass --reasoncache-allow-untested-sglang to start anyway"
+            f"{found}; pass {SET} allow_untested_sglang=true to start anyway"
         )

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step as one dense vector: the encoder ablations of ReasonCache and MemShare.
 
-The default, counts of token ids, needs no encoder (``policy.lexical``). The
-papers compare it with the model's own embedding layer and with Sentence-BERT,
-which is in ``plugin.encoder``: it needs torch.
+The default, counts of token ids, needs no encoder (:mod:`filter.lexical`). The papers compare
+it with the model's own embedding layer and with Sentence-BERT.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ ENCODER_BOUND = f"one of {', '.join(ENCODERS)}, sentence-bert:MODEL"
 SENTENCE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 """The papers' Sentence-BERT."""
 
+_FLAG = "--reasoncache-encoder"
+_EXTRA = 'pip install "sglang-reasoncache[sentence-bert]"'
 # Rows of the embedding added up at once; bounds what a long step takes.
 _ROWS_AT_ONCE = 1024
 
@@ -50,7 +52,7 @@ class EncoderChoice(NamedTuple):
                 return cls(kind, model or SENTENCE_MODEL)
             if kind in ENCODERS and kind != "sentence-bert" and not colon:
                 return cls(kind, "")
-        raise ValueError(f"--reasoncache-encoder must be {ENCODER_BOUND}, got {text!r}")
+        raise ValueError(f"{_FLAG} must be {ENCODER_BOUND}, got {text!r}")
 
 
 class StepEncoder(Protocol):
@@ -64,8 +66,8 @@ class StepEncoder(Protocol):
             text: the decoded step.
 
         Returns:
-            Shape [dim], float32, of norm 1; all zeros for a step that cannot be
-            compared, which is then similar to nothing, not even to its copy.
+            Shape [dim], float32, of norm 1; all zeros for a step that cannot be compared,
+            which is then similar to nothing, not even to its copy.
         """
 
 
@@ -82,22 +84,14 @@ def unit(vector: npt.ArrayLike) -> Vector:
 class EmbeddingEncoder:
     """The normalised mean of the step's rows in the model's input embedding.
 
-    Ids without a row are left out. A row with NaN or infinity makes every step
-    that uses it similar to nothing.
+    Ids without a row are left out. A row with NaN or infinity makes every step that uses it
+    similar to nothing.
 
     Args:
         matrix: shape [vocabulary, dim], float32; kept, not copied.
-
-    Raises:
-        ValueError: another shape or dtype.
     """
 
     def __init__(self, matrix: Vector) -> None:
-        if matrix.ndim != 2 or not matrix.shape[1] or matrix.dtype != np.float32:
-            raise ValueError(
-                "an embedding matrix must be float32 [vocabulary, dim], got "
-                f"{matrix.dtype} {list(matrix.shape)}"
-            )
         self._matrix = matrix
 
     def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
@@ -110,3 +104,50 @@ class EmbeddingEncoder:
             with np.errstate(invalid="ignore"):
                 total += rows.sum(axis=0, dtype=np.float64)
         return unit(total)
+
+
+class SentenceEncoder:
+    """Sentence-BERT on the CPU, through the package ``sentence-transformers``.
+
+    The package cuts a text after the model's own bound (256 word pieces for the default
+    model). A text above ``max_chars`` is similar to nothing.
+
+    Args:
+        model: name on the Hugging Face hub, or a folder.
+        max_chars: longest text that is read.
+
+    Raises:
+        ValueError: the package is not installed, or the model cannot be loaded, for example
+            without a network.
+    """
+
+    def __init__(self, model: str, max_chars: int) -> None:
+        require_sentence_transformers()
+        from sentence_transformers import SentenceTransformer
+
+        try:
+            self._model: Any = SentenceTransformer(model, device="cpu").float().eval()
+        # Hub, network, file formats: each library below has its own exceptions.
+        except Exception as error:
+            raise ValueError(
+                f"{_FLAG} sentence-bert must name a sentence model that can be loaded, "
+                f"got {model!r}: {type(error).__name__}: {error}"
+            ) from error
+        self._max_chars = max_chars
+        self._dim = len(self._encode("a"))
+
+    def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
+        text = text.strip()
+        if not 0 < len(text) <= self._max_chars:
+            return np.zeros(self._dim, dtype=np.float32)
+        return unit(self._encode(text))
+
+    def _encode(self, text: str) -> npt.NDArray[np.floating]:
+        encoded = self._model.encode([text], convert_to_numpy=True, show_progress_bar=False)
+        return np.asarray(encoded[0])
+
+
+def require_sentence_transformers() -> None:
+    """Raises ValueError, naming the extra, without the package ``sentence-transformers``."""
+    if importlib.util.find_spec("sentence_transformers") is None:
+        raise ValueError(f"{_FLAG} sentence-bert needs the package sentence-transformers; {_EXTRA}")

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lexical similarity of a step to all earlier ones (ReasonCache, stage 1).
+"""Similarity of a step to all earlier ones by counts of tokens (ReasonCache, stage 1).
 
-``sim(c, k) = cosine(v_c, v_k) * min(|S_c|, |S_k|) / max(|S_c|, |S_k|)`` with v
-the counts of token ids and |S| the length in characters; MemShare leaves the
-length factor out.
+``sim(c, k) = cosine(v_c, v_k) * min(|S_c|, |S_k|) / max(|S_c|, |S_k|)`` with v the counts of
+token ids and |S| the length in characters; MemShare leaves the length factor out.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_reasoncache.filter.step import Step
 
-# (index of the step, count of the token), flattened; 32 bits each.
+Floats = npt.NDArray[np.float64]
+
+# (row of the step, count of the token), flattened; 32 bits each.
 _POSTING_TYPE = "I"
 _POSTING_DTYPE = np.dtype(f"u{array(_POSTING_TYPE).itemsize}")
 
@@ -24,17 +26,15 @@ _POSTING_DTYPE = np.dtype(f"u{array(_POSTING_TYPE).itemsize}")
 _FIXED_POINT = 2.0**40
 
 
-def dynamic_threshold(sims: npt.NDArray[np.float64], strict: float, soft: float) -> float:
+def dynamic_threshold(sims: Floats, strict: float, soft: float) -> float:
     """``tau = strict - (strict - soft) * mean(sims)``; ``strict`` without history.
 
-    The mean is defined over fixed-point numbers, the sum of the integers
-    ``rint(sim * 2**40)`` over ``len(sims) * 2**40``: it does not depend on the
-    order of summation, so every implementation and every rank gets the same bits.
+    The mean is the sum of the integers ``rint(sim * 2**40)`` over ``len(sims) * 2**40``: it
+    does not depend on the order of summation, so every rank gets the same bits.
 
     Args:
-        sims: shape [earlier steps], similarities of one step to all of them,
-            between 0 and 1; at most 2**22 of them, so that the sum fits 63 bits
-            and ``len(sims) * 2**40`` is exact.
+        sims: shape [earlier steps], between 0 and 1; at most 2**22, so that the sum fits 63
+            bits and ``len(sims) * 2**40`` is exact.
     """
     if not len(sims):
         return strict
@@ -42,34 +42,19 @@ def dynamic_threshold(sims: npt.NDArray[np.float64], strict: float, soft: float)
     return strict - (strict - soft) * (total / (len(sims) * _FIXED_POINT))
 
 
-class LexicalIndex:
-    """Earlier steps of one request, found through the tokens they contain.
+class StepIndex:
+    """Earlier steps of one request, at most ``max_history_steps``; the oldest is forgotten.
 
-    A query reads the postings of its own distinct tokens only, so a step that
-    shares no token costs nothing but its zero in the result. The oldest step
-    is dropped when ``max_history_steps`` is exceeded: it is no candidate any
-    more and leaves the mean that enters the dynamic threshold.
-
-    Not thread safe; owned by one request.
-
-    Raises:
-        ValueError: ``max_history_steps`` below 1.
+    A forgotten step is no candidate any more and leaves the mean of the dynamic threshold.
+    Not thread safe.
     """
 
-    def __init__(self, max_history_steps: int, length_factor: bool = True) -> None:
-        if max_history_steps < 1:
-            raise ValueError(
-                f"--reasoncache-max-history-steps must be at least 1, got {max_history_steps}"
-            )
+    def __init__(self, max_history_steps: int, length_factor: bool) -> None:
         self._max_history_steps = max_history_steps
         self._length_factor = length_factor
         self._steps: deque[Step] = deque()
-        # Rows of postings and of the two arrays below; the first `_num_dropped`
-        # rows are steps that history has already forgotten.
-        self._num_rows = 0
-        self._num_dropped = 0
-        self._postings: dict[int, array[int]] = {}
-        self._norm_sq = np.zeros(64)
+        # Rows of the arrays below; the first `_first` ones are forgotten steps.
+        self._first = self._end = 0
         self._num_chars = np.zeros(64)
 
     def __len__(self) -> int:
@@ -82,74 +67,99 @@ class LexicalIndex:
 
     def add(self, step: Step) -> None:
         """Make a step an earlier one; forget the oldest if there are too many."""
-        row = self._num_rows
-        if row == len(self._norm_sq):
-            self._norm_sq = np.concatenate([self._norm_sq, np.zeros(row)])
-            self._num_chars = np.concatenate([self._num_chars, np.zeros(row)])
-        self._norm_sq[row] = step.norm_sq
-        self._num_chars[row] = step.num_chars
-        for token, count in zip(step.bag_tokens, step.bag_counts, strict=True):
-            posting = self._postings.get(token)
-            if posting is None:
-                self._postings[token] = posting = array(_POSTING_TYPE)
-            posting.append(row)
-            posting.append(count)
-        self._num_rows = row + 1
+        if self._end == len(self._num_chars):
+            # Half of the rows are dead or more room is needed: either costs O(1) a step.
+            dead = self._first if self._first >= self._max_history_steps else 0
+            self._move(dead, 2 * self._end if not dead else self._end)
+        self._num_chars[self._end] = step.num_chars
+        self._put(self._end, step)
+        self._end += 1
         self._steps.append(step)
         if len(self._steps) > self._max_history_steps:
             self._steps.popleft()
-            self._num_dropped += 1
-            # Half of the rows are dead: cleaning up now costs O(1) a step.
-            if self._num_dropped >= self._max_history_steps:
-                self._compact()
+            self._first += 1
 
-    def similarities(self, step: Step) -> npt.NDArray[np.float64]:
-        """Similarity of ``step`` to every earlier step, oldest first.
-
-        Returns:
-            Shape [len(self)], float64, between 0 and 1.
-        """
-        rows = slice(self._num_dropped, self._num_rows)
-        # The product is an exact integer, so equal bags give exactly 1.
-        scale = np.sqrt(self._norm_sq[rows] * step.norm_sq)
-        sims = self._dots(step)[rows] / scale
+    def similarities(self, step: Step) -> Floats:
+        """Similarity of ``step`` to every earlier step, oldest first; float64 [len(self)]."""
+        rows = slice(self._first, self._end)
+        sims = self._cosines(step, rows)
         if self._length_factor:
             chars = self._num_chars[rows]
             sims *= np.minimum(chars, step.num_chars)
             sims /= np.maximum(chars, step.num_chars)
         return sims
 
-    def _dots(self, step: Step) -> npt.NDArray[np.float64]:
-        """Dot product of the counts with every row, shape [num_rows]."""
-        hits: list[array[int]] = []
-        counts: list[int] = []
-        for token, count in zip(step.bag_tokens, step.bag_counts, strict=True):
+    def _put(self, row: int, step: Step) -> None:
+        """Store a step's vector."""
+        raise NotImplementedError
+
+    def _cosines(self, step: Step, rows: slice) -> Floats:
+        """Cosine with every row, a fresh array."""
+        raise NotImplementedError
+
+    def _move(self, dead: int, size: int) -> None:
+        """Remove the first rows, and give the arrays ``size`` rows."""
+        self._num_chars = moved(self._num_chars, dead, size)
+        self._first -= dead
+        self._end -= dead
+
+
+def moved(rows: npt.NDArray[Any], dead: int, size: int) -> npt.NDArray[Any]:
+    """``rows`` without its first ``dead`` ones, with zeros behind up to ``size`` rows."""
+    found = np.zeros((size, *rows.shape[1:]), dtype=rows.dtype)
+    found[: len(rows) - dead] = rows[dead:]
+    return found
+
+
+class LexicalIndex(StepIndex):
+    """Counts of tokens; steps are found through the tokens they contain.
+
+    A query reads the postings of its own distinct tokens only, so a step that shares no token
+    costs nothing but its zero in the result.
+    """
+
+    def __init__(self, max_history_steps: int, length_factor: bool = True) -> None:
+        super().__init__(max_history_steps, length_factor)
+        self._postings: dict[int, array[int]] = {}
+        self._norm_sq = np.zeros(len(self._num_chars))
+
+    def _put(self, row: int, step: Step) -> None:
+        self._norm_sq[row] = step.norm_sq
+        for token, count in step.bag.items():
+            posting = self._postings.get(token)
+            if posting is None:
+                self._postings[token] = posting = array(_POSTING_TYPE)
+            posting.append(row)
+            posting.append(count)
+
+    def _cosines(self, step: Step, rows: slice) -> Floats:
+        hits, counts = [], []
+        for token, count in step.bag.items():
             posting = self._postings.get(token)
             if posting is not None:
                 hits.append(posting)
                 counts.append(count)
         if not hits:
-            return np.zeros(self._num_rows)
+            return np.zeros(len(self))
         # One copy of all postings, then no Python loop over them.
         joined = np.frombuffer(b"".join(hits), dtype=_POSTING_DTYPE).reshape(-1, 2)
-        lengths = [len(posting) >> 1 for posting in hits]
-        weights = np.repeat(np.array(counts, dtype=np.float64), lengths)
+        weights = np.repeat(
+            np.array(counts, dtype=np.float64), [len(posting) >> 1 for posting in hits]
+        )
         weights *= joined[:, 1]
-        dots = np.bincount(joined[:, 0], weights, minlength=self._num_rows)
-        return np.asarray(dots, dtype=np.float64)
+        dots = np.bincount(joined[:, 0], weights, minlength=self._end)[rows]
+        # The product is an exact integer, so equal bags give exactly 1.
+        return np.asarray(dots / np.sqrt(self._norm_sq[rows] * step.norm_sq))
 
-    def _compact(self) -> None:
-        """Remove the rows of forgotten steps."""
-        dropped = self._num_dropped
-        kept: dict[int, array[int]] = {}
-        for token, posting in self._postings.items():
-            pairs = np.frombuffer(posting, dtype=_POSTING_DTYPE).reshape(-1, 2)
-            pairs = pairs[pairs[:, 0] >= dropped]
-            if len(pairs):
-                pairs[:, 0] -= dropped
-                kept[token] = array(_POSTING_TYPE, pairs.tobytes())
-        self._postings = kept
-        self._norm_sq = np.concatenate([self._norm_sq[dropped:], np.zeros(dropped)])
-        self._num_chars = np.concatenate([self._num_chars[dropped:], np.zeros(dropped)])
-        self._num_rows -= dropped
-        self._num_dropped = 0
+    def _move(self, dead: int, size: int) -> None:
+        super()._move(dead, size)
+        self._norm_sq = moved(self._norm_sq, dead, size)
+        if dead:
+            kept: dict[int, array[int]] = {}
+            for token, posting in self._postings.items():
+                pairs = np.frombuffer(posting, dtype=_POSTING_DTYPE).reshape(-1, 2)
+                pairs = pairs[pairs[:, 0] >= dead]
+                if len(pairs):
+                    pairs[:, 0] -= dead
+                    kept[token] = array(_POSTING_TYPE, pairs.tobytes())
+            self._postings = kept

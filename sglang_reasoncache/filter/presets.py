@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named rules: rows of the papers' tables as values of the operator's settings.
 
-Every value is a field of ``ReasonCacheConfig``. A preset names only what differs
-from the defaults there, and always the percentile. At percentile 100 no distance
-decides, so there is nothing to warm up for.
+Every value is a field of ``ReasonCacheConfig``. A preset names only what differs from the
+defaults there, and always the percentile. At percentile 100 no distance decides, so there is
+nothing to warm up for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _MEMSHARE: dict[str, object] = {
     "use_structure": False,
     "align": "index",
 }
+_ALL: dict[str, object] = {"percentile": 100.0, "warmup": 0}
 
 PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
@@ -28,13 +29,13 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "memshare": {**_MEMSHARE, "fixed_tau": 0.8},
         "memshare-0.9": {**_MEMSHARE, "fixed_tau": 0.9},
         # Stage by stage: lexical similarity alone; with structure; `reasoncache` is all three.
-        "cosine": {"percentile": 100.0, "warmup": 0, "use_structure": False},
-        "cosine-structure": {"percentile": 100.0, "warmup": 0},
+        "cosine": {**_ALL, "use_structure": False},
+        "cosine-structure": _ALL,
         # The percentile of the distance threshold.
         "p20": {"percentile": 20.0},
         "p50": {"percentile": 50.0},
         "p80": {"percentile": 80.0},
-        "p100": {"percentile": 100.0, "warmup": 0},
+        "p100": _ALL,
         # A constant in place of the dynamic lexical threshold, all else ReasonCache.
         "fixed-0.8": {"percentile": 80.0, "fixed_tau": 0.8},
         "fixed-0.9": {"percentile": 80.0, "fixed_tau": 0.9},
@@ -44,23 +45,6 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         # Another distance between blocks.
         "cosine-distance": {"percentile": 80.0, "distance": "cosine"},
         # No stage at all: what careless sharing costs.
-        "random": {
-            "percentile": 100.0,
-            "warmup": 0,
-            "use_structure": False,
-            "random_ratio": 0.3,
-        },
+        "random": {**_ALL, "use_structure": False, "random_ratio": 0.3},
     }
 )
-
-# What decides on distances, after the filter.
-_STAGE_TWO = ("percentile", "warmup", "distance")
-
-
-def filter_knobs(preset: str) -> dict[str, object]:
-    """The part of a preset that :class:`FilterConfig` takes, by its names.
-
-    Raises:
-        KeyError: no such preset.
-    """
-    return {name: value for name, value in PRESETS[preset].items() if name not in _STAGE_TWO}

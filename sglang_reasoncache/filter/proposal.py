@@ -6,14 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from sglang_reasoncache.filter.align import BlockPair
 from sglang_reasoncache.filter.step import Step
 
 
 class CandidatePair(NamedTuple):
-    """Positions [dst_start, dst_start + length) may use the memory of the source's.
+    """Positions [dst_start, dst_start + length) may use the slots of the source's.
 
-    Positions are logical, in the request's sequence. ``similarity`` is the one
-    of the two steps, 0 for a random pair.
+    Positions are logical, in the request's sequence. ``similarity`` is the one of the two
+    steps, 0 for a random pair.
     """
 
     dst_start: int
@@ -33,10 +34,10 @@ class FilterCounters:
         steps_with_pairs: with at least one proposed block pair.
         candidates: earlier steps above the lexical threshold.
         dropped_structure: candidates whose formal content differs.
-        dropped_over_bound: candidates dropped because one of the two steps is
-            over a bound of reading structure; not in ``dropped_structure``.
-        dropped_excess: candidates beyond ``max_structure_checks`` or
-            ``max_candidates``, or not needed because all blocks had a pair.
+        dropped_over_bound: candidates dropped because one of the two steps is over a bound of
+            reading structure; not in ``dropped_structure``.
+        dropped_excess: candidates beyond ``max_structure_checks``, ``max_candidates`` or what
+            may be read for one step, or not needed because all blocks had a pair.
         over_bound: signatures that went over a bound.
         pairs: proposed block pairs.
     """
@@ -73,7 +74,7 @@ class Proposal(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """A finished step of one of many requests, as an engine gives it back.
+    """A finished step of one of many requests, as a :class:`StepEngine` gives it back.
 
     Attributes:
         request: id the engine gave the request.
@@ -87,6 +88,6 @@ class StepResult(NamedTuple):
     request: int
     start: int
     end: int
-    pairs: tuple[CandidatePair, ...]
+    pairs: tuple[BlockPair | CandidatePair, ...]
     counters: FilterCounters
     seconds: float

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step filter of one request: tokens in, proposed block pairs out.
 
-Stage 1 of ReasonCache with the alignment of blocks. Stage 2, the distance of
-the block pairs' K and V, needs the device and happens elsewhere.
+Stage 1 of ReasonCache with the alignment of blocks. Stage 2, the distance of the block pairs'
+K and V, needs the device and happens elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from sglang_reasoncache.filter.align import align_blocks
 from sglang_reasoncache.filter.dense import DenseIndex
 from sglang_reasoncache.filter.encoder import StepEncoder
-from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
+from sglang_reasoncache.filter.lexical import LexicalIndex, StepIndex, dynamic_threshold
 from sglang_reasoncache.filter.proposal import CandidatePair, FilterCounters, Proposal
 from sglang_reasoncache.filter.random_pairs import RandomPairs
 from sglang_reasoncache.filter.segment import Segmenter, TokenClasses
@@ -30,34 +30,29 @@ from sglang_reasoncache.filter.structure import (
 from sglang_reasoncache.filter.structure.scan import leaves_fence_open
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
-__all__ = [
-    "CandidatePair",
-    "FilterConfig",
-    "FilterCounters",
-    "Proposal",
-    "RequestFilter",
-]
+__all__ = ["CandidatePair", "FilterConfig", "FilterCounters", "Proposal", "RequestFilter"]
 
 
 class RequestFilter:
-    """Feeds on one response's tokens and proposes blocks to share.
+    """Feeds on one response's tokens and proposes blocks to share. Not thread safe.
 
-    Not thread safe; owned by one request. Holds at most
-    ``max_history_steps`` steps and one unfinished one.
+    Holds at most ``max_history_steps`` steps and one unfinished one.
 
     Args:
         config: the knobs.
         classes: token classes, shared by all requests of a tokenizer.
         vocabulary: spells the steps; the one of ``classes``.
         start_position: logical position of the first token to come.
-        span: which tokens are reasoning, fresh and this filter's own; None: all of
-            them. Other tokens only advance the position, and a marker ends the
-            open step.
+        span: which tokens are reasoning, fresh and this filter's own; None: all of them. Other
+            tokens only advance the position, and a marker ends the open step.
         encoder: of the steps, one for all requests; None: counts of token ids.
 
+    Attributes:
+        position: logical position of the next token to be pushed.
+        counters: sums over everything proposed so far.
+
     Raises:
-        ValueError: the config asks for another encoder than ``tokens``, and there
-            is none.
+        ValueError: the config asks for another encoder than ``tokens``, and there is none.
     """
 
     def __init__(
@@ -74,11 +69,11 @@ class RequestFilter:
         self._vocabulary = vocabulary
         self._span = span
         self._segmenter = Segmenter(classes, config.max_step_tokens)
-        self._position = start_position
+        self.position = start_position
         # Tokens of the open step; empty between two steps.
         self._open_tokens: list[int] = []
         self._in_code = False
-        self._history: LexicalIndex | DenseIndex
+        self._history: StepIndex
         if encoder is None:
             if config.encoder != "tokens" and config.random_ratio is None:
                 raise ValueError(f"--reasoncache-encoder {config.encoder} was not built")
@@ -87,42 +82,27 @@ class RequestFilter:
             self._history = DenseIndex(encoder, config.max_history_steps, config.length_factor)
         self._random: RandomPairs | None = None
         if config.random_ratio is not None:
-            self._random = RandomPairs(
-                config.random_ratio,
-                config.block,
-                config.page_size,
-                config.max_history_steps,
-                # Requests differ, ranks agree.
-                config.seed * 1_000_003 + start_position,
-            )
+            # Requests differ, ranks agree.
+            self._random = RandomPairs(config, config.seed * 1_000_003 + start_position)
+        # Characters of earlier steps that may still be read for the step at hand.
+        self._readable = 0
         self.counters = FilterCounters()
-        """Sums over everything pushed so far."""
-
-    @property
-    def position(self) -> int:
-        """Logical position of the next token to be pushed."""
-        return self._position
 
     def push(self, token_ids: Sequence[int]) -> list[Proposal]:
         """Take newly written tokens, in order; one proposal per finished step."""
-        return [self._propose(step) for step in self._steps(token_ids)]
+        return [self.propose(step) for step in self.steps(token_ids)]
 
-    def push_history(self, token_ids: Sequence[int]) -> None:
-        """Take tokens whose steps may only be sources, such as a retracted output.
+    def steps(self, token_ids: Sequence[int]) -> Iterator[Step]:
+        """Take newly written tokens; finished steps, as the tokens complete them.
 
-        Nothing is proposed or counted.
+        A step that is not given to :meth:`propose` is as if it had not been written.
         """
-        for step in self._steps(token_ids):
-            self._remember(step)
-
-    def _steps(self, token_ids: Sequence[int]) -> Iterator[Step]:
-        """Finished steps, as the tokens complete them."""
         push = self._segmenter.push
         tokens = self._open_tokens
         reasoning = self._span
         for token in token_ids:
-            position = self._position
-            self._position = position + 1
+            position = self.position
+            self.position = position + 1
             if reasoning is not None and (place := reasoning.push(token)) is not Place.INSIDE:
                 if place is not Place.OUTSIDE and (span := self._segmenter.close(position)):
                     finished = tokens.copy()
@@ -149,25 +129,22 @@ class RequestFilter:
         self._in_code = leaves_fence_open(text, self._in_code)
         return step
 
-    def _propose(self, step: Step) -> Proposal:
+    def propose(self, step: Step) -> Proposal:
+        """Block pairs of the step that :meth:`steps` gave last, which becomes an earlier one."""
         counters = FilterCounters(steps=1)
+        config = self._config
         if self._random is not None:
-            pairs = self._random.propose(step)[: self._config.max_blocks_per_step]
-        else:
-            pairs = self._align(step, self._candidates(step, counters), counters)
-        counters.pairs = len(pairs)
-        counters.steps_with_pairs = int(bool(pairs))
-        self._remember(step)
-        self.counters.add(counters)
-        return Proposal(step, tuple(pairs), counters)
-
-    def _remember(self, step: Step) -> None:
-        if self._random is not None:
+            pairs = self._random.propose(step)[: config.max_blocks_per_step]
             self._random.add(step)
         else:
+            pairs = self._align(step, self._candidates(step, counters), counters)
             self._history.add(step)
-        if not self._config.use_structure or self._random is not None:
+        if not config.use_structure or self._random is not None:
             step.text = ""  # nobody will read it any more
+        counters.pairs = len(pairs)
+        counters.steps_with_pairs = int(bool(pairs))
+        self.counters.add(counters)
+        return Proposal(step, tuple(pairs), counters)
 
     def _candidates(self, step: Step, counters: FilterCounters) -> list[tuple[float, int]]:
         """Lexical candidates as (similarity, index in the history).
@@ -200,9 +177,10 @@ class RequestFilter:
         pairs: list[CandidatePair] = []
         covered = bytearray(len(step))
         num_used = 0
+        self._readable = config.limits.max_chars
         for rank, (similarity, index) in enumerate(candidates):
-            room = config.max_blocks_per_step - len(pairs)
-            if num_used == config.max_candidates or room <= 0 or covered.count(0) < config.block:
+            left = config.max_blocks_per_step - len(pairs)
+            if num_used == config.max_candidates or left <= 0 or covered.count(0) < config.block:
                 counters.dropped_excess += len(candidates) - rank
                 break
             earlier = self._history[index]
@@ -212,7 +190,7 @@ class RequestFilter:
             found = align_blocks(
                 step, earlier, config.block, config.page_size, config.align, covered
             )
-            for dst, src in found[:room]:
+            for dst, src in found[:left]:
                 pairs.append(CandidatePair(dst, src, config.block, similarity))
                 at = dst - step.start
                 covered[at : at + config.block] = b"\x01" * config.block
@@ -220,6 +198,12 @@ class RequestFilter:
         return pairs
 
     def _passes(self, step: Step, earlier: Step, counters: FilterCounters) -> bool:
+        if earlier.signature is None:
+            # Steps that were no candidates yet must not be read in one go, however many.
+            self._readable -= min(len(earlier.text), self._config.limits.max_chars)
+            if self._readable < 0:
+                counters.dropped_excess += 1
+                return False
         a, b = self._signature(step, counters), self._signature(earlier, counters)
         if same_structure(a, b, self._config.structure_tolerance, self._config.limits):
             return True

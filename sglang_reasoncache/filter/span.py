@@ -24,39 +24,31 @@ class Place(IntEnum):
 
 
 class ReasoningSpan:
-    """Follows one response token by token, O(1) each.
+    """Follows one response token by token, O(1) each. Not thread safe.
 
     A marker is a single token and belongs to no reasoning. A token that is both a
-    start and an end marker counts as an end. Not thread safe.
+    start and an end marker counts as an end.
 
-    Args:
-        start_ids: tokens that open reasoning.
-        end_ids: tokens that close it.
-        inside: whether the first token to come is reasoning; see :func:`initial_state`.
+    Attributes:
+        inside: whether the next token is reasoning, unless it is a marker.
     """
 
-    __slots__ = ("_end_ids", "_inside", "_start_ids")
+    __slots__ = ("_end_ids", "_start_ids", "inside")
 
     def __init__(self, start_ids: frozenset[int], end_ids: frozenset[int], inside: bool) -> None:
         self._start_ids = start_ids
         self._end_ids = end_ids
-        self._inside = inside
-
-    @property
-    def inside(self) -> bool:
-        """Whether the next token is reasoning, unless it is a marker."""
-        return self._inside
+        self.inside = inside
 
     def push(self, token_id: int) -> Place:
         """Take the next token."""
         if token_id in self._end_ids:
-            was_inside = self._inside
-            self._inside = False
+            was_inside, self.inside = self.inside, False
             return Place.CLOSED if was_inside else Place.OUTSIDE
         if token_id in self._start_ids:
-            self._inside = True
+            self.inside = True
             return Place.OPENED
-        return Place.INSIDE if self._inside else Place.OUTSIDE
+        return Place.INSIDE if self.inside else Place.OUTSIDE
 
 
 class ReasoningMarkers(NamedTuple):
@@ -73,27 +65,14 @@ class ReasoningMarkers(NamedTuple):
     force: bool
 
     def inside_after(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the response to a prompt begins inside reasoning; see :func:`initial_state`."""
-        return initial_state(prompt_ids, self.start_ids, self.end_ids, self.force)
+        """Whether the response to a prompt begins inside reasoning.
 
-    def span_after(self, prompt_ids: Sequence[int]) -> ReasoningSpan:
-        """A fresh span for the response to a prompt."""
-        return ReasoningSpan(self.start_ids, self.end_ids, self.inside_after(prompt_ids))
-
-
-def initial_state(
-    prompt_ids: Sequence[int], start_ids: frozenset[int], end_ids: frozenset[int], force: bool
-) -> bool:
-    """Whether a response begins inside reasoning.
-
-    The last marker of the prompt decides, for many templates open reasoning there,
-    or open and close it where the client wants none; without a marker, ``force``.
-    An earlier turn's end marker in the prompt counts too: a response whose reasoning
-    then starts without a marker is taken as having none, and shares nothing.
-    """
-    # Vectorised: a prompt may have 100 000 tokens, and the scheduler waits.
-    prompt = np.asarray(prompt_ids, dtype=np.int64)
-    marks = np.flatnonzero(np.isin(prompt, [*start_ids, *end_ids]))
-    if not len(marks):
-        return force
-    return int(prompt[marks[-1]]) not in end_ids
+        The last marker of the prompt decides, for many templates open reasoning there, or
+        open and close it where the client wants none; without a marker, ``force``. An earlier
+        turn's end marker counts too: a response whose reasoning then starts without a marker
+        is taken as having none, and shares nothing.
+        """
+        # Vectorised: a prompt may have 100 000 tokens, and the scheduler waits.
+        prompt = np.asarray(prompt_ids, dtype=np.int64)
+        marks = np.flatnonzero(np.isin(prompt, [*self.start_ids, *self.end_ids]))
+        return int(prompt[marks[-1]]) not in self.end_ids if len(marks) else self.force

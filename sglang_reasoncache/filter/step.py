@@ -20,25 +20,21 @@ class Step:
         start: logical position of the first token in the request's sequence.
         end: one past the last token; the separator token is inside.
         token_ids: ``end - start`` ids, separator included.
-        num_chars: length of the decoded step without surrounding white space,
-            in characters, at least 1 (|S| of ReasonCache, stage 1).
-        bag_tokens: distinct token ids of the bag. Blank tokens at the end of
-            the step are left out, because the papers' step is the text
-            *between* two blank lines.
-        bag_counts: occurrences, parallel to ``bag_tokens``.
+        num_chars: length of the decoded step without surrounding white space, in characters,
+            at least 1 (|S| of ReasonCache, stage 1).
+        bag: occurrences of each token id. Blank tokens at the end of the step are left out,
+            because the papers' step is the text *between* two blank lines.
         norm_sq: squared Euclidean norm of the counts, an exact integer.
         text: decoded step; emptied once ``signature`` makes it needless.
         in_code: the step begins inside a code fence opened by an earlier step.
-        signature: structure signature, filled at most once and only when a
-            candidate needs it; None until then.
+        signature: structure signature, filled at most once and only when a candidate needs it.
     """
 
     start: int
     end: int
     token_ids: tuple[int, ...]
     num_chars: int
-    bag_tokens: tuple[int, ...]
-    bag_counts: tuple[int, ...]
+    bag: Counter[int]
     norm_sq: int
     text: str = ""
     in_code: bool = False
@@ -69,18 +65,9 @@ class Step:
         if not 0 <= num_blank_tail < len(ids):
             raise ValueError(f"num_blank_tail must be in [0, {len(ids)}), got {num_blank_tail}")
         bag = Counter(ids[: len(ids) - num_blank_tail])
-        counts = tuple(bag.values())
-        return cls(
-            start=start,
-            end=start + len(ids),
-            token_ids=ids,
-            num_chars=max(1, len(text.strip())),
-            bag_tokens=tuple(bag),
-            bag_counts=counts,
-            norm_sq=sum(count * count for count in counts),
-            text=text,
-            in_code=in_code,
-        )
+        norm_sq = sum(count * count for count in bag.values())
+        num_chars = max(1, len(text.strip()))
+        return cls(start, start + len(ids), ids, num_chars, bag, norm_sq, text, in_code)
 
     def __len__(self) -> int:
         """Number of tokens, separator included."""

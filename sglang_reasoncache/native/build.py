@@ -26,8 +26,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from sglang_reasoncache.native import generated
-
 _PACKAGE = Path(__file__).resolve().parent.parent
 _NAME = "libreasoncache.so"
 _TIMEOUT_SECONDS = 600
@@ -148,8 +146,6 @@ def _source_hash(root: Path) -> str:
     for path in sorted([*root.rglob("*.cpp"), *root.rglob("*.h")]):
         digest.update(f"{path.relative_to(root)}\0".encode())
         digest.update(path.read_bytes())
-    for path in sorted(generated.inputs()):
-        digest.update(path.read_bytes())
     return digest.hexdigest()[:24]
 
 
@@ -218,9 +214,7 @@ def _compile(root: Path, command: Sequence[str], target: Path) -> None:
     """Compile in a scratch folder, then move the result in place: nobody loads half a file."""
     sources = sorted(root.rglob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
-        for name, text in generated.headers().items():
-            Path(scratch, name).write_text(text, encoding="utf-8")
-        include = (f"-I{root}", f"-I{scratch}", f'-DREASONCACHE_SOURCE="{_source_hash(root)}"')
+        include = (f"-I{root}", f'-DREASONCACHE_SOURCE="{_source_hash(root)}"')
         objects = [f"{scratch}/{index}.o" for index in range(len(sources))]
 
         def compile_one(source: Path, to: str) -> None:

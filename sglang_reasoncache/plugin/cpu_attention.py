@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_reasoncache import compat, native
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat import hooking
+from sglang_reasoncache.compat.types import ModelRunner
 from sglang_reasoncache.platform import PLATFORM_NAME
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ def default_backend() -> str:
     return compat.CPU_BACKEND
 
 
-def make(model_runner: Any, *, corrected: bool = False) -> Any:
+def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
     """The backend of a scheduler process; see ``PagedCpuBackend``.
 
     Raises:
@@ -50,7 +52,7 @@ def make(model_runner: Any, *, corrected: bool = False) -> Any:
 
     hook_last_loc()
     try:
-        return PagedCpuBackend(model_runner, corrected=corrected)
+        return PagedCpuBackend(model_runner, cached)
     except ValueError as error:
         # It is the default: the operator may not have named it.
         raise ValueError(f"{error}; SGLang's own is --attention-backend torch_native") from error

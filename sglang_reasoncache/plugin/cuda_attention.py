@@ -13,38 +13,42 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat import hooking
+from sglang_reasoncache.compat.types import ModelRunner
 from sglang_reasoncache.plugin import refusals
 
 #: The backend of this scheduler process.
 _backend: Any | None = None
 
 
-def make(model_runner: Any, name: str, *, asked: str, corrected: bool) -> Any:
+def make(
+    model_runner: ModelRunner, name: str, cached: CachedPositions | None, *, requested_by: str
+) -> Any:
     """The backend of a scheduler process.
 
     Args:
         name: One of ``compat.CUDA_BACKENDS``.
-        asked: The flag that asks for it, the beginning of every message.
-        corrected: False reads every key as cached, and skips dropped positions only.
+        cached: Slots' cached positions. None reads every key as cached.
+        requested_by: The flag that requests it, the beginning of every message.
 
     Raises:
         ValueError: a device, model, pool, flag or mode that cannot be served, by name.
         RuntimeError: SGLang could not apply a hook (it only logs that).
     """
     global _backend
-    asked = f"{asked} over --attention-backend {name}"
+    requested_by = f"{requested_by} over --attention-backend {name}"
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
         raise ValueError(
-            f"{asked} needs an NVIDIA GPU, this server runs on {_device(model_runner)}"
+            f"{requested_by} needs an NVIDIA GPU, this server runs on {_device(model_runner)}"
         )
-    refusals.check_corrected(model_runner.server_args, asked)
+    refusals.check_corrected(model_runner.server_args, requested_by)
     backend = backend_class(name)(
-        model_runner, asked=asked, corrected=corrected, **_arguments(model_runner, name)
+        model_runner, cached, requested_by=requested_by, **_arguments(model_runner, name)
     )
-    if backend.shared_slots.backend != "triton":
-        raise ValueError(f"{asked} needs Triton kernels, which cannot be had here")
-    backend.shared_slots.warm_up()
+    if backend.paged.backend != "triton":
+        raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
+    backend.paged.warm_up()
     _install_hooks()
     _backend = backend
     return backend
@@ -60,14 +64,14 @@ def backend_class(name: str) -> type:
     )
 
 
-def _arguments(model_runner: Any, name: str) -> dict[str, Any]:
+def _arguments(model_runner: ModelRunner, name: str) -> dict[str, Any]:
     """What SGLang's registry hands to its backend besides the runner."""
     if name == "flashinfer":
         return {"init_new_workspace": model_runner.init_new_workspace}
     return {}
 
 
-def _device(model_runner: Any) -> str:
+def _device(model_runner: ModelRunner) -> str:
     return f"{model_runner.device} (ROCm)" if torch.version.hip else str(model_runner.device)
 
 
@@ -82,7 +86,7 @@ def _install_hooks() -> None:
 
 
 def _after_forward_batch(
-    result: Any, _cls: type, batch: Any, model_runner: Any, **_kwargs: Any
+    result: Any, _cls: type, batch: Any, model_runner: ModelRunner, **_kwargs: Any
 ) -> None:
     """Batches without our tree (SGLang's own trial runs) stay unknown.
 
@@ -94,12 +98,12 @@ def _after_forward_batch(
     if hasattr(tree, "reads_shifted"):
         shifted = mark.corrected and tree.reads_shifted(batch.reqs)
         mark.note(result.rids, shifted or tree.reads_evicted(batch.reqs))
-        statistics, mode = _backend.statistics, result.forward_mode
+        statistics, mode = _backend.paged.statistics, result.forward_mode
         if statistics is not None and not mode.is_idle():
             new = None if mode.is_decode() else result.extend_seq_lens_cpu
-            coming = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
-            if coming is not None:
-                _backend.expect(result.rids, coming)
+            prefill = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
+            if prefill is not None:
+                _backend.expect(result.rids, prefill)
 
 
 def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:
@@ -108,7 +112,7 @@ def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> An
         return variants
     if variants is not None:
         raise ValueError(
-            f"{_backend.asked}: this model's decode graphs have variants of their own "
+            f"{_backend.requested_by}: this model's decode graphs have variants of their own "
             f"({', '.join(variants.capture_labels)})"
         )
     from sglang_reasoncache.attention.paged_cuda import GraphVariants

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which step engine serves: the native one wherever it can."""
+"""The step filter of a scheduler, out of what SGLang and the operator said."""
 
 from __future__ import annotations
 
@@ -8,42 +8,21 @@ from typing import Any
 
 from sglang_reasoncache import native
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.filter.encoder import StepEncoder
-from sglang_reasoncache.filter.engine import InlineEngine, StepEngine
-from sglang_reasoncache.filter.request_filter import RequestFilter
-from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.span import ReasoningMarkers, ReasoningSpan
+from sglang_reasoncache.filter.span import ReasoningMarkers
 from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
-from sglang_reasoncache.native.engine import NativeEngine, supports
-from sglang_reasoncache.sharing.calibrated import filter_config
+from sglang_reasoncache.plugin.encoder import EncoderSource
 
 logger = logging.getLogger(__name__)
 
-_PYTHON_ONLY = (
-    "random sharing, a structure tolerance and other encoders than tokens are Python only"
-)
 
-
-def prepare(config: ReasonCacheConfig) -> None:
-    """Compile the native library before the scheduler processes want it.
-
-    Distances use it as well, whichever engine compares steps.
-
-    Raises:
-        ValueError: ``--reasoncache-engine native`` and it cannot be had, or does not
-            know what is asked for.
-    """
-    if config.engine == "native" and not supports(filter_config(config, config.block, 1)):
-        raise ValueError(f"--reasoncache-engine native: {_PYTHON_ONLY}")
+def prepare() -> None:
+    """Compile the CPU kernels before the scheduler processes want them."""
     try:
         native.prepare_for_children()
     except native.NativeUnavailable as error:
-        if config.engine == "native":
-            raise ValueError(f"--reasoncache-engine native: {error}") from error
-        logger.warning(
-            "reasoncache: no native code, steps and distances are compared in Python: %s", error
-        )
+        logger.warning("reasoncache: no native code, kernels run in PyTorch: %s", error)
 
 
 def make_engine(
@@ -51,9 +30,9 @@ def make_engine(
     filter_config: FilterConfig,
     tokenizer: Any,
     markers: ReasoningMarkers | None,
-    encoder: StepEncoder | None,
-) -> StepEngine:
-    """The engine for one scheduler.
+    encoder: EncoderSource | None,
+) -> FilterProcess:
+    """Start the filter of one scheduler.
 
     Args:
         config: the operator's settings.
@@ -63,45 +42,10 @@ def make_engine(
         encoder: replaces the bag of tokens in an ablation.
 
     Raises:
-        ValueError: a tokenizer that cannot be read, or ``--reasoncache-engine native``
-            for what only the Python filter does.
+        ValueError: a tokenizer or a sentence model that cannot be read.
+        RuntimeError: the process does not start.
     """
+    model, matrix = encoder or ("", None)
+    ids = None if markers is None else (markers.start_ids, markers.end_ids)
     vocabulary = vocabulary_of(tokenizer)
-    classes = TokenClasses(vocabulary)
-    if config.engine != "python":
-        try:
-            return _native(config, filter_config, classes, vocabulary, markers)
-        except (native.NativeUnavailable, NotImplementedError) as error:
-            if config.engine == "native":
-                raise ValueError(f"--reasoncache-engine native: {error}") from error
-            logger.warning("reasoncache: steps are compared in the scheduler's thread: %s", error)
-
-    def make_filter(start_position: int, inside: bool) -> RequestFilter:
-        span = None
-        if markers is not None:
-            span = ReasoningSpan(markers.start_ids, markers.end_ids, inside)
-        return RequestFilter(
-            filter_config, classes, vocabulary, start_position, span=span, encoder=encoder
-        )
-
-    return InlineEngine(make_filter)
-
-
-def _native(
-    config: ReasonCacheConfig,
-    filter_config: FilterConfig,
-    classes: TokenClasses,
-    vocabulary: Any,
-    markers: ReasoningMarkers | None,
-) -> NativeEngine:
-    if not supports(filter_config):
-        raise NotImplementedError(_PYTHON_ONLY)
-    return NativeEngine(
-        native.library(),
-        filter_config,
-        classes,
-        vocabulary,
-        () if markers is None else sorted(markers.start_ids),
-        () if markers is None else sorted(markers.end_ids),
-        config.max_pending,
-    )
+    return FilterProcess(filter_config, vocabulary, ids, config.max_pending, model, matrix)

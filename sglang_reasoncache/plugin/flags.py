@@ -4,105 +4,33 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
+from argparse import SUPPRESS
 from collections.abc import Callable
 from typing import Any
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.config import PRESET_NAMES, ReasonCacheConfig, flag_of, type_of
+from sglang_reasoncache.arguments import FLAGS, SET, flag_of
+from sglang_reasoncache.config import (
+    SETTINGS,
+    ReasonCacheConfig,
+    filter_config,
+    parse_settings,
+    type_of,
+)
 from sglang_reasoncache.plugin import ENABLED_ENV, engines, refusals
-from sglang_reasoncache.registry import BUILT_IN
-from sglang_reasoncache.sharing.calibrated import check_calibration, filter_config
+from sglang_reasoncache.sharing.calibration import check_calibration
 
 ENABLE = "enable_reasoncache"
 _PREFIX = "reasoncache_"
+_SET = _PREFIX + "set"
 
-#: Field -> (help, argparse extras). Types and defaults come from the config.
-_HELP: dict[str, tuple[str, dict[str, Any]]] = {
-    "policy": (
-        "What is done with the rows of running requests: reasoncache shares similar steps; "
-        f"{', '.join(BUILT_IN)} drop positions beyond budget=N or share=F, with when=F only while more "
-        "of the pool is in use, or (quest) read fewer in a step; none; several joined by +. See "
-        "docs/policies.md.",
-        {"metavar": "NAME[:key=value,...][+NAME...]"},
-    ),
-    "preset": (
-        "Named set of values for sharing; explicit flags win over it.",
-        {"choices": PRESET_NAMES},
-    ),
-    "block": ("Tokens per shared block; at --page-size > 1 the page is the block.", {}),
-    "percentile": (
-        "Share a block when its KV distance is within this percentile of those seen; 0 shares nothing.",
-        {},
-    ),
-    "warmup": ("KV distances observed before the first block may be shared.", {}),
-    "tau_strict": ("Upper end of the dynamic lexical threshold.", {}),
-    "tau_soft": ("Lower end of the dynamic lexical threshold.", {}),
-    "length_factor": ("Multiply the cosine with the ratio of step lengths.", {}),
-    "use_structure": ("Require equal formal content where both steps have some.", {}),
-    "fixed_tau": ("Constant lexical threshold instead of the dynamic one.", {}),
-    "structure_tolerance": (
-        "Largest tree edit distance between the formal content of two steps.",
-        {},
-    ),
-    "positions": (
-        "corrected: rotate a shared key to where it is used. as-cached: leave it (the papers' behaviour). "
-        "auto: corrected on the CPU platform where the model allows it, else as-cached.",
-        {"choices": ("auto", "corrected", "as-cached")},
-    ),
-    "align": (
-        "Pair blocks of equal tokens, or block by index (the papers' behaviour).",
-        {"choices": ("tokens", "index")},
-    ),
-    "publish": (
-        "What a finished request leaves in the prefix cache.",
-        {"choices": ("exact", "aliased")},
-    ),
-    "apply": (
-        "copy: write shared KV into own slots; saves nothing, exists to verify.",
-        {"choices": ("alias", "copy")},
-    ),
-    "admission_credit": (
-        "Largest share of future output that admission counts as shared in advance; 0 switches it off.",
-        {},
-    ),
-    "calibration": (
-        "JSON file that keeps the distance histogram across restarts.",
-        {"metavar": "PATH"},
-    ),
-    "random_ratio": ("Redirect this share of blocks to random earlier ones (experiment).", {}),
-    "half_life": (
-        "Distances after which an observed one counts half in the percentile; 0 never forgets.",
-        {},
-    ),
-    "distance": (
-        "How the K and V of two blocks are compared; cosine is an ablation.",
-        {"choices": ("euclidean", "cosine")},
-    ),
-    "encoder": (
-        "What step similarity compares: counts of tokens, or (ablations) embedding, the mean in the model's "
-        "embedding layer, or sentence-bert[:MODEL].",
-        {"metavar": "ENCODER"},
-    ),
-    "span": (
-        "Tokens that may share. reasoning: the part that --reasoning-parser marks. response: all output. "
-        "auto: reasoning where a parser is set.",
-        {"choices": ("auto", "reasoning", "response")},
-    ),
-    "engine": (
-        "native: compare steps in C++ on a thread of its own. python: in the scheduler's thread. "
-        "auto: native where it can be compiled.",
-        {"choices": ("auto", "native", "python")},
-    ),
-    "max_pending": (
-        "Finished steps that may wait for comparison; beyond, new ones are not looked at.",
-        {},
-    ),
-    "max_step_tokens": ("A reasoning step longer than this is cut there.", {}),
-    "max_history_steps": ("Earlier steps compared with a new one.", {}),
-    "allow_untested_sglang": ("Start on an SGLang version that was not tested.", {}),
-}
+
+class _Moved(argparse.Action):
+    """A flag that earlier versions had."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_args: Any, **_kwargs: Any) -> None:
+        parser.error(f"{self.option_strings[0]} is now {SET} {self.dest}=VALUE")
 
 
 def install() -> None:
@@ -125,33 +53,43 @@ def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Let a finished reasoning step share the KV slots of an earlier, similar step of its response.",
     )
-    for field in dataclasses.fields(ReasonCacheConfig):
-        text, extras = _HELP[field.name]
-        if isinstance(field.default, bool):
-            # --reasoncache-x and --no-reasoncache-x; None when neither is given.
-            group.add_argument(
-                flag_of(field.name), action=argparse.BooleanOptionalAction, default=None, help=text
-            )
-            continue
-        shown = f"{text} Default: {field.default}."
+    for name in FLAGS:
+        field = SETTINGS[name]
+        help_text = f"{field.metadata['help']} Default: {field.default}."
         group.add_argument(
-            flag_of(field.name),
-            type=type_of(field.name),
+            flag_of(name),
+            type=type_of(name),
             default=None,
-            help=shown.replace("%", "%%"),
-            **extras,
+            choices=field.metadata["choices"] or None,
+            metavar=field.metadata["values"],
+            help=help_text.replace("%", "%%"),
+        )
+    group.add_argument(
+        SET,
+        action="append",
+        metavar="key=value,...",
+        help="Every other setting, see docs/settings.md. May be given several times.",
+    )
+    for name in SETTINGS.keys() - set(FLAGS):
+        old = _PREFIX + name
+        spellings = [("--" + prefix + old).replace("_", "-") for prefix in ("", "no-")]
+        group.add_argument(
+            *spellings, action=_Moved, nargs="?", dest=name, default=SUPPRESS, help=SUPPRESS
         )
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     """AROUND ``ServerArgs.from_cli_args``: attach the config to the record."""
     given = {
-        name: getattr(args, _PREFIX + name, None)
-        for name in _HELP
+        name: getattr(args, _PREFIX + name)
+        for name in FLAGS
         if getattr(args, _PREFIX + name, None) is not None
     }
     server_args = original(cls, args)
     try:
+        lists = getattr(args, _SET, None)
+        if lists is not None:
+            given = {**parse_settings(",".join(lists)), **given}
         attach(server_args, bool(getattr(args, ENABLE, False)), given)
     except ValueError as error:
         # One line for the operator instead of SGLang's traceback.
@@ -164,9 +102,12 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
 
 
 def engine_server_args(**kwargs: Any) -> Any:
-    """``sglang.Engine(enable_reasoncache=True, reasoncache_block=8, ...)``."""
+    """``sglang.Engine(enable_reasoncache=True, reasoncache_block=8, ...)``; every setting is a
+    keyword, and ``reasoncache_set`` is as on the command line."""
     enabled = bool(kwargs.pop(ENABLE, False))
-    given = {
+    text = kwargs.pop(_SET, None)
+    given = {} if text is None else parse_settings(text)
+    given |= {
         name[len(_PREFIX) :]: kwargs.pop(name) for name in list(kwargs) if name.startswith(_PREFIX)
     }
     return attach(compat.ServerArgs(**kwargs), enabled, given)
@@ -200,7 +141,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     from sglang_reasoncache.plugin.encoder import check_encoder
 
     check_encoder(config, server_args.tp_size)
-    engines.prepare(config)
+    engines.prepare()
     server_args.radix_cache_backend = compat.TREE_BACKEND
     # The record takes no new fields; an underscore attribute survives the
     # pickling into the scheduler process.

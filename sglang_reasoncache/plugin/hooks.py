@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat import hooking
+from sglang_reasoncache.compat.types import ScheduleBatch, TreeCacheBuildContext
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.plugin.controller import Controller
+    from sglang_reasoncache.plugin.server import ServerParts
 
 logger = logging.getLogger(__name__)
 
 _installed = False
-#: The scheduler process has one controller; processes without a scheduler have none.
-_controller: Any | None = None
+#: Of the scheduler process; processes without a scheduler have none.
+_server: ServerParts | None = None
 
 
 def install() -> None:
@@ -44,66 +49,65 @@ def check_installed() -> None:
     hooking.check_applied(compat.HOOK_TARGETS.values())
 
 
-def _config() -> Any:
-    from sglang_reasoncache.plugin.flags import config_of
-
-    return config_of(compat.get_server_args())
-
-
 def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
-    """Exchange the freshly built allocator for ours; also gives slots their cached positions."""
-    if _config() is None:
-        # An enabled server ran in this parent process before; this one is stock.
-        return None
-    from sglang_reasoncache.plugin import assembly
+    """Exchange the freshly built allocator for ours."""
+    from sglang_reasoncache.plugin.flags import config_of
+    from sglang_reasoncache.plugin.server import ServerParts
 
-    return assembly.shared_allocator(result)
+    global _server
+    config = config_of(compat.get_server_args())
+    # None: an enabled server ran in this parent process before; this one is stock.
+    _server = None if config is None else ServerParts(config, result)
+    return None if _server is None else _server.allocator
 
 
-def _make_tree(context: Any) -> Any:
+def _make_tree(context: TreeCacheBuildContext) -> Any:
     """Radix-cache factory: the tree and the controller of this scheduler."""
-    from sglang_reasoncache.plugin import assembly
-
-    global _controller
     check_installed()
-    tree = assembly.tree(context, _config())
-    _controller = tree.controller
-    return tree
+    assert _server is not None, "SGLang builds the allocator before the prefix cache"
+    return _server.tree(context)
 
 
 def _wrap_attention_backend(name: str) -> None:
     stock = compat.ATTENTION_BACKENDS[name]
 
     def make(model_runner: Any) -> Any:
-        from sglang_reasoncache.plugin import assembly
-
-        config = _config()
-        if config is None:
+        if _server is None:
             return stock(model_runner)
-        return assembly.attention_backend(model_runner, config, name, stock)
+        return _server.attention_backend(model_runner, name, stock)
 
     compat.register_attention_backend(name)(make)
 
 
-def _after_prefill(_result: None, processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+def _controller() -> Controller | None:
+    return None if _server is None else _server.controller
+
+
+def _after_prefill(
+    _result: None, processor: Any, batch: ScheduleBatch, *_args: Any, **_kwargs: Any
+) -> None:
     """Under mixed chunk, decoding requests ride on a prefill batch, as its last ones."""
-    if _controller is None:
+    controller = _controller()
+    if controller is None:
         return
     riders = batch.decoding_reqs or []
     count = len(batch.reqs) - len(riders)
     written = [a + b for a, b in zip(batch.prefix_lens[:count], batch.extend_lens, strict=False)]
-    freed = _controller.after_prefill(batch.reqs[:count], written)
+    freed = controller.after_prefill(batch.reqs[:count], written)
     if riders:
-        freed += _controller.after_decode(riders)
-    _admit_again(_controller, processor, freed)
+        freed += controller.after_decode(riders)
+    _admit_again(controller, processor, freed)
 
 
-def _after_decode(_result: None, processor: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
-    if _controller is not None:
-        _admit_again(_controller, processor, _controller.after_decode(batch.reqs))
+def _after_decode(
+    _result: None, processor: Any, batch: ScheduleBatch, *_args: Any, **_kwargs: Any
+) -> None:
+    controller = _controller()
+    if controller is not None:
+        _admit_again(controller, processor, controller.after_decode(batch.reqs))
 
 
-def _admit_again(controller: Any, processor: Any, freed: int) -> None:
+def _admit_again(controller: Controller, processor: Any, freed: int) -> None:
     if freed and controller.config.admission_credit > 0:
         # SGLang stops trying to admit once memory ran out and tries again when
         # a request leaves; slots that come back in between must count as well.
@@ -113,17 +117,20 @@ def _admit_again(controller: Any, processor: Any, freed: int) -> None:
 def _after_count_uncached(result: tuple[int, int], _checker: Any) -> tuple[int, int] | None:
     """SGLang counts the row positions of running requests; a shared one is counted at its owner,
     an evicted one not at all."""
-    if _controller is None:
+    controller = _controller()
+    if controller is None:
         return None
     full, window = result
-    return full - _controller.saved_positions, window
+    return full - controller.saved_positions, window
 
 
 def _after_decode_log_parts(result: list[str], _stats: Any) -> list[str] | None:
-    return None if _controller is None else [*result, _controller.log_part()]
+    controller = _controller()
+    return None if controller is None else [*result, controller.log_part()]
 
 
 def _after_internal_state(_result: None, _owner: Any, state: dict[str, Any]) -> None:
-    """``GET /server_info`` lists each scheduler's internal state; ours rides along."""
-    if _controller is not None:
-        state["reasoncache"] = _controller.describe()
+    """``GET /server_info`` lists each scheduler's internal state; ours is one more entry."""
+    controller = _controller()
+    if controller is not None:
+        state["reasoncache"] = controller.describe()

@@ -35,7 +35,6 @@ class Report:
         stats: Everybody's counts.
         pipeline: Of the shared blocks.
         eviction: Of the evicted positions.
-        engine: What compares steps, by name.
         metrics: Prometheus series, None without ``--enable-metrics``.
         selection: Of the attention backend, where a policy selects what is read.
     """
@@ -46,7 +45,6 @@ class Report:
         stats: SharingStats,
         pipeline: BlockPipeline,
         eviction: EvictionController,
-        engine: str,
         metrics: SharingMetrics | None = None,
         selection: Selection | None = None,
     ) -> None:
@@ -54,7 +52,6 @@ class Report:
         self._stats = stats
         self._pipeline = pipeline
         self._eviction = eviction
-        self._engine = engine
         self._metrics = metrics
         self._selection = selection
         self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=_RECENT_REQUESTS)
@@ -108,7 +105,6 @@ class Report:
             "selection": None if self._selection is None else self._selection.describe(),
             "admission_credit": credit,
             "threshold": self._pipeline.threshold.describe(),
-            "engine": self._engine,
             "distances": self._pipeline.distance_backend,
             "totals": self._stats.to_dict(),
             "recent": list(self._recent),

@@ -17,7 +17,7 @@ from sglang_reasoncache.compat.types import ReqToTokenPool
 from sglang_reasoncache.eviction.evicted_positions import EvictedPositions
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
-from sglang_reasoncache.sharing.threshold import Threshold
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
 
 def refusal_of(block: BlockProposal, written: int, evicted: EvictedPositions) -> Refusal | None:
@@ -65,7 +65,9 @@ class Acceptor:
         self._meter = meter
         self.copies = copies
 
-    def judge(self, distances: Sequence[float], threshold: Threshold) -> list[Refusal | None]:
+    def judge(
+        self, distances: Sequence[float], threshold: AdaptiveThreshold
+    ) -> list[Refusal | None]:
         """Show the distances to the threshold and ask it about each."""
         accepted = threshold.decide(distances)
         refusal = Refusal.DISTANCE if threshold.is_warm else Refusal.WARMUP

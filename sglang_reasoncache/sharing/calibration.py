@@ -9,31 +9,39 @@ on the model, on the block size and on how keys are stored and compared.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import tempfile
-from dataclasses import astuple, dataclass
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from sglang_reasoncache.arguments import flag_of
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
+
+logger = logging.getLogger(__name__)
+
+#: Read from the model's folder when ``--reasoncache-calibration`` is not given.
+CALIBRATION_FILE = "reasoncache_calibration.json"
+_SAVE_INTERVAL_SECONDS = 30.0
 _VERSION = 1
 MAX_FILE_BYTES = 4 << 20
 """A file above this size is neither read nor written."""
 MAX_ENTRIES = 32
-"""Saving one more key drops the one that was saved the longest ago."""
-_MAX_KEY_CHARS = 512
+"""Saving one more key removes the one that was saved the longest ago."""
 
 
-@dataclass(frozen=True)
-class CalibrationKey:
+class CalibrationKey(NamedTuple):
     """What a distribution is valid for.
 
     Attributes:
-        model: name or fingerprint of the weights.
-        block: tokens per block.
-        positions: ``corrected`` or ``as-cached``.
-        kv_dtype: data type of the KV cache, such as ``bfloat16``.
-
-    Raises:
-        ValueError: an empty or overlong name, or a block below 1.
+        model: Fingerprint of the model, and how blocks are paired.
+        block: Tokens per block.
+        positions: ``corrected`` or ``as-cached``, and how blocks are compared.
+        kv_dtype: Data type of the KV cache, such as ``bfloat16``.
     """
 
     model: str
@@ -41,22 +49,12 @@ class CalibrationKey:
     positions: str
     kv_dtype: str
 
-    def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"calibration block must be at least 1, got {self.block}")
-        for name in ("model", "positions", "kv_dtype"):
-            length = len(getattr(self, name))
-            if not 1 <= length <= _MAX_KEY_CHARS:
-                raise ValueError(
-                    f"calibration {name} must have 1 to {_MAX_KEY_CHARS} characters, got {length}"
-                )
-
     def as_text(self) -> str:
         """The key in the file."""
-        return json.dumps(astuple(self))
+        return json.dumps(self)
 
 
-def load(path: str | os.PathLike[str], key: CalibrationKey) -> dict[str, object] | None:
+def load(path: Path, key: CalibrationKey) -> dict[str, object] | None:
     """The state saved for ``key``; None if the file or the key is absent.
 
     The state itself is validated by whoever restores it.
@@ -65,7 +63,7 @@ def load(path: str | os.PathLike[str], key: CalibrationKey) -> dict[str, object]
         ValueError: the file is too large or not a calibration file.
         OSError: the file exists but cannot be read.
     """
-    state = _read(Path(path)).get(key.as_text())
+    state = _read(path).get(key.as_text())
     if state is None:
         return None
     if not isinstance(state, dict):
@@ -73,19 +71,18 @@ def load(path: str | os.PathLike[str], key: CalibrationKey) -> dict[str, object]
     return state
 
 
-def save(path: str | os.PathLike[str], key: CalibrationKey, state: dict[str, object]) -> None:
+def save(path: Path, key: CalibrationKey, state: dict[str, object]) -> None:
     """Set the state of ``key`` and keep the other entries; replaces the file in one move.
 
     Readers see the old file or the new one. Two writers at once are safe too,
-    but the later one may drop the entry of the other.
+    but the later one may remove the entry of the other.
 
     Raises:
         ValueError: the present file is not a calibration file (it is left
             alone), or the new one would be too large.
         OSError: the directory cannot be written.
     """
-    target = Path(path)
-    entries = _read(target)
+    entries = _read(path)
     entries.pop(key.as_text(), None)
     entries[key.as_text()] = state
     while len(entries) > MAX_ENTRIES:
@@ -96,7 +93,7 @@ def save(path: str | os.PathLike[str], key: CalibrationKey, state: dict[str, obj
         raise ValueError(
             f"calibration file {path} must be at most {MAX_FILE_BYTES} bytes, got {len(data)}"
         )
-    _replace(target, data)
+    _replace(path, data)
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -133,3 +130,101 @@ def _replace(target: Path, data: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+class CalibratedThreshold:
+    """The distance threshold of a server, kept in a file across restarts; one per scheduler.
+
+    Args:
+        config: Resolved settings.
+        key: What distances depend on.
+        model_path: Folder of the weights, searched for a calibration.
+        writes: Whether this process writes the calibration (one rank does).
+        agree: Called with the stored histogram this rank found; returns the one
+            all ranks use.
+    """
+
+    def __init__(
+        self,
+        config: ReasonCacheConfig,
+        key: CalibrationKey,
+        model_path: str,
+        writes: bool,
+        agree: Callable[[Any], Any] = lambda state: state,
+    ) -> None:
+        self._config = config
+        self._key = key
+        self._path = Path(config.calibration) if config.calibration else None
+        self._writes = writes
+        self._saved_at = time.monotonic()
+        self._saved_observations = 0
+        self.threshold = AdaptiveThreshold(
+            config.percentile,
+            config.warmup,
+            config.half_life or None,
+            state=agree(self._stored(Path(model_path) / CALIBRATION_FILE)),
+        )
+
+    def _stored(self, beside_model: Path) -> dict[str, object] | None:
+        """The histogram of an earlier run, from the operator's file or the model's folder."""
+        for path in (self._path, beside_model):
+            if path is None or not path.is_file():
+                continue
+            stored = load(path, self._key)
+            if stored is not None:
+                logger.info("reasoncache: distances calibrated from %s", path)
+                return stored
+            logger.warning("reasoncache: %s holds no distances for %s", path, self._key)
+        logger.info(
+            "reasoncache: no calibration, nothing is shared before %d distances were seen",
+            self._config.warmup,
+        )
+        return None
+
+    def maybe_save(self) -> None:
+        """Write the calibration now and then; called in each poll, so it must be cheap."""
+        if (
+            self._path is None
+            or not self._writes
+            or time.monotonic() - self._saved_at < _SAVE_INTERVAL_SECONDS
+        ):
+            return
+        self._saved_at = time.monotonic()
+        if self.threshold.num_observed > self._saved_observations:
+            self._saved_observations = self.threshold.num_observed
+            try:
+                save(self._path, self._key, self.threshold.to_state())
+            except (OSError, ValueError):
+                # A full disk, or a file that was corrupted meanwhile, must not stop the
+                # server; the next interval tries again.
+                logger.exception(
+                    "reasoncache: could not write %s %s", flag_of("calibration"), self._path
+                )
+
+    def describe(self) -> dict[str, Any]:
+        value = self.threshold.value
+        return {
+            "key": self._key.as_text(),
+            "percentile": self._config.percentile,
+            "observations": self.threshold.num_observed,
+            "warm": self.threshold.is_warm,
+            # JSON has no infinity; None is "whatever stage 1 lets through".
+            "distance": value if math.isfinite(value) else None,
+        }
+
+
+def check_calibration(config: ReasonCacheConfig) -> None:
+    """Refuse ``--reasoncache-calibration`` before a server starts on it.
+
+    Raises:
+        ValueError: not a calibration file, or a folder that cannot be written.
+    """
+    if config.calibration is None:
+        return
+    path, flag = Path(config.calibration), flag_of("calibration")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{flag} must lie in a writable folder, got {config.calibration!r}")
+    try:
+        load(path, CalibrationKey("any", 1, config.positions, "any"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{flag} {config.calibration!r}: {error}") from error

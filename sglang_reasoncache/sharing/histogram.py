@@ -14,23 +14,16 @@ LOW = 1e-7
 """Smallest distance with a bin of its own; the range ends at :data:`HIGH`."""
 HIGH = 1e3
 BINS_PER_DECADE = 256
-_NUM_DECADES = 10
-# Index 0: exact zeros; 1: below LOW; then the bins; last: HIGH and above.
-_ZERO, _UNDER, _FIRST = 0, 1, 2
-_NUM_INNER = BINS_PER_DECADE * _NUM_DECADES
-_OVER = _FIRST + _NUM_INNER
-_NUM_BINS = _OVER + 1
+_NUM_INNER = BINS_PER_DECADE * 10
+_LAYOUT = [LOW, HIGH, BINS_PER_DECADE]
 
-# A distance counts as the upper edge of its bin: never below itself, at most
-# 10 ** (1 / 256) = 1.00904 times itself. The last factor absorbs the rounding
-# of the logarithm, so that a distance is never above its own edge.
+#: Upper edges of the bins: exact zeros; up to LOW; between LOW and HIGH; what lies above counts
+#: as HIGH. A distance counts as the edge of its bin: never below itself, at most
+#: 10 ** (1 / 256) = 1.00904 times itself.
 _EDGES = np.concatenate(
-    [
-        [0.0, LOW],
-        LOW * 10.0 ** (np.arange(1, _NUM_INNER + 1) / BINS_PER_DECADE) * (1 + 1e-12),
-        [HIGH],
-    ]
+    [[0.0, LOW], LOW * 10.0 ** (np.arange(1, _NUM_INNER + 1) / BINS_PER_DECADE), [HIGH]]
 )
+_NUM_BINS = len(_EDGES)
 
 # Weights of later observations grow under decay; scale down before they overflow.
 _MAX_WEIGHT = 1e100
@@ -44,15 +37,10 @@ class Histogram:
     of zero or in [1e-7, 1e3). Smaller ones count as 1e-7, larger as 1e3.
 
     Args:
-        half_life: observations after which one counts half; None: never.
-
-    Raises:
-        ValueError: ``half_life`` not above 0.
+        half_life: Observations after which one counts half, above 0; None: never.
     """
 
     def __init__(self, half_life: float | None = None) -> None:
-        if half_life is not None and not (half_life > 0 and math.isfinite(half_life)):
-            raise ValueError(f"half_life must be a finite number above 0, got {half_life}")
         self._growth = 1.0 if half_life is None else 2.0 ** (1.0 / half_life)
         self._weight = 1.0  # of the next observation
         self._bins = np.zeros(_NUM_BINS)
@@ -62,7 +50,7 @@ class Histogram:
         """Observe a distance; NaN, infinite and negative ones are ignored."""
         if not (math.isfinite(distance) and distance >= 0):
             return
-        self._bins[_bin_of(distance)] += self._weight
+        self._bins[np.searchsorted(_EDGES[:-1], distance)] += self._weight
         self.num_observed += 1
         self._weight *= self._growth
         if self._weight > _MAX_WEIGHT:
@@ -97,7 +85,7 @@ class Histogram:
         filled = np.flatnonzero(self._bins)
         return {
             "version": _VERSION,
-            "layout": _layout(),
+            "layout": _LAYOUT,
             "num_observed": self.num_observed,
             "bins": [[int(i), float(self._bins[i] / newest)] for i in filled],
         }
@@ -111,14 +99,11 @@ class Histogram:
         """
         if not isinstance(state, dict):
             raise ValueError(f"histogram state must be an object, got {type(state).__name__}")
-        if state.get("version") != _VERSION:
-            raise ValueError(
-                f"histogram state must have version {_VERSION}, got {state.get('version')!r}"
-            )
-        if state.get("layout") != _layout():
-            raise ValueError(
-                f"histogram state must have layout {_layout()}, got {state.get('layout')!r}"
-            )
+        for key, value in (("version", _VERSION), ("layout", _LAYOUT)):
+            if state.get(key) != value:
+                raise ValueError(
+                    f"histogram state must have {key} {value}, got {state.get(key)!r:.80}"
+                )
         restored = cls(half_life)
         restored._bins = _read_bins(state.get("bins"))
         restored.num_observed = _read_count(state.get("num_observed"), restored._bins)
@@ -126,38 +111,21 @@ class Histogram:
         return restored
 
 
-def _layout() -> list[float]:
-    return [LOW, HIGH, BINS_PER_DECADE]
-
-
-def _bin_of(distance: float) -> int:
-    if distance == 0:
-        return _ZERO
-    if distance < LOW:
-        return _UNDER
-    if distance >= HIGH:
-        return _OVER
-    inner = int((math.log10(distance) + 7.0) * BINS_PER_DECADE)
-    return _FIRST + min(max(inner, 0), _NUM_INNER - 1)
-
-
 def _read_bins(entries: object) -> npt.NDArray[np.float64]:
-    if not isinstance(entries, list) or len(entries) > _NUM_BINS:
-        raise ValueError(f"histogram bins must be a list of at most {_NUM_BINS} pairs")
     bins = np.zeros(_NUM_BINS)
-    for entry in entries:
-        if not (isinstance(entry, list) and len(entry) == 2):
-            raise ValueError(f"a histogram bin must be [index, weight], got {entry!r:.80}")
-        index, weight = entry
-        if type(index) is not int or not 0 <= index < _NUM_BINS or bins[index]:
-            raise ValueError(
-                f"a histogram bin index must be once in [0, {_NUM_BINS}), got {index!r:.80}"
-            )
-        if type(weight) not in (int, float) or not 0 < weight <= _MAX_WEIGHT:
-            raise ValueError(
-                f"a histogram weight must be in (0, {_MAX_WEIGHT}], got {weight!r:.80}"
-            )
-        bins[index] = weight
+    try:
+        if not isinstance(entries, list) or len(entries) > _NUM_BINS:
+            raise ValueError
+        for index, weight in entries:
+            once = type(index) is int and 0 <= index < _NUM_BINS and not bins[index]
+            if not once or type(weight) not in (int, float) or not 0 < weight <= _MAX_WEIGHT:
+                raise ValueError
+            bins[index] = weight
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"histogram bins must be at most {_NUM_BINS} pairs [index, weight], an index below "
+            f"that once, a weight in (0, {_MAX_WEIGHT}], got {entries!r:.80}"
+        ) from None
     return bins
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.sharing.acceptor import Acceptor, refusal_of
-from sglang_reasoncache.sharing.calibrated import CalibratedThreshold
+from sglang_reasoncache.sharing.calibration import CalibratedThreshold
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.ranks import Ranks

@@ -14,6 +14,7 @@ from sglang_reasoncache.eviction.stats import EvictionStats
 class SharingStats(EvictionStats):
     """Plain totals since start or the last flush; every number in tokens, steps or blocks.
 
+    ``filter_restarts`` and ``filter_given_up`` (0 or 1) count since the start, flushed or not.
     ``filter_seconds`` is CPU time of comparing steps, wherever that runs;
     ``scheduler_seconds`` is what the scheduler's thread spent on all of sharing.
     ``saved``/``logical`` sums run over polls, one in a few decode steps: slots not needed
@@ -28,7 +29,8 @@ class SharingStats(EvictionStats):
     structure_refusals: int = 0
     over_bound_steps: int = 0
     steps_shed: int = 0
-    engine_failures: int = 0
+    filter_restarts: int = 0
+    filter_given_up: int = 0
     blocks_compared: int = 0
     blocks_shared: int = 0
     slots_saved_total: int = 0

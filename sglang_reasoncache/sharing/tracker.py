@@ -50,10 +50,6 @@ class RequestTracker:
         # Engine id -> SGLang's request, as long as that lives.
         self._requests: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
 
-    @property
-    def engine_name(self) -> str:
-        return self._engine.name
-
     def follow(self, req: Request) -> RequestState:
         """The request's state; a new request is followed if it may share."""
         state = state_of(req)
@@ -63,7 +59,7 @@ class RequestTracker:
         state = attach(req, RequestState(takes_part=takes_part(req)))
         if not state.takes_part:
             self._stats.requests_opted_out += 1
-        elif self._shares:
+        elif self._shares and not self._engine.given_up:
             prompt = req.origin_input_ids
             inside = self._markers is None or self._markers.inside_after(prompt)
             try:
@@ -93,6 +89,8 @@ class RequestTracker:
         if ids:
             self._engine.feed(ids, counts, tokens)
         self._stats.steps_shed = self._engine.steps_shed - self._shed_before
+        self._stats.filter_restarts = self._engine.restarts
+        self._stats.filter_given_up = int(self._engine.given_up)
 
     def take(self, limit: int, max_pairs: int) -> list[tuple[Request | None, StepResult]]:
         """Steps that the engines of all ranks have compared, and whose they are.
@@ -116,7 +114,10 @@ class RequestTracker:
         return [(self._requests.get(result.request), result) for result in results]
 
     def _lose_engine(self) -> None:
-        """The engine of some rank failed: all start theirs anew, for new requests."""
+        """The engine of some rank failed: all start theirs anew, or give up, at the same poll.
+
+        What it knew of the running requests is lost, so they are not followed any more.
+        """
         for req in list(self._requests.values()):
             state = state_of(req)
             if state is not None and state.followed is not None:
@@ -124,8 +125,7 @@ class RequestTracker:
                 state.followed = None
         self._requests.clear()
         self._orphans.clear()
-        self._stats.engine_failures += 1
-        self._shares = self._engine.restart()
+        self._engine.restart()
 
     def reset(self) -> None:
         """Counts begin anew."""

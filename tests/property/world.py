@@ -96,14 +96,14 @@ class ScriptedEngine:
     While it is ``slow``, results stay behind.
     """
 
-    name = "scripted"
     steps_shed = 0
+    given_up = False
 
     def __init__(self) -> None:
         self.waiting: dict[int, list[Pair]] = {}
         self.closed: set[int] = set()
-        self.slow = self.failed = False
-        self.restarts = True
+        self.slow = self.broken = False
+        self.restarts = 0
         self._results: list[StepResult] = []
 
     @property
@@ -136,15 +136,15 @@ class ScriptedEngine:
             for pair in result.pairs
         ]
 
-    def restart(self) -> bool:
-        self.failed = False
-        self._results = []
-        return self.restarts
-
     def ready(self) -> int:
-        if self.failed:
+        if self.broken:
             return -1
         return 0 if self.slow else len(self._results)
+
+    def restart(self) -> None:
+        self.restarts += 1
+        self.broken = False
+        self._results.clear()
 
     def take(self, limit: int, max_pairs: int) -> list[StepResult]:
         taken, self._results = self._results[:limit], self._results[limit:]
@@ -269,7 +269,7 @@ class World:
         pipeline = BlockPipeline(
             tracker, meter, acceptor, accept_all, stats, self.ranks, setup.block
         )
-        report = Report(config, stats, pipeline, eviction, self.engine.name)
+        report = Report(config, stats, pipeline, eviction)
         self.controller = Controller(
             config, stats, tracker, pipeline, eviction, report, interval=interval
         )

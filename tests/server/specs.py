@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from sglang_reasoncache.arguments import arguments_of
+from sglang_reasoncache.filter.process import WAIT_ENV
 from tests.server import quest_rule, rkv_rule
 from tests.server.harness import SHARED, STOCK
 
@@ -10,7 +12,7 @@ from tests.server.harness import SHARED, STOCK
 #: requests queue, get retracted and the prefix cache is evicted.
 TIGHT = ("--max-total-tokens", "2400")
 #: Share whatever stage 1 proposes, from the first request on.
-EAGER = ("--reasoncache-percentile", "100", "--reasoncache-warmup", "0", "--reasoncache-block", "8")
+EAGER = tuple(arguments_of({"percentile": 100, "warmup": 0, "block": 8}))
 #: Long prompts arrive in pieces, together with decoding requests.
 CHUNKED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk")
 
@@ -33,12 +35,7 @@ PAGED = SHARED.having(
     *TIGHT,
     "--page-size",
     "16",
-    "--reasoncache-percentile",
-    "100",
-    "--reasoncache-warmup",
-    "0",
-    "--reasoncache-align",
-    "index",
+    *arguments_of({"percentile": 100, "warmup": 0, "align": "index"}),
     "--reasoncache-publish",
     "aliased",
     "--schedule-conservativeness",
@@ -142,12 +139,7 @@ EVICTING_PROMPTS_PAGES = SHARED.having(
     "--page-size",
     "16",
     "--disable-overlap-schedule",
-    "--reasoncache-percentile",
-    "100",
-    "--reasoncache-warmup",
-    "0",
-    "--reasoncache-align",
-    "index",
+    *arguments_of({"percentile": 100, "warmup": 0, "align": "index"}),
     "--reasoncache-policy",
     "reasoncache+streamingllm:budget=128:slack=16:prompt=true",
     SGLANG_TEST_RETRACT="true",
@@ -179,16 +171,18 @@ EVICTING_WHEN_SHORT = SHARED.having(
 #: SGLang's own attention.
 STOCK_TORCH = STOCK.having("torch-native", "--attention-backend", "torch_native")
 NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
-#: Steps compared at once, so that a response shares at the same tokens on every server.
-INLINE = ("--reasoncache-engine", "python")
-CORRECTED = SHARED.having("corrected", *EAGER, *INLINE)
-CORRECTED_COPY = CORRECTED.having("copy", "--reasoncache-apply", "copy")
-AS_CACHED = SHARED.having("as-cached", *EAGER, *INLINE, "--reasoncache-positions", "as-cached")
-AS_CACHED_COPY = AS_CACHED.having("copy", "--reasoncache-apply", "copy")
+#: Polls wait for the filter, so that a response shares at the same tokens on every server.
+WAITING = {WAIT_ENV: "1"}
+#: Shared KV is written to own slots.
+COPY = ("--reasoncache-set", "apply=copy")
+CORRECTED = SHARED.having("corrected", *EAGER, **WAITING)
+CORRECTED_COPY = CORRECTED.having("copy", *COPY)
+AS_CACHED = SHARED.having("as-cached", *EAGER, "--reasoncache-positions", "as-cached", **WAITING)
+AS_CACHED_COPY = AS_CACHED.having("copy", *COPY)
 
 #: The model marks its reasoning; blocks are compared by angle, an ablation.
 REASONING = SHARED.having(
-    "reasoning", *EAGER, "--reasoning-parser", "qwen3", "--reasoncache-distance", "cosine"
+    "reasoning", *EAGER, "--reasoning-parser", "qwen3", "--reasoncache-set", "distance=cosine"
 )
 
 __all__ = [

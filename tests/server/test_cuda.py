@@ -13,7 +13,7 @@ from eval.serving import ServerError, ServerProcess
 from tests.server import masking, quest_rule, rkv_rule
 from tests.server.harness import STRICT_CHECKS, assert_whole
 from tests.server.problems import OPT_OUT, chat_once, problems, report, solve, tokens_and_logprobs
-from tests.server.specs import EAGER, INLINE
+from tests.server.specs import EAGER, WAITING
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -42,11 +42,11 @@ def graphs(request: pytest.FixtureRequest) -> tuple[str, ...]:
 def _served(
     model_path: Path, log: Path, attention: str, graphs: tuple[str, ...], *more: str
 ) -> ServerProcess:
-    flags = ("--enable-reasoncache", "--attention-backend", attention, *graphs, *EAGER, *INLINE)
+    flags = ("--enable-reasoncache", "--attention-backend", attention, *graphs, *EAGER)
     return ServerProcess(
         model_path,
         flags=(*flags, "--mem-fraction-static", "0.3", "--max-running-requests", "16", *more),
-        env=STRICT_CHECKS,
+        env={**STRICT_CHECKS, **WAITING},
         log_path=log,
         device="cuda",
     )
@@ -83,7 +83,7 @@ def test_sharing_equals_copying(
     """
     answers = {}
     for apply in ("alias", "copy"):
-        flags = ("--reasoncache-positions", "corrected", "--reasoncache-apply", apply)
+        flags = ("--reasoncache-positions", "corrected", "--reasoncache-set", f"apply={apply}")
         log = tmp_path / f"{apply}.log"
         with _served(
             model_path, log, attention, graphs, *flags, "--disable-overlap-schedule"

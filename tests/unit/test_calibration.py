@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calibration file: keyed, atomic, bounded, and honest about corruption."""
+"""The calibration file: keyed, atomic, bounded, honest about corruption, kept across restarts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.sharing import calibration
-from sglang_reasoncache.sharing.calibration import CalibrationKey, load, save
+from sglang_reasoncache.sharing.calibration import (
+    CalibratedThreshold,
+    CalibrationKey,
+    check_calibration,
+    load,
+    save,
+)
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
 _KEY = CalibrationKey("model-a", 16, "corrected", "bfloat16")
@@ -36,9 +43,9 @@ def test_states_are_kept_apart_by_every_part_of_the_key(tmp_path: Path) -> None:
         save(path, key, state_of(count))
     for count, key in enumerate(keys, start=1):
         state = load(path, key)
-        assert AdaptiveThreshold.from_state(state).num_observed == count
+        assert AdaptiveThreshold(state=state).num_observed == count
     save(path, _KEY, state_of(9))
-    assert AdaptiveThreshold.from_state(load(path, _KEY)).num_observed == 9
+    assert AdaptiveThreshold(state=load(path, _KEY)).num_observed == 9
     assert [entry.name for entry in tmp_path.iterdir()] == ["calibration.json"]
 
 
@@ -120,14 +127,63 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["calibration.json"]
 
 
-@pytest.mark.parametrize(
-    ("model", "block", "message"),
-    [
-        ("", 16, "calibration model must have 1 to 512 characters, got 0"),
-        ("x" * 513, 16, "calibration model must have 1 to 512 characters, got 513"),
-        ("m", 0, "calibration block must be at least 1, got 0"),
-    ],
-)
-def test_bad_keys_are_refused(model: str, block: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CalibrationKey(model, block, "corrected", "bfloat16")
+def _factory(
+    config: ReasonCacheConfig, model_path: Path, writes: bool = True
+) -> CalibratedThreshold:
+    return CalibratedThreshold(config, _KEY, str(model_path), writes)
+
+
+def _config(path: Path | None) -> ReasonCacheConfig:
+    return ReasonCacheConfig(
+        positions="corrected", warmup=4, calibration=None if path is None else str(path)
+    )
+
+
+def test_restart_is_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one server saw, the next one starts with."""
+    monkeypatch.setattr(calibration, "_SAVE_INTERVAL_SECONDS", 0.0)
+    config = _config(tmp_path / "seen.json")
+    first = _factory(config, tmp_path)
+    assert not first.threshold.is_warm
+    first.threshold.decide([0.1, 0.2, 0.3, 0.4, 0.5])
+    first.maybe_save()
+    second = _factory(config, tmp_path)
+    assert second.threshold.is_warm
+    assert second.threshold.value == pytest.approx(first.threshold.value)
+
+
+def test_calibration_beside_the_model_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the flag a file in the model's folder is used and never written."""
+    monkeypatch.setattr(calibration, "_SAVE_INTERVAL_SECONDS", 0.0)
+    beside = tmp_path / calibration.CALIBRATION_FILE
+    writer = _factory(_config(beside), tmp_path)
+    writer.threshold.decide([0.1] * 8)
+    writer.maybe_save()
+    written = beside.read_bytes()
+    reader = _factory(_config(None), tmp_path)
+    assert reader.threshold.is_warm
+    reader.threshold.decide([0.9] * 8)
+    reader.maybe_save()
+    assert beside.read_bytes() == written
+
+
+def test_spoilt_file_does_not_stop_a_running_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before a start, and only logged while serving."""
+    monkeypatch.setattr(calibration, "_SAVE_INTERVAL_SECONDS", 0.0)
+    path = tmp_path / "seen.json"
+    factory = _factory(_config(path), tmp_path)
+    path.write_text("{]")
+    factory.threshold.decide([0.1])
+    factory.maybe_save()
+    assert path.read_text() == "{]"
+    with pytest.raises(ValueError, match="--reasoncache-calibration"):
+        check_calibration(_config(path))
+
+
+def test_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must lie in a writable folder"):
+        check_calibration(_config(tmp_path / "absent" / "seen.json"))

@@ -340,24 +340,33 @@ def test_ranks_wait_for_the_slowest_device() -> None:
     assert world.controller.after_decode([req]) == 4
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_a_failed_engine_is_left_by_all_requests(again: bool) -> None:
-    """What it knew is lost; blocks that are shared stay, new requests are followed again if it
-    could be restarted."""
-    world = World(SETUP)
+@pytest.mark.parametrize("where", ["here", "on another rank"])
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> None:
+    """What it knew is lost; shared blocks stay, and new requests are followed unless it was
+    given up."""
+    ranks = Voting(None)
+    world = World(SETUP, ranks=ranks)
     req = start(world)
     propose(world, req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 4
     propose(world, req, Pair(26, 14))
-    world.engine.failed, world.engine.restarts = True, again
+    world.engine.given_up = given_up
+    if where == "here":
+        world.engine.broken = True
+    else:
+        ranks.allowed = -1
     assert world.controller.after_decode([req]) == 0
-    assert world.controller.stats.engine_failures == 1
+    ranks.allowed = None
+    assert (world.engine.restarts, world.engine.outstanding) == (1, 0)
+    stats = world.controller.stats
+    assert (stats.filter_restarts, stats.filter_given_up) == (1, int(given_up))
     assert state(world, req).followed is None
-    assert world.controller.live_positions == 4
-    decode(world, req)
-    assert world.controller.after_decode([req]) == 0
+    assert state(world, req).shared == [(20, 8)] and world.controller.live_positions == 4
     other = start(world, "other", first=200)
-    assert (state(world, other).followed is not None) == again
+    assert (state(world, other).followed is None) == given_up
+    decode(world, req)
+    assert world.controller.after_decode([req, other]) == 0
     assert world.engine.closed == set()
     for running in (req, other):
         finish(world, running)

@@ -15,8 +15,8 @@ from types import ModuleType
 import pytest
 
 from sglang_reasoncache import registry
+from sglang_reasoncache.eviction.apply import EvictionRefusal
 from sglang_reasoncache.selection.checked_selector import SelectionRefusal
-from sglang_reasoncache.sharing.decision import EvictionRefusal
 from tests.eviction.test_evictors import positions, view
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "policies.md"

@@ -211,7 +211,10 @@ class _Entry:
         (NoNeeds, "have needs, a set of attention, keys, unrotated keys or an empty one; oldest"),
         (NeedsValues, "have needs, a set of attention"),
         (NeedsRaise, "not today"),
-        (ObservesNothing, "have observes, an Observation, as attention is needed; oldest"),
+        (
+            ObservesNothing,
+            "have statistics_needs, a StatisticsNeeds, as attention is needed; oldest",
+        ),
         (Asserting, "options that oldest takes .*not today"),
         (UnknownType, "policies whose types resolve; oldest has NameError.*torchx"),
     ],
@@ -222,7 +225,7 @@ def test_another_packages_policy(
     """By entry point; built-in names stay ours."""
 
     def found(group: str) -> list[_Entry]:
-        assert group == "sglang_reasoncache.eviction.policies"
+        assert group == "sglang_reasoncache.policies"
         return [_Entry(loads)]
 
     monkeypatch.setattr(registry, "entry_points", found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.sharing.histogram import Histogram
-from sglang_reasoncache.sharing.threshold import AdaptiveThreshold, FixedThreshold, Threshold
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
 _DISTANCES = st.lists(
     st.one_of(st.just(0.0), st.floats(1e-7, 999.0), st.sampled_from([0.01, 0.02, 1.0])),
@@ -131,10 +130,9 @@ def test_nothing_observed_accepts_nothing() -> None:
     assert not threshold.accepts(0.0)
 
 
-@pytest.mark.parametrize("make", [lambda: AdaptiveThreshold(100, 0), lambda: FixedThreshold(1e9)])
 @pytest.mark.parametrize("distance", [math.nan, math.inf, -math.inf, -1.0])
-def test_what_is_no_distance_is_neither_observed_nor_accepted(make: Any, distance: float) -> None:
-    threshold: Threshold = make()
+def test_what_is_no_distance_is_neither_observed_nor_accepted(distance: float) -> None:
+    threshold = AdaptiveThreshold(100, 0)
     threshold.observe(distance)
     assert threshold.num_observed == 0
     assert not threshold.accepts(distance)
@@ -154,20 +152,13 @@ def test_decisions_of_a_step_equal_observing_then_accepting(
     assert decided.tolist() == [apart.accepts(distance) for distance in singles]
 
 
-def test_fixed_threshold() -> None:
-    threshold = FixedThreshold(0.25)
-    assert threshold.is_warm
-    assert threshold.decide([0.0, 0.25, 0.26]).tolist() == [True, True, False]
-    assert threshold.num_observed == 3
-
-
 @pytest.mark.parametrize("half_life", [None, 20.0])
 def test_state_survives_a_round_trip_through_json(half_life: float | None) -> None:
     rng = np.random.default_rng(3)
     before = AdaptiveThreshold(80, 10, half_life)
     before.decide([*rng.lognormal(0, 1, 500).tolist(), 0.0, 1e-9, 1e9])
     state = json.loads(json.dumps(before.to_state()))
-    after = AdaptiveThreshold.from_state(state, 80, 10, half_life)
+    after = AdaptiveThreshold(80, 10, half_life, state)
     assert (after.num_observed, after.is_warm) == (503, True)
     assert after.value == pytest.approx(before.value, rel=1e-12)
     for distance in rng.lognormal(1, 1, 50).tolist():
@@ -175,12 +166,12 @@ def test_state_survives_a_round_trip_through_json(half_life: float | None) -> No
         after.observe(distance)
         assert after.value == pytest.approx(before.value, rel=1e-9)
     # The knobs are not part of the state.
-    assert AdaptiveThreshold.from_state(state, 20, 10).value < before.value
+    assert AdaptiveThreshold(20, 10, state=state).value < before.value
 
 
 def test_empty_state_round_trip() -> None:
     state = AdaptiveThreshold().to_state()
-    assert AdaptiveThreshold.from_state(state).num_observed == 0
+    assert AdaptiveThreshold(state=state).num_observed == 0
 
 
 def _state(**changes: object) -> dict[str, object]:
@@ -191,24 +182,19 @@ def _state(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, "must be an object, got NoneType"),
+        (7, "must be an object, got int"),
         ([], "must be an object, got list"),
         ({}, "must have version 1, got None"),
         (_state(version=2), "must have version 1, got 2"),
         (_state(layout=[1e-7, 1e3, 128]), "must have layout"),
-        (_state(bins=None), "must be a list"),
-        (_state(bins=[[1, 1.0]] * 3000), "must be a list of at most"),
-        (_state(bins=[7]), r"must be \[index, weight\]"),
-        (_state(bins=[[5]]), r"must be \[index, weight\]"),
-        (_state(bins=[[-1, 1.0]]), "index must be once in"),
-        (_state(bins=[[99999, 1.0]]), "index must be once in"),
-        (_state(bins=[[True, 1.0]]), "index must be once in"),
-        (_state(bins=[[5, 1.0], [5, 1.0]]), "index must be once in"),
-        (_state(bins=[[5, 0.0]]), "weight must be in"),
-        (_state(bins=[[5, math.nan]]), "weight must be in"),
-        (_state(bins=[[5, math.inf]]), "weight must be in"),
-        (_state(bins=[[5, "1"]]), "weight must be in"),
-        (_state(bins=[[5, 10**400]]), "weight must be in"),
+        *(
+            (_state(bins=bins), r"bins must be at most 2563 pairs \[index, weight\]")
+            for bins in (
+                *(None, 7, [7], [[5]], [[1, 1.0]] * 3000, [[-1, 1.0]], [[99999, 1.0]]),
+                *([[True, 1.0]], [[5, 1.0], [5, 1.0]], [[5, 0.0]], [[5, math.nan]]),
+                *([[5, math.inf]], [[5, "1"]], [[5, 10**400]], [[5, 1.0, 1.0]], "55"),
+            )
+        ),
         (_state(num_observed=2), "num_observed must be an integer of at least"),
         (_state(num_observed="3"), "num_observed must be an integer of at least"),
         (_state(num_observed=-1), "num_observed must be an integer of at least"),
@@ -217,24 +203,7 @@ def _state(**changes: object) -> dict[str, object]:
 )
 def test_bad_states_are_refused(state: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AdaptiveThreshold.from_state(state)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: AdaptiveThreshold(percentile=101), r"--reasoncache-percentile .* got 101"),
-        (lambda: AdaptiveThreshold(percentile=math.nan), "--reasoncache-percentile"),
-        (lambda: AdaptiveThreshold(warmup=-1), r"--reasoncache-warmup .* got -1"),
-        (lambda: AdaptiveThreshold(half_life=0), "half_life must be .* got 0"),
-        (lambda: AdaptiveThreshold(half_life=math.inf), "half_life must be"),
-        (lambda: FixedThreshold(math.nan), "at least 0, got nan"),
-        (lambda: FixedThreshold(-1), "at least 0, got -1"),
-    ],
-)
-def test_bad_knobs_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+        AdaptiveThreshold(state=state)
 
 
 def test_a_long_decayed_stream_stays_finite() -> None:

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of the step filter, which runs in a process of its own.
+
+The scheduler's thread writes and reads without ever waiting; see
+:mod:`sglang_reasoncache.filter.worker` for the messages.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from sglang_reasoncache.filter.align import BlockPair
+from sglang_reasoncache.filter.encoder import Vector
+from sglang_reasoncache.filter.proposal import FilterCounters, StepResult
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.vocabulary import Vocabulary
+from sglang_reasoncache.filter.worker import REPLY_HEADER, STEP_HEADER, WORD
+
+logger = logging.getLogger(__name__)
+
+WAIT_ENV = "REASONCACHE_WAIT_FOR_FILTER"
+"""When set to 1, polls wait for the filter: a response then shares at the same tokens in every
+run, for tests."""
+
+MAX_RESTARTS = 3
+START_SECONDS = 180.0
+SILENT_SECONDS = 30.0
+"""Time polled without a reply to an outstanding feed, after which the process counts as hung."""
+_MAX_UNSENT = 8 << 20
+# A pause between two polls counts as this much at most: the scheduler may have stood still.
+_LONGEST_PAUSE = 1.0
+_MAX_REPLY_WORDS = 1 << 24
+_RECEIVE_BYTES = 1 << 18
+
+
+class FilterProcess:
+    """The :class:`StepEngine` of one scheduler.
+
+    Args:
+        config: of every request's filter.
+        vocabulary: of the tokenizer.
+        markers: tokens that open and that close reasoning; None: all output counts.
+        max_pending: steps compared and not taken, beyond which new ones are shed.
+        sentence_model: of the encoder ``sentence-bert``.
+        embedding: of the encoder ``embedding``, float32 [vocabulary, dim]; not kept here.
+
+    Raises:
+        ValueError: the sentence model cannot be loaded.
+        RuntimeError: the process does not start.
+    """
+
+    def __init__(
+        self,
+        config: FilterConfig,
+        vocabulary: Vocabulary,
+        markers: tuple[Iterable[int], Iterable[int]] | None = None,
+        max_pending: int = 256,
+        sentence_model: str = "",
+        embedding: Vector | None = None,
+    ) -> None:
+        settings = {
+            "config": asdict(config),
+            "markers": [sorted(ids) for ids in markers or ()],
+            "max_pending": max_pending,
+            "sentence_model": sentence_model,
+        }
+        # In memory, and inherited by every process that is started.
+        self._files = [_setup_file(settings, vocabulary)]
+        if embedding is not None:
+            self._files.append(_matrix_file(embedding))
+        self.restarts = 0
+        self.steps_shed = 0
+        self.given_up = False
+        self._waits = os.environ.get(WAIT_ENV) == "1"
+        self._next_request = 0
+        self._failure = ""
+        self._child: subprocess.Popen[bytes] | None = None
+        self._start()
+        self._wait_for(0, START_SECONDS)
+        if self._failure:
+            self.shut_down()
+            error = ValueError if self._refused else RuntimeError
+            raise error(self._failure)
+
+    # -- as a StepEngine --------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        return self._num_fed - self._num_taken
+
+    def open(self, start_position: int, inside: bool) -> int:
+        request = self._next_request
+        self._next_request += 1
+        self._opened.extend((request, start_position, inside))
+        return request
+
+    def close(self, request: int) -> None:
+        self._closed.append(request)
+
+    def feed(self, requests: array[int], counts: array[int], tokens: array[int]) -> None:
+        if self.given_up:
+            return
+        opened, closed = self._opened, self._closed
+        body = opened + closed + requests + counts + tokens
+        head = (5 + len(body), self._steps_taken, len(opened) // 3, len(closed), len(requests))
+        self._opened, self._closed = array("q"), array("q")
+        self._num_fed += 1
+        self._unsent += array("q", head).tobytes()
+        self._unsent += body.tobytes()
+        self._send()
+
+    def ready(self) -> int:
+        if self.given_up:
+            return 0
+        if self._waits:
+            self.wait()
+        self._send()
+        self._receive()
+        self._watch()
+        return -1 if self._failure else len(self._replies)
+
+    def take(self, limit: int, max_pairs: int) -> list[StepResult]:
+        taken: list[StepResult] = []
+        num_pairs = 0
+        while limit > 0 and self._replies and num_pairs < max_pairs:
+            shed, results = self._replies.popleft()
+            limit -= 1
+            num_pairs += sum(len(result.pairs) for result in results)
+            taken += results
+            self.steps_shed += shed
+            self._num_taken += 1
+        self._steps_taken += len(taken)
+        return taken
+
+    def restart(self) -> None:
+        reason = self._failure or "it failed on another tensor-parallel rank"
+        self._stop()
+        if self.restarts == MAX_RESTARTS:
+            self.given_up = True
+            self._reset()
+            logger.error(
+                "reasoncache: the step filter's process is given up, no further blocks are shared "
+                "until the server is started again: %s",
+                reason,
+            )
+            return
+        self.restarts += 1
+        logger.warning("reasoncache: the step filter's process is started anew: %s", reason)
+        self._start()
+
+    # -- for tests, benchmarks and the end ----------------------------------------
+
+    def wait(self) -> None:
+        """Block until every feed has its reply, or the process has failed."""
+        self._wait_for(self._num_fed, SILENT_SECONDS)
+
+    def shut_down(self) -> None:
+        """End the process; the object is of no use afterwards."""
+        self._stop()
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 when there is none."""
+        return 0 if self._child is None else self._child.pid
+
+    # -- the process ----------------------------------------------------------------
+
+    def _reset(self) -> None:
+        """Nothing is open, fed or taken."""
+        self._opened, self._closed = array("q"), array("q")
+        self._unsent, self._unread = bytearray(), bytearray()
+        self._replies: collections.deque[tuple[int, list[StepResult]]] = collections.deque()
+        self._num_fed = self._num_taken = self._steps_taken = 0
+        # Of the reply to come; 0 says that the process has started.
+        self._next_reply = 0
+        self._silent, self._polled = 0.0, time.monotonic()
+        self._refused = False
+        self._failure = ""
+
+    def _start(self) -> None:
+        self._reset()
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._socket = ours
+        package = Path(__file__).resolve().parents[2]
+        path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
+        # One thread: small arrays gain nothing from more.
+        env = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
+        with theirs:
+            try:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-m", "sglang_reasoncache.filter.worker"]
+                    + [str(file) for file in self._files],
+                    stdin=theirs,
+                    pass_fds=self._files,
+                    env=env,
+                )
+            except OSError as error:
+                self._fail(f"it cannot be started: {error}")
+
+    def _stop(self) -> None:
+        self._socket.close()
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=0.05)
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+
+    def _send(self) -> None:
+        if self._failure or not self._unsent:
+            return
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            return self._fail(self._ended(error))
+        del self._unsent[:sent]
+        if len(self._unsent) > _MAX_UNSENT:
+            self._fail(f"it left {len(self._unsent)} bytes unread")
+
+    def _receive(self) -> None:
+        while not self._failure:
+            try:
+                received = self._socket.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                return self._fail(self._ended(error))
+            if not received:
+                return self._fail(self._ended("it closed its end"))
+            self._silent = 0.0
+            self._unread += received
+            try:
+                self._read()
+            except ValueError as error:
+                self._fail(f"it answered nonsense: {error}")
+
+    def _ended(self, error: object) -> str:
+        code = None if self._child is None else self._child.poll()
+        return f"{error}, exit code {code}"
+
+    def _watch(self) -> None:
+        """Count the time that is polled in vain."""
+        now = time.monotonic()
+        waited, self._polled = min(now - self._polled, _LONGEST_PAUSE), now
+        self._silent = self._silent + waited if self._next_reply <= self._num_fed else 0.0
+        if self._silent > (SILENT_SECONDS if self._next_reply else START_SECONDS):
+            self._fail(f"no reply for {self._silent:.0f} seconds")
+
+    def _wait_for(self, reply: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._next_reply <= reply and not self._failure:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return self._fail(f"no reply within {seconds:.0f} seconds")
+            wants = [self._socket] if self._unsent else []
+            select.select([self._socket], wants, [], left)
+            self._send()
+            self._receive()
+        return None
+
+    def _read(self) -> None:
+        """Take the complete replies out of what has arrived.
+
+        Raises:
+            ValueError: one that cannot be.
+        """
+        while len(self._unread) >= REPLY_HEADER * WORD:
+            length, number, shed, num_steps = array("q", bytes(self._unread[: REPLY_HEADER * WORD]))
+            if not REPLY_HEADER <= length <= _MAX_REPLY_WORDS or number != self._next_reply:
+                raise ValueError(f"{length} words for reply {number}, not {self._next_reply}")
+            if len(self._unread) < length * WORD:
+                return
+            body = bytes(self._unread[REPLY_HEADER * WORD : length * WORD])
+            del self._unread[: length * WORD]
+            self._next_reply += 1
+            if shed < 0:
+                self._refused = True
+                return self._fail(body[:num_steps].decode(errors="replace"))
+            if number > self._num_fed:
+                raise ValueError(f"reply {number} to {self._num_fed} feeds")
+            if number:
+                self._replies.append((shed, _results(array("q", body), num_steps)))
+
+
+def _results(words: array[int], num_steps: int) -> list[StepResult]:
+    """The steps of a reply behind its header.
+
+    Raises:
+        ValueError: numbers that do not go together.
+    """
+    at = num_steps * STEP_HEADER
+    results = []
+    for i in range(0, at if 0 <= at <= len(words) else 0, STEP_HEADER):
+        request, start, end, cpu_ns, num_pairs, *counters = words[i : i + STEP_HEADER]
+        numbers = words[at : at + 2 * max(0, num_pairs)]
+        at += 2 * num_pairs
+        pairs = tuple(map(BlockPair, numbers[::2], numbers[1::2]))
+        results.append(
+            StepResult(request, start, end, pairs, FilterCounters(*counters), cpu_ns * 1e-9)
+        )
+    if at != len(words) or any(r.start < 0 or r.end <= r.start for r in results):
+        raise ValueError(f"{num_steps} steps in {len(words)} words")
+    return results
+
+
+def _setup_file(settings: object, vocabulary: Vocabulary) -> int:
+    file = os.memfd_create("reasoncache-filter")
+    with open(file, "wb", closefd=False) as out:
+        np.savez(
+            out,
+            settings=np.frombuffer(json.dumps(settings).encode(), dtype=np.uint8),
+            lengths=np.array([len(piece) for piece in vocabulary.pieces], dtype=np.int64),
+            blob=np.frombuffer(b"".join(vocabulary.pieces), dtype=np.uint8),
+        )
+    return file
+
+
+def _matrix_file(matrix: Vector) -> int:
+    file = os.memfd_create("reasoncache-embedding")
+    with open(file, "wb", closefd=False) as out:
+        np.save(out, matrix)
+    return file

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a scheduler process, built in the order in which SGLang builds its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.cache.allocator import shared_allocator_of
+from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.tree import SharedRadixCache
+from sglang_reasoncache.compat.types import (
+    KVPool,
+    ModelRunner,
+    SlotAllocator,
+    TreeCacheBuildContext,
+)
+from sglang_reasoncache.config import ReasonCacheConfig, filter_config
+from sglang_reasoncache.eviction.apply import EvictionApplier
+from sglang_reasoncache.eviction.attention import AttentionSource
+from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.eviction.keys import KeySource
+from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
+from sglang_reasoncache.filter.engine import StepEngine
+from sglang_reasoncache.filter.span import ReasoningMarkers
+from sglang_reasoncache.metrics import SharingMetrics
+from sglang_reasoncache.plugin import attention, refusals
+from sglang_reasoncache.plugin.controller import Controller
+from sglang_reasoncache.plugin.encoder import make_encoder
+from sglang_reasoncache.plugin.engines import make_engine
+from sglang_reasoncache.plugin.report import Report
+from sglang_reasoncache.plugin.span import reasoning_markers
+from sglang_reasoncache.sharing.acceptor import Acceptor
+from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey
+from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.pipeline import BlockPipeline
+from sglang_reasoncache.sharing.ranks import Ranks
+from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.tracker import RequestTracker
+
+logger = logging.getLogger(__name__)
+
+
+class ServerParts:
+    """One per scheduler process: allocator first, then attention, then the prefix tree.
+
+    Args:
+        config: The operator's settings.
+        stock: SGLang's allocator, just made; ours takes its place.
+
+    Raises:
+        ValueError: a pool whose buffers are not ``[slots, heads, head_dim]``.
+    """
+
+    def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
+        pool = stock.get_kvcache()
+        plain = (
+            type(pool) is compat.MHATokenToKVPool
+            and pool.kv_cache_layout == "nhd"
+            and not pool.is_quantized_kv_cache
+        )
+        if not plain:
+            raise ValueError(
+                "--enable-reasoncache supports models with one plain multi-head KV pool in NHD "
+                f"layout without block quantisation, this server uses {type(pool).__name__} "
+                f"({getattr(pool, 'kv_cache_layout', 'own layout')})"
+            )
+        self.config = config
+        self.allocator = shared_allocator_of(stock)
+        num_slots = pool.get_key_buffer(pool.start_layer).shape[0]
+        self.cached = CachedPositions(num_slots, self.allocator.device)
+        self.attention = attention.AttentionParts()
+        self.controller: Controller | None = None
+
+    def attention_backend(
+        self, model_runner: ModelRunner, name: str, stock: Callable[[Any], Any]
+    ) -> Any:
+        """See :func:`~sglang_reasoncache.plugin.attention.attention_backend`."""
+        backend, self.attention = attention.attention_backend(
+            model_runner, self.config, name, stock, self.cached
+        )
+        return backend
+
+    def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
+        """Prefix cache with its controller.
+
+        Raises:
+            ValueError: a model, pool or policy that is not supported.
+        """
+        if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
+            raise ValueError(
+                "--enable-reasoncache supports full-attention models only (no sliding window, "
+                "state space or DSA)"
+            )
+        params, runner = context.params, context.tp_worker.model_runner
+        refusals.check_page_size(params.page_size)
+        self.config = config = attention.resolve_positions(self.config, self.attention, runner)
+        attention.check_policies(config, self.attention, runner)
+        aliased = config.publish == "aliased" and config.apply == "alias"
+        tree = SharedRadixCache(params, publish_aliased=aliased)
+        self.controller = controller = self._controller(context, tree)
+        tree.controller = controller
+        if config.admission_credit > 0 and config.apply == "alias":
+            self.allocator.credit_source = lambda: controller.forecast.credit
+        return tree
+
+    def _controller(self, context: TreeCacheBuildContext, tree: SharedRadixCache) -> Controller:
+        config, params = self.config, context.params
+        pool, rows = self.allocator.get_kvcache(), params.req_to_token_pool
+        group = params.tp_cache_group if context.tp_size > 1 else None
+        ranks, stats = Ranks(group), SharingStats()
+        block = params.page_size if params.page_size > 1 else config.block
+        # What is read of the pool's keys, and with whom sums are shared.
+        rotation = self.attention.rotation if config.corrected else None
+        num_heads = pool.head_num * context.tp_size
+        reads = pool, rows.req_to_token, self.cached, rotation, num_heads, group
+        meter = BlockMeter(*reads, cosine=config.distance == "cosine")
+        meter.warm_up(block)
+        engine, markers = _engine(context, config, block)
+        tracker = RequestTracker(engine, stats, ranks, config.shares, markers)
+        acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
+        threshold = _threshold(context, config, block, pool, ranks)
+        pipeline = BlockPipeline(tracker, meter, acceptor, threshold, stats, ranks, block)
+        statistics = self.attention.statistics
+        heads = context.model_config.num_attention_heads * pool.layer_num
+        weights = None if statistics is None else AttentionSource(statistics, heads, group)
+        eviction = EvictionController(
+            config.policies.evictors,
+            EvictionApplier(self.allocator, rows),
+            KeySource(*reads),
+            params.page_size,
+            PoolPressure(lambda: pool_use(self.allocator, tree)),
+            weights,
+        )
+        metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
+        selection = self.attention.selection
+        report = Report(config, stats, pipeline, eviction, metrics, selection)
+        logger.info(
+            "reasoncache: on, block %d, page %d, distances by %s, %s",
+            block,
+            params.page_size,
+            meter.backend,
+            config,
+        )
+        return Controller(config, stats, tracker, pipeline, eviction, report)
+
+
+def _engine(
+    context: TreeCacheBuildContext, config: ReasonCacheConfig, block: int
+) -> tuple[StepEngine, ReasoningMarkers | None]:
+    """What compares steps, and the markers around those that count."""
+    worker = context.tp_worker
+    markers = _markers(context, config)
+    engine = make_engine(
+        config,
+        filter_config(config, block, context.params.page_size),
+        worker.tokenizer,
+        markers,
+        make_encoder(config, worker.model_runner.model, context),
+    )
+    return engine, markers
+
+
+def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> ReasoningMarkers | None:
+    """Tokens around the reasoning part, None where all output may share.
+
+    Raises:
+        ValueError: ``--reasoncache-span reasoning`` without a parser that can be followed.
+    """
+    if config.span == "response":
+        return None
+    parser = context.server_args.reasoning_parser
+    markers = reasoning_markers(parser, context.tp_worker.tokenizer)
+    if markers is None and config.span == "reasoning":
+        raise ValueError(
+            "--reasoncache-span reasoning needs a --reasoning-parser whose markers are single "
+            f"tokens of the model, got {parser!r}"
+        )
+    return markers
+
+
+def _threshold(
+    context: TreeCacheBuildContext,
+    config: ReasonCacheConfig,
+    block: int,
+    pool: KVPool,
+    ranks: Ranks,
+) -> CalibratedThreshold:
+    key = CalibrationKey(
+        model=f"{_model_key(context, pool)}/page{context.params.page_size}/{config.align}",
+        block=block,
+        # Distances of different kinds do not mix.
+        positions=config.positions
+        if config.distance == "euclidean"
+        else f"{config.positions}/{config.distance}",
+        kv_dtype=str(pool.dtype).removeprefix("torch."),
+    )
+    return CalibratedThreshold(
+        config, key, context.server_args.model_path, writes=context.tp_rank == 0, agree=ranks.first
+    )
+
+
+def _model_key(context: TreeCacheBuildContext, pool: KVPool) -> str:
+    """What distances depend on; a stored histogram is only read for the same key."""
+    config = context.model_config.hf_config
+    return "/".join(
+        (
+            getattr(config, "model_type", "unknown"),
+            f"layers{pool.layer_num}",
+            f"heads{pool.head_num * context.tp_size}",
+            f"dim{pool.head_dim}",
+            f"vocab{getattr(config, 'vocab_size', 0)}",
+        )
+    )
+
+
+def _labels(context: TreeCacheBuildContext) -> dict[str, Any]:
+    """Labels of SGLang's own scheduler series, as far as they tell servers apart."""
+    parallel = compat.get_parallel()
+    return {
+        "model_name": context.server_args.served_model_name or context.server_args.model_path,
+        "tp_rank": context.tp_rank,
+        "dp_rank": parallel.dp_rank if parallel.dp_size > 1 else 0,
+        **(compat.get_observability().extra_metric_labels or {}),
+    }

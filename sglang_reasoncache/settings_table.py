@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m sglang_reasoncache.settings_table`` writes docs/settings.md to stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sglang_reasoncache.arguments import FLAGS, SET, flag_of
+from sglang_reasoncache.config import SETTINGS
+
+_HEAD = f"""# Settings
+
+Made by `python -m sglang_reasoncache.settings_table`. Settings without a flag of their own are
+given as `{SET} key=value,key=value`, which may be repeated. `sglang.Engine` takes every setting
+as the keyword `reasoncache_<key>`.
+"""
+
+
+def lines() -> Iterator[str]:
+    yield _HEAD
+    yield "| Setting | Values | Default | What it does |"
+    yield "| --- | --- | --- | --- |"
+    for name in (*FLAGS, *(name for name in SETTINGS if name not in FLAGS)):
+        field = SETTINGS[name]
+        bounds = field.metadata["bounds"]
+        values = field.metadata["values"] if bounds is None else f"{bounds[0]} to {bounds[1]}"
+        typed = flag_of(name) if name in FLAGS else name
+        default = "" if field.default is None else f"`{_text(field.default)}`"
+        text = field.metadata["help"].replace("|", "\\|")
+        yield f"| `{typed}` | {values.replace('|', ', ')} | {default} | {text} |"
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package's rooms import downward only, those of one layer not in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sglang_reasoncache
+
+#: From the ground up.
+LAYERS = (
+    ("arguments", "platform"),
+    ("compat",),
+    ("kernels", "native", "filter", "cache"),
+    ("eviction", "selection"),
+    ("attention",),
+    ("registry",),
+    ("config",),
+    ("sharing",),
+    ("metrics", "settings_table"),
+    ("plugin",),
+    ("cpu_platform",),
+)
+ROOT = Path(sglang_reasoncache.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+
+
+def room_of(module: str) -> str:
+    """``sglang_reasoncache.cache.tree`` -> ``cache``."""
+    return module.split(".")[1]
+
+
+def module_of(file: Path) -> str:
+    return ".".join(("sglang_reasoncache", *file.relative_to(ROOT).with_suffix("").parts))
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Modules and names of ours that are imported, anywhere in the file."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def rooms_imported(file: Path) -> set[str]:
+    ours = (name for name in imports(file) if name.startswith("sglang_reasoncache."))
+    return {room_of(name) for name in ours} - {"__version__"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_no_import_runs_upward(file: Path) -> None:
+    room = room_of(module_of(file))
+    if room != "__init__":
+        above = {other for other in rooms_imported(file) if LAYER[other] > LAYER[room]}
+        assert not above, f"{room} imports {', '.join(sorted(above))}"
+
+
+def test_rooms_import_in_no_circle() -> None:
+    """Within a layer, take away rooms that import none of the others until none is left."""
+    needs: dict[str, set[str]] = {room: set() for room in LAYER}
+    for file in FILES:
+        room = room_of(module_of(file))
+        if room in needs:
+            needs[room] |= rooms_imported(file) - {room}
+    while free := {room for room in needs if not needs[room] & needs.keys()}:
+        needs = {room: others for room, others in needs.items() if room not in free}
+    assert not needs, f"{', '.join(sorted(needs))} import one another"

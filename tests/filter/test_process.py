@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The filter's process: it answers as the filter does, holds nobody up, and may die at any time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from sglang_reasoncache.filter import process
+from sglang_reasoncache.filter.encoder import EmbeddingEncoder
+from sglang_reasoncache.filter.process import FilterProcess
+from sglang_reasoncache.filter.proposal import StepResult
+from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.span import ReasoningSpan
+from sglang_reasoncache.filter.structure import Limits
+from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
+from sglang_reasoncache.filter.vocabulary import Vocabulary
+from tests.filter.made_tokenizers import gpt2, traces
+from tests.filter.words import Words
+
+_ROOT = Path(__file__).parents[2]
+_CONFIG = FilterConfig(block=2)
+_STEP = Words().encode("one two now here \n\n")
+_MARKERS = tuple(frozenset(Words().encode(word)) for word in ("<think>", "</think>"))
+
+Make = Callable[..., FilterProcess]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Starts processes and ends them."""
+    made: list[FilterProcess] = []
+
+    def start(config: FilterConfig = _CONFIG, *args: Any, **knobs: Any) -> FilterProcess:
+        made.append(FilterProcess(config, Words.vocabulary, *args, **knobs))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.shut_down()
+
+
+def feed(engine: FilterProcess, requests: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+    counts, joined = array("q", map(len, tokens)), array("q")
+    for new in tokens:
+        joined.extend(new)
+    engine.feed(array("q", requests), counts, joined)
+
+
+def take_all(engine: FilterProcess) -> list[StepResult]:
+    engine.wait()
+    assert engine.ready() == engine.outstanding
+    return engine.take(1 << 20, 1 << 30)
+
+
+def wait_until(found: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def failed(engine: FilterProcess) -> bool:
+    return engine.ready() < 0
+
+
+def in_process(
+    config: FilterConfig,
+    vocabulary: Vocabulary,
+    tokens: Sequence[int],
+    markers: Sequence[frozenset[int]] = (),
+    encoder: EmbeddingEncoder | None = None,
+) -> list[tuple[object, ...]]:
+    span = ReasoningSpan(*markers, True) if markers else None
+    classes = TokenClasses(vocabulary)
+    found = RequestFilter(config, classes, vocabulary, 5, span, encoder).push(tokens)
+    return [(p.step.start, p.step.end, [pair[:2] for pair in p.pairs], p.counters) for p in found]
+
+
+def in_child(engine: FilterProcess, tokens: Sequence[int]) -> list[tuple[object, ...]]:
+    """The same, fed in pieces of growing size."""
+    request = engine.open(5, True)
+    at, size = 0, 1
+    while at < len(tokens):
+        feed(engine, [request], [tokens[at : at + size]])
+        at, size = at + size, size + 1
+    engine.close(request)
+    return [(r.start, r.end, [*map(tuple, r.pairs)], r.counters) for r in take_all(engine)]
+
+
+_TEXT = (
+    "one two now here \n\n <think> p x = 1 now \n\n p x = 1 now \n\n p x = 2 now \n\n a b c d \n\n "
+    "</think> one two now here \n\n <think> one two now here </think>"
+)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "markers"),
+    [
+        ({}, ()),
+        ({}, _MARKERS),
+        ({"fixed_tau": 0.3, "length_factor": False, "align": "index"}, ()),
+        ({"limits": Limits(max_chars=9), "max_history_steps": 2}, ()),
+        ({"page_size": 2, "soft": 0.0, "use_structure": False}, ()),
+        ({"random_ratio": 0.5, "seed": 3}, _MARKERS),
+        ({"structure_tolerance": 1}, ()),
+    ],
+)
+def test_same_results_as_the_filter_in_this_process(
+    make: Make, knobs: dict[str, Any], markers: tuple[frozenset[int], ...]
+) -> None:
+    config = FilterConfig(block=2, **knobs)
+    tokens = Words().encode(f"{_TEXT} \n\n " * 3)
+    engine = make(config, markers or None)
+    assert in_child(engine, tokens) == in_process(config, Words.vocabulary, tokens, markers)
+
+
+def test_same_results_with_an_embedding(make: Make) -> None:
+    config = FilterConfig(block=2, encoder="embedding")
+    rng = np.random.default_rng(0)
+    matrix = rng.normal(size=(Words.vocabulary.size, 8)).astype(np.float32)
+    tokens = Words().encode(f"{_TEXT} \n\n " * 3)
+    expected = in_process(config, Words.vocabulary, tokens, (), EmbeddingEncoder(matrix))
+    assert in_child(make(config, embedding=matrix), tokens) == expected
+
+
+def test_same_results_on_real_responses() -> None:
+    if not traces():
+        pytest.skip("no traces: set REASONCACHE_TRACES to a folder of JSONL files")
+    tokenizer = gpt2()
+    vocabulary = vocabulary_of(tokenizer)
+    config = FilterConfig(block=8)
+    engine = FilterProcess(config, vocabulary, max_pending=1 << 20)
+    steps = 0
+    try:
+        for text in sorted(traces(), key=len)[:: len(traces()) // 12]:
+            tokens = tokenizer.encode(text)
+            expected = in_process(config, vocabulary, tokens)
+            assert in_child(engine, tokens) == expected
+            steps += len(expected)
+    finally:
+        engine.shut_down()
+    assert steps > 500
+
+
+def test_many_requests_come_back_in_order(make: Make) -> None:
+    engine = make(max_pending=1 << 20)
+    requests = [engine.open(i, True) for i in range(50)]
+    for _ in range(20):
+        feed(engine, requests, [_STEP] * len(requests))
+    found = take_all(engine)
+    assert [result.request for result in found] == requests * 20
+    for request in requests:
+        starts = [r.start for r in found if r.request == request]
+        assert starts == [request + len(_STEP) * i for i in range(20)]
+
+
+def test_closed_and_unknown_requests(make: Make) -> None:
+    engine = make()
+    request = engine.open(0, True)
+    feed(engine, [request], [_STEP * 3])
+    engine.close(request)
+    engine.close(request)
+    feed(engine, [request], [_STEP])
+    feed(engine, [12345, engine.open(0, True)], [_STEP, _STEP])
+    feed(engine, [], [])
+    assert engine.outstanding == 4
+    assert [result.request for result in take_all(engine)] == [request] * 3 + [request + 1]
+    assert engine.outstanding == 0
+
+
+def test_what_is_outstanding_does_not_depend_on_time(make: Make) -> None:
+    engine = make()
+    assert (engine.outstanding, engine.ready()) == (0, 0)
+    request = engine.open(0, True)
+    for expected in (1, 2, 3):
+        feed(engine, [request], [_STEP])
+        assert engine.outstanding == expected
+    engine.wait()
+    assert (engine.ready(), engine.outstanding) == (3, 3)
+    assert len(engine.take(2, 99)) == 2
+    assert (engine.ready(), engine.outstanding) == (1, 1)
+
+
+def test_takes_no_more_replies_than_give_enough_pairs(make: Make) -> None:
+    engine = make()
+    request = engine.open(0, True)
+    for _ in range(6):
+        feed(engine, [request], [_STEP])
+    engine.wait()
+    assert engine.ready() == 6
+    assert [len(result.pairs) for result in engine.take(100, max_pairs=3)] == [0, 2, 2]
+    assert [len(result.pairs) for result in engine.take(2, 99)] == [2, 2]
+    assert engine.outstanding == 1
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_sheds_by_what_was_fed_and_taken(make: Make, hurried: bool) -> None:
+    """Not by how fast the process is."""
+    engine = make(max_pending=10)
+    request = engine.open(0, True)
+    feed(engine, [request], [_STEP * 100])
+    if not hurried:
+        engine.wait()
+    feed(engine, [request], [_STEP])
+    taken = take_all(engine)
+    assert (len(taken), engine.steps_shed) == (10, 91)
+    feed(engine, [request], [_STEP * 12])
+    taken = take_all(engine)
+    assert (len(taken), engine.steps_shed) == (10, 93)
+    # Steps that were shed are no candidates.
+    assert taken[-1].counters.candidates == 19
+    assert taken[0].start == 101 * len(_STEP)
+
+
+def test_a_fence_is_followed_through_shed_steps(make: Make) -> None:
+    """A fence in a step that nobody compared still opens and closes code."""
+    code, fence = Words().encode("p x = 1 \n\n"), Words().encode("``` one \n\n")
+    engine = make(max_pending=1)
+    request = engine.open(0, True)
+    feed(engine, [request], [code])
+    feed(engine, [request], [fence])
+    take_all(engine)
+    feed(engine, [request], [fence])
+    take_all(engine)
+    feed(engine, [request], [code])
+    (last,) = take_all(engine)
+    assert engine.steps_shed == 1
+    assert [pair.src_start for pair in last.pairs] == [0, 2]
+
+
+# -- failures ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["idle", "busy"])
+def test_a_killed_process_is_started_anew(
+    make: Make, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make()
+    request = engine.open(0, True)
+    feed(engine, [request], [_STEP * (20_000 if when == "busy" else 1)])
+    if when == "idle":
+        take_all(engine)
+    os.kill(engine.pid, signal.SIGKILL)
+    feed(engine, [request], [_STEP])
+    wait_until(lambda: failed(engine))
+    assert engine.outstanding == (2 if when == "busy" else 1)
+    with caplog.at_level(logging.WARNING):
+        engine.restart()
+    assert "is started anew" in caplog.text
+    assert (engine.outstanding, engine.restarts, engine.given_up) == (0, 1, False)
+    # It knows nothing of the request that ran, and follows new ones.
+    other = engine.open(0, True)
+    feed(engine, [request, other], [_STEP, _STEP * 2])
+    assert [(r.request, len(r.pairs)) for r in take_all(engine)] == [(other, 0), (other, 2)]
+
+
+def test_a_rank_that_did_not_fail_restarts_with_the_others(make: Make) -> None:
+    engine = make()
+    before = engine.pid
+    feed(engine, [engine.open(0, True)], [_STEP])
+    engine.wait()
+    engine.restart()
+    assert (engine.outstanding, engine.ready(), engine.restarts) == (0, 0, 1)
+    assert not psutil.pid_exists(before)
+
+
+def test_after_three_restarts_it_is_given_up_and_says_so_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make()
+    for restarts in (1, 2, 3, 3):
+        os.kill(engine.pid, signal.SIGKILL)
+        feed(engine, [engine.open(0, True)], [_STEP])
+        wait_until(lambda: failed(engine))
+        engine.restart()
+        assert (engine.restarts, engine.given_up) == (restarts, caplog.text.count("given up") > 0)
+    assert engine.given_up and engine.pid == 0
+    assert caplog.text.count("given up") == 1
+    feed(engine, [engine.open(0, True)], [_STEP])
+    engine.close(0)
+    assert (engine.outstanding, engine.ready(), engine.take(9, 9)) == (0, 0, [])
+
+
+def test_a_stopped_process_holds_nobody_up(make: Make) -> None:
+    """Nothing blocks while it stands still, and what it was sent is bounded."""
+    engine = make()
+    request = engine.open(0, True)
+    os.kill(engine.pid, signal.SIGSTOP)
+    slowest = 0.0
+    for i in range(4000):
+        start = time.monotonic()
+        feed(engine, [request], [_STEP * 100])
+        ready = engine.ready()
+        slowest = max(slowest, time.monotonic() - start)
+        if ready < 0:
+            break
+        assert (ready, engine.outstanding) == (0, i + 1)
+    assert 1500 < i < 3999, "8 MiB of tokens and not more"
+    assert slowest < 1.0
+    engine.restart()
+    feed(engine, [engine.open(0, True)], [_STEP])
+    assert len(take_all(engine)) == 1
+
+
+def test_a_process_that_says_nothing_is_hung(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    monkeypatch.setattr(process, "SILENT_SECONDS", 0.3)
+    os.kill(engine.pid, signal.SIGSTOP)
+    assert not failed(engine), "nothing is asked of it"
+    feed(engine, [engine.open(0, True)], [_STEP])
+    start = time.monotonic()
+    wait_until(lambda: failed(engine))
+    assert time.monotonic() - start > 0.25
+    # A pause of the scheduler itself is no silence of the process.
+    engine.restart()
+    feed(engine, [engine.open(0, True)], [_STEP])
+    time.sleep(0.5)
+    assert not failed(engine)
+
+
+_GOOD = (REPLY := [9 + 10 + 2, 1, 0, 1]) + [0, 0, 5, 7, 1] + [0] * 10 + [2, 0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [0, 1, 0, 0],
+        [-7, 1, 0, 0],
+        [1 << 40, 1, 0, 0],
+        [4, 2, 0, 0],
+        [4, 1, 0, 1],
+        [4, 1, 0, -1],
+        [4, 1, 0, 1 << 60],
+        [*_GOOD[:8], 2, *_GOOD[9:]],
+        [*_GOOD[:8], -1, *_GOOD[9:]],
+        [*_GOOD[:8], 1 << 60, *_GOOD[9:]],
+        [*_GOOD[:6], 0, *_GOOD[7:]],
+        [4, 1, 0, 0, 4, 2, 0, 0],
+        [0x6F72206E6F206E6F] * 9,
+    ],
+)
+def test_a_reply_that_cannot_be_is_a_failure(make: Make, words: list[int]) -> None:
+    engine = make()
+    # The test answers in the child's place.
+    ours, theirs = process.socket.socketpair()
+    engine._socket.close()
+    engine._socket = ours
+    ours.setblocking(False)
+    feed(engine, [engine.open(0, True)], [_STEP])
+    with theirs:
+        theirs.sendall(array("q", words).tobytes())
+        assert engine.ready() == -1
+        engine.restart()
+    feed(engine, [engine.open(0, True)], [_STEP])
+    assert len(take_all(engine)) == 1
+
+
+def test_a_reply_in_pieces_is_read(make: Make) -> None:
+    engine = make()
+    ours, theirs = process.socket.socketpair()
+    engine._socket.close()
+    engine._socket = ours
+    ours.setblocking(False)
+    feed(engine, [engine.open(0, True)], [_STEP])
+    with theirs:
+        for byte in array("q", _GOOD).tobytes():
+            assert engine.ready() == 0
+            theirs.sendall(bytes([byte]))
+        assert engine.ready() == 1
+        (result,) = engine.take(1, 1)
+    assert (result.start, result.end, result.pairs) == (0, 5, ((2, 0),))
+
+
+def test_a_process_that_cannot_be_started_is_a_failure(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(process.subprocess, "Popen", refuse)
+    engine.restart()
+    feed(engine, [engine.open(0, True)], [_STEP])
+    assert engine.ready() == -1
+    with pytest.raises(RuntimeError, match="cannot be started: no memory"):
+        make()
+
+
+def test_a_sentence_model_that_is_not_there_is_told_at_the_start(make: Make) -> None:
+    with pytest.raises(ValueError, match="^--reasoncache-encoder sentence-bert ") as caught:
+        make(FilterConfig(encoder="sentence-bert"), sentence_model="/nowhere")
+    assert caught.value.__traceback__ is not None
+
+
+# -- its life --------------------------------------------------------------------
+
+
+def test_a_terminals_interrupt_does_not_end_it(make: Make) -> None:
+    engine = make()
+    os.kill(engine.pid, signal.SIGINT)
+    feed(engine, [engine.open(0, True)], [_STEP])
+    assert len(take_all(engine)) == 1
+
+
+def test_it_ends_when_its_input_does(make: Make) -> None:
+    engine = make()
+    child = psutil.Process(engine.pid)
+    engine._socket.close()
+    assert child.wait(timeout=20) == 0
+
+
+_PARENT = """
+import sys, time
+from sglang_reasoncache.filter.process import FilterProcess
+from sglang_reasoncache.filter.settings import FilterConfig
+from tests.filter.words import Words
+engine = FilterProcess(FilterConfig(), Words.vocabulary)
+print(engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_it_ends_with_its_parent(number: signal.Signals) -> None:
+    env = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", _PARENT],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.send_signal(number)
+        child.wait(timeout=20)
+
+
+def test_it_loads_neither_torch_nor_sglang(make: Make) -> None:
+    """It must start at once, and be small."""
+    mapped = {Path(part.path).name for part in psutil.Process(make().pid).memory_maps()}
+    assert not [name for name in mapped if "torch" in name or "cuda" in name]
+    script = "import sys, sglang_reasoncache.filter.worker; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=_ROOT, capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "sglang", "transformers", "scipy"} & set(done.stdout.split())
+
+
+def test_waiting_polls(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(process.WAIT_ENV, "1")
+    engine = make()
+    feed(engine, [engine.open(0, True)], [_STEP * 500])
+    assert engine.ready() == 1
