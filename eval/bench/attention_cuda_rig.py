@@ -48,7 +48,6 @@ class GpuStep:
         self._reference = PagedKv(keys, values, rotation, backend="torch")
         self._scale = dim**-0.5
         self._query = torch.randn((shape.requests, shape.heads, dim), device=device).bfloat16()
-        self._out = torch.empty_like(self._query)
         self._cached_at = cached_positions(shape).to(device)
         self._requests = torch.arange(shape.requests, device=device)
         self._lengths = torch.full((shape.requests,), shape.tokens, device=device)
@@ -84,7 +83,7 @@ class GpuStep:
         )
 
     def decode(self) -> torch.Tensor:
-        return decode_attention(self._query, self._kv, self._plan, scale=self._scale, out=self._out)
+        return decode_attention(self._query, self._kv, self._plan, scale=self._scale)
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         plan = self._plan
@@ -137,7 +136,6 @@ class GpuStep:
             assert found is not None
             if not torch.equal(found, torch.zeros_like(found) if expected is None else expected):
                 raise RuntimeError(f"plan_into, {self.shape}: not what plan_rows says")
-        self._out.fill_(torch.nan)
         self._compare(f"decode_attention ({self._kv.backend})", self.decode(), self._plan)
         for request in self._some():
             entries = slice(*self._plan.kv_indptr[request : request + 2].tolist())
