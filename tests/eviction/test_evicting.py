@@ -173,7 +173,7 @@ class Failing:
     def excess(self, written: int, held: int) -> int:
         return None if self.how == "has no excess" else 3  # type: ignore[return-value]
 
-    def evictions(self, view: RequestView, excess: int) -> Any:
+    def evict(self, view: RequestView, excess: int) -> Any:
         if self.how == "raises":
             raise KeyError("oops")
         if self.how == "is no list":
@@ -258,7 +258,7 @@ def test_what_a_policy_does_to_its_view_stays_there() -> None:
     """Of two policies and of what is read for one."""
 
     class Shuffling(Failing):
-        def evictions(self, view: RequestView, excess: int) -> list[Eviction]:
+        def evict(self, view: RequestView, excess: int) -> list[Eviction]:
             seen = view.keys.stored(0)
             candidates = view.candidates()
             candidates[:] = candidates[::-1].copy()
@@ -591,7 +591,7 @@ def test_keys_are_those_of_the_held_positions() -> None:
     seen: list[RequestView] = []
 
     class Watching(Failing):
-        def evictions(self, view: RequestView, excess: int) -> list[Eviction]:
+        def evict(self, view: RequestView, excess: int) -> list[Eviction]:
             seen.append(view)
             return [Eviction(10, 2)] if len(seen) == 1 else []
 
