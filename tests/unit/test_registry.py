@@ -125,7 +125,7 @@ class OldestFirst(Evictor):
 
     every: int = 1
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+    def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
         return runs(view.candidates(self.recent)[:: self.every][:excess])
 
 
@@ -133,7 +133,7 @@ class OldestFirst(Evictor):
 class NoExcess:
     budget: int = 1
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+    def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
         return []
 
 
