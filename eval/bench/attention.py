@@ -112,17 +112,13 @@ def measure(rig: type[Rig], wanted: Sequence[Setting], rounds: int) -> list[Row]
     """
     yardstick = Yardstick(torch.device(rig.device_type), rig.yardstick_gb)
     bandwidth = yardstick.read if rig.bandwidth == "read_gb_per_s" else yardstick.copy
-    found, lines = [], []
+    found: list[Row] = []
+    lines: list[dict[str, str]] = []
     for shape, group in itertools.groupby(wanted, key=lambda setting: setting.shape):
         batch = rig(shape) if rig.fits(shape) else None
         for setting in group:
             row: Row = {"shape": str(shape), "shared_percent": setting.shared_percent}
-            columns = dict(rig.columns)
-            if setting.axis:
-                columns = {name: rig.columns[name] for name in (*row, *rig.times)}
-                lines.append({"growth over": setting.axis})
-            else:
-                lines.append({})
+            line: dict[str, str] = {"growth over": setting.axis} if setting.axis else {}
             if batch is not None:
                 print(f"{setting.axis} {shape}, {setting.shared_percent}%", file=sys.stderr)
                 batch.share(setting.shared_percent)
@@ -130,10 +126,11 @@ def measure(rig: type[Rig], wanted: Sequence[Setting], rounds: int) -> list[Row]
                 samples = take_turns(sides, bandwidth, rounds, rig.warm_up_rounds)
                 row |= batch.row(samples) | {rig.bandwidth: spread(samples["bandwidth"])}
                 found.append(_point(rig, setting, row) if setting.axis else row)
-            lines[-1] |= {
-                head: text(row.get(name, "no memory"), digits)
-                for name, (head, digits) in columns.items()
-            }
+            shown = ("shape", "shared_percent", *rig.times) if setting.axis else rig.columns
+            for name in shown:
+                head, digits = rig.columns[name]
+                line[head] = text(row.get(name, "no memory"), digits)
+            lines.append(line)
         del batch
     print("\n" + pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True), flush=True)
     return found
@@ -188,6 +185,8 @@ def measure_device(
     if shapes:
         table = [Setting("", shape, percent) for shape in shapes for percent in options.shared]
         rows = measure(rig, table, options.rounds)
+        if not rows:
+            raise SystemExit(f"the memory of {name} is too small for the table")
         results.add(name, {**rig.key_figures(rows), "rows": rows})
     if options.growth:
         results.add(name, {"growth": measure(rig, growth, options.growth_rounds)})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decode loop on the embedded model whose caches can differ by layer and head, as papers' do.
 
-Nothing is moved: an entry that was given up is masked, in every layer and KV head on its own.
+An evicted entry is masked where it lies, in every layer and KV head on its own.
 Prompts are fed token by token. Evicting only after whole blocks then is block-wise prefill
 (KeyDiff, Park et al., 2025, procedure): each token sees what is left of earlier blocks, and all
 of its own up to itself.
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from eval.tiny_reasoner.simulate import Decoder
+from eval.tiny_reasoner.decoder import Decoder
 
 #: Queries whose attention SnapKV looks at (Li et al., 2024).
 WINDOW = 32
@@ -39,33 +39,16 @@ class WatchedDecoder(Decoder):
         self.mass = torch.zeros(shape)
         self.window = torch.zeros((*shape[:-1], WINDOW, shape[-1]))
 
-    def step(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """Feed one token a row; logits of the next."""
-        rows, end = len(tokens), position + 1
-        self.held[..., position] = True
-        x = self.model.model.embed_tokens(tokens)
-        for number, layer in enumerate(self.model.model.layers):
-            attention, h = layer.self_attn, layer.input_layernorm(x)
-            q = self.rotate(
-                attention.q_norm(attention.q_proj(h).view(rows, -1, self.dim)), position
-            )
-            k = self.rotate(
-                attention.k_norm(attention.k_proj(h).view(rows, -1, self.dim)), position
-            )
-            self.keys[number, :, :, position] = k
-            self.values[number, :, :, position] = attention.v_proj(h).view(rows, -1, self.dim)
-            scores = q.view(rows, self.kv_heads, -1, self.dim) @ (
-                self.keys[number, :, :, :end].transpose(-1, -2) / self.dim**0.5
-            )
-            there = self.held[number, :, :, None, :end]
-            weights = scores.masked_fill(~there, float("-inf")).softmax(-1)
-            drawn = weights.mean(dim=2)
-            self.mass[number, :, :, :end] += drawn
-            self.window[number, :, :, position % WINDOW, :end] = drawn
-            mixed = weights @ self.values[number, :, :, :end]
-            x = x + attention.o_proj(mixed.reshape(rows, -1))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return torch.as_tensor(self.model.lm_head(self.model.model.norm(x)))
+    def attend(self, layer: int, query: torch.Tensor, position: int) -> torch.Tensor:
+        end = position + 1
+        self.held[layer, :, :, position] = True
+        keys = self.keys[layer, :, :, :end].transpose(-1, -2) / self.dim**0.5
+        there = self.held[layer, :, :, None, :end]
+        weights = (query @ keys).masked_fill(~there, float("-inf")).softmax(-1)
+        drawn = weights.mean(dim=2)
+        self.mass[layer, :, :, :end] += drawn
+        self.window[layer, :, :, position % WINDOW, :end] = drawn
+        return weights @ self.values[layer, :, :, :end]
 
     def keep(self, rows: list[int]) -> None:
         super().keep(rows)
@@ -79,13 +62,13 @@ class WatchedDecoder(Decoder):
 
 @dataclass(frozen=True)
 class Schedule:
-    """When and down to what entries are given up. Exactly one of ``share`` and ``budget``.
+    """When and down to what entries are evicted. Exactly one of ``share`` and ``budget``.
 
     Attributes:
         share: of the positions so far that a head holds, from the prompt's end on.
         budget: entries of a head; kept during prefill as well, after each block.
         block: tokens of a prefill block.
-        slack: entries above that before a response's entries are given up.
+        slack: entries above that before a response's entries are evicted.
         recent: newest entries that stay.
         recent_share: the same as a share of what may stay, where that is more.
         keep_prompt: whether the prompt stays, as it does in a server.
@@ -107,14 +90,10 @@ class Schedule:
             prompt: int64 ``[rows]``, lengths.
             held: int64 ``[rows]``, entries of each head.
         """
-        responding = written > prompt
-        if self.share is not None:
-            over = held - self._allowed(written)
-            acts = responding & (over > self.slack)
-        else:
-            over = held - self._allowed(written)
-            block_ends = (written == prompt) | ((written < prompt) & (written % self.block == 0))
-            acts = block_ends | (responding & (over > self.slack))
+        over = held - self._allowed(written)
+        acts = (written > prompt) & (over > self.slack)
+        if self.share is None:
+            acts |= (written == prompt) | ((written < prompt) & (written % self.block == 0))
         return torch.where(acts, over.clamp_min(0), 0)
 
     def stays(self, written: int, prompt: torch.Tensor) -> torch.Tensor:
@@ -138,7 +117,7 @@ def evict(
     excess: torch.Tensor,
     per_head: bool,
 ) -> None:
-    """Give up the entries of highest score, as many in every head of a row; older ones first.
+    """Evict the entries of highest score, as many in every head of a row; older ones first.
 
     Args:
         decoder: whose ``held`` changes.
@@ -154,5 +133,5 @@ def evict(
     held = decoder.held[..., :written]
     barred = ~held | stays[None, :, None]
     order = scores.masked_fill(barred, float("-inf")).argsort(dim=-1, descending=True, stable=True)
-    ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(written).expand_as(order))
+    ranks = order.argsort(dim=-1)
     decoder.held[..., :written] = held & ((ranks >= excess[None, :, None, None]) | barred)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of :mod:`eval.bench.per_head`: entries of the highest score are given up.
+"""Rules of :mod:`eval.bench.per_head`: entries of the highest score are evicted.
 
 Scores that need only keys are those of our policies (``sglang_reasoncache.eviction.policies``).
 """
@@ -49,7 +49,7 @@ def h2o(decoder: WatchedDecoder, written: int) -> torch.Tensor:
 def snapkv(decoder: WatchedDecoder, written: int) -> torch.Tensor:
     """Least attention by the newest queries first, smoothed over neighbours (Li et al., 2024).
 
-    The paper scores the prompt once; here as often as entries are given up, as KeyDiff's
+    The paper scores the prompt once; here as often as entries are evicted, as KeyDiff's
     authors ran it.
     """
     drawn = decoder.window[..., :written].mean(dim=-2)

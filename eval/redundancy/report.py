@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -106,7 +105,7 @@ def draw(groups: Mapping[str, Totals], path: Path) -> None:
     largest = sorted(groups, key=lambda name: -groups[name]["later_steps"])[:MAX_GROUPS]
     # Matplotlib reads formulas between dollar signs.
     shown = {n.replace("$", r"\$"): as_json(groups[n]) for n in groups if n in largest}
-    colours = colormaps["tab10"].colors  # type: ignore[attr-defined]
+    colours = [f"C{number}" for number in range(10)]
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     bars, curves = figure.subplots(1, 2, width_ratios=(5, 4))
@@ -122,8 +121,11 @@ def draw(groups: Mapping[str, Totals], path: Path) -> None:
         }
     )
     shares.plot.bar(
-        ax=bars, width=0.75, rot=12 * (len(shown) > 3), color=colormaps["Paired"].colors
-    )  # type: ignore[attr-defined]
+        ax=bars,
+        width=0.75,
+        rot=12 * (len(shown) > 3),
+        color=["#0072B2", "#99C7E0", "#D55E00", "#EEBE99"],
+    )
     for drawn in bars.containers:
         bars.bar_label(drawn, fmt="%.0f", fontsize=8, padding=1)
     bars.set(ylim=(0, 118), yticks=range(0, 101, 20), ylabel="steps, % of all but the first")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,12 @@ def test_bytes_count_each_key_and_value_once() -> None:
 
 def test_sides_take_turns_and_the_first_round_warms_up() -> None:
     order: list[str] = []
-    sides = {name: lambda name=name: order.append(name) or [{"ms": 2.0}] for name in ("a", "b")}
+
+    def side(name: str) -> list[dict[str, float]]:
+        order.append(name)
+        return [{"ms": 2.0}]
+
+    sides = {name: partial(side, name) for name in ("a", "b")}
     samples = take_turns(sides, lambda: 7.0, rounds=2, warm_up_rounds=1)
     assert "".join(order) == "abbaab"
     assert samples["round"].tolist() == [1, 1, 2, 2] and set(samples["bandwidth"]) == {7.0}
