@@ -30,8 +30,7 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.bench.per_head_decoder import WINDOW, Schedule, WatchedDecoder, evict
-from eval.bench.per_head_rules import RULES, Rule
+from eval.bench.per_head_decoder import RULES, WINDOW, Rule, Schedule, WatchedDecoder, evict
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.model import encode
 from eval.tiny_reasoner.task import EOS, generate, grade
@@ -61,7 +60,7 @@ class Trial:
 
     Attributes:
         part: ``decode`` or ``prefill``.
-        rule: of :data:`eval.bench.per_head_rules.RULES`, or ``dense``.
+        rule: of :data:`eval.bench.per_head_decoder.RULES`, or ``dense``.
         form: ``per head``, ``token``; of dense "".
         setting: share or budget; 0 of dense.
         saved: entries not held over positions so far, averaged over decode steps of a

@@ -110,22 +110,19 @@ def draw(groups: Mapping[str, Totals], path: Path) -> None:
     FigureCanvasAgg(figure)
     bars, curves = figure.subplots(1, 2, width_ratios=(5, 4))
     labels = {"with_length_factor": "with length ratio", "plain_cosine": "cosine alone"}
-    shares = pd.DataFrame(
+    shares = pd.DataFrame.from_dict(
         {
-            f"> {level}, {labels[kind]}": {
-                name: 100 * found["similar_steps"][kind][str(level)]
-                for name, found in shown.items()
+            name: {
+                f"> {level}, {label}": 100 * found["similar_steps"][kind][str(level)]
+                for level in LEVELS
+                for kind, label in labels.items()
             }
-            for level in LEVELS
-            for kind in SIMILARITIES
-        }
+            for name, found in shown.items()
+        },
+        orient="index",
     )
-    shares.plot.bar(
-        ax=bars,
-        width=0.75,
-        rot=12 * (len(shown) > 3),
-        color=["#0072B2", "#99C7E0", "#D55E00", "#EEBE99"],
-    )
+    kinds = ["#0072B2", "#99C7E0", "#D55E00", "#EEBE99"]
+    shares.plot.bar(ax=bars, width=0.75, rot=12 * (len(shown) > 3), color=kinds)
     for drawn in bars.containers:
         bars.bar_label(drawn, fmt="%.0f", fontsize=8, padding=1)
     bars.set(ylim=(0, 118), yticks=range(0, 101, 20), ylabel="steps, % of all but the first")

@@ -18,13 +18,7 @@ import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
 
-from eval.tiny_reasoner.model import (
-    TOKEN_ID,
-    build_model,
-    build_tokenizer,
-    encode,
-    save_checkpoint,
-)
+from eval.tiny_reasoner.model import TOKEN_ID, build_model, build_tokenizer, encode, save_checkpoint
 from eval.tiny_reasoner.simulate import Sharer, run
 from eval.tiny_reasoner.task import (
     ASSISTANT,
@@ -238,19 +232,14 @@ def held_out(model: torch.nn.Module) -> float:
 def main() -> None:
     """Train from scratch; the defaults reproduce the shipped checkpoint."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1900)
-    parser.add_argument(
-        "--decay", type=int, default=900, help="steps over which the learning rate falls at the end"
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--workers", type=int, default=2, help="processes of one thread; part of the recipe"
-    )
-    parser.add_argument(
-        "--save-every", type=int, default=50, help="steps between saved checkpoints"
-    )
-    parser.add_argument("--eval-every", type=int, default=200, help="steps between accuracy checks")
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    add("--steps", type=int, default=1900)
+    add("--decay", type=int, default=900, help="last steps, over which the learning rate falls")
+    add("--seed", type=int, default=1)
+    add("--workers", type=int, default=2, help="processes of one thread; part of the recipe")
+    add("--save-every", type=int, default=50, help="steps between saved checkpoints")
+    add("--eval-every", type=int, default=200, help="steps between accuracy checks")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         args.rendezvous = f"{folder}/rendezvous"

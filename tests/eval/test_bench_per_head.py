@@ -25,8 +25,16 @@ from eval.bench.per_head import (
     schedule_of,
     table,
 )
-from eval.bench.per_head_decoder import WINDOW, Schedule, WatchedDecoder, evict
-from eval.bench.per_head_rules import RULES, keydiff, l2norm, streamingllm
+from eval.bench.per_head_decoder import (
+    RULES,
+    WINDOW,
+    Schedule,
+    WatchedDecoder,
+    evict,
+    keydiff,
+    l2norm,
+    streamingllm,
+)
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.model import encode
 from eval.tiny_reasoner.task import generate
