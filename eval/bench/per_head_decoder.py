@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from eval.tiny_reasoner.decoder import Decoder
 from sglang_reasoncache.eviction.policies.keydiff import similarity
 from sglang_reasoncache.eviction.policies.l2norm import relative_norms
 
@@ -25,10 +24,13 @@ from sglang_reasoncache.eviction.policies.l2norm import relative_norms
 WINDOW = 32
 
 
-class WatchedDecoder(Decoder):
-    """:class:`Decoder` with masks, and with the attention that each entry drew.
+class WatchedDecoder:
+    """The model, its KV in plain tensors with masks, and the attention that each entry drew.
+
+    Every row of the batch is at the same position.
 
     Attributes:
+        keys, values: fp32 ``[layers, rows, kv heads, length, dim]``.
         held: bool ``[layers, rows, kv heads, length]``.
         mass: fp32, same shape: attention summed over all queries so far; of query heads that
             share a KV head the mean.
@@ -37,13 +39,46 @@ class WatchedDecoder(Decoder):
     """
 
     def __init__(self, model: Any, rows: int, length: int) -> None:
-        super().__init__(model, rows, length)
-        shape = self.keys.shape[:-1]
+        config = model.config
+        self.model = model
+        self.kv_heads, self.dim = config.num_key_value_heads, config.head_dim
+        shape = (config.num_hidden_layers, rows, self.kv_heads, length)
+        self.keys, self.values = (torch.zeros((*shape, self.dim)) for _ in range(2))
         self.held = torch.zeros(shape, dtype=torch.bool)
         self.mass = torch.zeros(shape)
-        self.window = torch.zeros((*shape[:-1], WINDOW, shape[-1]))
+        self.window = torch.zeros((*shape[:-1], WINDOW, length))
+        theta = config.rope_parameters["rope_theta"]
+        self._frequencies = theta ** (-torch.arange(0, self.dim, 2).float() / self.dim)
 
-    def attend(self, layer: int, query: torch.Tensor, position: int) -> torch.Tensor:
+    def step(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
+        """Feed one token a row; logits of the next."""
+        rows = len(tokens)
+        x = self.model.model.embed_tokens(tokens)
+        for number, layer in enumerate(self.model.model.layers):
+            attention, h = layer.self_attn, layer.input_layernorm(x)
+            query, key = (
+                self._rotate(norm(project(h).view(rows, -1, self.dim)), position)
+                for norm, project in (
+                    (attention.q_norm, attention.q_proj),
+                    (attention.k_norm, attention.k_proj),
+                )
+            )
+            self.keys[number, :, :, position] = key
+            self.values[number, :, :, position] = attention.v_proj(h).view(rows, -1, self.dim)
+            # Query heads of one KV head are consecutive: group them instead of repeating K and V.
+            query = query.view(rows, self.kv_heads, -1, self.dim)
+            x = x + attention.o_proj(self._attend(number, query, position).reshape(rows, -1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return torch.as_tensor(self.model.lm_head(self.model.model.norm(x)))
+
+    def _rotate(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        angle = position * self._frequencies
+        cos, sin = angle.cos().repeat(2), angle.sin().repeat(2)
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def _attend(self, layer: int, query: torch.Tensor, position: int) -> torch.Tensor:
+        """Of ``query`` ``[rows, kv heads, group, dim]`` to all entries held so far."""
         end = position + 1
         self.held[layer, :, :, position] = True
         keys = self.keys[layer, :, :, :end].transpose(-1, -2) / self.dim**0.5
@@ -55,7 +90,8 @@ class WatchedDecoder(Decoder):
         return weights @ self.values[layer, :, :, :end]
 
     def keep(self, rows: list[int]) -> None:
-        super().keep(rows)
+        """Forget all other rows."""
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
         self.held, self.mass = self.held[:, rows], self.mass[:, rows]
         self.window = self.window[:, rows]
 

@@ -4,11 +4,32 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import pandas as pd
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.tiny_reasoner.task import follows_prompt, generate, grade
+
+
+@torch.no_grad()
+def respond(model: Any, tokenizer: Any, prompts: list[str], batch: int) -> list[str]:
+    """Greedy responses of at most 900 tokens, special tokens left out."""
+    texts: list[str] = []
+    for start in range(0, len(prompts), batch):
+        inputs = tokenizer.apply_chat_template(
+            [[{"role": "user", "content": prompt}] for prompt in prompts[start : start + batch]],
+            add_generation_prompt=True,
+            padding=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        inputs.pop("token_type_ids", None)
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=900)
+        new = out[:, inputs["input_ids"].shape[1] :]
+        texts += tokenizer.batch_decode(new, skip_special_tokens=True)
+    return texts
 
 
 def main() -> None:
@@ -24,20 +45,7 @@ def main() -> None:
     problems = generate(args.seed, args.problems)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
-    texts: list[str] = []
-    for start in range(0, len(problems), args.batch):
-        some = problems[start : start + args.batch]
-        inputs = tokenizer.apply_chat_template(
-            [[{"role": "user", "content": problem.prompt}] for problem in some],
-            add_generation_prompt=True,
-            padding=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-        inputs.pop("token_type_ids", None)
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=900)
-        new = out[:, inputs["input_ids"].shape[1] :]
-        texts += tokenizer.batch_decode(new, skip_special_tokens=True)
+    texts = respond(model, tokenizer, [problem.prompt for problem in problems], args.batch)
     pairs = list(zip(texts, problems, strict=True))
     found = pd.DataFrame(
         {

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
 
+from eval.tiny_reasoner.evaluate import respond
 from eval.tiny_reasoner.model import TOKEN_ID, build_model, build_tokenizer, encode, save_checkpoint
-from eval.tiny_reasoner.simulate import Sharer, run
 from eval.tiny_reasoner.task import (
     ASSISTANT,
     DIGITS,
@@ -224,7 +224,7 @@ def held_out(model: torch.nn.Module) -> float:
     """Accuracy on 32 problems that are not trained on."""
     problems = generate(777, 32)
     model.eval()
-    _, texts = run(model, problems, Sharer(build_tokenizer()), 32, 800)
+    texts = respond(model, build_tokenizer(), [problem.prompt for problem in problems], 32)
     model.train()
     return fmean(grade(t, p) for t, p in zip(texts, problems, strict=True))
 
