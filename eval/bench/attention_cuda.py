@@ -20,7 +20,7 @@ from eval.bench.attention_rig import Rig, Row, Shape, Side, spread
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 
 HEADS = (32, 8, 128)
@@ -69,7 +69,6 @@ class CudaRig(Rig):
     def __init__(self, shape: Shape, device: str | None = None) -> None:
         super().__init__(shape, device)
         self._kv = PagedKv(*self.pool, self.rotation, backend="triton")
-        self._out = torch.empty_like(self.query)
         self._buffers = PlanBuffers.of(shape.requests, shape.slots - 1, self.device)
 
     def make_pool(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,8 +78,7 @@ class CudaRig(Rig):
 
     def share(self, percent: int) -> None:
         super().share(percent)
-        args = (self.rows, self.requests, self.lengths, self.cached_at)
-        self._plan = plan_rows(*args, num_slots=self.shape.slots, backend="torch")
+        self._plan = self.plan_of(self.rows)
         shifted = 0 if self._plan.shift is None else int(self._plan.shift.count_nonzero())
         if (shifted > 0) != (percent > 0):
             raise RuntimeError(f"{self.shape}, {percent}% shared: the plan shifts {shifted} keys")
@@ -92,7 +90,7 @@ class CudaRig(Rig):
         return plan_into(*args, num_slots=self.shape.slots)
 
     def decode(self) -> torch.Tensor:
-        return decode_attention(self.query, self._kv, self._plan, scale=self.scale, out=self._out)
+        return decode_attention(self.query, self._kv, self._plan, scale=self.scale)
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         return gather_kv(self._kv, self._plan.kv_indices, self._plan.shift, torch.bfloat16)
@@ -174,8 +172,7 @@ class CudaRig(Rig):
         for found, expected in zip(self.plan(), self._plan, strict=True):
             assert found is not None
             if not torch.equal(found, torch.zeros_like(found) if expected is None else expected):
-                raise RuntimeError(f"plan_into, {self.shape}: not what plan_rows says")
-        self._out.fill_(torch.nan)
+                raise RuntimeError(f"plan_into, {self.shape}: not what the rows say")
         self.check("decode_attention", self.decode(), self.rows)
         for request in self.some():
             entries = slice(*self._plan.kv_indptr[request : request + 2].tolist())

@@ -14,7 +14,7 @@ import torch
 
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Tokens of a shared block.
@@ -181,17 +181,19 @@ class Rig:
             RuntimeError: they differ by more than :attr:`tolerance`.
         """
         for request in self.some():
-            plan = plan_rows(
-                rows[request : request + 1],
-                self.requests[:1],
-                self.lengths[:1],
-                None if as_cached else self.cached_at,
-                num_slots=self.shape.slots,
-                backend="torch",
-            )
+            plan = self.plan_of(rows[request : request + 1], as_cached)
             query = self.query[request : request + 1].float()
             expected = decode_attention(query, self.reference, plan, scale=self.scale)
             self.judge(name, found[request : request + 1], expected)
+
+    def plan_of(self, rows: torch.Tensor, as_cached: bool = False) -> RowPlan:
+        """What whole rows read, by definition."""
+        count, tokens = rows.shape
+        indptr = torch.arange(count + 1, dtype=torch.int32, device=self.device) * tokens
+        at = torch.arange(tokens, dtype=torch.int32, device=self.device)
+        shift = (at - self.cached_at[rows.long()]).flatten()
+        rotates = not as_cached and bool(shift.any())
+        return RowPlan(indptr, rows.flatten(), shift if rotates else None)
 
     def judge(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
         """Raises RuntimeError where ``found`` is not near enough."""

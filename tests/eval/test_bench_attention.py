@@ -63,7 +63,6 @@ def test_rows_are_shared_by_so_much_and_shifted_by_whole_blocks(percent: int) ->
         torch.full((SHAPE.requests,), SHAPE.tokens),
         cached_at,
         num_slots=SHAPE.slots,
-        backend="torch",
     )
     shift = torch.zeros(rows.numel()) if plan.shift is None else plan.shift
     shifted = float((shift != 0).float().mean())
