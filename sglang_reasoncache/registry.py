@@ -24,10 +24,10 @@ from sglang_reasoncache.eviction.policies.contract import (
     KEYS,
     UNROTATED_KEYS,
     NamedPolicy,
-    NamedSelector,
-    Observation,
-    OptionError,
+    StatisticsNeeds,
 )
+from sglang_reasoncache.policy_options import OptionError
+from sglang_reasoncache.selection.contract import NamedSelector
 
 #: Every evictor and selector of this package: a policy is one line here.
 BUILT_IN: Mapping[str, str] = types.MappingProxyType(
@@ -101,7 +101,7 @@ def parse(text: str) -> PolicyChoice:
 
 
 def _selects(policy: Any) -> bool:
-    return not hasattr(policy, "evictions")
+    return not hasattr(policy, "evict")
 
 
 def _make(name: str, options: str, known: str) -> Any:
@@ -141,17 +141,17 @@ def _make(name: str, options: str, known: str) -> Any:
 
 def _missing(policy: Any) -> str:
     """What of :class:`Policy` an evictor lacks, which would be found out in a live server."""
-    if not callable(policy.evictions) or not callable(getattr(policy, "excess", None)):
-        return "methods evictions and excess"
+    if not callable(policy.evict) or not callable(getattr(policy, "excess", None)):
+        return "methods evict and excess"
     slack = getattr(policy, "slack", None)
     if not isinstance(slack, numbers.Integral) or slack < 0:
         return "a slack, an integer of at least 0"
     needs = getattr(policy, "needs", None)
     if not isinstance(needs, Set) or not needs <= _NEEDS:
         return f"needs, a set of {', '.join(sorted(_NEEDS))} or an empty one"
-    observes = getattr(policy, "observes", None)
-    if ATTENTION in needs and not isinstance(observes, Observation):
-        return f"observes, an Observation, as {ATTENTION} is needed"
+    found = getattr(policy, "statistics_needs", None)
+    if ATTENTION in needs and not isinstance(found, StatisticsNeeds):
+        return f"statistics_needs, a StatisticsNeeds, as {ATTENTION} is needed"
     return ""
 
 
@@ -169,7 +169,7 @@ def _class_of(name: str, known: str) -> Any:
         raise PolicyError(f"with policies that load; {name} does not ({error!r})") from error
     if not dataclasses.is_dataclass(kind) or not isinstance(kind, type):
         raise PolicyError(f"with policies that are dataclasses; {name} is {kind!r}")
-    if not (hasattr(kind, "evictions") or hasattr(kind, "keep")):
+    if not (hasattr(kind, "evict") or hasattr(kind, "keep")):
         raise PolicyError(f"with policies that evict or keep something; {name} is {kind!r}")
     return kind
 

@@ -23,4 +23,5 @@ echo "sanitize: AddressSanitizer and UndefinedBehaviorSanitizer" >&2
 # leaks are not ours.
 export REASONCACHE_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1
 LD_PRELOAD="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libubsan.so)" \
-    "$python" -m pytest tests/native "$@"
+    "$python" -m pytest tests/native tests/kernels/test_attention.py tests/kernels/test_distance.py \
+    -k "not interpreted" "$@"

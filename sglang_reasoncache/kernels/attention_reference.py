@@ -75,12 +75,13 @@ def decode(
     Raises:
         ValueError: a slot, range or shift out of bounds.
     """
+    spans = list(zip(begin.tolist(), end.tolist(), strict=True))
+    if not all(0 <= first <= last <= len(kv_indices) for first, last in spans):
+        raise ValueError("decode: begin and end go beyond kv_indices")
     k, v = gather(kv, kv_indices, shift)
     group = query.shape[1] // kv.num_heads
     at = 0
-    for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
-        if not 0 <= first <= last <= len(k):
-            raise ValueError("decode: begin and end go beyond kv_indices")
+    for b, (first, last) in enumerate(spans):
         row_k = k[first:last].repeat_interleave(group, dim=1)
         row_v = v[first:last].repeat_interleave(group, dim=1)
         logits = torch.einsum("hd,nhd->hn", query[b].float(), row_k) * scale

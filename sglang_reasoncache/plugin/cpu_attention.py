@@ -14,6 +14,7 @@ from typing import Any
 from sglang_reasoncache import compat, native
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat import hooking
+from sglang_reasoncache.compat.types import ModelRunner
 from sglang_reasoncache.platform import PLATFORM_NAME
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def install() -> None:
 
 
 def default_backend() -> str:
-    """What serves where the operator names no ``--attention-backend``; compiles it if need be."""
+    """The default of ``--attention-backend``; compiles it if need be."""
     if compat.CPU_BACKEND not in compat.ATTENTION_BACKENDS:
         return "torch_native"
     try:
@@ -41,11 +42,11 @@ def default_backend() -> str:
     return compat.CPU_BACKEND
 
 
-def make(model_runner: Any, cached: CachedPositions | None = None) -> Any:
+def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
     """The backend of a scheduler process; see ``PagedCpuBackend``.
 
     Raises:
-        ValueError: what cannot be served, and what may serve it instead.
+        ValueError: what is not supported, and which backend may support it.
     """
     from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corrected positions and evicted positions over ``--attention-backend flashinfer`` and ``triton`` on CUDA.
 
-Two hooks come with the backend and are on no other server: one asks the prefix tree of every
+Two hooks come with the backend and are on no other server: one reads from the prefix tree of every
 batch whether it reads shifted slots or evicted positions, one gives decode graphs two variants.
 """
 
@@ -15,13 +15,16 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat import hooking
+from sglang_reasoncache.compat.types import ModelRunner
 from sglang_reasoncache.plugin import refusals
 
 #: The backend of this scheduler process.
 _backend: Any | None = None
 
 
-def make(model_runner: Any, name: str, cached: CachedPositions | None, *, requested_by: str) -> Any:
+def make(
+    model_runner: ModelRunner, name: str, cached: CachedPositions | None, *, requested_by: str
+) -> Any:
     """The backend of a scheduler process.
 
     Args:
@@ -30,7 +33,7 @@ def make(model_runner: Any, name: str, cached: CachedPositions | None, *, reques
         requested_by: The flag that requests it, the beginning of every message.
 
     Raises:
-        ValueError: a device, model, pool, flag or mode that cannot be served, by name.
+        ValueError: a device, model, pool, flag or mode that is not supported, by name.
         RuntimeError: SGLang could not apply a hook (it only logs that).
     """
     global _backend
@@ -43,9 +46,9 @@ def make(model_runner: Any, name: str, cached: CachedPositions | None, *, reques
     backend = backend_class(name)(
         model_runner, cached, requested_by=requested_by, **_arguments(model_runner, name)
     )
-    if backend.shared_slots.backend != "triton":
+    if backend.paged.backend != "triton":
         raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
-    backend.shared_slots.warm_up()
+    backend.paged.warm_up()
     _install_hooks()
     _backend = backend
     return backend
@@ -57,18 +60,18 @@ def backend_class(name: str) -> type:
 
     stock = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}[name]
     return type(
-        f"Moved{stock}", (SharedSlotReads, getattr(compat, stock)), {"__module__": __name__}
+        f"Corrected{stock}", (SharedSlotReads, getattr(compat, stock)), {"__module__": __name__}
     )
 
 
-def _arguments(model_runner: Any, name: str) -> dict[str, Any]:
+def _arguments(model_runner: ModelRunner, name: str) -> dict[str, Any]:
     """What SGLang's registry hands to its backend besides the runner."""
     if name == "flashinfer":
         return {"init_new_workspace": model_runner.init_new_workspace}
     return {}
 
 
-def _device(model_runner: Any) -> str:
+def _device(model_runner: ModelRunner) -> str:
     return f"{model_runner.device} (ROCm)" if torch.version.hip else str(model_runner.device)
 
 
@@ -83,7 +86,7 @@ def _install_hooks() -> None:
 
 
 def _after_forward_batch(
-    result: Any, _cls: type, batch: Any, model_runner: Any, **_kwargs: Any
+    result: Any, _cls: type, batch: Any, model_runner: ModelRunner, **_kwargs: Any
 ) -> None:
     """Batches without our tree (SGLang's own trial runs) stay unknown.
 
@@ -95,12 +98,12 @@ def _after_forward_batch(
     if hasattr(tree, "reads_shifted"):
         shifted = mark.corrected and tree.reads_shifted(batch.reqs)
         mark.note(result.rids, shifted or tree.reads_evicted(batch.reqs))
-        statistics, mode = _backend.statistics, result.forward_mode
+        statistics, mode = _backend.paged.statistics, result.forward_mode
         if statistics is not None and not mode.is_idle():
             new = None if mode.is_decode() else result.extend_seq_lens_cpu
-            coming = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
-            if coming is not None:
-                _backend.expect(result.rids, coming)
+            prefill = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
+            if prefill is not None:
+                _backend.expect(result.rids, prefill)
 
 
 def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:

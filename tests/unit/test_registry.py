@@ -125,7 +125,7 @@ class OldestFirst(Evictor):
 
     every: int = 1
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+    def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
         return runs(view.candidates(self.recent)[:: self.every][:excess])
 
 
@@ -133,7 +133,7 @@ class OldestFirst(Evictor):
 class NoExcess:
     budget: int = 1
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+    def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
         return []
 
 
@@ -211,7 +211,10 @@ class _Entry:
         (NoNeeds, "have needs, a set of attention, keys, unrotated keys or an empty one; oldest"),
         (NeedsValues, "have needs, a set of attention"),
         (NeedsRaise, "not today"),
-        (ObservesNothing, "have observes, an Observation, as attention is needed; oldest"),
+        (
+            ObservesNothing,
+            "have statistics_needs, a StatisticsNeeds, as attention is needed; oldest",
+        ),
         (Asserting, "options that oldest takes .*not today"),
         (UnknownType, "policies whose types resolve; oldest has NameError.*torchx"),
     ],

@@ -18,8 +18,9 @@ UNROTATED_KEYS = "unrotated keys"
 ATTENTION = "attention"
 
 
-class Observation(NamedTuple):
-    """Which weights a policy that needs :data:`ATTENTION` reads; announced in ``observes``.
+class StatisticsNeeds(NamedTuple):
+    """Which weights a policy that needs :data:`ATTENTION` reads; announced in
+    ``statistics_needs``.
 
     Attributes:
         latest: Newest queries whose weights are kept apart, for ``Attention.latest``.
@@ -30,14 +31,6 @@ class Observation(NamedTuple):
     latest: int = 0
     total: bool = False
     prompt: int = 0
-
-
-class OptionError(ValueError):
-    """An option of a policy is out of bounds: ``<key> of a policy must be <bound>``."""
-
-    def __init__(self, key: str, bound: str) -> None:
-        super().__init__(f"{key} {bound}")
-        self.key, self.bound = key, bound
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class Eviction:
 class Keys(Protocol):
     """Keys of the positions a request holds; entry i belongs to ``RequestView.held[i]``.
 
-    Read from the pool when asked for, one layer at a time. Under tensor parallelism a rank
+    Read from the pool on demand, one layer at a time. Under tensor parallelism a rank
     has its own heads; :meth:`token_scores` covers all of them.
     """
 
@@ -70,7 +63,7 @@ class Keys(Protocol):
         is used if the slot is shared. Meaningful where keys can be un-rotated."""
 
     def stored(self, layer: int) -> torch.Tensor:
-        """fp32 ``[held, heads, head_dim]``, as cached: rotated for their home."""
+        """fp32 ``[held, heads, head_dim]``, as cached: rotated for their cached positions."""
 
     def unrotated(self, layer: int) -> torch.Tensor:
         """fp32 ``[held, heads, head_dim]``, without rotary embedding."""
@@ -87,16 +80,17 @@ class Keys(Protocol):
 
 class Attention(Protocol):
     """Softmax weights that the positions of a request got, averaged over the query heads of all
-    layers and ranks; entry i belongs to ``RequestView.held[i]``. Every rank must ask alike.
+    layers and ranks; entry i belongs to ``RequestView.held[i]``. Every rank must
+    read alike.
     """
 
     def latest(self, queries: int) -> np.ndarray:
         """float64 ``[held]``: mean over the ``queries`` newest ones, as far as they were
-        observed; 0 for a position behind a query."""
+        counted; 0 for a position behind a query."""
 
     def total(self) -> np.ndarray:
         """float64 ``[held]``: sum over all queries of the response so far, and the last
-        ``Observation.prompt`` ones of what was computed before it."""
+        ``StatisticsNeeds.prompt`` ones of what was computed before it."""
 
 
 class NoAttention:
@@ -121,8 +115,8 @@ class RequestView:
             policy's ``prompt`` only the tree's part does.
         page: Positions per page; only whole pages can be evicted.
         held: int64, ascending: written positions that were not evicted. Read-only.
-        places: int64 ``[held]``, a number of the slot of each: sharing has given the same one to
-            positions that have the same number. Read-only.
+        slot_aliases: int64 ``[held]``, a number per slot: positions with the same number share
+            one slot. Read-only.
         seed: A number of the prompt's tokens, the same for the same prompt.
         keys: On demand; only for a policy that ``needs`` them.
         attention: Likewise.
@@ -155,39 +149,12 @@ class RequestView:
         return self.held[low:high][~np.isin(self.slot_aliases[low:high], stays)]
 
 
-class Selector(Protocol):
-    """Reads fewer pages in a decode step; nothing is freed. A frozen dataclass as a
-    :class:`Policy` is, asked in every layer, by tensors, on the device.
-    """
-
-    @property
-    def budget(self) -> int:
-        """Positions read. Rows with no more are read whole, and nothing is asked."""
-
-    @property
-    def whole_layers(self) -> int:
-        """First layers that read everything."""
-
-    def keep(
-        self, shares: torch.Tensor, held: torch.Tensor, newest: torch.Tensor, page: int
-    ) -> torch.Tensor:
-        """bool ``[rows, pages]``, which are read.
-
-        Args:
-            shares: fp32 ``[rows, pages]``, what the query heads may find in a page: each head's
-                softmax over the pages by the largest logit that a key between the least and
-                largest ones of the page can have, added up over heads.
-            held: bool ``[rows, pages]``, which of them the row has.
-            newest: int64 ``[rows]``, the page that is being filled; one of those to be read.
-            page: Positions of a page.
-        """
-
-
 class Policy(Protocol):
     """An evictor: a frozen dataclass, its fields the options of ``--reasoncache-policy``.
 
     It keeps nothing between calls: what it decides follows from the view, so that
-    tensor-parallel ranks decide alike. ``__post_init__`` raises :class:`OptionError`.
+    tensor-parallel ranks decide alike. ``__post_init__`` raises
+    :class:`~sglang_reasoncache.policy_options.OptionError`.
 
     Three more attributes count if there are any: ``prompt`` (bool), ``when`` and ``until``
     (shares of the pool); see :class:`~sglang_reasoncache.eviction.policies.evictor.Evictor`.
@@ -196,7 +163,7 @@ class Policy(Protocol):
     @property
     def needs(self) -> frozenset[str]:
         """Of :data:`KEYS`, :data:`UNROTATED_KEYS` and :data:`ATTENTION`; the last one takes an
-        attribute ``observes``, an :class:`Observation`."""
+        attribute ``statistics_needs``, a :class:`StatisticsNeeds`."""
 
     @property
     def slack(self) -> int:
@@ -204,22 +171,15 @@ class Policy(Protocol):
 
     def excess(self, written: int, slots: int) -> int:
         """How many of the ``slots`` of ``written`` positions, less what was evicted or shared,
-        are too many now. Asked often; 0 asks no further."""
+        are too many now. Called often; 0 ends the decision."""
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+    def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
         """Runs of positions to give up, of some ``excess`` slots together. A slot comes back with
         the last position that has it."""
 
 
 class NamedPolicy(NamedTuple):
-    """A configured evictor and the name it was asked for by."""
+    """A configured evictor and its name in ``--reasoncache-policy``."""
 
     name: str
     policy: Policy
-
-
-class NamedSelector(NamedTuple):
-    """A configured selector and the name it was asked for by."""
-
-    name: str
-    policy: Selector
