@@ -54,7 +54,7 @@ class _Shared:
             self._release_unreferenced(upload(last, self._pool_device))
 
     def evict(self, pages: torch.Tensor) -> int:
-        """Take a reference away per entry; the rows that named them have evicted positions from now on.
+        """Take one reference away per entry, of positions that are evicted.
 
         Reads from the device only while something is shared.
 

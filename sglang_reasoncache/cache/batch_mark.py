@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the forward about to run reads a slot away from its cached position, or a row with evicted positions.
+"""Whether the forward about to run reads shifted slots or evicted positions.
 
-The scheduler applies every redirection and every drop on the host, so nothing is
-asked of a device. A batch that was not looked at counts as reading one: wrong that
-way costs time, the other way it would be a wrong key.
+The scheduler redirects and evicts on the host, so nothing is asked of a device. An unknown
+batch counts as reading some: a false positive is slow, a false negative is incorrect.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ class BatchMark:
 
     Args:
         allocator: Ours; ``has_shifted_slots`` and ``has_evicted`` are false while nothing was
-            ever shared or dropped.
-        corrected: Moved slots count. Keys that are read as cached are where they should be.
+            ever shared or evicted.
+        corrected: Shifted slots count. Keys that are read as cached need no rotation.
     """
 
     def __init__(self, allocator: Any, *, corrected: bool = True) -> None:
@@ -28,7 +27,7 @@ class BatchMark:
         self._shifted = True
 
     def note(self, rids: Sequence[str], shifted: bool) -> None:
-        """The batch of ``rids`` reads shifted slots or rows with evicted positions, or neither.
+        """The batch of ``rids`` reads shifted slots or evicted positions, or neither.
 
         ``rids``: SGLang's list of a batch's request ids; the object tells its batch
         from every other one, through the copies SGLang makes of it.
@@ -36,7 +35,7 @@ class BatchMark:
         self._rids, self._shifted = rids, shifted
 
     def reads_shifted(self, rids: Sequence[str] | None) -> bool:
-        """Whether the batch of ``rids`` may read either. None: of no known batch."""
+        """Whether the batch of ``rids`` may read either. None: an unknown batch."""
         allocator = self._allocator
         if not (allocator.has_evicted or (self.corrected and allocator.has_shifted_slots)):
             return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many places refer to a page, kept on the host for the shared ones only.
+"""How many references a page has, kept on the host for the shared ones only.
 
 A *reference* is one entry that names the page: a position of a live request's
 row that the request owns, or a position of a prefix-tree node. (A row entry
@@ -27,10 +27,6 @@ class PageReferences:
 
     def __contains__(self, page: int) -> bool:
         return page in self._counts
-
-    def count(self, page: int) -> int:
-        """References of a page that is in use, at least 1."""
-        return self._counts.get(page, 1)
 
     @property
     def extra(self) -> int:
@@ -70,9 +66,6 @@ class PageReferences:
             else:
                 counts[page] = left - 1
         return gone
-
-    def clear(self) -> None:
-        self._counts.clear()
 
     def snapshot(self) -> dict[int, int]:
         """Copy of the counts, for checks."""

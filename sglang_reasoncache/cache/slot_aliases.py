@@ -9,8 +9,8 @@ import numpy as np
 class SlotAliases:
     """A number a position, equal where a row names the same slot twice.
 
-    It is the position whose slot it was first; that one may name another slot by now, or be a
-    evicted position. Eight bytes a position once anything was shared.
+    The number is the position whose slot it was first; that one may name another slot by now,
+    or be evicted. Eight bytes a position once anything was shared.
     """
 
     def __init__(self) -> None:

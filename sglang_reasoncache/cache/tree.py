@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix cache whose nodes may name a slot more than once.
 
-Stock accounting counts positions. With aliased publishing two positions of a
+SGLang's accounting counts positions. With aliased publishing two positions of a
 path can hold the same slot, so this tree counts *physically*: a slot counts
-once, at its topmost position. Why that position is unique: a second reference
+once, at its topmost position. That position is unique: a second reference
 to a slot arises only from a request that has the slot in its own row, so it is
 published below the first on the same path; branches that share the slot share
-the ancestor that holds it. Dropping changes nothing here: a path ends before the first
-evicted position of its row, so a reference is never published without the one above it. Locks and
-leaf-first eviction run along the path, hence the topmost holder is locked whenever any
-other is, and evicted last.
+the ancestor that holds it. Evicted positions change nothing here: a path ends before the
+first evicted position of its row, so a reference is never published without the one above
+it. Locks and leaf-first eviction run along the path, hence the topmost holder is locked
+whenever any other is, and evicted last.
 
 ``_aliases`` holds, per node, the offsets that do not count; a node that is not
 in it is counted as SGLang counts it. ``_inexact`` holds, per node, the first
@@ -20,11 +20,35 @@ after a shared position is inexact although its slot has one owner.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.compat.types import RadixKey, Request, TreeNode
+
+
+class RowState(Protocol):
+    """What is asked of a request's state."""
+
+    @property
+    def first_shared(self) -> int | None:
+        """Lowest redirected position."""
+
+    @property
+    def evicted(self) -> Any:
+        """``count`` of the evicted positions and the ``first`` one."""
+
+
+class Controller(Protocol):
+    """What the tree asks and tells."""
+
+    def state_of(self, req: Request) -> RowState | None: ...
+    def allows(self, req: Request) -> bool: ...
+    def keeps_prompt(self, req: Request) -> bool: ...
+    def after_chunk(self, req: Request, written: int) -> None: ...
+    def on_release(self, req: Request) -> None: ...
+    def reset(self) -> None: ...
 
 
 class SharedRadixCache(compat.RadixCache):
@@ -39,12 +63,12 @@ class SharedRadixCache(compat.RadixCache):
     def __init__(self, params: Any, *, publish_aliased: bool) -> None:
         self.publish_aliased = publish_aliased
         # Set by the controller that owns request state; None until then.
-        self.controller: Any = None
+        self.controller: Controller | None = None
         super().__init__(params)
 
     def reset(self) -> None:
-        self._aliases: dict[Any, list[int]] = {}
-        self._inexact: dict[Any, int] = {}
+        self._aliases: dict[TreeNode, list[int]] = {}
+        self._inexact: dict[TreeNode, int] = {}
         # First inexact position of the request being published.
         self._publishing_inexact: int | None = None
         self._alias_evictable = 0
@@ -68,16 +92,16 @@ class SharedRadixCache(compat.RadixCache):
 
     # -- publishing -----------------------------------------------------------
 
-    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+    def checkpoint(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
         """Publish ``req``'s row up to ``up_to``, less what may not be published yet.
 
         A running request publishes its prompt only once it has output (after a
         retraction): positions the tree owns cannot be redirected any more. Where a policy
-        may drop positions of the prompt, it publishes nothing before it has finished.
+        may evict positions of the prompt, it publishes nothing before it has finished.
         """
         if not req.finished() and self.controller is not None and self.controller.keeps_prompt(req):
-            # The last chunk is looked at when its result was processed, outside of the group
-            # in which that frees.
+            # The last chunk is seen when its result was processed, outside of the group in
+            # which that frees.
             grouped = self.token_to_kv_pool_allocator.free_group is not None
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.controller.after_chunk(req, up_to)
@@ -86,8 +110,8 @@ class SharedRadixCache(compat.RadixCache):
             up_to = min(up_to, len(req.origin_input_ids))
         state = None if self.controller is None else self.controller.state_of(req)
         if state is not None and state.evicted.first is not None:
-            # What was computed behind an evicted position did not see it. Everything before the first one
-            # is older than any drop: evicted positions only appear among written positions.
+            # What was computed behind an evicted position did not see it. Everything before the
+            # first one is older than any eviction: only written positions are evicted.
             up_to = min(up_to, state.evicted.first)
         if state is not None and state.first_shared is not None:
             assert req.finished(), "a shared row is not published while its request runs"
@@ -96,24 +120,20 @@ class SharedRadixCache(compat.RadixCache):
             self._publishing_inexact = state.first_shared
         if self._inexact and self._is_exact_only(req):
             tokens = req.full_untruncated_fill_ids[:up_to]
-            up_to = min(
-                up_to,
-                self._exact_length(
-                    compat.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
-                ),
-            )
+            key = compat.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+            up_to = min(up_to, self._exact_length(key))
         try:
             super().checkpoint(req, up_to=max(up_to, req.kv.cache_protected_len), **kwargs)
         finally:
             self._publishing_inexact = None
 
-    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+    def on_release(self, req: Request, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
         if self.controller is not None:
             self.controller.on_release(req)
 
     def _insert_helper(
-        self, node: Any, key: Any, value: torch.Tensor, *args: Any, **kwargs: Any
+        self, node: TreeNode, key: RadixKey, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         matched, last = super()._insert_helper(node, key, value, *args, **kwargs)
         # A leaf was added exactly when the key was not matched to its end.
@@ -125,13 +145,10 @@ class SharedRadixCache(compat.RadixCache):
                 self._inexact[last] = max(self._publishing_inexact - matched, 0)
         return matched, last
 
-    def _count_new_leaf(self, leaf: Any) -> None:
+    def _count_new_leaf(self, leaf: TreeNode) -> None:
         references = self.token_to_kv_pool_allocator.references
-        if not len(references):
-            return
-        slots = leaf.value.tolist()
-        page = self.page_size
-        shared = [i for i, slot in enumerate(slots) if slot // page in references]
+        slots = leaf.value.tolist() if len(references) else []
+        shared = [i for i, slot in enumerate(slots) if slot // self.page_size in references]
         if not shared:
             return
         seen = set(self.path_device_indices(leaf.parent).tolist())
@@ -145,7 +162,7 @@ class SharedRadixCache(compat.RadixCache):
             self._aliases[leaf] = offsets
             self._alias_evictable += len(offsets)
 
-    def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> Any:
         upper = super()._split_node(key, child, split_len)
         offsets = self._aliases.pop(child, None)
         if offsets is not None:
@@ -165,15 +182,15 @@ class SharedRadixCache(compat.RadixCache):
 
     # -- locks and eviction ---------------------------------------------------
 
-    def inc_lock_ref(self, node: Any) -> Any:
+    def inc_lock_ref(self, node: TreeNode) -> Any:
         self._move_aliases(node, from_lock_ref=0, sign=1)
         return super().inc_lock_ref(node)
 
-    def dec_lock_ref(self, node: Any, params: Any = None) -> Any:
+    def dec_lock_ref(self, node: TreeNode, params: Any = None) -> Any:
         self._move_aliases(node, from_lock_ref=1, sign=-1)
         return super().dec_lock_ref(node, params)
 
-    def _move_aliases(self, node: Any, *, from_lock_ref: int, sign: int) -> None:
+    def _move_aliases(self, node: TreeNode, *, from_lock_ref: int, sign: int) -> None:
         """Mirror what a lock change does to SGLang's two sums, for aliased offsets."""
         if self.disable or not self._aliases:
             return
@@ -197,14 +214,14 @@ class SharedRadixCache(compat.RadixCache):
             if freed >= wanted or result.num_tokens_evicted == 0:
                 return compat.EvictResult(num_tokens_evicted=freed)
 
-    def _delete_leaf(self, node: Any) -> None:
+    def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
         self._alias_evictable -= len(self._aliases.pop(node, ()))
         self._inexact.pop(node, None)
 
     # -- asked for every forward ------------------------------------------------
 
-    def reads_shifted(self, reqs: Iterable[Any]) -> bool:
+    def reads_shifted(self, reqs: Iterable[Request]) -> bool:
         """Whether the row of any of ``reqs`` may name a slot away from its cached position.
 
         It may where one of its blocks was redirected, or where its prefix ends in a
@@ -215,14 +232,14 @@ class SharedRadixCache(compat.RadixCache):
             return False
         return any(req.last_node in self._inexact or self._is_redirected(req) for req in reqs)
 
-    def reads_evicted(self, reqs: Iterable[Any]) -> bool:
-        """Whether a position of any of ``reqs`` was dropped; a path of the tree has none."""
+    def reads_evicted(self, reqs: Iterable[Request]) -> bool:
+        """Whether a position of any of ``reqs`` was evicted; a path of the tree has none."""
         if self.controller is None or not self.token_to_kv_pool_allocator.has_evicted:
             return False
         states = (self.controller.state_of(req) for req in reqs)
         return any(state is not None and state.evicted.count > 0 for state in states)
 
-    def _is_redirected(self, req: Any) -> bool:
+    def _is_redirected(self, req: Request) -> bool:
         state = None if self.controller is None else self.controller.state_of(req)
         return state is not None and state.first_shared is not None
 
@@ -235,10 +252,10 @@ class SharedRadixCache(compat.RadixCache):
                 params = compat.MatchPrefixParams(key=params.key[:length], req=params.req)
         return super().match_prefix(params)
 
-    def _is_exact_only(self, req: Any) -> bool:
+    def _is_exact_only(self, req: Request) -> bool:
         return self.controller is not None and not self.controller.allows(req)
 
-    def _exact_length(self, key: Any) -> int:
+    def _exact_length(self, key: RadixKey) -> int:
         """Longest prefix of ``key`` that meets no inexact position of the tree."""
         node, at, rest = self.root_node, 0, key.page_aligned(self.page_size)
         while len(rest):

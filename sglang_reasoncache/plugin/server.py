@@ -123,10 +123,9 @@ class ServerParts:
         acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
         threshold = _threshold(context, config, block, pool, ranks)
         pipeline = BlockPipeline(tracker, meter, acceptor, threshold, stats, ranks, block)
-        weights = None
-        if self.attention.statistics is not None:
-            heads = context.model_config.num_attention_heads * pool.layer_num
-            weights = WeightSource(self.attention.statistics, heads, group)
+        statistics: Any = self.attention.statistics
+        heads = context.model_config.num_attention_heads * pool.layer_num
+        weights = None if statistics is None else WeightSource(statistics, heads, group)
         eviction = EvictionController(
             config.policies.evictors,
             EvictionApplier(self.allocator, rows),

@@ -196,9 +196,8 @@ def test_writes_take_a_batch_and_scales() -> None:
 
 def test_refused_flags_exist() -> None:
     args = compat.ServerArgs(model_path="none", device="cpu")
-    for refusal in refusals.CORRECTED_REFUSALS:
-        if refusal.flag.startswith("--"):
-            assert hasattr(args, refusal.flag.removeprefix("--").replace("-", "_"))
+    for field in (*refusals.CONFLICTS, *refusals.CORRECTED_CONFLICTS):
+        assert hasattr(args, field), field
 
 
 def test_the_host_knows_rows_and_lengths_of_every_batch() -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sglang_reasoncache import metrics
+from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
+from sglang_reasoncache.sharing.stats import SharingStats
 from tests.contract.test_layers import LAYER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,3 +73,28 @@ def test_rooms_stand_in_the_order_of_layers() -> None:
     assert [LAYER[room] for room in rooms] == sorted(LAYER[room] for room in rooms)
     package = ROOT / "sglang_reasoncache"
     assert set(rooms) == {path.parent.name for path in package.glob("*/__init__.py")}
+
+
+def test_refused_flags_and_series_are_in_their_pages() -> None:
+    index, architecture, evaluation = (
+        (ROOT / f"docs/{name}.md").read_text() for name in ("index", "architecture", "evaluation")
+    )
+    for page, fields in ((index, CONFLICTS), (architecture, CORRECTED_CONFLICTS)):
+        missing = [flag for field in fields if (flag := _flag(field)) not in page]
+        assert not missing
+    selected = (f"selection_{field}" for field in metrics._SELECTION)
+    series = [*(field.removesuffix("_total") for field in metrics._COUNTERS), *selected]
+    assert not [name for name in series if f"`{name}`" not in index]
+    assert SharingStats().to_dict().keys() >= set(
+        re.findall(r"`(\w+)`", _table(evaluation, "total"))
+    )
+
+
+def _flag(field: str) -> str:
+    return "`--" + field.replace("_", "-") + "`"
+
+
+def _table(text: str, heading: str) -> str:
+    """First column of the table that begins with ``heading``."""
+    rows = text.partition(f"\n| {heading} |")[2].partition("\n\n")[0]
+    return "\n".join(re.findall(r"^\| (.*?) \|", rows, re.MULTILINE))

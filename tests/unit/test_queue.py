@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +13,8 @@ from sglang_reasoncache.sharing.pipeline import in_batches
 
 
 def _block(dst: int, src: int, length: int = 4) -> BlockProposal:
-    return BlockProposal(req=None, dst_start=dst, src_start=src, length=length)
+    nobody: Any = None
+    return BlockProposal(nobody, dst, src, length)
 
 
 def test_independent_blocks_share_one_batch() -> None:
