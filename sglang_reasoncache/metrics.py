@@ -18,13 +18,13 @@ _PREFIX = "sglang:reasoncache_"
 _COUNTERS = {
     "steps_seen": "Reasoning steps finished.",
     "steps_with_candidate": "Steps with at least one similar earlier step.",
-    "steps_shed": "Finished steps not looked at, because too many were waiting.",
+    "steps_shed": "Finished steps not compared, because too many were waiting.",
     "filter_restarts": "Times the process that compares steps failed and was started anew.",
     "structure_refusals": "Candidates refused because their formal content differs.",
     "blocks_compared": "Block pairs whose KV distance was measured.",
     "blocks_shared": "Blocks redirected to earlier slots.",
     "slots_saved_total": "Slots returned to the allocator by sharing.",
-    "requests_opted_out": "Requests served without sharing or evicting.",
+    "requests_opted_out": "Requests that opted out: neither shared nor evicted.",
     "eviction_decisions": "Times an evicting policy was asked what to evict.",
     "positions_evicted": "Positions evicted by evicting policies.",
     "slots_freed_by_eviction": "Slots returned to the allocator by evicting.",
@@ -33,6 +33,19 @@ _COUNTERS = {
 _SELECTION = {
     "positions_held": "Positions of the rows that were selected from, summed over layers and steps.",
     "positions_read": "Those that attention read.",
+}
+#: Counters with a label ``reason``.
+_BY_REASON = {
+    "refusals": "Blocks not shared, by reason.",
+    "eviction_refusals": "Runs of positions not evicted, by reason.",
+    "selection_refusals": "Answers of a selecting policy that were not used as they were, by reason.",
+}
+_GAUGES = {
+    "slots_saved_now": "Slots the running requests do without.",
+    "positions_evicted_now": "Evicted positions of the running requests.",
+    "memory_saving_ratio": "Slots saved over logical slots, averaged over decode steps.",
+    "filter_given_up": "1 when the process that compares steps failed too often: no further blocks "
+    "are shared.",
 }
 
 
@@ -48,89 +61,51 @@ class SharingMetrics:
 
         self._labels = {key: str(value) for key, value in labels.items()}
         names = list(self._labels)
+        plain = {**_COUNTERS, **{f"selection_{name}": text for name, text in _SELECTION.items()}}
         self._counters = {
-            field: Counter(_PREFIX + field.removesuffix("_total"), text, names)
-            for field, text in _COUNTERS.items()
+            name: Counter(_PREFIX + name.removesuffix("_total"), text, names)
+            for name, text in plain.items()
+        } | {
+            name: Counter(_PREFIX + name, text, [*names, "reason"])
+            for name, text in _BY_REASON.items()
         }
-        self._refusals = Counter(
-            _PREFIX + "refusals", "Blocks not shared, by reason.", [*names, "reason"]
-        )
-        self._eviction_refusals = Counter(
-            _PREFIX + "eviction_refusals",
-            "Runs of positions not evicted, by reason.",
-            [*names, "reason"],
-        )
-        self._saved_now = Gauge(
-            _PREFIX + "slots_saved_now",
-            "Slots the running requests do without.",
-            names,
-            multiprocess_mode="mostrecent",
-        )
-        self._evicted_now = Gauge(
-            _PREFIX + "positions_evicted_now",
-            "Evicted positions of the running requests.",
-            names,
-            multiprocess_mode="mostrecent",
-        )
-        self._ratio = Gauge(
-            _PREFIX + "memory_saving_ratio",
-            "Slots saved over logical slots, averaged over decode steps.",
-            names,
-            multiprocess_mode="mostrecent",
-        )
-        self._given_up = Gauge(
-            _PREFIX + "filter_given_up",
-            "1 when the process that compares steps failed too often: no further blocks are shared.",
-            names,
-            multiprocess_mode="mostrecent",
-        )
+        self._gauges = {
+            name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent")
+            for name, text in _GAUGES.items()
+        }
         self._latency = Histogram(
             _PREFIX + "filter_seconds",
-            "Scheduler time spent on a decode step that had blocks to share.",
+            "Scheduler time spent on a poll that had blocks to share.",
             names,
             buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
         )
-        self._selected = {
-            field: Counter(_PREFIX + "selection_" + field, text, names)
-            for field, text in _SELECTION.items()
-        }
-        self._selection_refusals = Counter(
-            _PREFIX + "selection_refusals",
-            "Answers of a selecting policy that were not used as they were, by reason.",
-            [*names, "reason"],
-        )
-        self._seen: dict[str, int] = {}
+        self._seen: dict[tuple[str, ...], int] = {}
 
     def update(
         self, stats: SharingStats, saved_now: int, evicted_now: int, latency: float | None
     ) -> None:
-        """Publish totals; ``latency`` in seconds, None where nothing was filtered."""
-        for field, counter in self._counters.items():
-            self._advance(counter.labels(**self._labels), field, getattr(stats, field))
-        for kind, counter, counts in (
-            ("refusal:", self._refusals, stats.refusals),
-            ("evict:", self._eviction_refusals, stats.eviction_refusals),
-        ):
-            for reason, count in counts.items():
-                self._advance(counter.labels(**self._labels, reason=reason), kind + reason, count)
-        self._evicted_now.labels(**self._labels).set(evicted_now)
-        self._saved_now.labels(**self._labels).set(saved_now)
-        self._ratio.labels(**self._labels).set(stats.memory_saving_ratio)
-        self._given_up.labels(**self._labels).set(stats.filter_given_up)
+        """Publish totals; ``latency`` in seconds, None where nothing was compared."""
+        for name in _COUNTERS:
+            self._count(name, getattr(stats, name))
+        for name in ("refusals", "eviction_refusals"):
+            for reason, total in getattr(stats, name).items():
+                self._count(name, total, reason=reason)
+        values = (saved_now, evicted_now, stats.memory_saving_ratio, stats.filter_given_up)
+        for gauge, value in zip(self._gauges.values(), values, strict=True):
+            gauge.labels(**self._labels).set(value)
         if latency is not None:
             self._latency.labels(**self._labels).observe(latency)
 
     def update_selection(self, described: Mapping[str, Any]) -> None:
-        """Publish what ``describe()`` of a selection says."""
-        for field, counter in self._selected.items():
-            key = f"selection:{field}"
-            self._advance(counter.labels(**self._labels), key, described[field])
-        for reason, count in described["refusals"].items():
-            labelled = self._selection_refusals.labels(**self._labels, reason=reason)
-            self._advance(labelled, f"selection_refusal:{reason}", count)
+        """Publish what ``recent()`` of a selection says."""
+        for name in _SELECTION:
+            self._count(f"selection_{name}", described[name])
+        for reason, total in described["refusals"].items():
+            self._count("selection_refusals", total, reason=reason)
 
-    def _advance(self, counter: Any, key: str, total: int) -> None:
-        seen = self._seen.get(key, 0)
+    def _count(self, name: str, total: int, **reason: str) -> None:
+        key = (name, *reason.values())
+        seen, self._seen[key] = self._seen.get(key, 0), total
         # A flush restarts our totals; a Prometheus counter only ever grows.
-        counter.inc(total - seen if total >= seen else total)
-        self._seen[key] = total
+        added = total - seen if total >= seen else total
+        self._counters[name].labels(**self._labels, **reason).inc(added)

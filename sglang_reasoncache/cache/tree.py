@@ -28,7 +28,7 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import RadixKey, Request, TreeNode
 
 
-class RowState(Protocol):
+class RowMarks(Protocol):
     """What is asked of a request's state."""
 
     @property
@@ -40,10 +40,10 @@ class RowState(Protocol):
         """``count`` of the evicted positions and the ``first`` one."""
 
 
-class Controller(Protocol):
+class RowController(Protocol):
     """What the tree asks and tells."""
 
-    def state_of(self, req: Request) -> RowState | None: ...
+    def state_of(self, req: Request) -> RowMarks | None: ...
     def allows(self, req: Request) -> bool: ...
     def keeps_prompt(self, req: Request) -> bool: ...
     def after_chunk(self, req: Request, written: int) -> None: ...
@@ -63,7 +63,7 @@ class SharedRadixCache(compat.RadixCache):
     def __init__(self, params: Any, *, publish_aliased: bool) -> None:
         self.publish_aliased = publish_aliased
         # Set by the controller that owns request state; None until then.
-        self.controller: Controller | None = None
+        self.controller: RowController | None = None
         super().__init__(params)
 
     def reset(self) -> None:

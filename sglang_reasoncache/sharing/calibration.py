@@ -15,9 +15,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_reasoncache.arguments import flag_of
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -32,22 +31,17 @@ _VERSION = 1
 MAX_FILE_BYTES = 4 << 20
 """A file above this size is neither read nor written."""
 MAX_ENTRIES = 32
-"""Saving one more key drops the one that was saved the longest ago."""
-_MAX_KEY_CHARS = 512
+"""Saving one more key removes the one that was saved the longest ago."""
 
 
-@dataclass(frozen=True)
-class CalibrationKey:
+class CalibrationKey(NamedTuple):
     """What a distribution is valid for.
 
     Attributes:
-        model: name or fingerprint of the weights.
-        block: tokens per block.
-        positions: ``corrected`` or ``as-cached``.
-        kv_dtype: data type of the KV cache, such as ``bfloat16``.
-
-    Raises:
-        ValueError: an empty or overlong name, or a block below 1.
+        model: Fingerprint of the model, and how blocks are paired.
+        block: Tokens per block.
+        positions: ``corrected`` or ``as-cached``, and how blocks are compared.
+        kv_dtype: Data type of the KV cache, such as ``bfloat16``.
     """
 
     model: str
@@ -55,22 +49,12 @@ class CalibrationKey:
     positions: str
     kv_dtype: str
 
-    def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"calibration block must be at least 1, got {self.block}")
-        for name in ("model", "positions", "kv_dtype"):
-            length = len(getattr(self, name))
-            if not 1 <= length <= _MAX_KEY_CHARS:
-                raise ValueError(
-                    f"calibration {name} must have 1 to {_MAX_KEY_CHARS} characters, got {length}"
-                )
-
     def as_text(self) -> str:
         """The key in the file."""
-        return json.dumps(astuple(self))
+        return json.dumps(self)
 
 
-def load(path: str | os.PathLike[str], key: CalibrationKey) -> dict[str, object] | None:
+def load(path: Path, key: CalibrationKey) -> dict[str, object] | None:
     """The state saved for ``key``; None if the file or the key is absent.
 
     The state itself is validated by whoever restores it.
@@ -79,7 +63,7 @@ def load(path: str | os.PathLike[str], key: CalibrationKey) -> dict[str, object]
         ValueError: the file is too large or not a calibration file.
         OSError: the file exists but cannot be read.
     """
-    state = _read(Path(path)).get(key.as_text())
+    state = _read(path).get(key.as_text())
     if state is None:
         return None
     if not isinstance(state, dict):
@@ -87,19 +71,18 @@ def load(path: str | os.PathLike[str], key: CalibrationKey) -> dict[str, object]
     return state
 
 
-def save(path: str | os.PathLike[str], key: CalibrationKey, state: dict[str, object]) -> None:
+def save(path: Path, key: CalibrationKey, state: dict[str, object]) -> None:
     """Set the state of ``key`` and keep the other entries; replaces the file in one move.
 
     Readers see the old file or the new one. Two writers at once are safe too,
-    but the later one may drop the entry of the other.
+    but the later one may remove the entry of the other.
 
     Raises:
         ValueError: the present file is not a calibration file (it is left
             alone), or the new one would be too large.
         OSError: the directory cannot be written.
     """
-    target = Path(path)
-    entries = _read(target)
+    entries = _read(path)
     entries.pop(key.as_text(), None)
     entries[key.as_text()] = state
     while len(entries) > MAX_ENTRIES:
@@ -110,7 +93,7 @@ def save(path: str | os.PathLike[str], key: CalibrationKey, state: dict[str, obj
         raise ValueError(
             f"calibration file {path} must be at most {MAX_FILE_BYTES} bytes, got {len(data)}"
         )
-    _replace(target, data)
+    _replace(path, data)
 
 
 def _read(path: Path) -> dict[str, object]:

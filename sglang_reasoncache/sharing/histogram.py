@@ -14,24 +14,16 @@ LOW = 1e-7
 """Smallest distance with a bin of its own; the range ends at :data:`HIGH`."""
 HIGH = 1e3
 BINS_PER_DECADE = 256
-_NUM_DECADES = 10
+_NUM_INNER = BINS_PER_DECADE * 10
 _LAYOUT = [LOW, HIGH, BINS_PER_DECADE]
-# Index 0: exact zeros; 1: below LOW; then the bins; last: HIGH and above.
-_ZERO, _UNDER, _FIRST = 0, 1, 2
-_NUM_INNER = BINS_PER_DECADE * _NUM_DECADES
-_OVER = _FIRST + _NUM_INNER
-_NUM_BINS = _OVER + 1
 
-# A distance counts as the upper edge of its bin: never below itself, at most
-# 10 ** (1 / 256) = 1.00904 times itself. The last factor absorbs the rounding
-# of the logarithm, so that a distance is never above its own edge.
+#: Upper edges of the bins: exact zeros; up to LOW; between LOW and HIGH; what lies above counts
+#: as HIGH. A distance counts as the edge of its bin: never below itself, at most
+#: 10 ** (1 / 256) = 1.00904 times itself.
 _EDGES = np.concatenate(
-    [
-        [0.0, LOW],
-        LOW * 10.0 ** (np.arange(1, _NUM_INNER + 1) / BINS_PER_DECADE) * (1 + 1e-12),
-        [HIGH],
-    ]
+    [[0.0, LOW], LOW * 10.0 ** (np.arange(1, _NUM_INNER + 1) / BINS_PER_DECADE), [HIGH]]
 )
+_NUM_BINS = len(_EDGES)
 
 # Weights of later observations grow under decay; scale down before they overflow.
 _MAX_WEIGHT = 1e100
@@ -58,7 +50,7 @@ class Histogram:
         """Observe a distance; NaN, infinite and negative ones are ignored."""
         if not (math.isfinite(distance) and distance >= 0):
             return
-        self._bins[_bin_of(distance)] += self._weight
+        self._bins[np.searchsorted(_EDGES[:-1], distance)] += self._weight
         self.num_observed += 1
         self._weight *= self._growth
         if self._weight > _MAX_WEIGHT:
@@ -119,34 +111,21 @@ class Histogram:
         return restored
 
 
-def _bin_of(distance: float) -> int:
-    if distance == 0:
-        return _ZERO
-    if distance < LOW:
-        return _UNDER
-    if distance >= HIGH:
-        return _OVER
-    inner = int((math.log10(distance) + 7.0) * BINS_PER_DECADE)
-    return _FIRST + min(max(inner, 0), _NUM_INNER - 1)
-
-
 def _read_bins(entries: object) -> npt.NDArray[np.float64]:
-    if not isinstance(entries, list) or len(entries) > _NUM_BINS:
-        raise ValueError(f"histogram bins must be a list of at most {_NUM_BINS} pairs")
     bins = np.zeros(_NUM_BINS)
-    for entry in entries:
-        if not (isinstance(entry, list) and len(entry) == 2):
-            raise ValueError(f"a histogram bin must be [index, weight], got {entry!r:.80}")
-        index, weight = entry
-        if type(index) is not int or not 0 <= index < _NUM_BINS or bins[index]:
-            raise ValueError(
-                f"a histogram bin index must be once in [0, {_NUM_BINS}), got {index!r:.80}"
-            )
-        if type(weight) not in (int, float) or not 0 < weight <= _MAX_WEIGHT:
-            raise ValueError(
-                f"a histogram weight must be in (0, {_MAX_WEIGHT}], got {weight!r:.80}"
-            )
-        bins[index] = weight
+    try:
+        if not isinstance(entries, list) or len(entries) > _NUM_BINS:
+            raise ValueError
+        for index, weight in entries:
+            once = type(index) is int and 0 <= index < _NUM_BINS and not bins[index]
+            if not once or type(weight) not in (int, float) or not 0 < weight <= _MAX_WEIGHT:
+                raise ValueError
+            bins[index] = weight
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"histogram bins must be at most {_NUM_BINS} pairs [index, weight], an index below "
+            f"that once, a weight in (0, {_MAX_WEIGHT}], got {entries!r:.80}"
+        ) from None
     return bins
 
 

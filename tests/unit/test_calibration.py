@@ -127,19 +127,6 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["calibration.json"]
 
 
-@pytest.mark.parametrize(
-    ("model", "block", "message"),
-    [
-        ("", 16, "calibration model must have 1 to 512 characters, got 0"),
-        ("x" * 513, 16, "calibration model must have 1 to 512 characters, got 513"),
-        ("m", 0, "calibration block must be at least 1, got 0"),
-    ],
-)
-def test_bad_keys_are_refused(model: str, block: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CalibrationKey(model, block, "corrected", "bfloat16")
-
-
 def _factory(
     config: ReasonCacheConfig, model_path: Path, writes: bool = True
 ) -> CalibratedThreshold:

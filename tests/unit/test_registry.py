@@ -211,7 +211,10 @@ class _Entry:
         (NoNeeds, "have needs, a set of attention, keys, unrotated keys or an empty one; oldest"),
         (NeedsValues, "have needs, a set of attention"),
         (NeedsRaise, "not today"),
-        (ObservesNothing, "have observes, an Observation, as attention is needed; oldest"),
+        (
+            ObservesNothing,
+            "have statistics_needs, a StatisticsNeeds, as attention is needed; oldest",
+        ),
         (Asserting, "options that oldest takes .*not today"),
         (UnknownType, "policies whose types resolve; oldest has NameError.*torchx"),
     ],

@@ -187,19 +187,14 @@ def _state(**changes: object) -> dict[str, object]:
         ({}, "must have version 1, got None"),
         (_state(version=2), "must have version 1, got 2"),
         (_state(layout=[1e-7, 1e3, 128]), "must have layout"),
-        (_state(bins=None), "must be a list"),
-        (_state(bins=[[1, 1.0]] * 3000), "must be a list of at most"),
-        (_state(bins=[7]), r"must be \[index, weight\]"),
-        (_state(bins=[[5]]), r"must be \[index, weight\]"),
-        (_state(bins=[[-1, 1.0]]), "index must be once in"),
-        (_state(bins=[[99999, 1.0]]), "index must be once in"),
-        (_state(bins=[[True, 1.0]]), "index must be once in"),
-        (_state(bins=[[5, 1.0], [5, 1.0]]), "index must be once in"),
-        (_state(bins=[[5, 0.0]]), "weight must be in"),
-        (_state(bins=[[5, math.nan]]), "weight must be in"),
-        (_state(bins=[[5, math.inf]]), "weight must be in"),
-        (_state(bins=[[5, "1"]]), "weight must be in"),
-        (_state(bins=[[5, 10**400]]), "weight must be in"),
+        *(
+            (_state(bins=bins), r"bins must be at most 2563 pairs \[index, weight\]")
+            for bins in (
+                *(None, 7, [7], [[5]], [[1, 1.0]] * 3000, [[-1, 1.0]], [[99999, 1.0]]),
+                *([[True, 1.0]], [[5, 1.0], [5, 1.0]], [[5, 0.0]], [[5, math.nan]]),
+                *([[5, math.inf]], [[5, "1"]], [[5, 10**400]], [[5, 1.0, 1.0]], "55"),
+            )
+        ),
         (_state(num_observed=2), "num_observed must be an integer of at least"),
         (_state(num_observed="3"), "num_observed must be an integer of at least"),
         (_state(num_observed=-1), "num_observed must be an integer of at least"),
