@@ -153,11 +153,11 @@ class ScriptedEngine:
 
 @dataclass
 class ScriptedEvictor:
-    """A policy that gives up what the test put into ``waiting``, whatever that is, at the next look.
+    """A policy that gives up what the test put into ``waiting``, whatever that is, at the next poll.
 
     Attributes:
         waiting: Evicts by request name.
-        about: Name of the request that is looked at; views have none.
+        about: Name of the request that is polled; views have none.
         prompt: Positions of prompts may go.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposals on their way: nothing waits for them, and what comes too late is dropped.
+"""Proposals on their way: nothing waits for them, and what comes too late is refused.
 
 SGLang's pools, requests and release path with our controller; only the moment when
 results arrive is the test's to choose, as a GPU's would be.
@@ -114,7 +114,7 @@ def used(world: World) -> int:
     return world.total - world.allocator.available_size()
 
 
-def test_a_wave_in_flight_holds_nobody_up(slow: World) -> None:
+def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
     req = start(slow)
     before = used(slow)
     propose(slow, req, Pair(20, 8))
@@ -161,7 +161,7 @@ def test_shares_without_a_prefix_cache(setup: Setup, end: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["finish", "retract"])
-def test_what_arrives_for_a_row_that_is_gone_is_evicted(slow: World, end: str) -> None:
+def test_what_arrives_for_a_row_that_is_gone_is_refused(slow: World, end: str) -> None:
     req, other = start(slow, "gone"), start(slow, "stays", first=200)
     propose(slow, req, Pair(20, 8))
     slow.controller.after_decode([req, other])
@@ -183,7 +183,7 @@ def test_what_arrives_for_a_row_that_is_gone_is_evicted(slow: World, end: str) -
 
 
 def test_a_retracted_request_shares_again(slow: World) -> None:
-    """Decisions stand over a retraction; a wave of the old row does not."""
+    """Decisions stand over a retraction; a batch of the old row does not."""
     arrive(slow, True)
     req = start(slow)
     propose(slow, req, Pair(20, 8))
@@ -197,7 +197,7 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     prefill(slow, req)
     arrive(slow, True)
     decode(slow, req)
-    # The old wave lands and finds its row gone; the old decision is applied anew.
+    # The old batch arrives and finds its row gone; the old decision is applied anew.
     assert slow.controller.after_decode([req]) == 0
     assert slow.controller.after_decode([req]) == 4
     assert slow.controller.stats.refusals["late"] == 1
@@ -248,7 +248,7 @@ def test_a_decision_survives_retraction_after_retraction() -> None:
     assert_empty(world)
 
 
-def test_nothing_lands_before_old_decisions(slow: World) -> None:
+def test_nothing_is_applied_before_old_decisions(slow: World) -> None:
     """New blocks of a recomputed row come after those it had."""
     arrive(slow, True)
     req = start(slow)
@@ -265,7 +265,7 @@ def test_nothing_lands_before_old_decisions(slow: World) -> None:
     assert_empty(slow)
 
 
-def test_results_of_a_request_that_disappeared_are_evicted() -> None:
+def test_results_of_a_request_that_disappeared_are_refused() -> None:
     """Aborted while it waited to be scheduled again, it is never released."""
     world = World(SETUP)
     req = start(world)
@@ -373,7 +373,7 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
     assert_empty(world)
 
 
-def test_looks_at_the_requests_now_and_then() -> None:
+def test_polls_the_requests_now_and_then() -> None:
     world = World(SETUP, interval=4)
     req = start(world)  # one call
     assert state(world, req) is None
@@ -389,7 +389,7 @@ def test_looks_at_the_requests_now_and_then() -> None:
 
 
 def test_a_short_request_is_counted_too() -> None:
-    """It ended before anybody looked."""
+    """It ended before the first poll."""
     world = World(SETUP, interval=100)
     req = start(world)
     finish(world, req)
