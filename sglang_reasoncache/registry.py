@@ -24,10 +24,10 @@ from sglang_reasoncache.eviction.policies.contract import (
     KEYS,
     UNROTATED_KEYS,
     NamedPolicy,
-    NamedSelector,
-    Observation,
-    OptionError,
+    StatisticsNeeds,
 )
+from sglang_reasoncache.policy_options import OptionError
+from sglang_reasoncache.selection.contract import NamedSelector
 
 #: Every evictor and selector of this package: a policy is one line here.
 BUILT_IN: Mapping[str, str] = types.MappingProxyType(
@@ -149,9 +149,9 @@ def _missing(policy: Any) -> str:
     needs = getattr(policy, "needs", None)
     if not isinstance(needs, Set) or not needs <= _NEEDS:
         return f"needs, a set of {', '.join(sorted(_NEEDS))} or an empty one"
-    observes = getattr(policy, "observes", None)
-    if ATTENTION in needs and not isinstance(observes, Observation):
-        return f"observes, an Observation, as {ATTENTION} is needed"
+    found = getattr(policy, "statistics_needs", None)
+    if ATTENTION in needs and not isinstance(found, StatisticsNeeds):
+        return f"statistics_needs, a StatisticsNeeds, as {ATTENTION} is needed"
     return ""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.apply import Evicted, EvictionApplier, EvictionRefusal
+from sglang_reasoncache.eviction.attention import AttentionSource
 from sglang_reasoncache.eviction.keys import KeySource
 from sglang_reasoncache.eviction.policies.contract import (
     Eviction,
@@ -25,7 +26,6 @@ from sglang_reasoncache.eviction.policies.contract import (
 from sglang_reasoncache.eviction.pressure import PoolPressure, waits_for
 from sglang_reasoncache.eviction.row_state import RowState
 from sglang_reasoncache.eviction.stats import EvictionStats
-from sglang_reasoncache.eviction.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class EvictionController:
         keys: KeySource,
         page: int,
         pressure: PoolPressure | None = None,
-        weights: WeightSource | None = None,
+        weights: AttentionSource | None = None,
     ) -> None:
         self._evictors = tuple(evictors)
         self._applier = applier

@@ -1,285 +1,332 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much weight queries gave to the positions of each row, noted while attention runs.
+"""Attention statistics: how much weight queries gave to the positions of each row.
 
 Per position, not per slot: two positions that share a slot have a weight each. Weights are
-summed over query heads and layers. Nothing here moves when a row does: a row that is built
-anew starts anew.
+summed over query heads and layers. The host decides which queries count when a batch is
+prepared. Weights stay on the pool's device until a policy reads them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
-from sglang_reasoncache.eviction.policies.contract import Observation
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 
-#: Of a call that computes weights of a prompt's queries: 64 MiB of logits under 32 heads.
-_ENTRIES = 1 << 19
+if TYPE_CHECKING:
+    from sglang_reasoncache.kernels.plan import RowPlan
+    from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+
+logger = logging.getLogger(__name__)
+
+#: Numbers in host memory.
+Ints = Sequence[int] | torch.Tensor
+
+#: Least positions that a row's memory is for.
+_LEAST = 256
+#: Most weights of a prefill's queries: 256 MiB.
+_WEIGHTS = 1 << 26
+#: Bytes on a GPU that rows leave free for SGLang's forwards.
+_SPARE = 512 << 20
 
 
-class _Row:
-    """Weights of one request's row.
+@dataclass(frozen=True)
+class Prefill:
+    """Which queries of a prefill count. A number per request each.
 
     Attributes:
-        generation: Of the row, by SGLang's count of requests that got it.
-        first, covered: Queries at positions ``[first, covered)`` were observed, one by one.
-        latest: fp32 ``[queries, positions]``: place ``query % queries`` has its weights; None
-            where nobody reads them.
-        total: fp32 ``[positions]``, or None; 0 behind ``covered``.
+        counts: Queries, the last ones.
+        added: Positions whose totals go on; those behind begin anew.
+        lengths: Positions, new ones included.
+        new: New tokens.
     """
 
-    def __init__(self, generation: int, wanted: Observation) -> None:
-        self.generation = generation
-        self.first = self.covered = 0
-        self.latest = allocated(wanted.latest, 0) if wanted.latest else None
-        self.total = allocated(0) if wanted.total else None
-
-    def reserve(self, positions: int) -> None:
-        """Have room for as many; what is new of ``latest`` is not cleared."""
-        # Each place is cleared for as many positions as come before it is written again.
-        if self.latest is not None and self.latest.shape[1] < positions + len(self.latest):
-            grown = allocated(len(self.latest), positions + positions // 2 + len(self.latest))
-            grown[:, : self.latest.shape[1]] = self.latest
-            self.latest = grown
-        if self.total is not None and len(self.total) < positions:
-            grown = allocated(positions + positions // 2)
-            grown[len(self.total) :] = 0
-            grown[: len(self.total)] = self.total
-            self.total = grown
-
-    def add(self, weights: torch.Tensor, seen: int) -> None:
-        """``weights``: ``[queries, positions]`` of consecutive queries, the last of which saw
-        ``seen`` positions."""
-        weights = weights[:, :seen]
-        if self.total is not None:
-            self.total[:seen] += weights[0] if len(weights) == 1 else weights.sum(dim=0)
-        if self.latest is not None:
-            kept = len(self.latest)
-            newest = weights[-kept:]
-            # Slices, not indices: this is done for every request in every decode step.
-            for query in range(len(newest)):
-                place = self.latest[(seen - len(newest) + query) % kept]
-                place[:seen] = newest[query]
-                place[seen : seen + kept] = 0
+    counts: list[int]
+    added: list[int]
+    lengths: list[int]
+    new: list[int]
 
 
-def allocated(*shape: int) -> torch.Tensor:
-    """fp32, not cleared.
-
-    Raises:
-        MemoryError: there is none, and who asks for so much.
-    """
-    try:
-        return torch.empty(shape)
-    except RuntimeError as error:
-        count = 4 * math.prod(shape)
-        raise MemoryError(f"no {count} bytes for attention statistics of a request") from error
-
-
-@dataclass
-class Observed:
-    """Queries of one forward whose weights are noted. Every layer adds to ``weights``.
+@dataclass(frozen=True)
+class StatisticsUpdate:
+    """Weights of one forward. Every layer adds to ``weights``.
 
     Attributes:
         weights: fp32, one for each entry of the first query, then of the next, and so on.
-        tokens: int64, which tokens of the batch they are; None: all, each over its row.
-        spans: int32 ``[queries]`` each, begin and end of their entries; None with ``tokens``.
-        rows: Rows, and how many consecutive queries of each.
-        seen: int64 ``[queries]``, positions up to and including their own.
-        held: bool ``[queries, positions]``, which positions the entries belong to.
+        longest: Most entries of a query.
     """
 
     weights: torch.Tensor
-    tokens: torch.Tensor | None
-    spans: tuple[torch.Tensor, torch.Tensor] | None
-    rows: list[tuple[_Row, int]]
-    seen: torch.Tensor
-    held: torch.Tensor
+    longest: int
 
-    def parts(
-        self,
-    ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
-        """``tokens``, ``spans`` and ``weights`` of some queries at a time: a call keeps the logits
-        of all its entries."""
-        assert self.tokens is not None and self.spans is not None, "of a prefill"
-        begin, end = self.spans
-        first = at = 0
-        for stop, entries in enumerate((end - begin).cumsum(0).tolist(), 1):
-            if entries - at < _ENTRIES and stop < len(begin):
-                continue
-            some = slice(first, stop)
-            yield self.tokens[some], (begin[some], end[some]), self.weights[at:entries]
-            first, at = stop, entries
+
+class LastQueries(NamedTuple):
+    """The queries of a prefill that count, as decode attention takes them.
+
+    Attributes:
+        tokens: int64 ``[queries]``, which tokens of the batch they are.
+        spans: int32 ``[queries]`` each, begin and end of their entries.
+        requests: int64 ``[queries]``, which requests of the batch they belong to.
+        behind: int32 ``[queries]``, how many queries of the request come after.
+    """
+
+    tokens: torch.Tensor
+    spans: tuple[torch.Tensor, torch.Tensor]
+    requests: torch.Tensor
+    behind: torch.Tensor
 
 
 class AttentionStatistics:
-    """One per attention backend, in host memory.
+    """One per attention backend; a subclass for each kind of device brings weights to the rows.
 
-    ``4 * (wanted.latest + wanted.total)`` bytes for each position of a request, and half as much
-    again for those to come. A row's memory is given back when another request gets the row.
+    Takes ``4 * (needs.latest + needs.total)`` bytes for each position of a request, and half as
+    much again for those to come. A row's memory is given back when another request gets the
+    row. Without memory the positions of a request count as never looked at.
 
     Args:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
-        generations: int64 ``[max_requests]``, counts the requests that got each row
-            (``req_generation``).
-        wanted: What the policies read.
+        generations: int64 ``[max_requests]`` in host memory, counts the requests that got each
+            row (``req_generation``).
+        needs: What the policies read.
+        unowned: Rows that no request has now.
 
     Raises:
         MemoryError: there is no memory for a request of the whole context.
     """
 
-    def __init__(self, rows: torch.Tensor, generations: torch.Tensor, wanted: Observation) -> None:
-        self._rows = rows
-        self._generations = generations
-        self._wanted = wanted
-        allocated(wanted.latest + wanted.total, rows.shape[1])
-        self._of: dict[int, _Row] = {}
-        self._pending: Observed | None = None
-
-    def observe(
+    def __init__(
         self,
-        plan: RowPlan,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        new: Sequence[int] | None = None,
-    ) -> Observed | None:
-        """Begin a forward; None where no query of it is observed.
+        rows: torch.Tensor,
+        generations: torch.Tensor,
+        needs: StatisticsNeeds,
+        unowned: Callable[[], Iterable[int]] = tuple,
+    ) -> None:
+        self.needs = needs
+        self._rows, self._device = rows, rows.device
+        self._generations = generations
+        self._unowned = unowned
+        self._width = rows.shape[1]
+        #: Row -> fp32 ``[latest + total, positions]``: the weights by query q in
+        #: ``q % latest``, their sums over all queries in the last place.
+        self._memory: dict[int, torch.Tensor] = {}
+        # Of each row: its owner's generation, first query that counted, positions, capacity.
+        count = len(rows)
+        self._owner = np.full(count, -1, dtype=np.int64)
+        self._first = np.zeros(count, dtype=np.int64)
+        self._covered = np.zeros(count, dtype=np.int64)
+        self._capacity = np.zeros(count, dtype=np.int64)
+        self._warned = False
+        if self._allocated(self._width) is None:
+            raise MemoryError(
+                f"no {self._bytes(self._width)} bytes for attention statistics of a request "
+                f"on {rows.device}"
+            )
+
+    # -- before a forward, on the host -------------------------------------------
+
+    def begin(self, rows: Ints, lengths: Ints, new: Sequence[int] | None) -> Prefill | None:
+        """A forward is about to be prepared: have memory, and decide which queries count.
 
         Args:
-            plan: Entries in order of positions.
-            requests, lengths: int ``[batch]``, rows and their positions, new ones included.
+            rows, lengths: Of each request, in host memory; positions with the new ones.
             new: New tokens of each request; None: one each (decode).
         """
-        self._settle()
+        where, ends = np.asarray(rows, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+        prefill = None
         if new is not None:
-            return self._observe_prompts(plan, requests, lengths, new)
-        rows = [
-            self._begin(row, length, 1, decodes=True)
-            for row, length in zip(requests.tolist(), lengths.tolist(), strict=True)
-        ]
-        # SGLang counts its lengths up in place, before the weights are looked at.
-        requests = requests.to(torch.int64, copy=True)
-        lengths = lengths.to(torch.int64, copy=True)
-        return self._observed(plan.kv_indices.shape[0], None, None, rows, requests, lengths)
+            prefill = self._begin_prefill(where.tolist(), ends.tolist(), list(new))
+        short = ends > self._capacity[where]
+        if short.any():
+            self._reserve(where[short].tolist(), ends[short].tolist())
+        self._covered[where] = ends
+        return prefill
 
-    def _begin(
-        self, row: int, length: int, count: int, *, decodes: bool = False
-    ) -> tuple[_Row, int]:
-        """A row that gets ``count`` positions, up to ``length``; and how many of their queries,
-        the last ones, are observed."""
-        generation = int(self._generations[row])
-        known = self._of.get(row)
-        if known is None or known.generation != generation:
-            known = self._of[row] = _Row(generation, self._wanted)
-        follows = known.covered > 0 and length - count == known.covered
-        # One position that follows may be a decoding request's, in a batch with prompts.
-        decodes |= count == 1 and follows
-        observed = 1 if decodes else min(count, self._wanted.prompt)
-        if not (follows and observed == count):
-            known.first = length - observed
-            if known.total is not None:
-                known.total.zero_()
-        known.covered = length
-        known.reserve(length)
-        return known, observed
+    def _begin_prefill(self, rows: list[int], lengths: list[int], new: list[int]) -> Prefill:
+        counts, added = [], []
+        # The same on all ranks: they have the same lengths.
+        most = min(self.needs.prompt, max(1, _WEIGHTS // max(sum(lengths), 1)))
+        for row, length, count in zip(rows, lengths, new, strict=True):
+            generation = int(self._generations[row])
+            follows = self._owner[row] == generation and length - count == self._covered[row]
+            # One position that follows may be a decoding request's, in a batch with prompts.
+            queries = 1 if count == 1 and follows else min(count, most)
+            goes_on = follows and queries == count
+            if self._owner[row] != generation:
+                self._forget(row, generation)
+            if not goes_on:
+                self._first[row] = length - queries
+            counts.append(queries)
+            added.append(length - count if goes_on else 0)
+        return Prefill(counts, added, lengths, new)
 
-    def _observe_prompts(
-        self, plan: RowPlan, requests: torch.Tensor, lengths: torch.Tensor, new: Sequence[int]
-    ) -> Observed | None:
-        """The last queries of each chunk; a decoding request's only one under mixed chunk."""
-        bounds = plan.kv_indptr.tolist()
-        tokens: list[int] = []
-        rows: list[tuple[_Row, int]] = []
-        of: list[int] = []
-        seen: list[int] = []
-        begins: list[int] = []
-        ends: list[int] = []
-        at = 0
-        for b, (row, length, count) in enumerate(
-            zip(requests.tolist(), lengths.tolist(), new, strict=True)
-        ):
-            known, observed = self._begin(row, length, count)
-            if observed:
-                rows.append((known, observed))
-            for left in range(observed - 1, -1, -1):
-                tokens.append(at + count - 1 - left)
-                of.append(row)
-                seen.append(length - left)
-                begins.append(bounds[b])
-                ends.append(bounds[b + 1] - left)
-            at += count
-        if not tokens:
-            return None
-        spans = torch.tensor(begins, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
-        return self._observed(
-            int((spans[1] - spans[0]).sum()),
-            torch.tensor(tokens),
-            spans,
-            rows,
-            torch.tensor(of),
-            torch.tensor(seen),
-        )
+    def _forget(self, row: int, owner: int) -> None:
+        self._memory.pop(row, None)
+        self._owner[row], self._capacity[row] = owner, 0
 
-    def _observed(
+    def _reserve(self, rows: list[int], lengths: list[int]) -> None:
+        """Have memory for as many positions of each row; its weights stay."""
+        for row, length in zip(rows, lengths, strict=True):
+            size = min(self._width, max(_LEAST, length + length // 2))
+            memory, old = self._allocated(size), self._memory.pop(row, None)
+            if memory is None:
+                self._capacity[row] = self._width
+                continue
+            if old is not None:
+                memory[:, : old.shape[1]] = old
+                # What was to be cleared behind the newest queries, and had no capacity.
+                memory[:, old.shape[1] : old.shape[1] + self.needs.latest] = 0
+            self._memory[row], self._capacity[row] = memory, size
+
+    def _allocated(self, size: int) -> torch.Tensor | None:
+        """fp32 ``[latest + total, size]``, not cleared; None, logged once: there is no memory."""
+        fits = self._fits(self._bytes(size))
+        if not fits:
+            # Finished requests keep their memory until their rows have new owners.
+            for row in self._unowned():
+                self._forget(row, -1)
+            fits = self._fits(self._bytes(size))
+        reason: object = f"less than {_SPARE >> 20} MiB would be left"
+        if fits:
+            try:
+                return torch.empty(
+                    (self.needs.latest + self.needs.total, size), device=self._device
+                )
+            except RuntimeError as error:
+                reason = error
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "reasoncache: no memory for attention statistics of a request, its positions "
+                "count as never looked at: %s",
+                reason,
+            )
+        return None
+
+    def _bytes(self, size: int) -> int:
+        return 4 * (self.needs.latest + self.needs.total) * size
+
+    def _fits(self, size: int) -> bool:
+        """Whether the device has as many bytes to spare."""
+        return True
+
+    # -- a forward ------------------------------------------------------------------
+
+    def decode(
         self,
-        entries: int,
-        tokens: torch.Tensor | None,
-        spans: tuple[torch.Tensor, torch.Tensor] | None,
-        rows: list[tuple[_Row, int]],
+        plan: RowPlan | PlanBuffers,
         requests: torch.Tensor,
-        seen: torch.Tensor,
-    ) -> Observed:
-        # Now, as the plan: rows may change before the weights are there.
-        most = int(seen.max()) if len(seen) else 0
-        held = self._rows[requests, :most] >= 0
-        held &= torch.arange(most) < seen[:, None]
-        self._pending = Observed(torch.zeros(entries), tokens, spans, rows, seen, held)
-        return self._pending
+        lengths: torch.Tensor,
+        longest: int,
+        weights: torch.Tensor | None = None,
+    ) -> Any:
+        """The update by a decode step.
 
-    def _settle(self) -> None:
-        """Bring the last forward's weights to the rows."""
-        done, self._pending = self._pending, None
-        if done is None:
-            return
-        weights = torch.zeros(done.held.shape).masked_scatter_(done.held, done.weights)
-        seen, at = done.seen.tolist(), 0
-        for row, count in done.rows:
-            row.add(weights[at : at + count], seen[at + count - 1])
-            at += count
+        Args:
+            plan: Of its rows; on a GPU with ``positions``.
+            requests, lengths: int ``[batch]``, rows and their positions, new ones included.
+            longest: Most entries of a row.
+            weights: Of a CUDA graph: zeros as long as the plan. ``requests`` and ``lengths``
+                are then the graph's buffers, read when it is replayed.
+        """
+        return self._update(plan, requests, lengths, longest, weights=weights)
 
-    def _known(self, row: int) -> _Row | None:
-        """What was noted of the request that has the row; None: nothing."""
-        self._settle()
-        known = self._of.get(row)
-        if known is None or known.generation != int(self._generations[row]):
-            return None
-        return known
+    def prefill(
+        self,
+        prefill: Prefill,
+        plan: RowPlan | PlanBuffers,
+        requests: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> tuple[Any, LastQueries]:
+        """The update by a prefill, without waiting for a GPU.
+
+        ``prefill``: of :meth:`begin`. Without a query the totals begin anew all the same.
+        """
+        queries = self._last_queries(prefill, plan.kv_indptr)
+        longest = max(prefill.lengths, default=0)
+        return self._update(plan, requests, lengths, longest, (prefill, queries)), queries
+
+    def _update(
+        self,
+        plan: Any,
+        requests: torch.Tensor,
+        lengths: torch.Tensor,
+        longest: int,
+        of: tuple[Prefill, LastQueries] | None = None,
+        weights: torch.Tensor | None = None,
+    ) -> Any:
+        """``of``: the queries of a prefill; None: one of each request."""
+        raise NotImplementedError
+
+    def _last_queries(self, prefill: Prefill, kv_indptr: torch.Tensor) -> LastQueries:
+        of: list[int] = []
+        left: list[int] = []
+        tokens: list[int] = []
+        at = 0
+        for b, (count, new) in enumerate(zip(prefill.counts, prefill.new, strict=True)):
+            of += [b] * count
+            left += range(count - 1, -1, -1)
+            tokens += range(at + new - count, at + new)
+            at += new
+        requests = upload(of, self._device)
+        behind = upload(left, self._device, torch.int32)
+        spans = kv_indptr[requests], kv_indptr[requests + 1] - behind
+        return LastQueries(upload(tokens, self._device), spans, requests, behind)
+
+    def parts(
+        self, queries: LastQueries, update: StatisticsUpdate
+    ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
+        """Tokens, spans and weights for calls of decode attention."""
+        yield queries.tokens, queries.spans, update.weights
+
+    def apply(self, update: Any) -> None:
+        """Bring the weights of all layers to the rows."""
+        raise NotImplementedError
+
+    # -- for a policy, between forwards ---------------------------------------------
 
     def total(self, row: int, positions: torch.Tensor) -> torch.Tensor:
-        """fp64 ``[positions]``: weights by all queries since the end of the prompt's last chunk,
-        and by the last ``Observation.prompt`` ones of that.
+        """fp64 ``[positions]`` in host memory: weights by all queries since the end of the
+        prompt's last chunk, and by the last ``StatisticsNeeds.prompt`` ones of that.
 
-        ``positions``: int64, held ones. What a policy's needs did not announce is a LookupError.
+        The device must have done what is queued.
+
+        Args:
+            positions: int64, held ones.
+
+        Raises:
+            LookupError: the needs do not name it.
         """
-        if not self._wanted.total:
+        if not self.needs.total:
             raise LookupError("no policy announced that it reads total weights")
-        known = self._known(row)
-        if known is None or known.total is None:
+        memory = self._known(row)
+        if memory is None:
             return torch.zeros(len(positions), dtype=torch.float64)
-        return known.total[positions].double()
+        return memory[self.needs.latest, positions.to(self._device)].cpu().double()
 
     def latest(self, row: int, positions: torch.Tensor, queries: int) -> torch.Tensor:
-        """fp64 ``[positions]``: mean of the weights by the ``queries`` newest ones, or by
-        as many as were observed. A position behind a query got nothing from it."""
-        if not 0 < queries <= self._wanted.latest:
+        """fp64 ``[positions]`` in host memory: mean of the weights by the ``queries`` newest ones,
+        or by as many as counted. A position behind a query got nothing from it.
+
+        Arguments and errors: see :meth:`total`.
+        """
+        if not 0 < queries <= self.needs.latest:
             raise LookupError(f"no policy announced that it reads the latest {queries} queries")
-        known = self._known(row)
-        first = 0 if known is None else max(known.first, known.covered - queries)
-        if known is None or known.latest is None or first >= known.covered:
+        memory, covered = self._known(row), int(self._covered[row])
+        first = max(int(self._first[row]), covered - queries)
+        if memory is None or first >= covered:
             return torch.zeros(len(positions), dtype=torch.float64)
-        places = torch.arange(first, known.covered) % len(known.latest)
-        return known.latest[places[:, None], positions].double().mean(dim=0)
+        at = torch.arange(first, covered) % self.needs.latest
+        found = memory[at[:, None].to(self._device), positions.to(self._device)]
+        return found.cpu().double().mean(dim=0)
+
+    def _known(self, row: int) -> torch.Tensor | None:
+        """Weights of the request that has the row; None: there are none."""
+        if self._owner[row] != int(self._generations[row]):
+            return None
+        return self._memory.get(row)

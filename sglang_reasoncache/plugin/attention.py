@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
+from sglang_reasoncache.eviction.attention import needs_of
 from sglang_reasoncache.eviction.policies.contract import ATTENTION, UNROTATED_KEYS
-from sglang_reasoncache.eviction.weights import observation_of
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.plugin import refusals
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
+    from sglang_reasoncache.attention.paged import PagedAttention
+    from sglang_reasoncache.compat.types import ModelRunner
     from sglang_reasoncache.eviction.statistics import AttentionStatistics
-    from sglang_reasoncache.selection.device_selection import DeviceSelection
     from sglang_reasoncache.selection.page_selection import PageSelection
 
 logger = logging.getLogger(__name__)
@@ -38,16 +38,16 @@ class AttentionParts:
     """
 
     rotation: KeyRotation | None = None
-    statistics: AttentionStatistics | DeviceStatistics | None = None
-    selection: PageSelection | DeviceSelection | None = None
+    statistics: AttentionStatistics | None = None
+    selection: PageSelection | None = None
     skips_evicted: bool = False
 
 
 def attention_backend(
-    model_runner: Any,
+    model_runner: ModelRunner,
     config: ReasonCacheConfig,
     name: str,
-    stock: Callable[[Any], Any],
+    stock: Callable[[ModelRunner], Any],
     cached: CachedPositions,
 ) -> tuple[Any, AttentionParts]:
     """Our backend where the operator's choice allows it, else the stock one.
@@ -64,33 +64,40 @@ def attention_backend(
     one_backend = model_runner.prefill_attention_backend_str == (
         model_runner.decode_attention_backend_str
     )
+    paged: PagedAttention | None = getattr(backend, "paged", None)
+    parts = AttentionParts(rotation=getattr(backend, "rotation", None))
+    if paged is None:
+        return backend, parts
+    skips_evicted, statistics, selection = False, None, None
+    if one_backend:
+        skips_evicted = backend.skips_evicted
+        statistics, selection = _made_for_policies(paged, config)
+    return backend, AttentionParts(paged.rotation, statistics, selection, skips_evicted)
+
+
+def _made_for_policies(
+    paged: PagedAttention, config: ReasonCacheConfig
+) -> tuple[AttentionStatistics | None, PageSelection | None]:
+    """What the policies need of attention."""
     statistics = selection = None
-    wanted = observation_of(config.policies.evictors)
-    if wanted is not None and one_backend and hasattr(backend, "observe"):
+    needs = needs_of(config.policies.evictors)
+    if needs is not None:
         try:
-            statistics = backend.observe(wanted)
+            statistics = paged.keep_statistics(needs)
         except MemoryError as error:
-            raise ValueError(refusals.no_memory_for_weights(config, wanted, error)) from error
+            raise ValueError(refusals.no_memory_for_weights(config, needs, error)) from error
     selector = config.policies.selector
-    if selector is not None and one_backend and hasattr(backend, "select"):
-        refusals.check_selected_page(
-            selector.name, model_runner.token_to_kv_pool_allocator.page_size
-        )
+    if selector is not None:
+        refusals.check_selected_page(selector.name, paged.allocator.page_size)
         try:
-            selection = backend.select(*selector)
+            selection = paged.select(*selector)
         except MemoryError as error:
             raise ValueError(refusals.no_memory_for_bounds(selector.name, error)) from error
-    parts = AttentionParts(
-        rotation=getattr(backend, "rotation", None),
-        statistics=statistics,
-        selection=selection,
-        skips_evicted=one_backend and getattr(backend, "skips_evicted", False),
-    )
-    return backend, parts
+    return statistics, selection
 
 
 def resolve_positions(
-    config: ReasonCacheConfig, parts: AttentionParts, model_runner: Any
+    config: ReasonCacheConfig, parts: AttentionParts, model_runner: ModelRunner
 ) -> ReasonCacheConfig:
     """``config`` with ``--reasoncache-positions auto`` resolved by what the backend can do.
 
@@ -111,7 +118,9 @@ def resolve_positions(
     return dataclasses.replace(config, positions=resolved)
 
 
-def check_policies(config: ReasonCacheConfig, parts: AttentionParts, model_runner: Any) -> None:
+def check_policies(
+    config: ReasonCacheConfig, parts: AttentionParts, model_runner: ModelRunner
+) -> None:
     """Refuse policies that this server's attention does not support.
 
     Raises:
@@ -138,10 +147,10 @@ def check_policies(config: ReasonCacheConfig, parts: AttentionParts, model_runne
 
 
 def _backend(
-    model_runner: Any,
+    model_runner: ModelRunner,
     config: ReasonCacheConfig,
     name: str,
-    stock: Callable[[Any], Any],
+    stock: Callable[[ModelRunner], Any],
     cached: CachedPositions,
 ) -> Any:
     if model_runner.is_draft_worker:
@@ -180,7 +189,10 @@ def _backend(
 
 
 def _as_cached_backend(
-    model_runner: Any, config: ReasonCacheConfig, name: str, stock: Callable[[Any], Any]
+    model_runner: ModelRunner,
+    config: ReasonCacheConfig,
+    name: str,
+    stock: Callable[[ModelRunner], Any],
 ) -> Any:
     """On CUDA, keys as cached: our kernels run what a policy needs, SGLang's everything else."""
     from sglang_reasoncache.plugin import cuda_attention
@@ -195,7 +207,7 @@ def _as_cached_backend(
     return cuda_attention.make(model_runner, name, None, requested_by=requested_by)
 
 
-def _corrected_backend(model_runner: Any, name: str, cached: CachedPositions) -> Any:
+def _corrected_backend(model_runner: ModelRunner, name: str, cached: CachedPositions) -> Any:
     if name == compat.CPU_BACKEND:
         from sglang_reasoncache.plugin import cpu_attention
 

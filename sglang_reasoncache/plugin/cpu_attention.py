@@ -14,6 +14,7 @@ from typing import Any
 from sglang_reasoncache import compat, native
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat import hooking
+from sglang_reasoncache.compat.types import ModelRunner
 from sglang_reasoncache.platform import PLATFORM_NAME
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def default_backend() -> str:
     return compat.CPU_BACKEND
 
 
-def make(model_runner: Any, cached: CachedPositions | None = None) -> Any:
+def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
     """The backend of a scheduler process; see ``PagedCpuBackend``.
 
     Raises:

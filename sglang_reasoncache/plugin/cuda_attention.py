@@ -15,13 +15,16 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat import hooking
+from sglang_reasoncache.compat.types import ModelRunner
 from sglang_reasoncache.plugin import refusals
 
 #: The backend of this scheduler process.
 _backend: Any | None = None
 
 
-def make(model_runner: Any, name: str, cached: CachedPositions | None, *, requested_by: str) -> Any:
+def make(
+    model_runner: ModelRunner, name: str, cached: CachedPositions | None, *, requested_by: str
+) -> Any:
     """The backend of a scheduler process.
 
     Args:
@@ -43,9 +46,9 @@ def make(model_runner: Any, name: str, cached: CachedPositions | None, *, reques
     backend = backend_class(name)(
         model_runner, cached, requested_by=requested_by, **_arguments(model_runner, name)
     )
-    if backend.shared_slots.backend != "triton":
+    if backend.paged.backend != "triton":
         raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
-    backend.shared_slots.warm_up()
+    backend.paged.warm_up()
     _install_hooks()
     _backend = backend
     return backend
@@ -61,14 +64,14 @@ def backend_class(name: str) -> type:
     )
 
 
-def _arguments(model_runner: Any, name: str) -> dict[str, Any]:
+def _arguments(model_runner: ModelRunner, name: str) -> dict[str, Any]:
     """What SGLang's registry hands to its backend besides the runner."""
     if name == "flashinfer":
         return {"init_new_workspace": model_runner.init_new_workspace}
     return {}
 
 
-def _device(model_runner: Any) -> str:
+def _device(model_runner: ModelRunner) -> str:
     return f"{model_runner.device} (ROCm)" if torch.version.hip else str(model_runner.device)
 
 
@@ -83,7 +86,7 @@ def _install_hooks() -> None:
 
 
 def _after_forward_batch(
-    result: Any, _cls: type, batch: Any, model_runner: Any, **_kwargs: Any
+    result: Any, _cls: type, batch: Any, model_runner: ModelRunner, **_kwargs: Any
 ) -> None:
     """Batches without our tree (SGLang's own trial runs) stay unknown.
 
@@ -95,12 +98,12 @@ def _after_forward_batch(
     if hasattr(tree, "reads_shifted"):
         shifted = mark.corrected and tree.reads_shifted(batch.reqs)
         mark.note(result.rids, shifted or tree.reads_evicted(batch.reqs))
-        statistics, mode = _backend.statistics, result.forward_mode
+        statistics, mode = _backend.paged.statistics, result.forward_mode
         if statistics is not None and not mode.is_idle():
             new = None if mode.is_decode() else result.extend_seq_lens_cpu
-            coming = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
-            if coming is not None:
-                _backend.expect(result.rids, coming)
+            prefill = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
+            if prefill is not None:
+                _backend.expect(result.rids, prefill)
 
 
 def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:

@@ -10,7 +10,7 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.arguments import flag_of
 from sglang_reasoncache.compat.types import ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.eviction.policies.contract import Observation
+from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 
 _OWN_TREE = "it brings its own prefix cache or KV tier, which does not count shared slots"
 _OWN_ROW = "a session keeps its row after the request"
@@ -164,7 +164,7 @@ def tells_no_weights(policy: str, flag: str, name: str) -> str:
 
 
 def no_memory_for_weights(
-    config: ReasonCacheConfig, wanted: Observation, error: MemoryError
+    config: ReasonCacheConfig, wanted: StatisticsNeeds, error: MemoryError
 ) -> str:
     return (
         f"{flag_of('policy')} {config.policy} keeps the weights of the newest {wanted.latest} queries "

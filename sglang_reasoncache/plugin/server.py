@@ -19,10 +19,10 @@ from sglang_reasoncache.compat.types import (
 )
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config
 from sglang_reasoncache.eviction.apply import EvictionApplier
+from sglang_reasoncache.eviction.attention import AttentionSource
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.keys import KeySource
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
-from sglang_reasoncache.eviction.weights import WeightSource
 from sglang_reasoncache.filter.engine import StepEngine
 from sglang_reasoncache.filter.span import ReasoningMarkers
 from sglang_reasoncache.metrics import SharingMetrics
@@ -123,9 +123,9 @@ class ServerParts:
         acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
         threshold = _threshold(context, config, block, pool, ranks)
         pipeline = BlockPipeline(tracker, meter, acceptor, threshold, stats, ranks, block)
-        statistics: Any = self.attention.statistics
+        statistics = self.attention.statistics
         heads = context.model_config.num_attention_heads * pool.layer_num
-        weights = None if statistics is None else WeightSource(statistics, heads, group)
+        weights = None if statistics is None else AttentionSource(statistics, heads, group)
         eviction = EvictionController(
             config.policies.evictors,
             EvictionApplier(self.allocator, rows),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sglang_reasoncache.arguments import flag_of
-from sglang_reasoncache.eviction.policies.contract import Selector
+from sglang_reasoncache.selection.contract import Selector
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,11 @@ import torch
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.pool import read_rows
 
 
 class PageBounds:
-    """Of one layer: ``2 / page`` of its keys' memory.
+    """Of one layer. Takes ``2 / page`` of its keys' memory.
 
     Args:
         keys: ``[num_slots, kv_heads, dim]``, of the pool.
@@ -24,34 +25,38 @@ class PageBounds:
 
     def __init__(self, keys: torch.Tensor, page: int) -> None:
         slots, heads, dim = keys.shape
-        # Not every operator knows fp8; what is written is noted before it is rounded to it.
+        # Not every operator knows fp8.
         dtype = torch.bfloat16 if keys.dtype.itemsize == 1 else keys.dtype
         ends = torch.zeros((-(-slots // page), heads, 2 * dim), dtype=dtype, device=keys.device)
-        self._page = page
+        self._keys, self._page = keys, page
         self.ends = ends
         self.high, self.low = ends[..., :dim], ends[..., dim:]
-        # Pages in place of slots; of attention to them only the weights are wanted.
+        # Pages in place of slots. Only the weights of attention to them are read.
         self._paged = PagedKv(ends, ends[..., :1])
 
-    def note(self, slots: torch.Tensor, keys: torch.Tensor, *, apart: bool = False) -> None:
-        """Keys ``[tokens, kv_heads, dim]`` were written to ``slots`` (int ``[tokens]``), each of
-        another page if ``apart``."""
-        slots = slots.long()
-        keys = keys.view(len(slots), *self.low.shape[1:]).to(self.low.dtype)
-        pages, places = slots // self._page, slots % self._page
-        # A page is filled from its first slot on.
-        fresh = pages[places == 0]
-        self.low[fresh], self.high[fresh] = float("inf"), float("-inf")
-        if apart:
-            self._widen(pages, keys)
-            return
-        for place in range(self._page):
-            here = (places == place).nonzero()[:, 0]
-            self._widen(pages[here], keys[here])
+    def update(self, slots: torch.Tensor) -> None:
+        """Bring the bounds of pages up to date after keys were written.
 
-    def _widen(self, pages: torch.Tensor, keys: torch.Tensor) -> None:
-        self.low[pages] = torch.minimum(self.low[pages], keys)
-        self.high[pages] = torch.maximum(self.high[pages], keys)
+        A page is filled from its first slot on, so its keys are those up to the last slot.
+
+        Args:
+            slots: int ``[tokens]``; those of a page side by side and ascending.
+        """
+        if self._paged.backend == "triton":
+            from sglang_reasoncache.kernels import bounds_triton
+
+            bounds_triton.note(self._keys, slots, self.ends, self._page)
+            return
+        slots = slots.long()
+        at = torch.arange(self._page)
+        after = torch.nn.functional.pad(slots[1:], (0, 1), value=-1)
+        last = slots[(slots % self._page == self._page - 1) | (after != slots + 1)]
+        pages = last // self._page
+        found = (pages[:, None] * self._page + at).clamp(max=len(self._keys) - 1)
+        keys = read_rows(self._keys, found)
+        beyond = (at > (last % self._page)[:, None])[..., None, None]
+        self.high[pages] = keys.masked_fill(beyond, float("-inf")).amax(dim=1).to(self.ends.dtype)
+        self.low[pages] = keys.masked_fill(beyond, float("inf")).amin(dim=1).to(self.ends.dtype)
 
     def shares(
         self,
@@ -65,13 +70,12 @@ class PageBounds:
         """Each head's softmax over a row's pages, by the largest logit that a key between a
         page's bounds can have; added up over heads.
 
-        That logit is, per dim, the larger of the products with either bound: positive dims of
-        the query meet ``high``, negative ones ``low``. So it is one dot product, and the rest
-        is what decode attention gives as weights.
+        That logit is one dot product: positive dims of the query meet ``high``, negative ones
+        ``low``. The shares are the weights of decode attention to the bounds.
 
         Args:
             query: ``[rows, heads, dim]``.
-            plan: Entries are pages; as they are, not moved.
+            plan: Entries are pages, none shifted.
             scale: Of the logits.
             spans, longest: See ``decode_attention``.
 
@@ -81,13 +85,7 @@ class PageBounds:
         found = torch.zeros(len(plan.kv_indices), device=self.ends.device)
         signed = torch.cat((query.clamp_min(0), query.clamp_max(0)), dim=-1)
         decode_attention(
-            signed,
-            self._paged,
-            plan,
-            scale=scale,
-            spans=spans,
-            weights=found,
-            longest=longest,
+            signed, self._paged, plan, scale=scale, spans=spans, weights=found, longest=longest
         )
         return found
 

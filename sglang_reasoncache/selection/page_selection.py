@@ -1,74 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode reads some pages of each row: which, a selector says in every layer anew.
+"""A decode step reads some pages of each row; a selector says which, in every layer anew.
 
-Pages are the pool's own. Their bounds, the least and largest key of each dim, are noted when
-keys are written and belong to the page, whoever names it.
+Pages are the pool's own. Their bounds belong to the page, whichever row names it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_reasoncache.eviction.policies.contract import Selector
-from sglang_reasoncache.kernels.plan import RowPlan
-from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.selection.checked_selector import CheckedSelector, SelectionRefusal
 from sglang_reasoncache.selection.page_bounds import PageBounds
 
-
-class Selected(NamedTuple):
-    """What a layer reads in a step.
-
-    Attributes:
-        rows: The entries.
-        among: bool, which they are of the entries that all layers could read.
-    """
-
-    rows: RowPlan
-    among: torch.Tensor
-
-
-@dataclass
-class _Step:
-    """What all layers of a decode step choose from.
-
-    Attributes:
-        slots: int64 ``[rows, pages, page]``; meaningless where not ``used``.
-        used: bool, likewise, which of them hold a position of the row.
-        shift: int32, likewise; None where all are 0.
-        held: bool ``[rows, pages]``, which pages the rows have.
-        newest: int64 ``[rows]``, the page that is being filled.
-        pages: Entries are the pages that are held.
-    """
-
-    slots: torch.Tensor
-    used: torch.Tensor
-    shift: torch.Tensor | None
-    held: torch.Tensor
-    newest: torch.Tensor
-    pages: RowPlan
+if TYPE_CHECKING:
+    from sglang_reasoncache.kernels.plan import RowPlan
+    from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+    from sglang_reasoncache.selection.contract import Selector
 
 
 class PageSelection:
-    """One per attention backend.
+    """One per attention backend; a subclass for each kind of device.
 
     Args:
         name: Of the policy, for messages.
         selector: Decides.
         layers: Layer -> its keys in the pool.
         page: Positions of a page, above 1.
-        rotation: Of moved keys; None where keys are read as cached.
-
-    Attributes:
-        held, read: Positions of the rows that were selected from, and those read of them; a
-            number for every layer.
-        refusals: Of :class:`SelectionRefusal`, by value.
+        rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
+        cached_at: int32 ``[num_slots]``, cached positions; None where keys are read as cached.
 
     Raises:
         ValueError: ``budget`` or ``whole_layers`` of the selector is no such number.
+        MemoryError: there is none for the bounds.
     """
 
     def __init__(
@@ -77,122 +42,125 @@ class PageSelection:
         selector: Selector,
         layers: dict[int, torch.Tensor],
         page: int,
-        rotation: KeyRotation | None,
+        rows: torch.Tensor,
+        cached_at: torch.Tensor | None,
     ) -> None:
-        self._asked = CheckedSelector(name, selector, page)
-        self._page = page
-        self._rotation = rotation
-        first = min(layers) + self._asked.whole_layers
-        self._bounds = {
-            layer: PageBounds(keys, page) for layer, keys in layers.items() if layer >= first
-        }
-        self._step: _Step | None = None
-        self.held = self.read = 0
-        self.refusals = self._asked.refusals
+        self._selector = CheckedSelector(name, selector, page)
+        self._page, self._rows, self._cached_at = page, rows, cached_at
+        self._num_slots = next(iter(layers.values())).shape[0]
+        self._starts = torch.arange(-(-rows.shape[1] // page), device=rows.device) * page
+        first = min(layers) + self._selector.whole_layers
+        try:
+            self._bounds = {
+                layer: PageBounds(keys, page) for layer, keys in layers.items() if layer >= first
+            }
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+        # Positions held, positions read, newest pages that the selector left out.
+        self._totals = torch.zeros(3, dtype=torch.int64, device=rows.device)
+        self._host = torch.zeros(3, dtype=torch.int64, pin_memory=rows.is_cuda)
+        self._step: Any = None
 
     def describe(self) -> dict[str, Any]:
-        """For the endpoint."""
-        return {
-            "name": self._asked.name,
-            "positions_held": self.held,
-            "positions_read": self.read,
-            "refusals": dict(self.refusals),
-        }
+        """For the endpoint. Waits for what is queued on the device."""
+        return self._described(self._totals)
 
     def recent(self) -> dict[str, Any]:
-        """The same, without a wait."""
-        return self.describe()
+        """As :meth:`describe`, of when this was called before, or later; without a wait."""
+        described = self._described(self._host)
+        self._host.copy_(self._totals, non_blocking=True)
+        return described
 
-    def note(
-        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, *, apart: bool = False
-    ) -> None:
-        """Keys were written; see :meth:`PageBounds.note`."""
+    def _described(self, totals: torch.Tensor) -> dict[str, Any]:
+        held, read, newest = totals.tolist()
+        refusals = dict(self._selector.refusals)
+        if newest:
+            refusals[SelectionRefusal.NEWEST.value] = newest
+        return {
+            "name": self._selector.name,
+            "positions_held": held,
+            "positions_read": read,
+            "refusals": refusals,
+        }
+
+    def update(self, layer: int, slots: torch.Tensor) -> None:
+        """Keys were written to ``slots``; see :meth:`PageBounds.update`."""
         if layer in self._bounds:
-            self._bounds[layer].note(slots, keys, apart=apart)
+            self._bounds[layer].update(slots)
 
     def begin(
         self,
-        rows: torch.Tensor,
+        plan: RowPlan | PlanBuffers,
         requests: torch.Tensor,
         lengths: torch.Tensor,
-        cached_at: torch.Tensor | None,
+        longest: int,
+        weighs: bool,
     ) -> None:
-        """A decode step over ``rows[requests, :lengths]``, see ``plan_rows``; of no length: another
-        forward."""
-        self._step = None
-        most = int(lengths.max()) if len(lengths) else 0
-        if most <= self._asked.budget:
-            return
-        pages = -(-most // self._page)
-        slots = rows[requests.long(), : pages * self._page].long()
-        at = torch.arange(slots.shape[1])
-        used = (at < lengths[:, None]) & (slots >= 0)
-        # A row's end may lie within the last page.
-        padding = pages * self._page - slots.shape[1]
-        slots = torch.nn.functional.pad(slots.clamp_min(0), (0, padding))
-        used = torch.nn.functional.pad(used, (0, padding))
-        shift = None
-        if cached_at is not None:
-            at = torch.arange(slots.shape[1])
-            by = torch.where(used, at.to(torch.int32) - cached_at[slots], 0)
-            if bool(by.any()):
-                shift = by.view(len(slots), pages, self._page)
-        slots = slots.view(len(slots), pages, self._page)
-        used = used.view(slots.shape)
-        held = used[..., 0]
-        indptr = torch.nn.functional.pad(held.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
-        named = (slots[..., 0] // self._page)[held].to(torch.int32)
-        newest = (lengths.long() - 1) // self._page
-        self._step = _Step(slots, used, shift, held, newest, RowPlan(indptr, named, None))
+        """A decode step, outside of CUDA graphs.
 
-    def plan(self, layer: int, query: torch.Tensor, scale: float) -> Selected | None:
-        """What a layer reads; None: all.
+        Args:
+            plan: Of its rows; on a GPU with ``positions``.
+            requests, lengths: int ``[batch]``, rows and their positions, new ones included.
+            longest: Upper bound on ``lengths``.
+            weighs: Weights of what is read are needed.
+        """
+        self._step = None
+        if longest > self._selector.budget:
+            self._step = self._made(plan, requests, lengths, longest, weighs)
+
+    def forget(self) -> None:
+        """The next forward reads everything, until a decode step begins."""
+        self._step = None
+
+    def plan(
+        self, layer: int, query: torch.Tensor, scale: float
+    ) -> tuple[RowPlan, torch.Tensor | None] | None:
+        """What a layer reads, and zeros that its weights are added to; None: all.
 
         Args:
             query: ``[rows, heads, dim]``.
             scale: Of the logits.
+
+        Raises:
+            ValueError: the selector failed or gave nonsense while a graph was captured.
         """
         step = self._step
         if step is None or layer not in self._bounds:
             return None
-        keep = self._ask(step, self._shares(step, self._bounds[layer], query.float(), scale))
-        if keep is None:
-            return None
-        chosen = step.used & keep[..., None]
-        counts = chosen.sum(dim=(1, 2))
-        indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-        indices = step.slots[chosen].to(torch.int32)
-        shift = None if step.shift is None else step.shift[chosen]
-        among = chosen[step.used]
-        self.held += len(among)
-        self.read += len(indices)
-        return Selected(RowPlan(indptr, indices, shift), among)
+        shares = self._shares(step, self._bounds[layer], query, scale)
+        keep = self._selector.pages(
+            shares, step.held, step.newest, strict=step.strict, during=self._during(shares.device)
+        )
+        return None if keep is None else self._entries(step, keep)
 
-    def _ask(self, step: _Step, shares: torch.Tensor) -> torch.Tensor | None:
-        keep = self._asked.pages(shares, step.held, step.newest)
-        newest = step.newest[:, None]
-        if keep is None or bool(keep.gather(1, newest).all()):
-            return keep
-        self.refusals[SelectionRefusal.NEWEST.value] += 1
-        return keep.scatter(1, newest, True)
+    def add(self, whole: torch.Tensor) -> None:
+        """Add the weights of what :meth:`plan` gave last to those of the whole plan's entries."""
+        raise NotImplementedError
+
+    def _during(self, device: torch.device) -> AbstractContextManager[Any] | None:
+        """Entered while the selector decides."""
+        return None
+
+    def _first_slots(self, requests: torch.Tensor, pages: int) -> torch.Tensor:
+        """int ``[rows, pages]``, the slot at the beginning of each page."""
+        return self._rows[:, : pages * self._page : self._page][requests.long()]
+
+    def _made(
+        self,
+        plan: Any,
+        requests: torch.Tensor,
+        lengths: torch.Tensor,
+        longest: int,
+        weighs: bool,
+    ) -> Any:
+        """What all layers of a step choose from: has ``held``, ``newest`` and ``strict``."""
+        raise NotImplementedError
 
     def _shares(
-        self, step: _Step, bounds: PageBounds, query: torch.Tensor, scale: float
+        self, step: Any, bounds: PageBounds, query: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        shares = torch.zeros(step.held.shape).masked_scatter_(
-            step.held, bounds.shares(query, step.pages, scale)
-        )
-        if step.shift is None or self._rotation is None:
-            return shares
-        # Bounds are those of keys at home: for a page used elsewhere the query is rotated back.
-        rows = step.shift[..., 0].any(dim=1).nonzero()[:, 0]
-        row, place = step.held[rows].nonzero().unbind(1)
-        row = rows[row]
-        rotated = self._rotation.rotate(
-            query[row], self._rotation.angles(-step.shift[row, place, 0])
-        )
-        pages = step.slots[row, place, 0] // self._page
-        logits = torch.full((*step.held.shape, query.shape[1]), float("-inf"))
-        logits[row, place] = bounds.largest(rotated, pages) * scale
-        shares[rows] = logits[rows].softmax(dim=1).sum(dim=2)
-        return shares
+        """fp32 ``[rows, pages]``, see ``Selector.keep``."""
+        raise NotImplementedError
+
+    def _entries(self, step: Any, keep: torch.Tensor) -> tuple[RowPlan, torch.Tensor | None]:
+        raise NotImplementedError

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_reasoncache.eviction.policies.evictor import between
+from sglang_reasoncache.policy_options import between
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class Quest:
         self, shares: torch.Tensor, held: torch.Tensor, newest: torch.Tensor, page: int
     ) -> torch.Tensor:
         """Which pages are read: the newest, and those of highest share up to the budget; see
-        :class:`~sglang_reasoncache.eviction.policies.contract.Selector`."""
+        :class:`~sglang_reasoncache.selection.contract.Selector`."""
         shares = shares.masked_fill(~held, -1.0).scatter(1, newest[:, None], math.inf)
         count = min(math.ceil(self.budget / page), held.shape[1])
         best = shares.topk(count, dim=1).indices

@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose attention is noted, and all weights that were ever given."""
+"""Requests with attention statistics, and all weights that were ever given."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
+import pytest
 import torch
 
-from sglang_reasoncache.eviction.policies.contract import Observation
+from sglang_reasoncache.eviction import statistics
+from sglang_reasoncache.eviction.host_statistics import HostStatistics
+from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels.plan import plan_rows
 from tests.unit.attention_rig import Rig
 
 ROWS, WIDTH, SLOTS = 5, 90, 600
-WANTED = Observation(latest=4, total=True, prompt=6)
+WANTED = StatisticsNeeds(latest=4, total=True, prompt=6)
 
 
 class World:
     """Rows that are built, grow, get evicted positions and are built anew, and all weights ever given."""
 
-    def __init__(self, seed: int, wanted: Observation) -> None:
+    def __init__(self, seed: int, wanted: StatisticsNeeds) -> None:
         self.random = random.Random(seed)
         self.torch = torch.Generator().manual_seed(seed)
         self.rows = torch.randint(-1, SLOTS, (ROWS, WIDTH), dtype=torch.int32)
@@ -28,26 +31,32 @@ class World:
         #: Of each row, how many requests got it.
         self.generations = torch.zeros(ROWS, dtype=torch.int64)
         self.statistics: Any = self.made()
+        self.update: Any = None
         self.length = [0] * ROWS
         #: Rows of requests some of whose positions were computed.
         self.begun: set[int] = set()
         #: Of each row: query position -> weights of the positions it saw.
         self.given: list[dict[int, torch.Tensor]] = [{} for _ in range(ROWS)]
 
-    def made(self) -> Any:
+    def made(self) -> AttentionStatistics:
         """What is tested."""
-        return AttentionStatistics(self.rows, self.generations, self.wanted)
+        return HostStatistics(self.rows, self.generations, self.wanted)
 
-    def observe(
+    def begin_forward(
         self, requests: torch.Tensor, lengths: torch.Tensor, new: list[int] | None
-    ) -> torch.Tensor | None:
-        """Begin a forward. Returns what layers add to."""
+    ) -> torch.Tensor:
+        """Returns what layers add to."""
+        prefill = self.statistics.begin(requests, lengths, new)
         plan = plan_rows(self.rows, requests, lengths, num_slots=SLOTS)
-        observed = self.statistics.observe(plan, requests, lengths, new)
-        return None if observed is None else observed.weights
+        if prefill is None:
+            self.update = self.statistics.decode(plan, requests, lengths, int(lengths.max()))
+        else:
+            self.update, _ = self.statistics.prefill(prefill, plan, requests, lengths)
+        return self.update.weights
 
     def done(self) -> None:
         """All layers have run."""
+        self.statistics.apply(self.update)
 
     def forward(self, requests: list[int], new: list[int] | None) -> None:
         counts = new or [1] * len(requests)
@@ -57,7 +66,7 @@ class World:
             self.rows[row, at] = torch.randint(0, SLOTS, (count,), dtype=torch.int32)
         lengths = torch.tensor([self.length[row] for row in requests])
         indices = torch.tensor(requests)
-        layers = self.observe(indices, lengths, new)
+        layers = self.begin_forward(indices, lengths, new)
         # As SGLang does with its own.
         lengths += 1
         indices.zero_()
@@ -73,9 +82,6 @@ class World:
                 self.given[row][query] = weights
                 expected.append(weights[self.rows[row, : query + 1] >= 0])
         found = torch.cat([torch.zeros(0), *expected])
-        if layers is None:
-            assert not expected
-            return
         # As two layers do.
         layers[: len(found)] += found / 4
         layers[: len(found)] += found * 3 / 4
@@ -157,15 +163,72 @@ def assert_nothing_is_left(world: World) -> None:
     assert world.statistics.latest(2, held, 1).tolist() == [0] * 4
 
 
-def dense_weights(rig: Rig, batch: Any, observed: int) -> list[torch.Tensor]:
-    """fp64 sums over heads and the last ``observed`` queries of each row, by position."""
+def assert_only_announced(kind: type[AttentionStatistics]) -> None:
+    """What the needs do not name cannot be read; nothing was given yet."""
+    rows, generations = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    found = kind(rows, generations, StatisticsNeeds(latest=3))
+    with pytest.raises(LookupError):
+        found.total(0, torch.tensor([0]))
+    for queries in (0, 4):
+        with pytest.raises(LookupError, match=f"latest {queries} queries"):
+            found.latest(0, torch.tensor([0]), queries)
+    assert found.latest(0, torch.tensor([0, 1]), 3).tolist() == [0, 0]
+
+
+def assert_no_memory_is_an_error(kind: type[AttentionStatistics]) -> None:
+    rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
+    with pytest.raises(MemoryError, match="bytes for attention statistics of a request"):
+        kind(rows, torch.zeros(2, dtype=torch.int64), WANTED)
+
+
+def assert_works_without_memory(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Positions count as never looked at, only until another request gets the row."""
+    world.begin(2, 0)
+
+    real = torch.empty
+
+    def none_left(shape: Any, *sizes: Any, **options: Any) -> torch.Tensor:
+        if isinstance(shape, tuple):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(shape, *sizes, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(statistics.torch, "empty", none_left)
+        # Its memory has to grow for its next position.
+        world.statistics._capacity[2] = 0
+        for row in (2, 3):
+            world.forward([row], [3])
+            world.forward([row], None)
+            assert world.statistics.total(row, torch.arange(3)).tolist() == [0] * 3
+            assert world.statistics.latest(row, torch.arange(3), 2).tolist() == [0] * 3
+    assert caplog.text.count("no memory for attention statistics") == 1
+    world.begin(2, 0)
+    world.check(2)
+
+
+def spoil_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds NaN, and rows outgrow it soon."""
+    plain = AttentionStatistics._allocated
+
+    def spoiled(self: AttentionStatistics, size: int) -> torch.Tensor | None:
+        found = plain(self, size)
+        return None if found is None else found.fill_(float("nan"))
+
+    monkeypatch.setattr(AttentionStatistics, "_allocated", spoiled)
+    monkeypatch.setattr(statistics, "_LEAST", 4)
+
+
+def dense_weights(rig: Rig, batch: Any, queries: int) -> list[torch.Tensor]:
+    """fp64 sums over heads and the last ``queries`` of each row, by position."""
     keys = rig.pool.k_buffer[1].double()
     found, query = [], iter(rig.query.double().split(batch.extend_seq_lens.tolist()))
     for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True):
         k = keys[rig.rows.req_to_token[row, :length].long()].repeat_interleave(
             rig.heads // rig.kv_heads, dim=1
         )
-        q = next(query)[-observed:]
+        q = next(query)[-queries:]
         logits = torch.einsum("qhd,nhd->hqn", q, k) * rig.layer.scaling
         behind = torch.arange(length) > torch.arange(length - len(q), length)[:, None]
         found.append(logits.masked_fill(behind, float("-inf")).softmax(-1).sum(dim=(0, 1)))

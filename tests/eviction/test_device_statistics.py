@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights noted on a device: the same requests as in host memory, under Triton's interpreter."""
+"""Weights found on a device: the same requests as in host memory, under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_reasoncache.attention.paged_cuda import SHIFTED
-from sglang_reasoncache.eviction import device_statistics
-from sglang_reasoncache.eviction.device_statistics import DeviceStatistics, Noted
-from sglang_reasoncache.eviction.policies.contract import Observation
+from sglang_reasoncache.eviction import statistics
+from sglang_reasoncache.eviction.device_statistics import DeviceStatistics, DeviceUpdate
+from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.kernels import note_triton, plan_triton
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.plugin import cuda_attention
@@ -22,13 +22,16 @@ from tests.eviction.statistics_world import (
     SLOTS,
     WANTED,
     World,
+    assert_no_memory_is_an_error,
     assert_nothing_is_left,
+    assert_only_announced,
     assert_sums,
+    assert_works_without_memory,
     dense_weights,
+    spoil_memory,
 )
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import Rig
-from tests.unit.test_attention_cuda import batch_of, forward
 from tests.unit.test_attention_cuda_graph import LENGTHS, Graphs, triton_backend
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
@@ -57,43 +60,28 @@ class DeviceWorld(World):
         self.weights = torch.zeros(8 * self.rows.shape[1])
         return DeviceStatistics(self.rows, self.generations, self.wanted)
 
-    def observe(
+    def begin_forward(
         self, requests: torch.Tensor, lengths: torch.Tensor, new: list[int] | None
-    ) -> torch.Tensor | None:
-        batch = self.statistics.begin(requests.tolist(), lengths.tolist(), new)
-        plan = plan_into(self.buffers, self.rows, requests, lengths, num_slots=SLOTS)
-        if batch is None:
+    ) -> torch.Tensor:
+        prefill = self.statistics.begin(requests.tolist(), lengths.tolist(), new)
+        plan_into(self.buffers, self.rows, requests, lengths, num_slots=SLOTS)
+        if prefill is None:
             # As in a graph: SGLang's buffers, written anew before each replay.
-            ends = requests.clone(), lengths.clone()
-            self.noted = self.statistics.of_decode(
-                self.buffers, *ends, self.rows.shape[1], self.weights
-            )
+            where = requests.clone(), lengths.clone()
+            width = self.rows.shape[1]
+            self.update = self.statistics.decode(self.buffers, *where, width, self.weights)
         else:
-            self.noted, queries = self.statistics.of_prompts(
-                batch, self.buffers, plan, requests, lengths
-            )
+            where = requests, lengths
+            self.update, queries = self.statistics.prefill(prefill, self.buffers, *where)
             spans = queries.spans[1] - queries.spans[0]
-            assert len(self.noted.weights) >= spans.sum()
-            assert not len(spans) or spans.max() <= self.noted.longest
-        return self.noted.weights
+            assert len(self.update.weights) >= spans.sum()
+            assert not len(spans) or spans.max() <= self.update.longest
+        return self.update.weights
 
     def done(self) -> None:
-        self.statistics.note(self.noted)
+        super().done()
         # Ready for the next step.
-        assert not self.noted.weights.any()
-
-
-@pytest.fixture
-def memory_is_not_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = DeviceStatistics._allocated
-
-    def spoiled(self: DeviceStatistics, size: int) -> torch.Tensor | None:
-        found = plain(self, size)
-        return None if found is None else found.fill_(float("nan"))
-
-    monkeypatch.setattr(DeviceStatistics, "_allocated", spoiled)
-    # So that rows outgrow their memory.
-    monkeypatch.setattr(device_statistics, "_LEAST", 4)
+        assert not self.update.weights.any()
 
 
 @interpreted
@@ -102,15 +90,16 @@ def memory_is_not_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     "wanted",
     [
         WANTED,
-        Observation(latest=8, prompt=2),
-        Observation(total=True, prompt=6),
-        Observation(latest=3, total=True),
+        StatisticsNeeds(latest=8, prompt=2),
+        StatisticsNeeds(total=True, prompt=6),
+        StatisticsNeeds(latest=3, total=True),
     ],
     ids=str,
 )
 def test_sums_are_those_of_all_weights_given(
-    seed: int, wanted: Observation, memory_is_not_clear: None
+    seed: int, wanted: StatisticsNeeds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    spoil_memory(monkeypatch)
     assert_sums(DeviceWorld(seed, wanted), steps=80, least=20)
 
 
@@ -123,26 +112,7 @@ def test_nothing_of_the_last_request_in_a_row_is_left() -> None:
 def test_without_memory_positions_count_as_never_looked_at(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only until another request gets the row; nothing is written anywhere meanwhile."""
-    world = DeviceWorld(1, WANTED)
-    world.begin(2, 0)
-
-    def none_left(*_args: Any, **_options: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    real = torch.empty
-    monkeypatch.setattr(device_statistics.torch, "empty", none_left)
-    # It has to move for its next position.
-    world.statistics._room[2] = 0
-    for row in (2, 3):
-        world.forward([row], [3])
-        world.forward([row], None)
-        assert world.statistics.total(row, torch.arange(3)).tolist() == [0] * 3
-        assert world.statistics.latest(row, torch.arange(3), 2).tolist() == [0] * 3
-    assert caplog.text.count("no memory for attention statistics") == 1
-    monkeypatch.setattr(device_statistics.torch, "empty", real)
-    world.begin(2, 0)
-    world.check(2)
+    assert_works_without_memory(DeviceWorld(1, WANTED), monkeypatch, caplog)
 
 
 @interpreted
@@ -157,7 +127,7 @@ def test_memory_of_rows_without_an_owner_is_given_back_when_it_is_short(
     unowned.append(1)
     # Room for the memory of two rows.
     monkeypatch.setattr(
-        DeviceStatistics, "_has", lambda self, _wanted: len(self._memory) < 2, raising=True
+        DeviceStatistics, "_fits", lambda self, _wanted: len(self._memory) < 2, raising=True
     )
     world.begin(3, 0)
     assert set(world.statistics._memory) == {2, 3}
@@ -176,19 +146,19 @@ def test_weights_of_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     """By fewer queries of each, at least one."""
     rows, generations = torch.zeros(9, 600).int(), torch.ones(9).long()
     for bound, counts in ((6 * 1200, [6, 6, 4]), (2 * 1200, [2, 2, 2]), (1, [1, 1, 1])):
-        monkeypatch.setattr(device_statistics, "_WEIGHTS", bound)
-        noted = DeviceStatistics(rows, generations, WANTED)
-        batch = noted.begin([1, 2, 3], [600, 300, 300], [600, 20, 4])
+        monkeypatch.setattr(statistics, "_WEIGHTS", bound)
+        found = DeviceStatistics(rows, generations, WANTED)
+        batch = found.begin([1, 2, 3], [600, 300, 300], [600, 20, 4])
         assert batch is not None and batch.counts == counts
-        assert noted._first[1:4].tolist() == [600 - counts[0], 300 - counts[1], 300 - counts[2]]
+        assert found._first[1:4].tolist() == [600 - counts[0], 300 - counts[1], 300 - counts[2]]
 
 
 @interpreted
 def test_rows_and_positions_out_of_range_are_left_alone() -> None:
     """A graph's padding, rows without memory, and lengths beyond it."""
-    noted = DeviceStatistics(torch.zeros(4, 600).int(), torch.zeros(4).long(), WANTED)
-    noted.begin([2], [10], None)
-    memory = noted._memory[2].fill_(7)
+    found = DeviceStatistics(torch.zeros(4, 600).int(), torch.zeros(4).long(), WANTED)
+    found.begin([2], [10], None)
+    memory = found._memory[2].fill_(7)
     buffers = PlanBuffers.of(4, 900, "cpu", positions=True)
     buffers.kv_indptr.copy_(torch.tensor([0, 5, 10, 15, 615]))
     assert buffers.positions is not None
@@ -196,7 +166,7 @@ def test_rows_and_positions_out_of_range_are_left_alone() -> None:
     buffers.positions[15:615] = torch.arange(600)
     weights = torch.ones(700)
     requests, lengths = torch.tensor([2, 0, 9, -1]), torch.tensor([1000, 5, 5, 600])
-    noted.note(Noted(weights, buffers, requests, lengths, 600))
+    found.apply(DeviceUpdate(weights, 600, buffers, requests, lengths))
     assert not weights[:615].any() and weights[615:].all()
     changed = (memory != 7).nonzero().tolist()
     assert changed == [[999 % 4, 0], [999 % 4, 255], [4, 0], [4, 255]]
@@ -205,34 +175,25 @@ def test_rows_and_positions_out_of_range_are_left_alone() -> None:
 @interpreted
 def test_without_positions_nothing_is_written() -> None:
     """A query before the first position has no place in the memory."""
-    noted = DeviceStatistics(torch.zeros(4, 600).int(), torch.zeros(4).long(), WANTED)
-    noted.begin([2], [10], None)
+    found = DeviceStatistics(torch.zeros(4, 600).int(), torch.zeros(4).long(), WANTED)
+    found.begin([2], [10], None)
     around = torch.full((3, 5, 256), 7.0)
-    noted._bases[2] = around[1].data_ptr()
+    found._bases[2] = around[1].data_ptr()
     buffers = PlanBuffers.of(2, 20, "cpu", positions=True)
     for length in (0, -1, -300):
         lengths = torch.tensor([length, length])
-        noted.note(Noted(torch.zeros(20), buffers, torch.tensor([2, 2]), lengths, 20))
+        found.apply(DeviceUpdate(torch.zeros(20), 20, buffers, torch.tensor([2, 2]), lengths))
         assert (around == 7).all(), length
 
 
 @interpreted
-def test_no_memory_is_an_error_of_its_own() -> None:
-    rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
-    with pytest.raises(MemoryError, match="for attention statistics of a request"):
-        DeviceStatistics(rows, torch.zeros(2, dtype=torch.int64), WANTED)
+def test_no_memory_at_the_start_is_an_error() -> None:
+    assert_no_memory_is_an_error(DeviceStatistics)
 
 
 @interpreted
 def test_only_what_was_announced_can_be_read() -> None:
-    rows, generations = torch.zeros(2, 8).int(), torch.zeros(2).long()
-    with pytest.raises(LookupError):
-        DeviceStatistics(rows, generations, Observation(latest=3)).total(0, torch.tensor([0]))
-    for queries in (0, 4):
-        with pytest.raises(LookupError, match=f"latest {queries} queries"):
-            DeviceStatistics(rows, generations, Observation(latest=3)).latest(
-                0, torch.tensor([0]), queries
-            )
+    assert_only_announced(DeviceStatistics)
 
 
 @pytest.fixture
@@ -268,13 +229,13 @@ def announced(backend: Any, batch: Any) -> Any:
     return batch
 
 
-def assert_noted(rig: Rig, noted: Any, batch: Any, new: list[int], observed: int) -> None:
+def assert_weights(rig: Rig, found: Any, batch: Any, new: list[int], queries: int) -> None:
     """After a forward of rows without a past."""
     for row, length, count, right in zip(
-        rig.row_of.tolist(), rig.lengths, new, dense_weights(rig, batch, observed), strict=True
+        rig.row_of.tolist(), rig.lengths, new, dense_weights(rig, batch, queries), strict=True
     ):
-        held, queries = torch.arange(length), min(count, observed)
-        latest = noted.latest(row, held, queries) * queries
+        held, last = torch.arange(length), min(count, queries)
+        latest = found.latest(row, held, last) * last
         torch.testing.assert_close(latest, right, rtol=1e-3, atol=1e-5)
 
 
@@ -285,34 +246,34 @@ def test_prefill_then_decode(
 ) -> None:
     """SGLang's kernels or ours for the prefill; graphs and eager forwards for what follows."""
     monkeypatch.setattr(cuda_attention, "_backend", backend)
-    plain = forward(rig, backend, announced(backend, batch_of(rig, [1, 7, 30])))
-    noted = backend.observe(Observation(latest=5, total=True, prompt=5))
-    assert backend.observe(Observation()) is noted
+    plain = rig.forward(backend, announced(backend, rig.batch([1, 7, 30])))
+    found = backend.paged.keep_statistics(StatisticsNeeds(latest=5, total=True, prompt=5))
+    assert backend.paged.keep_statistics(StatisticsNeeds()) is found
     graphs = Graphs(rig, backend)
     assert {label for _, label in graphs.graphs} == {SHIFTED}
-    batch = announced(backend, batch_of(rig, [1, 7, 30]))
+    batch = announced(backend, rig.batch([1, 7, 30]))
     backend.mark.note(batch.rids, moves)
     assert not backend.can_run_prefill_cuda_graph(batch)
-    found = forward(rig, backend, batch)
+    out = rig.forward(backend, batch)
     if not moves:
-        assert torch.equal(found, plain)
-    assert_noted(rig, noted, batch, [1, 7, 30], 5)
+        assert torch.equal(out, plain)
+    assert_weights(rig, found, batch, [1, 7, 30], 5)
     total = [
-        noted.total(row, torch.arange(length))
+        found.total(row, torch.arange(length))
         for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True)
     ]
     nobodys = rig.pool.k_buffer[0].isnan().all(dim=(1, 2)).nonzero()[:, 0].split(3)
     for runner, slots in zip((graphs, backend, graphs), nobodys, strict=False):
         rig.lengths = [length + 1 for length in rig.lengths]
-        batch = announced(backend, batch_of(rig, [1, 1, 1]))
+        batch = announced(backend, rig.batch([1, 1, 1]))
         rig.rows.req_to_token[batch.req_pool_indices, batch.seq_lens - 1] = slots.int()
         batch.out_cache_loc = slots
-        forward(rig, runner, batch)
-        assert_noted(rig, noted, batch, [1, 1, 1], 1)
+        rig.forward(runner, batch)
+        assert_weights(rig, found, batch, [1, 1, 1], 1)
         for b, (row, length) in enumerate(zip(rig.row_of.tolist(), rig.lengths, strict=True)):
             held = torch.arange(length)
-            total[b] = torch.nn.functional.pad(total[b], (0, 1)) + noted.latest(row, held, 1)
-            torch.testing.assert_close(noted.total(row, held), total[b], rtol=1e-4, atol=1e-6)
+            total[b] = torch.nn.functional.pad(total[b], (0, 1)) + found.latest(row, held, 1)
+            torch.testing.assert_close(found.total(row, held), total[b], rtol=1e-4, atol=1e-6)
     assert set(graphs.replayed) == {SHIFTED}
 
 
@@ -322,12 +283,12 @@ def test_some_of_the_requests_in_graphs_and_without(
 ) -> None:
     """Graphs of two sizes, padded or not, eager steps and a batch with prompts take turns."""
     monkeypatch.setattr(cuda_attention, "_backend", backend)
-    noted = backend.observe(Observation(latest=3, total=True, prompt=4))
+    found = backend.paged.keep_statistics(StatisticsNeeds(latest=3, total=True, prompt=4))
     graphs = Graphs(rig, backend)
     rows, lengths = rig.row_of, list(rig.lengths)
     free = rig.pool.k_buffer[0].isnan().all(dim=(1, 2)).nonzero()[:, 0].tolist()
-    forward(rig, backend, announced(backend, batch_of(rig, lengths)))
-    total = [noted.total(int(row), torch.arange(n)) for row, n in zip(rows, lengths, strict=True)]
+    rig.forward(backend, announced(backend, rig.batch(lengths)))
+    total = [found.total(int(row), torch.arange(n)) for row, n in zip(rows, lengths, strict=True)]
     for runner, some, new in (
         (graphs, [0, 1], [1, 1]),
         (graphs, [2], [1]),
@@ -342,17 +303,17 @@ def test_some_of_the_requests_in_graphs_and_without(
                 rig.rows.req_to_token[rows[b], at] = free.pop(0)
             lengths[b] += count
         rig.row_of, rig.lengths = rows[some], [lengths[b] for b in some]
-        batch = announced(backend, batch_of(rig, new))
-        forward(rig, runner, batch)
+        batch = announced(backend, rig.batch(new))
+        rig.forward(runner, batch)
         for b, count, right in zip(some, new, dense_weights(rig, batch, 4), strict=True):
             row, held = int(rows[b]), torch.arange(lengths[b])
             total[b] = torch.nn.functional.pad(total[b], (0, count)) + right
-            torch.testing.assert_close(noted.total(row, held), total[b], rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(found.total(row, held), total[b], rtol=1e-3, atol=1e-5)
             if count == 1:
-                torch.testing.assert_close(noted.latest(row, held, 1), right, rtol=1e-3, atol=1e-5)
+                torch.testing.assert_close(found.latest(row, held, 1), right, rtol=1e-3, atol=1e-5)
         assert not backend._graph_weights.any()
     # Of the padding.
-    assert int(noted._bases[0]) == 0
+    assert int(found._bases[0]) == 0
 
 
 @interpreted
@@ -361,19 +322,19 @@ def test_a_batch_that_nobody_announced_is_not_noted(
 ) -> None:
     """SGLang's own trial runs, whose rows are nobody's or another's; another batch was announced."""
     monkeypatch.setattr(cuda_attention, "_backend", backend)
-    noted = backend.observe(WANTED)
+    found = backend.paged.keep_statistics(WANTED)
 
     def totals() -> torch.Tensor:
         rows = zip(rig.row_of.tolist(), rig.lengths, strict=True)
-        return torch.cat([noted.total(row, torch.arange(length)) for row, length in rows])
+        return torch.cat([found.total(row, torch.arange(length)) for row, length in rows])
 
-    forward(rig, backend, announced(backend, batch_of(rig, [1, 7, 30])))
+    rig.forward(backend, announced(backend, rig.batch([1, 7, 30])))
     before = totals()
     assert before.all()
-    announced(backend, batch_of(rig, [1, 3, 4]))
-    trial = batch_of(rig, [1, 3, 4])
+    announced(backend, rig.batch([1, 3, 4]))
+    trial = rig.batch([1, 3, 4])
     backend.kv_index_translator.bind_runner_slots(trial)
-    forward(rig, backend, trial)
+    rig.forward(backend, trial)
     assert torch.equal(totals(), before)
 
 
@@ -382,14 +343,14 @@ def test_evicted_positions_are_not_there(
     rig: Rig, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_attention, "_backend", backend)
-    noted = backend.observe(Observation(latest=2, total=True, prompt=2))
+    found = backend.paged.keep_statistics(StatisticsNeeds(latest=2, total=True, prompt=2))
     rig.evict([1, 3, 30], share=0.3)
     for new in ([1, 3, 30], [1, 1, 1]):
-        batch = announced(backend, batch_of(rig, new))
+        batch = announced(backend, rig.batch(new))
         backend.mark.note(batch.rids, True)
-        forward(rig, backend, batch)
+        rig.forward(backend, batch)
         for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True):
             held = (rig.rows.req_to_token[row, :length] >= 0).nonzero()[:, 0]
             # Every query head gives out a weight of 1.
-            weight = float(noted.latest(row, held, 1).sum())
+            weight = float(found.latest(row, held, 1).sum())
             assert weight == pytest.approx(rig.heads, rel=1e-3)

@@ -16,15 +16,15 @@ from sglang_reasoncache.eviction.policies import rkv
 from sglang_reasoncache.eviction.policies.contract import (
     ATTENTION,
     NoAttention,
-    Observation,
-    OptionError,
     RequestView,
+    StatisticsNeeds,
 )
 from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.eviction.policies.h2o import H2O
 from sglang_reasoncache.eviction.policies.pooling import pooled
 from sglang_reasoncache.eviction.policies.rkv import RKV, redundancy
 from sglang_reasoncache.eviction.policies.snapkv import SnapKV
+from sglang_reasoncache.policy_options import OptionError
 from tests.eviction.test_evictors import cosine, highest, positions, random_keys
 from tests.eviction.test_evictors import view as plain_view
 
@@ -255,7 +255,7 @@ def test_whole_pages_go_by_their_mean(policy: Evictor) -> None:
 def test_they_announce_what_they_read(policy: Evictor) -> None:
     assert ATTENTION in policy.needs
     observes = policy.observes  # type: ignore[attr-defined]
-    assert isinstance(observes, Observation)
+    assert isinstance(observes, StatisticsNeeds)
     assert observes.prompt >= observes.latest
     unasked = dataclasses.replace(
         view(30, random_weights(30, 0), prompt=30, keys=random_keys(30, 0)), attention=NoAttention()

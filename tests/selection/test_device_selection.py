@@ -12,18 +12,19 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, GraphVariants
-from sglang_reasoncache.eviction.policies.contract import Observation
+from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.kernels import decode_triton, plan_triton, select_triton, weights_triton
+from sglang_reasoncache.kernels.attention_reference import plan_rows
 from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.selection import page_bounds
 from sglang_reasoncache.selection.device_selection import DeviceSelection
+from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.page_bounds import PageBounds
-from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.selection.quest import Quest
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import TOLERANCE, Rig
-from tests.unit.test_attention_cuda import batch_of, forward
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
@@ -52,6 +53,22 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(select_triton, "PAGES", 16)
 
 
+def chosen_on_host(
+    host: HostSelection,
+    rows: torch.Tensor,
+    request: torch.Tensor,
+    length: torch.Tensor,
+    layer: int,
+    query: torch.Tensor,
+) -> torch.Tensor:
+    """bool, which entries of one row the CPU reads."""
+    host._rows = rows
+    plan = RowPlan(*plan_rows(rows, request, length, None, 1 << 20, None))
+    host.begin(plan, request, length, int(length), False)
+    assert host.plan(layer, query, SCALE) is not None
+    return host._among
+
+
 class World:
     """Rows of whole pages with evicted positions, some naming one page twice, in two layers."""
 
@@ -67,15 +84,15 @@ class World:
         self.device = DeviceSelection(
             "quest", self.policy, self.keys, PAGE, self.rows, self.cached_at if shifted else None
         )
-        self.host = PageSelection("quest", self.policy, self.keys, PAGE, None)
+        self.host = HostSelection("quest", self.policy, self.keys, PAGE, self.rows, None)
         # Bounds are those of pages as they lie, on both sides.
         for bounds in self.host._bounds.values():
             bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
-        for layer, keys in self.keys.items():
-            self.host.note(layer, torch.arange(SLOTS), keys)
+        for layer in self.keys:
+            self.host.update(layer, torch.arange(SLOTS))
         for layer, noted in self.device._bounds.items():
             noted.ends.copy_(self.host._bounds[layer].ends)
-        self.device.allocate_graphs(4, observed=True)
+        self.device.allocate_graphs(4, weighs=True)
         self.buffers = PlanBuffers.of(4, 4 * WIDTH, "cpu", positions=True)
         self.fill()
 
@@ -116,12 +133,10 @@ class World:
             lengths = torch.cat((self.lengths, torch.ones(1, dtype=torch.int64)))
             cached_at = self.cached_at if self.shared_slots else None
             plan_into(self.buffers, self.rows, requests, lengths, cached_at, num_slots=SLOTS)
-            self.device.begin_graph(requests, lengths, self.buffers)
+            self.device.begin_graph(self.buffers, requests, lengths)
         else:
             longest = int(self.lengths.max())
-            self.device.begin(
-                self.requests, self.lengths, self.buffers, longest=longest, observed=True
-            )
+            self.device.begin(self.buffers, self.requests, self.lengths, longest, True)
 
     def away(self) -> torch.Tensor:
         """bool ``[rows, width]``: positions whose page is used elsewhere than at home."""
@@ -142,11 +157,10 @@ class World:
                 read.append(at[self.rows[self.requests[i], :length] >= 0].tolist())
                 continue
             one = self.requests[i : i + 1], self.lengths[i : i + 1]
-            self.host.begin(rows, *one, None)
-            some = self.host.plan(layer, self.query[i : i + 1], SCALE)
-            assert some is not None
-            chosen = at[own >= 0][some.among].tolist()
-            read.append(sorted({*chosen, *at[away[i, :length]].tolist()}))
+            chosen = at[own >= 0][
+                chosen_on_host(self.host, rows, *one, layer, self.query[i : i + 1])
+            ]
+            read.append(sorted({*chosen.tolist(), *at[away[i, :length]].tolist()}))
         return read
 
     def found(self, layer: int) -> list[list[int]]:
@@ -158,7 +172,7 @@ class World:
         some = self.device.plan(layer, query, SCALE)
         assert some is not None
         rows, weights = some
-        entries = self.device._step.room.plan.positions
+        entries = self.device._step.buffers.plan.positions
         assert entries is not None and self.buffers.positions is not None and weights is not None
         assert (rows.shift is not None) == self.shared_slots
         read = []
@@ -208,8 +222,8 @@ def test_weights_go_to_the_entries_they_are_of() -> None:
     world = World(2, shifted=True)
     world.begin(graph=True)
     found = world.found(3)
-    assert world.device._graph_room is not None
-    room = world.device._graph_room
+    assert world.device._graph_buffers is not None
+    room = world.device._graph_buffers
     assert room.weights is not None and world.buffers.positions is not None
     count = int(room.plan.kv_indptr[4])
     room.weights[:count] = torch.arange(1.0, count + 1)
@@ -347,41 +361,38 @@ POLICY = Quest(budget=24, whole_layers=1)
 
 def selecting(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
     backend = triton_backend(rig, monkeypatch, corrected)
-    backend.select("quest", POLICY)
-    backend.selection.note(1, torch.arange(len(rig.pool.k_buffer[1])))
+    backend.paged.select("quest", POLICY)
+    backend.paged.selection.update(1, torch.arange(len(rig.pool.k_buffer[1])))
     return backend
 
 
 def read_of(rig: Rig) -> list[torch.Tensor]:
     """bool ``[length]`` of each row: what the layer reads, by the CPU's selection over the pool."""
-    host = PageSelection(
-        "quest", POLICY, {0: rig.pool.k_buffer[0], 1: rig.pool.k_buffer[1]}, 8, None
-    )
+    keys = {0: rig.pool.k_buffer[0], 1: rig.pool.k_buffer[1]}
+    host = HostSelection("quest", POLICY, keys, 8, rig.rows.req_to_token, None)
     bounds = host._bounds[1]
     bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
     read = []
     for i, (row, length) in enumerate(zip(rig.row_of, rig.lengths, strict=True)):
         slots = rig.rows.req_to_token[row, :length].long()
         held = slots >= 0
-        host.note(1, slots[held], rig.pool.k_buffer[1][slots[held]])
+        host.update(1, slots[held])
         away = held & (rig.cached_at.positions[slots.clamp_min(0)] != torch.arange(length))
         if length <= POLICY.budget:
             read.append(held)
             continue
         rows = rig.rows.req_to_token[row : row + 1].clone()
         rows[0, :length][away] = -1
-        host.begin(rows, torch.tensor([0]), torch.tensor([length]), None)
-        some = host.plan(1, rig.query[i : i + 1], rig.layer.scaling)
-        assert some is not None
+        one = torch.tensor([0]), torch.tensor([length])
         chosen = away.clone()
-        chosen[rows[0, :length] >= 0] = some.among
+        chosen[rows[0, :length] >= 0] = chosen_on_host(host, rows, *one, 1, rig.query[i : i + 1])
         read.append(chosen)
     return read
 
 
 def check(rig: Rig, backend: Any, batch: Any) -> None:
     """Dense attention over what the CPU would read, everything else masked."""
-    found = forward(rig, backend, batch)
+    found = rig.forward(backend, batch)
     kept = rig.rows.req_to_token.clone()
     for row, read in zip(rig.row_of, read_of(rig), strict=True):
         assert read.sum() < len(read) or len(read) <= POLICY.budget
@@ -397,21 +408,21 @@ def test_decode_reads_what_was_selected(ranks: None, monkeypatch: pytest.MonkeyP
     rig = rig_of([70, 19, 41], shifted=(1, 4))
     backend = selecting(rig, monkeypatch)
     assert GraphVariants(backend).capture_labels == (SHIFTED,)
-    check(rig, backend, batch_of(rig, [1, 1, 1]))
+    check(rig, backend, rig.batch([1, 1, 1]))
     graphs = Graphs(rig, backend)
-    check(rig, graphs, batch_of(rig, [1, 1, 1]))
+    check(rig, graphs, rig.batch([1, 1, 1]))
     place(rig, [33, 64, 1], shifted=(2,))
-    backend.selection.note(1, torch.arange(len(rig.pool.k_buffer[1])))
+    backend.paged.selection.update(1, torch.arange(len(rig.pool.k_buffer[1])))
     rig.rows.req_to_token[rig.row_of[1], 8:16] = -1
     rig.runner.token_to_kv_pool_allocator.has_evicted = True
-    check(rig, graphs, batch_of(rig, [1, 1, 1]))
-    check(rig, backend, batch_of(rig, [1, 1, 1]))
+    check(rig, graphs, rig.batch([1, 1, 1]))
+    check(rig, backend, rig.batch([1, 1, 1]))
     rig.row_of = rig.row_of[:1]
     place(rig, [60])
-    backend.selection.note(1, torch.arange(len(rig.pool.k_buffer[1])))
-    check(rig, graphs, batch_of(rig, [1]))
+    backend.paged.selection.update(1, torch.arange(len(rig.pool.k_buffer[1])))
+    check(rig, graphs, rig.batch([1]))
     assert set(graphs.replayed) == {SHIFTED}
-    seen = backend.selection.describe()
+    seen = backend.paged.selection.describe()
     assert seen["refusals"] == {} and 0 < seen["positions_read"] < seen["positions_held"]
 
 
@@ -420,7 +431,7 @@ def test_bounds_follow_every_forward(ranks: None, monkeypatch: pytest.MonkeyPatc
     """Prompts by SGLang's kernels and by ours, then token by token, where keys are as cached."""
     rig = rig_of([30, 9, 17])
     backend = triton_backend(rig, monkeypatch, corrected=False)
-    selection = backend.select("quest", POLICY)
+    selection = backend.paged.select("quest", POLICY)
 
     def right() -> None:
         keys, ends = rig.pool.k_buffer[1], selection._bounds[1].ends
@@ -433,13 +444,13 @@ def test_bounds_follow_every_forward(ranks: None, monkeypatch: pytest.MonkeyPatc
 
     for evicted in (False, True):
         rig.runner.token_to_kv_pool_allocator.has_evicted = evicted
-        batch = batch_of(rig, [30, 9, 17])
+        batch = rig.batch([30, 9, 17])
         backend.kv_index_translator.bind_runner_slots(batch)
         assert not backend.can_run_prefill_cuda_graph(batch)
-        forward(rig, backend, batch)
+        rig.forward(backend, batch)
         right()
     for _ in range(2):
-        batch = batch_of(rig, [1, 1, 1])
+        batch = rig.batch([1, 1, 1])
         backend.kv_index_translator.bind_runner_slots(batch)
         check(rig, backend, batch)
         right()
@@ -450,12 +461,12 @@ def test_statistics_of_what_was_selected(ranks: None, monkeypatch: pytest.Monkey
     """What was left out weighs nothing, the rest sums to one a head; eager and in graphs."""
     rig = rig_of([70, 12, 40], shifted=(3,))
     backend = triton_backend(rig, monkeypatch)
-    statistics = backend.observe(Observation(latest=1, total=True))
-    backend.select("quest", POLICY)
-    backend.selection.note(1, torch.arange(len(rig.pool.k_buffer[1])))
+    statistics = backend.paged.keep_statistics(StatisticsNeeds(latest=1, total=True))
+    backend.paged.select("quest", POLICY)
+    backend.paged.selection.update(1, torch.arange(len(rig.pool.k_buffer[1])))
     graphs = Graphs(rig, backend)
     for runner in (backend, graphs):
-        batch = batch_of(rig, [1, 1, 1])
+        batch = rig.batch([1, 1, 1])
         coming = statistics.begin(rig.row_of.tolist(), rig.lengths, None)
         backend.expect(batch.rids, coming)
         check(rig, runner, batch)
@@ -478,10 +489,10 @@ def test_a_selector_that_waits_is_refused_at_the_start(
     with pytest.raises(
         ValueError, match=r"--reasoncache-policy slow: keep .* waits for the device"
     ):
-        backend.select("slow", policy)
-    assert backend.selection is None and not backend.always_ours
+        backend.paged.select("slow", policy)
+    assert backend.paged.selection is None and not backend.paged.always_needed
     object.__setattr__(policy, "poll", lambda shares, _held: shares[:, torch.tensor([0, 1])])
-    assert backend.select("fast", policy).describe()["positions_held"] == 0
+    assert backend.paged.select("fast", policy).describe()["positions_held"] == 0
 
 
 @interpreted
@@ -491,7 +502,7 @@ def test_nonsense_is_refused_at_the_start(
 ) -> None:
     backend = triton_backend(rig_of([70, 12]), monkeypatch)
     with pytest.raises(ValueError, match=f"--reasoncache-policy odd: keep .*{message}"):
-        backend.select("odd", wrong(answer))
+        backend.paged.select("odd", wrong(answer))
 
 
 @interpreted

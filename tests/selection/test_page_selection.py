@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
-from sglang_reasoncache.eviction.policies.contract import Observation
+from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.page_bounds import PageBounds
-from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.selection.quest import Quest
 from tests.kernels.rotary import make_rotation
 from tests.unit.attention_rig import Rig, supported_runner
@@ -31,7 +31,8 @@ def test_bounds_are_those_of_the_keys_written(dtype: torch.dtype) -> None:
     world = random.Random(4)
     buffer = torch.zeros(SLOTS, KV_HEADS, DIM).to(dtype)
     bounds = PageBounds(buffer, PAGE)
-    kept = torch.zeros(SLOTS, KV_HEADS, DIM)
+    # Not every operator knows fp8; its bytes can always be written.
+    raw = torch.uint8 if dtype.itemsize == 1 else dtype
     filled = [0] * PAGES
     for _ in range(200):
         slots: list[int] = []
@@ -42,9 +43,10 @@ def test_bounds_are_those_of_the_keys_written(dtype: torch.dtype) -> None:
             count = 1 if decodes else world.randint(1, PAGE - filled[page])
             slots += range(page * PAGE + filled[page], page * PAGE + filled[page] + count)
             filled[page] += count
-        keys = torch.randn(len(slots), KV_HEADS, DIM).to(bounds.low.dtype)
-        bounds.note(torch.tensor(slots), keys, apart=decodes)
-        kept[slots] = keys.float()
+        at = torch.tensor(slots)
+        buffer.view(raw)[at] = torch.randn(len(slots), KV_HEADS, DIM).to(dtype).view(raw)
+        bounds.update(at)
+    kept = buffer.float()
     for page, count in enumerate(filled):
         if count:
             held = kept[page * PAGE : page * PAGE + count]
@@ -58,7 +60,7 @@ def test_shares_are_by_the_largest_possible_logit() -> None:
     keys = torch.randn(SLOTS, KV_HEADS, 3, generator=generator)
     query = torch.randn(1, HEADS, 3, generator=generator)
     bounds = PageBounds(keys, PAGE)
-    bounds.note(torch.arange(SLOTS), keys)
+    bounds.update(torch.arange(SLOTS))
     pages = [5, 9, 0, 40]
     logits = torch.full((len(pages), HEADS), float("-inf"))
     for i, page in enumerate(pages):
@@ -103,14 +105,22 @@ class World:
         self.requests = torch.tensor([2, 0])
         self.query = torch.randn(2, HEADS, DIM) * 3
         self.policy = policy or Quest(budget=16, whole_layers=0)
-        self.selection = PageSelection("quest", self.policy, {7: self.keys}, PAGE, self.rotation)
-        self.selection.note(7, torch.arange(SLOTS), self.keys)
+        self.selection = HostSelection(
+            "quest",
+            self.policy,
+            {7: self.keys},
+            PAGE,
+            self.rows,
+            self.cached_at,
+            rotation=self.rotation,
+        )
+        self.selection.update(7, torch.arange(SLOTS))
         self.plan = plan_rows(
             self.rows, self.requests, self.lengths, self.cached_at, num_slots=SLOTS
         )
 
     def begin(self) -> None:
-        self.selection.begin(self.rows, self.requests, self.lengths, self.cached_at)
+        self.selection.begin(self.plan, self.requests, self.lengths, 39, False)
 
     def expected(self, row: int, length: int, query: torch.Tensor) -> list[int]:
         """Positions that are read, by bounds of the keys as they lie and a query rotated back."""
@@ -142,7 +152,7 @@ def test_best_pages_are_read(shifted: bool) -> None:
     world.begin()
     found = world.selection.plan(7, world.query, DIM**-0.5)
     assert found is not None
-    rows, among = found
+    rows, among = found[0], world.selection._among
     assert (rows.shift is not None) == shifted
     # The same entries of the whole plan, in its order.
     assert torch.equal(rows.kv_indices, world.plan.kv_indices[among])
@@ -154,9 +164,13 @@ def test_best_pages_are_read(shifted: bool) -> None:
         expected = world.expected(row, length, world.query[i])
         assert slots.tolist() == world.rows[row, expected].tolist()
         assert len(expected) < 17
-    assert world.selection.read == len(rows.kv_indices)
-    assert world.selection.held == len(world.plan.kv_indices)
-    assert world.selection.refusals == {}
+    assert world.selection.describe() == {
+        "name": "quest",
+        "positions_held": len(world.plan.kv_indices),
+        "positions_read": len(rows.kv_indices),
+        "refusals": {},
+    }
+    assert world.selection.recent() == world.selection.describe()
 
 
 def test_short_rows_and_first_layers_are_read_whole() -> None:
@@ -168,7 +182,7 @@ def test_short_rows_and_first_layers_are_read_whole() -> None:
     assert world.selection.plan(7, world.query, 1.0) is None
     world = World(shifted=False)
     world.begin()
-    world.selection.begin(world.rows, world.requests, world.lengths[:0], world.cached_at)
+    world.selection.forget()
     assert world.selection.plan(7, world.query, 1.0) is None, "a prefill came in between"
 
 
@@ -197,11 +211,11 @@ def test_nonsense_is_refused_by_name(answer: Any, refusal: str) -> None:
     world = World(shifted=False, policy=policy)
     world.begin()
     found = world.selection.plan(7, world.query, DIM**-0.5)
-    assert world.selection.refusals == {refusal: 1}
+    assert world.selection.describe()["refusals"] == {refusal: 1}
     if refusal == "newest":
         assert found is not None
         expected = world.expected(2, 39, world.query[0])
-        assert found.rows.kv_indices[: len(expected)].tolist() == world.rows[2, expected].tolist()
+        assert found[0].kv_indices[: len(expected)].tolist() == world.rows[2, expected].tolist()
     else:
         assert found is None
     # Pages that a row does not have cost nothing: there is nothing to read.
@@ -211,7 +225,7 @@ def test_nonsense_is_refused_by_name(answer: Any, refusal: str) -> None:
     world.begin()
     found = world.selection.plan(7, world.query, DIM**-0.5)
     assert found is not None
-    assert torch.equal(found.rows.kv_indices, world.plan.kv_indices)
+    assert torch.equal(found[0].kv_indices, world.plan.kv_indices)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +243,7 @@ def test_an_answer_is_a_plain_tensor(answer: Any) -> None:
     world = World(shifted=False, policy=policy)
     world.begin()
     assert world.selection.plan(7, world.query, DIM**-0.5) is None
-    assert world.selection.refusals == {"malformed": 1}
+    assert world.selection.describe()["refusals"] == {"malformed": 1}
 
 
 class InPlace(Quest):
@@ -252,8 +266,8 @@ def test_layers_get_the_same_whatever_a_selector_writes(shifted: bool) -> None:
         for _ in range(2):
             selected = world.selection.plan(7, world.query, DIM**-0.5)
             assert selected is not None
-            found.append(selected.among)
-        assert world.selection.refusals == {}
+            found.append(world.selection._among)
+        assert world.selection.describe()["refusals"] == {}
     assert all(torch.equal(each, found[0]) for each in found)
 
 
@@ -267,12 +281,13 @@ def test_a_selector_must_say_what_it_reads_whole(key: str, value: Any) -> None:
         whole_layers: Any = 0
         keep = Quest.keep
 
+    rows = torch.zeros(1, 8, dtype=torch.int32)
     setattr(Odd, key, value)
     with pytest.raises(ValueError, match=f"--reasoncache-policy odd: {key} .* got {value!r}"):
-        PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, None)
+        HostSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
     delattr(Odd, key)
     with pytest.raises(ValueError, match=f"{key} .* got AttributeError"):
-        PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, None)
+        HostSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
 
 
 def test_attention_and_weights_over_what_was_selected(
@@ -289,16 +304,18 @@ def test_attention_and_weights_over_what_was_selected(
     for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer):
         buffer.copy_(torch.randn(buffer.shape, generator=rig.generator))
     backend = PagedCpuBackend(supported_runner(rig), rig.cached_at)
-    statistics = backend.observe(Observation(latest=1))
-    selection = backend.select("quest", Quest(budget=24, whole_layers=1))
-    selection.note(1, torch.arange(92), rig.pool.k_buffer[1][:92])
+    statistics = backend.paged.keep_statistics(StatisticsNeeds(latest=1))
+    # A request is known from its prefill on.
+    statistics.begin([1, 2], [69, 11], [69, 11])
+    selection: Any = backend.paged.select("quest", Quest(budget=24, whole_layers=1))
+    selection.update(1, torch.arange(92))
     batch = rig.batch([1, 1])
     found = rig.forward(backend, batch)
     chosen = selection.plan(1, rig.query, rig.layer.scaling)
-    assert chosen is not None and 24 + 12 - 8 < len(chosen.rows.kv_indices) <= 24 + 12
+    assert chosen is not None and 24 + 12 - 8 < len(chosen[0].kv_indices) <= 24 + 12
     kv = PagedKv(rig.pool.k_buffer[1], rig.pool.v_buffer[1])
-    right = decode_attention(rig.query, kv, chosen.rows, scale=rig.layer.scaling)
+    right = decode_attention(rig.query, kv, chosen[0], scale=rig.layer.scaling)
     assert torch.equal(found, right)
     weights = statistics.latest(1, torch.arange(70), 1)
     assert float(weights.sum()) == pytest.approx(4)
-    assert ((weights > 0) == chosen.among[:70]).all()
+    assert ((weights > 0) == selection._among[:70]).all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_reasoncache import registry
-from sglang_reasoncache.eviction.policies.contract import OptionError
+from sglang_reasoncache.policy_options import OptionError
 from sglang_reasoncache.selection.quest import Quest
 
 ROWS, PAGES, PAGE = 3, 7, 4

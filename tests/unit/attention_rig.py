@@ -15,7 +15,7 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 
@@ -112,7 +112,7 @@ class Rig:
         )
         self.layer = RadixAttention(heads, DIM, DIM**-0.5, kv_heads, layer_id=1)
 
-    def batch(self, new: list[int]) -> Any:
+    def batch(self, new: list[int]) -> ForwardBatch:
         """A forward that computes the last ``new`` tokens of each row; decode if one each."""
         decode = all(count == 1 for count in new)
         ends = torch.tensor(self.lengths)
@@ -120,15 +120,22 @@ class Rig:
         for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
             slots.append(self.rows.req_to_token[row, end - count : end].long())
             positions.append(torch.arange(end - count, end))
-        return SimpleNamespace(
+        before = ends - torch.tensor(new)
+        return ForwardBatch(
             forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
-            out_cache_loc=torch.cat(slots),
-            positions=torch.cat(positions),
+            batch_size=len(new),
+            input_ids=torch.cat(positions),
             req_pool_indices=self.row_of,
             seq_lens=ends,
+            seq_lens_cpu=ends,
+            seq_lens_sum=sum(self.lengths),
+            out_cache_loc=torch.cat(slots),
+            positions=torch.cat(positions),
             extend_seq_lens=torch.tensor(new),
-            extend_prefix_lens=ends - torch.tensor(new),
-            encoder_lens=None,
+            extend_prefix_lens=before,
+            extend_seq_lens_cpu=new,
+            extend_prefix_lens_cpu=before.tolist(),
+            rids=[f"r{i}" for i in range(len(new))],
         )
 
     def evict(self, new: list[int], share: float = 0.4) -> None:
@@ -145,8 +152,8 @@ class Rig:
             held = slots >= 0
             self.cached_at.record(slots[held], torch.arange(end)[held])
 
-    def forward(self, backend: Any, batch: Any, decode: bool = True) -> torch.Tensor:
-        """Attention of the batch's new tokens, ``[tokens, heads, dim]``, and what they were."""
+    def forward(self, backend: Any, batch: Any) -> torch.Tensor:
+        """Attention of the batch's new tokens, ``[tokens, heads, dim]``; keeps their queries."""
         tokens = len(batch.out_cache_loc)
         generator = torch.Generator().manual_seed(tokens)
         q, k, v = (
@@ -155,11 +162,18 @@ class Rig:
         )
         self.query = q.view(tokens, self.heads, DIM)
         backend.init_forward_metadata(batch)
-        run = backend.forward_decode if decode else backend.forward_extend
+        run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
         k, v = k.view(tokens, self.kv_heads, DIM), v.view(tokens, self.kv_heads, DIM)
         return run(q, k, v, self.layer, batch).view(tokens, self.heads, DIM)
 
-    def expected(self, batch: Any) -> torch.Tensor:
+    def check(self, backend: Any, batch: Any) -> None:
+        """The backend's forward of the batch is as expected."""
+        found = self.forward(backend, batch)
+        torch.testing.assert_close(
+            found.double(), self.expected(batch), rtol=0, atol=TOLERANCE[self.dtype]
+        )
+
+    def expected(self, batch: Any, logit_cap: float = 0.0) -> torch.Tensor:
         """Dense attention in fp64 over rows whose keys are rotated to where they are used.
 
         Evicted positions are there, and masked.
@@ -175,6 +189,8 @@ class Rig:
             v = values[slots].repeat_interleave(self.heads // self.kv_heads, dim=1)
             q = next(query)
             scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
+            if logit_cap:
+                scores = logit_cap * torch.tanh(scores / logit_cap)
             hidden = evicted | (at[None, :] > torch.arange(end - len(q), end)[:, None])
             weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
@@ -213,8 +229,8 @@ def supported_runner(rig: Rig) -> Any:
     return runner
 
 
-#: What our attention does not serve: a change of a rig, and how the refusal names it.
-UNSERVED: list[tuple[Callable[[Any], None], str]] = [
+#: What our attention does not support: a change of a rig, and how the refusal names it.
+UNSUPPORTED: list[tuple[Callable[[Any], None], str]] = [
     (lambda r: setattr(r.layer, "sliding_window_size", 8), "sliding window 8"),
     (lambda r: setattr(r.layer, "is_cross_attention", True), "cross attention"),
     (lambda r: setattr(r.layer, "attn_type", AttentionType.ENCODER_ONLY), "attention type"),

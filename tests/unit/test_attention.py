@@ -1,68 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The correcting torch-native backend against dense attention in double precision."""
+"""All backends that correct positions, on the CPU, against dense attention in double precision.
+
+The CUDA mixin stands in front of SGLang's torch-native backend here: which forward goes where
+does not depend on the backend behind. More of it: ``test_attention_cuda.py``.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
+from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
-from tests.unit.attention_rig import LENGTHS, TOLERANCE, Rig, idle_batch
+from sglang_reasoncache.kernels import extend
+from tests.unit.attention_rig import (
+    BATCHES,
+    DIM,
+    LENGTHS,
+    TOLERANCE,
+    UNSUPPORTED,
+    Rig,
+    idle_batch,
+    supported_runner,
+)
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
+REQUESTED_BY = "--reasoncache-positions corrected over --attention-backend triton"
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+ALL_BATCHES = pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
+DECODE_AND_EXTEND = pytest.mark.parametrize(
+    "new", [BATCHES["decode"], BATCHES["with-prefix"]], ids=["decode", "extend"]
+)
+KINDS = pytest.mark.parametrize("kind", ["torch_native", "reasoncache_cpu", "cuda"])
+OURS = pytest.mark.parametrize("kind", ["reasoncache_cpu", "cuda"])
 
-def check(rig: Rig, new: list[int]) -> None:
-    batch = rig.batch(new)
-    backend = CorrectedTorchNativeBackend(rig.runner, rig.cached_at)
-    found = rig.forward(backend, batch, decode=batch.forward_mode.is_decode())
-    torch.testing.assert_close(
-        found.double(), rig.expected(batch), rtol=0, atol=TOLERANCE[rig.dtype]
-    )
+
+class Backend(SharedSlotReads, TorchNativeAttnBackend):
+    """As ``cuda_attention.backend_class`` makes them."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def backend_of(kind: str, rig: Rig, corrected: bool = True) -> Any:
+    runner, cached = supported_runner(rig), rig.cached_at if corrected else None
+    if kind == "torch_native":
+        return CorrectedTorchNativeBackend(runner, rig.cached_at)
+    if kind == "reasoncache_cpu":
+        return PagedCpuBackend(runner, cached)
+    return Backend(runner, cached, requested_by=REQUESTED_BY)
+
+
+@KINDS
+@DTYPES
 @pytest.mark.parametrize("shifted", [0.0, 0.2, 1.0], ids=["none", "some", "all"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (6, 2), (5, 1)])
-def test_decode_reads_keys_where_they_are_used(
-    heads: int, kv_heads: int, shifted: float, dtype: torch.dtype
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (5, 1)])
+@ALL_BATCHES
+def test_keys_are_read_where_they_are_used(
+    new: list[int], heads: int, kv_heads: int, shifted: float, dtype: torch.dtype, kind: str
 ) -> None:
-    check(Rig(shifted=shifted, heads=heads, kv_heads=kv_heads, dtype=dtype), [1, 1, 1])
+    rig = Rig(shifted=shifted, heads=heads, kv_heads=kv_heads, dtype=dtype)
+    rig.check(backend_of(kind, rig), rig.batch(new))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shifted", [0.0, 0.2, 1.0], ids=["none", "some", "all"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)])
-@pytest.mark.parametrize("new", [[1, 19, 1], [1, 7, 300]], ids=["whole", "with-prefix"])
-def test_extend_reads_keys_where_they_are_used(
-    new: list[int], heads: int, kv_heads: int, shifted: float, dtype: torch.dtype
-) -> None:
-    check(Rig(shifted=shifted, heads=heads, kv_heads=kv_heads, dtype=dtype), new)
+@KINDS
+@ALL_BATCHES
+def test_neighbouring_dims_may_be_paired(new: list[int], kind: str) -> None:
+    rig = Rig(shifted=1.0, interleaved=True)
+    rig.check(backend_of(kind, rig), rig.batch(new))
 
 
-@pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300]], ids=["decode", "extend"])
-def test_neighbouring_dims_may_be_paired(new: list[int]) -> None:
-    check(Rig(shifted=1.0, interleaved=True), new)
-
-
+@KINDS
 @pytest.mark.parametrize("length", LENGTHS)
-def test_batch_of_one(length: int) -> None:
-    check(Rig(shifted=1.0, lengths=[length]), [1])
+def test_batch_of_one(length: int, kind: str) -> None:
+    rig = Rig(shifted=1.0, lengths=[length])
+    rig.check(backend_of(kind, rig), rig.batch([1]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("notes_shifted", [False, True], ids=["never", "not-here"])
-@pytest.mark.parametrize("new", [[1, 1, 1], [1, 19, 300]], ids=["decode", "extend"])
-def test_nothing_shifted_gives_the_stock_bits(
-    new: list[int], notes_shifted: bool, dtype: torch.dtype
-) -> None:
-    rig = Rig(shifted=0.0, dtype=dtype, notes_shifted=notes_shifted)
-    batch = rig.batch(new)
-    decode = batch.forward_mode.is_decode()
-    ours = rig.forward(CorrectedTorchNativeBackend(rig.runner, rig.cached_at), batch, decode)
-    stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch, decode)
-    assert torch.equal(ours, stock)
+@OURS
+@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
+@ALL_BATCHES
+def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: str) -> None:
+    """Shifted keys as the mode has them."""
+    rig = Rig(shifted=0.5)
+    backend = backend_of(kind, rig, corrected)
+    rig.evict(new)
+    if not corrected:
+        rig.settle()
+    rig.check(backend, rig.batch(new))
+    if kind == "cuda":
+        # Above: a batch that nobody looked at.
+        batch = rig.batch(new)
+        backend.mark.note(batch.rids, True)
+        rig.check(backend, batch)
 
 
 def test_shifted_keys_do_matter() -> None:
@@ -73,51 +105,81 @@ def test_shifted_keys_do_matter() -> None:
     assert float((stock.double() - rig.expected(batch)).abs().max()) > 100 * TOLERANCE[rig.dtype]
 
 
-@pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300]], ids=["decode", "extend"])
-def test_pool_keeps_its_bytes(new: list[int]) -> None:
+@DTYPES
+@pytest.mark.parametrize("notes_shifted", [False, True], ids=["never", "not-here"])
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 19, 300]], ids=["decode", "extend"])
+def test_torch_native_gives_the_stock_bits_where_nothing_is_shifted(
+    new: list[int], notes_shifted: bool, dtype: torch.dtype
+) -> None:
+    rig = Rig(shifted=0.0, dtype=dtype, notes_shifted=notes_shifted)
+    batch = rig.batch(new)
+    ours = rig.forward(backend_of("torch_native", rig), batch)
+    assert torch.equal(ours, rig.forward(TorchNativeAttnBackend(rig.runner), batch))
+
+
+@DTYPES
+@ALL_BATCHES
+def test_as_cached_reads_what_stock_reads(new: list[int], dtype: torch.dtype) -> None:
+    rig = Rig(shifted=0.5, dtype=dtype)
+    batch = rig.batch(new)
+    cached_at = rig.cached_at.positions.clone()
+    ours = rig.forward(backend_of("reasoncache_cpu", rig, corrected=False), batch)
+    stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
+    torch.testing.assert_close(ours, stock, rtol=0, atol=TOLERANCE[dtype])
+    assert torch.equal(rig.cached_at.positions, cached_at)
+
+
+@KINDS
+@DECODE_AND_EXTEND
+def test_pool_keeps_its_bytes(new: list[int], kind: str) -> None:
     """Keys are rotated on the way out; only the batch's own slots are written."""
     rig = Rig(shifted=1.0)
     batch = rig.batch(new)
-    before = [buffer.clone() for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
-    rig.forward(
-        CorrectedTorchNativeBackend(rig.runner, rig.cached_at),
-        batch,
-        decode=batch.forward_mode.is_decode(),
-    )
+    buffers = (*rig.pool.k_buffer, *rig.pool.v_buffer)
+    before = [buffer.clone() for buffer in buffers]
+    rig.forward(backend_of(kind, rig), batch)
     others = torch.ones(len(before[0]), dtype=torch.bool)
     others[batch.out_cache_loc] = False
-    for old, new_buffer in zip(before, (*rig.pool.k_buffer, *rig.pool.v_buffer), strict=True):
-        torch.testing.assert_close(old[others], new_buffer[others], rtol=0, atol=0, equal_nan=True)
+    for old, buffer in zip(before, buffers, strict=True):
+        torch.testing.assert_close(old[others], buffer[others], rtol=0, atol=0, equal_nan=True)
 
 
-def test_new_slots_are_where_cached_where_they_are_written() -> None:
+@KINDS
+@pytest.mark.parametrize("marked", [True, False])
+@DECODE_AND_EXTEND
+def test_cached_positions_are_recorded_where_slots_are_written(
+    new: list[int], marked: bool, kind: str
+) -> None:
     rig = Rig(shifted=1.0)
-    batch = rig.batch([1, 7, 300])
-    CorrectedTorchNativeBackend(rig.runner, rig.cached_at).init_forward_metadata(batch)
+    backend, batch = backend_of(kind, rig), rig.batch(new)
+    if kind == "cuda":
+        backend.mark.note(batch.rids, marked)
+    backend.init_forward_metadata(batch)
     assert torch.equal(rig.cached_at.positions[batch.out_cache_loc].long(), batch.positions)
 
 
-def test_one_backend_serves_batches_of_every_kind() -> None:
+@KINDS
+def test_one_backend_serves_batches_of_every_kind(kind: str) -> None:
     """What one forward prepared does not leak into the next."""
     rig = Rig(shifted=1.0)
-    backend = CorrectedTorchNativeBackend(rig.runner, rig.cached_at)
-    for new in ([1, 1, 1], [1, 7, 300], [1, 1, 1]):
-        batch = rig.batch(new)
-        found = rig.forward(backend, batch, decode=batch.forward_mode.is_decode())
-        torch.testing.assert_close(
-            found.double(), rig.expected(batch), rtol=0, atol=TOLERANCE[rig.dtype]
-        )
-    for row, end in zip(rig.row_of, rig.lengths, strict=True):
-        slots = rig.rows.req_to_token[row, :end].long()
-        rig.cached_at.record(slots, torch.arange(end))
+    backend, stock = backend_of(kind, rig), TorchNativeAttnBackend(rig.runner)
+    for name in ("decode", "with-prefix", "mixed", "decode", "whole", "decode"):
+        rig.check(backend, rig.batch(BATCHES[name]))
+        if kind == "cuda":
+            plain = rig.batch(BATCHES[name])
+            backend.mark.note(plain.rids, False)
+            assert torch.equal(rig.forward(backend, plain), rig.forward(stock, plain))
+    rig.settle()
     batch = rig.batch([1, 1, 1])
-    stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
-    assert torch.equal(rig.forward(backend, batch), stock)
+    rig.check(backend, batch)
+    if kind == "torch_native":
+        assert torch.equal(rig.forward(backend, batch), rig.forward(stock, batch))
 
 
-def test_idle_forward_needs_no_rows() -> None:
+@KINDS
+def test_idle_forward_needs_no_rows(kind: str) -> None:
     rig = Rig(shifted=1.0)
-    backend = CorrectedTorchNativeBackend(rig.runner, rig.cached_at)
+    backend = backend_of(kind, rig)
     cached_at = rig.cached_at.positions.clone()
     backend.init_forward_metadata(idle_batch())
     assert torch.equal(rig.cached_at.positions, cached_at)
@@ -128,3 +190,91 @@ def test_sliding_window_is_refused_rather_than_ignored() -> None:
     rig.layer.sliding_window_size = 8
     with pytest.raises(RuntimeError, match="sliding-window"):
         rig.forward(CorrectedTorchNativeBackend(rig.runner, rig.cached_at), rig.batch([1, 1, 1]))
+
+
+@pytest.mark.parametrize("new", [[1, 7, 300], [1, 19, 989]], ids=["with-prefix", "whole"])
+@pytest.mark.parametrize("block", [64, 100])
+def test_masks_come_in_blocks(monkeypatch: pytest.MonkeyPatch, block: int, new: list[int]) -> None:
+    monkeypatch.setattr(extend, "_BLOCK", block)
+    monkeypatch.setattr(extend, "_MASK_ELEMENTS", 50_000)
+    rig = Rig(shifted=0.5)
+    rig.check(backend_of("reasoncache_cpu", rig), rig.batch(new))
+
+
+@OURS
+@ALL_BATCHES
+def test_logits_are_soft_capped(new: list[int], kind: str) -> None:
+    """SGLang's torch-native backend leaves the cap out; the model's own formula does not."""
+    rig = Rig(shifted=0.5)
+    rig.layer.logit_cap = 0.5
+    batch = rig.batch(new)
+    found = rig.forward(backend_of(kind, rig), batch).double()
+    expected = rig.expected(batch, logit_cap=0.5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-4)
+    assert (found - rig.expected(batch)).abs().max() > 0.01
+
+
+@OURS
+@ALL_BATCHES
+def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int], kind: str) -> None:
+    """As a model with fp8 scales: the pool holds K / k_scale, of another type than the model's."""
+    k_scale, v_scale = 0.5, 4.0
+    outputs = []
+    for scaled in (True, False):
+        rig = Rig(shifted=0.5, dtype=torch.bfloat16)
+        rig.dtype = rig.runner.dtype = torch.float32
+        rig.layer.k_scale = rig.layer.k_scale_float = k_scale if scaled else None
+        rig.layer.v_scale = rig.layer.v_scale_float = v_scale if scaled else None
+        if not scaled:
+            for buffer, scale in ((rig.pool.k_buffer, k_scale), (rig.pool.v_buffer, v_scale)):
+                for side in buffer:
+                    side.mul_(scale)
+        outputs.append(rig.forward(backend_of(kind, rig), rig.batch(new)))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=5e-4)
+
+
+@OURS
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 3, 40]], ids=["decode", "extend"])
+def test_sinks_take_weight(new: list[int], kind: str) -> None:
+    rig = Rig(shifted=0.5)
+    backend, batch = backend_of(kind, rig), rig.batch(new)
+    plain = rig.forward(backend, batch)
+    q = rig.query.reshape(len(batch.positions), -1)
+    run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
+    none = torch.full((rig.heads,), -1e30)
+    found = run(q, None, None, rig.layer, batch, sinks=none).view_as(plain)
+    torch.testing.assert_close(found, plain, rtol=0, atol=5e-4)
+    strong = torch.full((rig.heads,), 50.0)
+    assert run(q, None, None, rig.layer, batch, sinks=strong).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 3, 40]], ids=["decode", "extend"])
+def test_what_our_kernels_do_not_know_is_refused(new: list[int]) -> None:
+    rig = Rig(shifted=0.5)
+    backend, batch = backend_of("cuda", rig), rig.batch(new)
+    backend.init_forward_metadata(batch)
+    run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
+    q = torch.zeros(len(batch.positions), rig.heads * DIM)
+    with pytest.raises(ValueError, match="score_mod is not supported"):
+        run(q, None, None, rig.layer, batch, sinks=None, aux_tensors=None, score_mod=len)
+
+
+@OURS
+@pytest.mark.parametrize(("change", "message"), UNSUPPORTED)
+def test_what_is_not_supported_is_refused_by_name(change: Any, message: str, kind: str) -> None:
+    rig = Rig(shifted=0.0)
+    supported_runner(rig)
+    change(rig)
+    flag = {"reasoncache_cpu": "--attention-backend reasoncache_cpu", "cuda": REQUESTED_BY}[kind]
+    made = {"reasoncache_cpu": PagedCpuBackend, "cuda": Backend}[kind]
+    arguments = {"requested_by": REQUESTED_BY} if kind == "cuda" else {}
+    with pytest.raises(ValueError, match=f"{flag}.*{message}"):
+        made(rig.runner, rig.cached_at, **arguments)
+
+
+def test_positions_without_a_linear_rotation_are_refused() -> None:
+    rig = Rig(shifted=0.0)
+    supported_runner(rig).model = torch.nn.ModuleList([rig.layer])
+    with pytest.raises(ValueError, match="rotary embedding"):
+        PagedCpuBackend(rig.runner, rig.cached_at)
+    PagedCpuBackend(rig.runner)

@@ -27,13 +27,14 @@ from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_att
 from sglang.srt.runtime_context import get_parallel
 from transformers import Qwen3Config
 
-from sglang_reasoncache.attention import shared_slots
+from sglang_reasoncache.attention import paged
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import cuda_attention
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import DIM, TOLERANCE, Rig
-from tests.unit.test_attention_cuda import REQUESTED_BY, batch_of, forward, runner_of
+from tests.unit.test_attention import REQUESTED_BY
+from tests.unit.test_attention_cuda import runner_of
 
 #: Requests that graphs are captured for; batches are padded to one of these.
 SIZES = (3, 1)
@@ -71,12 +72,12 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     config.get_max_num_attention_heads = lambda: rig.heads
     config.get_num_kv_heads = lambda *_: rig.kv_heads
     # On a device this is what a pool gets.
-    monkeypatch.setattr(shared_slots, "PagedKv", functools.partial(PagedKv, backend="triton"))
+    monkeypatch.setattr(paged, "PagedKv", functools.partial(PagedKv, backend="triton"))
     backend = cuda_attention.backend_class("triton")(
         runner, rig.cached_at if corrected else None, requested_by=REQUESTED_BY
     )
     before = [buffer.clone() for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
-    backend.shared_slots.warm_up()
+    backend.paged.warm_up()
     after = (*rig.pool.k_buffer, *rig.pool.v_buffer)
     for old, new in zip(before, after, strict=True):
         torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
@@ -127,10 +128,10 @@ class Graphs:
         )
         self.backend.kv_index_translator.bind_runner_slots(batch)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        state = (backend._decode_plan, backend.forward_metadata)
+        state = (backend.paged.rows, backend.forward_metadata)
 
         def replay() -> torch.Tensor:
-            backend._decode_plan, backend.forward_metadata = state
+            backend.paged.rows, backend.forward_metadata = state
             backend.init_forward_metadata_in_graph(batch)
             k, v = self.kv[:, :size]
             return backend.forward_decode(self.q[:size], k, v, self.rig.layer, batch)
@@ -204,12 +205,12 @@ def as_cached(rig: Rig, batch: ForwardBatch) -> Any:
 @interpreted
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 3, 30]], ids=["decode", "extend"])
 def test_eager_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int]) -> None:
-    batch = batch_of(rig, new)
+    batch = rig.batch(new)
     backend.kv_index_translator.bind_runner_slots(batch)
-    assert backend.shared_slots.backend == "triton"
-    assert close(rig, forward(rig, backend, batch), batch)
+    assert backend.paged.backend == "triton"
+    assert close(rig, rig.forward(backend, batch), batch)
     backend.mark.note(batch.rids, False)
-    found = forward(rig, backend, batch)
+    found = rig.forward(backend, batch)
     assert not close(rig, found, batch)
     expected = as_cached(rig, batch)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[rig.dtype])
@@ -218,12 +219,12 @@ def test_eager_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list
 @interpreted
 def test_graphs_are_chosen_batch_by_batch(rig: Rig, backend: Any) -> None:
     graphs = Graphs(rig, backend)
-    batch = batch_of(rig, [1, 1, 1])
+    batch = rig.batch([1, 1, 1])
     slots = batch.out_cache_loc
     for moves in (True, False, True):
         backend.mark.note(batch.rids, moves)
         rig.cached_at.positions[slots] = 7
-        found = forward(rig, graphs, batch)
+        found = rig.forward(graphs, batch)
         assert torch.equal(rig.cached_at.positions[slots].long(), batch.positions)
         assert close(rig, found, batch) == moves
         if not moves:
@@ -238,14 +239,14 @@ def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> N
     graphs = Graphs(rig, backend)
     for lengths in ([1, 19, 70], [1, 2, 33]):
         rig.lengths = lengths
-        batch = batch_of(rig, [1, 1, 1])
-        assert close(rig, forward(rig, graphs, batch), batch)
+        batch = rig.batch([1, 1, 1])
+        assert close(rig, rig.forward(graphs, batch), batch)
         rig.cached_at.record(rig.rows.req_to_token[3, : lengths[2] - 1].long(), torch.tensor(5))
-    assert close(rig, forward(rig, graphs, batch), batch)
+    assert close(rig, rig.forward(graphs, batch), batch)
     for lengths, size in (([12, 33], 3), ([33], 1)):
         rig.row_of, rig.lengths = rig.row_of[-len(lengths) :], lengths
-        batch = batch_of(rig, [1] * len(lengths))
-        assert close(rig, forward(rig, graphs, batch), batch)
+        batch = rig.batch([1] * len(lengths))
+        assert close(rig, rig.forward(graphs, batch), batch)
         assert graphs.size == size
 
 
@@ -260,32 +261,32 @@ def test_graphs_and_eager_forwards_skip_evicted_positions(
         if not corrected:
             rig.settle()
         graphs = Graphs(rig, backend)
-        batch = batch_of(rig, [1, 1, 1])
-        assert close(rig, forward(rig, graphs, batch), batch)
+        batch = rig.batch([1, 1, 1])
+        assert close(rig, rig.forward(graphs, batch), batch)
         rig.evict([1, 3, 30], share=0.3)
         for new in ([1, 1, 1], [1, 3, 30]):
-            batch = batch_of(rig, new)
+            batch = rig.batch(new)
             backend.kv_index_translator.bind_runner_slots(batch)
-            assert close(rig, forward(rig, backend, batch), batch)
-        batch = batch_of(rig, [1, 1, 1])
-        assert close(rig, forward(rig, graphs, batch), batch)
+            assert close(rig, rig.forward(backend, batch), batch)
+        batch = rig.batch([1, 1, 1])
+        assert close(rig, rig.forward(graphs, batch), batch)
     assert graphs.replayed == [SHIFTED if corrected else PLAIN, SHIFTED]
 
 
 @interpreted
 def test_an_eager_forward_between_replays_leaves_graphs_alone(rig: Rig, backend: Any) -> None:
     graphs = Graphs(rig, backend)
-    decode, extend = batch_of(rig, [1, 1, 1]), batch_of(rig, [1, 3, 30])
+    decode, extend = rig.batch([1, 1, 1]), rig.batch([1, 3, 30])
     backend.kv_index_translator.bind_runner_slots(extend)
-    assert close(rig, forward(rig, graphs, decode), decode)
-    assert close(rig, forward(rig, backend, extend), extend)
-    assert close(rig, forward(rig, graphs, decode), decode)
+    assert close(rig, rig.forward(graphs, decode), decode)
+    assert close(rig, rig.forward(backend, extend), extend)
+    assert close(rig, rig.forward(graphs, decode), decode)
 
 
 @interpreted
 def test_a_graph_of_no_known_variant_is_refused(rig: Rig, backend: Any) -> None:
     backend.init_cuda_graph_state(3, 3)
-    batch = batch_of(rig, [1, 1, 1])
+    batch = rig.batch([1, 1, 1])
     for in_capture in (True, False):
         with pytest.raises(RuntimeError, match="variant None"):
             backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
@@ -305,7 +306,7 @@ def test_hooks_reach_the_runner_and_every_batch(rig: Rig, hooked: Any) -> None:
     for module in (graph_variants, decode_cuda_graph_runner):
         variants = module.create_attention_graph_variants(hf_config)
         assert isinstance(variants, GraphVariants)
-    batch = batch_of(rig, [1, 1, 1])
+    batch = rig.batch([1, 1, 1])
     assert variants.select(batch) == SHIFTED
     hooked.mark.note(batch.rids, False)
     assert variants.select(batch) == PLAIN

@@ -150,7 +150,7 @@ def but(**members: Any) -> type:
 EVICTS = dict(budget=1, evictions=lambda *_: [])
 EXCEEDS = dict(EVICTS, excess=lambda *_: 0)
 NO_SLACK = "have a slack, an integer of at least 0; oldest does not"
-NO_NEEDS = "have needs, a set of attention"
+NO_NEEDS = "have needs, a set of attention, keys, unrotated keys or an empty one; oldest"
 
 
 class _Entry:
@@ -173,29 +173,14 @@ class _Entry:
         (len, "policies that are dataclasses; oldest is"),
         (Evictor, "policies that evict or keep something; oldest is"),
         (policy_with(**EVICTS), "have methods evicts and excess; oldest does not"),
-        (policy_with(**EXCEEDS), "have a slack, an integer of at least 0; oldest does not"),
-        (
-            policy_with(**EXCEEDS, needs=frozenset(), slack=-1),
-            "have a slack, an integer of at least 0; oldest does not",
-        ),
-        (
-            policy_with(**EXCEEDS, slack=0),
-            "have needs, a set of attention, keys, unrotated keys or an empty one; oldest",
-        ),
+        (policy_with(**EXCEEDS), NO_SLACK),
+        (policy_with(**EXCEEDS, needs=frozenset(), slack=-1), NO_SLACK),
+        (policy_with(**EXCEEDS, slack=0), NO_NEEDS),
         (but(needs=frozenset({"values"})), NO_NEEDS),
         (but(needs=property(raising(RuntimeError("not today")))), "not today"),
-        (
-            but(needs=frozenset({"attention"})),
-            "have observes, an Observation, as attention is",
-        ),
-        (
-            but(__post_init__=raising(AssertionError("not today"))),
-            "options that oldest takes .*not today",
-        ),
-        (
-            but(__annotations__={"what": "torchx.Tensor"}, what=None),
-            "types resolve; oldest has NameError.*torchx",
-        ),
+        (but(needs=frozenset({"attention"})), "have statistics_needs, a StatisticsNeeds, as"),
+        (but(__post_init__=raising(AssertionError("not today"))), "oldest takes .*not today"),
+        (but(__annotations__={"what": "torchx.Tensor"}, what=None), "resolve.*NameError.*torchx"),
     ],
 )
 def test_another_packages_policy(

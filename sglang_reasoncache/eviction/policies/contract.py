@@ -18,8 +18,9 @@ UNROTATED_KEYS = "unrotated keys"
 ATTENTION = "attention"
 
 
-class Observation(NamedTuple):
-    """Which weights a policy that needs :data:`ATTENTION` reads; announced in ``observes``.
+class StatisticsNeeds(NamedTuple):
+    """Which weights a policy that needs :data:`ATTENTION` reads; announced in
+    ``statistics_needs``.
 
     Attributes:
         latest: Newest queries whose weights are kept apart, for ``Attention.latest``.
@@ -30,14 +31,6 @@ class Observation(NamedTuple):
     latest: int = 0
     total: bool = False
     prompt: int = 0
-
-
-class OptionError(ValueError):
-    """An option of a policy is out of bounds: ``<key> of a policy must be <bound>``."""
-
-    def __init__(self, key: str, bound: str) -> None:
-        super().__init__(f"{key} {bound}")
-        self.key, self.bound = key, bound
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ class Attention(Protocol):
 
     def total(self) -> np.ndarray:
         """float64 ``[held]``: sum over all queries of the response so far, and the last
-        ``Observation.prompt`` ones of what was computed before it."""
+        ``StatisticsNeeds.prompt`` ones of what was computed before it."""
 
 
 class NoAttention:
@@ -155,39 +148,12 @@ class RequestView:
         return self.held[low:high][~np.isin(self.slot_aliases[low:high], stays)]
 
 
-class Selector(Protocol):
-    """Reads fewer pages in a decode step; nothing is freed. A frozen dataclass as a
-    :class:`Policy` is, asked in every layer, by tensors, on the device.
-    """
-
-    @property
-    def budget(self) -> int:
-        """Positions read. Rows with no more are read whole, and nothing is asked."""
-
-    @property
-    def whole_layers(self) -> int:
-        """First layers that read everything."""
-
-    def keep(
-        self, shares: torch.Tensor, held: torch.Tensor, newest: torch.Tensor, page: int
-    ) -> torch.Tensor:
-        """bool ``[rows, pages]``, which are read.
-
-        Args:
-            shares: fp32 ``[rows, pages]``, what the query heads may find in a page: each head's
-                softmax over the pages by the largest logit that a key between the least and
-                largest ones of the page can have, added up over heads.
-            held: bool ``[rows, pages]``, which of them the row has.
-            newest: int64 ``[rows]``, the page that is being filled; one of those to be read.
-            page: Positions of a page.
-        """
-
-
 class Policy(Protocol):
     """An evictor: a frozen dataclass, its fields the options of ``--reasoncache-policy``.
 
     It keeps nothing between calls: what it decides follows from the view, so that
-    tensor-parallel ranks decide alike. ``__post_init__`` raises :class:`OptionError`.
+    tensor-parallel ranks decide alike. ``__post_init__`` raises
+    :class:`~sglang_reasoncache.policy_options.OptionError`.
 
     Three more attributes count if there are any: ``prompt`` (bool), ``when`` and ``until``
     (shares of the pool); see :class:`~sglang_reasoncache.eviction.policies.evictor.Evictor`.
@@ -196,7 +162,7 @@ class Policy(Protocol):
     @property
     def needs(self) -> frozenset[str]:
         """Of :data:`KEYS`, :data:`UNROTATED_KEYS` and :data:`ATTENTION`; the last one takes an
-        attribute ``observes``, an :class:`Observation`."""
+        attribute ``statistics_needs``, a :class:`StatisticsNeeds`."""
 
     @property
     def slack(self) -> int:
@@ -216,10 +182,3 @@ class NamedPolicy(NamedTuple):
 
     name: str
     policy: Policy
-
-
-class NamedSelector(NamedTuple):
-    """A configured selector and the name it was asked for by."""
-
-    name: str
-    policy: Selector

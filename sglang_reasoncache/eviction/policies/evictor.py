@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_reasoncache.eviction.policies.contract import Eviction, OptionError, RequestView
+from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
+from sglang_reasoncache.policy_options import OptionError, between
 
 #: Of the pool, between where a policy with ``when`` begins and where it stops.
 HYSTERESIS = 0.05
@@ -70,18 +71,6 @@ class Evictor:
     def excess(self, written: int, slots: int) -> int:
         above = slots - self.allowed(written)
         return above if above > self.slack else 0
-
-
-def between(key: str, value: float, low: float, high: float) -> None:
-    """Raises OptionError for a value out of bounds, or not a number."""
-    if not low <= value <= high:
-        raise OptionError(key, f"between {low} and {high}")
-
-
-def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises OptionError for any other value."""
-    if value not in allowed:
-        raise OptionError(key, "one of " + ", ".join(allowed))
 
 
 def runs(positions: np.ndarray) -> list[Eviction]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from sglang_reasoncache.eviction.policies.contract import (
     ATTENTION,
     Eviction,
-    Observation,
     RequestView,
+    StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest
+from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
+from sglang_reasoncache.policy_options import between
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class H2O(Evictor):
         return frozenset({ATTENTION})
 
     @property
-    def observes(self) -> Observation:
-        return Observation(total=True, prompt=self.prompt_queries)
+    def statistics_needs(self) -> StatisticsNeeds:
+        return StatisticsNeeds(total=True, prompt=self.prompt_queries)
 
     def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
         newest = int(self.recent_share * self.allowed(view.written))

@@ -13,7 +13,8 @@ from sglang_reasoncache.eviction.policies.contract import (
     Eviction,
     RequestView,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest, one_of
+from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
+from sglang_reasoncache.policy_options import one_of
 
 if TYPE_CHECKING:
     import torch

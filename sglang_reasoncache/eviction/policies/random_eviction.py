@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
-from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest
+from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
+from sglang_reasoncache.policy_options import between
 
 
 @dataclass(frozen=True)

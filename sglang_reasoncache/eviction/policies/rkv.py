@@ -11,11 +11,12 @@ from sglang_reasoncache.eviction.policies.contract import (
     ATTENTION,
     KEYS,
     Eviction,
-    Observation,
     RequestView,
+    StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest
+from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
 from sglang_reasoncache.eviction.policies.pooling import pooled
+from sglang_reasoncache.policy_options import between
 
 if TYPE_CHECKING:
     import torch
@@ -88,8 +89,8 @@ class RKV(Evictor):
         return frozenset({KEYS, ATTENTION})
 
     @property
-    def observes(self) -> Observation:
-        return Observation(latest=self.alpha, prompt=self.alpha)
+    def statistics_needs(self) -> StatisticsNeeds:
+        return StatisticsNeeds(latest=self.alpha, prompt=self.alpha)
 
     def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
         candidates = view.candidates(self.recent)

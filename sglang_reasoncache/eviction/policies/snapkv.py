@@ -11,12 +11,12 @@ import numpy as np
 from sglang_reasoncache.eviction.policies.contract import (
     ATTENTION,
     Eviction,
-    Observation,
-    OptionError,
     RequestView,
+    StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest, one_of
+from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
 from sglang_reasoncache.eviction.policies.pooling import pooled
+from sglang_reasoncache.policy_options import OptionError, between, one_of
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class SnapKV(Evictor):
         return frozenset({ATTENTION})
 
     @property
-    def observes(self) -> Observation:
-        return Observation(latest=self.window, prompt=self.window)
+    def statistics_needs(self) -> StatisticsNeeds:
+        return StatisticsNeeds(latest=self.window, prompt=self.window)
 
     def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
         # How much of what is too much is prompt could not be known before.

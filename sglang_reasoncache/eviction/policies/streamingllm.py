@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
-from sglang_reasoncache.eviction.policies.evictor import Evictor, between, evict_highest
+from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
+from sglang_reasoncache.policy_options import between
 
 
 @dataclass(frozen=True)

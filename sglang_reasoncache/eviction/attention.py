@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_reasoncache.eviction.policies.contract import ATTENTION, NamedPolicy, Observation
+from sglang_reasoncache.eviction.policies.contract import ATTENTION, NamedPolicy, StatisticsNeeds
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 
 
-class WeightSource:
+class AttentionSource:
     """One per scheduler.
 
     Args:
@@ -27,15 +27,15 @@ class WeightSource:
         self.heads = heads
         self.group = group
 
-    def of(self, row: int, held: np.ndarray) -> HeldWeights:
-        """Weights of positions ``held`` (int64, no evicted positions) of a row."""
-        return HeldWeights(self, row, held)
+    def of(self, row: int, held: np.ndarray) -> HeldAttention:
+        """Statistics of positions ``held`` (int64, none evicted) of a row."""
+        return HeldAttention(self, row, held)
 
 
-class HeldWeights:
-    """See :class:`~sglang_reasoncache.eviction.policies.contract.Attention`. Valid until the next forward."""
+class HeldAttention:
+    """See ``Attention`` of the policies' contract. Valid until the next forward."""
 
-    def __init__(self, source: WeightSource, row: int, held: np.ndarray) -> None:
+    def __init__(self, source: AttentionSource, row: int, held: np.ndarray) -> None:
         self._source = source
         self._row = row
         # Whatever a policy does to its view.
@@ -53,13 +53,17 @@ class HeldWeights:
         return (sums / self._source.heads).numpy()
 
 
-def observation_of(evictors: Iterable[NamedPolicy]) -> Observation | None:
+def needs_of(evictors: Iterable[NamedPolicy]) -> StatisticsNeeds | None:
     """What all ``evictors`` together read; None: nothing."""
-    wanted = [policy.observes for _, policy in evictors if ATTENTION in policy.needs]  # type: ignore[attr-defined]
-    if not wanted:
+    needs: list[Any] = [
+        policy.statistics_needs  # type: ignore[attr-defined]
+        for _, policy in evictors
+        if ATTENTION in policy.needs
+    ]
+    if not needs:
         return None
-    return Observation(
-        latest=max(each.latest for each in wanted),
-        total=any(each.total for each in wanted),
-        prompt=max(each.prompt for each in wanted),
+    return StatisticsNeeds(
+        latest=max(each.latest for each in needs),
+        total=any(each.total for each in needs),
+        prompt=max(each.prompt for each in needs),
     )

@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the pages of a pool by this project's kernels, on the pool's device.
+
+Keys with a position shift are used where they are read, evicted positions are skipped. On a
+GPU nothing waits: lengths come from the host's copies, and a plan has capacity for as many
+entries as they say.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.attention.supported import attention_layers
+from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.eviction.host_statistics import HostStatistics
+from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
+from sglang_reasoncache.eviction.statistics import (
+    AttentionStatistics,
+    LastQueries,
+    Prefill,
+    StatisticsUpdate,
+)
+from sglang_reasoncache.kernels.decode import decode_attention
+from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
+from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.selection.contract import Selector
+from sglang_reasoncache.selection.host_selection import HostSelection
+from sglang_reasoncache.selection.page_selection import PageSelection
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
+    from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+
+
+class PagedAttention:
+    """One per attention backend. A forward is planned once, and read by every layer.
+
+    Args:
+        model_runner: SGLang's runner, its pool already there.
+        cached: Slots' cached positions: shared keys are used at the position where they are
+            read. None reads every key as cached.
+
+    Attributes:
+        backend: Which kernels run, one of ``kernels.paged.BACKENDS``.
+        rotation: The model's, on the pool's device; None where keys are read as cached.
+        statistics: Attention statistics; None: no policy needs them.
+        selection: Which pages decode steps read; None: all.
+
+    Raises:
+        ValueError: no rotary embedding by which a key could be rotated.
+    """
+
+    def __init__(self, model_runner: ModelRunner, cached: CachedPositions | None) -> None:
+        self.allocator = model_runner.token_to_kv_pool_allocator
+        self._rows = model_runner.req_to_token_pool
+        self._pool = pool = model_runner.token_to_kv_pool
+        self._dtype = model_runner.dtype
+        self.cached = cached
+        self.device = self._rows.req_to_token.device
+        rotation = None
+        if cached is not None:
+            rotation = KeyRotation.from_model(
+                model_runner.model, model_runner.model_config.context_len
+            )
+        self._layers = {
+            layer: PagedKv(pool.get_key_buffer(layer), pool.get_value_buffer(layer), rotation)
+            for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)
+        }
+        first = self._layers[pool.start_layer]
+        self.backend, self.rotation = first.backend, first.rotation
+        self._num_slots = first.num_slots
+        self._last_layer = max(self._layers)
+        self._attention = attention_layers(model_runner.model)
+        # Soft-capped logits are beyond PyTorch's fused attention.
+        self._singly = any(layer.logit_cap > 0 for layer in self._attention)
+        self.statistics: AttentionStatistics | None = None
+        self.selection: PageSelection | None = None
+        self.forget()
+
+    # -- at the start ---------------------------------------------------------------
+
+    def keep_statistics(self, needs: StatisticsNeeds) -> AttentionStatistics:
+        """Keep attention statistics from now on; the same object in every call.
+
+        Raises:
+            MemoryError: see ``AttentionStatistics``.
+        """
+        if self.statistics is None:
+            arguments = self._rows.req_to_token, self._rows.req_generation, needs
+            if self.backend != "triton":
+                self.statistics = HostStatistics(*arguments)
+            else:
+                from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
+
+                made = DeviceStatistics(*arguments, lambda: self._rows.free_slots)
+                made.warm_up(self.warm_up(weighs=True))
+                self.statistics = made
+        return self.statistics
+
+    def select(self, name: str, selector: Selector) -> PageSelection:
+        """Have decode steps read what ``selector`` keeps, from now on.
+
+        Raises:
+            ValueError: it is no sound selector; on a GPU, it fails, gives nonsense or waits.
+            MemoryError: there is none for the pages' bounds.
+        """
+        keys = {layer: kv.keys for layer, kv in self._layers.items()}
+        page, rows = self.allocator.page_size, self._rows.req_to_token
+        arguments = name, selector, keys, page, rows, self._cached_at
+        if self.backend != "triton":
+            self.selection = HostSelection(*arguments, rotation=self.rotation)
+            return self.selection
+        from sglang_reasoncache.selection.device_selection import DeviceSelection
+
+        made = DeviceSelection(*arguments)
+        row = SimpleNamespace(
+            req_pool_indices=torch.zeros(1, dtype=torch.int64, device=self.device),
+            seq_lens=torch.full((1,), self.width, device=self.device),
+        )
+        whole = self.buffers(1, positions=True)
+        self.plan_into(whole, row)
+        # The last layer of each shape: the first ones may read everything.
+        alike = {(layer.tp_q_head_num, layer.qk_head_dim): layer for layer in self._attention}
+        queries = {
+            layer.layer_id: torch.zeros((1, *shape), dtype=self._dtype, device=self.device)
+            for shape, layer in alike.items()
+        }
+        made.try_out(whole, queries)
+        self.selection = made
+        return made
+
+    def warm_up(self, *, weighs: bool = False) -> PlanBuffers:
+        """Compile Triton kernels that the first forwards would wait for, some seconds.
+
+        Reads row 0, which is no request's, and writes nothing.
+
+        Args:
+            weighs: Kernels that give weights, instead of those that give none.
+
+        Returns:
+            The plan of that row.
+        """
+        from sglang_reasoncache.kernels.plan_triton import plan_into
+
+        one = torch.ones(1, dtype=torch.int64, device=self.device)
+        entries = 8
+        buffers = self.buffers(1, entries, positions=weighs)
+        read = self._rows.req_to_token, one * 0, one * entries, self._cached_at
+        plan = self._readable(plan_into(buffers, *read, num_slots=self._num_slots))
+        spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
+        shapes = {(x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in self._attention}
+        for (heads, dim, logit_cap), layer in shapes.items():
+            kv = self._layers[layer.layer_id]
+            query = torch.zeros((1, heads, dim), dtype=self._dtype, device=self.device)
+            # Addresses that are multiples of 16 bytes and others are kernels of their own.
+            for some in (None, spans):
+                decode_attention(
+                    query,
+                    kv,
+                    plan,
+                    scale=1.0,
+                    logit_cap=logit_cap,
+                    spans=some,
+                    weights=query.new_zeros(entries, dtype=torch.float32) if weighs else None,
+                    longest=entries,
+                )
+            for first in () if weighs else (0, 1):
+                shift = None if plan.shift is None else plan.shift[first:]
+                gather_kv(kv, plan.kv_indices[first:], shift, self._dtype)
+        return buffers
+
+    # -- planning -------------------------------------------------------------------
+
+    @property
+    def width(self) -> int:
+        """Positions of a row."""
+        return self._rows.req_to_token.shape[1]
+
+    @property
+    def always_needed(self) -> bool:
+        """Whether only our kernels can run decode steps: SGLang's give no weights, read all."""
+        return self.statistics is not None or self.selection is not None
+
+    @property
+    def _cached_at(self) -> torch.Tensor | None:
+        return None if self.cached is None else self.cached.positions
+
+    def buffers(
+        self, batch: int, entries: int | None = None, *, positions: bool = False
+    ) -> PlanBuffers:
+        """Capacity for plans of ``batch`` requests and ``entries`` (None: whole rows) on a GPU,
+        with the positions of entries or without."""
+        from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+
+        entries = batch * self.width if entries is None else entries
+        return PlanBuffers.of(batch, entries, self.device, positions=positions)
+
+    def plan_into(self, buffers: PlanBuffers, batch: ForwardBatch) -> RowPlan:
+        """Plan a batch's rows on a GPU; what this queues can be captured in a CUDA graph."""
+        from sglang_reasoncache.kernels.plan_triton import plan_into
+
+        read = self._rows.req_to_token, batch.req_pool_indices, batch.seq_lens, self._cached_at
+        return self._readable(plan_into(buffers, *read, num_slots=self._num_slots))
+
+    def planned(self, buffers: PlanBuffers, batch: int) -> RowPlan:
+        """What was, or will be, planned into ``buffers`` for ``batch`` requests."""
+        return self._readable(buffers.plan_of(batch))
+
+    def _readable(self, plan: RowPlan) -> RowPlan:
+        """Without shifts where keys are read as cached; buffers have capacity for them anyway."""
+        return plan if self.cached is not None else plan._replace(shift=None)
+
+    def _plan(self, batch: ForwardBatch) -> tuple[RowPlan, RowPlan | PlanBuffers]:
+        """The rows of a batch, and what statistics and selection read of them."""
+        if self.backend == "triton":
+            lengths = batch.seq_lens_cpu
+            entries = None if lengths is None else int(lengths.sum())
+            size = batch.seq_lens.shape[0]
+            buffers = self.buffers(size, entries, positions=self.always_needed)
+            return self.plan_into(buffers, batch), buffers
+        cached_at = self._cached_at if self.allocator.has_shifted_slots else None
+        read = self._rows.req_to_token, batch.req_pool_indices, batch.seq_lens, cached_at
+        plan = plan_rows(*read, num_slots=self._num_slots)
+        return plan, plan
+
+    # -- a forward ------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Nothing is planned until the next forward begins."""
+        #: Of a decode step that our kernels run.
+        self.rows: RowPlan | None = None
+        self._extend_plan: ExtendPlan | None = None
+        self._update: StatisticsUpdate | None = None
+        self._queries: tuple[LastQueries, RowPlan] | None = None
+        if self.selection is not None:
+            self.selection.forget()
+
+    @property
+    def plans_extend(self) -> bool:
+        """Whether the prefill that has begun is ours to compute."""
+        return self._extend_plan is not None
+
+    def record(self, batch: ForwardBatch) -> None:
+        """Record the cached positions of the forward's new tokens."""
+        if self.cached is not None:
+            slots = batch.out_cache_loc
+            self.cached.record(slots, batch.positions[: slots.shape[0]])
+
+    def begin_decode(self, batch: ForwardBatch) -> None:
+        """Plan a decode step, outside of graphs."""
+        self.rows, whole = self._plan(batch)
+        where = batch.req_pool_indices, batch.seq_lens
+        lengths = batch.seq_lens_cpu
+        if lengths is None and self.device.type == "cpu":
+            lengths = batch.seq_lens
+        longest = self.width if lengths is None else int(lengths.max())
+        if self.statistics is not None:
+            self._update = self.statistics.decode(whole, *where, longest)
+        if self.selection is not None:
+            self.selection.begin(whole, *where, longest, self.statistics is not None)
+
+    def begin_graph(
+        self, buffers: PlanBuffers, batch: ForwardBatch, weights: torch.Tensor | None
+    ) -> None:
+        """A decode graph is about to be captured or replayed; it plans into ``buffers``."""
+        self.rows = self.planned(buffers, batch.batch_size)
+        if self.statistics is not None:
+            where = batch.req_pool_indices, batch.seq_lens
+            self._update = self.statistics.decode(buffers, *where, self.width, weights)
+
+    def begin_extend(
+        self, batch: ForwardBatch, prefill: Prefill | None, *, computes: bool = True
+    ) -> None:
+        """Plan a prefill.
+
+        Args:
+            prefill: Queries whose weights the statistics get; None: none.
+            computes: Our kernels run it, not only for those queries.
+        """
+        if prefill is None and not computes:
+            return
+        rows, whole = self._plan(batch)
+        if prefill is not None and self.statistics is not None:
+            where = batch.req_pool_indices, batch.seq_lens
+            self._update, queries = self.statistics.prefill(prefill, whole, *where)
+            self._queries = queries, rows
+        if computes:
+            self._extend_plan = self._planned_extend(rows, batch)
+
+    def _planned_extend(self, rows: RowPlan, batch: ForwardBatch) -> ExtendPlan:
+        new, entries = batch.extend_seq_lens_cpu, None
+        # How many positions of a row were evicted only the device knows: reading that waits.
+        if not self.allocator.has_evicted:
+            entries = [a + b for a, b in zip(batch.extend_prefix_lens_cpu, new, strict=True)]
+        return ExtendPlan(rows, new, self._dtype, singly=self._singly, entries=entries)
+
+    # -- a layer --------------------------------------------------------------------
+
+    def write(
+        self,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> None:
+        """Put new keys and values into the pool, as SGLang's backends do."""
+        if save_kv_cache and k is not None and v is not None:
+            location = compat.KVWriteLoc.for_batch(batch)
+            self._pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
+        self.written(layer, batch)
+
+    def written(self, layer: AttentionLayer, batch: ForwardBatch) -> None:
+        """New keys are in the pool."""
+        if self.selection is not None:
+            self.selection.update(layer.layer_id, batch.out_cache_loc)
+
+    def decode(
+        self, q: torch.Tensor, layer: AttentionLayer, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
+        rows, update = self.rows, self._update
+        if rows is None:
+            raise RuntimeError("forward_decode without a plan of its batch")
+        weights = None if update is None else update.weights
+        selected = None
+        if self.selection is not None:
+            query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            selected = self.selection.plan(layer.layer_id, query, self._scales(layer)[0])
+        rows, into = (rows, weights) if selected is None else selected
+        longest = None if update is None else update.longest
+        out = self._attend(q, layer, rows, sinks, weights=into, longest=longest)
+        if weights is not None and selected is not None and self.selection is not None:
+            self.selection.add(weights)
+        self._updated(layer)
+        return out
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
+        plan = self._extend_plan
+        if plan is None:
+            raise RuntimeError("forward_extend without a plan of its batch")
+        if sinks is not None and plan.pieces:
+            self._singly = True
+            plan = self._extend_plan = self._planned_extend(plan.rows, batch)
+        scale, v_scale = self._scales(layer)
+        out = extend_attention(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            self._layers[layer.layer_id],
+            plan,
+            scale=scale,
+            logit_cap=layer.logit_cap,
+            sinks=None if sinks is None else sinks.float(),
+        )
+        return _flat(out, v_scale)
+
+    def weigh(self, q: torch.Tensor, layer: AttentionLayer, sinks: torch.Tensor | None) -> None:
+        """Weights of a prefill's last queries, which fused attention does not give."""
+        update = self._update
+        if self._queries is None or update is None or self.statistics is None:
+            return
+        queries, rows = self._queries
+        for tokens, spans, weights in self.statistics.parts(queries, update):
+            self._attend(
+                q.view(len(q), -1)[tokens],
+                layer,
+                rows,
+                sinks,
+                spans=spans,
+                weights=weights,
+                longest=update.longest,
+            )
+        self._updated(layer)
+
+    def _updated(self, layer: AttentionLayer) -> None:
+        """After the last layer of this rank: weights go to their rows."""
+        if self._update is not None and layer.layer_id == self._last_layer:
+            assert self.statistics is not None
+            self.statistics.apply(self._update)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: RowPlan,
+        sinks: torch.Tensor | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        scale, v_scale = self._scales(layer)
+        out = decode_attention(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            self._layers[layer.layer_id],
+            plan,
+            scale=scale,
+            logit_cap=layer.logit_cap,
+            sinks=None if sinks is None else sinks.float(),
+            **options,
+        )
+        return _flat(out, v_scale)
+
+    def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
+        """Factors of logits and outputs: the pool divides keys and values only where it narrows."""
+        if self._pool.dtype == self._dtype:
+            return layer.scaling, 1.0
+        k_scale, v_scale = layer.k_scale_float, layer.v_scale_float
+        return (
+            layer.scaling * (1.0 if k_scale is None else k_scale),
+            1.0 if v_scale is None else v_scale,
+        )
+
+
+def _flat(out: torch.Tensor, v_scale: float) -> torch.Tensor:
+    if v_scale != 1.0:
+        out *= v_scale
+    return out.view(out.shape[0], -1)
