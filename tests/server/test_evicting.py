@@ -92,7 +92,7 @@ def test_budget_and_reports(server: ServerProcess) -> None:
     start, before = server.log_size(), series(server)
     [found] = respond(server, [f"<|user|> {problems(1, seed=23)[0].prompt} <|assistant|>"])
     length = found["prompt_tokens"] + found["output_tokens"]
-    # Budget, slack, and what is written between two looks and at the end.
+    # Budget, slack, and what is written between two polls and at the end.
     assert 160 <= length - found["evicted_positions"] <= 160 + 8 + 8
     seen = report(server)
     assert seen["evictors"][0]["name"] == "streamingllm"
@@ -144,11 +144,11 @@ def test_follow_up_turn(server: ServerProcess) -> None:
     wait_until_idle(server)
     [entry] = [row for row in report(server)["recent"] if row["rid"] == rid]
     page = server.get("/server_info").json()["page_size"]
-    hole = min(start for _, start, _ in entry["evictions"])
-    assert hole >= entry["prompt_tokens"] // page * page
+    lowest = min(start for _, start, _ in entry["evictions"])
+    assert lowest >= entry["prompt_tokens"] // page * page
     follow_up = f"{first} {body['text']} <|user|> {problem.prompt} <|assistant|>"
     cached = [generate(server, follow_up, 48)["meta_info"]["cached_tokens"] for _ in range(2)]
-    assert cached[0] == hole // page * page
+    assert cached[0] == lowest // page * page
     # All of its prompt, which was computed without an evicted position.
     assert cached[1] > entry["prompt_tokens"] + entry["output_tokens"] - page
 

@@ -85,7 +85,7 @@ def check_budget(response: dict[str, Any]) -> None:
     held_then, gone, chunks = 0, 0, set()
     for written, _, length in response["evictions"]:
         if written not in chunks:
-            # As it was before the first evict of this look.
+            # As it was before the first evict of this poll.
             held_then = written - gone
             assert held_then <= BUDGET + CHUNK
         chunks.add(written)
@@ -136,10 +136,10 @@ def test_the_prefix_cache_has_what_came_before_the_first_evicted_position(
 ) -> None:
     [text] = long_prompts(1, seed=46)
     [first] = respond(server, [text], 20)
-    hole = min(start for _, start, _ in first["evictions"])
-    assert hole < first["prompt_tokens"] // 2
+    lowest = min(start for _, start, _ in first["evictions"])
+    assert lowest < first["prompt_tokens"] // 2
     [second] = respond(server, [text], 20)
-    assert second["cached"] == hole // 16 * 16
+    assert second["cached"] == lowest // 16 * 16
 
 
 @PROMPTS

@@ -102,7 +102,7 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
 
 @ALL
 def test_follow_up_turn(server: ServerProcess) -> None:
-    """A second turn over a shared first answer is served, twice alike."""
+    """A second turn over a shared first answer is answered, twice alike."""
     problem = problems(1, seed=8)[0]
     first = chat_once(server, [{"role": "user", "content": problem.prompt}])
     turns = [
