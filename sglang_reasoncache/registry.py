@@ -142,7 +142,7 @@ def _make(name: str, options: str, known: str) -> Any:
 def _missing(policy: Any) -> str:
     """What of :class:`Policy` an evictor lacks, which would be found out in a live server."""
     if not callable(policy.evictions) or not callable(getattr(policy, "excess", None)):
-        return "methods evictions and excess"
+        return "methods evicts and excess"
     slack = getattr(policy, "slack", None)
     if not isinstance(slack, numbers.Integral) or slack < 0:
         return "a slack, an integer of at least 0"
