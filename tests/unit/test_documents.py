@@ -60,9 +60,16 @@ def test_every_picture_names_its_command(page: Path) -> None:
     for picture in re.findall(r"!\[.*?\]\((.*?)\)\n", text):
         after = text.partition(f"({picture})\n")[2].lstrip().partition("\n\n")[0]
         assert re.match(r"\(`(python -m eval\.|make )", after), picture
-        for module in re.findall(r"python -m (eval[\w.]*)", after):
-            path = ROOT / module.replace(".", "/")
-            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
+def test_commands_exist(page: Path) -> None:
+    text = page.read_text()
+    for module in re.findall(r"python -m\s((?:eval|sglang_reasoncache)[\w.]*\w)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert not set(re.findall(r"`make ([\w-]+)", text)) - set(targets)
 
 
 def test_rooms_stand_in_the_order_of_layers() -> None:
