@@ -14,7 +14,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 # shellcheck disable=SC2086 # CXX may hold options
 $cxx -std=c++17 -O1 -g -fsanitize=thread -pthread -Icsrc \
-    tests/native/attention_threads.cpp csrc/attention/*.cpp -o "$scratch/attention"
+    tests/native/attention_threads.cpp csrc/attention/*.cpp csrc/pool/*.cpp -o "$scratch/attention"
 # Address space randomisation leaves ThreadSanitizer of older compilers no room.
 TSAN_OPTIONS=halt_on_error=1 setarch -R "$scratch/attention"
 
@@ -23,4 +23,5 @@ echo "sanitize: AddressSanitizer and UndefinedBehaviorSanitizer" >&2
 # leaks are not ours.
 export REASONCACHE_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1
 LD_PRELOAD="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libubsan.so)" \
-    "$python" -m pytest tests/native "$@"
+    "$python" -m pytest tests/native tests/kernels/test_attention.py tests/kernels/test_distance.py \
+    -k "not interpreted" "$@"

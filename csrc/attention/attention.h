@@ -4,72 +4,40 @@
 
 #include <cstdint>
 
-extern "C" {
+#include "pool/pool.h"
 
-enum reasoncache_attention_status : std::int32_t {
-  REASONCACHE_ATTENTION_OK = 0,
-  REASONCACHE_ATTENTION_BAD_ROW = 1,    // a request outside req_to_token
-  REASONCACHE_ATTENTION_BAD_LEN = 2,    // a length outside [0, width], or too many entries
-  REASONCACHE_ATTENTION_BAD_SLOT = 3,   // a slot outside the pool
-  REASONCACHE_ATTENTION_BAD_RANGE = 4,  // a query's entries outside kv_indices
-  REASONCACHE_ATTENTION_BAD_SHIFT = 5,  // |shift| not below table_rows
-  REASONCACHE_ATTENTION_BAD_CALL = 6,   // an unknown enumerator, or sizes that do not fit
-  REASONCACHE_ATTENTION_NO_MEMORY = 7,  // outputs are unspecified
-};
+extern "C" {
 
 // Rows of req_to_token to be read by one forward, and where the plan goes.
 struct reasoncache_plan_call {
-  const std::int32_t* rows;  // [num_rows][row_stride], slot of each position, below 0: dropped
+  const std::int32_t* rows;  // [num_rows][row_stride], slot of each position, below 0: evicted
   std::int64_t num_rows;
   std::int64_t row_stride;
   std::int64_t width;             // positions of a row
   const std::int64_t* requests;   // [batch], index of a row
   const std::int64_t* lengths;    // [batch], positions in use
   std::int64_t batch;
-  std::int64_t window;            // only that many newest positions; below 0: all
-  const std::int32_t* cached_at;       // [num_slots], null: every slot is at cached_at
+  const std::int32_t* cached_at;  // [num_slots], null: no slot is shifted
   std::int64_t num_slots;
-  std::int32_t* kv_indptr;        // [batch + 1]
-  std::int32_t* kv_indices;       // [capacity]
-  std::int32_t* shift;            // [capacity], null exactly if cached_at is
+  std::int32_t* kv_indptr;   // [batch + 1]
+  std::int32_t* kv_indices;  // [capacity]
+  std::int32_t* shift;       // [capacity], null exactly if cached_at is
   std::int64_t capacity;
-  std::int32_t together;          // entries of one slot near each other, see row_order.py
-  std::int32_t is_shifted;          // written: whether any shift is not 0
-};
-
-// Keys and values of one layer, and the rotary table of the model.
-struct reasoncache_kv {
-  const void* keys;    // slot 0, head 0
-  const void* values;  // likewise
-  std::int64_t num_slots;
-  std::int64_t num_heads;
-  std::int64_t k_dim;  // elements
-  std::int64_t v_dim;
-  std::int64_t k_slot_stride;  // elements
-  std::int64_t k_head_stride;
-  std::int64_t v_slot_stride;
-  std::int64_t v_head_stride;
-  const float* cosines;  // [table_rows][rotary_dim / 2], null without rotation
-  const float* sines;    // likewise
-  std::int64_t table_rows;
-  std::int64_t rotary_dim;  // at most k_dim, even
-  std::int32_t is_neox;     // halves are paired, otherwise neighbours
-  std::int32_t element;     // reasoncache_element
+  std::int32_t is_shifted;  // written: whether any shift is not 0
 };
 
 // One query per row, each over its own range of entries.
 struct reasoncache_decode_call {
   const void* query;  // row 0, head 0
   void* out;
-  float* lse;  // [batch][num_heads], null if not wanted
   std::int64_t batch;
-  std::int64_t num_heads;       // a multiple of the KV heads
-  std::int64_t q_row_stride;    // elements
+  std::int64_t num_heads;     // a multiple of the KV heads
+  std::int64_t q_row_stride;  // elements
   std::int64_t q_head_stride;
   std::int64_t out_row_stride;
   std::int64_t out_head_stride;
-  const std::int32_t* begin;    // [batch], first entry of each query
-  const std::int32_t* end;      // [batch], one past its last
+  const std::int32_t* begin;       // [batch], first entry of each query
+  const std::int32_t* end;         // [batch], one past its last
   const std::int32_t* kv_indices;  // [total]
   const std::int32_t* shift;       // [total], null: nothing is shifted
   std::int64_t total;
@@ -96,16 +64,18 @@ struct reasoncache_gather_call {
 
 #define RC_EXPORT __attribute__((visibility("default")))
 
+// All calls return a reasoncache_status, may be made concurrently, and take a pool of one layer.
+
 // One pass over the rows. On a status other than OK the plan is unspecified.
 RC_EXPORT std::int32_t reasoncache_plan(reasoncache_plan_call* call) noexcept;
 
 // out[b] = softmax(scale * q[b] . k) v over entries [begin[b], end[b]), keys rotated by their
-// shift. No entries: zeros, and -inf as log-sum-exp. Reads no slot when a status is BAD. The
-// result does not depend on the number of threads. Safe to call concurrently.
-RC_EXPORT std::int32_t reasoncache_decode(const reasoncache_kv* kv,
+// shift. No entries: zeros. Reads no slot when a status is BAD. The result does not depend on the
+// number of threads.
+RC_EXPORT std::int32_t reasoncache_decode(const reasoncache_pool* pool,
                                           const reasoncache_decode_call* call) noexcept;
 
-// Shared entries as contiguous K and V, keys rotated by their shift. Safe to call concurrently.
-RC_EXPORT std::int32_t reasoncache_gather(const reasoncache_kv* kv,
+// Shared entries as contiguous K and V, keys rotated by their shift.
+RC_EXPORT std::int32_t reasoncache_gather(const reasoncache_pool* pool,
                                           const reasoncache_gather_call* call) noexcept;
 }

@@ -6,86 +6,58 @@
 
 #include "attention.h"
 #include "decode_worker.h"
-#include "distance/distance.h"
-#include "rotate.h"
+#include "pool/workers.h"
 #include "task.h"
-#include "workers.h"
 
 namespace reasoncache {
 namespace attention {
 namespace {
 
-using Call = reasoncache_decode_call;
-
 // Below this, waking a thread costs more than it saves.
 constexpr std::int64_t kInlineBytes = 1 << 18;
 
-std::int32_t check(const reasoncache_kv& kv, const Call& call) {
-  const bool fits = kv.num_heads > 0 && call.num_heads > 0 && call.num_heads % kv.num_heads == 0 &&
-                    kv.k_dim > 0 && kv.v_dim > 0 && kv.rotary_dim <= kv.k_dim &&
+std::int32_t check(const Pool& pool, const reasoncache_decode_call& call) {
+  const bool fits = pool.num_heads > 0 && call.num_heads > 0 &&
+                    call.num_heads % pool.num_heads == 0 && pool.head_dim[0] > 0 &&
+                    pool.head_dim[1] > 0 && pool.rotary_dim <= pool.head_dim[0] &&
                     call.element >= REASONCACHE_FLOAT32 && call.element <= REASONCACHE_FLOAT16;
-  if (!fits) return REASONCACHE_ATTENTION_BAD_CALL;
+  if (!fits) return REASONCACHE_BAD_CALL;
   for (std::int64_t b = 0; b < call.batch; ++b) {
     if (call.begin[b] < 0 || call.end[b] < call.begin[b] || call.end[b] > call.total) {
-      return REASONCACHE_ATTENTION_BAD_RANGE;
+      return REASONCACHE_BAD_RANGE;
     }
   }
-  if (!in_pool(kv, call.kv_indices, call.total)) return REASONCACHE_ATTENTION_BAD_SLOT;
-  if (call.shift != nullptr && !in_table(kv, call.shift, call.total)) {
-    return REASONCACHE_ATTENTION_BAD_SHIFT;
-  }
-  return REASONCACHE_ATTENTION_OK;
+  if (!in_pool(pool, call.kv_indices, call.total)) return REASONCACHE_BAD_SLOT;
+  return in_table(pool, call.shift, call.total) ? REASONCACHE_OK : REASONCACHE_BAD_SHIFT;
 }
 
 template <class Element>
 std::int32_t run(Task& task) {
-  const reasoncache_kv& kv = task.kv;
-  const std::int64_t threads = std::max(1, task.call.threads);
+  const Pool& pool = task.pool;
+  std::int64_t threads = std::max(1, task.call.threads);
   const std::int64_t entries = task.divide(threads);
-  const std::int64_t size =
-      entries * kv.num_heads * (kv.k_dim + kv.v_dim) * static_cast<std::int64_t>(sizeof(Element));
-  const auto work = [](void* context) {
-    auto& shared = *static_cast<Task*>(context);
-    try {
-      Worker<Element>(shared).work();
-    } catch (const std::exception&) {
-      shared.failed.store(true);
-    }
-  };
-  if (threads < 2 || size < kInlineBytes || task.units.size() < 2) {
-    work(&task);
-  } else {
-    Workers::get().run(static_cast<int>(threads - 1), work, &task);
-  }
-  return task.failed ? REASONCACHE_ATTENTION_NO_MEMORY : REASONCACHE_ATTENTION_OK;
+  const std::int64_t size = entries * pool.num_heads * (pool.head_dim[0] + pool.head_dim[1]) *
+                            static_cast<std::int64_t>(sizeof(Element));
+  if (size < kInlineBytes || task.units.size() < 2) threads = 1;
+  const bool done = on_threads(threads, [&task] { Worker<Element>(task).work(); });
+  return done ? REASONCACHE_OK : REASONCACHE_NO_MEMORY;
 }
 
 }  // namespace
 }  // namespace attention
 }  // namespace reasoncache
 
-extern "C" std::int32_t reasoncache_decode(const reasoncache_kv* kv,
+extern "C" std::int32_t reasoncache_decode(const reasoncache_pool* pool,
                                            const reasoncache_decode_call* call) noexcept {
-  using namespace reasoncache::attention;
-  const std::int32_t status = check(*kv, *call);
-  if (status != REASONCACHE_ATTENTION_OK || call->batch == 0) return status;
+  using namespace reasoncache;
+  const std::int32_t status = attention::check(*pool, *call);
+  if (status != REASONCACHE_OK || call->batch == 0) return status;
   try {
-    Task task(*kv, *call);
-    switch (kv->element) {
-      case REASONCACHE_FLOAT32:
-        return run<float>(task);
-      case REASONCACHE_BFLOAT16:
-        return run<Bfloat16>(task);
-      case REASONCACHE_FLOAT16:
-        return run<Float16>(task);
-      case REASONCACHE_FLOAT8_E4M3FN:
-        return run<reasoncache::distance::Float8E4M3>(task);
-      case REASONCACHE_FLOAT8_E5M2:
-        return run<reasoncache::distance::Float8E5M2>(task);
-      default:
-        return REASONCACHE_ATTENTION_BAD_CALL;
-    }
+    attention::Task task(*pool, *call);
+    return with_element(pool->element, [&](auto element) {
+      return attention::run<typename decltype(element)::type>(task);
+    });
   } catch (const std::exception&) {
-    return REASONCACHE_ATTENTION_NO_MEMORY;
+    return REASONCACHE_NO_MEMORY;
   }
 }

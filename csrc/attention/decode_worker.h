@@ -26,7 +26,7 @@ class Worker {
  public:
   explicit Worker(Task& task)
       : task_(task),
-        kv_(task.kv),
+        pool_(task.pool),
         call_(task.call),
         query_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.k_padded)),
         rotated_(static_cast<std::size_t>(kMostHeads * task.k_padded)),
@@ -98,11 +98,11 @@ class Worker {
   void tile(const Unit& unit, const Step& step, const Step& next) {
     const int count = static_cast<int>(step.end - step.begin);
     const int next_count = static_cast<int>(next.end - next.begin);
-    rows(kv_.keys, kv_.k_slot_stride, kv_.k_head_stride, step, keys_);
-    rows(kv_.values, kv_.v_slot_stride, kv_.v_head_stride, step, values_);
-    rows(kv_.keys, kv_.k_slot_stride, kv_.k_head_stride, next, next_);
-    Ahead<Element> values{values_, count, bytes(kv_.v_dim)};
-    Ahead<Element> keys{next_, next_count, bytes(kv_.k_dim)};
+    rows(pool_.bases[0], pool_.slot_stride[0], pool_.head_stride[0], step, keys_);
+    rows(pool_.bases[1], pool_.slot_stride[1], pool_.head_stride[1], step, values_);
+    rows(pool_.bases[0], pool_.slot_stride[0], pool_.head_stride[0], next, next_);
+    Ahead<Element> values{values_, count, bytes(pool_.head_dim[1])};
+    Ahead<Element> keys{next_, next_count, bytes(pool_.head_dim[0])};
     std::int64_t head = place(unit, step.query, step.head * task_.group);
     const std::int64_t last = head + task_.group;
     const auto heads = [&](auto number) {
@@ -132,7 +132,7 @@ class Worker {
       if (shift != nullptr && shift[begin] != 0) {
         query = rotated<kHeads>(head, shift[begin]);
       }
-      scores_of<Element, kHeads>(keys_ + begin, end - begin, values, begin, query, kv_.k_dim,
+      scores_of<Element, kHeads>(keys_ + begin, end - begin, values, begin, query, pool_.head_dim[0],
                                  task_.k_padded, scores_ + begin * kHeads);
     }
     if (task_.weights.wanted()) {
@@ -142,7 +142,7 @@ class Worker {
     std::copy_n(&most_[static_cast<std::size_t>(head)], kHeads, softmax.most);
     std::copy_n(&total_[static_cast<std::size_t>(head)], kHeads, softmax.total);
     softmax.weigh(scores_, count, call_.logit_cap);
-    add_values<Element, kHeads>(values_, count, keys, scores_, softmax.decay, kv_.v_dim,
+    add_values<Element, kHeads>(values_, count, keys, scores_, softmax.decay, pool_.head_dim[1],
                                 task_.v_padded, sums(head));
     std::copy_n(softmax.most, kHeads, &most_[static_cast<std::size_t>(head)]);
     std::copy_n(softmax.total, kHeads, &total_[static_cast<std::size_t>(head)]);
@@ -152,7 +152,7 @@ class Worker {
   template <int kHeads>
   const float* rotated(std::int64_t head, std::int32_t shift) {
     std::copy_n(query(head), kHeads * task_.k_padded, rotated_.data());
-    for (int i = 0; i < kHeads; ++i) rotate(kv_, shift, true, rotated_.data() + i * task_.k_padded);
+    for (int i = 0; i < kHeads; ++i) rotate(pool_, shift, true, rotated_.data() + i * task_.k_padded);
     return rotated_.data();
   }
 
@@ -216,7 +216,7 @@ class Worker {
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
   Task& task_;
-  const reasoncache_kv& kv_;
+  const Pool& pool_;
   const reasoncache_decode_call& call_;
   std::vector<float> query_;   // [most_queries][num_heads][k_padded], scaled
   std::vector<float> rotated_;  // [kMostHeads][k_padded]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention computes on fp32 lanes beyond csrc/distance: exp, sums across lanes, stores.
+// What attention computes on fp32 lanes beyond csrc/pool: exp, sums across lanes, stores.
 #pragma once
 
 #include <cmath>
@@ -7,22 +7,10 @@
 #include <cstring>
 #include <limits>
 
-#include "distance/element.h"
-#include "distance/vector.h"
+#include "pool/element.h"
 
 namespace reasoncache {
 namespace attention {
-
-using distance::Bfloat16;
-using distance::Float16;
-using distance::Floats;
-using distance::Ints;
-using distance::kLanes;
-using distance::load;
-using distance::load_some;
-using distance::multiply_add;
-using distance::prefetch;
-using distance::unaligned;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -147,7 +135,7 @@ inline float get(const Bfloat16* from) {
   return value;
 }
 
-inline float get(const Float16* from) { return distance::portable::from_half(from->bits); }
+inline float get(const Float16* from) { return portable::from_half(from->bits); }
 
 }  // namespace attention
 }  // namespace reasoncache

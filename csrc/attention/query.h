@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "distance/distance.h"
 #include "numbers.h"
 #include "task.h"
 
@@ -15,33 +14,27 @@ namespace attention {
 template <class Q>
 void read_query_as(const Task& task, std::int64_t offset, float* to) {
   const Q* from = static_cast<const Q*>(task.call.query) + offset;
-  for (std::int64_t i = 0; i < task.kv.k_dim; ++i) to[i] = get(from + i) * task.call.scale;
+  for (std::int64_t i = 0; i < task.pool.head_dim[0]; ++i) to[i] = get(from + i) * task.call.scale;
 }
 
 inline void read_query(const Task& task, std::int64_t row, std::int64_t head, float* to) {
   const std::int64_t offset = row * task.call.q_row_stride + head * task.call.q_head_stride;
-  switch (task.call.element) {
-    case REASONCACHE_FLOAT32:
-      read_query_as<float>(task, offset, to);
-      break;
-    case REASONCACHE_BFLOAT16:
-      read_query_as<Bfloat16>(task, offset, to);
-      break;
-    default:
-      read_query_as<Float16>(task, offset, to);
-  }
-  std::fill(to + task.kv.k_dim, to + task.k_padded, 0.0f);
+  with_query_element(task.call.element, [&](auto element) {
+    read_query_as<typename decltype(element)::type>(task, offset, to);
+    return REASONCACHE_OK;
+  });
+  std::fill(to + task.pool.head_dim[0], to + task.k_padded, 0.0f);
 }
 
 template <class Q>
 void write_sums_as(const Task& task, std::int64_t offset, const float* sums, float factor) {
   Q* to = static_cast<Q*>(task.call.out) + offset;
-  for (std::int64_t i = 0; i < task.kv.v_dim; ++i) put(to + i, sums[i] * factor);
+  for (std::int64_t i = 0; i < task.pool.head_dim[1]; ++i) put(to + i, sums[i] * factor);
 }
 
 // Weighted sum of values to output: the sink only takes weight away.
 inline void write_out(Task& task, std::int64_t row, std::int64_t head, float most, float total,
-               const float* sums) {
+                      const float* sums) {
   float weight = 1.0f;
   if (task.call.sinks != nullptr) {
     const float sink = task.call.sinks[head];
@@ -52,19 +45,10 @@ inline void write_out(Task& task, std::int64_t row, std::int64_t head, float mos
   }
   const float factor = total == 0 ? 0.0f : weight / total;
   const std::int64_t offset = row * task.call.out_row_stride + head * task.call.out_head_stride;
-  switch (task.call.element) {
-    case REASONCACHE_FLOAT32:
-      write_sums_as<float>(task, offset, sums, factor);
-      break;
-    case REASONCACHE_BFLOAT16:
-      write_sums_as<Bfloat16>(task, offset, sums, factor);
-      break;
-    default:
-      write_sums_as<Float16>(task, offset, sums, factor);
-  }
-  if (task.call.lse != nullptr) {
-    task.call.lse[row * task.call.num_heads + head] = most + std::log(total);
-  }
+  with_query_element(task.call.element, [&](auto element) {
+    write_sums_as<typename decltype(element)::type>(task, offset, sums, factor);
+    return REASONCACHE_OK;
+  });
   if (task.weights.wanted()) task.weights.set_lse(row, head, most + std::log(total));
 }
 

@@ -8,16 +8,16 @@
 namespace reasoncache {
 namespace attention {
 
-// Turns fp32 `head` [k_dim] in place by `shift` positions, the other way round if `back`.
-inline void rotate(const reasoncache_kv& kv, std::int32_t shift, bool back, float* head) {
-  const std::int64_t half = kv.rotary_dim / 2;
+// Rotates fp32 `head` [k_dim] in place by `shift` positions, or back by them.
+inline void rotate(const Pool& pool, std::int32_t shift, bool back, float* head) {
+  const std::int64_t half = pool.rotary_dim / 2;
   const std::int64_t distance = shift < 0 ? -static_cast<std::int64_t>(shift) : shift;
-  const float* cosines = kv.cosines + distance * half;
-  const float* sines = kv.sines + distance * half;
+  const float* cosines = pool.cosines + distance * half;
+  const float* sines = pool.sines + distance * half;
   const float sign = (shift < 0) != back ? -1.0f : 1.0f;
-  const std::int64_t step = kv.is_neox ? 1 : 2;
-  const std::int64_t pair = kv.is_neox ? half : 1;
-  const auto turn = [&](std::int64_t i) {
+  const std::int64_t step = pool.is_neox ? 1 : 2;
+  const std::int64_t pair = pool.is_neox ? half : 1;
+  const auto rotate_pair = [&](std::int64_t i) {
     float* x = head + i * step;
     const float s = sines[i] * sign;
     const float x0 = x[0];
@@ -26,7 +26,7 @@ inline void rotate(const reasoncache_kv& kv, std::int32_t shift, bool back, floa
     x[pair] = x1 * cosines[i] + x0 * s;
   };
   std::int64_t i = 0;
-  if (kv.is_neox) {
+  if (pool.is_neox) {
     for (; i + kLanes <= half; i += kLanes) {
       const Floats c = load(cosines + i);
       const Floats s = load(sines + i) * sign;
@@ -36,28 +36,7 @@ inline void rotate(const reasoncache_kv& kv, std::int32_t shift, bool back, floa
       store(head + half + i, multiply_add(x1, c, x0 * s));
     }
   }
-  for (; i < half; ++i) turn(i);
-}
-
-// Whether every shift can be looked up.
-inline bool in_table(const reasoncache_kv& kv, const std::int32_t* shift, std::int64_t count) {
-  std::int32_t least = 0;
-  std::int32_t most = 0;
-  for (std::int64_t i = 0; i < count; ++i) {
-    least = shift[i] < least ? shift[i] : least;
-    most = shift[i] > most ? shift[i] : most;
-  }
-  return (least == 0 && most == 0) ||
-         (most < kv.table_rows && -static_cast<std::int64_t>(least) < kv.table_rows);
-}
-
-inline bool in_pool(const reasoncache_kv& kv, const std::int32_t* slots, std::int64_t count) {
-  std::uint32_t most = 0;  // a negative slot is a huge one
-  for (std::int64_t i = 0; i < count; ++i) {
-    const auto slot = static_cast<std::uint32_t>(slots[i]);
-    most = slot > most ? slot : most;
-  }
-  return count == 0 || static_cast<std::int64_t>(most) < kv.num_slots;
+  for (; i < half; ++i) rotate_pair(i);
 }
 
 }  // namespace attention

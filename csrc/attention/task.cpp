@@ -16,12 +16,12 @@ std::int64_t whole_vectors(std::int64_t dim) { return (dim + kLanes - 1) / kLane
 
 }  // namespace
 
-Task::Task(const reasoncache_kv& kv, const reasoncache_decode_call& call)
-    : kv(kv),
+Task::Task(const Pool& pool, const reasoncache_decode_call& call)
+    : pool(pool),
       call(call),
-      group(call.num_heads / kv.num_heads),
-      k_padded(whole_vectors(kv.k_dim)),
-      v_padded(whole_vectors(kv.v_dim)),
+      group(call.num_heads / pool.num_heads),
+      k_padded(whole_vectors(pool.head_dim[0])),
+      v_padded(whole_vectors(pool.head_dim[1])),
       weights(call) {}
 
 std::int64_t Task::divide(std::int64_t threads) {
@@ -46,7 +46,7 @@ std::int64_t Task::divide(std::int64_t threads) {
   const std::int64_t state =
       call.num_heads * (k_padded + v_padded) * static_cast<std::int64_t>(sizeof(float));
   const std::int64_t parts =
-      all < wanted ? std::min(kv.num_heads, (wanted + all - 1) / all) : 1;
+      all < wanted ? std::min(pool.num_heads, (wanted + all - 1) / all) : 1;
   most_queries = std::max<std::int64_t>(1, std::min({all / wanted, kStateBytes / state, call.batch}));
   for (std::int64_t first = 0; first < call.batch; first += most_queries) {
     const std::int64_t last = std::min(first + most_queries, call.batch);
@@ -57,8 +57,8 @@ std::int64_t Task::divide(std::int64_t threads) {
     }
     for (std::int64_t chunk = 0; chunk < longest; ++chunk) {
       for (std::int64_t part = 0; part < parts; ++part) {
-        units.push_back({first, last, chunk, part * kv.num_heads / parts,
-                         (part + 1) * kv.num_heads / parts});
+        units.push_back({first, last, chunk, part * pool.num_heads / parts,
+                         (part + 1) * pool.num_heads / parts});
       }
     }
   }

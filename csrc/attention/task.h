@@ -31,7 +31,7 @@ struct Unit {
 
 class Task {
  public:
-  Task(const reasoncache_kv& kv, const reasoncache_decode_call& call);
+  Task(const Pool& pool, const reasoncache_decode_call& call);
 
   // Fills in the units, enough for so many threads; returns how many entries they read.
   std::int64_t divide(std::int64_t threads);
@@ -48,7 +48,7 @@ class Task {
     return partials_.get() + ((first + chunk) * call.num_heads + head) * (2 + v_padded);
   }
 
-  const reasoncache_kv& kv;
+  const Pool& pool;
   const reasoncache_decode_call& call;
   const std::int64_t group;     // query heads of a KV head
   const std::int64_t k_padded;  // dims rounded up to whole vectors
@@ -58,7 +58,6 @@ class Task {
   std::int64_t most_queries = 1;                        // of a unit
   std::unique_ptr<std::atomic<std::int64_t>[]> left{};  // [batch], parts not done yet
   std::atomic<std::int64_t> next{0};
-  std::atomic<bool> failed{false};
 
  private:
   std::vector<std::int64_t> first_partial_{};  // [batch]

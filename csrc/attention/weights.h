@@ -22,15 +22,15 @@ class Weights {
     if (!wanted()) return;
     queries_.reserve(static_cast<std::size_t>(call.batch));
     std::int64_t entries = 0;
-    std::int64_t room = 0;
+    std::int64_t size = 0;
     for (std::int64_t b = 0; b < call.batch; ++b) {
       const std::int64_t count = call.end[b] - call.begin[b];
       const std::int64_t stride = (count + kLanes - 1) / kLanes * kLanes;
-      queries_.push_back({call.begin[b], count, stride, entries, room});
+      queries_.push_back({call.begin[b], count, stride, entries, size});
       entries += count;
-      room += stride * heads_;
+      size += stride * heads_;
     }
-    logits_.reset(new float[static_cast<std::size_t>(room)]);
+    logits_.reset(new float[static_cast<std::size_t>(size)]);
     lse_.resize(static_cast<std::size_t>(call.batch * heads_));
   }
 

@@ -5,21 +5,16 @@
 
 #include <algorithm>
 #include <atomic>
-#include <exception>
-#include <thread>
 #include <vector>
 
-#include "element.h"
+#include "pool/workers.h"
 #include "sums.h"
-#include "vector.h"
 
 namespace reasoncache {
 namespace distance {
 namespace {
 
-using Pool = reasoncache_distance_pool;
-
-// Below this, starting a thread costs more than it saves.
+// Below this, waking a thread costs more than it saves.
 constexpr std::int64_t kInlineBytes = 1 << 20;
 // A worker takes pieces of about this size: long enough to keep prefetches going, short
 // enough to keep all workers busy to the end.
@@ -243,7 +238,7 @@ class Worker {
 };
 
 template <class Element, class Sum>
-void run(const Task& task, std::int64_t threads) {
+std::int32_t run(const Task& task, std::int64_t threads) {
   const Pool& pool = task.pool;
   const std::int64_t units = task.units();
   const std::int64_t unit_bytes = std::max<std::int64_t>(
@@ -251,106 +246,35 @@ void run(const Task& task, std::int64_t threads) {
              static_cast<std::int64_t>(sizeof(Element)));
   const std::int64_t piece = std::max<std::int64_t>(1, kPieceBytes / unit_bytes);
   const std::int64_t pieces = (units + piece - 1) / piece;
-  if (units * unit_bytes < kInlineBytes || threads < 2 || pieces < 2) {
-    Worker<Element, Sum>(task).run(0, units);
-    return;
-  }
-  threads = std::min(threads, pieces);
-  std::vector<Worker<Element, Sum>> workers;
-  workers.reserve(static_cast<std::size_t>(threads));
-  for (std::int64_t i = 0; i < threads; ++i) workers.emplace_back(task);
+  threads = units * unit_bytes < kInlineBytes ? 1 : std::min(threads, pieces);
   std::atomic<std::int64_t> next{0};
-  const auto work = [&](Worker<Element, Sum>& worker) {
+  const bool done = on_threads(threads, [&] {
+    Worker<Element, Sum> worker(task);
     for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
       worker.run(i * piece, std::min(units, (i + 1) * piece));
     }
-  };
-  std::vector<std::thread> helpers;
-  helpers.reserve(workers.size() - 1);
-  try {
-    for (std::size_t i = 1; i < workers.size(); ++i) {
-      helpers.emplace_back([&work, &worker = workers[i]] { work(worker); });
-    }
-  } catch (const std::exception&) {
-    // The system gives no more threads: those there are do the work.
-  }
-  work(workers[0]);
-  for (std::thread& helper : helpers) helper.join();
-}
-
-template <class Element>
-std::int32_t run(const Task& task, std::int32_t sum, std::int64_t threads) {
-  switch (sum) {
-    case REASONCACHE_SQUARES:
-      run<Element, SquaredDifference>(task, threads);
-      return REASONCACHE_DISTANCE_OK;
-    case REASONCACHE_MOMENTS:
-      run<Element, Moments>(task, threads);
-      return REASONCACHE_DISTANCE_OK;
-    default:
-      return REASONCACHE_DISTANCE_BAD_CALL;
-  }
-}
-
-bool all_below(const std::int64_t* slots, std::int64_t count, std::int64_t limit) {
-  std::uint64_t largest = 0;  // a negative slot is a huge one
-  for (std::int64_t i = 0; i < count; ++i) {
-    largest = std::max(largest, static_cast<std::uint64_t>(slots[i]));
-  }
-  return count == 0 || largest < static_cast<std::uint64_t>(limit);
-}
-
-bool all_in_table(const std::int32_t* shift, std::int64_t count, std::int64_t rows) {
-  std::int32_t least = 0;
-  std::int32_t most = 0;
-  for (std::int64_t i = 0; i < count; ++i) {
-    least = std::min(least, shift[i]);
-    most = std::max(most, shift[i]);
-  }
-  return (least == 0 && most == 0) || (most < rows && -static_cast<std::int64_t>(least) < rows);
-}
-
-std::int32_t check(const Task& task) {
-  const std::int64_t count = task.entries();
-  if (!all_below(task.dst, count, task.pool.num_slots)) return REASONCACHE_DISTANCE_BAD_DST;
-  if (!all_below(task.src, count, task.pool.num_slots)) return REASONCACHE_DISTANCE_BAD_SRC;
-  if (task.shift != nullptr && !all_in_table(task.shift, count, task.pool.table_rows)) {
-    return REASONCACHE_DISTANCE_BAD_SHIFT;
-  }
-  return REASONCACHE_DISTANCE_OK;
+  });
+  return done ? REASONCACHE_OK : REASONCACHE_NO_MEMORY;
 }
 
 }  // namespace
 }  // namespace distance
 }  // namespace reasoncache
 
-extern "C" std::int32_t reasoncache_distance(const reasoncache_distance_pool* pool,
-                                             const std::int64_t* dst, const std::int64_t* src,
-                                             const std::int32_t* shift, std::int64_t pairs,
-                                             std::int64_t block, std::int32_t sum,
-                                             std::int32_t threads, double* out) noexcept {
+extern "C" std::int32_t reasoncache_distance(const reasoncache_pool* pool, const std::int64_t* dst,
+                                             const std::int64_t* src, const std::int32_t* shift,
+                                             std::int64_t pairs, std::int64_t block,
+                                             std::int32_t moments, std::int32_t threads,
+                                             double* out) noexcept {
+  using namespace reasoncache;
   using namespace reasoncache::distance;
   const Task task{*pool, dst, src, shift, pairs, block, out};
-  const std::int32_t status = check(task);
-  if (status != REASONCACHE_DISTANCE_OK) return status;
-  const std::int64_t most = std::max(1u, std::thread::hardware_concurrency());
-  const std::int64_t workers = std::min<std::int64_t>(threads, most);
-  try {
-    switch (pool->element) {
-      case REASONCACHE_FLOAT32:
-        return run<float>(task, sum, workers);
-      case REASONCACHE_BFLOAT16:
-        return run<Bfloat16>(task, sum, workers);
-      case REASONCACHE_FLOAT16:
-        return run<Float16>(task, sum, workers);
-      case REASONCACHE_FLOAT8_E4M3FN:
-        return run<Float8E4M3>(task, sum, workers);
-      case REASONCACHE_FLOAT8_E5M2:
-        return run<Float8E5M2>(task, sum, workers);
-      default:
-        return REASONCACHE_DISTANCE_BAD_CALL;
-    }
-  } catch (const std::exception&) {
-    return REASONCACHE_DISTANCE_NO_MEMORY;
-  }
+  if (!in_pool(*pool, dst, task.entries())) return REASONCACHE_BAD_DST;
+  if (!in_pool(*pool, src, task.entries())) return REASONCACHE_BAD_SRC;
+  if (!in_table(*pool, shift, task.entries())) return REASONCACHE_BAD_SHIFT;
+  return with_element(pool->element, [&](auto type) {
+    using Element = typename decltype(type)::type;
+    return moments ? distance::run<Element, Moments>(task, threads)
+                   : distance::run<Element, SquaredDifference>(task, threads);
+  });
 }

@@ -2,7 +2,7 @@
 // What is summed over a pair of blocks. fp32 within a token, double over tokens.
 #pragma once
 
-#include "vector.h"
+#include "pool/vector.h"
 
 namespace reasoncache {
 namespace distance {

@@ -76,16 +76,11 @@ def measure(step: GpuStep, percent: int, rounds: int, yardstick: Yardstick) -> R
     if percent:
         calls["as cached"] = step.flashinfer(as_cached=True)
     took = take_turns(calls, yardstick, rounds)
-    if percent:
-        step.share(percent, together=True)
-        step.check()
-        took["together"] = take_turns({"together": step.decode}, yardstick, rounds)["together"]
     size = step.shape.layer_bytes / 1e6
     return Row(
         shape=str(step.shape),
         shared_percent=percent,
         ours=took["ours"],
-        ours_together=took.get("together"),
         flashinfer=took["flashinfer"],
         flashinfer_as_cached=took.get("as cached"),
         plan=took["plan"],

@@ -14,7 +14,6 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from sglang_reasoncache.kernels.row_order import RowOrder
 
 _SEED = 5
 #: FlashInfer's own recommendation.
@@ -55,40 +54,26 @@ class GpuStep:
         self._lengths = torch.full((shape.requests,), shape.tokens, device=device)
         self._own = lay_rows(shape, 0).to(device)
         self._rows = self._own
-        self._order: RowOrder | None = None
         self._buffers = PlanBuffers.of(shape.requests, shape.slots - 1, device)
         self.share(0)
 
-    def share(self, percent: int, together: bool = False) -> None:
-        """Lay the rows anew, so much of each in blocks at the slots of earlier blocks.
-
-        Args:
-            together: Entries of one slot near each other instead of in order of positions.
-        """
+    def share(self, percent: int) -> None:
+        """Lay the rows anew, so much of each in blocks at the slots of earlier blocks."""
         shape = self.shape
         self._rows = lay_rows(shape, percent).to(self._own.device)
-        self._order = None
-        if together:
-            self._order = RowOrder(shape.requests, shape.tokens, self._rows.device)
-            lengths = [shape.tokens] * shape.requests
-            self._order.sort(
-                self._rows, range(shape.requests), lengths, self._cached_at, num_slots=shape.slots
-            )
         self._plan = plan_rows(
             self._rows,
             self._requests,
             self._lengths,
             self._cached_at,
             num_slots=shape.slots,
-            together=together,
-            backend="triton",
         )
         shifted = 0 if self._plan.shift is None else int(self._plan.shift.count_nonzero())
         if (shifted > 0) != (percent > 0):
             raise RuntimeError(f"{shape}, {percent}% shared: the plan moves {shifted} entries")
 
     def plan(self) -> RowPlan:
-        """As for a step of a server: into the same buffers, rows sorted when they were shared."""
+        """As for a step of a server: into the same buffers."""
         return plan_into(
             self._buffers,
             self._rows,
@@ -96,7 +81,6 @@ class GpuStep:
             self._lengths,
             self._cached_at,
             num_slots=self.shape.slots,
-            order=self._order,
         )
 
     def decode(self) -> torch.Tensor:

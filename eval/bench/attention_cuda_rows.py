@@ -22,7 +22,6 @@ class Row:
 
     Attributes:
         ours: Entries in order of positions, as servers read them.
-        ours_together: Entries of one slot near each other; None if nothing is shared.
         flashinfer: The same tokens, unshared, each request's own.
         flashinfer_as_cached: The shared rows, as if nothing had moved; None if nothing has.
         plan: Ours, once for all layers.
@@ -35,7 +34,6 @@ class Row:
     shape: str
     shared_percent: int
     ours: Quartiles
-    ours_together: Quartiles | None
     flashinfer: Quartiles
     flashinfer_as_cached: Quartiles | None
     plan: Quartiles
@@ -52,13 +50,13 @@ class Row:
 
 def print_rows(rows: Sequence[Row]) -> None:
     print(
-        "\n| requests x tokens - heads/KV heads x dim | shared | ours, ms | slots together, ms "
+        "\n| requests x tokens - heads/KV heads x dim | shared | ours, ms "
         "| FlashInfer unshared, ms | FlashInfer as cached, ms | GB/s | of copy | plan, us "
         "| of a step | gather, GB/s |"
     )
-    print("|" + " --- |" * 11)
+    print("|" + " --- |" * 10)
     for row in rows:
-        sides = (row.ours, row.ours_together, row.flashinfer, row.flashinfer_as_cached)
+        sides = (row.ours, row.flashinfer, row.flashinfer_as_cached)
         times = " | ".join("" if ms is None else ms.text(3) for ms in sides)
         copy = row.copy_gb_per_s.median
         print(

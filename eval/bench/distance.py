@@ -28,7 +28,6 @@ from eval.bench.bandwidth import Yardstick, seconds
 from sglang_reasoncache.kernels.distance import (
     DistanceKernel,
     block_distances,
-    squares_from_moments,
 )
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
@@ -95,6 +94,12 @@ def make_pool(shape: Shape, device: torch.device) -> list[tuple[torch.Tensor, to
 def make_rotation(head_dim: int) -> KeyRotation:
     angles = torch.arange(_TABLE)[:, None] * 1e4 ** -(torch.arange(0, head_dim, 2) / head_dim)
     return KeyRotation(torch.cat((angles.cos(), angles.sin()), dim=-1), head_dim, True)
+
+
+def _by_norms(moments: torch.Tensor) -> torch.Tensor:
+    """Squared differences by ``|x|^2 + |y|^2 - 2 x.y``, the paper's form with cached norms."""
+    xx, yy, xy = moments.unbind(-1)
+    return (xx + yy - 2 * xy).clamp(min=0)
 
 
 def random_slots(
@@ -223,9 +228,9 @@ def cached_norms(device: torch.device) -> list[dict[str, float]]:
         true = block_distances(exact, 16, near.heads)
         norms = torch.stack([side[dst].double().norm() for layer in layers for side in layer])
         direct = block_distances(kernel.squares(dst, src), 16, near.heads)
-        expanded = block_distances(squares_from_moments(kernel.moments(dst, src)), 16, near.heads)
+        expanded = block_distances(_by_norms(kernel.moments(dst, src)), 16, near.heads)
         reference = DistanceKernel(layers, backend="torch").moments(dst, src)
-        in_torch = block_distances(squares_from_moments(reference), 16, near.heads)
+        in_torch = block_distances(_by_norms(reference), 16, near.heads)
         found.append(
             dict(
                 relative_distance=float(exact.sqrt().mean() / norms.mean()),

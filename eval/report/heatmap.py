@@ -146,13 +146,13 @@ def _tokens(tokenizer: Any, prompt: str, response: str) -> tuple[list[int], list
 def _distances(folder: Path, tokens: list[int], prompt_tokens: int, pair: StepPair) -> Heatmap:
     import torch
 
-    from sglang_reasoncache.kernels.reference import ReferenceDistance
+    from sglang_reasoncache.kernels.distance import DistanceKernel
 
     layers, rotation = _key_values(folder, tokens)
     heads, block = layers[0][0].shape[1], pair.block
     starts = _starts(pair.later, block), _starts(pair.earlier, block)
     shown = sorted({round(i) for i in np.linspace(0, len(layers) - 1, _MAX_LAYERS)})
-    kernel = ReferenceDistance([layers[i] for i in shown], rotation)
+    kernel = DistanceKernel([layers[i] for i in shown], rotation, backend="torch")
     offsets = torch.arange(block)
     both = torch.tensor(list(itertools.product(*starts)))
     found: dict[bool, list[torch.Tensor]] = {False: [], True: []}

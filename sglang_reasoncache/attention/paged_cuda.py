@@ -133,7 +133,7 @@ class SharedSlotReads(_Stock):
         """Allocate what graphs of up to ``max_bs`` requests read."""
         super().init_cuda_graph_state(max_bs, *args, **kwargs)
         if self._graph_buffers is not None:
-            if len(self._graph_buffers.shifted) >= max_bs:
+            if self._graph_buffers.batch >= max_bs:
                 return
             self._outgrown.append((self._graph_buffers, self._graph_weights))
         weighs = self.paged.statistics is not None

@@ -7,14 +7,10 @@ running softmax, no rotated queries.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from sglang_reasoncache.kernels.pool import read_rows
-
-if TYPE_CHECKING:
-    from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.pool import check_shift, check_slots, read_keys, read_rows
 
 
 def plan_rows(
@@ -23,7 +19,6 @@ def plan_rows(
     lengths: torch.Tensor,
     cached_at: torch.Tensor | None,
     num_slots: int,
-    window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See :func:`sglang_reasoncache.kernels.plan.plan_rows`; on a device it waits for it.
 
@@ -36,14 +31,10 @@ def plan_rows(
         if lengths.min() < 0 or lengths.max() > rows.shape[1]:
             raise ValueError("plan: lengths has an entry below 0 or beyond a row's end")
     at = torch.arange(rows.shape[1], device=rows.device)
-    used = at < lengths[:, None]
-    if window is not None:
-        used &= at >= lengths[:, None] - window
     slots = rows[requests]
-    used &= slots >= 0
+    used = (at < lengths[:, None]) & (slots >= 0)
     kv_indices = slots[used]
-    if kv_indices.numel() and kv_indices.max() >= num_slots:
-        raise ValueError("plan: a slot outside the pool")
+    check_slots("rows", kv_indices, num_slots)
     kv_indptr = torch.nn.functional.pad(used.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
     if cached_at is None:
         return kv_indptr, kv_indices, None
@@ -51,12 +42,8 @@ def plan_rows(
     return kv_indptr, kv_indices, shift if bool(shift.any()) else None
 
 
-def gather_kv(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    kv_indices: torch.Tensor,
-    shift: torch.Tensor | None,
-    rotation: KeyRotation | None,
+def gather(
+    kv: PagedKv, kv_indices: torch.Tensor, shift: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 keys ``[count, heads, k_dim]``, rotated by their shift, and values.
 
@@ -64,59 +51,46 @@ def gather_kv(
         ValueError: a slot or shift out of range.
     """
     slots = kv_indices.long()
-    if slots.numel() and (slots.min() < 0 or slots.max() >= keys.shape[0]):
-        raise ValueError("gather: a slot outside the pool")
-    k, v = read_rows(keys, slots), read_rows(values, slots)
-    if shift is not None and rotation is not None and shift.numel():
-        if shift.long().abs().max() >= rotation.cos.shape[0]:
-            raise ValueError("gather: shift has an entry beyond the rotary table")
-        # Untouched entries stay as they are even if they are not finite: inf * 0 is NaN.
-        k = torch.where((shift != 0)[:, None, None], rotation.rotate(k, rotation.angles(shift)), k)
-    return k, v
+    check_slots("kv_indices", slots, kv.num_slots)
+    if shift is not None and kv.rotation is not None:
+        check_shift(shift, kv.rotation)
+    return read_keys(kv.keys, slots, shift, kv.rotation), read_rows(kv.values, slots)
 
 
-def decode_attention(
+def decode(
+    kv: PagedKv,
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    out: torch.Tensor,
     begin: torch.Tensor,
     end: torch.Tensor,
     kv_indices: torch.Tensor,
     shift: torch.Tensor | None,
-    rotation: KeyRotation | None,
+    sinks: torch.Tensor | None,
     scale: float,
     logit_cap: float,
-    sinks: torch.Tensor | None,
-    weight_sums: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 output ``[batch, heads, v_dim]`` and log-sum-exp ``[batch, heads]``.
-
-    ``weight_sums``: ``weights`` of :func:`sglang_reasoncache.kernels.decode.decode_attention`.
+    weight_sums: torch.Tensor | None,
+) -> None:
+    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`; computes in fp32.
 
     Raises:
         ValueError: a slot, range or shift out of bounds.
     """
-    batch, heads, _ = query.shape
-    k, v = gather_kv(keys, values, kv_indices, shift, rotation)
-    out = torch.zeros((batch, heads, values.shape[2]), device=query.device)
-    lse = torch.full((batch, heads), float("-inf"), device=query.device)
-    group = heads // keys.shape[1]
+    spans = list(zip(begin.tolist(), end.tolist(), strict=True))
+    if not all(0 <= first <= last <= len(kv_indices) for first, last in spans):
+        raise ValueError("decode: begin and end go beyond kv_indices")
+    k, v = gather(kv, kv_indices, shift)
+    group = query.shape[1] // kv.num_heads
     at = 0
-    for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
-        if not 0 <= first <= last <= len(k):
-            raise ValueError("decode: begin and end go beyond kv_indices")
+    for b, (first, last) in enumerate(spans):
         row_k = k[first:last].repeat_interleave(group, dim=1)
         row_v = v[first:last].repeat_interleave(group, dim=1)
         logits = torch.einsum("hd,nhd->hn", query[b].float(), row_k) * scale
         if logit_cap > 0:
             logits = logit_cap * torch.tanh(logits / logit_cap)
         if sinks is not None:
-            logits = torch.cat((logits, sinks.float()[:, None]), dim=1)
-        if logits.shape[1]:
-            lse[b] = logits.logsumexp(dim=1)
-            weights = logits.softmax(dim=1)[:, : last - first]
-            out[b] = torch.einsum("hn,nhd->hd", weights, row_v)
-            if weight_sums is not None:
-                weight_sums[at : at + last - first] += weights.sum(dim=0)
+            logits = torch.cat((logits, sinks[:, None]), dim=1)
+        weights = logits.softmax(dim=1)[:, : last - first]
+        out[b] = torch.einsum("hn,nhd->hd", weights, row_v)
+        if weight_sums is not None:
+            weight_sums[at : at + last - first] += weights.sum(dim=0)
         at += last - first
-    return out, lse

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The least and largest key of each page that was written to, on a GPU and without a wait.
 
-One launch whose grid depends on the number of tokens. A page's bounds are made anew of all
-its keys so far, as they lie in the pool: nothing is kept between calls, whoever wrote them,
-and whatever they were scaled by or rounded to.
+One launch whose grid depends on the number of tokens. It reads all keys of a page so far from
+the pool, scaled and rounded as they are there, and keeps nothing between calls.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def note(keys: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, page: int)
     """Keys were written to ``slots``; bring the bounds of their pages up to date.
 
     A page is filled from its first slot on, so its keys are those up to the slot. Slots out
-    of range are left out.
+    of range are skipped.
 
     Args:
         keys: ``[num_slots, heads, dim]``, of the pool.

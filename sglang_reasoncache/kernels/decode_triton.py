@@ -12,6 +12,7 @@ has the same bits alone and in any batch.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +28,12 @@ from sglang_reasoncache.kernels.rotate_triton import (
     load_entries,
     load_factors,
     pairing,
+    rotary_constants,
+    rotary_tables,
 )
 
 if TYPE_CHECKING:
+    from sglang_reasoncache.kernels.paged import PagedKv
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Most chunks of a query's entries.
@@ -133,7 +137,7 @@ def chunk_kernel(
     ELEMENT: tl.constexpr,
     EXACT: tl.constexpr,  # the query is of the operands' type
     CAPPED: tl.constexpr,
-    HALF: tl.constexpr,  # 0: nothing is moved
+    HALF: tl.constexpr,  # 0: nothing is shifted
     NEOX: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -300,24 +304,22 @@ def constants(
     *,
     capped: bool = False,
     logits: bool = False,
-    splits: int,
 ) -> dict[str, Any]:
-    """Compile-time arguments of :func:`chunk_kernel`; ``rotation`` only if entries are moved."""
+    """Compile-time arguments of :func:`chunk_kernel`; ``rotation`` only if entries are shifted."""
     group = query.shape[1] // keys.shape[1]
     return dict(
         ELEMENT=ELEMENT[keys.dtype],
         # fp8 is multiplied as fp16.
         EXACT=query.dtype == (torch.float16 if keys.element_size() == 1 else keys.dtype),
         CAPPED=capped,
-        HALF=0 if rotation is None else rotation.rotary_dim // 2,
-        NEOX=rotation is not None and rotation.is_neox,
+        **rotary_constants(rotation),
         K_DIM=keys.shape[2],
         V_DIM=values.shape[2],
         K_COLS=columns(keys.shape[2]),
         V_COLS=columns(values.shape[2]),
         GROUP=group,
         HEADS=min(64, columns(group)),
-        SPLITS=splits,
+        SPLITS=SPLITS,
         CHUNK=CHUNK,
         TILE=tile(keys, values),
         LOGITS=logits,
@@ -325,12 +327,9 @@ def constants(
 
 
 def decode(
+    kv: PagedKv,
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    rotation: KeyRotation | None,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
     begin: torch.Tensor,
     end: torch.Tensor,
     kv_indices: torch.Tensor,
@@ -338,55 +337,49 @@ def decode(
     sinks: torch.Tensor | None,
     scale: float,
     logit_cap: float,
-    weights: torch.Tensor | None = None,
-    longest: int | None = None,
-    *,
-    first: torch.Tensor | None = None,
-    splits: int | None = None,
+    weights: torch.Tensor | None,
+    first: torch.Tensor | None,
+    longest: int | None,
 ) -> None:
     """See :func:`sglang_reasoncache.kernels.decode.decode_attention`, whose arguments these are.
 
-    Nothing is waited for, and values are not looked at: an entry whose slot or shift
+    Waits for nothing and reads no values on the host: an entry whose slot or shift
     is out of range counts as if it were not there, and ``begin`` and ``end`` are cut
-    to ``kv_indices``. Memory of ``min(batch, QUERIES) * heads * splits`` outputs in
-    fp32 is taken for the time of the call; with ``weights`` also that of logits, no
-    more than ``weights_triton.LOGITS_BYTES`` unless one query has more.
+    to ``kv_indices``. Takes memory of ``min(batch, QUERIES) * heads * SPLITS`` outputs in
+    fp32 for the time of the call; with ``weights`` also that of logits, no more than
+    ``weights_triton.LOGITS_BYTES`` unless one query has more.
 
     Args:
         first: int ``[batch]``, where each query's weights begin; None adds up the spans, which
             is more launches than the attention.
-        splits: Most chunks of a query, a power of 2; None takes :data:`SPLITS`.
     """
-    splits = splits or SPLITS
     batch, heads, _ = query.shape
     if not batch:
         return
-    turns = rotation if shift is not None else None
+    keys, values = kv.keys, kv.values
+    rotation = None if shift is None else kv.rotation
     fixed = constants(
-        query, keys, values, turns, capped=logit_cap > 0, logits=weights is not None, splits=splits
+        query, keys, values, rotation, capped=logit_cap > 0, logits=weights is not None
     )
-    rows, v_dim = min(batch, QUERIES), values.shape[2]
-    total = kv_indices.shape[0]
-    width = 0 if weights is None else total if longest is None else min(longest, total)
+    rows, total = min(batch, QUERIES), kv_indices.shape[0]
+    width, lse = 0, None
     if weights is not None:
+        width = total if longest is None else min(longest, total)
         rows = min(rows, weights_triton.rows_of_a_launch(heads, width))
-        lse = query.new_empty((batch, heads), dtype=torch.float32) if lse is None else lse
+        lse = torch.empty((batch, heads), dtype=torch.float32, device=query.device)
         if first is None:
             counts = (end.clamp(max=total) - begin.clamp(min=0)).clamp_(min=0)
             first = counts.cumsum(0, dtype=torch.int64) - counts
-    parts = torch.empty((rows, heads, splits, v_dim), dtype=torch.float32, device=query.device)
-    part_lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=query.device)
-    # Arguments that are not read have to be tensors of the same types.
-    tables = (kv_indices, part_lse, part_lse) if turns is None else (shift, turns.cos, turns.sin)
-    logits = part_lse
-    if weights is not None:
-        logits = torch.empty((rows, heads, width), dtype=torch.float32, device=query.device)
+    made = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
+    parts, part_lse = made((rows, heads, SPLITS, values.shape[2])), made((rows, heads, SPLITS))
+    logits = part_lse if weights is None else made((rows, heads, width))
     blocks = keys.shape[1] * triton.cdiv(fixed["GROUP"], fixed["HEADS"])
+    tables = rotary_tables(shift, rotation, kv_indices, part_lse)
     with current_device(query.device):
         for some in range(0, batch, rows):
             here = slice(some, some + rows)
             count = min(rows, batch - some)
-            chunk_kernel[(blocks, splits, count)](
+            chunk_kernel[(blocks, SPLITS, count)](
                 query[here],
                 as_read(keys),
                 as_read(values),
@@ -400,13 +393,10 @@ def decode(
                 total,
                 width,
                 keys.shape[0],
-                0 if turns is None else turns.cos.shape[0],
-                query.stride(0),
-                query.stride(1),
-                keys.stride(0),
-                keys.stride(1),
-                values.stride(0),
-                values.stride(1),
+                0 if rotation is None else len(rotation.cos),
+                *query.stride()[:2],
+                *keys.stride()[:2],
+                *values.stride()[:2],
                 scale,
                 logit_cap,
                 **fixed,
@@ -422,13 +412,12 @@ def decode(
                 out[here],
                 part_lse if lse is None else lse[here],
                 total,
-                out.stride(0),
-                out.stride(1),
+                *out.stride()[:2],
                 SINKS=sinks is not None,
                 LSE=lse is not None,
-                V_DIM=v_dim,
+                V_DIM=values.shape[2],
                 V_COLS=fixed["V_COLS"],
-                SPLITS=splits,
+                SPLITS=SPLITS,
                 CHUNK=CHUNK,
                 num_warps=4,
             )

@@ -11,7 +11,11 @@ import triton
 import triton.language as tl
 
 from sglang_reasoncache.kernels.rotate_triton import ELEMENT as _ELEMENT
-from sglang_reasoncache.kernels.rotate_triton import current_device
+from sglang_reasoncache.kernels.rotate_triton import (
+    current_device,
+    rotary_constants,
+    rotary_tables,
+)
 from sglang_reasoncache.kernels.rotate_triton import load_fp32 as _load
 
 if TYPE_CHECKING:
@@ -48,29 +52,28 @@ def _add(a, b, c, x, y, MOMENTS: tl.constexpr):
 
 
 @triton.jit
-def _locate(slots, entries, inside, num_slots):
-    """Slots of some rows, and which of the rows can be read."""
-    slot = tl.load(slots + entries, mask=inside, other=0)
-    return slot, inside & (slot >= 0) & (slot < num_slots)
+def _rows(
+    dst, src, start, block, num_slots, slot_stride, head_stride,
+    HEADS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Offsets of some rows (a token's head each) of both blocks, their tokens, which of them can
+    be read, and which of them name a slot outside the pool."""
+    row = start + tl.arange(0, ROWS)
+    inside = row < block * HEADS
+    token = row // HEADS
+    head = (row % HEADS) * head_stride
+    x = tl.load(dst + token, mask=inside, other=0)
+    y = tl.load(src + token, mask=inside, other=0)
+    ok = inside & (x >= 0) & (x < num_slots) & (y >= 0) & (y < num_slots)
+    return x * slot_stride + head, y * slot_stride + head, token, ok, inside & ~ok
 
 
 @triton.jit
 def _plain(
-    base,
-    dst,
-    src,
-    block,
-    num_slots,
-    slot_stride,
-    head_stride,
-    ELEMENT: tl.constexpr,
-    MOMENTS: tl.constexpr,
-    HEADS: tl.constexpr,
-    FIRST: tl.constexpr,
-    DIM: tl.constexpr,
-    COLS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    base, dst, src, block, num_slots, slot_stride, head_stride,
+    ELEMENT: tl.constexpr, MOMENTS: tl.constexpr, HEADS: tl.constexpr, FIRST: tl.constexpr,
+    DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Sums over elements [FIRST, DIM) of every token and head, as cached."""
     columns = FIRST + tl.arange(0, COLS)
     a = tl.zeros([ROWS, COLS], tl.float32)
@@ -78,41 +81,23 @@ def _plain(
     c = tl.zeros([ROWS, COLS], tl.float32)
     bad = tl.zeros([ROWS], tl.int32)
     for start in range(0, block * HEADS, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = row < block * HEADS
-        token = row // HEADS
-        offset = ((row % HEADS) * head_stride)[:, None] + columns[None, :]
-        dst_slot, dst_ok = _locate(dst, token, inside, num_slots)
-        src_slot, src_ok = _locate(src, token, inside, num_slots)
-        bad |= (inside & ~(dst_ok & src_ok)).to(tl.int32)
-        mask = (dst_ok & src_ok)[:, None] & (columns < DIM)[None, :]
-        x = _load(base + (dst_slot * slot_stride)[:, None] + offset, mask, ELEMENT)
-        y = _load(base + (src_slot * slot_stride)[:, None] + offset, mask, ELEMENT)
+        x_at, y_at, _, ok, outside = _rows(
+            dst, src, start, block, num_slots, slot_stride, head_stride, HEADS, ROWS
+        )
+        bad |= outside.to(tl.int32)
+        mask = ok[:, None] & (columns < DIM)[None, :]
+        x = _load(base + x_at[:, None] + columns[None, :], mask, ELEMENT)
+        y = _load(base + y_at[:, None] + columns[None, :], mask, ELEMENT)
         a, b, c = _add(a, b, c, x, y, MOMENTS)
     return _total(a), _total(b), _total(c), tl.max(bad)
 
 
 @triton.jit
 def _rotated(
-    base,
-    dst,
-    src,
-    shift,
-    cosines,
-    sines,
-    table_rows,
-    block,
-    num_slots,
-    slot_stride,
-    head_stride,
-    ELEMENT: tl.constexpr,
-    MOMENTS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    NEOX: tl.constexpr,
-    COLS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    base, dst, src, shift, cosines, sines, table_rows, block, num_slots, slot_stride, head_stride,
+    ELEMENT: tl.constexpr, MOMENTS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    NEOX: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Sums over elements [0, 2 HALF) of every token and head, the source rotated by its shift."""
     angle = tl.arange(0, COLS)
     both = tl.arange(0, 2 * COLS)
@@ -121,23 +106,20 @@ def _rotated(
     c = tl.zeros([ROWS, COLS], tl.float32)
     bad = tl.zeros([ROWS], tl.int32)
     for start in range(0, block * HEADS, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = row < block * HEADS
-        token = row // HEADS
-        at = ((row % HEADS) * head_stride)[:, None]
-        dst_slot, dst_ok = _locate(dst, token, inside, num_slots)
-        src_slot, src_ok = _locate(src, token, inside, num_slots)
-        by = tl.load(shift + token, mask=inside, other=0).to(tl.int64)
-        turns = tl.abs(by)
-        ok = dst_ok & src_ok & (turns < table_rows)
-        bad |= (inside & ~ok).to(tl.int32)
+        x_row, y_row, token, ok, outside = _rows(
+            dst, src, start, block, num_slots, slot_stride, head_stride, HEADS, ROWS
+        )
+        by = tl.load(shift + token, mask=ok, other=0).to(tl.int64)
+        distance = tl.abs(by)
+        bad |= (outside | (distance >= table_rows)).to(tl.int32)
+        ok &= distance < table_rows
         mask = ok[:, None] & (angle < HALF)[None, :]
-        entry = (turns * HALF)[:, None] + angle[None, :]
+        entry = (distance * HALF)[:, None] + angle[None, :]
         cosine = tl.load(cosines + entry, mask=mask, other=0.0)
         sine = tl.load(sines + entry, mask=mask, other=0.0)
         sine = tl.where((by < 0)[:, None], -sine, sine)
-        x_at = base + (dst_slot * slot_stride)[:, None] + at
-        y_at = base + (src_slot * slot_stride)[:, None] + at
+        x_at = base + x_row[:, None]
+        y_at = base + y_row[:, None]
         if NEOX:
             x0 = _load(x_at + angle[None, :], mask, ELEMENT)
             x1 = _load(x_at + (HALF + angle)[None, :], mask, ELEMENT)
@@ -149,7 +131,7 @@ def _rotated(
             y = _load(y_at + both[None, :], wide, ELEMENT)
             x0, x1 = tl.split(tl.reshape(x, [ROWS, COLS, 2]))
             y0, y1 = tl.split(tl.reshape(y, [ROWS, COLS, 2]))
-        # An entry that stays where it is stays as it is: inf * 0 would be NaN.
+        # An entry without a shift stays as it is: inf * 0 would be NaN.
         still = (by == 0)[:, None]
         z0 = tl.where(still, y0, y0 * cosine - y1 * sine)
         z1 = tl.where(still, y1, y1 * cosine + y0 * sine)
@@ -180,8 +162,8 @@ def distance_kernel(
     bases,  # int64 [layers, 2]: addresses of K and V
     dst,  # int64 [pairs, block]
     src,  # int64 [pairs, block]
-    shift,  # int32 [pairs, block], unused unless TURNED
-    cosines,  # fp32 [table_rows, HALF], unused unless TURNED
+    shift,  # int32 [pairs, block], unused unless HALF
+    cosines,  # fp32 [table_rows, HALF], unused unless HALF
     sines,
     out,  # fp64 [pairs, layers, 2], or [pairs, layers, 2, 3] of MOMENTS
     table_rows,
@@ -194,12 +176,11 @@ def distance_kernel(
     ELEMENT: tl.constexpr,
     ALIGNED: tl.constexpr,  # every base is a multiple of 16 bytes
     MOMENTS: tl.constexpr,
-    TURNED: tl.constexpr,
+    HALF: tl.constexpr,  # 0: nothing is rotated
     NEOX: tl.constexpr,
     HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
-    HALF: tl.constexpr,
     REST: tl.constexpr,  # columns of a tile of keys that are not rotated
     V_COLS: tl.constexpr,
     HALF_COLS: tl.constexpr,
@@ -212,74 +193,33 @@ def distance_kernel(
     dst += pair * block
     src += pair * block
     unit = (pair * tl.num_programs(1) + layer) * 2 + side
+    base = _pointer(bases, layer * 2 + side, ELEMENT, ALIGNED)
+    a = 0.0
+    b = 0.0
+    c = 0.0
+    bad = 0
     if side == 0:
-        base = _pointer(bases, layer * 2, ELEMENT, ALIGNED)
-        a = 0.0
-        b = 0.0
-        c = 0.0
-        bad = 0
-        if TURNED:
+        if HALF > 0:
             a, b, c, bad = _rotated(
-                base,
-                dst,
-                src,
-                shift + pair * block,
-                cosines,
-                sines,
-                table_rows,
-                block,
-                num_slots,
-                k_slot_stride,
-                k_head_stride,
-                ELEMENT,
-                MOMENTS,
-                HEADS,
-                HALF,
-                NEOX,
-                HALF_COLS,
+                base, dst, src, shift + pair * block, cosines, sines, table_rows, block, num_slots,
+                k_slot_stride, k_head_stride, ELEMENT, MOMENTS, HEADS, HALF, NEOX, HALF_COLS,
                 max(1, TILE // (2 * HALF_COLS)),
-            )
+            )  # fmt: skip
         if REST > 0:
             p, q, r, worse = _plain(
-                base,
-                dst,
-                src,
-                block,
-                num_slots,
-                k_slot_stride,
-                k_head_stride,
-                ELEMENT,
-                MOMENTS,
-                HEADS,
-                2 * HALF if TURNED else 0,
-                K_DIM,
-                REST,
-                max(1, TILE // REST),
-            )
+                base, dst, src, block, num_slots, k_slot_stride, k_head_stride, ELEMENT, MOMENTS,
+                HEADS, 2 * HALF, K_DIM, REST, max(1, TILE // REST),
+            )  # fmt: skip
             a += p
             b += q
             c += r
             bad |= worse
-        _store(out, unit, a, b, c, bad, MOMENTS)
     else:
-        base = _pointer(bases, layer * 2 + 1, ELEMENT, ALIGNED)
         a, b, c, bad = _plain(
-            base,
-            dst,
-            src,
-            block,
-            num_slots,
-            v_slot_stride,
-            v_head_stride,
-            ELEMENT,
-            MOMENTS,
-            HEADS,
-            0,
-            V_DIM,
-            V_COLS,
-            max(1, TILE // V_COLS),
-        )
-        _store(out, unit, a, b, c, bad, MOMENTS)
+            base, dst, src, block, num_slots, v_slot_stride, v_head_stride, ELEMENT, MOMENTS,
+            HEADS, 0, V_DIM, V_COLS, max(1, TILE // V_COLS),
+        )  # fmt: skip
+    _store(out, unit, a, b, c, bad, MOMENTS)
 
 
 def constants(
@@ -291,18 +231,17 @@ def constants(
 ) -> dict[str, Any]:
     """Compile-time arguments of :func:`distance_kernel`; ``rotation`` only if keys are rotated."""
     keys, values = layer
-    half = 0 if rotation is None else rotation.rotary_dim // 2
+    rotary = rotary_constants(rotation)
+    half = rotary["HALF"]
     rest = keys.shape[2] - 2 * half
     return dict(
         ELEMENT=_ELEMENT[keys.dtype],
         ALIGNED=aligned,
         MOMENTS=moments,
-        TURNED=half > 0,
-        NEOX=rotation is not None and rotation.is_neox,
+        **rotary,
         HEADS=keys.shape[1],
         K_DIM=keys.shape[2],
         V_DIM=values.shape[2],
-        HALF=half,
         REST=triton.next_power_of_2(rest) if rest else 0,
         V_COLS=triton.next_power_of_2(values.shape[2]),
         HALF_COLS=triton.next_power_of_2(half) if half else 0,
@@ -311,16 +250,11 @@ def constants(
 
 
 class TritonDistance:
-    """The sums of :class:`~sglang_reasoncache.kernels.distance.DistanceKernel` by Triton.
-
-    A call launches one kernel and waits for nothing; a block that names a slot
-    or shift out of range comes out as NaN.
+    """Launches one kernel a call and waits for nothing.
 
     Args:
-        layers: Key and value buffer of every layer, ``[num_slots, heads, head_dim]``
-            on one device, elements of a head side by side; all keys laid out
-            alike, and all values.
-        rotation: The model's rotation, None to compare as cached only.
+        layers: Keys and values of every layer on one device, elements of a head side by side.
+        rotation: The model's rotation on that device, None to compare as cached only.
     """
 
     def __init__(
@@ -328,78 +262,43 @@ class TritonDistance:
         layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
         rotation: KeyRotation | None,
     ) -> None:
-        self._layers = layers
-        self._rotation = rotation
-        self._device = layers[0][0].device
+        self._layers, self._rotation = layers, rotation
         addresses = [[buffer.data_ptr() for buffer in layer] for layer in layers]
-        self._bases = torch.tensor(addresses, dtype=torch.int64, device=self._device)
+        self._bases = torch.tensor(addresses, dtype=torch.int64, device=layers[0][0].device)
         self._aligned = all(address % 16 == 0 for layer in addresses for address in layer)
-        if rotation is not None:
-            self._cosines = rotation.cos.to(self._device, torch.float32).contiguous()
-            self._sines = rotation.sin.to(self._device, torch.float32).contiguous()
-        self._constants = {
-            (rotated, moments): constants(
-                layers[0], rotation if rotated else None, aligned=self._aligned, moments=moments
-            )
-            for rotated in (False, True)
-            for moments in (False, True)
-        }
 
-    def squares(
-        self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None
-    ) -> torch.Tensor:
-        """fp64 ``[pairs, num_layers, 2]`` on the device; arguments checked but for their values."""
-        out = self._out(dst_slots, 2)
-        self._launch(dst_slots, src_slots, shift, out, moments=False)
-        return out
-
-    def moments(
-        self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None
-    ) -> torch.Tensor:
-        """fp64 ``[pairs, num_layers, 2, 3]`` on the device; arguments checked but for their values."""
-        out = self._out(dst_slots, 2, 3)
-        self._launch(dst_slots, src_slots, shift, out, moments=True)
-        return out
-
-    def _out(self, dst_slots: torch.Tensor, *tail: int) -> torch.Tensor:
-        shape = (dst_slots.shape[0], len(self._layers), *tail)
-        return torch.empty(shape, dtype=torch.float64, device=self._device)
-
-    def _launch(
+    def sums(
         self,
         dst_slots: torch.Tensor,
         src_slots: torch.Tensor,
         shift: torch.Tensor | None,
-        out: torch.Tensor,
-        *,
         moments: bool,
-    ) -> None:
+    ) -> torch.Tensor:
+        """fp64 ``[pairs, num_layers, 2]``, with ``moments`` ``[pairs, num_layers, 2, 3]``.
+
+        Arguments: see ``DistanceKernel``, contiguous. A pair with a slot or shift out of range
+        comes out as NaN.
+        """
         pairs, block = dst_slots.shape
-        if not pairs:
-            return
-        dst_slots, src_slots = dst_slots.contiguous(), src_slots.contiguous()
+        shape = (pairs, len(self._layers), 2, *[3] * moments)
+        out = torch.empty(shape, dtype=torch.float64, device=dst_slots.device)
         keys, values = self._layers[0]
-        rotated = shift is not None and self._rotation is not None
-        if rotated:
-            assert shift is not None
-            tables = (shift.contiguous(), self._cosines, self._sines)
-        else:
-            # Never read; arguments have to be tensors of the same types.
-            tables = (dst_slots, self._bases, self._bases)
-        with current_device(self._device):
+        rotation = None if shift is None else self._rotation
+        if not pairs:
+            return out
+        with current_device(dst_slots.device):
             distance_kernel[(pairs, len(self._layers), 2)](
                 self._bases,
                 dst_slots,
                 src_slots,
-                *tables,
+                *rotary_tables(shift, rotation, dst_slots, self._bases),
                 out,
-                self._cosines.shape[0] if rotated else 0,
+                0 if rotation is None else len(rotation.cos),
                 block,
                 keys.shape[0],
-                keys.stride(0),
-                keys.stride(1),
-                values.stride(0),
-                values.stride(1),
-                **self._constants[rotated, moments],
+                *keys.stride()[:2],
+                *values.stride()[:2],
+                **constants(self._layers[0], rotation, aligned=self._aligned, moments=moments),
                 num_warps=NUM_WARPS,
             )
+        return out

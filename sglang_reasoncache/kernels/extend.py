@@ -48,7 +48,7 @@ class ExtendPlan:
         dtype: Of the queries.
         singly: Read every token as in decode (for soft caps and sinks).
         entries: Entries of each row of ``plan``, where the host knows them (of rows
-            without a dropped position: their lengths); None reads them back from
+            without an evicted position: their lengths); None reads them back from
             ``plan``, which waits for a device.
 
     Raises:
@@ -70,15 +70,15 @@ class ExtendPlan:
         self._dtype = dtype
         self._device = plan.kv_indptr.device
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
-        tokens: list[int] = []
-        begins: list[int] = []
-        ends: list[int] = []
         bounds = plan.kv_indptr.tolist() if entries is None else [0, *accumulate(entries)]
-        if len(bounds) != len(new) + 1 or len(bounds) != len(plan.kv_indptr):
+        if not len(bounds) - 1 == len(new) == len(plan.kv_indptr) - 1:
             raise ValueError(
                 f"new and entries must have {len(plan.kv_indptr) - 1} entries, got {len(new)} "
                 f"and {len(bounds) - 1}"
             )
+        tokens: list[int] = []
+        begins: list[int] = []
+        ends: list[int] = []
         at = 0
         for count, begin, end in zip(new, bounds, bounds[1:], strict=False):
             if not 0 <= count <= end - begin:
@@ -116,72 +116,64 @@ def extend_attention(
     scale: float,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    threads: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of every new token over its request's entries up to itself.
 
     Args:
         query: ``[tokens, heads, k_dim]``, requests one after the other.
-        kv, scale, logit_cap, sinks, threads: See :func:`decode_attention`; soft caps and
-            sinks need a plan made with ``singly``.
-        out: ``[tokens, heads, v_dim]``, written; None makes one.
+        kv, scale, logit_cap, sinks: See :func:`decode_attention`; soft caps and sinks need a
+            plan made with ``singly``.
+
+    Returns:
+        ``[tokens, heads, v_dim]``.
 
     Raises:
         ValueError: See :func:`decode_attention`.
     """
     if query.shape[0] != plan.num_tokens:
         raise ValueError(f"query must have {plan.num_tokens} tokens, got {query.shape[0]}")
-    if plan.pieces and (logit_cap > 0 or sinks is not None):
+    options = dict(scale=scale, logit_cap=logit_cap, sinks=sinks, spans=plan.spans)
+    if not plan.pieces:
+        return decode_attention(query, kv, plan.rows, **options)  # type: ignore[arg-type]
+    if logit_cap > 0 or sinks is not None:
         raise ValueError("soft caps and sinks need an ExtendPlan made with singly=True")
-    if out is None:
-        out = query.new_empty((*query.shape[:2], kv.values.shape[2]))
-    if plan.singles.numel() or not plan.pieces:
-        # Nothing to pick out where every token is read by itself.
-        whole = not plan.pieces
-        found = decode_attention(
-            query if whole else query[plan.singles],
-            kv,
-            plan.rows,
-            scale=scale,
-            logit_cap=logit_cap,
-            sinks=sinks,
-            spans=plan.spans,
-            out=out if whole else None,
-            threads=threads,
-        )
-        if not whole:
-            out[plan.singles] = found
+    out = query.new_empty((*query.shape[:2], kv.values.shape[2]))
+    if plan.singles.numel():
+        singles = query[plan.singles]
+        out[plan.singles] = decode_attention(singles, kv, plan.rows, **options)  # type: ignore[arg-type]
     for piece in plan.pieces:
-        _extend_one(query, kv, plan, piece, scale, out, threads)
+        _extend_piece(query, kv, plan, piece, scale, out)
     return out
 
 
-def _extend_one(
+def _extend_piece(
     query: torch.Tensor,
     kv: PagedKv,
     plan: ExtendPlan,
     piece: Piece,
     scale: float,
     out: torch.Tensor,
-    threads: int | None,
 ) -> None:
     entries = slice(piece.kv_begin, piece.kv_end)
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
-    keys, values = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype, threads=threads)
+    keys, values = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)
     keys, values = keys[None], values[None]
     new, total = piece.q_end - piece.q_begin, piece.kv_end - piece.kv_begin
     queries = query[piece.q_begin : piece.q_end].transpose(0, 1)[None]
     grouped = query.shape[1] != kv.num_heads
-    flash = _is_flash(queries, keys, values, grouped)
-    if grouped and query.device.type == "cuda" and not flash:
+    on_cuda = query.device.type == "cuda"
+    # A device's flash kernel needs no mask to begin after a prefix.
+    flash = on_cuda and can_use_flash_attention(
+        SDPAParams(queries, keys, values, None, 0.0, False, grouped)
+    )
+    if grouped and on_cuda and not flash:
         # PyTorch's other fused kernel wants a KV head for every query head.
         group = query.shape[1] // kv.num_heads
         keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
         grouped = False
-    whole = flash or new == total
-    for begin in range(0, new, new if whole else _BLOCK):
-        end = new if whole else min(new, begin + _BLOCK)
+    step = new if flash or new == total else _BLOCK
+    for begin in range(0, new, step):
+        end = min(new, begin + step)
         seen = total - new + end
         mask = None
         if new != total:
@@ -196,12 +188,3 @@ def _extend_one(
             enable_gqa=grouped,
         )
         out[piece.q_begin + begin : piece.q_begin + end] = found[0].transpose(0, 1)
-
-
-def _is_flash(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, grouped: bool
-) -> bool:
-    """Whether a device's flash kernel serves, which needs no mask to begin after a prefix."""
-    if queries.device.type != "cuda":
-        return False
-    return can_use_flash_attention(SDPAParams(queries, keys, values, None, 0.0, False, grouped))

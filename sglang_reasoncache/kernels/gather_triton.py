@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a pool as contiguous K and V on a GPU, moved keys rotated on the way."""
+"""Entries of a pool as contiguous K and V on a GPU, shifted keys rotated on the way."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from sglang_reasoncache.kernels.rotate_triton import (
     load_factors,
     load_fp32,
     pairing,
+    rotary_constants,
+    rotary_tables,
 )
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.kernels.rotation import KeyRotation
+    from sglang_reasoncache.kernels.paged import PagedKv
 
 #: Elements a program holds at once.
 TILE = 4096
@@ -45,7 +47,7 @@ def gather_kernel(
     v_slot_stride,
     v_head_stride,
     ELEMENT: tl.constexpr,
-    HALF: tl.constexpr,  # 0: nothing is moved
+    HALF: tl.constexpr,  # 0: nothing is shifted
     NEOX: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -86,45 +88,35 @@ def gather_kernel(
 
 
 def gather(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    rotation: KeyRotation | None,
+    kv: PagedKv,
     kv_indices: torch.Tensor,
     shift: torch.Tensor | None,
     out_k: torch.Tensor,
     out_v: torch.Tensor,
 ) -> None:
-    """See :func:`sglang_reasoncache.kernels.gather.gather_kv`.
-
-    Nothing is waited for, and values are not looked at: an entry whose slot or shift
-    is out of range comes out as zeros.
-    """
-    count, heads = kv_indices.shape[0], keys.shape[1]
+    """See :func:`sglang_reasoncache.kernels.gather.gather_kv`; waits for nothing."""
+    count = len(kv_indices)
     if not count:
         return
-    turns = rotation if shift is not None else None
+    keys, values = kv.keys, kv.values
+    rotation = None if shift is None else kv.rotation
     k_cols, v_cols = (triton.next_power_of_2(side.shape[2]) for side in (keys, values))
     rows = max(1, TILE // max(k_cols, v_cols))
-    # Arguments that are not read have to be tensors of the same types.
-    tables = (kv_indices, out_k, out_k) if turns is None else (shift, turns.cos, turns.sin)
     with current_device(keys.device):
-        gather_kernel[(triton.cdiv(count, rows), heads)](
+        gather_kernel[(triton.cdiv(count, rows), keys.shape[1])](
             as_read(keys),
             as_read(values),
             kv_indices,
-            *tables,
+            *rotary_tables(shift, rotation, kv_indices, out_k),
             out_k,
             out_v,
             count,
             keys.shape[0],
-            0 if turns is None else turns.cos.shape[0],
-            keys.stride(0),
-            keys.stride(1),
-            values.stride(0),
-            values.stride(1),
+            0 if rotation is None else len(rotation.cos),
+            *keys.stride()[:2],
+            *values.stride()[:2],
             ELEMENT=ELEMENT[keys.dtype],
-            HALF=0 if turns is None else turns.rotary_dim // 2,
-            NEOX=turns is not None and turns.is_neox,
+            **rotary_constants(rotation),
             K_DIM=keys.shape[2],
             V_DIM=values.shape[2],
             K_COLS=k_cols,

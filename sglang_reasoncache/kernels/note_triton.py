@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a forward's queries brought to the rows they belong to, inside a CUDA graph if need be.
+"""A forward's attention weights are added to the statistics of their rows, on a GPU.
 
-One launch whose grid depends on the batch alone. A row's memory is found by its address,
-so it may move between two replays.
+One launch whose grid depends on the batch alone, so a CUDA graph can hold it. A row's memory is
+found by its address, so it may move between two replays.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PIECES = 16
 TILE = 256
 
 
-@triton.jit(do_not_specialize=["room", "num_rows"])
+@triton.jit(do_not_specialize=["num_weights", "num_rows"])
 def note_kernel(
-    weights,  # fp32 [room], read and zeroed
-    room,
+    weights,  # fp32 [num_weights], read and zeroed
+    num_weights,
     kv_indptr,  # int32 [batch + 1]
     positions,  # int32 [capacity], of the entries
     requests,  # int32 or int64 [batch]
@@ -34,7 +34,7 @@ def note_kernel(
     first,  # int64 [batch]: of their weights, likewise
     added,  # int32 [batch]: positions whose totals go on, likewise
     bases,  # int64 [num_rows]: addresses of the rows' memory, 0: none
-    sizes,  # int32 [num_rows]: positions it has room for
+    sizes,  # int32 [num_rows]: positions it holds
     num_rows,
     LATEST: tl.constexpr,  # queries kept one by one
     AHEAD: tl.constexpr,  # the next power of 2
@@ -76,7 +76,7 @@ def note_kernel(
         for query in range(0, count):
             # The request's newest positions are those of its last queries.
             seen = entries - (count - 1 - query)
-            mask = (entry < seen) & (to + entry < room)
+            mask = (entry < seen) & (to + entry < num_weights)
             weight = tl.load(weights + to + entry, mask=mask, other=0.0)
             # For the next forward that uses this memory.
             tl.store(weights + to + entry, tl.zeros([TILE], tl.float32), mask=mask)
@@ -130,19 +130,18 @@ def note(
     total: bool,
     prompts: Prompts | None = None,
 ) -> None:
-    """Bring weights to their rows, and zero them.
+    """Add weights to their rows, and zero them.
 
-    The memory of a row is fp32 ``[latest + total, size]``: place ``query % latest`` has the
-    weights of that query, the last one the sums over all. Nothing is looked at by the
-    host, and nothing is written out of bounds: rows without memory and positions beyond
-    it are left out.
+    The memory of a row is fp32 ``[latest + total, size]``: line ``query % latest`` has the
+    weights of that query, the last one the sums over all. The host reads no values, and nothing
+    is written out of bounds: rows without memory and positions past it are skipped.
 
     Args:
         weights: fp32, as decode attention leaves them: of one query after the other.
         plan: What the queries read, with ``positions``.
         requests, lengths: int ``[batch]``, rows and their positions, new ones included.
         bases: int64 ``[num_rows]``, addresses of the rows' memory; 0: none.
-        sizes: int32 ``[num_rows]``, positions it has room for.
+        sizes: int32 ``[num_rows]``, positions it holds.
         latest: Queries kept one by one.
         total: Sums are kept.
         prompts: Of a prefill; None: one query of each request (decode).
@@ -150,7 +149,7 @@ def note(
     assert plan.positions is not None, "of a plan without positions"
     if not len(requests):
         return
-    ints = plan.counts
+    observed = prompts or Prompts(plan.counts, plan.counts, plan.counts)
     with current_device(weights.device):
         note_kernel[(PIECES, len(requests))](
             weights,
@@ -159,9 +158,9 @@ def note(
             plan.positions,
             requests,
             lengths,
-            ints if prompts is None else prompts.counts,
-            ints if prompts is None else prompts.first,
-            ints if prompts is None else prompts.added,
+            observed.counts,
+            observed.first,
+            observed.added,
             bases,
             sizes,
             len(bases),

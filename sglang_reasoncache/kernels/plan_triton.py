@@ -16,7 +16,6 @@ import triton.language as tl
 
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotate_triton import current_device
-from sglang_reasoncache.kernels.row_order import RowOrder
 
 #: Programs of a row.
 PIECES = 16
@@ -26,47 +25,28 @@ TILE = 512
 REQUESTS = 32
 NUM_WARPS = 4
 
-_NOT_SPECIALIZED = ["num_rows", "width", "window", "num_slots", "capacity", "batch"]
-
-
-@triton.jit
-def _row_of(requests, lengths, request, num_rows, width, window):
-    """Row, first position wanted and number of positions; none where it cannot be read."""
-    row = tl.load(requests + request).to(tl.int64)
-    length = tl.load(lengths + request).to(tl.int64)
-    sound = (row >= 0) & (row < num_rows) & (length > 0)
-    length = tl.where(sound, tl.minimum(length, width), 0).to(tl.int32)
-    return tl.where(sound, row, 0), tl.maximum(length - window, 0), length
+_NOT_SPECIALIZED = ["num_rows", "width", "num_slots", "capacity", "batch"]
 
 
 @triton.jit
 def _piece_of(
-    first, length, piece, ORDERED: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr
+    requests, lengths, request, piece, num_rows, width, PIECES: tl.constexpr, TILE: tl.constexpr
 ):
-    """Where in its row a program starts and stops."""
-    if ORDERED:  # any place may hold one of the newest positions
-        first = 0
-    size = tl.cdiv(tl.cdiv(length - first, PIECES), TILE) * TILE
-    start = tl.minimum(first + piece * size, length)
-    return start, tl.minimum(start + size, length)
+    """Row, and where in it a program starts and stops; nowhere if it cannot be read."""
+    row = tl.load(requests + request).to(tl.int64)
+    length = tl.load(lengths + request).to(tl.int64)
+    sound = (row >= 0) & (row < num_rows) & (length > 0)
+    length = tl.where(sound, tl.minimum(length, width), 0).to(tl.int32)
+    size = tl.cdiv(tl.cdiv(length, PIECES), TILE) * TILE
+    start = tl.minimum(piece * size, length)
+    return tl.where(sound, row, 0), start, tl.minimum(start + size, length)
 
 
 @triton.jit
-def _entries(
-    rows, row_stride, order, order_stride, sorted_count, row, place, first, length, stop, num_slots,
-    ORDERED: tl.constexpr,
-):  # fmt: skip
-    """Slots and positions at some places of a row, and which of them are entries."""
-    inside = place < stop
-    position = place
-    if ORDERED:
-        # Sorted for a longer row, it is not an order of this one.
-        known = inside & (place < sorted_count) & (sorted_count <= length)
-        at = order + row * order_stride + place
-        position = tl.where(known, tl.load(at, mask=known, other=0), place)
-        inside &= (position >= first) & (position < length)
-    slot = tl.load(rows + row * row_stride + position, mask=inside, other=-1)
-    return slot, position, inside & (slot >= 0) & (slot < num_slots)
+def _slots(rows, position, stop, num_slots):
+    """Slots at some positions of a row, and which of them are entries."""
+    slot = tl.load(rows + position, mask=position < stop, other=-1)
+    return slot, (slot >= 0) & (slot < num_slots)
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -74,31 +54,22 @@ def count_kernel(
     rows,  # int32 [num_rows, width]
     requests,  # int32 or int64 [batch]
     lengths,  # likewise
-    order,  # int32 [num_rows, width], unused unless ORDERED
-    sorted_counts,  # int32 [num_rows], likewise
     counts,  # int32 [batch, PIECES], written
     num_rows,
     width,
-    window,
     num_slots,
     row_stride,
-    order_stride,
-    ORDERED: tl.constexpr,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Grid (PIECES, batch)."""
     piece = tl.program_id(0)
     request = tl.program_id(1)
-    row, first, length = _row_of(requests, lengths, request, num_rows, width, window)
-    sorted_count = tl.load(sorted_counts + row) if ORDERED else 0
-    start, stop = _piece_of(first, length, piece, ORDERED, PIECES, TILE)
+    row, start, stop = _piece_of(requests, lengths, request, piece, num_rows, width, PIECES, TILE)
     found = tl.zeros([TILE], tl.int32)
-    for place in range(start, stop, TILE):
-        _, _, kept = _entries(
-            rows, row_stride, order, order_stride, sorted_count, row,
-            place + tl.arange(0, TILE), first, length, stop, num_slots, ORDERED,
-        )  # fmt: skip
+    for some in range(start, stop, TILE):
+        position = some + tl.arange(0, TILE)
+        _, kept = _slots(rows + row * row_stride, position, stop, num_slots)
         found += kept.to(tl.int32)
     tl.store(counts + request * PIECES + piece, tl.sum(found, axis=0))
 
@@ -107,7 +78,6 @@ def count_kernel(
 def scan_kernel(
     counts,  # int32 [batch, PIECES]
     kv_indptr,  # int32 [batch + 1], written
-    shifted,  # int32 [batch], zeroed
     batch,
     capacity,
     PIECES: tl.constexpr,
@@ -123,7 +93,6 @@ def scan_kernel(
         count = tl.sum(tl.load(counts + at, mask=inside[:, None], other=0), axis=1).to(tl.int64)
         after = tl.minimum(before + tl.cumsum(count, axis=0), capacity)
         tl.store(kv_indptr + 1 + request, after.to(tl.int32), mask=inside)
-        tl.store(shifted + request, tl.zeros([REQUESTS], tl.int32), mask=inside)
         before += tl.sum(count, axis=0)
 
 
@@ -132,68 +101,53 @@ def write_kernel(
     rows,
     requests,
     lengths,
-    order,
-    sorted_counts,
-    cached_at,  # int32 [num_slots], unused unless HOME
+    cached_at,  # int32 [num_slots], unused unless SHIFTS
     counts,  # int32 [batch, PIECES]
     kv_indptr,  # int32 [batch + 1]
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written
-    shifted,  # int32 [batch], 1 written where a shift is not 0
     positions,  # int32 [capacity], written if POSITIONS
     num_rows,
     width,
-    window,
     num_slots,
     capacity,
     row_stride,
-    order_stride,
-    HOME: tl.constexpr,
+    SHIFTS: tl.constexpr,
     POSITIONS: tl.constexpr,
-    ORDERED: tl.constexpr,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Grid (PIECES, batch)."""
     piece = tl.program_id(0)
     request = tl.program_id(1)
-    row, first, length = _row_of(requests, lengths, request, num_rows, width, window)
-    sorted_count = tl.load(sorted_counts + row) if ORDERED else 0
-    start, stop = _piece_of(first, length, piece, ORDERED, PIECES, TILE)
+    row, start, stop = _piece_of(requests, lengths, request, piece, num_rows, width, PIECES, TILE)
     pieces = tl.arange(0, PIECES)
     earlier = tl.load(counts + request * PIECES + pieces, mask=pieces < piece, other=0)
     to = tl.load(kv_indptr + request).to(tl.int64) + tl.sum(earlier, axis=0)
-    away = tl.zeros([TILE], tl.int32)
-    for place in range(start, stop, TILE):
-        slot, position, kept = _entries(
-            rows, row_stride, order, order_stride, sorted_count, row,
-            place + tl.arange(0, TILE), first, length, stop, num_slots, ORDERED,
-        )  # fmt: skip
+    for some in range(start, stop, TILE):
+        position = some + tl.arange(0, TILE)
+        slot, kept = _slots(rows + row * row_stride, position, stop, num_slots)
         one = kept.to(tl.int32)
         at = to + tl.cumsum(one, axis=0) - one
-        room = kept & (at < capacity)
-        tl.store(kv_indices + at, slot, mask=room)
+        fits = kept & (at < capacity)
+        tl.store(kv_indices + at, slot, mask=fits)
         if POSITIONS:
-            tl.store(positions + at, position, mask=room)
+            tl.store(positions + at, position, mask=fits)
         by = tl.zeros([TILE], tl.int32)
-        if HOME:
-            by = position - tl.load(cached_at + slot, mask=room, other=0)
-            away |= (room & (by != 0)).to(tl.int32)
-        tl.store(shift + at, by, mask=room)
+        if SHIFTS:
+            by = position - tl.load(cached_at + slot, mask=fits, other=0)
+        tl.store(shift + at, by, mask=fits)
         to += tl.sum(one, axis=0)
-    if tl.max(away, axis=0) > 0:
-        tl.store(shifted + request, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanBuffers:
-    """Where plans of up to ``batch`` requests and ``capacity`` entries go, step after step.
+    """Memory for plans of up to ``batch`` requests and ``capacity`` entries, step after step.
 
     Attributes:
         kv_indptr: int32 ``[batch + 1]``.
-        kv_indices: int32 ``[capacity]``; beyond the last entry anything.
+        kv_indices: int32 ``[capacity]``; anything beyond the last entry.
         shift: int32 ``[capacity]``, likewise.
-        moved: int32 ``[batch]``, 1 where an entry of the request has a shift other than 0.
         counts: int32 ``[batch, PIECES]``, of the kernels' own use.
         positions: int32 ``[capacity]``, of the entries in their rows; None where nobody asks.
     """
@@ -201,7 +155,6 @@ class PlanBuffers:
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     shift: torch.Tensor
-    shifted: torch.Tensor
     counts: torch.Tensor
     positions: torch.Tensor | None = None
 
@@ -213,18 +166,34 @@ class PlanBuffers:
             # Valid from the start: an empty plan.
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        return cls(
-            made(batch + 1),
-            made(capacity),
-            made(capacity),
-            made(batch),
-            made(batch, PIECES),
-            made(capacity) if positions else None,
-        )
+        sides = made(batch + 1), made(capacity), made(capacity), made(batch, PIECES)
+        return cls(*sides, made(capacity) if positions else None)
+
+    @property
+    def batch(self) -> int:
+        """Most requests of a plan."""
+        return len(self.counts)
+
+    @property
+    def capacity(self) -> int:
+        """Most entries of a plan."""
+        return len(self.kv_indices)
 
     def plan_of(self, batch: int) -> RowPlan:
         """What was planned for ``batch`` requests, over the whole capacity."""
         return RowPlan(self.kv_indptr[: batch + 1], self.kv_indices, self.shift)
+
+    def scan(self, batch: int) -> None:
+        """``kv_indptr`` of ``counts``."""
+        scan_kernel[(1,)](
+            self.counts,
+            self.kv_indptr,
+            batch,
+            self.capacity,
+            PIECES=self.counts.shape[1],
+            REQUESTS=REQUESTS,
+            num_warps=NUM_WARPS,
+        )
 
 
 def plan_into(
@@ -235,118 +204,50 @@ def plan_into(
     cached_at: torch.Tensor | None = None,
     *,
     num_slots: int,
-    window: int | None = None,
-    order: RowOrder | None = None,
 ) -> RowPlan:
     """Flatten the rows of a batch into ``buffers``, without a wait.
 
-    Nothing is looked at by the host, so nothing is refused for its value, and nothing
-    is read out of bounds: a request that is not a row has no entries, a length
-    beyond the row is cut to it, an entry that is no slot is dropped, and so is
-    what goes beyond the capacity. Without ``cached_at`` all shifts are 0.
+    The host reads no values, so none is refused, and none is read out of bounds: a request
+    that is not a row has no entries, a length beyond the row is cut to it, an entry that is no
+    slot is skipped, and so are entries past the capacity. Without ``cached_at`` all shifts are 0.
 
     Args:
-        rows, requests, lengths, home, num_slots, window: See
+        rows, requests, lengths, cached_at, num_slots: See
             :func:`sglang_reasoncache.kernels.plan.plan_rows`; int32 and int64 alike.
-        order: The order of each row's entries; None: by position.
 
     Returns:
         ``buffers.plan_of(batch)``.
 
     Raises:
-        ValueError: more requests than the buffers are for, or an order of other rows.
+        ValueError: more requests than the buffers are for.
     """
-    where = _Rows(rows, requests, lengths, num_slots, window, order)
-    batch, most = requests.shape[0], buffers.shifted.shape[0]
-    if batch > most:
-        raise ValueError(f"plan: {batch} requests, the buffers are for {most}")
-    where.count(buffers.counts, buffers.kv_indptr, buffers.shifted, buffers.kv_indices.shape[0])
-    where.write(buffers, cached_at)
-    return buffers.plan_of(batch)
-
-
-def plan_rows(
-    rows: torch.Tensor,
-    requests: torch.Tensor,
-    lengths: torch.Tensor,
-    cached_at: torch.Tensor | None,
-    num_slots: int,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As :func:`plan_into`, into tensors of the right size, for which it waits twice."""
-    where = _Rows(rows, requests, lengths, num_slots, window, None)
-    buffers = PlanBuffers.of(requests.shape[0], 0, rows.device)
-    where.count(buffers.counts, buffers.kv_indptr, buffers.shifted, 2**31 - 1)
-    kv_indices, shift = rows.new_empty((2, int(buffers.kv_indptr[-1]))).unbind()
-    buffers = dataclasses.replace(buffers, kv_indices=kv_indices, shift=shift)
-    where.write(buffers, cached_at)
-    shifted = cached_at is not None and bool(buffers.shifted.any())
-    return buffers.kv_indptr, kv_indices, shift if shifted else None
-
-
-class _Rows:
-    """The rows of a batch, as both kernels that read them take them."""
-
-    def __init__(
-        self,
-        rows: torch.Tensor,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        num_slots: int,
-        window: int | None,
-        order: RowOrder | None,
-    ) -> None:
-        if rows.stride(1) != 1:
-            raise ValueError(f"plan: positions of a row must lie side by side, got {rows.stride()}")
-        if order is not None and order.positions.shape != rows.shape:
-            raise ValueError(
-                f"plan: an order of rows {list(order.positions.shape)}, rows are {list(rows.shape)}"
-            )
-        num_rows, width = rows.shape
-        tables = (rows, requests) if order is None else (order.positions, order.counts)
-        self._device = rows.device
-        self._batch = requests.shape[0]
-        self._tensors = (rows, requests.contiguous(), lengths.contiguous(), *tables)
-        self._sizes = (num_rows, width, width if window is None else window, num_slots)
-        self._strides = (rows.stride(0), tables[0].stride(0))
-        self._fixed = dict(ORDERED=order is not None, PIECES=PIECES, TILE=TILE, num_warps=NUM_WARPS)
-
-    def count(
-        self, counts: torch.Tensor, kv_indptr: torch.Tensor, shifted: torch.Tensor, capacity: int
-    ) -> None:
-        with current_device(self._device):
-            if self._batch:
-                count_kernel[(PIECES, self._batch)](
-                    *self._tensors, counts, *self._sizes, *self._strides, **self._fixed
-                )
-            scan_kernel[(1,)](
-                counts,
-                kv_indptr,
-                shifted,
-                self._batch,
-                capacity,
-                PIECES=PIECES,
-                REQUESTS=REQUESTS,
-                num_warps=NUM_WARPS,
-            )
-
-    def write(self, buffers: PlanBuffers, cached_at: torch.Tensor | None) -> None:
-        if not self._batch:
-            return
-        with current_device(self._device):
-            write_kernel[(PIECES, self._batch)](
-                *self._tensors,
-                buffers.counts if cached_at is None else cached_at.contiguous(),
+    batch = len(requests)
+    if batch > buffers.batch:
+        raise ValueError(f"plan: {batch} requests, the buffers are for {buffers.batch}")
+    if rows.stride(1) != 1:
+        raise ValueError(f"plan: positions of a row must lie side by side, got {rows.stride()}")
+    unused, pieces = buffers.counts, buffers.counts.shape[1]
+    tensors = rows, requests.contiguous(), lengths.contiguous()
+    sizes = *rows.shape, num_slots
+    fixed = dict(PIECES=pieces, TILE=TILE, num_warps=NUM_WARPS)
+    with current_device(rows.device):
+        if batch:
+            count_kernel[(pieces, batch)](*tensors, buffers.counts, *sizes, rows.stride(0), **fixed)
+        buffers.scan(batch)
+        if batch:
+            write_kernel[(pieces, batch)](
+                *tensors,
+                unused if cached_at is None else cached_at.contiguous(),
                 buffers.counts,
                 buffers.kv_indptr,
                 buffers.kv_indices,
                 buffers.shift,
-                buffers.shifted,
-                buffers.counts if buffers.positions is None else buffers.positions,
-                *self._sizes,
-                buffers.kv_indices.shape[0],
-                *self._strides,
-                HOME=cached_at is not None,
+                unused if buffers.positions is None else buffers.positions,
+                *sizes,
+                buffers.capacity,
+                rows.stride(0),
+                SHIFTS=cached_at is not None,
                 POSITIONS=buffers.positions is not None,
-                **self._fixed,
+                **fixed,
             )
+    return buffers.plan_of(batch)

@@ -1,30 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all kernels ask of a pool's buffers and of the calls that read them."""
+"""What every operation asks of a pool's buffers, and which backend reads them."""
 
 from __future__ import annotations
 
-import os
+import copy
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_reasoncache import native
+from sglang_reasoncache.native.pool import DTYPES
+
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
+#: C++ for host memory, Triton for CUDA devices, PyTorch for what neither reads, as the reference.
+BACKENDS = ("native", "triton", "torch")
 
-def check_sides(keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raises ValueError unless both are ``[num_slots, heads, head_dim]``, alike in the first two."""
+
+def check_pool(
+    keys: torch.Tensor, values: torch.Tensor, rotation: KeyRotation | None
+) -> KeyRotation | None:
+    """``rotation`` on the pool's device.
+
+    Raises:
+        ValueError: buffers that are not ``[num_slots, heads, head_dim]``, alike but for the last,
+            or a rotation of more dimensions than a key has, or of an odd number.
+    """
     if keys.dim() != 3 or values.dim() != 3 or keys.shape[:2] != values.shape[:2]:
         raise ValueError(
             "buffers must be [num_slots, heads, head_dim], K and V alike in the first two; got "
             f"K {list(keys.shape)}, V {list(values.shape)}"
         )
+    if keys.dtype != values.dtype or keys.device != values.device:
+        raise ValueError(f"K is {keys.dtype} on {keys.device}, V {values.dtype} on {values.device}")
+    if rotation is None:
+        return None
+    if rotation.rotary_dim > keys.shape[2] or rotation.rotary_dim % 2:
+        raise ValueError(f"rotary_dim {rotation.rotary_dim} does not fit head_dim {keys.shape[2]}")
+    return rotation if rotation.cos.device == keys.device else _on(rotation, keys.device)
 
 
-def check_rotation(rotation: KeyRotation | None, head_dim: int) -> None:
-    """Raises ValueError where a rotation turns more dimensions than a key has, or an odd number."""
-    if rotation is not None and (rotation.rotary_dim > head_dim or rotation.rotary_dim % 2):
-        raise ValueError(f"rotary_dim {rotation.rotary_dim} does not fit head_dim {head_dim}")
+@functools.lru_cache(maxsize=4)
+def _on(rotation: KeyRotation, device: torch.device) -> KeyRotation:
+    """The same rotation there; all layers share one copy of its table."""
+    there = copy.copy(rotation)
+    there.cos, there.sin = rotation.cos.to(device), rotation.sin.to(device)
+    return there
+
+
+def choose_backend(asked: str | None, keys: torch.Tensor, values: torch.Tensor) -> str:
+    """The backend asked for, or the first that can read these buffers.
+
+    Raises:
+        ValueError: an unknown backend, or one that cannot read them.
+        sglang_reasoncache.native.NativeUnavailable: "native" is asked for, and there is no
+            library.
+    """
+    if asked not in (None, *BACKENDS):
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {asked!r}")
+    device = keys.device.type
+    readable = keys.dtype in DTYPES and keys.stride(2) == values.stride(2) == 1
+    if asked == "torch" or (asked is None and not readable):
+        return "torch"
+    if not readable or (asked == "native" and device != "cpu"):
+        place = " in host memory" if asked == "native" else ""
+        raise ValueError(
+            f"{asked}: {keys.dtype} on {keys.device} with strides {keys.stride()}; elements of a "
+            f"head must lie side by side{place}"
+        )
+    chosen = asked or {"cpu": "native", "cuda": "triton"}.get(device, "torch")
+    try:
+        if chosen == "native":
+            native.library()
+        elif chosen == "triton":
+            import triton  # noqa: F401
+    except (native.NativeUnavailable, ImportError) as error:
+        if asked is None:
+            return "torch"
+        raise error if chosen == "native" else ValueError(f"triton: {error}") from error
+    return chosen
+
+
+def check_slots(name: str, slots: torch.Tensor, num_slots: int) -> None:
+    """Raises ValueError where a slot is outside the pool; waits for the device."""
+    if slots.numel() and (slots.min() < 0 or slots.max() >= num_slots):
+        raise ValueError(f"{name} has a slot outside the pool")
+
+
+def check_shift(shift: torch.Tensor, rotation: KeyRotation) -> None:
+    """Raises ValueError where the rotary table lacks a shift; waits for the device."""
+    if shift.numel() and shift.long().abs().max() >= len(rotation.cos):
+        raise ValueError("shift has an entry beyond the rotary table")
 
 
 def read_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -35,8 +103,16 @@ def read_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return buffer[slots].float()
 
 
-def threads_of_a_call(threads: int | None) -> int:
-    """``threads``, or what PyTorch uses as far as this process may run on as many cores."""
-    if threads is not None:
-        return threads
-    return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+def read_keys(
+    keys: torch.Tensor,
+    slots: torch.Tensor,
+    shift: torch.Tensor | None,
+    rotation: KeyRotation | None,
+) -> torch.Tensor:
+    """fp32 keys ``[*slots.shape, heads, head_dim]``, rotated by ``shift`` in PyTorch."""
+    found = read_rows(keys, slots)
+    if shift is None or rotation is None:
+        return found
+    # Unshifted entries stay as they are even if they are not finite: inf * 0 is NaN.
+    rotated = rotation.rotate(found, rotation.angles(shift))
+    return torch.where((shift != 0)[..., None, None], rotated, found)

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 # Names of element types inside the kernels. fp8 is read as bytes: GPUs before
 # sm_89 have no conversion for it.
@@ -29,6 +32,25 @@ def as_read(buffer: torch.Tensor) -> torch.Tensor:
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def rotary_constants(rotation: KeyRotation | None) -> dict[str, Any]:
+    """Compile-time arguments of kernels that rotate; None: they do not."""
+    if rotation is None:
+        return dict(HALF=0, NEOX=False)
+    return dict(HALF=rotation.rotary_dim // 2, NEOX=rotation.is_neox)
+
+
+def rotary_tables(
+    shift: torch.Tensor | None,
+    rotation: KeyRotation | None,
+    ints: torch.Tensor,
+    unused: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Shift, cosines and sines; in place of those that are not read, tensors that are there."""
+    if rotation is None or shift is None:
+        return ints, unused, unused
+    return shift.contiguous(), rotation.cos, rotation.sin
 
 
 @triton.jit
@@ -74,7 +96,7 @@ def load_entries(kv_indices, shift, entry, inside, num_slots, table_rows, HALF: 
 
 @triton.jit
 def pairing(column, HALF: tl.constexpr, NEOX: tl.constexpr):
-    """Which elements of a head turn together.
+    """Which elements of a head are rotated together.
 
     Returns, for every column: whether it is rotated at all, the column it is paired
     with (itself if it is not), whether it is the first of the pair, and the pair's
@@ -94,7 +116,7 @@ def pairing(column, HALF: tl.constexpr, NEOX: tl.constexpr):
 
 @triton.jit
 def load_factors(cosines, sines, shift, rotated, first, angle, mask, HALF: tl.constexpr):
-    """What an element, and the one it is paired with, are multiplied by to turn it.
+    """What an element, and the one it is paired with, are multiplied by to rotate it.
 
     All arguments broadcast; ``shift`` is in positions, either way. Nothing is read
     where ``mask`` is off or the element is not ``rotated``: it stays as it is.

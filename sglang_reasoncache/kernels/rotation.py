@@ -16,9 +16,6 @@ class Angles(NamedTuple):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def select(self, index: torch.Tensor) -> Angles:
-        return Angles(self.cos[index], self.sin[index])
-
 
 #: Rotary modules with one table of angles that are linear in the position.
 _LINEAR_KINDS = (
@@ -29,6 +26,8 @@ _LINEAR_KINDS = (
     "DynamicNTKAlphaRotaryEmbedding",
     "DynamicNTKScalingRotaryEmbedding",
 )
+
+_FLAG = "--reasoncache-positions corrected"
 
 #: Attention modules that, where the attribute is true, scale each dim of a key by a learned
 #: weight after its rotation: what lies in the pool is no rotated key.
@@ -71,22 +70,19 @@ class KeyRotation:
         kinds = {type(m).__name__ for m in found}
         if len(kinds) != 1 or not kinds <= set(_LINEAR_KINDS):
             raise ValueError(
-                "--reasoncache-positions corrected needs one plain rotary embedding per model, "
+                f"{_FLAG} needs one plain rotary embedding per model, "
                 f"found {sorted(kinds) or 'none'}; as-cached works without"
             )
         _check_layers(model)
-        tables = [m._compute_cos_sin_cache().float() for m in _distinct(found)]
-        first = found[0]
-        if any(t.shape != tables[0].shape or not torch.equal(t, tables[0]) for t in tables):
+        table, *others = (m._compute_cos_sin_cache().float() for m in found)
+        if any(not torch.equal(other, table) for other in others):
+            raise ValueError(f"{_FLAG} needs the same rotary embedding in every layer")
+        if len(table) < max_positions:
             raise ValueError(
-                "--reasoncache-positions corrected needs the same rotary embedding in every layer"
+                f"{_FLAG}: the rotary table holds {len(table)} positions, "
+                f"--context-length is {max_positions}"
             )
-        if tables[0].shape[0] < max_positions:
-            raise ValueError(
-                f"--reasoncache-positions corrected: the rotary table holds {tables[0].shape[0]} "
-                f"positions, --context-length is {max_positions}"
-            )
-        return cls(tables[0], first.rotary_dim, first.is_neox_style)
+        return cls(table, found[0].rotary_dim, found[0].is_neox_style)
 
     def angles(self, shift: torch.Tensor) -> Angles:
         """Cosines and sines of int ``shift`` of any shape, in positions, any sign."""
@@ -110,13 +106,11 @@ class KeyRotation:
         return torch.cat((out, keys[..., self.rotary_dim :]), dim=-1)
 
 
-def _distinct(modules: list[Any]) -> list[Any]:
-    """SGLang hands the same rotary module to every layer; check each object once."""
-    return list({id(m): m for m in modules}.values())
-
-
 def _rotary_modules(model: torch.nn.Module) -> list[Any]:
-    """Also those of SGLang's rotary modules that are no RotaryEmbedding (LongRoPE, dual chunk)."""
+    """Also those of SGLang's rotary modules that are no RotaryEmbedding (LongRoPE, dual chunk).
+
+    Each once, although layers share it: ``modules()`` does so.
+    """
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
     return [
         module
@@ -135,20 +129,20 @@ def _check_layers(model: torch.nn.Module) -> None:
         rotary = [child for child in children if isinstance(child, compat.RotaryEmbedding)]
         if not rotary:
             raise ValueError(
-                "--reasoncache-positions corrected needs a rotary embedding in every attention "
-                f"layer, {name} ({kind}) has none; as-cached works without"
+                f"{_FLAG} needs a rotary embedding in every attention layer, {name} ({kind}) has "
+                "none; as-cached works without"
             )
         # One made for a part of the head leaves open which dims that part is.
         sizes = {child.head_size for child in rotary}
         heads = {c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}
         if sizes != heads:
             raise ValueError(
-                f"--reasoncache-positions corrected: {name} ({kind}) rotates a part of {sizes} dims "
+                f"{_FLAG}: {name} ({kind}) rotates a part of {sizes} dims "
                 f"placed by the model itself in heads of {heads}; as-cached works"
             )
         flag = _SCALES_ROTATED_KEYS.get(kind)
         if flag is not None and getattr(owner, flag, True):
             raise ValueError(
-                f"--reasoncache-positions corrected: {name} ({kind}, {flag}) scales keys after "
-                "their rotation, which cannot be rotated any more; as-cached works"
+                f"{_FLAG}: {name} ({kind}, {flag}) scales keys after "
+                "their rotation, so they cannot be rotated any more; as-cached works"
             )

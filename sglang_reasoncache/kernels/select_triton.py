@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Some entries of a plan, by pages of their rows, on a GPU and without a wait.
 
-Layers must not look at rows: those may change while a forward runs. So what a layer reads is
-taken from the plan that was made of them. Grids depend on the batch alone.
+Layers must not read rows, which may change while a forward runs. What a layer reads is taken
+from the plan that was made of them. Grids depend on the batch alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels import plan_triton
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 from sglang_reasoncache.kernels.rotate_triton import current_device
 
@@ -137,24 +136,24 @@ def write_kernel(
         kept = _kept(positions, keep, entry, stop, pages, PAGE)
         one = kept.to(tl.int32)
         at = to + tl.cumsum(one, axis=0) - one
-        room = kept & (at < capacity)
-        tl.store(to_indices + at, tl.load(kv_indices + entry, mask=room, other=0), mask=room)
-        tl.store(to_shift + at, tl.load(shift + entry, mask=room, other=0), mask=room)
-        tl.store(to_entries + at, entry, mask=room)
+        fits = kept & (at < capacity)
+        tl.store(to_indices + at, tl.load(kv_indices + entry, mask=fits, other=0), mask=fits)
+        tl.store(to_shift + at, tl.load(shift + entry, mask=fits, other=0), mask=fits)
+        tl.store(to_entries + at, entry, mask=fits)
         to += tl.sum(one, axis=0)
 
 
-@triton.jit(do_not_specialize=["room"])
+@triton.jit(do_not_specialize=["size"])
 def add_kernel(
     weights,  # fp32 [capacity], read and zeroed
     kv_indptr,  # int32 [batch + 1], of the selected entries
     entries,  # int32 [capacity]
-    whole,  # fp32 [room], added to
-    room,
+    whole,  # fp32 [size], added to
+    size,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid (PIECES, batch). No two entries go to one place."""
+    """Grid (PIECES, batch). No two entries go to one element."""
     start, stop = _span_of(kv_indptr, tl.program_id(1), tl.program_id(0), PIECES, TILE)
     for some in range(start, stop, TILE):
         entry = some + tl.arange(0, TILE)
@@ -162,7 +161,7 @@ def add_kernel(
         weight = tl.load(weights + entry, mask=inside, other=0.0)
         tl.store(weights + entry, tl.zeros([TILE], tl.float32), mask=inside)
         to = tl.load(entries + entry, mask=inside, other=-1)
-        there = inside & (to >= 0) & (to < room)
+        there = inside & (to >= 0) & (to < size)
         tl.store(whole + to, tl.load(whole + to, mask=there, other=0.0) + weight, mask=there)
 
 
@@ -206,8 +205,8 @@ def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, pa
     """The entries of a plan that lie in pages to be read, in their order.
 
     Args:
-        buffers: Written; its ``positions`` are where entries are in the whole plan. What goes
-            beyond its capacity is left out.
+        buffers: Written; its ``positions`` are where entries are in the whole plan. Entries past
+            its capacity are skipped.
         whole: The plan of all, with ``positions`` in their rows.
         keep: uint8 ``[batch, pages]``, 0: not read.
         page: Positions of a page.
@@ -218,16 +217,7 @@ def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, pa
     grid = (buffers.counts.shape[1], batch)
     with current_device(keep.device):
         count_kernel[grid](whole.kv_indptr, whole.positions, keep, buffers.counts, pages, **fixed)
-        plan_triton.scan_kernel[(1,)](
-            buffers.counts,
-            buffers.kv_indptr,
-            buffers.shifted,
-            batch,
-            buffers.kv_indices.shape[0],
-            PIECES=buffers.counts.shape[1],
-            REQUESTS=plan_triton.REQUESTS,
-            num_warps=plan_triton.NUM_WARPS,
-        )
+        buffers.scan(batch)
         write_kernel[grid](
             whole.kv_indptr,
             whole.kv_indices,
@@ -240,7 +230,7 @@ def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, pa
             buffers.shift,
             buffers.positions,
             pages,
-            buffers.kv_indices.shape[0],
+            buffers.capacity,
             **fixed,
         )
 

@@ -20,17 +20,17 @@ LOGITS_BYTES = 272 << 20
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["total", "width", "room"])
+@triton.jit(do_not_specialize=["total", "width", "size"])
 def weights_kernel(
     logits,  # fp32 [rows, heads, width]: base 2
     lse,  # fp32 [rows, heads]: natural
     begin,  # int32 [rows]
     end,  # int32 [rows]
     first,  # int32 or int64 [rows]: of each query's entries in ``weights``
-    weights,  # fp32 [room], added to
+    weights,  # fp32 [size], added to
     total,
     width,
-    room,
+    size,
     heads: tl.constexpr,
     HEADS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -42,9 +42,9 @@ def weights_kernel(
     count = tl.minimum(tl.maximum(tl.load(end + row), low), total) - low
     count = tl.minimum(count, width)
     to = tl.load(first + row).to(tl.int64)
-    size = tl.cdiv(tl.cdiv(count, PIECES), TILE) * TILE
-    start = tl.program_id(0) * size
-    for at in range(start, tl.minimum(start + size, count), TILE):
+    piece = tl.cdiv(tl.cdiv(count, PIECES), TILE) * TILE
+    start = tl.program_id(0) * piece
+    for at in range(start, tl.minimum(start + piece, count), TILE):
         entry = at + tl.arange(0, TILE)
         inside = entry < count
         found = tl.zeros([TILE], tl.float32)
@@ -59,7 +59,7 @@ def weights_kernel(
             at_logit = logits + (unit * width)[:, None] + entry[None, :]
             logit = tl.load(at_logit, mask=mask, other=float("-inf"))
             found += tl.sum(tl.exp2(logit - whole[:, None]), axis=0)
-        there = inside & (to + entry >= 0) & (to + entry < room)
+        there = inside & (to + entry >= 0) & (to + entry < size)
         place = weights + to + entry
         tl.store(place, tl.load(place, mask=there, other=0.0) + found, mask=there)
 
@@ -88,7 +88,7 @@ def add(
         lse: fp32 ``[rows, heads]``, natural log of the sum of exponentials.
         begin, end: int32 ``[rows]``.
         first: int ``[rows]``, where each query's weights begin.
-        weights: fp32 ``[room]``; what would lie beyond it is left out.
+        weights: fp32 ``[size]``; entries past the end are skipped.
         total: Entries of the plan, the bound of ``begin`` and ``end``.
     """
     rows, heads, width = logits.shape

@@ -22,21 +22,18 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _NAME = "libreasoncache.so"
 _TIMEOUT_SECONDS = 600
 _COMPILERS = ("c++", "g++", "clang++")
-# No contraction: similarities must come out bit for bit as in the Python twin.
-# Kernels that want fused multiply-add ask for it in their source.
+# No contraction: kernels that want fused multiply-add ask for it in their source.
 _FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-g1")
 _OPTIMISED = ("-O3", "-march=native")
 _SANITIZED = ("-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined")
-
 
 #: For child processes; also a way to point at a library built elsewhere.
 LIBRARY_ENV = "REASONCACHE_NATIVE_LIBRARY"
@@ -86,12 +83,17 @@ def prepare_for_children() -> ctypes.CDLL:
     return found
 
 
+def sanitized() -> bool:
+    """Whether this process asks for the AddressSanitizer build."""
+    return os.environ.get("REASONCACHE_SANITIZE", "0") not in ("", "0")
+
+
 def _load() -> ctypes.CDLL:
     given = os.environ.get(LIBRARY_ENV, "")
     if given.startswith("!"):
         raise NativeUnavailable(given[1:])
     root = _source_root()
-    path = Path(given) if given else build(root)
+    path = Path(given) if given else _build(root)
     try:
         found = ctypes.CDLL(str(path))
         found.reasoncache_source.restype = ctypes.c_char_p
@@ -103,38 +105,22 @@ def _load() -> ctypes.CDLL:
     return found
 
 
-def build(root: Path) -> Path:
-    """Path of the library for the sources in ``root`` and this CPU; compiles it if need be.
-
-    Raises:
-        NativeUnavailable: see :func:`library`.
-        OSError: the cache folder cannot be used.
-    """
-    sources = sorted(root.rglob("*.cpp"))
-    if not sources:
-        raise NativeUnavailable(f"no C++ sources in {root}")
+def _build(root: Path) -> Path:
+    """Path of the library for the sources in ``root`` and this CPU; compiles it if need be."""
     flags = (*_FLAGS, *(_SANITIZED if sanitized() else _OPTIMISED))
     key = _key(root, flags)
     cache = _cache_folder()
-    if cache is not None:
-        target = cache / key / _NAME
-        if target.is_file():
-            return target
+    if cache is not None and (cache / key / _NAME).is_file():
+        return cache / key / _NAME
     if cache is None or not os.access(cache, os.W_OK):
         # Kept until the process ends; the library stays mapped after that.
         cache = Path(_private_folder().name)
-        target = cache / key / _NAME
+    target = cache / key / _NAME
     compiler = _compiler()
-    with (cache / f"{key}.lock").open("w") as lock:
-        _wait_for(lock)
+    with _locked(cache / f"{key}.lock"):
         if not target.is_file():
-            _compile(root, sources, compiler, flags, target)
+            _compile(root, [*compiler, *flags], target)
     return target
-
-
-def sanitized() -> bool:
-    """Whether this process asks for the AddressSanitizer build."""
-    return os.environ.get("REASONCACHE_SANITIZE", "0") not in ("", "0")
 
 
 def _source_root() -> Path:
@@ -158,7 +144,7 @@ def _compiler() -> list[str]:
 def _source_hash(root: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted([*root.rglob("*.cpp"), *root.rglob("*.h")]):
-        digest.update(f"{path.name}\0".encode())
+        digest.update(f"{path.relative_to(root)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:24]
 
@@ -166,14 +152,14 @@ def _source_hash(root: Path) -> str:
 def _key(root: Path, flags: Sequence[str]) -> str:
     """Hash of what decides what the library holds.
 
-    The compiler is not asked: a library built into an image serves where there is none.
+    The compiler is not asked: a library built into an image is used where there is none.
     """
     parts = (_source_hash(root), os.environ.get("CXX", ""), *flags, _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 def _cpu() -> str:
-    """What ``-march=native`` depends on: a home folder may be shared by unlike machines."""
+    """What ``-march=native`` depends on: unlike machines may share a home folder."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
         for line in info:
             if line.startswith(("flags", "Features")):
@@ -190,7 +176,7 @@ def _cache_folder() -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(given) if given else Path(base) / "sglang-reasoncache"
     if not folder.is_absolute():
-        return None  # no home
+        return None  # no home folder
     try:
         with contextlib.suppress(PermissionError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -208,42 +194,36 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="sglang-reasoncache-")
 
 
-def _wait_for(lock: IO[str]) -> None:
-    """Take the lock, or give up when whoever holds it does not finish.
-
-    Raises:
-        NativeUnavailable: after ``_TIMEOUT_SECONDS``.
-    """
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock, or give up after ``_TIMEOUT_SECONDS`` when whoever holds it does not end."""
     deadline = time.monotonic() + _TIMEOUT_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise NativeUnavailable(f"another process holds {lock.name}") from None
-            time.sleep(0.1)
+    with path.open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise NativeUnavailable(f"another process holds {path}") from None
+                time.sleep(0.1)
+        yield
 
 
-def _compile(
-    root: Path, sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str], target: Path
-) -> None:
+def _compile(root: Path, command: Sequence[str], target: Path) -> None:
     """Compile in a scratch folder, then move the result in place: nobody loads half a file."""
+    sources = sorted(root.rglob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
-        folder = Path(scratch)
         include = (f"-I{root}", f'-DREASONCACHE_SOURCE="{_source_hash(root)}"')
-        objects = [folder / f"{i}.o" for i in range(len(sources))]
+        objects = [f"{scratch}/{index}.o" for index in range(len(sources))]
+
+        def compile_one(source: Path, to: str) -> None:
+            _run([*command, *include, "-c", str(source), "-o", to])
+
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as workers:
-            list(
-                workers.map(
-                    lambda pair: _run(
-                        [*compiler, *flags, *include, "-c", str(pair[0]), "-o", str(pair[1])]
-                    ),
-                    zip(sources, objects, strict=True),
-                )
-            )
-        output = folder / _NAME
-        _run([*compiler, *flags, "-shared", *map(str, objects), "-o", str(output)])
+            list(workers.map(compile_one, sources, objects))
+        output = f"{scratch}/{_NAME}"
+        _run([*command, "-shared", *objects, "-o", output])
         target.parent.mkdir(mode=0o700, exist_ok=True)
         os.replace(output, target)
 
@@ -255,17 +235,17 @@ def _run(command: Sequence[str]) -> None:
         NativeUnavailable: it failed; the message ends with what it said.
     """
     try:
-        done = subprocess.run(
+        subprocess.run(
             command,
             capture_output=True,
             text=True,
             errors="replace",
             timeout=_TIMEOUT_SECONDS,
-            check=False,
+            check=True,
         )
+    except subprocess.CalledProcessError as error:
+        raise NativeUnavailable(
+            f"{shlex.join(command)} failed ({error.returncode}):\n{error.stderr[-4000:]}"
+        ) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"{command[0]}: {error}") from error
-    if done.returncode:
-        raise NativeUnavailable(
-            f"{shlex.join(command)} failed ({done.returncode}):\n{done.stderr[-4000:]}"
-        )

@@ -118,7 +118,6 @@ def cuda_row(percent: int, ours: float) -> attention_cuda_rows.Row:
         shared_percent=percent,
         ours=ms(ours),
         # No server reads in this order: it must not get into the figures.
-        ours_together=ms(ours - 0.2) if percent else None,
         flashinfer=ms(1.2),
         flashinfer_as_cached=ms(1.1) if percent else None,
         plan=ms(0.32),
@@ -224,8 +223,8 @@ from eval.bench.attention_rows import Shape
 
 with torch.inference_mode():
     step = GpuStep(Shape(3, 70, 8, 2, 32), "cpu")
-    for percent, together in ((0, False), (22, False), (22, True)):
-        step.share(percent, together)
+    for percent in (0, 22):
+        step.share(percent)
         step.check()
     step.decode().fill_(1)
     try:

@@ -287,7 +287,7 @@ def test_kernels_compile_ahead_of_time(arch: int) -> None:
 def test_decode_over_bounds_compiles_ahead_of_time(arch: int, dim: int) -> None:
     """Pages in place of slots: keys twice as wide, values of one element."""
     ends, query = (torch.empty(1, n, 2 * dim, dtype=torch.bfloat16) for n in (8, 32))
-    constants = decode_triton.constants(query, ends, ends[..., :1], None, logits=True, splits=32)
+    constants = decode_triton.constants(query, ends, ends[..., :1], None, logits=True)
     pointers: dict[str, Any] = dict.fromkeys(("query", "keys", "values"), NAMES[torch.bfloat16])
     pointers |= dict.fromkeys(("begin", "end", "kv_indices", "shift"), "i32")
     pointers |= dict.fromkeys(("cosines", "sines", "parts", "part_lse", "logits"), "fp32")

@@ -3,23 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
-from sglang.srt.layers.rotary_embedding import factory
+import transformers
+from sglang.srt.layers.rotary_embedding import base, factory
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
-from transformers import (
-    CohereConfig,
-    Glm4Config,
-    GptOssConfig,
-    HunYuanDenseV1Config,
-    LlamaConfig,
-    PhiConfig,
-    Qwen2Config,
-    StableLmConfig,
-)
 from transformers.models.cohere import modeling_cohere
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -29,23 +21,45 @@ from transformers.models.phi import modeling_phi
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.stablelm import modeling_stablelm
 
+from sglang_reasoncache.cpu_platform import TorchCpuPlatform
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 HEADS = 2
 #: Half the distance between 1 and the next fp32 number.
 UNIT = 2.0**-24
 
+_MODELING = {
+    "Cohere": modeling_cohere,
+    "Glm4": modeling_glm4,
+    "GptOss": modeling_gpt_oss,
+    "HunYuanDenseV1": modeling_hunyuan_v1_dense,
+    "Llama": modeling_llama,
+    "Phi": modeling_phi,
+    "Qwen2": modeling_qwen2,
+    "StableLm": modeling_stablelm,
+}
+
+
+@pytest.fixture(scope="module")
+def fresh_rotary_modules() -> Iterator[None]:
+    """On our platform, and without SGLang's cache, which would keep every table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "current_platform", TorchCpuPlatform())
+        patch.setattr(factory, "_ROPE_DICT", {})
+        yield
+
 
 @dataclass(frozen=True)
 class Model:
-    """``rope`` as in its config.json; ``positions`` is what its table has to hold."""
+    """``rope`` as in its config.json; ``positions`` is what its table has to hold, and the
+    first ``original`` of them what the model was first trained on (yarn, Llama 3)."""
 
     name: str
-    config: type
-    modeling: ModuleType
-    rotary: str
+    family: str
     positions: int
+    theta: float
     rope: dict[str, Any]
+    original: int | None = None
     head_dim: int = 128
     max_position_embeddings: int | None = None
     partial: float = 1.0
@@ -54,123 +68,61 @@ class Model:
     def __str__(self) -> str:
         return self.name
 
+    def config(self) -> Any:
+        rope = dict(rope_theta=self.theta, partial_rotary_factor=self.partial, **self.rope)
+        if self.original is not None:
+            rope["original_max_position_embeddings"] = self.original
+        return getattr(transformers, f"{self.family}Config")(
+            hidden_size=HEADS * self.head_dim,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings or self.positions,
+            rope_parameters=rope,
+        )
 
-LLAMA = (LlamaConfig, modeling_llama, "LlamaRotaryEmbedding")
-QWEN2 = (Qwen2Config, modeling_qwen2, "Qwen2RotaryEmbedding")
+
+def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
+    return dict(rope_type=kind, **more)
+
+
+_MSCALE = _rope("yarn", factor=10.0, beta_fast=16, beta_slow=2, mscale=1.0, mscale_all_dim=0.5)
+_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 
 MODELS = [
-    Model("plain-r1-distill-qwen", *QWEN2, 131_072, dict(rope_type="default", rope_theta=1e4)),
+    Model("plain-r1-distill-qwen", "Qwen2", 131_072, 1e4, _rope()),
     Model(
-        "linear-deepseek-coder",
-        *LLAMA,
-        65_536,
-        dict(rope_type="linear", rope_theta=1e5, factor=4.0),
+        "linear-deepseek-coder", "Llama", 65_536, 1e5, _rope("linear", factor=4.0),
         max_position_embeddings=16_384,
     ),
     Model(
-        "dynamic-internlm2",
-        *LLAMA,
-        65_536,
-        dict(rope_type="dynamic", rope_theta=1e6, factor=2.0),
+        "dynamic-internlm2", "Llama", 65_536, 1e6, _rope("dynamic", factor=2.0),
         max_position_embeddings=32_768,
     ),
     Model(
-        "dynamic-alpha-hunyuan",
-        HunYuanDenseV1Config,
-        modeling_hunyuan_v1_dense,
-        "HunYuanDenseV1RotaryEmbedding",
-        32_768,
-        dict(rope_type="dynamic", rope_theta=1e4, factor=1.0, alpha=1000.0),
+        "dynamic-alpha-hunyuan", "HunYuanDenseV1", 32_768, 1e4,
+        _rope("dynamic", factor=1.0, alpha=1000.0),
     ),
     Model(
-        "yarn-qwq",
-        *QWEN2,
-        131_072,
-        dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32_768),
+        "yarn-qwq", "Qwen2", 131_072, 1e6, _rope("yarn", factor=4.0), 32_768,
         max_position_embeddings=32_768,
     ),
+    Model("yarn-with-mscale", "Llama", 40_960, 1e4, _MSCALE, 4096),
     Model(
-        "yarn-with-mscale",
-        *LLAMA,
-        40_960,
-        dict(
-            rope_type="yarn",
-            rope_theta=1e4,
-            factor=10.0,
-            original_max_position_embeddings=4096,
-            beta_fast=16,
-            beta_slow=2,
-            mscale=1.0,
-            mscale_all_dim=0.5,
-        ),
-    ),
-    Model(
-        "yarn-gpt-oss",
-        GptOssConfig,
-        modeling_gpt_oss,
-        "GptOssRotaryEmbedding",
-        131_072,
-        dict(
-            rope_type="yarn",
-            rope_theta=1.5e5,
-            factor=32.0,
-            original_max_position_embeddings=4096,
-            truncate=False,
-        ),
+        "yarn-gpt-oss", "GptOss", 131_072, 1.5e5, _rope("yarn", factor=32.0, truncate=False), 4096,
         head_dim=64,
     ),
+    Model("llama-3.1", "Llama", 131_072, 5e5, _LLAMA3, 8192),
+    Model("partial-phi-2", "Phi", 2048, 1e4, _rope(), head_dim=80, partial=0.4),
     Model(
-        "llama-3.1",
-        *LLAMA,
-        131_072,
-        dict(
-            rope_type="llama3",
-            rope_theta=5e5,
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
-        ),
-    ),
-    Model(
-        "partial-phi-2",
-        PhiConfig,
-        modeling_phi,
-        "PhiRotaryEmbedding",
-        2048,
-        dict(rope_type="default", rope_theta=1e4),
-        head_dim=80,
-        partial=0.4,
-    ),
-    Model(
-        "partial-yarn-stablelm",
-        StableLmConfig,
-        modeling_stablelm,
-        "StableLmRotaryEmbedding",
-        32_768,
-        dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=4096),
+        "partial-yarn-stablelm", "StableLm", 32_768, 1e4, _rope("yarn", factor=8.0), 4096,
         partial=0.25,
     ),
     Model(
-        "interleaved-partial-glm-4",
-        Glm4Config,
-        modeling_glm4,
-        "Glm4RotaryEmbedding",
-        32_768,
-        dict(rope_type="default", rope_theta=1e4),
-        partial=0.5,
-        is_neox=False,
+        "interleaved-partial-glm-4", "Glm4", 32_768, 1e4, _rope(), partial=0.5, is_neox=False
     ),
-    Model(
-        "interleaved-command-r",
-        CohereConfig,
-        modeling_cohere,
-        "CohereRotaryEmbedding",
-        131_072,
-        dict(rope_type="default", rope_theta=8e6),
-        is_neox=False,
-    ),
-]
+    Model("interleaved-command-r", "Cohere", 131_072, 8e6, _rope(), is_neox=False),
+]  # fmt: skip
 
 
 class Embedding:
@@ -179,27 +131,19 @@ class Embedding:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.rotary_dim = int(model.head_dim * model.partial)
-        config = model.config(
-            hidden_size=HEADS * model.head_dim,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS,
-            head_dim=model.head_dim,
-            max_position_embeddings=model.max_position_embeddings or model.positions,
-            rope_parameters={**model.rope, "partial_rotary_factor": model.partial},
-        )
-        self._module = getattr(model.modeling, model.rotary)(config)
-        theta, rope = get_rope_config(config)
-        self.sglang = factory.get_rope(
-            model.head_dim,
-            model.head_dim,
-            config.max_position_embeddings,
-            theta,
-            model.is_neox,
-            rope,
-            torch.float32,
-            model.partial,
-        )
+        config = model.config()
+        self._modeling = _MODELING[model.family]
+        self._module = getattr(self._modeling, f"{model.family}RotaryEmbedding")(config)
+        self.sglang = self.made_by_sglang(torch.float32)
         self.rotation = KeyRotation.from_model(torch.nn.ModuleList([self.sglang]), model.positions)
+
+    def made_by_sglang(self, dtype: torch.dtype) -> Any:
+        config = self.model.config()
+        theta, rope = get_rope_config(config)
+        dim, context = self.model.head_dim, config.max_position_embeddings
+        return factory.get_rope(
+            dim, dim, context, theta, self.model.is_neox, rope, dtype, self.model.partial
+        )
 
     def by_hugging_face(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``[tokens, heads, head_dim]`` at ``[tokens]``, in a response that fills the context."""
@@ -207,7 +151,7 @@ class Embedding:
         last = torch.tensor([self.model.positions - 1])
         cos, sin = (t[:, :-1] for t in self._module(keys, torch.cat((positions, last))[None]))
         rotated = keys[None, ..., : self.rotary_dim].transpose(1, 2)
-        found = self.model.modeling.apply_rotary_pos_emb(rotated, rotated, cos, sin)[1]
+        found = self._modeling.apply_rotary_pos_emb(rotated, rotated, cos, sin)[1]
         return torch.cat((found[0].transpose(0, 1), keys[..., self.rotary_dim :]), dim=-1)
 
     def by_sglang(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -219,23 +163,22 @@ class Embedding:
     ) -> None:
         """``found`` is ``raw`` embedded at ``used``, within what fp32 angles allow.
 
-        Three angles n * f are rounded, those of home, used and their difference; Hugging
-        Face's and SGLang's f are results of some four roundings each, which counts once for
-        the difference; cosines, products and sums add a few units more. Each dim of a pair
-        is off by so much of the pair's length.
+        Three angles n * f are rounded, at the cached and the used position and of their
+        difference; Hugging Face's and SGLang's f are results of some four roundings each, which
+        counts once for the difference; cosines, products and sums add a few units more. Each dim
+        of a pair is off by so much of the pair's length.
         """
         expected = self.by_hugging_face(raw, used)
         distance = (used - cached_at).abs()
-        angle = (cached_at + used + distance + 8 * distance)[
-            :, None
-        ] * self._module.inv_freq.double()
-        pairs = expected[..., : self.rotary_dim].double()
-        pairs = pairs.unflatten(-1, (2, -1) if self.model.is_neox else (-1, 2))
-        length = pairs.norm(dim=-2 if self.model.is_neox else -1)
-        bound = length * ((angle + 16) * UNIT)[:, None]
-        bound = (
-            torch.cat((bound, bound), -1) if self.model.is_neox else bound.repeat_interleave(2, -1)
+        positions = cached_at + used + distance + 8 * distance
+        angle = positions[:, None] * self._module.inv_freq.double()
+        neox = self.model.is_neox
+        pairs = (
+            expected[..., : self.rotary_dim].double().unflatten(-1, (2, -1) if neox else (-1, 2))
         )
+        length = pairs.norm(dim=-2 if neox else -1)
+        bound = length * ((angle + 16) * UNIT)[:, None]
+        bound = torch.cat((bound, bound), -1) if neox else bound.repeat_interleave(2, -1)
         error = (found.double() - expected.double()).abs()
         assert torch.equal(found[..., self.rotary_dim :], raw[..., self.rotary_dim :])
         excess = error[..., : self.rotary_dim] / bound
@@ -246,11 +189,12 @@ class Embedding:
         last = self.model.positions - 1
         return torch.tensor([0, 1, 19, last // 8, last // 3, last // 2 + 1, last - 1, last])
 
-    def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cached at, used at): no shift, small ones, nearly the whole context, both signs."""
-        grid = torch.cartesian_prod(self.positions(), self.positions())
-        return grid[:, 0], grid[:, 1]
-
     def keys(self, count: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(7)
         return torch.randn(count, HEADS, self.model.head_dim, generator=generator)
+
+
+def pairs(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cached at, used at): no shift, small ones, nearly the whole context, both signs."""
+    grid = torch.cartesian_prod(positions, positions)
+    return grid[:, 0], grid[:, 1]

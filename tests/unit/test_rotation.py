@@ -1,275 +1,156 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotating a cached key against Hugging Face's rotary modules.
+"""Rotating a cached key, with the rotary parameters of published models over their whole context.
 
-A key rotated for position s and then by t - s must be the key rotated for t,
-with SGLang's table on our side and Hugging Face's own frequencies on the other.
+Hugging Face's module embeds a key for position s and for position t; rotated by t - s with
+SGLang's table, the first must be the second. The same through our attention operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from sglang.srt.layers.rotary_embedding import factory
-from transformers.models.glm import modeling_glm
-from transformers.models.glm.configuration_glm import GlmConfig
-from transformers.models.gpt_neox import modeling_gpt_neox
-from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
-from transformers.models.llama import modeling_llama
-from transformers.models.llama.configuration_llama import LlamaConfig
 
+from sglang_reasoncache.kernels.decode import decode_attention
+from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from tests.kernels.engines import use
+from tests.unit.rotation_models import HEADS, MODELS, UNIT, Embedding, pairs
+from tests.unit.rotation_models import fresh_rotary_modules as fresh_rotary_modules
 
-HEADS, HEAD_DIM = 3, 32
-CONTEXT = 4096
-BASE = 10_000
-POSITIONS = [0, 1, 19, 989, 1024, 4000, 4095]
+pytestmark = pytest.mark.usefixtures("fresh_rotary_modules")
 
-#: fp32 angles are products rounded to 24 bits: an angle of up to CONTEXT radians
-#: is off by CONTEXT * 2**-24, and three of them (s, t, t - s) meet here.
-FP32 = 3 * CONTEXT * 2.0**-24
+#: For what is off by more than angles: an angle of up to 4096 radians by 4096 * UNIT.
+NEAR = torch.tensor([0, 1, 19, 989, 1024, 2047])
 #: A bf16 key carries 8 bits and is rounded once when it was stored, once after rotation.
 BF16 = 2 * 2.0**-8
 
-YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": CONTEXT // 4,
-}
-LLAMA3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 512,
-}
-LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 4.0}
 
-Apply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+@pytest.fixture(scope="module", params=MODELS, ids=str)
+def embedding(request: pytest.FixtureRequest, fresh_rotary_modules: None) -> Iterator[Embedding]:
+    yield Embedding(request.param)
+    factory._ROPE_DICT.clear()
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One rotary variant, in SGLang's words and in Hugging Face's."""
-
-    name: str
-    scaling: dict[str, Any] | None = None
-    partial: float = 1.0
-    is_neox: bool = True
-    table: int = CONTEXT
-    hf: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return self.name
-
-    def sglang(self) -> Any:
-        return factory.get_rope(
-            HEAD_DIM,
-            HEAD_DIM,
-            self.table,
-            BASE,
-            self.is_neox,
-            self.scaling,
-            torch.float32,
-            self.partial,
-        )
-
-    def hugging_face(self) -> Apply:
-        """``(keys [tokens, heads, dim], positions [tokens])`` to rotated keys."""
-        rope = {
-            "rope_theta": float(BASE),
-            "partial_rotary_factor": self.partial,
-            **(self.scaling or {"rope_type": "default"}),
-        }
-        common: dict[str, Any] = dict(
-            hidden_size=HEADS * HEAD_DIM,
-            num_attention_heads=HEADS,
-            head_dim=HEAD_DIM,
-            max_position_embeddings=CONTEXT,
-            rope_parameters=rope,
-        )
-        module: Any
-        made: Any
-        if not self.is_neox:
-            module, made = modeling_glm, modeling_glm.GlmRotaryEmbedding(GlmConfig(**common))
-        elif self.partial < 1:
-            made = modeling_gpt_neox.GPTNeoXRotaryEmbedding(GPTNeoXConfig(**common))
-            module = modeling_gpt_neox
-        else:
-            made = modeling_llama.LlamaRotaryEmbedding(LlamaConfig(**common))
-            module = modeling_llama
-
-        def apply(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            cos, sin = made(keys, positions[None])
-            batch = keys.transpose(0, 1)[None]
-            return module.apply_rotary_pos_emb(batch, batch, cos, sin)[1][0].transpose(0, 1)
-
-        return apply
-
-
-KINDS = [
-    Kind("plain"),
-    Kind("linear", LINEAR, table=CONTEXT // 4),
-    Kind("llama3", LLAMA3),
-    Kind("yarn", YARN, table=CONTEXT // 4),
-    Kind("partial-quarter", partial=0.25),
-    Kind("partial-half", partial=0.5),
-    Kind("interleaved", is_neox=False),
-    Kind("interleaved-partial", partial=0.5, is_neox=False),
-]
-
-
-@pytest.fixture(autouse=True)
-def out_of_tree_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's rotary module asks for a CUDA kernel elsewhere than on a platform like ours."""
-    from sglang.srt.layers.rotary_embedding import base
-
-    from sglang_reasoncache.cpu_platform import TorchCpuPlatform
-
-    monkeypatch.setattr(base, "current_platform", TorchCpuPlatform())
-
-
-def rotation_of(kind: Kind) -> KeyRotation:
-    return KeyRotation.from_model(torch.nn.ModuleList([kind.sglang(), kind.sglang()]), CONTEXT)
-
-
-def random_keys(count: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(count, HEADS, HEAD_DIM, generator=generator)
-
-
-def all_pairs() -> tuple[torch.Tensor, torch.Tensor]:
-    """Every (cached at, used at) of POSITIONS: no shift, small ones, large ones, both signs."""
-    grid = torch.cartesian_prod(torch.tensor(POSITIONS), torch.tensor(POSITIONS))
-    return grid[:, 0], grid[:, 1]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_rotated_key_is_the_key_computed_there(kind: Kind) -> None:
-    rotation, apply = rotation_of(kind), kind.hugging_face()
-    cached_at, used_at = all_pairs()
-    keys = random_keys(len(cached_at))
-    rotated = rotation.rotate(apply(keys, cached_at), rotation.angles(used_at - cached_at))
-    expected = apply(keys, used_at)
+@pytest.mark.parametrize("cached_by", ["by_hugging_face", "by_sglang"])
+def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: str) -> None:
+    cached_at, used = pairs(embedding.positions())
+    raw = embedding.keys(len(cached_at))
+    cached = getattr(embedding, cached_by)(raw, cached_at)
+    rotation = embedding.rotation
+    rotated = rotation.rotate(cached, rotation.angles(used - cached_at))
     assert rotated.dtype == torch.float32
-    scale = float(expected.abs().max())
-    torch.testing.assert_close(rotated, expected, rtol=0, atol=FP32 * scale)
+    embedding.assert_close(rotated, raw, cached_at, used)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_rotated_bf16_key_is_off_by_its_roundings(kind: Kind) -> None:
-    rotation, apply = rotation_of(kind), kind.hugging_face()
-    cached_at, used_at = all_pairs()
-    keys = random_keys(len(cached_at))
-    cached = apply(keys, cached_at).bfloat16()
-    rotated = rotation.rotate(cached, rotation.angles(used_at - cached_at)).bfloat16()
-    expected = apply(keys, used_at)
-    scale = float(expected.abs().max())
-    torch.testing.assert_close(rotated.float(), expected, rtol=0, atol=(BF16 + FP32) * scale)
+def test_the_bound_sees_a_shift_of_one_position_less(embedding: Embedding) -> None:
+    cached_at, used = torch.tensor([0, 500, 1000]), torch.tensor([1000, 400, 999])
+    raw, rotation = embedding.keys(3), embedding.rotation
+    cached = embedding.by_hugging_face(raw, cached_at)
+    with pytest.raises(AssertionError, match="of what fp32 allows"):
+        rotated = rotation.rotate(cached, rotation.angles(used - cached_at - 1))
+        embedding.assert_close(rotated, raw, cached_at, used)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_no_shift_changes_no_bit(kind: Kind) -> None:
-    """Also with an attention factor: what is in the key already is not applied again."""
-    rotation = rotation_of(kind)
-    keys = random_keys(7)
-    rotated = rotation.rotate(keys, rotation.angles(torch.zeros(7, dtype=torch.int32)))
-    assert torch.equal(rotated, keys)
+def test_rotated_bf16_key_is_off_by_its_roundings(embedding: Embedding) -> None:
+    cached_at, used = pairs(NEAR)
+    raw, rotation = embedding.keys(len(cached_at)), embedding.rotation
+    cached = embedding.by_hugging_face(raw, cached_at).bfloat16()
+    rotated = rotation.rotate(cached, rotation.angles(used - cached_at)).bfloat16().float()
+    expected = embedding.by_hugging_face(raw, used)
+    bound = (BF16 + 3 * 4096 * UNIT) * float(expected.abs().max())
+    torch.testing.assert_close(rotated, expected, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_length_is_kept_and_other_dims_are_untouched(kind: Kind) -> None:
-    rotation = rotation_of(kind)
-    rotary = int(HEAD_DIM * kind.partial)
+def test_what_rotation_keeps(embedding: Embedding) -> None:
+    """Every bit without a shift, the other dims, the length; and there and back is no shift."""
+    rotation, rotary = embedding.rotation, embedding.rotary_dim
     assert rotation.rotary_dim == rotary
-    keys = random_keys(4)
-    rotated = rotation.rotate(keys, rotation.angles(torch.tensor([3, -3, 4000, -4000])))
+    last = embedding.model.positions - 1
+    shift = torch.tensor([3, -3, last, -last, 1, -19], dtype=torch.int32)
+    keys = embedding.keys(len(shift))
+    assert torch.equal(rotation.rotate(keys, rotation.angles(shift * 0)), keys)
+    rotated = rotation.rotate(keys, rotation.angles(shift))
     assert torch.equal(rotated[..., rotary:], keys[..., rotary:])
     assert not torch.equal(rotated[..., :rotary], keys[..., :rotary])
     torch.testing.assert_close(rotated.norm(dim=-1), keys.norm(dim=-1), rtol=1e-6, atol=0)
-
-
-def test_yarn_key_carries_its_attention_factor() -> None:
-    """The cached key is longer than the raw one, and a factor applied twice would show."""
-    (yarn,) = [kind for kind in KINDS if kind.name == "yarn"]
-    keys = random_keys(1)
-    cached = yarn.hugging_face()(keys, torch.tensor([17]))
-    factor = float(cached.norm() / keys.norm())
-    assert factor == pytest.approx(1.1386, abs=1e-4)
-    rotated = rotation_of(yarn).rotate(cached, rotation_of(yarn).angles(torch.tensor([900])))
-    assert float(rotated.norm() / keys.norm()) == pytest.approx(factor, rel=1e-6)
-
-
-def test_shift_there_and_back_is_no_shift() -> None:
-    rotation = rotation_of(KINDS[0])
-    keys = random_keys(5)
-    shift = torch.tensor([1, -19, 989, -4000, 4095], dtype=torch.int32)
-    back = rotation.rotate(rotation.rotate(keys, rotation.angles(shift)), rotation.angles(-shift))
+    back = rotation.rotate(rotated, rotation.angles(-shift))
     torch.testing.assert_close(back, keys, rtol=0, atol=1e-6)
 
 
-def test_angles_take_any_shape_and_can_be_selected() -> None:
-    rotation = rotation_of(KINDS[0])
+@pytest.mark.parametrize("engine", ["torch", "native"])
+def test_through_plan_gather_and_decode(
+    embedding: Embedding, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of evicted positions but for a few, whose keys were all cached at another one."""
+    backend = use(engine, monkeypatch)
+    used = embedding.positions()
+    count, head_dim = len(used), embedding.model.head_dim
+    generator = torch.Generator().manual_seed(11)
+    slots = torch.randperm(count + 3, generator=generator)[:count]
+    cached_at = used[torch.randperm(count, generator=generator)]
+    raw = embedding.keys(count)
+    pool_k, pool_v = torch.full((2, count + 3, HEADS, head_dim), math.nan)
+    pool_k[slots] = embedding.by_hugging_face(raw, cached_at)
+    pool_v[slots] = values = torch.randn(count, HEADS, head_dim, generator=generator)
+    of_slots = torch.zeros(count + 3, dtype=torch.int32)
+    of_slots[slots] = cached_at.int()
+    row = torch.full((1, embedding.model.positions), -1, dtype=torch.int32)
+    row[0, used] = slots.int()
+
+    kv = PagedKv(pool_k, pool_v, embedding.rotation, backend=backend)
+    lengths = torch.tensor([embedding.model.positions])
+    plan = plan_rows(row, torch.tensor([0]), lengths, of_slots, num_slots=count + 3)
+    assert plan.kv_indices.tolist() == slots.tolist()
+    assert plan.shift is not None and plan.shift.tolist() == (used - cached_at).tolist()
+    keys, _ = gather_kv(kv, plan.kv_indices, plan.shift, torch.float32)
+    embedding.assert_close(keys.transpose(0, 1), raw, cached_at, used)
+
+    query = embedding.keys(count + 1)[-1:]
+    scale = head_dim**-0.5
+    found = decode_attention(query, kv, plan, scale=scale)[0].double()
+    expected_k = embedding.by_hugging_face(raw, used).double()
+    logits = scale * torch.einsum("hd,nhd->hn", query[0].double(), expected_k)
+    expected = torch.einsum("hn,nhd->hd", logits.softmax(-1), values.double())
+    # A logit is off by at most the angles' error times the lengths of query and key.
+    angle = 11 * embedding.model.positions * UNIT
+    bound = scale * angle * float(query.norm(dim=-1).max() * expected_k.norm(dim=-1).max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=2 * bound * float(values.abs().max()))
+
+
+def test_attention_factor_is_in_the_key_once(embedding: Embedding) -> None:
+    rotary = embedding.rotary_dim
+    raw = embedding.keys(1)
+    cached = embedding.by_sglang(raw, torch.tensor([17]))
+    rotated = embedding.rotation.rotate(cached, embedding.rotation.angles(torch.tensor([900])))
+    lengths = [float(keys[..., :rotary].norm()) for keys in (raw, cached, rotated)]
+    assert lengths[2] == pytest.approx(lengths[1], rel=1e-6)
+    factor = float(getattr(embedding.sglang, "mscale", 1.0))
+    assert ("yarn" in str(embedding.model)) == (factor > 1.01)
+    assert lengths[1] == pytest.approx(factor * lengths[0], rel=1e-6)
+
+
+def test_angles_come_from_fp32_whatever_serving_uses(embedding: Embedding) -> None:
+    """SGLang casts its table to the model's dtype on the CPU."""
+    half = torch.nn.ModuleList([embedding.made_by_sglang(torch.bfloat16)])
+    rotation = KeyRotation.from_model(half, embedding.model.positions)
+    assert torch.equal(rotation.cos, embedding.rotation.cos)
+    assert torch.equal(rotation.sin, embedding.rotation.sin)
+
+
+def test_shapes() -> None:
+    """Shifts of any shape, keys as a strided view."""
+    embedding = Embedding(MODELS[0])
+    rotation = embedding.rotation
+    both = embedding.keys(12).view(3, 2, 2, HEADS, -1)
     shift = torch.tensor([[0, 5], [-7, 9], [11, -13]], dtype=torch.int32)
     angles = rotation.angles(shift)
-    assert angles.cos.shape == angles.sin.shape == (3, 2, HEAD_DIM // 2)
-    keys = random_keys(6).view(3, 2, HEADS, HEAD_DIM)
-    rotated = rotation.rotate(keys, angles)
-    chosen = torch.tensor([2, 0])
-    assert torch.equal(rotation.rotate(keys[chosen], angles.select(chosen)), rotated[chosen])
-
-
-def test_keys_may_be_a_strided_view() -> None:
-    rotation = rotation_of(KINDS[0])
-    both = random_keys(12).view(6, 2, HEADS, HEAD_DIM)
-    angles = rotation.angles(torch.arange(6))
-    assert torch.equal(
-        rotation.rotate(both[:, 1], angles), rotation.rotate(both[:, 1].clone(), angles)
-    )
-
-
-def test_angles_come_from_fp32_whatever_serving_uses() -> None:
-    """SGLang casts its table to the model's dtype on the CPU."""
-    half = factory.get_rope(HEAD_DIM, HEAD_DIM, CONTEXT, BASE, True, None, torch.bfloat16)
-    rotation = KeyRotation.from_model(torch.nn.ModuleList([half]), CONTEXT)
-    shift = torch.tensor(POSITIONS)
-    frequency = BASE ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
-    exact = shift[:, None] * frequency
-    torch.testing.assert_close(rotation.angles(shift).cos.double(), exact.cos(), rtol=0, atol=FP32)
-
-
-# -- models that cannot be corrected ---------------------------------------------
-
-
-def rope(**changes: Any) -> Any:
-    arguments: dict[str, Any] = dict(
-        head_size=HEAD_DIM, rotary_dim=HEAD_DIM, max_position=64, base=BASE, dtype=torch.float32
-    )
-    return factory.get_rope(**{**arguments, **changes})
-
-
-MROPE: dict[str, Any] = {"rope_type": "default", "mrope_section": [4, 6, 6]}
-
-
-@pytest.mark.parametrize(
-    ("modules", "message"),
-    [
-        (lambda: [torch.nn.Linear(2, 2)], "none"),
-        (lambda: [rope(), rope(rope_scaling=LINEAR)], "LinearScalingRotaryEmbedding"),
-        (lambda: [rope(), rope(base=500_000)], "same rotary embedding in every layer"),
-        (lambda: [rope(max_position=63)], "holds 63 positions, --context-length is 64"),
-        (lambda: [rope(rope_scaling=MROPE)], "MRotaryEmbedding"),
-    ],
-    ids=["no-rope", "two-kinds", "two-bases", "short-table", "sections"],
-)
-def test_refused_with_the_flag_named(modules: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"--reasoncache-positions corrected.*{message}"):
-        KeyRotation.from_model(torch.nn.ModuleList(modules()), 64)
-
-
-def test_layers_that_share_one_module_are_served() -> None:
-    shared = rope()
-    KeyRotation.from_model(torch.nn.ModuleList([shared, shared]), 64)
+    assert angles.cos.shape == angles.sin.shape == (3, 2, embedding.model.head_dim // 2)
+    rotated = rotation.rotate(both[:, :, 1], angles)
+    assert torch.equal(rotated, rotation.rotate(both[:, :, 1].clone(), angles))
+    assert torch.equal(rotated[2, 1], rotation.rotate(both[2, 1, 1], rotation.angles(shift[2, 1])))

@@ -3,28 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import base, factory
+from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.models.hunyuan import HunYuanAttention
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 from transformers import Phi3Config
 
-from sglang_reasoncache.cpu_platform import TorchCpuPlatform
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from tests.unit.rotation_models import fresh_rotary_modules as fresh_rotary_modules
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_rotary_modules() -> Iterator[None]:
-    """On our platform, and without SGLang's cache, which would keep every table."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "current_platform", TorchCpuPlatform())
-        patch.setattr(factory, "_ROPE_DICT", {})
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_rotary_modules")
 
 
 def rotary_of(**changes: Any) -> Any:
@@ -36,48 +28,52 @@ def rotary_of(**changes: Any) -> Any:
 
 def longrope() -> Any:
     """Phi-3's: one table up to 4,096 tokens, another for longer responses."""
+    rope = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=256)
     config = Phi3Config(
         hidden_size=64,
         num_attention_heads=1,
         num_key_value_heads=1,
         max_position_embeddings=512,
         original_max_position_embeddings=256,
-        rope_parameters=dict(
-            rope_type="longrope",
-            rope_theta=1e4,
-            short_factor=[1.0] * 32,
-            long_factor=[4.0] * 32,
-            original_max_position_embeddings=256,
-        ),
+        rope_parameters=rope | dict(short_factor=[1.0] * 32, long_factor=[4.0] * 32),
     )
     theta, rope = get_rope_config(config)
     return rotary_of(max_position=512, base=theta, rope_scaling=rope)
 
 
 SECTIONS = {"mrope_section": [8, 12, 12]}
-REFUSED: dict[str, Any] = {
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+#: Kinds that are not linear in the position, by their class.
+KINDS: dict[str, Any] = {
     "Phi3LongRoPEScaledRotaryEmbedding": longrope,
     "MRotaryEmbedding": lambda: rotary_of(rope_scaling={"rope_type": "default", **SECTIONS}),
-    "YaRNScalingMRotaryEmbedding": lambda: rotary_of(
-        rope_scaling={
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            **SECTIONS,
-        }
-    ),
+    "YaRNScalingMRotaryEmbedding": lambda: rotary_of(rope_scaling={**YARN, **SECTIONS}),
     "Gemma4RotaryEmbedding": lambda: rotary_of(
         rope_scaling={"rope_type": "proportional"}, partial_rotary_factor=0.5
     ),
 }
 
 
-@pytest.mark.parametrize("beside_a_plain_one", [False, True], ids=["alone", "beside-plain"])
-@pytest.mark.parametrize("kind", list(REFUSED))
-def test_refused_by_name(kind: str, beside_a_plain_one: bool) -> None:
-    modules = [REFUSED[kind](), *([rotary_of()] if beside_a_plain_one else [])]
-    with pytest.raises(ValueError, match=f"--reasoncache-positions corrected.*'{kind}'"):
-        KeyRotation.from_model(torch.nn.ModuleList(modules), 64)
+@pytest.mark.parametrize(
+    ("message", "modules"),
+    [
+        *((f"'{kind}'", lambda made=made: [made()]) for kind, made in KINDS.items()),
+        *((f"'{kind}'", lambda made=made: [made(), rotary_of()]) for kind, made in KINDS.items()),
+        ("none", lambda: [torch.nn.Linear(2, 2)]),
+        ("LinearScaling", lambda: [rotary_of(), rotary_of(rope_scaling=LINEAR)]),
+        ("same rotary embedding in every layer", lambda: [rotary_of(), rotary_of(base=500_000)]),
+        ("holds 63 positions, --context-length is 64", lambda: [rotary_of(max_position=63)]),
+    ],
+)
+def test_refused_by_name(message: str, modules: Any) -> None:
+    with pytest.raises(ValueError, match=f"--reasoncache-positions corrected.*{message}"):
+        KeyRotation.from_model(torch.nn.ModuleList(modules()), 64)
+
+
+def test_layers_may_share_one_module() -> None:
+    shared = rotary_of()
+    KeyRotation.from_model(torch.nn.ModuleList([shared, shared]), 64)
 
 
 class Attention(torch.nn.Module):

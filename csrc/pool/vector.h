@@ -11,7 +11,6 @@
 #endif
 
 namespace reasoncache {
-namespace distance {
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -73,5 +72,4 @@ RC_INLINE void prefetch(std::uintptr_t address) {
   __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 2);
 }
 
-}  // namespace distance
 }  // namespace reasoncache

@@ -6,10 +6,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "vector.h"
+#include "pool/vector.h"
 
 namespace reasoncache {
-namespace distance {
 
 struct Bfloat16 {
   std::uint16_t bits;
@@ -137,5 +136,4 @@ RC_INLINE Floats load_some(const Element* from, std::int64_t count) {
   return load(padded);
 }
 
-}  // namespace distance
 }  // namespace reasoncache

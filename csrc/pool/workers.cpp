@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include "workers.h"
+#include "pool/workers.h"
 
 #include <sys/types.h>
 #include <unistd.h>
@@ -11,12 +11,11 @@
 #include <thread>
 
 namespace reasoncache {
-namespace attention {
 namespace {
 
-// How long a helper looks for the next call before it sleeps: layers of one forward follow
+// How long a helper waits for the next call before it sleeps: layers of one forward follow
 // each other within this time, forwards of an idle server do not.
-constexpr std::chrono::microseconds kLook{50};
+constexpr std::chrono::microseconds kSpin{50};
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -58,7 +57,7 @@ void Workers::run(int helpers, void (*body)(void*), void* context) {
     const std::lock_guard<std::mutex> lock(mutex_);
     body_ = body;
     context_ = context;
-    places_ = helpers;
+    wanted_ = helpers;
     calls_.fetch_add(1, std::memory_order_relaxed);
   }
   begin_.notify_all();
@@ -72,7 +71,7 @@ void Workers::run(int helpers, void (*body)(void*), void* context) {
 void Workers::help() {
   std::uint64_t seen = 0;
   for (;;) {
-    const auto until = std::chrono::steady_clock::now() + kLook;
+    const auto until = std::chrono::steady_clock::now() + kSpin;
     while (calls_.load(std::memory_order_relaxed) == seen &&
            std::chrono::steady_clock::now() < until) {
       for (int i = 0; i < 32; ++i) relax();
@@ -80,8 +79,8 @@ void Workers::help() {
     std::unique_lock<std::mutex> lock(mutex_);
     begin_.wait(lock, [&] { return calls_.load(std::memory_order_relaxed) != seen; });
     seen = calls_.load(std::memory_order_relaxed);
-    if (body_ == nullptr || places_ == 0) continue;
-    --places_;
+    if (body_ == nullptr || wanted_ == 0) continue;
+    --wanted_;
     ++active_;
     void (*const body)(void*) = body_;
     void* const context = context_;
@@ -92,5 +91,4 @@ void Workers::help() {
   }
 }
 
-}  // namespace attention
 }  // namespace reasoncache

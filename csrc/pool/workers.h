@@ -5,10 +5,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 
 namespace reasoncache {
-namespace attention {
 
 class Workers {
  public:
@@ -31,10 +31,32 @@ class Workers {
   std::atomic<std::uint64_t> calls_{0};
   void (*body_)(void*) = nullptr;  // null while nobody may join
   void* context_ = nullptr;
-  int places_ = 0;  // threads that may still join
+  int wanted_ = 0;  // threads that may still join
   int active_ = 0;
   int threads_ = 0;
 };
 
-}  // namespace attention
+// Calls body() on up to `threads` threads, as Workers::run; false: one of them had no memory.
+template <class Body>
+bool on_threads(std::int64_t threads, Body&& body) {
+  struct Shared {
+    Body& body;
+    std::atomic<bool> failed{false};
+  } shared{body};
+  const auto call = [](void* context) {
+    auto& mine = *static_cast<Shared*>(context);
+    try {
+      mine.body();
+    } catch (const std::exception&) {
+      mine.failed.store(true);
+    }
+  };
+  if (threads < 2) {
+    call(&shared);
+  } else {
+    Workers::get().run(static_cast<int>(threads - 1), call, &shared);
+  }
+  return !shared.failed;
+}
+
 }  // namespace reasoncache

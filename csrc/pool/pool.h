@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// A KV pool in host memory as every kernel takes it; sglang_reasoncache/native/pool.py is its
+// other side.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "pool/element.h"
+
+extern "C" {
+
+// Element types; the order is known to Python.
+enum reasoncache_element : std::int32_t {
+  REASONCACHE_FLOAT32 = 0,
+  REASONCACHE_BFLOAT16 = 1,
+  REASONCACHE_FLOAT16 = 2,
+  REASONCACHE_FLOAT8_E4M3FN = 3,
+  REASONCACHE_FLOAT8_E5M2 = 4,
+};
+
+enum reasoncache_status : std::int32_t {
+  REASONCACHE_OK = 0,
+  REASONCACHE_BAD_ROW = 1,    // a request outside req_to_token
+  REASONCACHE_BAD_LEN = 2,    // a length outside [0, width], or too many entries
+  REASONCACHE_BAD_SLOT = 3,   // a slot outside the pool
+  REASONCACHE_BAD_DST = 4,    // likewise, of the newer blocks of a distance call
+  REASONCACHE_BAD_SRC = 5,    // likewise, of their source blocks
+  REASONCACHE_BAD_RANGE = 6,  // a query's entries outside kv_indices
+  REASONCACHE_BAD_SHIFT = 7,  // |shift| not below table_rows
+  REASONCACHE_BAD_CALL = 8,   // an unknown enumerator, or sizes that do not fit
+  REASONCACHE_NO_MEMORY = 9,  // outputs are unspecified
+};
+
+// Layers of one layout and the model's rotary table. Of pairs the first is of keys.
+struct reasoncache_pool {
+  const void* const* bases;  // [num_layers][2], address of slot 0, head 0
+  std::int64_t num_layers;
+  std::int64_t num_slots;
+  std::int64_t num_heads;
+  std::int64_t head_dim[2];     // elements
+  std::int64_t slot_stride[2];  // elements
+  std::int64_t head_stride[2];  // elements
+  const float* cosines;         // [table_rows][rotary_dim / 2], null without rotation
+  const float* sines;           // likewise
+  std::int64_t table_rows;
+  std::int64_t rotary_dim;  // at most head_dim[0], even
+  std::int32_t is_neox;     // halves are paired, otherwise neighbours
+  std::int32_t element;     // reasoncache_element
+};
+}
+
+namespace reasoncache {
+
+using Pool = reasoncache_pool;
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls body(Type<Q>{}) for an element type of queries and outputs.
+template <class Body>
+std::int32_t with_query_element(std::int32_t element, Body&& body) {
+  switch (element) {
+    case REASONCACHE_FLOAT32:
+      return body(Type<float>{});
+    case REASONCACHE_BFLOAT16:
+      return body(Type<Bfloat16>{});
+    case REASONCACHE_FLOAT16:
+      return body(Type<Float16>{});
+    default:
+      return REASONCACHE_BAD_CALL;
+  }
+}
+
+// Calls body(Type<Element>{}) for an element type of a pool.
+template <class Body>
+std::int32_t with_element(std::int32_t element, Body&& body) {
+  switch (element) {
+    case REASONCACHE_FLOAT8_E4M3FN:
+      return body(Type<Float8E4M3>{});
+    case REASONCACHE_FLOAT8_E5M2:
+      return body(Type<Float8E5M2>{});
+    default:
+      return with_query_element(element, body);
+  }
+}
+
+template <class Slot>
+bool in_pool(const Pool& pool, const Slot* slots, std::int64_t count) {
+  std::make_unsigned_t<Slot> most = 0;  // a negative slot is a huge one
+  for (std::int64_t i = 0; i < count; ++i) {
+    most = std::max(most, static_cast<std::make_unsigned_t<Slot>>(slots[i]));
+  }
+  return count == 0 || most < static_cast<std::uint64_t>(pool.num_slots);
+}
+
+// Whether the table has every shift; null has none.
+inline bool in_table(const Pool& pool, const std::int32_t* shift, std::int64_t count) {
+  std::int32_t least = 0;
+  std::int32_t most = 0;
+  for (std::int64_t i = 0; shift != nullptr && i < count; ++i) {
+    least = std::min(least, shift[i]);
+    most = std::max(most, shift[i]);
+  }
+  return (least == 0 && most == 0) ||
+         (most < pool.table_rows && -static_cast<std::int64_t>(least) < pool.table_rows);
+}
+
+}  // namespace reasoncache

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures: every way by which the operations run, behind the same functions.
+
+PyTorch, C++ as this machine and older ones run it, and Triton, on a GPU or interpreted. In the
+interpreter's process (see ``tests/triton_runs.py``) there is Triton alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from sglang_reasoncache import native
+from sglang_reasoncache.native.build import sanitized
+from tests.triton_runs import INTERPRETED, on_device
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+#: What a build for an older x86 lacks: AVX-512; then AVX, F16C and FMA too.
+OLDER = {"x86-64-v3": {"avx2", "f16c", "fma"}, "x86-64": set[str]()}
+NATIVE = () if INTERPRETED else ("native", *OLDER)
+HOST = () if INTERPRETED else ("torch", *NATIVE)
+
+
+@pytest.fixture(params=[*HOST, pytest.param("triton", marks=on_device)])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Backend to ask for; see :func:`use`."""
+    return use(request.param, monkeypatch)
+
+
+@pytest.fixture(params=HOST)
+def host_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Those that read host memory, and refuse what is out of range."""
+    return use(request.param, monkeypatch)
+
+
+@pytest.fixture(params=NATIVE)
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """C++ alone."""
+    return use(request.param, monkeypatch)
+
+
+def use(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have "native" mean this engine; returns the backend to ask for."""
+    if engine == "torch":
+        monkeypatch.setattr(native, "library", unavailable)
+    elif engine in NATIVE:
+        library = this_build() if engine == "native" else older_build(engine)
+        if isinstance(library, str):
+            pytest.skip(library)
+        monkeypatch.setattr(native, "library", lambda: library)
+    return "native" if engine in NATIVE else engine
+
+
+def unavailable() -> ctypes.CDLL:
+    raise native.NativeUnavailable("no compiler")
+
+
+def this_build() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    try:
+        return _LIBRARY()
+    except native.NativeUnavailable as error:
+        return str(error)
+
+
+_LIBRARY = native.library
+
+
+@functools.cache
+def older_build(level: str) -> ctypes.CDLL | str:
+    """The kernels for a level of :data:`OLDER`, or why there are none."""
+    if sanitized():
+        return "one build with the sanitizers is enough"
+    if platform.machine() != "x86_64":
+        return "a build for an x86 CPU"
+    if not set(Path("/proc/cpuinfo").read_text().split()) >= OLDER[level]:
+        return f"this CPU is older than {level}"
+    compiler = shutil.which("c++")
+    if compiler is None:
+        return "no C++ compiler"
+    sources = [
+        str(p) for room in ("pool", "distance", "attention") for p in CSRC.glob(f"{room}/*.cpp")
+    ]
+    options = f"-std=c++17 -O1 -march={level} -fPIC -shared -pthread -ffp-contract=off -I{CSRC}"
+    with tempfile.TemporaryDirectory() as folder:
+        target = f"{folder}/{level}.so"
+        subprocess.run([compiler, *shlex.split(options), *sources, "-o", target], check=True)
+        return ctypes.CDLL(target)

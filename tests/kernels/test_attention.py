@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan, decode, gather and extend, by every backend, against dense attention in fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_reasoncache.kernels.decode import decode_attention
+from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
+from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from tests.kernels.attention_cases import (
+    CASES,
+    FEW,
+    TABLE,
+    Case,
+    Rig,
+    assert_attention,
+    assert_plans,
+    make,
+    poison,
+)
+from tests.kernels.engines import backend as backend
+from tests.kernels.engines import host_backend as host_backend
+from tests.triton_runs import DEVICE, INTERPRETED, run_interpreted, starts_interpreter, there
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.fixture(autouse=True)
+def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes 10 ms even for one that has nothing to do."""
+    if INTERPRETED:
+        for name in ("decode_triton.SPLITS", "plan_triton.PIECES", "weights_triton.PIECES"):
+            monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", 4)
+
+
+@starts_interpreter
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+def placed(value: Any, backend: str) -> Any:
+    """Tensors, and tuples of them, where the backend reads them."""
+    if backend != "triton" or value is None:
+        return value
+    if isinstance(value, RowPlan):
+        return RowPlan(*(placed(side, backend) for side in value))
+    if isinstance(value, tuple):
+        return tuple(placed(side, backend) for side in value)
+    return there(value) if isinstance(value, torch.Tensor) else value
+
+
+def kv_of(rig: Rig, backend: str) -> PagedKv:
+    kv = PagedKv(*placed((rig.keys, rig.values), backend), rig.rotation, backend=backend)
+    assert kv.backend == backend
+    return kv
+
+
+def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:
+    """On the host; ``changed`` replaces arguments."""
+    sides = dict(rows=rig.rows, requests=rig.requests, lengths=rig.lengths, cached_at=rig.cached_at)
+    arguments: dict[str, Any] = sides | dict(num_slots=len(rig.keys)) | changed
+    if backend != "triton":
+        return plan_rows(**arguments)
+    from sglang_reasoncache.kernels import plan_triton
+
+    arguments = {name: placed(value, backend) for name, value in arguments.items()}
+    buffers = plan_triton.PlanBuffers.of(len(rig.requests), rig.rows.numel(), DEVICE)
+    plan = plan_triton.plan_into(buffers, **arguments)
+    total = int(plan.kv_indptr[-1])
+    assert plan.shift is not None
+    shift = plan.shift[:total].cpu() if plan.shift[:total].any() else None
+    return RowPlan(plan.kv_indptr.cpu(), plan.kv_indices[:total].cpu(), shift)
+
+
+def decode(
+    rig: Rig, backend: str, plan: RowPlan, query: torch.Tensor | None = None, **options: Any
+) -> torch.Tensor:
+    """On the host."""
+    query = placed(rig.query if query is None else query, backend)
+    options = {name: placed(value, backend) for name, value in options.items()}
+    plan = placed(plan, backend)
+    return decode_attention(query, kv_of(rig, backend), plan, scale=rig.scale, **options).cpu()
+
+
+def assert_decode(
+    rig: Rig,
+    backend: str,
+    plan: RowPlan,
+    query: torch.Tensor | None = None,
+    *,
+    atol: float | None = None,
+    weights: bool = True,
+    **options: Any,
+) -> torch.Tensor:
+    """The output is that of dense attention, with weights bit for bit the same. Weights are added
+    to what is there; what the vector has besides stays."""
+    out = decode(rig, backend, plan, query, **options)
+    named = dict(cap=options.get("logit_cap", 0.0), query=query)
+    expected, expected_weights = rig.expected(
+        plan, options.get("spans"), sinks=options.get("sinks"), **named
+    )
+    if atol is None:
+        assert_attention(out, expected)
+    else:
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    if weights:
+        on_host = backend != "triton"
+        entries = len(expected_weights)
+        found = placed(torch.ones(entries if on_host else entries + 9), backend)
+        more = dict(weights=found, longest=max(rig.case.lengths, default=0))
+        assert torch.equal(decode(rig, backend, plan, query, **options, **more), out)
+        found = found.cpu().double() - 1
+        assert not found[entries:].any()
+        tolerance = (1e-4, 2e-6) if on_host else (1e-3, 2e-5)
+        rtol, atol = tolerance
+        torch.testing.assert_close(found[:entries], expected_weights, rtol=rtol, atol=atol)
+    return out
+
+
+@pytest.mark.parametrize("case", FEW if INTERPRETED else [*CASES, *FEW], ids=str)
+def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
+    """No slot that a row does not name is read: they hold NaN."""
+    rig = make(case)
+    plan = plan_of(rig, backend)
+    assert_plans(plan, rig.plan())
+    assert_decode(rig, backend, plan, weights=not INTERPRETED or case in FEW[:5])
+
+
+#: Shifts of the entries of one tile, repeated.
+TILES = {
+    "unshifted": [0],
+    "one": [7],
+    "one and none": [0, 0, -300],
+    "two": [5, -9, 0],
+    "many": [5, -9, 0, 300, 1, -1, TABLE - 1],
+}
+
+
+@pytest.mark.parametrize("shifts", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_sort_of_tile(
+    backend: str, shifts: list[int], is_neox: bool, dtype: torch.dtype
+) -> None:
+    case = Case(lengths=(3, 200), heads=2, kv_heads=1, is_neox=is_neox, shared=0.0, dtype=dtype)
+    rig = make(dataclasses.replace(case, query_dtype=torch.float32))
+    shifted = torch.tensor(shifts * 203, dtype=torch.int32)[:203]
+    shifted[:3] = 0
+    plan = rig.plan()._replace(shift=shifted)
+    out = assert_decode(rig, backend, plan, weights=False)
+    # Shifts in another request leave no trace.
+    alone = RowPlan(plan.kv_indptr[:2], plan.kv_indices[:3], None)
+    assert torch.equal(out[:1], decode(rig, backend, alone, query=rig.query[:1]))
+
+
+@pytest.mark.parametrize("heads", [6] if INTERPRETED else [2, 6, 8])
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_soft_cap_and_sinks(backend: str, heads: int, cap: float, with_sinks: bool) -> None:
+    lengths = (0, 1, 19, 300) if INTERPRETED else (0, 1, 19, 70, 1100)
+    halves = Case(dtype=torch.float16, query_dtype=torch.float32, heads=heads, lengths=lengths)
+    rig = make(halves)
+    rig.query *= 8
+    sinks = torch.linspace(-2, 6, heads) if with_sinks else None
+    assert_decode(
+        rig, backend, plan_of(rig, backend), logit_cap=cap, sinks=sinks, atol=1e-4,
+        weights=not INTERPRETED or with_sinks,
+    )  # fmt: skip
+
+
+def test_several_queries_may_read_the_same_entries(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Triton in launches of at most three queries here."""
+    if backend == "triton":
+        monkeypatch.setattr("sglang_reasoncache.kernels.decode_triton.QUERIES", 3)
+    rig = make(Case(lengths=(300, 19), query_dtype=torch.float32))
+    plan = plan_of(rig, backend)
+    sides = (0, 0, 5, 300, 7, 1, 299, 40), (300, 299, 5, 301, 50, 2, 319, 40)
+    begin, end = (torch.tensor(side, dtype=torch.int32) for side in sides)
+    query = rig.query[[0, 0, 1, 1, 0, 1, 0, 1]]
+    assert_decode(rig, backend, plan, query, spans=(begin, end))
+
+
+def test_queries_and_outputs_may_be_strided(backend: str) -> None:
+    """SGLang hands out a slice of the fused projection."""
+    rig = make(Case(lengths=(19, 70)))
+    plan = rig.plan()
+    expected = decode(rig, backend, plan)
+    batch, heads, dim = rig.query.shape
+    wide = torch.full((batch, heads + 3, dim + 8), float("nan"), dtype=rig.query.dtype)
+    wide[:, 1 : heads + 1, 8:] = rig.query
+    wide = placed(wide, backend)
+    larger = torch.zeros((batch, heads + 1, dim + 4), dtype=rig.query.dtype, device=wide.device)
+    decode_attention(
+        wide[:, 1 : heads + 1, 8:],
+        kv_of(rig, backend),
+        placed(plan, backend),
+        scale=rig.scale,
+        out=larger[:, :heads, :dim],
+    )
+    assert torch.equal(larger[:, :heads, :dim].cpu(), expected)
+    assert not larger[:, heads:].any() and not larger[:, :, dim:].any()
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_where_it_is_read(backend: str, side: str, value: float) -> None:
+    rig = make(Case(lengths=(300, 19, 1) if INTERPRETED else (989, 19, 1)))
+    plan = rig.plan()
+    sound = decode(rig, backend, plan)
+    assert sound.isfinite().all()
+    getattr(rig, side)[int(plan.kv_indices[200]), 1, -1] = value
+    out = decode(rig, backend, plan)
+    assert not out[0, 2:].isfinite().all()
+    assert torch.equal(out[0, :2], sound[0, :2])
+    assert torch.equal(out[1:], sound[1:])
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in (FEW if INTERPRETED else CASES) if case.lengths], ids=str
+)
+def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
+    rig = make(case)
+    plan = rig.plan()
+    slots = plan.kv_indices.long()
+    kv, entries = kv_of(rig, backend), placed(plan, backend)
+    dtypes = (case.query_dtype, torch.float32, torch.bfloat16, torch.float16)
+    if INTERPRETED:  # narrower than the pool, the interpreter would cut what a GPU rounds
+        dtypes = case.query_dtype, torch.float16
+    for dtype in dict.fromkeys(dtypes):
+        out_k, out_v = (s.cpu() for s in gather_kv(kv, entries.kv_indices, entries.shift, dtype))
+        assert out_k.is_contiguous() and out_v.is_contiguous()
+        assert_attention(out_k, rig.rotated(plan).transpose(0, 1))
+        assert torch.equal(out_v, rig.values.float()[slots].transpose(0, 1).to(dtype))
+        stays = slots >= 0 if plan.shift is None else plan.shift == 0
+        cached = rig.keys.float()[slots].transpose(0, 1)
+        assert torch.equal(out_k[:, stays], cached[:, stays].to(dtype))
+
+
+# -- plans -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_plan(backend: str, dtype: torch.dtype) -> None:
+    rig = make(Case(lengths=(0, 1, 19, 1300), evicted=0.3))
+    ints = dict(lengths=rig.lengths.to(dtype), requests=rig.requests.to(dtype))
+    assert_plans(plan_of(rig, backend, **ints), rig.plan())
+    as_cached = rig.plan()._replace(shift=None)
+    assert_plans(plan_of(rig, backend, **ints, cached_at=None), as_cached)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"requests": torch.tensor([0, 1, 2, 6])}, "requests"),
+        ({"requests": torch.tensor([0, -1, 2, 3])}, "requests"),
+        ({"lengths": torch.tensor([0, 1, 19, 993])}, "lengths"),
+        ({"lengths": torch.tensor([0, 1, -1, 9])}, "lengths"),
+        ({"lengths": torch.tensor([0, 1, 19, -3000])}, "lengths"),
+        ({"lengths": torch.tensor([0, 1, 19])}, "batch"),
+        ({"num_slots": 600, "cached_at": None}, "slot"),
+        ({"cached_at": torch.zeros(3, dtype=torch.int32)}, "cached_at must be"),
+        ({"rows": torch.zeros((6, 992))}, "rows must be"),
+    ],
+)
+def test_plan_refuses(host_backend: str, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of(make(Case()), host_backend, **changed)
+
+
+# -- extend ----------------------------------------------------------------------
+
+#: New tokens of rows of 1, 19 and 989 positions.
+NEW = ([1, 1, 1], [0, 2, 4], [1, 19, 989], [0, 5, 300], [1, 1, 6])
+
+
+@pytest.mark.parametrize("new", NEW, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("singly", [False, True])
+def test_extend_sees_up_to_itself(
+    host_backend: str, new: list[int], dtype: torch.dtype, singly: bool
+) -> None:
+    rig = make(Case(lengths=(1, 19, 989), dtype=dtype, query_dtype=dtype, heads=6))
+    plan = rig.plan()
+    query = torch.randn((sum(new), 6, rig.case.k_dim)).to(dtype)
+    extend_plan = ExtendPlan(plan, new, dtype, singly=singly)
+    out = extend_attention(query, kv_of(rig, host_backend), extend_plan, scale=rig.scale)
+    begin: list[int] = []
+    end: list[int] = []
+    for count, first, last in zip(new, plan.kv_indptr, plan.kv_indptr[1:], strict=False):
+        begin += [int(first)] * count
+        end += range(int(last) - count + 1, int(last) + 1)
+    expected, _ = rig.expected(plan, (torch.tensor(begin), torch.tensor(end)), query)
+    # PyTorch's fused attention rounds weights, and a gathered key is rounded once more.
+    torch.testing.assert_close(
+        out.double(), expected, rtol=0, atol=2e-5 if dtype == torch.float32 else 3e-2
+    )
+
+
+def test_extend_plans_say_what_they_cannot_read() -> None:
+    rig = make(Case(lengths=(1, 19)))
+    plan, kv = rig.plan(), PagedKv(rig.keys, rig.values, rig.rotation, backend="torch")
+    with pytest.raises(ValueError, match="2 entries"):
+        ExtendPlan(plan, [1], torch.float32)
+    with pytest.raises(ValueError, match="20 new tokens in a row of 19"):
+        ExtendPlan(plan, [1, 20], torch.float32)
+    long = ExtendPlan(plan, [1, 19], torch.bfloat16)
+    with pytest.raises(ValueError, match="20 tokens"):
+        extend_attention(rig.query, kv, long, scale=1.0)
+    query = rig.query[:1].expand(20, -1, -1)
+    with pytest.raises(ValueError, match="singly"):
+        extend_attention(query, kv, long, scale=1.0, logit_cap=3.0)
+
+
+# -- refusals --------------------------------------------------------------------
+
+_HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("message", "changed"),
+    [
+        ("query must be", dict(query=torch.zeros((3, 4, 64), dtype=_HALF))),
+        ("query must be", dict(query=torch.zeros((4, 4, 32), dtype=_HALF))),
+        ("query must be", dict(query=torch.zeros((4, 3, 64), dtype=_HALF))),
+        ("float64 is not supported", dict(query=torch.zeros((4, 4, 64)).double())),
+        ("out must be", dict(out=torch.empty((4, 4, 64)))),
+        ("out must be", dict(out=torch.empty((4, 4, 32), dtype=_HALF))),
+        ("out must be", dict(out=torch.empty((4, 64, 4), dtype=_HALF).transpose(1, 2))),
+        ("sinks must be", dict(sinks=torch.empty(3))),
+        ("sinks must be", dict(sinks=torch.empty(4).double())),
+        ("spans must be", dict(spans=(torch.zeros(4), torch.zeros(4)))),
+        ("weights must be", dict(weights=torch.zeros(1008))),
+        ("weights must be", dict(weights=torch.zeros(1010))),
+        ("weights must be", dict(weights=torch.zeros(1009, 1))),
+        ("weights must be", dict(weights=torch.zeros(1009).double())),
+    ],
+)
+def test_decode_refuses_unlike_tensors(
+    host_backend: str, message: str, changed: dict[str, Any]
+) -> None:
+    rig = make(Case())
+    with pytest.raises(ValueError, match=message):
+        decode(rig, host_backend, rig.plan(), **changed)
+
+
+def test_shifts_need_a_rotation(host_backend: str) -> None:
+    rig = make(Case())
+    plan, kv = rig.plan(), PagedKv(rig.keys, rig.values, None, backend=host_backend)
+    with pytest.raises(ValueError, match="no rotation"):
+        decode_attention(rig.query, kv, plan, scale=1.0)
+    with pytest.raises(ValueError, match="no rotation"):
+        gather_kv(kv, plan.kv_indices, plan.shift, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value", "message"),
+    [
+        ("kv_indices", 5, -1, "slot outside"),
+        ("kv_indices", -1, 10_000, "slot outside"),
+        ("shift", -1, TABLE, "rotary table"),
+        ("shift", 5, -TABLE, "rotary table"),
+        ("shift", 5, -(2**31), "rotary table"),
+        ("kv_indptr", 4, 5000, "begin and end"),
+        ("kv_indptr", 2, -1, "begin and end"),
+        ("kv_indptr", 2, 900, "begin and end"),
+    ],
+)
+def test_values_out_of_range_are_refused(
+    host_backend: str, name: str, index: int, value: int, message: str
+) -> None:
+    rig = make(Case())
+    plan, out = rig.plan(), torch.full((4, 4, 64), 7.0, dtype=torch.bfloat16)
+    getattr(plan, name)[index] = value
+    with pytest.raises(ValueError, match=message):
+        decode(rig, host_backend, plan, out=out)
+    assert (out == 7).all()
+    if name != "kv_indptr":
+        with pytest.raises(ValueError, match=message):
+            gather_kv(kv_of(rig, host_backend), plan.kv_indices, plan.shift, torch.float32)
+
+
+def test_pools_that_cannot_be_read_are_refused() -> None:
+    rig = make(Case())
+    keys, values = rig.keys, rig.values
+    scattered = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    assert PagedKv(scattered, values).backend == "torch"
+    for message, sides, rotation, asked in (
+        ("K and V alike", (keys, values[:-1]), None, None),
+        ("V torch.float32", (keys, values.float()), None, None),
+        ("rotary_dim 64 does not fit", (keys[..., :32], values), rig.rotation, None),
+        ("backend must be", (keys, values), None, "cuda"),
+        ("side by side", (scattered, values), None, "native"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PagedKv(*sides, rotation, backend=asked)
+
+
+def test_pools_are_poisoned() -> None:
+    """The tests above would prove nothing otherwise."""
+    buffer = torch.zeros(3, 1, 8, dtype=torch.float8_e4m3fn)
+    poison(buffer, torch.tensor([False, True, False]))
+    assert buffer.float()[1].isnan().all() and not buffer.float()[[0, 2]].isnan().any()
+    rig = make(Case(evicted=0.4))
+    others = torch.ones(len(rig.keys), dtype=torch.bool)
+    others[rig.plan().kv_indices.long()] = False
+    assert others[0] and rig.keys[others].isnan().all() and rig.values[others].isnan().all()
