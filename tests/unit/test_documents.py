@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sglang_reasoncache import metrics
+from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
+from sglang_reasoncache.sharing.stats import SharingStats
 from tests.contract.test_layers import LAYER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,9 +60,16 @@ def test_every_picture_names_its_command(page: Path) -> None:
     for picture in re.findall(r"!\[.*?\]\((.*?)\)\n", text):
         after = text.partition(f"({picture})\n")[2].lstrip().partition("\n\n")[0]
         assert re.match(r"\(`(python -m eval\.|make )", after), picture
-        for module in re.findall(r"python -m (eval[\w.]*)", after):
-            path = ROOT / module.replace(".", "/")
-            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
+def test_commands_exist(page: Path) -> None:
+    text = page.read_text()
+    for module in re.findall(r"python -m\s((?:eval|sglang_reasoncache)[\w.]*\w)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert not set(re.findall(r"`make ([\w-]+)", text)) - set(targets)
 
 
 def test_rooms_stand_in_the_order_of_layers() -> None:
@@ -70,3 +80,27 @@ def test_rooms_stand_in_the_order_of_layers() -> None:
     assert [LAYER[room] for room in rooms] == sorted(LAYER[room] for room in rooms)
     package = ROOT / "sglang_reasoncache"
     assert set(rooms) == {path.parent.name for path in package.glob("*/__init__.py")}
+
+
+def test_refused_flags_and_series_are_in_their_pages() -> None:
+    index, architecture, evaluation = (
+        (ROOT / f"docs/{name}.md").read_text() for name in ("index", "architecture", "evaluation")
+    )
+    for page, fields in ((index, CONFLICTS), (architecture, CORRECTED_CONFLICTS)):
+        missing = [flag for field in fields if (flag := _flag(field)) not in page]
+        assert not missing
+    selected = (f"selection_{field}" for field in metrics._SELECTION)
+    series = [*(field.removesuffix("_total") for field in metrics._COUNTERS), *selected]
+    assert not [name for name in series if f"`{name}`" not in index]
+    totals = set(re.findall(r"`(\w+)`", _table(evaluation, "total")))
+    assert totals == SharingStats().to_dict().keys()
+
+
+def _flag(field: str) -> str:
+    return "`--" + field.replace("_", "-") + "`"
+
+
+def _table(text: str, heading: str) -> str:
+    """First column of the table that begins with ``heading``."""
+    rows = text.partition(f"\n| {heading} |")[2].partition("\n\n")[0]
+    return "\n".join(re.findall(r"^\| (.*?) \|", rows, re.MULTILINE))

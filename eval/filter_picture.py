@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.policy_picture TRACES``: the stages of the filter in one picture, ``docs/policy.png``.
+"""``python -m eval.filter_picture TRACES``: the stages of the filter in one picture, ``docs/filter.png``.
 
 What passes each stage is counted on the responses of TRACES, a JSONL file or a
 folder of them; the distance stage needs a model and is shown at its default.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,17 +19,20 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from eval.bench.stage1 import Spelling, make_engine, spelling_of
+from eval.bench.filter import tokenized
 from eval.redundancy.rows import texts_of
 from sglang_reasoncache.filter.proposal import FilterCounters
+from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _BLOCK = 8
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One box: what it asks, what bounds it, which flags turn it, and what gets through."""
+    """One box: what it asks, what bounds it, which settings change it, and what gets through."""
 
     name: str
     rule: str
@@ -41,18 +43,15 @@ class Stage:
 
 
 def count(
-    config: FilterConfig, spelling: Spelling, streams: Sequence[Sequence[int]]
+    config: FilterConfig, vocabulary: Vocabulary, streams: Sequence[Sequence[int]]
 ) -> FilterCounters:
     """Counters over all responses."""
-    engine = make_engine("native", config, spelling)
+    classes = TokenClasses(vocabulary)
     total = FilterCounters()
     for tokens in streams:
-        request = engine.open(0, True)
-        engine.feed(array("q", [request]), array("q", [len(tokens)]), array("q", tokens))
-        engine.close(request)
-        while engine.outstanding:
-            for result in engine.take(1 << 20, 1 << 30):
-                total.add(result.counters)
+        request = RequestFilter(config, classes, vocabulary, 0)
+        request.push(tokens)
+        total.add(request.counters)
     return total
 
 
@@ -66,7 +65,7 @@ def stages(full: FilterCounters, prose: FilterCounters, tokens: int) -> list[Sta
             "segment",
             "a step ends at a blank line",
             "1,024 tokens a step",
-            "max-step-tokens\nspan",
+            "max_step_tokens\nspan",
             1.0,
             f"{full.steps:,} steps",
         ),
@@ -74,7 +73,7 @@ def stages(full: FilterCounters, prose: FilterCounters, tokens: int) -> list[Sta
             "lexical",
             "cosine of token counts x length ratio > tau (0.9 to 0.7)",
             "2,048 earlier steps; 256 steps waiting",
-            "tau-strict, tau-soft\nfixed-tau, encoder\nmax-pending",
+            "tau_strict, tau_soft\nfixed_tau, encoder\nmax_pending",
             lexical,
             f"{lexical:.0%} of steps",
         ),
@@ -82,7 +81,7 @@ def stages(full: FilterCounters, prose: FilterCounters, tokens: int) -> list[Sta
             "structure",
             "same trees where both steps are formal",
             "8,192 characters, depth 64, 1,024 nodes; over: no match",
-            "use-structure\nstructure-tolerance",
+            "use_structure\nstructure_tolerance",
             formal,
             f"{formal:.0%} of steps",
         ),
@@ -97,8 +96,8 @@ def stages(full: FilterCounters, prose: FilterCounters, tokens: int) -> list[Sta
         Stage(
             "distance",
             "K and V within the p-th percentile of those seen",
-            "256 blocks a wave, 2,560 bins",
-            "percentile, warmup\nhalf-life, distance\npositions",
+            "256 pairs a batch, 2,560 bins",
+            "percentile, warmup\nhalf_life, distance\npositions",
             0.8 * full.pairs * _BLOCK / tokens,
             "80% of those, at p = 80",
         ),
@@ -145,25 +144,24 @@ def draw(axes: Axes, boxes: Sequence[Stage], caption: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m eval.policy_picture", description=__doc__.splitlines()[0]
+        prog="python -m eval.filter_picture", description=__doc__.splitlines()[0]
     )
     parser.add_argument("traces", type=Path, help="JSONL file of responses, or folder of them.")
-    parser.add_argument("--output", type=Path, default=Path("docs/policy.png"))
+    parser.add_argument("--output", type=Path, default=Path("docs/filter.png"))
     options = parser.parse_args(argv)
     files = sorted(options.traces.glob("*.jsonl")) if options.traces.is_dir() else [options.traces]
     texts = texts_of(files)
-    tokenizer, spelling = spelling_of(None, texts)
-    streams = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    vocabulary, streams = tokenized(None, texts)
     config = FilterConfig(block=_BLOCK)
-    full = count(config, spelling, streams)
-    prose = count(replace(config, use_structure=False), spelling, streams)
+    full = count(config, vocabulary, streams)
+    prose = count(replace(config, use_structure=False), vocabulary, streams)
     figure, axes = plt.subplots(figsize=(11, 4.6))
     names = " and ".join(path.stem for path in files)
     draw(
         axes,
         stages(full, prose, sum(map(len, streams))),
         f"Bars: what gets through, of {len(texts)} responses in {names}. "
-        "Blue: on the host, beside the scheduler. Orange: over the KV pool.",
+        "Blue: the filter process. Orange: over the KV pool.",
     )
     figure.savefig(options.output, dpi=130, bbox_inches="tight")
     print(f"wrote {options.output}: {full}")
