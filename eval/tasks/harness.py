@@ -11,6 +11,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,7 @@ class EvalTask:
         # Some tasks shuffle the choices of a question.
         random.seed(source.seed)
         try:
-            manager = TaskManager(
-                include_path=_OURS, include_defaults=not spec["task"].startswith(("local", "sand"))
-            )
+            manager = _manager(spec["task"].startswith(("local_", "sandboxed_")))
             if spec["task"] not in manager.task_index:
                 raise KeyError("lm-eval has no such task")
             group = {"group": "run", "task": [{**spec, "generation_kwargs": {"until": []}}]}
@@ -195,8 +194,8 @@ class EvalTask:
                 which then is in no response.
         """
 
-        def answers(problems: Sequence[Problem]) -> list[str]:
-            texts = zip(problems, answer(problems), strict=True)
+        def answers(_problems: Sequence[Problem]) -> list[str]:
+            texts = zip(self.problems, answer(self.problems), strict=True)
             return [
                 text if problem.forced else _after_thinking(text, opens_thinking)
                 for problem, text in texts
@@ -228,6 +227,12 @@ def opens_thinking(model: str) -> bool:
         )
         return bool(prompt.rstrip().endswith(_THINK))
     return False
+
+
+@cache
+def _manager(ours: bool) -> TaskManager:
+    """Finding lm-eval's own thousands of tasks takes seconds."""
+    return TaskManager(include_path=_OURS, include_defaults=not ours)
 
 
 def _spec(name: str, source: Source) -> dict[str, Any]:
