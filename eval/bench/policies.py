@@ -22,7 +22,6 @@ from typing import Any
 
 from eval.bench import policies_accuracy, policies_speed
 from eval.bench.policies_accuracy import Runs
-from eval.bench.policies_figures import picture, table
 from eval.bench.policies_points import (
     SAVINGS,
     UNTIMED,
@@ -33,7 +32,7 @@ from eval.bench.policies_points import (
     points,
     prompt_points,
 )
-from eval.bench.policies_rows import Aim, dense_row, rows
+from eval.bench.policies_results import Aim, dense_row, picture, rows, table
 from eval.redundancy.rows import texts_of
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build

@@ -168,32 +168,36 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    for flag, kind, metavar, text in (
+        ("--model", str, "M", f"Folder or hub name (default {EMBEDDED}, the embedded model)."),
+        ("--tasks", _names, "a,b", "Names."),
+        ("--methods", _specs, "x,y", "Names with options (default dense,reasoncache)."),
+        ("--seeds", _integers, "0,1", "Numbers (default 0)."),
+        ("--out", Path, "RUN", "Folder of the run (default out/ and a name of the options)."),
+        ("--config", Path, "FILE.toml", "The same names; flags win."),
+        ("--limit", int, "N", "The first N problems of each task."),
+        ("--in-flight", int, "N", "Open requests (default: all at once)."),
+        ("--server-flags", shlex.split, "FLAGS", "Further flags of each server."),
+        ("--device", str, "D", "auto, cpu or cuda (default auto)."),
+        ("--kv-budget", int, "SLOTS", "KV slots of each server."),
+        ("--max-tokens", int, "N", "Longest response."),
+        ("--temperature", float, "X", "Instead of the model family's own, as the next three."),
+        ("--top-p", float, "X", ""),
+        ("--top-k", int, "N", ""),
+        ("--min-p", float, "X", ""),
+        ("--attempts", int, "N", "Times a failing request is sent (default 2)."),
+        ("--warm-up", int, "N", "Requests before each cell (default 8)."),
+        ("--decode-log-interval", int, "K", "Decode steps a log line (10)."),
+        ("--keep-servers", int, "N", "Servers up at once (default 1)."),
+        ("--request-timeout", float, "S", "Longest silence (default 21600)."),
+        ("--resume", Path, "RUN", "Go on with a run; takes no other flag."),
+        ("--grade", Path, "RUN", "Grade the responses of a run again."),
+    ):
+        parser.add_argument(flag, type=kind, metavar=metavar, help=text)
     add = parser.add_argument
-    add("--model", help=f"Folder or hub name (default {EMBEDDED}, the embedded model).")
-    add("--tasks", type=_names, help="Comma-separated names.")
-    add("--methods", type=_specs, help="Comma-separated (default dense,reasoncache).")
-    add("--seeds", type=_integers, help="Comma-separated numbers (default 0).")
-    add("--out", type=Path, help="Folder of the run (default out/ and a name made of the options).")
-    add("--config", type=Path, metavar="FILE.toml", help="The same names; flags win.")
-    add("--limit", type=int, metavar="N", help="The first N problems of each task.")
-    add("--in-flight", type=int, metavar="N", help="Open requests (default: all at once).")
     add("--data", type=_pair, action="append", metavar="TASK=FILE", help="Local JSONL of a task.")
-    add("--server-flags", type=shlex.split, metavar="FLAGS", help="Further flags of each server.")
-    add("--device", help="auto, cpu or cuda (default auto).")
-    add("--kv-budget", type=int, metavar="SLOTS", help="KV slots of each server.")
-    add("--max-tokens", type=int, metavar="N", help="Longest response.")
-    for name in SAMPLING:
-        kind = int if name == "top_k" else float
-        add(_flag(name), type=kind, help="Instead of the model family's own setting.")
-    add("--allow-code-execution", action="store_true", help="Let graders run a model's code.")
     add("--url", dest="urls", type=_url, action="append", metavar="METHOD=URL", help="Its server.")
-    add("--attempts", type=int, metavar="N", help="Times a failing request is sent (default 2).")
-    add("--warm-up", type=int, metavar="N", help="Requests before each cell (default 8).")
-    add("--decode-log-interval", type=int, metavar="K", help="Decode steps a log line (10).")
-    add("--keep-servers", type=int, metavar="N", help="Servers up at once (default 1).")
-    add("--request-timeout", type=float, metavar="S", help="Longest silence (default 21600).")
-    add("--resume", type=Path, metavar="RUN", help="Go on with a run; takes no other flag.")
-    add("--grade", type=Path, metavar="RUN", help="Grade the responses of a run again.")
+    add("--allow-code-execution", action="store_true", help="Let graders run a model's code.")
     return parser
 
 

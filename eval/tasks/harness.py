@@ -237,7 +237,7 @@ def _manager(ours: bool) -> TaskManager:
 
 def _spec(name: str, source: Source) -> dict[str, Any]:
     """The task file's name with what is given to it."""
-    metadata = {"version": 1.0, "seed": source.seed, "limit": source.limit}
+    metadata: dict[str, Any] = {"version": 1.0, "seed": source.seed, "limit": source.limit}
     if name in _GENERATED:
         if source.file:
             raise TaskError(f"--data {name}={source.file}: this task's problems are generated")

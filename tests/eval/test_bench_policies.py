@@ -17,7 +17,6 @@ from matplotlib.image import imread
 
 from eval.bench import policies, policies_accuracy, policies_speed
 from eval.bench.policies_accuracy import DENSE, Runs, carry_out
-from eval.bench.policies_figures import table
 from eval.bench.policies_points import (
     POLICIES,
     SAVINGS,
@@ -28,7 +27,7 @@ from eval.bench.policies_points import (
     points,
     prompt_points,
 )
-from eval.bench.policies_rows import dense_row, row_of, rows
+from eval.bench.policies_results import dense_row, row_of, rows, table
 from eval.bench.policies_speed import LIMIT, PIECES, matched_step_ms, timing
 from eval.methods import find_method
 from eval.replay.pieces import write_pieces
