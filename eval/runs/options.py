@@ -29,26 +29,8 @@ SAMPLING = {
 class RunOptions:
     """A run as asked for; every field is part of ``config.json`` and must match on resuming.
 
-    Attributes:
-        model: folder or hub name, or ``tiny_reasoner``.
-        tasks: names of tasks.
-        methods: specifications as of :func:`eval.methods.find_method`.
-        seeds: one pass over the problems each.
-        limit: the first so many problems of each task, None for all.
-        in_flight: requests open at a time, None for all at once.
-        data: local JSONL of a task, absolute.
-        server_flags: further flags of every server.
-        device: ``cpu``, ``cuda`` or ``auto``.
-        kv_budget: KV slots of every server, None for the default.
-        max_tokens: of each response, None for the sampling setting's own.
-        temperature, top_p, top_k, min_p: instead of the model family's own.
-        allow_code_execution: whether graders may run code that a model wrote.
-        urls: running servers by method; that method starts none.
-        attempts: how often a request is sent before it counts as failed.
-        warm_up: requests sent before each measured cell.
-        decode_log_interval: decode steps between two lines of the server's log.
-        request_timeout: seconds without a byte after which a request has failed.
-        keep_servers: servers that stay up at once and take turns.
+    Fields are the flags of ``eval.run`` (:func:`_parser`). None: all problems, all requests at
+    once, SGLang's or the model family's own. ``data`` is made absolute.
 
     Raises:
         RunError: names the flag, its bound and the value.
@@ -104,12 +86,8 @@ class RunOptions:
 class Command:
     """What ``python -m eval.run`` is to do.
 
-    Attributes:
-        options: None with ``resume`` or ``grade``, whose folder has them.
-        out: the folder, None for one named after the options.
-        resume: go on with this folder.
-        grade: grade this folder again.
-        allow_code_execution: of ``grade``.
+    ``options`` are None with ``resume`` or ``grade``, whose folder has them; ``out`` is None for a
+    folder named after the options; ``allow_code_execution`` is that of ``grade``.
     """
 
     options: RunOptions | None
@@ -236,10 +214,10 @@ def _check(options: RunOptions) -> None:
         value = getattr(options, name)
         if value is not None and (type(value) is not int or value < low):
             raise RunError(f"{_flag(name)} must be an integer of at least {low}, got {value!r}")
-    for name, (low, high) in {**SAMPLING, "request_timeout": (1e-9, 1e9)}.items():
+    for name, (lowest, highest) in {**SAMPLING, "request_timeout": (1e-9, 1e9)}.items():
         value = getattr(options, name)
-        if value is not None and not low <= value <= high:
-            raise RunError(f"{_flag(name)} must be between {low} and {high}, got {value!r}")
+        if value is not None and not lowest <= value <= highest:
+            raise RunError(f"{_flag(name)} must be between {lowest} and {highest}, got {value!r}")
     if options.device not in ("auto", "cpu", "cuda"):
         raise RunError(f"--device must be auto, cpu or cuda, got {options.device!r}")
     for name in ("tasks", "methods", "seeds"):

@@ -170,14 +170,8 @@ class GivenServer:
 class Servers:
     """Started servers, by their flags. A context manager.
 
-    One at a time has memory and processors to itself. Where idle servers cost nothing
-    (a CPU, with ``--sleep-on-idle``) several can stay up and take turns.
-
-    Args:
-        run: folder of the run, for logs.
-        model_path: folder or hub name.
-        device: ``cpu`` or ``cuda``.
-        keep: servers that stay up; the one that was used longest ago is closed.
+    Where idle servers cost nothing (a CPU, with ``--sleep-on-idle``) ``keep`` can stay up and
+    take turns; the one that was used longest ago is closed. Logs go into the run's folder.
     """
 
     def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
