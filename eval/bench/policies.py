@@ -49,20 +49,8 @@ _ROUND_S = 45
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure.
-
-    Attributes:
-        points: policies at settings for the embedded reasoner.
-        timed: the same for replays, for each aim.
-        prompts: policies at budgets for long prompts; none if not asked for.
-        left_out: a sentence on each that cannot be measured.
-        problems: of each point.
-        rounds: on replays; 0 for none.
-        jobs: accuracy runs at a time.
-        traces: folder of recorded responses.
-        out: folder of the results.
-        plan: only print what would be done.
-    """
+    """What to measure: policies at settings for the embedded reasoner (``points``), for replays by
+    aim (``timed``) and for long prompts; ``left_out`` says what cannot be measured."""
 
     points: list[Point]
     timed: dict[float, list[Point]]

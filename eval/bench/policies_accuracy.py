@@ -40,14 +40,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Runs:
-    """Where the runs of one number of problems lie.
-
-    Attributes:
-        home: a folder for each method.
-        problems: of each run.
-        task: what is asked.
-        server_flags: of all servers; a method may need more.
-    """
+    """Runs of one number of problems, a folder each in ``home``; a method may need more flags."""
 
     home: Path
     problems: int
@@ -68,19 +61,20 @@ class Runs:
         return len(cell.answered()) >= self.problems and len(cell.results()) >= self.problems
 
     def command(self, method: str) -> list[str]:
-        return [
-            *(sys.executable, "-m", "eval.run"),
-            *("--tasks", self.task),
-            *("--methods", method),
-            *("--seeds", str(SEED)),
-            *("--limit", str(self.problems)),
-            *("--in-flight", str(IN_FLIGHT)),
-            *("--max-tokens", str(MAX_TOKENS)),
-            *("--kv-budget", str(KV_BUDGET)),
-            *("--device", "cpu"),
-            *("--server-flags", " ".join((self.server_flags, *flags_of(method)))),
-            *("--out", str(self.folder(method))),
-        ]
+        flags = {
+            "--tasks": self.task,
+            "--methods": method,
+            "--seeds": SEED,
+            "--limit": self.problems,
+            "--in-flight": IN_FLIGHT,
+            "--max-tokens": MAX_TOKENS,
+            "--kv-budget": KV_BUDGET,
+            "--device": "cpu",
+            "--server-flags": " ".join((self.server_flags, *flags_of(method))),
+            "--out": self.folder(method),
+        }
+        words = [str(word) for flag in flags.items() for word in flag]
+        return [sys.executable, "-m", "eval.run", *words]
 
 
 def carry_out(

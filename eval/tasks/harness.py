@@ -172,7 +172,9 @@ class EvalTask:
             raise TaskError(f"--tasks {name}: cannot be loaded ({reason}){hint}") from error
         if self._task.OUTPUT_TYPE != "generate_until" or getattr(self._task, "UNSAFE_CODE", False):
             raise TaskError(f"--tasks {name}: only tasks that generate text and run no code")
-        self._task.process_results = _bounded(self._task.process_results)
+        self._task.process_results = _bounded(
+            self._task.process_results, list(self._task.aggregation())
+        )
         self.problems = self._all_problems()
 
     def _all_problems(self) -> list[Problem]:
@@ -286,18 +288,19 @@ def _grade(sample: Mapping[str, Any]) -> Grade:
     return Grade(float(value), filtered[:200] if named else None)
 
 
-def _bounded(grade: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """A grader of lm-eval's whose regular expressions cannot hold a run up."""
-    known: dict[str, float] = {}
+def _bounded(
+    grade: Callable[..., dict[str, float]], metrics: Sequence[str]
+) -> Callable[..., dict[str, float]]:
+    """A grader that no response can hold up or break: what it cannot grade is wrong."""
 
     def within_time(doc: Any, results: Any) -> dict[str, float]:
         try:
             with _time_limit(_GRADE_S):
-                found = grade(doc, results)
-        except TimeoutError:
-            return dict.fromkeys(known or {"score": 0.0}, 0.0)
-        known.update(found)
-        return found
+                return grade(doc, results)
+        except sandbox.SandboxError:
+            raise
+        except Exception:
+            return dict.fromkeys(metrics, 0.0)
 
     return within_time
 

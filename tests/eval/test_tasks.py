@@ -181,10 +181,10 @@ def test_a_grader_that_takes_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch
     def slow(doc: Any, results: Sequence[str]) -> dict[str, float]:
         while results[0] == "slow":
             time.sleep(0.01)
-        return {"acc": 1.0}
+        return {"acc": 1.0 / len(results[0])}
 
-    bounded = harness._bounded(slow)
-    assert [bounded({}, [text]) for text in ("fast", "slow")] == [{"acc": 1.0}, {"acc": 0.0}]
+    bounded = harness._bounded(slow, ["acc"])
+    assert [bounded({}, [text])["acc"] for text in ("a", "slow", "")] == [1.0, 0.0, 0.0]
 
 
 def test_no_hub_says_how_to_take_a_file(tmp_path: Path) -> None:
