@@ -38,22 +38,6 @@ class Method:
         return bool(self.flags)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A row of the table of methods.
-
-    Attributes:
-        title: for tables and pictures.
-        values: settings of the plugin, by the names of ``ReasonCacheConfig``; None for a
-            server without the plugin.
-        matches: whether its saving can be made equal to another method's.
-    """
-
-    title: str
-    values: Mapping[str, object] | None
-    matches: bool = False
-
-
 _TITLES = {
     "reasoncache": "ReasonCache",
     "memshare": "MemShare",
@@ -66,14 +50,11 @@ _TITLES = {
     "cosine-distance": "Cosine distance",
 }
 
-#: Every method by name. A later policy is one more entry.
-METHODS: dict[str, Recipe] = {
-    "dense": Recipe("Dense", None),
-    **{
-        name: Recipe(_TITLES.get(name, name), {"preset": name}, matches=name == "random")
-        for name in PRESETS
-    },
-}
+DENSE = "dense"
+#: The method whose saving can be made equal to another's.
+RANDOM = "random"
+#: Titles of all methods. Those but dense are presets of the plugin.
+METHODS: dict[str, str] = {DENSE: "Dense", **{name: _TITLES.get(name, name) for name in PRESETS}}
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(ReasonCacheConfig))
 _BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
@@ -98,22 +79,24 @@ def find_method(spec: str, embedded_flags: Sequence[str] = ()) -> Method:
         MethodError: unknown name or key, or a value out of bounds.
     """
     name, colon, rest = spec.partition(":")
-    recipe = METHODS.get(name)
-    if recipe is None or not _NAME.fullmatch(spec):
+    if name not in METHODS or not _NAME.fullmatch(spec):
         known = ", ".join(METHODS)
         raise MethodError(f"--methods: {spec!r} is no method; known are {known}")
-    other = _MATCH.search(rest) if recipe.matches else None
+    other = _MATCH.search(rest) if name == RANDOM else None
     if other is not None:
         before, after = rest[: other.start()], rest[other.end() :]
         colon = colon if before or after else ""
         rest = before + after if before else after[1:]
     pairs = dict(_pair(spec, part) for part in rest.split(",")) if colon else {}
     match = other[1] if other is not None else ""
-    if recipe.values is None:
+    if name == DENSE:
         if pairs:
             raise MethodError(f"--methods: {spec!r}: {name} takes no options")
-        return Method(spec, recipe.title)
-    values = {**recipe.values, **{key: _value(spec, key, text) for key, text in pairs.items()}}
+        return Method(spec, METHODS[name])
+    values: dict[str, object] = {
+        "preset": name,
+        **{key: _value(spec, key, text) for key, text in pairs.items()},
+    }
     given = {flag_of(key) for key in values}
     flags = ["--enable-reasoncache", *_spell(values)]
     for flag, value in zip(embedded_flags[::2], embedded_flags[1::2], strict=True):
@@ -127,7 +110,7 @@ def find_method(spec: str, embedded_flags: Sequence[str] = ()) -> Method:
     if match and "random_ratio" in pairs:
         raise MethodError(f"--methods: {spec!r}: match and random_ratio exclude each other")
     detail = f" ({', '.join(f'{key}={text}' for key, text in pairs.items())})" if pairs else ""
-    return Method(spec.replace("/", "_"), recipe.title + detail, tuple(flags), match)
+    return Method(spec.replace("/", "_"), METHODS[name] + detail, tuple(flags), match)
 
 
 def find_methods(specs: Sequence[str], embedded_flags: Sequence[str] = ()) -> list[Method]:
@@ -157,8 +140,7 @@ def flag_key(flag: str) -> str:
 
 
 def _matched(method: Method, methods: Sequence[Method]) -> Method:
-    recipe = METHODS[method.name.partition(":")[0]]
-    if not recipe.matches or flag_of("random_ratio") in method.flags:
+    if method.name.partition(":")[0] != RANDOM or flag_of("random_ratio") in method.flags:
         return method
     match = method.match.replace("/", "_") or "reasoncache"
     target = next((other for other in methods if other.name == match), None)

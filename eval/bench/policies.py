@@ -22,7 +22,6 @@ from typing import Any
 
 from eval.bench import policies_accuracy, policies_speed
 from eval.bench.policies_accuracy import Runs
-from eval.bench.policies_figures import picture, table
 from eval.bench.policies_points import (
     SAVINGS,
     UNTIMED,
@@ -33,7 +32,7 @@ from eval.bench.policies_points import (
     points,
     prompt_points,
 )
-from eval.bench.policies_rows import Aim, dense_row, rows
+from eval.bench.policies_results import Aim, dense_row, picture, rows, table
 from eval.redundancy.rows import texts_of
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build
@@ -50,20 +49,8 @@ _ROUND_S = 45
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure.
-
-    Attributes:
-        points: policies at settings for the embedded reasoner.
-        timed: the same for replays, for each aim.
-        prompts: policies at budgets for long prompts; none if not asked for.
-        left_out: a sentence on each that cannot be measured.
-        problems: of each point.
-        rounds: on replays; 0 for none.
-        jobs: accuracy runs at a time.
-        traces: folder of recorded responses.
-        out: folder of the results.
-        plan: only print what would be done.
-    """
+    """What to measure: policies at settings for the embedded reasoner (``points``), for replays by
+    aim (``timed``) and for long prompts; ``left_out`` says what cannot be measured."""
 
     points: list[Point]
     timed: dict[float, list[Point]]

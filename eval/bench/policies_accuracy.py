@@ -7,6 +7,7 @@ What was measured stays; the same call goes on after whatever stopped it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import subprocess
@@ -39,14 +40,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Runs:
-    """Where the runs of one number of problems lie.
-
-    Attributes:
-        home: a folder for each method.
-        problems: of each run.
-        task: what is asked.
-        server_flags: of all servers; a method may need more.
-    """
+    """Runs of one number of problems, a folder each in ``home``; a method may need more flags."""
 
     home: Path
     problems: int
@@ -67,19 +61,20 @@ class Runs:
         return len(cell.answered()) >= self.problems and len(cell.results()) >= self.problems
 
     def command(self, method: str) -> list[str]:
-        return [
-            *(sys.executable, "-m", "eval.run"),
-            *("--tasks", self.task),
-            *("--methods", method),
-            *("--seeds", str(SEED)),
-            *("--limit", str(self.problems)),
-            *("--in-flight", str(IN_FLIGHT)),
-            *("--max-tokens", str(MAX_TOKENS)),
-            *("--kv-budget", str(KV_BUDGET)),
-            *("--device", "cpu"),
-            *("--server-flags", " ".join((self.server_flags, *flags_of(method)))),
-            *("--out", str(self.folder(method))),
-        ]
+        flags = {
+            "--tasks": self.task,
+            "--methods": method,
+            "--seeds": SEED,
+            "--limit": self.problems,
+            "--in-flight": IN_FLIGHT,
+            "--max-tokens": MAX_TOKENS,
+            "--kv-budget": KV_BUDGET,
+            "--device": "cpu",
+            "--server-flags": " ".join((self.server_flags, *flags_of(method))),
+            "--out": self.folder(method),
+        }
+        words = [str(word) for flag in flags.items() for word in flag]
+        return [sys.executable, "-m", "eval.run", *words]
 
 
 def carry_out(
@@ -91,68 +86,53 @@ def carry_out(
         What failed: method, and the end of what its run said. The others are not stopped by it.
     """
     waiting = [method for method in methods if not runs.whole(method)]
-    total, began, done = len(waiting), time.monotonic(), 0
+    total, began = len(waiting), time.monotonic()
     failed: dict[str, str] = {}
-    working: dict[str, _Process] = {}
-    try:
+    working: dict[str, subprocess.Popen[bytes]] = {}
+    with contextlib.ExitStack() as ending:
         while waiting or working:
             while waiting and len(working) < jobs:
                 method = waiting.pop(0)
-                working[method] = _Process(runs.command(method), runs.folder(method))
+                working[method] = _start(runs, method, ending)
             time.sleep(_POLL_S)
             for method, process in list(working.items()):
-                status = process.status()
-                if status is None:
+                if process.poll() is None:
                     continue
-                working.pop(method).close()
-                done += 1
-                minutes = (time.monotonic() - began) / 60
-                left = minutes / done * (total - done)
-                if status or not runs.whole(method):
-                    failed[method] = process.tail()
-                    say(f"{method}: failed, {process.log}: {failed[method]}")
+                del working[method]
+                done = total - len(waiting) - len(working)
+                left = (time.monotonic() - began) / 60 / done * (total - done)
+                if process.returncode or not runs.whole(method):
+                    log = runs.folder(method) / LOG
+                    lines = [line.strip() for line in log.read_text(errors="replace").split("\n")]
+                    failed[method] = next((x[-300:] for x in reversed(lines) if x), "no output")
+                    say(f"{method}: failed, {log}: {failed[method]}")
                 else:
-                    say(
-                        f"{method}: {_score(runs.cell(method))}; {done} of {total}, {left:.0f} min left"
-                    )
-    finally:
-        for process in working.values():
-            process.close()
+                    results = runs.cell(method).results()
+                    score = sum(row.score for row in results) / len(results)
+                    say(f"{method}: accuracy {score:.3f}; {done} of {total}, {left:.0f} min left")
     return failed
 
 
-def _score(cell: Cell) -> str:
-    results = cell.results()
-    return f"accuracy {sum(row.score for row in results) / len(results):.3f}"
-
-
-class _Process:
+def _start(runs: Runs, method: str, ending: contextlib.ExitStack) -> subprocess.Popen[bytes]:
     """One ``eval.run`` that dies with us; what it says goes to a log beside its records."""
+    log = runs.folder(method) / LOG
+    write_whole(log, "")
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            runs.command(method),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    guard = kill_when_we_die(process.pid)
 
-    def __init__(self, command: Sequence[str], folder: Path) -> None:
-        self.log = folder / LOG
-        write_whole(self.log, "")
-        with self.log.open("wb") as out:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._guard = kill_when_we_die(self._process.pid)
-
-    def status(self) -> int | None:
-        return self._process.poll()
-
-    def tail(self) -> str:
-        lines = self.log.read_text(errors="replace").split("\n")
-        return next((line.strip()[-300:] for line in reversed(lines) if line.strip()), "no output")
-
-    def close(self) -> None:
+    def end() -> None:
         # SIGTERM lets it close its server and complete its records.
-        if self._process.poll() is None:
-            self._process.terminate()
-        self._process.wait()
-        self._guard.kill()
-        self._guard.communicate()
+        process.terminate()
+        process.wait()
+        guard.kill()
+        guard.communicate()
+
+    ending.callback(end)
+    return process

@@ -52,16 +52,12 @@ class Timing:
     """A policy against stock on the same responses.
 
     Attributes:
-        throughput_ratio: output tokens/s over stock's, the median of rounds.
-        throughput_ratios: round by round.
+        throughput_ratio: output tokens/s over stock's, the median of ``throughput_ratios``.
         step_ms, dense_step_ms: time of a decode step at the same numbers of running requests;
             None if they have too few in common.
         scheduler_ms: time of the scheduler's thread spent on the policy, a decode step.
         saved: slots over positions, averaged over decode steps, as the server counted.
-        mean_running: requests in the batch.
-        dense_mean_running: of stock.
-        retractions: over all rounds.
-        leaked_slots: after the last response, of all rounds.
+        retractions, leaked_slots: over all rounds.
         reproduced: share of responses that came back word for word.
     """
 

@@ -38,14 +38,10 @@ class Workload:
     """What is asked of the servers.
 
     Attributes:
-        name: of the task.
         traces: file of recorded responses, "" for the embedded reasoner.
         ours: our method, as in ``eval.run --methods``.
-        limit: problems of one round.
-        rounds: how often each method takes its turn; the reasoner's rounds have
-            different problems, a replay's the same.
-        kv_budget: KV slots of each server. Small enough that the longest response does
-            not decide how long a round takes: see :func:`crowding`.
+        limit: problems of one round; the reasoner's rounds have different ones.
+        kv_budget: KV slots of each server, few enough: see :func:`crowding`.
         piece: cut responses of over :data:`LOOPING` tokens into pieces of this length
             and replay those; 0 replays whole responses.
     """
@@ -108,7 +104,8 @@ def crowding(lengths: Sequence[int], kv_budget: int) -> float:
 
 def refuse_a_half_empty_pool(path: Path, model: str, limit: int, kv_budget: int) -> None:
     """Raises RunError if a round of replays would not be short of memory."""
-    crowded = crowding(replay(str(path), model, limit)["test"]["max_tokens"], kv_budget)
+    lengths = list(replay(str(path), model, limit)["test"]["max_tokens"])
+    crowded = crowding(lengths, kv_budget)
     if crowded < LEAST_CROWDING:
         raise RunError(
             f"{path}: {kv_budget} KV slots leave room for everyone "

@@ -37,8 +37,8 @@ class Estimate:
 
     def scaled(self, factor: float, shift: float = 0.0) -> Estimate:
         """``factor * x + shift`` of a positive factor."""
-        ends = (None if end is None else factor * end + shift for end in (self.low, self.high))
-        return Estimate(factor * self.value + shift, *ends, self.n)
+        low, high = (None if e is None else factor * e + shift for e in (self.low, self.high))
+        return Estimate(factor * self.value + shift, low, high, self.n)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def load(folders: Sequence[Path]) -> Data:
                     "title": details.get(cell.method, {}).get("title", cell.method),
                     **dataclasses.asdict(figures(responses, legs, timeline)),
                     "kv_slots": min(slots, default=configs[run].get("kv_budget")),
-                    "legs": len({row.leg for row in (*legs, *responses)}),
+                    "legs": len({row.leg for row in legs} | {row.leg for row in responses}),
                     "answered": len(answered),
                     "graded": len(graded),
                     "cut": len(cut),

@@ -7,34 +7,15 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-# Okabe and Ito's palette and Tol's muted one, without what is too faint on white. Percentiles
-# are shades of ReasonCache's blue, marked by their number.
-_LOOKS = {
-    "dense": ("#555555", "o"),
-    "reasoncache": ("#0072B2", "s"),
-    "random": ("#D55E00", "D"),
-    "memshare": ("#009E73", "^"),
-    "memshare-0.9": ("#44AA99", "2"),
-    "cosine": ("#E69F00", "v"),
-    "cosine-structure": ("#56B4E9", "P"),
-    "p20": ("#6BAED6", "$20$"),
-    "p50": ("#4292C6", "$50$"),
-    "p80": ("#2171B5", "$80$"),
-    "p100": ("#08306B", "$100$"),
-    "embedding": ("#CC79A7", "X"),
-    "sentence-bert": ("#882255", "h"),
-    "cosine-distance": ("#8C6D31", "<"),
-    "fixed-0.8": ("#999933", "p"),
-    "fixed-0.9": ("#7570B3", ">"),
-}
-_OTHERS = ("#AA4499", "#117733", "#332288", "#661100", "#6699CC", "#888888")
-_OTHER_MARKERS = "*Hd84"
+_METHODS = ("reasoncache", "cosine", "memshare", "random", "embedding", "sentence-bert", "p20")
+_COLOURS = sns.color_palette("colorblind").as_hex()
+_MARKERS = "s^vD<>ophX"
 GREY = "#555555"
-FAINT = "#D0D0D0"
 LABEL_SIZE = 8.5
 _MAX_CHARS = 34
 
@@ -57,22 +38,21 @@ def save(made: Figure, path: Path) -> None:
 
 
 def colour(method: str) -> str:
-    """The same for a method in every figure."""
-    return _look(method)[0]
+    """The same for a method in every figure; dense is grey."""
+    return GREY if method == "dense" else str(_COLOURS[_number(method) % len(_COLOURS)])
 
 
 def marker(method: str) -> str:
-    """The same for a method in every figure, so that colour is not needed to tell them apart."""
-    return _look(method)[1]
+    """The same, so that colour is not needed to tell methods apart."""
+    return "o" if method == "dense" else _MARKERS[_number(method) % len(_MARKERS)]
 
 
-def _look(method: str) -> tuple[str, str]:
-    name, options, _ = method.partition(":")
+def _number(method: str) -> int:
+    name = method.partition(":")[0]
     # Random sharing always comes with its share as an option.
-    if name in _LOOKS and (not options or name == "random"):
-        return _LOOKS[name]
-    number = zlib.crc32(method.encode(errors="replace"))
-    return _OTHERS[number % len(_OTHERS)], _OTHER_MARKERS[number % len(_OTHER_MARKERS)]
+    if name in _METHODS and (name == method or name == "random"):
+        return _METHODS.index(name)
+    return len(_METHODS) + zlib.crc32(method.encode(errors="replace")) % 3
 
 
 def text(name: str) -> str:

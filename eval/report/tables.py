@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from eval.measures.accuracy import accuracy, compare, differ, mean
+from eval.measures.accuracy import Estimate, accuracy, compare, differ, mean
 from eval.report.data import DENSE, Data
 from eval.report.markdown import Table, interval, number, spread, words
 
@@ -60,15 +60,20 @@ def against_dense(data: Data) -> Table | None:
         if key[2] == DENSE or dense not in data.results:
             continue
         found = compare(data.results[key], data.results[dense])
+        against = ["-"] * 6
+        if found is not None:
+            against = [
+                str(found.pairs),
+                interval(found.difference.scaled(100), "{:+.1f}"),
+                interval(found.kept),
+                str(found.only_dense),
+                str(found.only_method),
+                f"{found.p_value:.2g}",
+            ]
         rows.append(
             [
                 *_names(key, group),
-                number(found and found.pairs, form="{:d}"),
-                interval(found and found.difference.scaled(100), "{:+.1f}"),
-                interval(found and found.kept),
-                number(found and found.only_dense, form="{:d}"),
-                number(found and found.only_method, form="{:d}"),
-                number(found and found.p_value, form="{:.2g}"),
+                *against,
                 spread(speedups(data, key), "{:.2f}"),
                 number(_goal(group), form="{:.2f}"),
                 interval(_length_ratio(data, key, dense)),
@@ -209,7 +214,7 @@ def _goal(group: pd.DataFrame) -> float | None:
     return None if saving.empty else GOAL / (1 - saving.median())
 
 
-def _length_ratio(data: Data, key: Key, dense: Key):  # type: ignore[no-untyped-def]
+def _length_ratio(data: Data, key: Key, dense: Key) -> Estimate | None:
     keys = [at for at in data.lengths[dense] if at in data.lengths[key]]
     base = mean({at: data.lengths[dense][at] for at in keys})
     sides = ({at: data.lengths[side][at] for at in keys} for side in (key, dense))

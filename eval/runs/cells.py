@@ -23,7 +23,8 @@ _WHERE = "the model's context or the KV slots"
 
 def next_leg(cell: Cell) -> int:
     """A number that no earlier leg of the cell used, not even one that was killed."""
-    used = [row.leg for row in (*cell.responses(), *cell.legs(), *cell.timeline())]
+    used = [row.leg for row in cell.responses()]
+    used += [row.leg for row in cell.legs()] + [row.leg for row in cell.timeline()]
     names = (_LOG_NAME.fullmatch(path.name) for path in cell.folder.glob("server-*.log"))
     used += [int(name[1]) for name in names if name]
     return max(used, default=-1) + 1

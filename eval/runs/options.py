@@ -29,26 +29,8 @@ SAMPLING = {
 class RunOptions:
     """A run as asked for; every field is part of ``config.json`` and must match on resuming.
 
-    Attributes:
-        model: folder or hub name, or ``tiny_reasoner``.
-        tasks: names of tasks.
-        methods: specifications as of :func:`eval.methods.find_method`.
-        seeds: one pass over the problems each.
-        limit: the first so many problems of each task, None for all.
-        in_flight: requests open at a time, None for all at once.
-        data: local JSONL of a task, absolute.
-        server_flags: further flags of every server.
-        device: ``cpu``, ``cuda`` or ``auto``.
-        kv_budget: KV slots of every server, None for the default.
-        max_tokens: of each response, None for the sampling setting's own.
-        temperature, top_p, top_k, min_p: instead of the model family's own.
-        allow_code_execution: whether graders may run code that a model wrote.
-        urls: running servers by method; that method starts none.
-        attempts: how often a request is sent before it counts as failed.
-        warm_up: requests sent before each measured cell.
-        decode_log_interval: decode steps between two lines of the server's log.
-        request_timeout: seconds without a byte after which a request has failed.
-        keep_servers: servers that stay up at once and take turns.
+    Fields are the flags of ``eval.run`` (:func:`_parser`). None: all problems, all requests at
+    once, SGLang's or the model family's own. ``data`` is made absolute.
 
     Raises:
         RunError: names the flag, its bound and the value.
@@ -104,12 +86,8 @@ class RunOptions:
 class Command:
     """What ``python -m eval.run`` is to do.
 
-    Attributes:
-        options: None with ``resume`` or ``grade``, whose folder has them.
-        out: the folder, None for one named after the options.
-        resume: go on with this folder.
-        grade: grade this folder again.
-        allow_code_execution: of ``grade``.
+    ``options`` are None with ``resume`` or ``grade``, whose folder has them; ``out`` is None for a
+    folder named after the options; ``allow_code_execution`` is that of ``grade``.
     """
 
     options: RunOptions | None
@@ -168,32 +146,36 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    for flag, kind, metavar, text in (
+        ("--model", str, "M", f"Folder or hub name (default {EMBEDDED}, the embedded model)."),
+        ("--tasks", _names, "a,b", "Names."),
+        ("--methods", _specs, "x,y", "Names with options (default dense,reasoncache)."),
+        ("--seeds", _integers, "0,1", "Numbers (default 0)."),
+        ("--out", Path, "RUN", "Folder of the run (default out/ and a name of the options)."),
+        ("--config", Path, "FILE.toml", "The same names; flags win."),
+        ("--limit", int, "N", "The first N problems of each task."),
+        ("--in-flight", int, "N", "Open requests (default: all at once)."),
+        ("--server-flags", shlex.split, "FLAGS", "Further flags of each server."),
+        ("--device", str, "D", "auto, cpu or cuda (default auto)."),
+        ("--kv-budget", int, "SLOTS", "KV slots of each server."),
+        ("--max-tokens", int, "N", "Longest response."),
+        ("--temperature", float, "X", "Instead of the model family's own, as the next three."),
+        ("--top-p", float, "X", ""),
+        ("--top-k", int, "N", ""),
+        ("--min-p", float, "X", ""),
+        ("--attempts", int, "N", "Times a failing request is sent (default 2)."),
+        ("--warm-up", int, "N", "Requests before each cell (default 8)."),
+        ("--decode-log-interval", int, "K", "Decode steps a log line (10)."),
+        ("--keep-servers", int, "N", "Servers up at once (default 1)."),
+        ("--request-timeout", float, "S", "Longest silence (default 21600)."),
+        ("--resume", Path, "RUN", "Go on with a run; takes no other flag."),
+        ("--grade", Path, "RUN", "Grade the responses of a run again."),
+    ):
+        parser.add_argument(flag, type=kind, metavar=metavar, help=text)
     add = parser.add_argument
-    add("--model", help=f"Folder or hub name (default {EMBEDDED}, the embedded model).")
-    add("--tasks", type=_names, help="Comma-separated names.")
-    add("--methods", type=_specs, help="Comma-separated (default dense,reasoncache).")
-    add("--seeds", type=_integers, help="Comma-separated numbers (default 0).")
-    add("--out", type=Path, help="Folder of the run (default out/ and a name made of the options).")
-    add("--config", type=Path, metavar="FILE.toml", help="The same names; flags win.")
-    add("--limit", type=int, metavar="N", help="The first N problems of each task.")
-    add("--in-flight", type=int, metavar="N", help="Open requests (default: all at once).")
     add("--data", type=_pair, action="append", metavar="TASK=FILE", help="Local JSONL of a task.")
-    add("--server-flags", type=shlex.split, metavar="FLAGS", help="Further flags of each server.")
-    add("--device", help="auto, cpu or cuda (default auto).")
-    add("--kv-budget", type=int, metavar="SLOTS", help="KV slots of each server.")
-    add("--max-tokens", type=int, metavar="N", help="Longest response.")
-    for name in SAMPLING:
-        kind = int if name == "top_k" else float
-        add(_flag(name), type=kind, help="Instead of the model family's own setting.")
-    add("--allow-code-execution", action="store_true", help="Let graders run a model's code.")
     add("--url", dest="urls", type=_url, action="append", metavar="METHOD=URL", help="Its server.")
-    add("--attempts", type=int, metavar="N", help="Times a failing request is sent (default 2).")
-    add("--warm-up", type=int, metavar="N", help="Requests before each cell (default 8).")
-    add("--decode-log-interval", type=int, metavar="K", help="Decode steps a log line (10).")
-    add("--keep-servers", type=int, metavar="N", help="Servers up at once (default 1).")
-    add("--request-timeout", type=float, metavar="S", help="Longest silence (default 21600).")
-    add("--resume", type=Path, metavar="RUN", help="Go on with a run; takes no other flag.")
-    add("--grade", type=Path, metavar="RUN", help="Grade the responses of a run again.")
+    add("--allow-code-execution", action="store_true", help="Let graders run a model's code.")
     return parser
 
 
@@ -232,10 +214,10 @@ def _check(options: RunOptions) -> None:
         value = getattr(options, name)
         if value is not None and (type(value) is not int or value < low):
             raise RunError(f"{_flag(name)} must be an integer of at least {low}, got {value!r}")
-    for name, (low, high) in {**SAMPLING, "request_timeout": (1e-9, 1e9)}.items():
+    for name, (lowest, highest) in {**SAMPLING, "request_timeout": (1e-9, 1e9)}.items():
         value = getattr(options, name)
-        if value is not None and not low <= value <= high:
-            raise RunError(f"{_flag(name)} must be between {low} and {high}, got {value!r}")
+        if value is not None and not lowest <= value <= highest:
+            raise RunError(f"{_flag(name)} must be between {lowest} and {highest}, got {value!r}")
     if options.device not in ("auto", "cpu", "cuda"):
         raise RunError(f"--device must be auto, cpu or cuda, got {options.device!r}")
     for name in ("tasks", "methods", "seeds"):

@@ -34,15 +34,11 @@ class Response(Record):
     """One answered (or failed) request. Times in seconds since its leg began.
 
     Attributes:
-        problem_id: which problem.
-        leg: which server session of the cell answered it; a resumed run adds legs.
-        request_id: the server's id.
+        leg: server session of the cell; a resumed run adds legs.
         text: all that was streamed; reasoning that a server sends apart comes first,
             between ``<think>`` and ``</think>``.
         prompt_tokens, output_tokens: counted by the server.
-        started: when the request was sent.
         first_token: when the first text arrived, None if none did.
-        ended: when the stream closed.
         finish_reason: as the server gave it, "" if it gave none.
         error: what went wrong, None for a complete response.
     """
@@ -79,10 +75,8 @@ class Moment(Record):
 
     Attributes:
         step: number of the logged line within the leg.
-        running: requests in the batch.
-        queued: requests that wait.
-        used: KV slots in use.
-        saved: KV slots that sharing made unnecessary at this moment.
+        running, queued: requests in the batch, and those that wait.
+        used, saved: KV slots in use, and those that sharing made unnecessary.
         tokens_per_s: generation throughput by the server's own clock.
     """
 
@@ -100,10 +94,8 @@ class Leg(Record):
     """One server session of a cell.
 
     Attributes:
-        leg: its number, from 0.
         seconds: from the first request sent to the last response ended.
-        output_tokens: of the responses that were complete.
-        responses: how many were complete.
+        output_tokens, responses: of complete ones.
         decode_steps: decode forwards, from the log's lines times their interval.
         retractions: requests that were thrown out of a batch and recomputed.
         report: the scheduler's entry of ``GET /reasoncache``, {} for a stock server.
@@ -111,10 +103,9 @@ class Leg(Record):
         command: the server's command line, [] for one that was only given as URL.
         ended: whether its last request ended with the server alive; one that was stopped has
             requests whose time counts and whose tokens are lost.
-        kv_slots: KV slots that the server really has, of one data-parallel scheduler; it may
-            lower what it was asked for. None if it did not say.
-        cut_prompts: prompts that the server cut because they were longer than the model's
-            context or its KV slots; None for a given server, whose log is out of reach.
+        kv_slots: KV slots that the server really has, of one data-parallel scheduler.
+        cut_prompts: prompts longer than the model's context or the KV slots, which the server
+            cut; None for a given server, whose log is out of reach.
     """
 
     leg: int

@@ -30,13 +30,7 @@ _COUNTS = ("requests_finished", "looks", "blocks_shared")
 
 
 class Server(Protocol):
-    """What measuring a cell needs of a server.
-
-    Attributes:
-        url: without ``/v1``.
-        command: its command line, [] for a given server.
-        model: the name that requests give.
-    """
+    """What measuring a cell needs of a server; ``command`` is [] of a given one."""
 
     @property
     def url(self) -> str: ...
@@ -45,7 +39,8 @@ class Server(Protocol):
     def command(self) -> list[str]: ...
 
     @property
-    def model(self) -> str: ...
+    def model(self) -> str:
+        """The name that requests give."""
 
     def report(self) -> dict[str, Any]:
         """``GET /reasoncache`` as of :func:`merge`, {} for stock."""
@@ -57,10 +52,7 @@ class Server(Protocol):
         """Wait until nothing runs, so that the totals of :meth:`report` are whole."""
 
     def clear(self) -> int | None:
-        """Flush its caches once it is idle; return slots in use after, None if unknown.
-
-        The totals of :meth:`report` count from zero then.
-        """
+        """Flush its caches once it is idle, so that its totals restart; slots in use after."""
 
     def log_size(self) -> int:
         """Bytes it has written, for :meth:`log_text`."""
@@ -178,14 +170,8 @@ class GivenServer:
 class Servers:
     """Started servers, by their flags. A context manager.
 
-    One at a time has memory and processors to itself. Where idle servers cost nothing
-    (a CPU, with ``--sleep-on-idle``) several can stay up and take turns.
-
-    Args:
-        run: folder of the run, for logs.
-        model_path: folder or hub name.
-        device: ``cpu`` or ``cuda``.
-        keep: servers that stay up; the one that was used longest ago is closed.
+    Where idle servers cost nothing (a CPU, with ``--sleep-on-idle``) ``keep`` can stay up and
+    take turns; the one that was used longest ago is closed. Logs go into the run's folder.
     """
 
     def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
@@ -284,7 +270,7 @@ def merge(schedulers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     if len(reports) < 2:
         return reports[0] if reports else {}
     merged = reports[0]
-    merged["totals"] = _add([report.get("totals", {}) for report in reports])
+    merged["totals"] = _combined([report.get("totals", {}) for report in reports], 1)
     for name in ("slots_saved_now", "positions_dropped_now"):
         merged[name] = sum(report.get(name, 0) for report in reports)
     merged["recent"] = [row for report in reports for row in report.get("recent", [])]
@@ -295,43 +281,30 @@ def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """What a server has counted between two reports; {} if it began anew in between."""
     if not now or not before:
         return dict(now) if not before else {}
-    old, new = before.get("totals", {}), now.get("totals", {})
-    totals = _subtract(old, new)
-    counts = [totals.get(name, 0) for name in {*_WEIGHTS.values()}]
-    if any(count < 0 for count in counts):
+    totals = _combined([now.get("totals", {}), before.get("totals", {})], -1)
+    if any(totals.get(name, 0) < 0 for name in _WEIGHTS.values()):
         return {}
     seen = {row.get("rid") for row in before.get("recent", [])}
     recent = [row for row in now.get("recent", []) if row.get("rid") not in seen]
     return {**now, "totals": totals, "recent": recent}
 
 
-def _subtract(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in new.items():
-        if isinstance(value, dict):
-            earlier = old.get(name, {})
-            out[name] = {key: count - earlier.get(key, 0) for key, count in value.items()}
-        elif name in _WEIGHTS:
-            weight, earlier = new.get(_WEIGHTS[name], 0), old.get(_WEIGHTS[name], 0)
-            difference = value * weight - old.get(name, 0.0) * earlier
-            out[name] = difference / (weight - earlier) if weight > earlier else 0.0
-        elif isinstance(value, (int, float)):
-            out[name] = value - old.get(name, 0)
-    return out
-
-
-def _add(totals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _combined(totals: Sequence[Mapping[str, Any]], sign: int) -> dict[str, Any]:
+    """The first with the others added or subtracted; of ratios what they average over is."""
+    signs = [1, *[sign] * (len(totals) - 1)]
     out: dict[str, Any] = {}
     for name, first in totals[0].items():
-        values = [entry.get(name, type(first)()) for entry in totals]
+        values = [one.get(name, type(first)()) for one in totals]
         if isinstance(first, dict):
             keys = {key for value in values for key in value}
-            out[name] = {key: sum(value.get(key, 0) for value in values) for key in sorted(keys)}
+            out[name] = {
+                key: sum(s * value.get(key, 0) for s, value in zip(signs, values, strict=True))
+                for key in sorted(keys)
+            }
         elif name in _WEIGHTS:
-            weights = [entry.get(_WEIGHTS[name], 0) for entry in totals]
-            whole = sum(weights)
-            pairs = zip(values, weights, strict=True)
-            out[name] = sum(value * weight for value, weight in pairs) / whole if whole else 0.0
-        else:
-            out[name] = sum(values)
+            weights = [s * one.get(_WEIGHTS[name], 0) for s, one in zip(signs, totals, strict=True)]
+            products = [value * weight for value, weight in zip(values, weights, strict=True)]
+            out[name] = sum(products) / sum(weights) if sum(weights) > 0 else 0.0
+        elif isinstance(first, (int, float)):
+            out[name] = sum(s * value for s, value in zip(signs, values, strict=True))
     return out

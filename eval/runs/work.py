@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from eval.methods import Method, find_methods
@@ -34,10 +35,14 @@ def carry_out(command: Command) -> bool:
     return run(command.options, command.out)
 
 
-def run(options: RunOptions, out: Path | None) -> bool:
-    """Begin or go on with a run in ``out``, by default a folder named after the options."""
+def run(options: RunOptions, out: Path | None, methods: Sequence[Method] | None = None) -> bool:
+    """Begin or go on with a run in ``out``, by default a folder named after the options.
+
+    Args:
+        methods: in place of those that ``options.methods`` stand for, one for each.
+    """
     options = dataclasses.replace(options, device=resolve_device(options.device))
-    methods = _methods(options)
+    methods = methods or _methods(options)
     plan = Plan(options, request_body(options))
     config = make_config(plan, methods, opens_thinking(model_path(options)))
     folder = out or default_folder(config)

@@ -61,6 +61,8 @@ def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any)
     """
     rows = []
     for where, number, row in _lines(file):
+        if type(row.get("answer")) is int and abs(row["answer"]) < 10**30:
+            row["answer"] = str(row["answer"])
         answer = _text(where, row, "answer", "Answer").rpartition("####")[2].strip()
         if largest:
             if not answer.isdecimal() or len(answer) > 6 or int(answer) > largest:
@@ -141,8 +143,6 @@ def _text(where: str, row: Mapping[str, Any], *names: str) -> str:
     if name is None:
         raise ValueError(f"{where}: no field {names[0]!r}")
     value = row[name]
-    if type(value) is int and abs(value) < 10**30:
-        value = str(value)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}: field {name!r} is no text but {kind_of(value)}")
     return valid_text(value)

@@ -11,6 +11,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,7 @@ class EvalTask:
         # Some tasks shuffle the choices of a question.
         random.seed(source.seed)
         try:
-            manager = TaskManager(
-                include_path=_OURS, include_defaults=not spec["task"].startswith(("local", "sand"))
-            )
+            manager = _manager(spec["task"].startswith(("local_", "sandboxed_")))
             if spec["task"] not in manager.task_index:
                 raise KeyError("lm-eval has no such task")
             group = {"group": "run", "task": [{**spec, "generation_kwargs": {"until": []}}]}
@@ -173,7 +172,9 @@ class EvalTask:
             raise TaskError(f"--tasks {name}: cannot be loaded ({reason}){hint}") from error
         if self._task.OUTPUT_TYPE != "generate_until" or getattr(self._task, "UNSAFE_CODE", False):
             raise TaskError(f"--tasks {name}: only tasks that generate text and run no code")
-        self._task.process_results = _bounded(self._task.process_results)
+        self._task.process_results = _bounded(
+            self._task.process_results, list(self._task.aggregation())
+        )
         self.problems = self._all_problems()
 
     def _all_problems(self) -> list[Problem]:
@@ -195,8 +196,8 @@ class EvalTask:
                 which then is in no response.
         """
 
-        def answers(problems: Sequence[Problem]) -> list[str]:
-            texts = zip(problems, answer(problems), strict=True)
+        def answers(_problems: Sequence[Problem]) -> list[str]:
+            texts = zip(self.problems, answer(self.problems), strict=True)
             return [
                 text if problem.forced else _after_thinking(text, opens_thinking)
                 for problem, text in texts
@@ -230,9 +231,15 @@ def opens_thinking(model: str) -> bool:
     return False
 
 
+@cache
+def _manager(ours: bool) -> TaskManager:
+    """Finding lm-eval's own thousands of tasks takes seconds."""
+    return TaskManager(include_path=_OURS, include_defaults=not ours)
+
+
 def _spec(name: str, source: Source) -> dict[str, Any]:
     """The task file's name with what is given to it."""
-    metadata = {"version": 1.0, "seed": source.seed, "limit": source.limit}
+    metadata: dict[str, Any] = {"version": 1.0, "seed": source.seed, "limit": source.limit}
     if name in _GENERATED:
         if source.file:
             raise TaskError(f"--data {name}={source.file}: this task's problems are generated")
@@ -281,18 +288,19 @@ def _grade(sample: Mapping[str, Any]) -> Grade:
     return Grade(float(value), filtered[:200] if named else None)
 
 
-def _bounded(grade: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """A grader of lm-eval's whose regular expressions cannot hold a run up."""
-    known: dict[str, float] = {}
+def _bounded(
+    grade: Callable[..., dict[str, float]], metrics: Sequence[str]
+) -> Callable[..., dict[str, float]]:
+    """A grader that no response can hold up or break: what it cannot grade is wrong."""
 
     def within_time(doc: Any, results: Any) -> dict[str, float]:
         try:
             with _time_limit(_GRADE_S):
-                found = grade(doc, results)
-        except TimeoutError:
-            return dict.fromkeys(known or {"score": 0.0}, 0.0)
-        known.update(found)
-        return found
+                return grade(doc, results)
+        except sandbox.SandboxError:
+            raise
+        except Exception:
+            return dict.fromkeys(metrics, 0.0)
 
     return within_time
 

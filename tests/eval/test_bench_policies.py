@@ -17,7 +17,6 @@ from matplotlib.image import imread
 
 from eval.bench import policies, policies_accuracy, policies_speed
 from eval.bench.policies_accuracy import DENSE, Runs, carry_out
-from eval.bench.policies_figures import table
 from eval.bench.policies_points import (
     POLICIES,
     SAVINGS,
@@ -28,14 +27,15 @@ from eval.bench.policies_points import (
     points,
     prompt_points,
 )
-from eval.bench.policies_rows import dense_row, row_of, rows
-from eval.bench.policies_speed import LIMIT, matched_step_ms, records, timing
+from eval.bench.policies_results import dense_row, row_of, rows, table
+from eval.bench.policies_speed import LIMIT, PIECES, matched_step_ms, timing
 from eval.methods import find_method
+from eval.replay.pieces import write_pieces
 from eval.runs.folder import Cell
 from eval.runs.records import Leg, Moment, Response, Result
-from eval.tasks.task import Problem
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import generate
+from eval.tokenizers import load_tokenizer
 
 PROBLEMS = 6
 
@@ -259,7 +259,7 @@ def test_a_method_has_a_folder_and_a_command_of_its_own(tmp_path: Path) -> None:
     runs = Runs(tmp_path, PROBLEMS)
     methods = [point.method for point in points(installed(), SAVINGS)[0]] + [DENSE]
     assert len({runs.folder(method) for method in methods}) == len(methods)
-    from eval.runs.command_line import parse
+    from eval.runs.options import parse
 
     for method in methods:
         options = parse(runs.command(method)[3:]).options
@@ -381,17 +381,22 @@ def test_a_round_that_was_stopped_half_way_is_measured_anew(tmp_path: Path) -> N
     assert timing([half], [whole]) is None
 
 
-def test_records_are_pieces_of_unlike_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies_speed, "PIECES", (200, 300))
+def test_records_are_pieces_of_unlike_lengths(tmp_path: Path) -> None:
+    assert len(set(PIECES)) == len(PIECES)
     texts = [" ".join(p.response for p in generate(seed, 3)) for seed in range(2)]
-    asked = [Problem(f"r{i}", "q", text) for i, text in enumerate(texts)]
-    found = records(asked, str(CHECKPOINT))
-    assert len({row["id"] for row in found}) == len(found) > 4
+    asked = [
+        {"id": f"r{i}", "prompt": "q", "target": text, "max_tokens": 900}
+        for i, text in enumerate(texts)
+    ]
+    path = tmp_path / "pieces.jsonl"
+    count = write_pieces(asked, load_tokenizer(str(CHECKPOINT)), (200, 300), 900, path)
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({row["id"] for row in found}) == len(found) == count > 4
     for number, text in enumerate(texts):
         pieces = [row["response"] for row in found if row["id"].startswith(f"r{number}.")]
         assert text.startswith("".join(pieces))
         words = [len(piece.split(" ")) for piece in pieces]
-        assert all((200, 300)[number] <= count < (200, 300)[number] + 60 for count in words)
+        assert all((200, 300)[number] <= size < (200, 300)[number] + 60 for size in words)
 
 
 # -- results -----------------------------------------------------------------------------------
@@ -445,7 +450,7 @@ def test_the_table_goes_by_saving_and_then_by_policy(tmp_path: Path) -> None:
     ]
     dense = {"accuracy": None, "accuracy_error": None, "problems": 0}
     lines = table(found, dense).rows
-    names = [(line[0].text, line[1].text) for line in lines[1:]]
+    names = [(line[0], line[1]) for line in lines[1:]]
     order = [*POLICIES[:5], "reasoncache+new"]
     assert names == [(aim, name) for aim in ("10%", "40%") for name in order]
-    assert os.linesep not in "".join(entry.text for line in lines for entry in line)
+    assert os.linesep not in "".join(text for line in lines for text in line)

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from eval.demo import parse, server_flags
+from eval.demo import parse, run_options
 
 
 def test_single_flags_are_values() -> None:
     options = parse(["--both", "--tp=2", "--shared", "--reasoncache-admission-credit 0"])
     assert options.shared == ["--reasoncache-admission-credit", "0"]
-    assert server_flags(options)[-1] == "--tp=2"
+    assert run_options(options).server_flags == ("--tp=2",)

@@ -31,13 +31,19 @@ def result(problem: str, right: bool, score: float | None = None) -> Result:
 
 
 def response(problem: str, **changes: Any) -> Response:
-    row = {"started": 0.5, "first_token": 1.0, "ended": 2.0, "error": None, "leg": 0}
+    row: dict[str, Any] = {
+        "started": 0.5,
+        "first_token": 1.0,
+        "ended": 2.0,
+        "error": None,
+        "leg": 0,
+    }
     row |= {"output_tokens": 11, **changes}
     return Response(problem_id=problem, request_id="r", text="", prompt_tokens=5, **row)
 
 
 def leg(number: int = 0, totals: dict[str, float] | None = None, **changes: Any) -> Leg:
-    row = {"seconds": 10.0, "output_tokens": 100, "responses": 4, "decode_steps": 9}
+    row: dict[str, Any] = {"seconds": 10.0, "output_tokens": 100, "responses": 4, "decode_steps": 9}
     row |= {"retractions": 1, "leaked_slots": 0, "command": ["serve"], **changes}
     return Leg(leg=number, report={"totals": totals} if totals else {}, **row)
 

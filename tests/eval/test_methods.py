@@ -6,11 +6,10 @@ from __future__ import annotations
 import argparse
 
 import pytest
+from sglang_reasoncache.policy.presets import PRESETS
 
 from eval.methods import METHODS, MethodError, find_method, find_methods, with_ratio
 from eval.tiny_reasoner import EMBEDDED_FLAGS
-from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.filter.presets import PRESETS
 from sglang_reasoncache.plugin.flags import add_cli_args
 
 
@@ -121,7 +120,5 @@ def test_what_random_cannot_match(specs: list[str]) -> None:
         find_methods(specs)
 
 
-def test_every_recipe_is_a_valid_configuration() -> None:
-    for recipe in METHODS.values():
-        if recipe.values is not None:
-            ReasonCacheConfig.from_mapping(recipe.values)
+def test_every_method_is_a_valid_configuration() -> None:
+    assert [find_method(name).title for name in METHODS] == list(METHODS.values())

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,13 @@ from eval.replay.__main__ import main
 from eval.replay.forcing import FORCED, forced_request
 from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE, build, kv_bytes_per_token
 from eval.replay.pieces import cut, write_pieces
-from eval.replay.task import ReplayTask
-from eval.runs.client import Listeners, Request, connect, send_all
-from eval.runs.records import Response
+from eval.runs.client import Request, ask_all
 from eval.server_log import retractions
 from eval.serving import MODEL_NAME, ServerProcess
-from eval.tasks.task import Problem, Source, TaskError
+from eval.tasks.documents import replay
+from eval.tasks.harness import EvalTask, Problem, Source, TaskError
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import generate
-
-TASK = ReplayTask("recorded", "Recorded")
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> Path:
@@ -43,26 +39,37 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("recorded") / "responses.jsonl", rows)
 
 
-def load(path: Path, limit: int | None = None) -> list[Problem]:
-    return TASK.load(Source(path=path, model=str(CHECKPOINT), limit=limit))
+def load(path: Path, limit: int | None = None) -> EvalTask:
+    return EvalTask("x_replay", Source(file=str(path), model=str(CHECKPOINT), limit=limit))
+
+
+def records(path: Path) -> dict[str, str]:
+    return {row["id"]: row["target"] for row in replay(str(path), str(CHECKPOINT))["test"]}
+
+
+def reproduced(task: EvalTask, texts: dict[str, str]) -> dict[str, bool]:
+    def answer(problems: Sequence[Problem]) -> list[str]:
+        return [texts[problem.id] for problem in problems]
+
+    return {name: grade.score == 1.0 for name, grade in task.evaluate(answer, True).items()}
 
 
 def test_problems_are_longest_first_and_hold_every_token(recorded: Path) -> None:
-    problems = load(recorded)
+    problems, texts = load(recorded).problems, records(recorded)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     lengths = [problem.max_tokens or 0 for problem in problems]
     assert lengths == sorted(lengths, reverse=True)
     assert len({problem.id for problem in problems}) == 12
     for problem in problems:
-        forced = problem.extra["custom_params"][FORCED]
+        forced = problem.body["custom_params"][FORCED]
         assert len(forced) == problem.max_tokens
-        assert tokenizer.decode(forced) == problem.reference
+        assert tokenizer.decode(forced) == texts[problem.id]
 
 
 @pytest.mark.parametrize("limit", [1, 4, 11, 12, 40])
 def test_a_limit_takes_evenly(recorded: Path, limit: int) -> None:
-    everything = [problem.id for problem in load(recorded)]
-    chosen = [everything.index(problem.id) for problem in load(recorded, limit)]
+    everything = [problem.id for problem in load(recorded).problems]
+    chosen = [everything.index(problem.id) for problem in load(recorded, limit).problems]
     assert len(chosen) == min(limit, 12)
     assert chosen == sorted(set(chosen))
     gaps = [b - a for a, b in zip([-1, *chosen], [*chosen, 12], strict=True)]
@@ -70,19 +77,22 @@ def test_a_limit_takes_evenly(recorded: Path, limit: int) -> None:
 
 
 def test_grading(recorded: Path) -> None:
-    problem = load(recorded, 1)[0]
-    assert TASK.grade(problem, problem.reference).correct
-    assert TASK.grade(problem, f" {problem.reference}\n").correct
-    for text in ("", problem.reference[:-1], problem.reference + " .", "x" * 10_000_000):
-        verdict = TASK.grade(problem, text)
-        assert not verdict.correct and verdict.note.startswith("differs at character")
+    """Also of a response with the tags of reasoning, which belong to the record."""
+    task = load(recorded, 1)
+    (problem,) = task.problems
+    record = records(recorded)[problem.id]
+    for text, same in (
+        *((record, True), (f" {record}\n", True), ("", False), (record[:-1], False)),
+        *((record + " .", False), ("x" * 10_000_000, False)),
+    ):
+        assert reproduced(task, {problem.id: text}) == {problem.id: same}
 
 
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
         ({"id": "a", "question": "q"}, "no field 'response'"),
-        ({"id": "a", "question": "q", "response": ""}, "empty"),
+        ({"id": "a", "question": "q", "response": ""}, "no text"),
         ({"id": "a", "question": "q", "response": 7}, "no text"),
         ({"id": "a", "response": "r"}, "no field 'question'"),
     ],
@@ -94,10 +104,10 @@ def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, object], fault: str) 
 
 
 def test_no_file_no_tokenizer_no_token() -> None:
-    with pytest.raises(TaskError, match="--data recorded=FILE"):
-        TASK.load(Source(model=str(CHECKPOINT)))
-    with pytest.raises(TaskError, match="--model"):
-        TASK.load(Source(path=Path("nothing.jsonl"), model="/no/such/model"))
+    with pytest.raises(TaskError, match="--data x_replay=FILE"):
+        EvalTask("x_replay", Source(model=str(CHECKPOINT)))
+    with pytest.raises(TaskError, match="the tokenizer of '/no/such/model'"):
+        EvalTask("x_replay", Source(file="nothing.jsonl", model="/no/such/model"))
     with pytest.raises(ValueError, match="at least one token"):
         forced_request([])
 
@@ -153,12 +163,12 @@ def test_short_responses_are_not_cut(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     long, short = "j = q\n\n" * 50, "j = q\n\n" * 5
     problems = [
-        Problem(id=name, prompt="q", reference=text, max_tokens=len(tokenizer.encode(text)))
+        {"id": name, "prompt": "q", "target": text, "max_tokens": len(tokenizer.encode(text))}
         for name, text in (("long", long), ("short", short))
     ]
     least = len(tokenizer.encode(long))
     path = tmp_path / "pieces.jsonl"
-    assert write_pieces(problems, tokenizer, least // 2, least, path) == 2
+    assert write_pieces(problems, tokenizer, (least // 2,), least, path) == 2
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["id"] for row in found] == ["long.0", "long.1"]
     assert "".join(row["response"] for row in found) == long
@@ -167,39 +177,19 @@ def test_short_responses_are_not_cut(tmp_path: Path) -> None:
 @pytest.mark.server
 def test_replay_over_retractions(recorded: Path, tmp_path: Path) -> None:
     """Every response comes back word for word, though requests are thrown out and recomputed."""
-    problems = load(recorded)
-    flags = [
-        *TASK.server_flags(),
-        "--enable-reasoncache",
-        *EMBEDDED_FLAGS,
-        "--max-total-tokens",
-        "2000",
+    task = load(recorded)
+    flags = [*task.server_flags, "--enable-reasoncache", *EMBEDDED_FLAGS]
+    flags += ["--max-total-tokens", "2000"]
+    requests = [
+        Request(p.id, p.messages[0]["content"], {**p.body, "max_tokens": p.max_tokens})
+        for p in task.problems
     ]
-    requests = [Request(p.id, p.prompt, {**p.extra, "max_tokens": p.max_tokens}) for p in problems]
-    responses: list[Response] = []
     env = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "64"}
     with ServerProcess(CHECKPOINT, flags=flags, env=env, log_path=tmp_path / "log") as server:
-
-        async def drive() -> None:
-            async with connect(server.url, 300.0) as client:
-                heard = Listeners(lambda _: None, responses.append)
-                await send_all(
-                    client,
-                    MODEL_NAME,
-                    requests,
-                    0,
-                    time.monotonic(),
-                    heard,
-                    in_flight=None,
-                    attempts=1,
-                )
-
-        asyncio.run(drive())
+        responses = ask_all(server.url, MODEL_NAME, requests, 300.0)
         totals = server.get("/reasoncache").json()["schedulers"][0]["totals"]
         thrown_out = retractions(server.log_text())
-    assert {row.problem_id: row.error for row in responses} == {p.id: None for p in problems}
-    texts = {row.problem_id: row.text for row in responses}
-    for problem in problems:
-        assert TASK.grade(problem, texts[problem.id]).correct
+    assert [row.error for row in responses] == [None] * len(requests)
+    assert all(reproduced(task, {row.problem_id: row.text for row in responses}).values())
     assert thrown_out > 0
     assert totals["final_saving_ratio"] > 0.1

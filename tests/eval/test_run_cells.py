@@ -11,18 +11,16 @@ from typing import Any, cast
 import pytest
 
 from eval.methods import find_methods
-from eval.runs.cell_runner import measure
+from eval.runs.cells import faults, measure
 from eval.runs.client import Request
 from eval.runs.folder import Cell, RunError, cells, write_config
 from eval.runs.matching import PILOT_PROBLEMS
 from eval.runs.options import RunOptions
-from eval.runs.problems import ProblemSet
+from eval.runs.plan import Plan
 from eval.runs.progress import Display
-from eval.runs.records import Leg
+from eval.runs.records import Leg, Response
 from eval.runs.servers import Servers
 from eval.runs.session import Session
-from eval.tasks.reasoner import ReasonerTask
-from eval.tasks.task import Problem, Source
 from tests.eval.peer import Peer, PeerServer
 
 SAVING = {"requests_finished": 2, "final_saving_ratio": 0.2, "looks": 4, "memory_saving_ratio": 0.1}
@@ -40,15 +38,7 @@ def peer() -> Iterator[Peer]:
 
 def run_cell(cell: Cell, server: PeerServer) -> Leg:
     requests = [Request(f"p{i}", "q", {"max_tokens": 9}) for i in range(3)]
-    with Display().bar("", 3) as bar:
-        return measure(cell, requests, server, RunOptions(), bar)
-
-
-class Unbounded(ReasonerTask):
-    """Its problems leave the length of a response to the run."""
-
-    def load(self, source: Source) -> list[Problem]:
-        return [dataclasses.replace(problem, max_tokens=None) for problem in super().load(source)]
+    return measure(cell, requests, server, RunOptions(tasks=("t",)), lambda: None)
 
 
 class PeerServers:
@@ -73,7 +63,14 @@ class PeerServers:
 
 def session(run: Path, servers: PeerServers, *methods: str, **options: Any) -> Session:
     chosen = RunOptions(tasks=("tiny_reasoner",), methods=methods, limit=2, warm_up=3, **options)
-    problems = ProblemSet(chosen, {"tiny_reasoner": Unbounded()})
+    plan = Plan(chosen, {"temperature": 0.0, "max_tokens": 5000})
+    # The length of a response is left to the run.
+    for task in plan.tasks.values():
+        task.problems = [dataclasses.replace(p, max_tokens=None) for p in task.problems]
+    plan.others("tiny_reasoner", 0, 0)
+    plan._others["tiny_reasoner", 0] = [
+        dataclasses.replace(p, max_tokens=None) for p in plan._others["tiny_reasoner", 0]
+    ]
     config: dict[str, Any] = {
         "tasks": ["tiny_reasoner"],
         "methods": list(methods),
@@ -82,10 +79,7 @@ def session(run: Path, servers: PeerServers, *methods: str, **options: Any) -> S
         "opens_thinking": False,
     }
     write_config(run, config)
-    body = {"temperature": 0.0, "max_tokens": 5000}
-    return Session(
-        run, config, problems, find_methods(methods), body, cast(Servers, servers), Display()
-    )
+    return Session(run, config, plan, find_methods(methods), cast(Servers, servers), Display())
 
 
 def test_a_leg_that_went_to_its_end(peer: Peer, tmp_path: Path) -> None:
@@ -169,3 +163,19 @@ def test_responses_that_cannot_be_whole_are_told(
     assert "the server has 4000 KV slots, not the 4100 of --kv-budget" in told
     assert "max_tokens is 5000, the server has 4000 KV slots" in told
     assert "2 responses were cut before max_tokens" in told
+
+
+def test_cut_short_is_less_than_what_was_asked_for() -> None:
+    def response(problem: str, tokens: int, reason: str, error: str | None = None) -> Response:
+        return Response(problem, 0, "r", "", 5, tokens, 0.0, 0.1, 1.0, reason, error)
+
+    rows = [
+        response("a", 99, "length"),
+        response("b", 100, "length"),
+        response("c", 50, "stop"),
+        response("d", 50, "length", "broken"),
+        response("unknown", 50, "length"),
+    ]
+    leg = Leg(0, 1.0, 1, 4, 1, 0, {}, 0, [])
+    (told,) = faults(leg, rows, dict.fromkeys("abcd", 100))
+    assert told.startswith("1 responses were cut")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from eval.runs import client
-from eval.runs.client import Listeners, Request, ask_all, connect, send_all
+from eval.runs.client import Request, ask_all, send_all
 from eval.runs.records import Response
 from tests.eval.peer import Peer as ManyPeer
 
@@ -86,10 +86,9 @@ def ask(peer: Peer, count: int = 1, **options: Any) -> list[Response]:
     ended: list[Response] = []
 
     async def run() -> None:
-        async with peer.serving() as url, connect(url, 10.0) as opened:
+        async with peer.serving() as url:
             requests = [Request(f"p{i}", f"prompt {i}", {"top_k": 4}) for i in range(count)]
-            heard = Listeners(lambda _: None, ended.append)
-            await send_all(opened, "m", requests, 3, 0.0, heard, **options)
+            await send_all(url, "m", requests, 3, ended.append, 10.0, **options)
 
     asyncio.run(run())
     return ended
@@ -196,9 +195,8 @@ def test_what_a_listener_raises_comes_through() -> None:
         raise OSError("disk full")
 
     async def run(ended: Callable[[Response], None]) -> None:
-        async with Peer(good).serving() as url, connect(url, 10.0) as opened:
-            heard = Listeners(lambda _: None, ended)
-            await send_all(opened, "m", [Request("p", "q")], 0, 0.0, heard)
+        async with Peer(good).serving() as url:
+            await send_all(url, "m", [Request("p", "q")], 0, ended, 10.0)
 
     with pytest.raises(OSError, match="disk full"):
         asyncio.run(run(full))

@@ -13,13 +13,10 @@ from typing import Any
 import pytest
 
 from eval.methods import find_methods
-from eval.runs.config import default_folder, make_config, settle_config
-from eval.runs.folder import RunError, read_config
-from eval.runs.lock import locked
-from eval.runs.options import RunOptions, from_config
-from eval.runs.problems import ProblemSet
-from eval.runs.work import request_body
-from eval.tasks.registry import find_task
+from eval.runs.config import default_folder, make_config, options_of, settle_config
+from eval.runs.folder import RunError, locked, read_config
+from eval.runs.options import RunOptions
+from eval.runs.plan import Plan, request_body
 from eval.tiny_reasoner import EMBEDDED_FLAGS
 
 OPTIONS = RunOptions(tasks=("tiny_reasoner",), seeds=(0, 1), limit=3, device="cpu")
@@ -27,10 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def config_of(options: RunOptions) -> dict[str, Any]:
-    problems = ProblemSet(options, {name: find_task(name) for name in options.tasks})
-    methods = find_methods(options.methods, EMBEDDED_FLAGS)
-    body = request_body(options)
-    return make_config(options, methods, problems.all_measured, body, False)
+    plan = Plan(options, request_body(options))
+    return make_config(plan, find_methods(options.methods, EMBEDDED_FLAGS), False)
 
 
 def test_says_what_is_run(tmp_path: Path) -> None:
@@ -38,12 +33,12 @@ def test_says_what_is_run(tmp_path: Path) -> None:
     config = read_config(tmp_path)
     assert config["methods"] == ["dense", "reasoncache"]
     assert config["method_details"]["reasoncache"]["flags"][-2:] == list(EMBEDDED_FLAGS)
-    assert config["problems"]["tiny_reasoner"]["1"]["count"] == 3
+    assert config["problems"]["tiny_reasoner/1"]["count"] == 3
     assert config["sampling"]["temperature"] == 0.0
     assert config["machine"]["cores"] > 0
     assert config["machine"]["ram_bytes"] > 0
     assert config["versions"]["sglang"]
-    assert from_config(config) == OPTIONS
+    assert options_of(config) == OPTIONS
 
 
 def test_the_same_command_goes_on(tmp_path: Path) -> None:
@@ -64,7 +59,7 @@ def test_the_same_command_goes_on(tmp_path: Path) -> None:
         ("kv_budget", 4000),
         ("max_tokens", 100),
         ("server_flags", ("--tp", "2")),
-        ("sampling_overrides", {"temperature": 0.5}),
+        ("temperature", 0.5),
     ],
 )
 def test_another_command_is_refused(tmp_path: Path, field: str, value: Any) -> None:
@@ -74,15 +69,6 @@ def test_another_command_is_refused(tmp_path: Path, field: str, value: Any) -> N
     with pytest.raises(RunError, match=rf"config.json: {field} is .* in this run, now "):
         settle_config(tmp_path, other)
     assert (tmp_path / "config.json").read_bytes() == before
-
-
-def test_a_folder_of_an_older_version_learns_how_responses_begin(tmp_path: Path) -> None:
-    old = config_of(OPTIONS)
-    del old["opens_thinking"]
-    settle_config(tmp_path, old)
-    assert "opens_thinking" not in read_config(tmp_path)
-    config, _ = settle_config(tmp_path, config_of(OPTIONS))
-    assert config["opens_thinking"] is read_config(tmp_path)["opens_thinking"] is False
 
 
 def test_changed_data_is_refused(tmp_path: Path) -> None:
@@ -121,7 +107,7 @@ def test_default_folder_is_the_commands_own() -> None:
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     """Another process is refused and told who holds the folder; the kernel frees a dead one's."""
     script = (
-        "import sys, pathlib\nfrom eval.runs.lock import locked\n"
+        "import sys, pathlib\nfrom eval.runs.folder import locked\n"
         "with locked(pathlib.Path(sys.argv[1])):\n    print('in', flush=True)\n    sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
@@ -138,11 +124,11 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_other_problems_are_not_the_measured_ones() -> None:
-    problems = ProblemSet(OPTIONS, {"tiny_reasoner": find_task("tiny_reasoner")})
-    measured = {p.prompt for rows in problems.all_measured.values() for p in rows}
-    others = problems.others("tiny_reasoner", 0, 8)
+    plan = Plan(OPTIONS, {})
+    measured = [p.messages for task in plan.tasks.values() for p in task.problems]
+    others = plan.others("tiny_reasoner", 0, 8)
     assert len(others) == 8
-    assert not measured & {p.prompt for p in others}
+    assert not [p for p in others if p.messages in measured]
 
 
 def test_sums_fill_up_what_a_file_lacks(tmp_path: Path) -> None:
@@ -150,7 +136,7 @@ def test_sums_fill_up_what_a_file_lacks(tmp_path: Path) -> None:
     rows = [{"id": i, "problem": f"1 + {i}", "answer": str(1 + i)} for i in range(3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = RunOptions(tasks=("aime24",), data={"aime24": str(data)}, limit=2, device="cpu")
-    problems = ProblemSet(options, {"aime24": find_task("aime24")})
-    others = problems.others("aime24", 0, 3)
+    plan = Plan(options, {})
+    others = plan.others("aime24", 0, 3)
     assert [p.id.startswith("sum-") for p in others] == [False, True, True]
-    assert len(problems.others("aime24", 0, 3, generic=False)) == 1
+    assert len(plan.others("aime24", 0, 3, generic=False)) == 1

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval.runs.server_report import since
-from eval.runs.servers import GivenServer
+from eval.runs.servers import GivenServer, since
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eval.peer import Peer
 

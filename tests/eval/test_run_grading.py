@@ -11,60 +11,50 @@ import pytest
 
 from eval.run import main
 from eval.runs import work
-from eval.runs.config import make_config, settle_config
+from eval.runs.config import make_config, options_of, settle_config
 from eval.runs.folder import Cell, read_config
-from eval.runs.grading import grade_cell
-from eval.runs.options import from_config, make_options
-from eval.runs.problems import ProblemSet
+from eval.runs.options import RunOptions
+from eval.runs.plan import Plan
 from eval.runs.records import Response
-from eval.tasks.mathematics import AIME24
-from eval.tasks.registry import find_task
+from eval.runs.session import grade, texts_of
+from eval.tasks.harness import EvalTask, Source
 from eval.tasks.sandbox import SandboxError
-from eval.tasks.task import Problem
 
 
 def response(problem: str, text: str, error: str | None = None) -> Response:
     return Response(problem, 0, "r", text, 5, 9, 0.0, 0.1, 1.0, "length", error)
 
 
+def write(path: Path, *answers: int) -> Path:
+    rows = [{"id": i, "problem": f"{i} + 1", "answer": str(a)} for i, a in enumerate(answers)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def test_reasoning_that_the_prompt_opened_holds_no_answer(tmp_path: Path) -> None:
-    """A response cut off within it has neither tag."""
+    """A response cut off within it has neither tag; a request that failed is a wrong answer."""
     cell = Cell(tmp_path, "aime24", "dense", 0)
-    problems = [Problem(name, "q", "7") for name in ("cut", "whole")]
-    problems.append(Problem("replayed", "q", "7", "", {"ignore_eos": True}, 9))
-    cell.append(response("cut", "Perhaps \\boxed{7}? No,"))
-    cell.append(response("whole", "Perhaps 8? No.</think> \\boxed{7}"))
-    cell.append(response("replayed", "\\boxed{7}"))
-    for opens, right in ((True, [False, True, True]), (False, [True] * 3)):
-        assert [row.correct for row in grade_cell(cell, AIME24, problems, opens)] == right
+    task = EvalTask("aime24", Source(file=str(write(tmp_path / "x.jsonl", 7, 7, 7, 7))))
+    cell.append(response("0", "Perhaps \\boxed{7}? No,"))
+    cell.append(response("1", "Perhaps 8? No.</think> \\boxed{7}"))
+    cell.append(response("2", "", "timed out"))
+    for opens, right in ((True, [False, True, False]), (False, [True, True, False])):
+        results = grade(cell, task, lambda asked: texts_of(cell, asked), opens)
+        assert [row.correct for row in results] == right
+        assert results[2].note == "no response: timed out" and results == cell.results()
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Two tasks; both problems of the first are answered, one of the second."""
-    data = {}
-    for name in ("aime24", "aime25"):
-        data[name] = tmp_path / f"{name}.jsonl"
-        rows = [{"id": i, "problem": f"{i} + 1", "answer": str(i + 1)} for i in range(2)]
-        data[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = make_options(
-        {
-            "tasks": list(data),
-            "methods": ["dense"],
-            "data": {name: str(path) for name, path in data.items()},
-            "device": "cpu",
-        }
-    )
-    problems = ProblemSet(options, {name: find_task(name) for name in data})
+    data = {n: str(write(tmp_path / f"{n}.jsonl", 1, 2)) for n in ("aime24", "aime25")}
+    options = RunOptions(tasks=tuple(data), methods=("dense",), data=data, device="cpu")
     folder = tmp_path / "run"
-    methods = work.find_methods(["dense"])
-    config = make_config(options, methods, problems.all_measured, {}, False)
-    settle_config(folder, config)
+    settle_config(folder, make_config(Plan(options, {}), work.find_methods(["dense"]), False))
     for name in data:
-        asked = problems.measured(name, 0)
         cell = Cell(folder, name, "dense", 0)
-        for problem in asked[: 2 if name == "aime24" else 1]:
-            cell.append(response(problem.id, f"\\boxed{{{problem.reference}}}"))
+        for i in range(2 if name == "aime24" else 1):
+            cell.append(response(str(i), f"\\boxed{{{i + 1}}}"))
     return folder
 
 
@@ -74,23 +64,22 @@ def test_what_is_not_answered_is_told(run: Path, capsys: pytest.CaptureFixture[s
     assert "aime24, dense, seed 0: 2 graded, score 1.000" in told
     assert "aime25, dense, seed 0: 1 problems are not answered" in told
     cell = Cell(run, "aime25", "dense", 0)
-    options = from_config(read_config(run))
-    asked = ProblemSet(options, {name: find_task(name) for name in options.tasks})
-    cell.append(response(asked.measured("aime25", 0)[1].id, "\\boxed{0}"))
+    assert options_of(read_config(run)).tasks == ("aime24", "aime25")
+    cell.append(response("1", "\\boxed{0}"))
     assert main(["--grade", str(run)]) == 0
 
 
 def test_a_grader_that_cannot_run_does_not_stop_the_others(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    grade = work.grade_cell
+    original = work.grade
 
     def lacking(cell: Cell, *rest: Any) -> Any:
         if cell.task == "aime24":
             raise SandboxError("no user namespaces")
-        return grade(cell, *rest)
+        return original(cell, *rest)
 
-    monkeypatch.setattr(work, "grade_cell", lacking)
+    monkeypatch.setattr(work, "grade", lacking)
     assert main(["--grade", str(run)]) == 1
     told = capsys.readouterr().out
     assert "aime24, dense, seed 0: not graded: no user namespaces" in told

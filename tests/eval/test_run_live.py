@@ -126,7 +126,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     run(*argv, "--out", str(out))
     assert len(list((out / "servers").glob("*.log"))) == 3
 
-    assert report_of([str(out), "--heatmap-model", "none"]) == 0
+    assert report_of([str(out)]) == 0
     document = (out / "report" / "REPORT.md").read_text()
     assert "ReasonCache" in document and "resumed" in document
     assert (out / "report" / "summary.json").is_file()

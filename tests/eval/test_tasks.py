@@ -1,89 +1,215 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry, orders and seeds of problems, sampling settings."""
+"""Task files, what they refuse, and how models are sampled."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from eval.tasks.registry import TASKS, find_task
+from eval.tasks import harness
+from eval.tasks.harness import EvalTask, Problem, Source, TaskError, opens_thinking
 from eval.tasks.sampling import Sampling, sampling_for
-from eval.tasks.task import Source, TaskError
-from eval.tasks.thinking import opens_thinking
+from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.model import build_tokenizer
 from eval.tiny_reasoner.task import BOX
 from eval.tiny_reasoner.transcript import transcripts
 
-
-def test_registry_names_itself() -> None:
-    assert set(TASKS) >= {
-        *("aime24", "aime25", "math500", "gsm8k", "gpqa_diamond", "humaneval"),
-        *("hotpotqa", "trec", "tiny_reasoner"),
-    }
-    for name, task in TASKS.items():
-        assert task.name == name and re.fullmatch("[a-z0-9_]+", name)
-        assert task.title and task.measure in ("accuracy", "F1", "reproduced")
-        assert find_task(name) is task
-        assert list(task.server_flags()) == list(task.server_flags())
-    assert len({task.title for task in TASKS.values()}) == len(TASKS)
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_unknown_task_names_the_flag_and_the_known() -> None:
-    with pytest.raises(TaskError, match=r"--tasks: no task 'mmlu'; there are .*aime24.*trec"):
-        find_task("mmlu")
+def write(path: Path, *rows: Any) -> str:
+    texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(text + "\n" for text in texts), encoding="utf-8")
+    return str(path)
 
 
-def test_code_needs_permission() -> None:
-    with pytest.raises(TaskError, match=r"--tasks humaneval .* --allow-code-execution"):
-        find_task("humaneval").load(Source(path=Path("any.jsonl")))
-
-
-def _gpqa_file(tmp_path: Path, count: int) -> Path:
-    path = tmp_path / "gpqa.jsonl"
-    rows = [
-        {"id": f"r{i}", "question": "Q {A}", "answer": "right", "wrong": ["w1", "w2", "w3"]}
-        for i in range(count)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_gpqa_choices_are_shuffled_by_seed_and_problem(tmp_path: Path) -> None:
-    path = _gpqa_file(tmp_path, 200)
-    task = find_task("gpqa_diamond")
-    first = task.load(Source(path=path, seed=0))
-    assert first == task.load(Source(path=path, seed=0))
-    assert first[:50] == task.load(Source(path=path, seed=0, limit=50))
-    other = task.load(Source(path=path, seed=1))
-    changed = sum(a.prompt != b.prompt for a, b in zip(first, other, strict=True))
-    assert 150 < changed < 200
-    letters = Counter(problem.reference for problem in first)
-    assert set(letters) == set("ABCD") and min(letters.values()) > 25
-    for problem in first:
-        assert f"\n{problem.reference}) right" in problem.prompt
-        assert all(f") {text}" in problem.prompt for text in ("w1", "w2", "w3"))
-        assert "Q {A}" in problem.prompt
-
-
-def test_tiny_reasoner_generates() -> None:
-    task = find_task("tiny_reasoner")
-    problems = task.load(Source(seed=3, limit=40))
-    default = task.load(Source(seed=3))
-    assert len(default) == 500 and problems == default[:40]
-    assert {p.group for p in problems} == {"error", "clean"}
-    assert len({p.id for p in problems}) == 40
-    assert all(p.max_tokens == 1500 for p in problems)
-    assert {p.prompt for p in problems}.isdisjoint(
-        p.prompt for p in task.load(Source(seed=4, limit=40))
+def scores(task: EvalTask, texts: Mapping[str, str] | Sequence[str]) -> list[float]:
+    by_id = (
+        texts
+        if isinstance(texts, Mapping)
+        else {p.id: text for p, text in zip(task.problems, texts, strict=True)}
     )
+    found = task.evaluate(lambda problems: [by_id[p.id] for p in problems], False)
+    return [found[problem.id].score for problem in task.problems]
+
+
+def test_the_embedded_reasoners_problems() -> None:
+    problems = EvalTask("tiny_reasoner", Source(seed=3, limit=40)).problems
+    assert len(EvalTask("tiny_reasoner", Source(seed=3)).problems) == 500
+    assert {p.group for p in problems} == {"error", "clean"}
+    assert len({p.id for p in problems}) == 40 and {p.max_tokens for p in problems} == {1500}
+    asked = {p.messages[0]["content"] for p in problems}
+    others = EvalTask("tiny_reasoner", Source(seed=4, limit=40)).problems
+    assert asked.isdisjoint(p.messages[0]["content"] for p in others)
     with pytest.raises(TaskError, match="--data tiny_reasoner=x.jsonl"):
-        task.load(Source(path=Path("x.jsonl")))
-    with pytest.raises(TaskError, match="at most 100000 for tiny_reasoner, not 100001"):
-        task.load(Source(limit=100_001))
+        EvalTask("tiny_reasoner", Source(file="x.jsonl"))
+
+
+def test_long_prompts_are_responses_up_to_their_last_round() -> None:
+    """What is left of the reference response finishes what was begun, and is graded right."""
+    task = EvalTask("tiny_reasoner_long", Source(seed=3, limit=12))
+    tokenizer, rests, begun = build_tokenizer(), [], []
+    for problem, given in zip(task.problems, transcripts(3, 12), strict=True):
+        user, assistant = problem.messages
+        assert user == {"role": "user", "content": given.problem.prompt}
+        assert problem.body == {"continue_final_message": True}
+        begun.append(assistant["content"])
+        assert given.problem.response.startswith(begun[-1] + " ") and BOX not in begun[-1]
+        ids = tokenizer(user["content"])["input_ids"] + tokenizer(begun[-1])["input_ids"]
+        assert 450 < len(ids) < 760 and tokenizer.pad_token_id not in ids
+        rests.append(given.problem.response[len(begun[-1]) :].strip())
+        assert problem.max_tokens is not None
+        assert len(rests[-1].split(" ")) < problem.max_tokens / 2
+    assert scores(task, rests) == [1.0] * 12
+    assert scores(task, begun) == [0.0] * 12
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "right", "wrong"),
+    [
+        ("aime24", {"id": 60, "problem": "Q", "answer": "033"}, "\\boxed{33}", "\\boxed{34}"),
+        ("aime25", {"problem": "Q", "answer": 33}, "<think>?</think>\\boxed{33.}", "33"),
+        ("math500", {"question": "Q", "answer": "\\frac{1}{2}"}, "\\boxed{0.5}", "\\boxed{2}"),
+        ("gsm8k", {"question": "Q", "answer": "1\n#### 1002"}, "\\boxed{1,002}", "<think>1002"),
+        (
+            "gpqa_diamond",
+            {
+                "Question": "Q {x}",
+                "Correct Answer": "r",
+                **{f"Incorrect Answer {i}": f"w{i}" for i in (1, 2, 3)},
+            },
+            "(C)",
+            "(B)",
+        ),
+        (
+            "hotpotqa",
+            {"question": "Who?", "context": "P {{0}}", "answers": ["Ada", "Ada Lovelace"]},
+            "<think>Bob</think>Ada Lovelace",
+            "Bob",
+        ),
+        (
+            "trec",
+            {
+                "question": "?",
+                "context": "c",
+                "answers": ["Number"],
+                "all_classes": ["Number", "P"],
+            },
+            "Number",
+            "P",
+        ),
+    ],
+)
+def test_local_files(
+    name: str, row: dict[str, Any], right: str, wrong: str, tmp_path: Path
+) -> None:
+    """Ours in our own words, those of lm-eval's tasks as the data set on the hub has them."""
+    task = EvalTask(name, Source(file=write(tmp_path / "x.jsonl", row, {**row, "id": 7}), limit=2))
+    assert len(task.problems) == 2
+    if name == "gpqa_diamond":
+        # Shuffled by the seed.
+        prompt = task.problems[0].messages[0]["content"]
+        right = f"({prompt[prompt.index(') r') - 1]})"
+        wrong = "(A)" if right != "(A)" else "(B)"
+        assert scores(task, [right, wrong])[0] == 1.0
+        return
+    assert scores(task, [right, wrong]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("second", "fault"),
+    [
+        (b'{"id": "b", "question": "\xff"}', "not UTF-8: invalid start byte at byte 25"),
+        (b"{'id': 'b'}", "not JSON: Expecting property name"),
+        (b"[" * 100_000, "not JSON that can be read"),
+        (b'{"answer": ' + b"9" * 5000 + b"}", "not JSON that can be read"),
+        (b'["b"]', "not an object but a list"),
+        (b'{"id": "b", "answer": "1"}', "no field 'question'"),
+        (b'{"id": "b", "question": "Q"}', "no field 'answer'"),
+        (b'{"id": "b", "question": 5.5, "answer": "1"}', "field 'question' is no text"),
+        (b'{"id": "b", "question": " ", "answer": "1"}', "field 'question' is no text"),
+        (b'{"id": "b", "question": "Q", "answer": [1]}', "field 'answer' is no text but a list"),
+        (b'{"id": "b", "question": "Q", "answer": "-1"}', "integers from 0 to 999: '-1'"),
+        (b'{"id": "b", "question": "Q", "answer": "1000"}', "integers from 0 to 999: '1000'"),
+    ],
+    ids=range(12),
+)
+def test_broken_lines_are_named(second: bytes, fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_bytes(b'{"id": "a", "question": "Q", "answer": "1"}\n' + second + b"\n")
+    with pytest.raises(TaskError) as caught:
+        EvalTask("aime24", Source(file=str(path)))
+    assert f"{path}:2: " in str(caught.value) and fault in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("math500", "", "no rows"),
+        ("math500", '{"question": "Q", "answer": "%s"}\n' % ("x" * 1001), "1 to 1000 characters"),
+        ("aime24", '{"id": 1, "question": "Q", "answer": 1}\n' * 2, "duplicate id '1'"),
+        ("humaneval", "{}", "--allow-code-execution"),
+        ("some_replay", "{}", "no field 'response'"),
+        ("hellaswag", "{}", "only tasks that generate text|cannot be loaded"),
+        ("no_such_task", "{}", "lm-eval has no such task"),
+    ],
+)
+def test_what_cannot_be_used_is_told(name: str, text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(text)
+    with pytest.raises(TaskError, match=told):
+        EvalTask(name, Source(file=str(tmp_path / "x.jsonl"), model=str(CHECKPOINT)))
+
+
+def test_half_surrogates_do_not_get_into_a_prompt(tmp_path: Path) -> None:
+    file = write(tmp_path / "x.jsonl", '{"question": "a \\ud800 b", "answer": "1"}')
+    (problem,) = EvalTask("aime24", Source(file=file)).problems
+    assert problem.messages[0]["content"].startswith("a ? b")
+
+
+def test_a_grader_that_takes_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "_GRADE_S", 0.2)
+
+    def slow(doc: Any, results: Sequence[str]) -> dict[str, float]:
+        while results[0] == "slow":
+            time.sleep(0.01)
+        return {"acc": 1.0 / len(results[0])}
+
+    bounded = harness._bounded(slow, ["acc"])
+    assert [bounded({}, [text])["acc"] for text in ("a", "slow", "")] == [1.0, 0.0, 0.0]
+
+
+def test_no_hub_says_how_to_take_a_file(tmp_path: Path) -> None:
+    """In a process of its own: the hub's libraries read their settings when imported."""
+    program = (
+        "from eval.tasks.harness import EvalTask, Source, TaskError\n"
+        "try:\n    EvalTask('aime24', Source())\n"
+        "except TaskError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    told = done.stdout.strip()
+    assert told.startswith("--tasks aime24: cannot be loaded"), done.stderr
+    assert told.endswith("--data aime24=FILE.jsonl takes a local file")
+
+
+def test_a_problem_that_is_forced() -> None:
+    assert not Problem("p", [], {"ignore_eos": True}).forced
+    assert Problem("p", [], {"custom_logit_processor": "..."}).forced
 
 
 @pytest.mark.parametrize(
@@ -161,34 +287,3 @@ def test_a_model_without_tokenizer_opens_nothing(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[]")
     assert opens_thinking(str(tmp_path)) is False
     assert opens_thinking("") is False
-
-
-def test_long_prompts_are_responses_up_to_their_last_round() -> None:
-    """What is left of the reference response finishes what was begun, and is graded right."""
-    task = find_task("tiny_reasoner_long")
-    problems = task.load(Source(seed=3, limit=40))
-    assert problems == task.load(Source(seed=3, limit=40))
-    assert problems[:5] == task.load(Source(seed=3, limit=5))
-    assert {p.prompt for p in problems}.isdisjoint(
-        p.prompt for p in task.load(Source(seed=4, limit=40))
-    )
-    assert {p.group for p in problems} == {"clean", "error"}
-    tokenizer = build_tokenizer()
-    for problem, given in zip(problems, transcripts(3, 40), strict=True):
-        assert problem.prompt == given.problem.prompt
-        user, assistant = problem.extra["messages"]
-        assert user == {"role": "user", "content": problem.prompt}
-        assert problem.extra["continue_final_message"] is True
-        begun, response = assistant["content"], given.problem.response
-        assert response.startswith(begun + " ") and begun.endswith("\n\n")
-        assert "<|" not in begun and BOX not in begun
-        ids = tokenizer(problem.prompt)["input_ids"] + tokenizer(begun)["input_ids"]
-        assert tokenizer.pad_token_id not in ids
-        assert 450 < len(ids) < 760
-        rest = response[len(begun) :].strip()
-        assert rest.split(" ")[0] in ("wait", "now", "check")
-        assert problem.max_tokens is not None and len(rest.split(" ")) < problem.max_tokens / 2
-        assert task.grade(problem, rest).correct
-        assert not task.grade(problem, begun).correct
-    with pytest.raises(TaskError, match="tiny_reasoner_long=.*are generated"):
-        task.load(Source(path=Path("x.jsonl")))
