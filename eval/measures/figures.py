@@ -97,7 +97,7 @@ def figures(
         tpot_p99=_percentile(tpot, 0.99),
         mean_running=float(np.mean([m.running for m in timeline])) if timeline else None,
         resumed=len(answering) > 1 or (only is not None and not only.ended),
-        saving=_ratio(legs, "memory_saving_ratio", "looks"),
+        saving=_ratio(legs, "memory_saving_ratio", "polls"),
         final_saving=_ratio(legs, "final_saving_ratio", "requests_finished"),
         affected=_ratio(legs, "affected_ratio", "finished_positions"),
         peak_slots=max(used) if used else None,

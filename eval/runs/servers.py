@@ -21,12 +21,12 @@ LOGS = "servers"
 _IDLE_TIMEOUT_S = 120.0
 #: Ratio -> what it is an average over.
 _WEIGHTS = {
-    "memory_saving_ratio": "looks",
-    "mean_running": "looks",
+    "memory_saving_ratio": "polls",
+    "mean_running": "polls",
     "final_saving_ratio": "requests_finished",
     "affected_ratio": "finished_positions",
 }
-_COUNTS = ("requests_finished", "looks", "blocks_shared")
+_COUNTS = ("requests_finished", "polls", "blocks_shared")
 
 
 class Server(Protocol):
@@ -271,7 +271,7 @@ def merge(schedulers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
         return reports[0] if reports else {}
     merged = reports[0]
     merged["totals"] = _combined([report.get("totals", {}) for report in reports], 1)
-    for name in ("slots_saved_now", "positions_dropped_now"):
+    for name in ("slots_saved_now", "positions_evicted_now"):
         merged[name] = sum(report.get(name, 0) for report in reports)
     merged["recent"] = [row for report in reports for row in report.get("recent", [])]
     return merged

@@ -290,7 +290,7 @@ def fill(
     command = ["serve", *(["--enable-reasoncache"] if shares else [])]
     tokens, seconds = 50 * len(right), 50 * len(right) / rate
     report: dict[str, Any] = {
-        "totals": {"looks": 20, "requests_finished": len(right), **totals},
+        "totals": {"polls": 20, "requests_finished": len(right), **totals},
         **parts,
     }
     cell.append(Leg(0, seconds, tokens, len(right), 200, 1, report if shares else {}, 0, command))

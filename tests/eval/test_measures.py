@@ -201,11 +201,11 @@ def test_a_resumed_cell_has_no_throughput() -> None:
 
 def test_saving_weighs_legs_by_what_they_counted() -> None:
     first = {
-        "memory_saving_ratio": 0.1, "looks": 10, "final_saving_ratio": 0.2,
+        "memory_saving_ratio": 0.1, "polls": 10, "final_saving_ratio": 0.2,
         "requests_finished": 1, "affected_ratio": 0.5, "finished_positions": 100,
     }  # fmt: skip
     second = {
-        "memory_saving_ratio": 0.3, "looks": 30, "final_saving_ratio": 0.4,
+        "memory_saving_ratio": 0.3, "polls": 30, "final_saving_ratio": 0.4,
         "requests_finished": 3, "affected_ratio": 0.1, "finished_positions": 300,
     }  # fmt: skip
     found = figures([], [leg(0, first), leg(1, second)], [moment(0, used=5), moment(1, used=9)])
@@ -221,8 +221,8 @@ def test_saving_weighs_legs_by_what_they_counted() -> None:
     [
         ([leg()], 0.0),
         ([leg(command=[], leaked_slots=None)], None),
-        ([leg(0, {"memory_saving_ratio": math.nan, "looks": 10})], None),
-        ([leg(0, {"memory_saving_ratio": 0.1, "looks": 10})], 0.1),
+        ([leg(0, {"memory_saving_ratio": math.nan, "polls": 10})], None),
+        ([leg(0, {"memory_saving_ratio": 0.1, "polls": 10})], 0.1),
     ],
     ids=["stock saves nothing", "given by URL", "broken", "without other ratios"],
 )
@@ -233,4 +233,4 @@ def test_what_a_server_does_not_report_is_unknown(legs: list[Leg], saving: float
     dead, answered = (leg(1, command=flags, responses=count) for count in (0, 1))
     assert figures([], [*legs, dead], []).saving == saving
     assert figures([], [*legs, answered], []).saving is None
-    assert figures([], [leg(0, {"looks": 1.0})], []).affected is None
+    assert figures([], [leg(0, {"polls": 1.0})], []).affected is None

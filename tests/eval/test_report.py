@@ -77,7 +77,7 @@ def fill(cell: Cell, problems: int, saving: float, wrong: int = 1) -> None:
         cell.append(Moment(0, step, 1 + step // 4, 0, used, int(saving * used), 100.0))
     totals = {
         "memory_saving_ratio": saving,
-        "looks": 40,
+        "polls": 40,
         "final_saving_ratio": 1.5 * saving,
         "requests_finished": problems,
     }

@@ -23,7 +23,7 @@ from eval.runs.servers import Servers
 from eval.runs.session import Session
 from tests.eval.peer import Peer, PeerServer
 
-SAVING = {"requests_finished": 2, "final_saving_ratio": 0.2, "looks": 4, "memory_saving_ratio": 0.1}
+SAVING = {"requests_finished": 2, "final_saving_ratio": 0.2, "polls": 4, "memory_saving_ratio": 0.1}
 CUT = (
     "[2026-11-21 16:57:55{rank}] Request length is longer than the KV cache pool size or the max "
     "context length. Truncated. len(req.origin_input_ids)=90, max_req_input_len=50.\n"

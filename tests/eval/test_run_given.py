@@ -21,10 +21,10 @@ def test_only_what_was_counted_since_is_reported() -> None:
             before = both.to_dict()
         for stats in seen:
             for step in range(3 + number):
-                stats.look(running=2 + step, saved=10 * number + step, logical=100)
+                stats.poll(running=2 + step, saved=10 * number + step, logical=100)
             stats.request_finished(30 + 10 * number, 100)
             stats.refusals["late"] += 2 + number
-            stats.drop_refusals["newest"] += 1 + number
+            stats.eviction_refusals["newest"] += 1 + number
     reports = [
         {"totals": before, "recent": [{"rid": "a"}]},
         {"totals": both.to_dict(), "recent": [{"rid": "a"}, {"rid": "b"}]},
@@ -32,7 +32,7 @@ def test_only_what_was_counted_since_is_reported() -> None:
     found = since(*reports)
     wanted = later.to_dict()
     assert found["recent"] == [{"rid": "b"}]
-    for refusals in ("refusals", "drop_refusals"):
+    for refusals in ("refusals", "eviction_refusals"):
         assert found["totals"].pop(refusals) == wanted.pop(refusals)
     assert found["totals"] == pytest.approx(wanted)
     # Flushed by somebody in between: what it counted is unknown.

@@ -22,7 +22,7 @@ cpu graph: False, gen throughput (token/s): 265.57, #queue-req: 3
 """
 DROPPING = """\
 [2026-11-21 21:11:35] Decode batch, #running-req: 1, #token: 448, token usage: 0.19, #shared token: 16, \
-#dropped token: 288, cpu graph: False, gen throughput (token/s): 170.57, #queue-req: 0
+#evicted token: 288, cpu graph: False, gen throughput (token/s): 170.57, #queue-req: 0
 """
 
 
@@ -40,7 +40,7 @@ def test_sharing_lines() -> None:
     ]
 
 
-def test_dropped_positions_are_saved_too() -> None:
+def test_evicted_positions_are_saved_too() -> None:
     [found] = moments(DROPPING, 1)
     assert (found.used, found.saved) == (448, 304)
 

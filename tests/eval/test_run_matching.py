@@ -59,17 +59,17 @@ def test_schedulers_add_up_to_one() -> None:
     for number, stats in enumerate(parts):
         for one in (stats, whole):
             for step in range(3 + number):
-                one.look(running=2 + step, saved=10 * number + step, logical=100)
+                one.poll(running=2 + step, saved=10 * number + step, logical=100)
             one.request_finished(30 + 10 * number, 100)
             one.refusals["late"] += 2
-            one.drop_refusals["newest"] += 1 + number
+            one.eviction_refusals["newest"] += 1 + number
     one.request_finished(0, 500)
     parts[1].request_finished(0, 500)
-    dropped = {"positions_dropped_now": 2}
+    dropped = {"positions_evicted_now": 2}
     merged = merge([{"totals": part.to_dict(), "slots_saved_now": 3, **dropped} for part in parts])
     wanted = whole.to_dict()
-    assert (merged["slots_saved_now"], merged["positions_dropped_now"]) == (6, 4)
-    for name in ("refusals", "drop_refusals"):
+    assert (merged["slots_saved_now"], merged["positions_evicted_now"]) == (6, 4)
+    for name in ("refusals", "eviction_refusals"):
         assert merged["totals"].pop(name) == wanted.pop(name)
     assert merged["totals"] == pytest.approx(wanted)
     assert wanted["affected_ratio"] == pytest.approx(70 / 700)
@@ -77,4 +77,4 @@ def test_schedulers_add_up_to_one() -> None:
 
 def test_reports_of_one_or_none() -> None:
     assert merge([]) == merge([None]) == {}
-    assert merge([{"totals": {"looks": 1}}]) == {"totals": {"looks": 1}}
+    assert merge([{"totals": {"polls": 1}}]) == {"totals": {"polls": 1}}
