@@ -11,8 +11,8 @@ import re
 from eval.runs.records import Moment
 
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?#(?:full )?token: (\d+)")
-# Shared and dropped positions need no slot of their own.
-_SAVED = re.compile(r"#(?:shared|dropped) token: (\d+)")
+# Shared and evicted positions need no slot of their own.
+_SAVED = re.compile(r"#(?:shared|evicted) token: (\d+)")
 _SPEED = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
 _RETRACT = re.compile(r"#retracted_reqs: (\d+)")
