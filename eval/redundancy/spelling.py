@@ -45,8 +45,7 @@ class Speller(Protocol):
 
     name: str
 
-    def spell(self, text: str) -> Spelled:
-        """The tokens of one response."""
+    def spell(self, text: str) -> Spelled: ...
 
 
 class WordSpeller:
@@ -59,14 +58,11 @@ class WordSpeller:
     name = WORDS
 
     def spell(self, text: str) -> Spelled:
-        """The tokens of one response."""
         ids: dict[str, int] = {}
         token_ids = [ids.setdefault(piece, len(ids)) for piece in _PIECES.findall(text)]
         vocabulary = Vocabulary([piece.encode() for piece in ids])
-        words: dict[str, int] = {}
-        bag_ids = [
-            words.setdefault(word, len(words)) if (word := piece.strip()) else -1 for piece in ids
-        ]
+        words = {"": -1}
+        bag_ids = [words.setdefault(piece.strip(), len(words)) for piece in ids]
         return Spelled(token_ids, vocabulary, TokenClasses(vocabulary), bag_ids)
 
 
@@ -90,6 +86,5 @@ class TokenizerSpeller:
         self._classes = TokenClasses(self._vocabulary)
 
     def spell(self, text: str) -> Spelled:
-        """The tokens of one response."""
         token_ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return Spelled(list(token_ids), self._vocabulary, self._classes, None)
