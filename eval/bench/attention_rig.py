@@ -15,7 +15,7 @@ import torch
 
 from eval.bench.attention_cases import SEED, Setting, Shape, cached_positions, lay_rows
 from eval.bench.bandwidth import Yardstick
-from eval.bench.turns import Side, spread, take_turns, text
+from eval.bench.turns import Side, as_text, spread, take_turns
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
@@ -160,7 +160,7 @@ def measure(rig: type[Rig], wanted: Sequence[Setting], rounds: int) -> list[Row]
             shown = ("shape", "shared_percent", *rig.times[:2]) if setting.axis else rig.columns
             for name in shown:
                 head, digits = rig.columns[name]
-                line[head] = text(row.get(name, "no memory"), digits)
+                line[head] = as_text(row.get(name, "no memory"), digits)
             lines.append(line)
         del batch
     print("\n" + pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True), flush=True)

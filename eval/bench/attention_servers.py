@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from eval.bench.idle import in_turn
-from eval.bench.turns import by_round, spread, text
+from eval.bench.turns import as_text, by_round, spread
 from eval.serving import ServerProcess
 from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache import compat
@@ -34,7 +34,11 @@ def serve(rounds: int, logs: Path) -> dict[str, Any]:
         speeds = by_round(in_turn(servers, body, rounds), "throughput")
     ratio = spread(speeds[ours] / speeds[native])
     print(f"\n{rounds} rounds of 32 requests x 512 tokens, embedded model\n")
-    line = ["output tokens/s", *(text(speeds[name].median()) for name in names), text(ratio, 2)]
+    line = [
+        "output tokens/s",
+        *(as_text(speeds[name].median()) for name in names),
+        as_text(ratio, 2),
+    ]
     table = pd.DataFrame([line], columns=["", *names, "ratio"])
     print(table.to_markdown(index=False, disable_numparse=True))
     return {

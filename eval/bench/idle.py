@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import psutil
 
-from eval.bench.turns import by_round, spread, take_turns, text
+from eval.bench.turns import as_text, by_round, spread, take_turns
 from eval.runs.client import Request, ask_all, tokens_per_s
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
@@ -99,8 +99,8 @@ def summary(rounds: int) -> dict[str, Any]:
         ratios = figures["ours"] / figures["stock"]
         results[f"idle_{key}_ratio"] = float(ratios.median())
         results[f"idle_{key}_ratios"] = ratios.tolist()
-        medians = [text(figures[side].median(), 2) for side in ("stock", "ours")]
-        lines.append([name, *medians, text(spread(ratios), 4)])
+        medians = [as_text(figures[side].median(), 2) for side in ("stock", "ours")]
+        lines.append([name, *medians, as_text(spread(ratios), 4)])
     heads = ["", "stock, median", "ours, median", "ratio, median (quartiles)"]
     table = pd.DataFrame(lines, columns=heads).to_markdown(index=False, disable_numparse=True)
     print(f"\n{rounds} rounds of {_REQUESTS} requests x {_NOISE['max_tokens']} tokens of noise\n")

@@ -10,7 +10,7 @@ from typing import Any
 from eval.bench.policies_accuracy import DENSE, Runs
 from eval.bench.policies_points import CONTROLS, POLICIES, SELECTOR, Point, parts
 from eval.bench.policies_speed import Timing
-from eval.bench.quartiles import Quartiles
+from eval.bench.turns import as_text, spread
 from eval.measures.accuracy import Estimate, accuracy, compare, keyed
 from eval.measures.figures import of_cells
 from eval.report.markdown import Table, number, words
@@ -164,7 +164,7 @@ def _line(row: Mapping[str, Any]) -> list[str]:
     if row["step_ms"] is not None:
         step = f"{row['step_ms']:.2f} ({row['dense_step_ms']:.2f})"
     if row["throughput_ratios"]:
-        ratio = Quartiles.of(row["throughput_ratios"]).text(2)
+        ratio = as_text(spread(row["throughput_ratios"]), 2)
     return [
         f"{row['aim']:.0%}",
         words(row["policy"]),

@@ -17,8 +17,8 @@ from typing import Any
 import pandas as pd
 
 from eval.bench.policies_points import Point, flags_of
-from eval.bench.quartiles import Quartiles
 from eval.bench.serve import LOOPING, SERVER_FLAGS, refuse_a_half_empty_pool
+from eval.bench.turns import as_text, spread
 from eval.measures.figures import of_cells
 from eval.replay.pieces import write_pieces
 from eval.runs.folder import Cell
@@ -75,7 +75,7 @@ class Timing:
 
     @property
     def ratio_text(self) -> str:
-        return Quartiles.of(self.throughput_ratios).text(2)
+        return as_text(spread(self.throughput_ratios), 2)
 
 
 def groups(points: Sequence[Point]) -> list[list[Point]]:

@@ -42,7 +42,7 @@ def spread(values: Sequence[float] | pd.Series) -> dict[str, float]:
     return dict(zip(("median", "low", "high"), map(float, found), strict=True))
 
 
-def text(figure: Any, digits: int = 0) -> str:
+def as_text(figure: Any, digits: int = 0) -> str:
     """``median (low to high)`` of a :func:`spread`, a rounded number, or the text; "" for None."""
     if figure is None or isinstance(figure, str):
         return figure or ""

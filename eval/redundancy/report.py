@@ -61,13 +61,13 @@ def as_markdown(groups: Mapping[str, Totals], tokenizer: str, left_out: int) -> 
         later, tokens = bool(totals["later_steps"]), bool(totals["tokens"])
         group = {"responses of": name.replace("|", "\\|")}
         sizes = {"number": totals["responses"], "steps": totals["steps"]}
-        sizes["tokens a step"] = f"{found['tokens_per_step']:.1f}"
+        mean = {"tokens a step": f"{found['tokens_per_step']:.1f}"}
         similar = {
             f"{prefix}> {level}": _percent(found["similar_steps"][kind][str(level)], later)
             for kind, prefix in zip(SIMILARITIES, ("", "plain "), strict=True)
             for level in LEVELS
         }
-        steps.append({**group, **sizes, **similar})
+        steps.append({**group, **sizes, **mean, **similar})
         proposed = {
             f"d = {block}, {rule}": " / ".join(_percent(share, tokens) for share in shares.values())
             for rule, blocks in found["shareable_tokens"].items()

@@ -27,7 +27,7 @@ from eval.bench.attention_cases import (
 from eval.bench.attention_cpu import CpuRig
 from eval.bench.attention_picture import curves, draw
 from eval.bench.attention_rig import measure, point
-from eval.bench.turns import spread, take_turns, text
+from eval.bench.turns import as_text, spread, take_turns
 from sglang_reasoncache.kernels.plan import plan_rows
 from tests.triton_runs import interpreted
 
@@ -89,8 +89,8 @@ def test_sides_take_turns_and_the_first_round_warms_up() -> None:
 def test_text_of_figures() -> None:
     figure = spread(pd.Series([1.0, 2.0, 3.0, 4.0, 5.0]))
     assert figure == {"median": 3.0, "low": 2.0, "high": 4.0}
-    assert text(figure, 1) == "3.0 (2.0 to 4.0)"
-    assert [text(one, 2) for one in (None, "x", 1.0)] == ["", "x", "1.00"]
+    assert as_text(figure, 1) == "3.0 (2.0 to 4.0)"
+    assert [as_text(one, 2) for one in (None, "x", 1.0)] == ["", "x", "1.00"]
 
 
 def flat(value: float) -> dict[str, float]:
