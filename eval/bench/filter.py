@@ -77,7 +77,8 @@ def tokenized(path: str | None, texts: Sequence[str]) -> tuple[Vocabulary, list[
 
 def step_times(engine: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
     """CPU time of each step in the filter's process, one response after the other."""
-    seconds, earlier = [], []
+    seconds: list[float] = []
+    earlier: list[int] = []
     pairs = 0
     for tokens in streams:
         request = engine.open(0, True)
