@@ -30,10 +30,9 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _VOCABULARY_SIZE = 16_000
 _REQUESTS = 32
-#: Decode steps between two polls, as in a server.
-_INTERVAL = 4
+_INTERVAL = 4  # decode steps between two polls, as in a server
 _POLLS = 2000
-#: Pause between two polls: the process is as far behind as in a server.
+# Between two polls: the process is as far behind as in a server.
 _PAUSE_SECONDS = 0.004
 
 
@@ -77,7 +76,8 @@ def tokenized(path: str | None, texts: Sequence[str]) -> tuple[Vocabulary, list[
 
 def step_times(engine: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
     """CPU time of each step in the filter's process, one response after the other."""
-    seconds, earlier = [], []
+    seconds: list[float] = []
+    earlier: list[int] = []
     pairs = 0
     for tokens in streams:
         request = engine.open(0, True)
