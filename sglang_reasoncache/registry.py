@@ -101,7 +101,7 @@ def parse(text: str) -> PolicyChoice:
 
 
 def _selects(policy: Any) -> bool:
-    return not hasattr(policy, "evictions")
+    return not hasattr(policy, "evict")
 
 
 def _make(name: str, options: str, known: str) -> Any:
@@ -141,7 +141,7 @@ def _make(name: str, options: str, known: str) -> Any:
 
 def _missing(policy: Any) -> str:
     """What of :class:`Policy` an evictor lacks, which would be found out in a live server."""
-    if not callable(policy.evictions) or not callable(getattr(policy, "excess", None)):
+    if not callable(policy.evict) or not callable(getattr(policy, "excess", None)):
         return "methods evicts and excess"
     slack = getattr(policy, "slack", None)
     if not isinstance(slack, numbers.Integral) or slack < 0:
@@ -169,7 +169,7 @@ def _class_of(name: str, known: str) -> Any:
         raise PolicyError(f"with policies that load; {name} does not ({error!r})") from error
     if not dataclasses.is_dataclass(kind) or not isinstance(kind, type):
         raise PolicyError(f"with policies that are dataclasses; {name} is {kind!r}")
-    if not (hasattr(kind, "evictions") or hasattr(kind, "keep")):
+    if not (hasattr(kind, "evict") or hasattr(kind, "keep")):
         raise PolicyError(f"with policies that evict or keep something; {name} is {kind!r}")
     return kind
 

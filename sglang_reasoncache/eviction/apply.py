@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that checks what an evicting policy answers, and evicts positions of a row."""
+"""The one place that checks what an evicting policy returns, and evicts positions of a row."""
 
 from __future__ import annotations
 

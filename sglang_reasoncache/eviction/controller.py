@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the evicting policies about one request, and has what they decide applied."""
+"""Runs the evicting policies on one request and applies what they decide."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import operator
+import sys
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
@@ -34,7 +35,7 @@ class EvictionController:
     """One per scheduler.
 
     Args:
-        evictors: In the order in which they are asked.
+        evictors: In the order in which they run.
         applier: Checks and applies what they answer.
         keys: Read for policies that need them.
         page: Page size, positions.
@@ -62,7 +63,7 @@ class EvictionController:
         self._page = page
         self._pressure = pressure
         self._weights = weights
-        # Asked once: what another package's policy says later could not be caught everywhere.
+        # Read once: errors of another package's policy cannot be caught everywhere.
         self._of_prompts = {name for name, policy in evictors if getattr(policy, "prompt", False)}
         self._longest_first = any(waits_for(policy) for _, policy in evictors)
         if pressure is not None:
@@ -84,7 +85,7 @@ class EvictionController:
             self._keys.wait()
 
     def in_turn(self, reqs: Iterable[Request]) -> list[Request]:
-        """Who is looked at first, where that decides who gives: the longest row."""
+        """The order of polling: the longest row first where that decides who gives."""
         if self._pressure is not None:
             self._pressure.poll()
         if not self._longest_first:
@@ -97,12 +98,12 @@ class EvictionController:
         state: RowState,
         stats: EvictionStats,
         written: int | None = None,
-        ask: bool = True,
+        decide: bool = True,
     ) -> Evicted:
         """Evict what was evicted before a retraction, then what the policies give up now.
 
         ``req`` holds its row. ``written``: positions whose KV is there; None: all but that of
-        the newest token, which is not written before the next forward. ``ask``: the policies, too.
+        the newest token, which is not written before the next forward. ``decide``: run the policies, too.
         """
         if written is None:
             written = len(req.origin_input_ids) + len(req.output_ids) - 1
@@ -111,12 +112,15 @@ class EvictionController:
         evicted = state.evicted
         if evicted.again:
             # First of all: the row came back at its full size.
-            again, evicted.again = _split(evicted.again, (written - 1) // self._page * self._page)
-            total += self._apply(req, state, _owned(again, req), written, stats)
-        for name, policy in self._evictors if ask else ():
+            end = (written - 1) // self._page * self._page
+            # By now the prefix tree may own the first ones: another response with the same text.
+            again = _within(evicted.again, req.kv.cache_protected_len, end)
+            evicted.again = _within(evicted.again, end, sys.maxsize)
+            total += self._apply(req, state, again, written, stats)
+        for name, policy in self._evictors if decide else ():
             if written < state.next_eviction.get(name, 0):
                 continue
-            evictions = self._ask(name, policy, req, state, written, stats)
+            evictions = self._decisions(name, policy, req, state, written, stats)
             if evictions:
                 total += self._apply(req, state, evictions, written, stats, self._first(req, name))
         self.positions_now += total.positions
@@ -144,7 +148,7 @@ class EvictionController:
             attention=NoAttention() if self._weights is None else self._weights.of(row, held),
         )
 
-    def _ask(
+    def _decisions(
         self,
         name: str,
         policy: Policy,
@@ -161,11 +165,11 @@ class EvictionController:
                 return []
             if self._pressure is not None and not self._pressure.lets(name):
                 return []
-            # A budget below what a request must hold would be asked for at every look.
+            # A budget below what a request must hold would have the policy run at every poll.
             state.next_eviction[name] = written + self._slack[name]
             stats.eviction_decisions += 1
             view = self._view(req, state, written, self._first(req, name))
-            answer = policy.evictions(view, excess)
+            answer = policy.evict(view, excess)
             # More runs than positions are nonsense, and need not be listed to the end.
             return [_plain(evict) for evict in itertools.islice(answer, written + 1)]
         except (Exception, SystemExit):
@@ -223,26 +227,12 @@ def _options(policy: Any) -> dict[str, Any]:
 
 
 def _plain(answer: object) -> Eviction | None:
-    """A run of positions that is nobody else's object; None, which is refused when it is applied, for
-    anything but a :class:`Evict`: what a subclass of it says may change, or raise."""
+    """A copy; None, which is refused when it is applied, for anything but an :class:`Eviction`:
+    what a subclass of it says may change, or raise."""
     return Eviction(answer.start, answer.length) if type(answer) is Eviction else None
 
 
-def _split(evictions: list[Eviction], end: int) -> tuple[list[Eviction], list[Eviction]]:
-    """What of ``evictions`` lies before ``end``, and what does not."""
-    before = [Eviction(evict.start, min(evict.end, end) - evict.start) for evict in evictions]
-    behind = [
-        Eviction(max(evict.start, end), evict.end - max(evict.start, end)) for evict in evictions
-    ]
-    return [evict for evict in before if evict.length > 0], [d for d in behind if d.length > 0]
-
-
-def _owned(evictions: list[Eviction], req: Request) -> list[Eviction]:
-    """Less what the prefix tree owns by now: another response with the same text."""
-    low = req.kv.cache_protected_len
-    starts = [max(evict.start, low) for evict in evictions]
-    return [
-        Eviction(at, evict.end - at)
-        for at, evict in zip(starts, evictions, strict=True)
-        if at < evict.end
-    ]
+def _within(evictions: list[Eviction], start: int, end: int) -> list[Eviction]:
+    """The parts of ``evictions`` in ``[start, end)``."""
+    cut = [(max(run.start, start), min(run.end, end)) for run in evictions]
+    return [Eviction(first, last - first) for first, last in cut if first < last]

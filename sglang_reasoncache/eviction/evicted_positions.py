@@ -16,10 +16,10 @@ class EvictedPositions:
     """Positions whose row entry is -1. One byte a position once anything was evicted.
 
     Attributes:
-        count: EvictedPositions of the current row.
+        count: Evicted positions of the current row.
         first: The lowest of them, None while there is none.
         again: Runs that a row before a retraction had, to be evicted once more.
-        history: ``(written, start, length)`` of the first evicts: at how many written
+        history: ``(written, start, length)`` of the first evictions: at how many written
             positions each was made.
     """
 
@@ -35,11 +35,11 @@ class EvictedPositions:
         return self.count > 0 and bool(self._mask[start:end].any())
 
     def count_from(self, start: int) -> int:
-        """EvictedPositions at ``start`` and behind it."""
+        """Evicted positions at ``start`` and behind it."""
         return int(np.count_nonzero(self._mask[start:])) if self.count else 0
 
     def add(self, evict: Eviction, written: int) -> None:
-        """Note a run without evicted positions, evicted when ``written`` positions had their KV."""
+        """Add a run of held positions, evicted when ``written`` positions had their KV."""
         if evict.end > len(self._mask):
             grown = np.zeros(max(evict.end, 2 * len(self._mask), 256), dtype=bool)
             grown[: len(self._mask)] = self._mask

@@ -93,7 +93,7 @@ class HostStatistics(AttentionStatistics):
                 total[:length] += weights[0] if len(weights) == 1 else weights.sum(dim=0)
         # Slices, not indices: this is done for every request in every decode step.
         for left, query in enumerate(reversed(weights[-latest:] if latest else ())):
-            place = memory[(length - 1 - left) % latest]
-            place[:length] = query
+            row = memory[(length - 1 - left) % latest]
+            row[:length] = query
             # For as many positions as there will be before it is written again.
-            place[length : length + latest] = 0
+            row[length : length + latest] = 0

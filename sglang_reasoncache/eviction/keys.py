@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of a request's held positions, read from the pool when a policy asks for them."""
+"""Keys of a request's held positions, read from the pool when a policy needs them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class KeySource:
     Args:
         pool: SGLang's ``MHATokenToKVPool``.
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
-        home: Slots' cached positions.
-        rotation: To take rotary embedding off; None where homes are not recorded.
+        cached_at: Slots' cached positions.
+        rotation: To take rotary embedding off; None where cached positions are not recorded.
         num_heads: KV heads over all ranks.
         group: CPU process group of the tensor-parallel ranks, None when alone.
     """

@@ -14,12 +14,12 @@ class PoolPressure:
 
     A policy with ``when`` above 0 begins to act when more than that share of the pool's
     slots is in use, and goes on until no more than ``until`` is. In use is neither free
-    nor evictable, by SGLang's own counts, which are the same on all ranks. Seen at every
-    look and release, whether or not a policy would act: what filled the pool may be gone
-    before anybody has too much again.
+    nor evictable, by SGLang's own counts, which are the same on all ranks. It is read at every
+    poll and release, whether or not a policy would act: what filled the pool may be gone
+    before a request has too much again.
 
     Args:
-        use: The share in use, asked anew each time: an eviction changes it.
+        use: The share in use, computed anew each time: an eviction changes it.
     """
 
     def __init__(self, use: Callable[[], float]) -> None:
@@ -44,7 +44,7 @@ class PoolPressure:
                 self._acts(name, use)
 
     def lets(self, name: str) -> bool:
-        """Whether the policy may act now. Asked when it would."""
+        """Whether the policy may act now. Called when it would."""
         return name not in self._bounds or self._acts(name, self._use())
 
     def reset(self) -> None:

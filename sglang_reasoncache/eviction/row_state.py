@@ -17,7 +17,7 @@ class RowState:
         live_positions: Row positions less the slots that they name.
         slot_aliases: Which positions name the same slot.
         evicted: Evicted positions. Those of a row before a retraction are evicted again.
-        next_eviction: Policy -> written positions of the row before which it is not asked again.
+        next_eviction: Policy -> written positions of the row before which it does not run again.
     """
 
     live_positions: int = 0

@@ -87,7 +87,7 @@ class AttentionStatistics:
 
     Takes ``4 * (needs.latest + needs.total)`` bytes for each position of a request, and half as
     much again for those to come. A row's memory is given back when another request gets the
-    row. Without memory the positions of a request count as never looked at.
+    row. Without memory the positions of a request count as never attended to.
 
     Args:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
@@ -113,7 +113,7 @@ class AttentionStatistics:
         self._unowned = unowned
         self._width = rows.shape[1]
         #: Row -> fp32 ``[latest + total, positions]``: the weights by query q in
-        #: ``q % latest``, their sums over all queries in the last place.
+        #: ``q % latest``, their sums over all queries in the last row.
         self._memory: dict[int, torch.Tensor] = {}
         # Of each row: its owner's generation, first query that counted, positions, capacity.
         count = len(rows)
@@ -203,7 +203,7 @@ class AttentionStatistics:
             self._warned = True
             logger.warning(
                 "reasoncache: no memory for attention statistics of a request, its positions "
-                "count as never looked at: %s",
+                "count as never attended to: %s",
                 reason,
             )
         return None

@@ -31,7 +31,7 @@ def install() -> None:
 
 
 def default_backend() -> str:
-    """What serves where the operator names no ``--attention-backend``; compiles it if need be."""
+    """The default of ``--attention-backend``; compiles it if need be."""
     if compat.CPU_BACKEND not in compat.ATTENTION_BACKENDS:
         return "torch_native"
     try:
@@ -46,7 +46,7 @@ def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> An
     """The backend of a scheduler process; see ``PagedCpuBackend``.
 
     Raises:
-        ValueError: what cannot be served, and what may serve it instead.
+        ValueError: what is not supported, and which backend may support it.
     """
     from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 

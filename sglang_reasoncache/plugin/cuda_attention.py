@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corrected positions and evicted positions over ``--attention-backend flashinfer`` and ``triton`` on CUDA.
 
-Two hooks come with the backend and are on no other server: one asks the prefix tree of every
+Two hooks come with the backend and are on no other server: one reads from the prefix tree of every
 batch whether it reads shifted slots or evicted positions, one gives decode graphs two variants.
 """
 
@@ -33,7 +33,7 @@ def make(
         requested_by: The flag that requests it, the beginning of every message.
 
     Raises:
-        ValueError: a device, model, pool, flag or mode that cannot be served, by name.
+        ValueError: a device, model, pool, flag or mode that is not supported, by name.
         RuntimeError: SGLang could not apply a hook (it only logs that).
     """
     global _backend
@@ -60,7 +60,7 @@ def backend_class(name: str) -> type:
 
     stock = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}[name]
     return type(
-        f"Moved{stock}", (SharedSlotReads, getattr(compat, stock)), {"__module__": __name__}
+        f"Corrected{stock}", (SharedSlotReads, getattr(compat, stock)), {"__module__": __name__}
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A selector is asked: what it gives is plain data, checked before anything reads by it."""
+"""Runs a selector; what it returns is checked before anything is read by it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CheckedSelector:
         self.name = name
         self._selector = selector
         self._page = page
-        # Asked once: what another package's selector says later could not be caught everywhere.
+        # Read once: errors of another package's selector cannot be caught everywhere.
         self.budget, self.whole_layers = (self._count(key) for key in _COUNTS)
         self._failed = False
         self.refusals: Counter[str] = Counter()

@@ -16,7 +16,7 @@ class Selector(Protocol):
 
     @property
     def budget(self) -> int:
-        """Positions read. Rows with no more are read whole, and nothing is asked."""
+        """Positions read. Rows with no more are read whole, without a decision."""
 
     @property
     def whole_layers(self) -> int:
@@ -38,7 +38,7 @@ class Selector(Protocol):
 
 
 class NamedSelector(NamedTuple):
-    """A configured selector and the name it was asked for by."""
+    """A configured selector and its name in ``--reasoncache-policy``."""
 
     name: str
     policy: Selector

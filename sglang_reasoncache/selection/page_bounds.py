@@ -31,7 +31,7 @@ class PageBounds:
         self._keys, self._page = keys, page
         self.ends = ends
         self.high, self.low = ends[..., :dim], ends[..., dim:]
-        # Pages in place of slots. Only the weights of attention to them are read.
+        # Pages instead of slots. Only the weights of attention to them are read.
         self._paged = PagedKv(ends, ends[..., :1])
 
     def update(self, slots: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import sglang_reasoncache
 
 #: From the ground up.
 LAYERS = (
-    ("arguments", "platform"),
+    ("arguments", "platform", "policy_options"),
     ("compat",),
     ("kernels", "native", "filter", "cache"),
     ("eviction", "selection"),

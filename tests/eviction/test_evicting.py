@@ -26,6 +26,7 @@ from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.sharing.measure import BlockMeter
+from tests.eviction.rows import begun, end, steps
 from tests.property.world import LAYERS, Pair, Setup, World
 from tests.unit.test_pipeline import (
     OUTPUT,
@@ -66,8 +67,7 @@ def evicted(world: World, req: Req) -> list[int]:
 
 
 def test_a_evicted_slot_is_free_at_once() -> None:
-    world = World(SINGLE)
-    req = start(world)
+    world, req = begun(SINGLE)
     before, row = used(world), world.row(req).copy()
     assert evict(world, req, Eviction(10, 3), Eviction(20, 1)) == 4
     assert used(world) == before - 4
@@ -119,27 +119,22 @@ def test_nonsense_is_refused_by_name(refusal: EvictionRefusal, evictions: list[o
     assert used(world) == before
     # What is right in the same answer is applied.
     assert evict(world, req, *evictions, Eviction(12, 2)) == 2
-    finish(world, req)
-    finish(world, other)
-    assert_empty(world)
+    end(world, req, other)
 
 
 def test_a_position_is_evicted_once() -> None:
-    world = World(SINGLE)
-    req = start(world)
+    world, req = begun(SINGLE)
     assert (
         evict(world, req, Eviction(10, 4), Eviction(12, 4), Eviction(10, 4), Eviction(14, 1)) == 5
     )
     assert evict(world, req, Eviction(9, 2)) == 0
     assert refusals(world) == {"already_evicted": 3}
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 @pytest.mark.parametrize("run", [Eviction(9, 4), Eviction(8, 3), Eviction(10, 2), Eviction(8, 6)])
 def test_parts_of_pages_are_refused(run: Eviction) -> None:
-    world = World(PAGED)
-    req = start(world)
+    world, req = begun(PAGED)
     assert evict(world, req, run) == 0
     assert refusals(world) == {"part_of_page": 1}
     assert evict(world, req, Eviction(8, 8)) == 8
@@ -147,8 +142,7 @@ def test_parts_of_pages_are_refused(run: Eviction) -> None:
     # Every later token finds its place: the page of the newest position is there.
     for i in range(9):
         decode(world, req, i)
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 def endless() -> Iterable[Eviction]:
@@ -173,7 +167,7 @@ class Failing:
     def excess(self, written: int, held: int) -> int:
         return None if self.how == "has no excess" else 3  # type: ignore[return-value]
 
-    def evictions(self, view: RequestView, excess: int) -> Any:
+    def evict(self, view: RequestView, excess: int) -> Any:
         if self.how == "raises":
             raise KeyError("oops")
         if self.how == "is no list":
@@ -214,8 +208,7 @@ class Raising(Eviction):
     ],
 )
 def test_a_policy_that_fails_harms_nobody(how: str, refused: dict[str, int]) -> None:
-    world = World(SINGLE, evictors=[NamedPolicy("failing", Failing(how))])
-    req = start(world)
+    world, req = begun(SINGLE, Failing(how))
     row = world.row(req).copy()
     world.controller.stats.eviction_refusals.clear()
     # Not asked again before the slack is written.
@@ -225,19 +218,14 @@ def test_a_policy_that_fails_harms_nobody(how: str, refused: dict[str, int]) -> 
     [(reason, count)] = refused.items()
     assert refusals(world) == {reason: count + (1 if how == "is endless" else 0)}
     assert (world.row(req)[: len(row)] == row).all()
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 def test_slack_is_asked_for_once() -> None:
-    world = World(SINGLE, evictors=[NamedPolicy("failing", Failing("has another slack"))])
-    req = start(world)
-    for i in range(3):
-        decode(world, req, i)
-        world.controller.after_decode([req])
+    world, req = begun(SINGLE, Failing("has another slack"))
+    steps(world, req, 3)
     assert world.controller.stats.eviction_decisions > 1 and refusals(world) == {}
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 def test_policies_are_described_as_they_were_at_the_start() -> None:
@@ -258,7 +246,7 @@ def test_what_a_policy_does_to_its_view_stays_there() -> None:
     """Of two policies and of what is read for one."""
 
     class Shuffling(Failing):
-        def evictions(self, view: RequestView, excess: int) -> list[Eviction]:
+        def evict(self, view: RequestView, excess: int) -> list[Eviction]:
             seen = view.keys.stored(0)
             candidates = view.candidates()
             candidates[:] = candidates[::-1].copy()
@@ -268,11 +256,9 @@ def test_what_a_policy_does_to_its_view_stays_there() -> None:
             assert torch.equal(view.keys.stored(0), seen)
             return [Eviction(int(candidates[0]), 1)]
 
-    world = World(SINGLE, evictors=[NamedPolicy("shuffling", Shuffling(""))])
-    req = start(world)
+    world, req = begun(SINGLE, Shuffling(""))
     assert refusals(world) == {} and evicted(world, req) == [WRITTEN - 2]
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 # -- shared slots ---------------------------------------------------------------
@@ -285,8 +271,7 @@ def test_what_a_policy_does_to_its_view_stays_there() -> None:
     ids=["destination", "source", "source and more", "both"],
 )
 def test_a_shared_slot_outlives_a_evicted_name(publish: Setup, run: Eviction, freed: int) -> None:
-    world = World(publish)
-    req = start(world)
+    world, req = begun(publish)
     propose(world, req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 4
     before, row = used(world), world.row(req).copy()
@@ -296,17 +281,14 @@ def test_a_shared_slot_outlives_a_evicted_name(publish: Setup, run: Eviction, fr
     kept = np.delete(np.arange(len(row)), slice(run.start, run.end))
     assert (now[kept] == row[kept]).all()
     assert world.controller.saved_positions == 4 + freed
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 @pytest.mark.parametrize("setup", [SINGLE, ALIASED, PAGED], ids=str)
 def test_a_budget_counts_slots(setup: Setup) -> None:
     """What sharing saves need not be given up, and a slot goes with all of its names."""
     budget = WRITTEN + 6
-    evictor = StreamingLLM(budget=budget, slack=1, recent=1)
-    world = World(setup, evictors=[NamedPolicy("streamingllm", evictor)])
-    req = start(world)
+    world, req = begun(setup, StreamingLLM(budget=budget, slack=1, recent=1))
     propose(world, req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 4
     before = []
@@ -330,8 +312,7 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
     totals = world.controller.stats
     assert totals.positions_evicted - totals.slots_freed_by_eviction == 4
     assert refusals(world) == {} and world.controller.live_positions == 0
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 @pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
@@ -346,9 +327,7 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
     req = start(world)
     propose(world, req, Pair(24, 8), Pair(20, 12))
     world.controller.after_decode([req])
-    for i in range(8):
-        decode(world, req, i)
-        world.controller.after_decode([req])
+    steps(world, req, 8)
     gone, live = evicted(world, req), world.controller.live_positions
     assert live == 8
     release_kv_cache(req, world.tree, checkpoint=False)
@@ -368,12 +347,9 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
     assert evicted(world, req) == gone and world.controller.live_positions == live
     assert state(world, req).slot_aliases.of(written)[24:28].tolist() == [8, 9, 10, 11]
     # Later it is asked as before.
-    for i in range(20):
-        decode(world, req, i)
-        world.controller.after_decode([req])
+    steps(world, req, 20)
     assert len(evicted(world, req)) > len(gone) and refusals(world) == {}
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 def arrive_if_slow(world: World, yes: bool) -> None:
@@ -382,30 +358,23 @@ def arrive_if_slow(world: World, yes: bool) -> None:
 
 
 def test_what_shares_a_slot_with_a_sink_stays() -> None:
-    evictor = StreamingLLM(budget=26, slack=1, recent=4, sinks=16)
-    world = World(SINGLE, evictors=[NamedPolicy("streamingllm", evictor)])
-    req = start(world)
+    world, req = begun(SINGLE, StreamingLLM(budget=26, slack=1, recent=4, sinks=16))
     propose(world, req, Pair(20, 8), Pair(24, 12))
-    for i in range(16):
-        decode(world, req, i)
-        world.controller.after_decode([req])
+    steps(world, req, 16)
     totals = world.controller.stats
     assert totals.positions_evicted == totals.slots_freed_by_eviction > 0
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 def test_blocks_over_evicted_positions_are_refused() -> None:
-    world = World(SINGLE)
-    req = start(world)
+    world, req = begun(SINGLE)
     evict(world, req, Eviction(9, 1), Eviction(24, 1))
     # (20, 6) reads the evicted position at 9, (21, 10) writes the one at 24, (14, 10) meets neither.
     propose(world, req, Pair(20, 6), Pair(14, 10), Pair(21, 10))
     assert world.controller.after_decode([req]) == 4
     assert world.controller.stats.refusals == {"evicted": 2}
     assert evicted(world, req) == [9, 24]
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 @pytest.mark.parametrize("run", [Eviction(21, 1), Eviction(9, 2)], ids=["destination", "source"])
@@ -425,9 +394,7 @@ def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
     assert world.controller.stats.refusals["evicted"] == 1
     assert evicted(world, req) == list(range(run.start, run.end))
     assert (world.row(other) == row).all()
-    finish(world, req)
-    finish(world, other)
-    assert_empty(world)
+    end(world, req, other)
 
 
 # -- ends of a row ----------------------------------------------------------------
@@ -436,8 +403,7 @@ def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
 @pytest.mark.parametrize("setup", [SINGLE, ALIASED, PAGED], ids=str)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_nothing_behind_an_evicted_position_is_published(setup: Setup, grouped: bool) -> None:
-    world = World(setup)
-    req = start(world)
+    world, req = begun(setup)
     evict(world, req, Eviction(16, 4))
     for i in range(6):
         decode(world, req, i)
@@ -452,14 +418,12 @@ def test_nothing_behind_an_evicted_position_is_published(setup: Setup, grouped: 
     assert follow_up.prefix_len == 16
     assert used(world) == world.tree.evictable_size() == 16
     prefill(world, follow_up)
-    finish(world, follow_up)
-    assert_empty(world)
+    end(world, follow_up)
 
 
 @pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
 def test_an_aborted_row_gives_everything_back(setup: Setup) -> None:
-    world = World(setup)
-    req = start(world)
+    world, req = begun(setup)
     evict(world, req, Eviction(8, 4), Eviction(16, 8))
     req.finished_reason = FINISH_ABORT("gone")
     release_kv_cache(req, world.tree, checkpoint=False)
@@ -470,8 +434,7 @@ def test_an_aborted_row_gives_everything_back(setup: Setup) -> None:
 
 @pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
 def test_a_retracted_request_evicts_the_same_again(setup: Setup) -> None:
-    world = World(setup)
-    req = start(world)
+    world, req = begun(setup)
     propose(world, req, Pair(24, 8))
     world.controller.after_decode([req])
     evict(world, req, Eviction(12, 4), Eviction(20, 4))
@@ -490,14 +453,12 @@ def test_a_retracted_request_evicts_the_same_again(setup: Setup) -> None:
     assert used(world) == before - 12
     assert world.row(req)[24:28].tolist() == world.row(req)[8:12].tolist()
     assert refusals(world) == {}
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 def test_evicts_that_the_tree_owns_by_now_stay_undone() -> None:
     """While a request waited, another one with its text was published, and it reads that."""
-    world = World(SINGLE)
-    req = start(world)
+    world, req = begun(SINGLE)
     evict(world, req, Eviction(10, 10))
     release_kv_cache(req, world.tree, checkpoint=False)
     req.reset_for_retract()
@@ -510,9 +471,7 @@ def test_evicts_that_the_tree_owns_by_now_stay_undone() -> None:
     assert evicted(world, req) == [16, 17, 18, 19]
     assert refusals(world) == {}
     other.output_ids.append(1)
-    finish(world, other)
-    finish(world, req)
-    assert_empty(world)
+    end(world, other, req)
 
 
 def test_an_opted_out_request_is_never_asked_about() -> None:
@@ -526,8 +485,7 @@ def test_an_opted_out_request_is_never_asked_about() -> None:
         decode(world, req, i)
     assert world.controller.after_decode([req]) == 0
     assert evicted(world, req) == [] and world.controller.stats.eviction_decisions == 0
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 # -- real policies ----------------------------------------------------------------
@@ -554,21 +512,15 @@ def test_a_budget_holds_from_step_to_step(setup: Setup) -> None:
     assert kept[-8:].tolist() == list(range(len(world.row(req)) - 8, len(world.row(req))))
     assert world.controller.stats.eviction_decisions <= 80 / slack
     assert refusals(world) == {}
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 def test_a_budget_below_the_prompt_is_not_asked_for_each_time() -> None:
-    evictor = StreamingLLM(budget=2, slack=8, recent=1)
-    world = World(SINGLE, evictors=[NamedPolicy("streamingllm", evictor)])
-    req = start(world)
-    for i in range(16):
-        decode(world, req, i)
-        world.controller.after_decode([req])
+    world, req = begun(SINGLE, StreamingLLM(budget=2, slack=8, recent=1))
+    steps(world, req, 16)
     assert world.controller.stats.eviction_decisions <= 1 + 16 // 8
     assert evicted(world, req)[0] == len(PROMPT)
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 @pytest.mark.parametrize("first", ["streamingllm", "keydiff"])
@@ -582,8 +534,7 @@ def test_policies_in_sequence(first: str) -> None:
     req = start(world)
     assert WRITTEN - len(evicted(world, req)) == 16
     assert world.controller.stats.eviction_decisions == (2 if first == "streamingllm" else 1)
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 def test_keys_are_those_of_the_held_positions() -> None:
@@ -591,12 +542,11 @@ def test_keys_are_those_of_the_held_positions() -> None:
     seen: list[RequestView] = []
 
     class Watching(Failing):
-        def evictions(self, view: RequestView, excess: int) -> list[Eviction]:
+        def evict(self, view: RequestView, excess: int) -> list[Eviction]:
             seen.append(view)
             return [Eviction(10, 2)] if len(seen) == 1 else []
 
-    world = World(SINGLE, evictors=[NamedPolicy("watching", Watching(""))])
-    req = start(world)
+    world, req = begun(SINGLE, Watching(""))
     propose(world, req, Pair(24, 14))
     assert world.controller.after_decode([req]) == 4
     decode(world, req)
@@ -612,8 +562,7 @@ def test_keys_are_those_of_the_held_positions() -> None:
     assert scores == pytest.approx(torch.stack(by_layer).mean(dim=0).double().numpy())
     with pytest.raises(RuntimeError, match="refused at start-up"):
         view.keys.unrotated(0)
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
@@ -627,8 +576,7 @@ def test_evicted_kv_is_not_read(backend: str, setup: Setup) -> None:
             library()
         except NativeUnavailable as error:
             pytest.skip(str(error))
-    world = World(setup)
-    req = start(world)
+    world, req = begun(setup)
     evict(world, req, Eviction(8, 8), Eviction(20, 4))
     row = world.row(req)
     kept = torch.from_numpy(row[row >= 0]).long()
@@ -652,5 +600,4 @@ def test_evicted_kv_is_not_read(backend: str, setup: Setup) -> None:
     torch.testing.assert_close(found[0], weights @ values[kept, 0])
     gathered, _ = gather_kv(kv, plan.kv_indices, plan.shift, torch.float32)
     assert torch.equal(gathered[0], keys[kept, 0])
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)

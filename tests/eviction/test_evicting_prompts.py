@@ -10,9 +10,10 @@ import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 
-from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy, Policy
+from sglang_reasoncache.eviction.policies.contract import Eviction, Policy
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
+from tests.eviction.rows import end, world_of
 from tests.property.world import Setup, World
 from tests.unit.test_pipeline import assert_empty, decode, finish, state, used
 
@@ -25,10 +26,6 @@ SETUPS = pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
 TREES = pytest.mark.parametrize("no_tree", [False, True], ids=["tree", "no-tree"])
 PROMPT = list(range(1, 101))
 BUDGET, CHUNK = 24, 8
-
-
-def world_of(setup: Setup, policy: Policy, no_tree: bool = False) -> World:
-    return World(setup, evictors=[NamedPolicy("policy", policy)], no_tree=no_tree)
 
 
 def hard(kind: type = StreamingLLM) -> Policy:
@@ -80,7 +77,7 @@ def held(world: World, req: Req) -> list[int]:
 @pytest.mark.parametrize("kind", [StreamingLLM, KeyDiff])
 def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind: type) -> None:
     """KeyDiff's N + B, with a prompt that the pool could not hold."""
-    world = world_of(setup, hard(kind), no_tree)
+    world = world_of(setup, hard(kind), no_tree=no_tree)
     req = world.request("r", PROMPT, False, None)
     more, peak = chunk(world, req, first=True), 0
     while more:
@@ -98,16 +95,14 @@ def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind
         world.controller.after_decode([req])
         assert used(world) <= BUDGET + 2 * setup.page
     assert not world.controller.stats.eviction_refusals
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 def test_streamingllm_keeps_its_sinks_and_window() -> None:
     world = world_of(SINGLE, hard())
     req = start(world)
     assert held(world, req) == [0, 1, 2, 3, *range(80, 100)]
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 def test_admission_does_not_count_on_what_prompts_give_up() -> None:
@@ -136,8 +131,7 @@ def test_what_is_published_ends_at_the_first_evicted_position(setup: Setup) -> N
         more = chunk(world, again)
     # The tree's part stays, and counts.
     assert held(world, again)[:4] == [0, 1, 2, 3] and len(held(world, again)) <= BUDGET
-    finish(world, again)
-    assert_empty(world)
+    end(world, again)
 
 
 def test_a_request_without_an_eviction_is_published_whole() -> None:
@@ -155,7 +149,7 @@ def test_a_request_without_an_eviction_is_published_whole() -> None:
 @pytest.mark.parametrize("chunks", [1, 5, 9])
 def test_a_prompt_given_up_halfway(setup: Setup, no_tree: bool, chunks: int) -> None:
     """Aborted between two chunks."""
-    world = world_of(setup, hard(), no_tree)
+    world = world_of(setup, hard(), no_tree=no_tree)
     req = world.request("r", PROMPT, False, None)
     for i in range(chunks):
         assert chunk(world, req, first=i == 0)
@@ -186,8 +180,7 @@ def test_a_retracted_request_comes_back_within_its_budget(setup: Setup, kind: ty
     assert len(held(world, req)) <= BUDGET
     assert not world.controller.stats.eviction_refusals
     assert world.controller.saved_positions == len(world.row(req)) - len(held(world, req))
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 @SETUPS
@@ -195,15 +188,14 @@ def test_a_retracted_request_comes_back_within_its_budget(setup: Setup, kind: ty
 def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: bool) -> None:
     """Also where no tree owns it; a policy that names it anyway is refused."""
     policy = StreamingLLM(budget=8, slack=0, recent=1)
-    world = world_of(setup, policy, no_tree)
+    world = world_of(setup, policy, no_tree=no_tree)
     req = start(world, prompt=PROMPT[:32])
     for i in range(16):
         decode(world, req, 32 + i)
         world.controller.after_decode([req])
     assert held(world, req)[:32] == list(range(32))
     assert len(held(world, req)) <= 32 + 2 * setup.page
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
     world = World(setup, no_tree=True)
     req = start(world, prompt=PROMPT[:32])
@@ -212,8 +204,7 @@ def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: boo
     decode(world, req, 32)
     assert world.controller.after_decode([req]) == 0
     assert world.controller.stats.eviction_refusals == {"tree_owned": 1}
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)
 
 
 def test_an_opted_out_prompt_is_published_as_ever() -> None:
@@ -225,5 +216,4 @@ def test_an_opted_out_prompt_is_published_as_ever() -> None:
         more = chunk(world, req)
     assert req.kv.cache_protected_len == 40
     assert state(world, req) is None or not state(world, req).served
-    finish(world, req)
-    assert_empty(world)
+    end(world, req)

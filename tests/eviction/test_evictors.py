@@ -203,21 +203,21 @@ def test_excess_has_slack(policy: Evictor, written: int, held: int, excess: int)
 
 def test_streamingllm_keeps_sinks_and_window() -> None:
     policy = StreamingLLM(budget=10, slack=1, recent=1)
-    assert positions(policy.evictions(view(20), 10)) == list(range(4, 14))
+    assert positions(policy.evict(view(20), 10)) == list(range(4, 14))
     # What is left: 4 sinks and the 6 newest.
-    assert positions(policy.evictions(view(22, gone=range(4, 14)), 2)) == [14, 15]
+    assert positions(policy.evict(view(22, gone=range(4, 14)), 2)) == [14, 15]
 
 
 def test_streamingllm_cannot_have_the_prompt() -> None:
     policy = StreamingLLM(budget=10, slack=1, recent=3)
-    assert positions(policy.evictions(view(20, owned=15), 10)) == [15, 16]
+    assert positions(policy.evict(view(20, owned=15), 10)) == [15, 16]
 
 
 def test_streamingllm_in_pages() -> None:
     """Sinks and excess are rounded up to whole pages."""
     policy = StreamingLLM(budget=16, slack=1, recent=1)
-    assert positions(policy.evictions(view(30, page=4), 13)) == list(range(4, 20))
-    assert positions(StreamingLLM(budget=16, sinks=5, recent=1).evictions(view(30, page=4), 4)) == [
+    assert positions(policy.evict(view(30, page=4), 13)) == list(range(4, 20))
+    assert positions(StreamingLLM(budget=16, sinks=5, recent=1).evict(view(30, page=4), 4)) == [
         8,
         9,
         10,
@@ -230,10 +230,10 @@ def test_streamingllm_in_pages() -> None:
 
 def test_random_eviction_is_the_same_again_and_differs_by_seed_and_prompt() -> None:
     policy = RandomEviction(budget=10, recent=1)
-    found = positions(policy.evictions(view(40), 20))
-    assert found == positions(policy.evictions(view(40), 20))
-    assert found != positions(RandomEviction(budget=10, seed=1, recent=1).evictions(view(40), 20))
-    assert found != positions(policy.evictions(view(40, seed=8), 20))
+    found = positions(policy.evict(view(40), 20))
+    assert found == positions(policy.evict(view(40), 20))
+    assert found != positions(RandomEviction(budget=10, seed=1, recent=1).evict(view(40), 20))
+    assert found != positions(policy.evict(view(40, seed=8), 20))
 
 
 @pytest.mark.parametrize("page", [1, 4])
@@ -246,7 +246,7 @@ def test_random_eviction_is_uniform_however_it_got_there(page: int) -> None:
         gone: list[int] = []
         for written in range(20 * page + 1, last + 1, 4 * page):
             now = view(written, page=page, gone=gone)
-            gone += positions(policy.evictions(now, policy.excess(written, len(now.held))))
+            gone += positions(policy.evict(now, policy.excess(written, len(now.held))))
         kept.update(sorted({at // page for at in range(last - 1)} - {at // page for at in gone}))
     counts = np.array([kept[at] for at in range(40)])
     assert counts.sum() == tries * 10
@@ -259,7 +259,7 @@ def test_random_eviction_is_uniform_over_slots() -> None:
     kept, tries = np.zeros(40), 400
     for seed in range(tries):
         now = view(41, shared=[(20, 0, 10)])
-        going = positions(RandomEviction(budget=10, seed=seed, recent=1).evictions(now, 15))
+        going = positions(RandomEviction(budget=10, seed=seed, recent=1).evict(now, 15))
         assert len(np.unique(now.slot_aliases[going])) == 15
         kept[np.setdiff1d(np.arange(40), going)] += 1
     assert (kept[20:30] == kept[:10]).all()
@@ -314,7 +314,7 @@ def highest(scores: list[float], among: Iterable[int], count: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(5))
 def test_l2norm_keeps_low_norms(seed: int) -> None:
     keys = random_keys(24, seed)
-    found = positions(L2Norm(budget=8, recent=1).evictions(view(24, owned=5, keys=keys), 9))
+    found = positions(L2Norm(budget=8, recent=1).evict(view(24, owned=5, keys=keys), 9))
     assert found == highest(norm_by_hand(keys), range(5, 23), 9)
 
 
@@ -323,7 +323,7 @@ def test_l2norm_keeps_low_norms(seed: int) -> None:
 def test_keydiff_gives_up_what_is_like_the_rest(anchor: str, seed: int) -> None:
     keys = random_keys(20, seed)
     policy = KeyDiff(budget=10, anchor=anchor, recent=4)
-    found = positions(policy.evictions(view(20, owned=2, keys=keys), 8))
+    found = positions(policy.evict(view(20, owned=2, keys=keys), 8))
     assert found == highest(keydiff_by_hand(keys, anchor), range(2, 16), 8)
 
 
@@ -334,9 +334,7 @@ def test_keydiff_pairwise_ranks_a_head_as_the_normalised_anchor() -> None:
     for anchor in ("mean_norm", "pairwise"):
         for i in range(12):
             one = keys[:1, :, :1]
-            evictions = KeyDiff(budget=1, anchor=anchor, recent=1).evictions(
-                view(30, keys=one), i + 1
-            )
+            evictions = KeyDiff(budget=1, anchor=anchor, recent=1).evict(view(30, keys=one), i + 1)
             order.setdefault(anchor, []).append(positions(evictions))
     assert order["mean_norm"] == order["pairwise"]
 
@@ -347,10 +345,10 @@ def test_keydiff_by_hand() -> None:
     # The raw mean leans to the long key, so that goes first; cosines with (2.4, 0.82) are
     # 0.946, 0.9999, 0.323 and 0.974.
     given = view(5, keys=keys[None, :, None])
-    assert positions(KeyDiff(budget=1, recent=1).evictions(given, 1)) == [1]
-    assert positions(KeyDiff(budget=1, recent=1).evictions(given, 2)) == [1, 3]
+    assert positions(KeyDiff(budget=1, recent=1).evict(given, 1)) == [1]
+    assert positions(KeyDiff(budget=1, recent=1).evict(given, 2)) == [1, 3]
     # At length 1 the mean is (0.789, 0.285): 0.941, 0.9996, 0.34 and 0.969.
-    assert positions(KeyDiff(budget=1, anchor="mean_norm", recent=1).evictions(given, 3)) == [
+    assert positions(KeyDiff(budget=1, anchor="mean_norm", recent=1).evict(given, 3)) == [
         0,
         1,
         3,
@@ -360,7 +358,7 @@ def test_keydiff_by_hand() -> None:
 def test_keydiff_without_rotation_reads_other_keys() -> None:
     keys = random_keys(20, 1)
     policy = KeyDiff(budget=10, keys="unrotated", recent=1)
-    found = positions(policy.evictions(view(20, keys=keys), 8))
+    found = positions(policy.evict(view(20, keys=keys), 8))
     assert found == highest(keydiff_by_hand(keys.flip(1), "mean_raw"), range(19), 8)
 
 
@@ -373,7 +371,7 @@ def test_scores_of_a_page_are_averaged(policy: Evictor) -> None:
     gone = range(8, 12)
     keys = random_keys(26, 2)
     now = view(30, owned=4, page=4, gone=gone, keys=keys)
-    found = positions(policy.evictions(now, 7))  # type: ignore[attr-defined]
+    found = positions(policy.evict(now, 7))  # type: ignore[attr-defined]
     assert len(found) == 8 and set(found) <= {*range(4, 8), *range(12, 28)}
     if not isinstance(policy, RandomEviction):
         by_hand = (
@@ -395,15 +393,15 @@ def test_keys_are_not_read_where_nothing_may_go(policy: Evictor) -> None:
 
     now = dataclasses.replace(view(10, owned=9), keys=NoKeys(torch.zeros(1, 10, 1, 2)))
     assert policy.excess(80, 80) > 0
-    assert list(policy.evictions(now, 6)) == []  # type: ignore[attr-defined]
+    assert list(policy.evict(now, 6)) == []  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("policy", [L2Norm(budget=4, recent=1), KeyDiff(budget=4, recent=1)])
 def test_keys_of_no_length_and_no_number(policy: Evictor) -> None:
     """All zeros tie, and older ones go first; a NaN is never better than a number."""
     zeros = torch.zeros(1, 10, 1, 4)
-    assert positions(policy.evictions(view(10, keys=zeros), 3)) == [0, 1, 2]  # type: ignore[attr-defined]
+    assert positions(policy.evict(view(10, keys=zeros), 3)) == [0, 1, 2]  # type: ignore[attr-defined]
     broken = random_keys(10, 0)
     broken[0, 3, 0, 0] = math.nan
-    found = positions(policy.evictions(view(10, keys=broken), 4))  # type: ignore[attr-defined]
+    found = positions(policy.evict(view(10, keys=broken), 4))  # type: ignore[attr-defined]
     assert len(found) == 4

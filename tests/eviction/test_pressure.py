@@ -11,10 +11,10 @@ from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
 from sglang_reasoncache.registry import parse
+from tests.eviction.rows import end, world_of
 from tests.property.world import Pair, Setup, World
 from tests.unit.test_pipeline import (
     PROMPT,
-    assert_empty,
     decode,
     finish,
     prefill,
@@ -28,12 +28,6 @@ pytestmark = pytest.mark.usefixtures("published_config")
 SINGLE = Setup(page=1, block=4, slots=200, publish="exact")
 PAGED = Setup(page=4, block=4, slots=200, publish="exact")
 SETUPS = pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
-
-
-def world_of(setup: Setup, *policies: StreamingLLM) -> World:
-    return World(
-        setup, evictors=[NamedPolicy(f"policy{i}", policy) for i, policy in enumerate(policies)]
-    )
 
 
 def grow(world: World, name: str, length: int) -> Req:
@@ -64,9 +58,7 @@ def test_nothing_goes_before_the_pool_is_short(setup: Setup) -> None:
     assert freed == evicted(world, req) > 60
     assert evicted(world, other) == 0
     assert pool_use(world.allocator, world.tree) <= 0.5
-    for one in (req, other):
-        finish(world, one)
-    assert_empty(world)
+    end(world, req, other)
 
 
 def test_it_stops_later_than_it_began() -> None:
@@ -86,9 +78,7 @@ def test_it_stops_later_than_it_began() -> None:
             break
     else:
         pytest.fail("the request was kept to its budget below the lower bound")
-    for req in reqs:
-        finish(world, req)
-    assert_empty(world)
+    end(world, *reqs)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +126,7 @@ def test_what_filled_the_pool_is_gone() -> None:
     world.controller.after_decode([third])
     assert 0.1 < pool_use(world.allocator, world.tree) < 0.7
     assert evicted(world, third) == 0
-    finish(world, third)
-    assert_empty(world)
+    end(world, third)
 
 
 def test_a_flush_ends_it() -> None:
@@ -176,9 +165,7 @@ def test_sharing_comes_first() -> None:
     world.controller.after_decode([req])
     assert state(world, req).live_positions == 8
     assert evicted(world, req) == 0
-    finish(world, req)
-    finish(world, other)
-    assert_empty(world)
+    end(world, req, other)
 
 
 def test_evictable_slots_are_not_in_use() -> None:

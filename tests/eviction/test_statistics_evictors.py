@@ -143,7 +143,7 @@ def test_of_equal_keys_the_newest_is_spared() -> None:
 def test_rkv_is_the_papers(seed: int, mix: float) -> None:
     keys, weights = random_keys(30, seed), random_weights(30, seed)
     policy = RKV(budget=10, mix=mix, recent=8, alpha=5, kernel=3)
-    found = positions(policy.evictions(view(30, weights, owned=4, keys=keys), 9))
+    found = positions(policy.evict(view(30, weights, owned=4, keys=keys), 9))
     by_head = [redundancy_by_hand(layer, 0.5) for layer in keys]
     scores = []
     for i in range(30):
@@ -161,7 +161,7 @@ def test_rkv_pools_over_what_is_held() -> None:
     gone = [at for at in range(15) if at not in held]
     keys = torch.ones(1, 12, 1, 4)
     policy = RKV(budget=1, mix=1.0, recent=1, kernel=3)
-    found = positions(policy.evictions(view(15, weights, gone=gone, keys=keys), 8))
+    found = positions(policy.evict(view(15, weights, gone=gone, keys=keys), 8))
     assert found == [0, 1, 2, 3, 4, 11, 12, 13]
 
 
@@ -172,7 +172,7 @@ def test_rkv_pools_over_what_is_held() -> None:
 def test_h2o_keeps_heavy_hitters_and_the_newest_half(seed: int) -> None:
     weights = random_weights(40, seed)
     policy = H2O(budget=20, recent=1)
-    found = positions(policy.evictions(view(40, weights, owned=3), 20))
+    found = positions(policy.evict(view(40, weights, owned=3), 20))
     assert found == lowest(weights.sum(axis=0), range(3, 30), 20)
 
 
@@ -181,9 +181,9 @@ def test_h2o_by_hand() -> None:
     weights = np.array([[0.5, 0.3, 0.1, 0.1, 0, 0, 0], [0.1, 0.1, 0.1, 0.4, 0.1, 0.1, 0.1]])
     policy = H2O(budget=4, slack=1, recent=1)
     # Sums: 0.6, 0.4, 0.2, 0.5, 0.1.
-    assert positions(policy.evictions(view(7, weights), 3)) == [1, 2, 4]
+    assert positions(policy.evict(view(7, weights), 3)) == [1, 2, 4]
     # More recent ones may be asked for than the half.
-    assert positions(H2O(budget=4, recent=5).evictions(view(7, weights), 3)) == [0, 1]
+    assert positions(H2O(budget=4, recent=5).evict(view(7, weights), 3)) == [0, 1]
 
 
 def test_h2o_keeps_the_newest_half_of_the_slots() -> None:
@@ -192,7 +192,7 @@ def test_h2o_keeps_the_newest_half_of_the_slots() -> None:
     now = view(10, weights, shared=[(4, 0, 3)])
     assert len(np.unique(now.slot_aliases)) == 7
     # By weight, the most wanted of each slot: 9 and 8 are the newest, then 7, 3.
-    assert positions(H2O(budget=4, recent=1).evictions(now, 3)) == [2, 3, 6, 7]
+    assert positions(H2O(budget=4, recent=1).evict(now, 3)) == [2, 3, 6, 7]
 
 
 # -- SnapKV --------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_snapkv_keeps_what_the_window_looks_at(seed: int, pooling: str) -> None:
     weights = random_weights(50, seed)
     policy = SnapKV(budget=20, window=6, kernel=5, pooling=pooling, recent=1)
     # 40 of the prompt, 10 of the response, which stay.
-    found = positions(policy.evictions(view(50, weights, prompt=40, owned=2), 30))
+    found = positions(policy.evict(view(50, weights, prompt=40, owned=2), 30))
     mean = weights[-6:].mean(axis=0)
     scores = []
     for i in range(34):
@@ -219,16 +219,16 @@ def test_snapkv_is_done_when_the_prompt_is() -> None:
     # As much of the prompt is held as may be, however long the response is.
     now = view(60, weights, prompt=40, gone=range(5, 35))
     assert policy.excess(60, 30) == 10 and policy.slack == 1
-    assert not list(policy.evictions(now, 10))
+    assert not list(policy.evict(now, 10))
     # And a prompt that belongs to the prefix tree stays.
-    assert not list(policy.evictions(view(30, weights, prompt=25, owned=25), 10))
+    assert not list(policy.evict(view(30, weights, prompt=25, owned=25), 10))
 
 
 def test_snapkv_takes_a_share_of_the_prompt() -> None:
     weights = random_weights(50, 2)
     policy = SnapKV(share=0.5, window=4, recent=1)
     assert policy.excess(50, 50) == 25
-    assert len(positions(policy.evictions(view(50, weights, prompt=40), 25))) == 20
+    assert len(positions(policy.evict(view(50, weights, prompt=40), 25))) == 20
 
 
 # -- what all of them share ----------------------------------------------------
@@ -246,7 +246,7 @@ BY_NAME = pytest.mark.parametrize("policy", ALL, ids=lambda policy: type(policy)
 def test_whole_pages_go_by_their_mean(policy: Evictor) -> None:
     weights, keys = random_weights(26, 3), random_keys(26, 3)
     now = view(30, weights, prompt=30, owned=4, page=4, gone=range(8, 12), keys=keys)
-    found = positions(policy.evictions(now, 7))  # type: ignore[attr-defined]
+    found = positions(policy.evict(now, 7))  # type: ignore[attr-defined]
     assert len(found) % 4 == 0 and len(found) >= 8
     assert set(found) <= {*range(4, 8), *range(12, 28)}
 
@@ -254,14 +254,14 @@ def test_whole_pages_go_by_their_mean(policy: Evictor) -> None:
 @BY_NAME
 def test_they_announce_what_they_read(policy: Evictor) -> None:
     assert ATTENTION in policy.needs
-    observes = policy.observes  # type: ignore[attr-defined]
-    assert isinstance(observes, StatisticsNeeds)
-    assert observes.prompt >= observes.latest
+    needs = policy.statistics_needs  # type: ignore[attr-defined]
+    assert isinstance(needs, StatisticsNeeds)
+    assert needs.prompt >= needs.latest
     unasked = dataclasses.replace(
         view(30, random_weights(30, 0), prompt=30, keys=random_keys(30, 0)), attention=NoAttention()
     )
     with pytest.raises(LookupError, match="'attention'"):
-        policy.evictions(unasked, 5)  # type: ignore[attr-defined]
+        policy.evict(unasked, 5)  # type: ignore[attr-defined]
 
 
 @BY_NAME
@@ -269,7 +269,7 @@ def test_weights_that_are_no_numbers(policy: Evictor) -> None:
     """A NaN costs quality at most."""
     weights, keys = random_weights(30, 3), random_keys(30, 3)
     weights[-1, 4] = math.nan
-    found = positions(policy.evictions(view(30, weights, prompt=30, keys=keys), 6))  # type: ignore[attr-defined]
+    found = positions(policy.evict(view(30, weights, prompt=30, keys=keys), 6))  # type: ignore[attr-defined]
     assert 6 <= len(set(found)) == len(found) <= 22
 
 
@@ -280,7 +280,7 @@ def test_where_nothing_may_go_nothing_is_read(policy: Evictor) -> None:
         view(30, random_weights(30, 0), prompt=29, owned=29), attention=NoAttention()
     )
     assert policy.excess(200, 200) > 0
-    assert list(policy.evictions(all_prompt, 22)) == []  # type: ignore[attr-defined]
+    assert list(policy.evict(all_prompt, 22)) == []  # type: ignore[attr-defined]
 
 
 def test_pooling_by_hand() -> None:
@@ -320,6 +320,6 @@ def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
     policy = SnapKV(budget=20, window=6, recent=1)
     assert policy.prompt
     chunk, whole = (view(50, weights, prompt=prompt) for prompt in (400, 50))
-    found = positions(policy.evictions(chunk, 30))
-    assert found == positions(policy.evictions(whole, 30))
+    found = positions(policy.evict(chunk, 30))
+    assert found == positions(policy.evict(whole, 30))
     assert len(found) == 30 and max(found) < 44

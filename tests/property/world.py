@@ -171,7 +171,7 @@ class ScriptedEvictor:
     def excess(self, written: int, held: int) -> int:
         return len(self.waiting.get(self.about, ()))
 
-    def evictions(self, view: RequestView, excess: int) -> list[Any]:
+    def evict(self, view: RequestView, excess: int) -> list[Any]:
         return self.waiting.pop(self.about)
 
 

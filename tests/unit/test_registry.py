@@ -126,7 +126,7 @@ class OldestFirst(Evictor):
 
     every: int = 1
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+    def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
         return runs(view.candidates(self.recent)[:: self.every][:excess])
 
 
@@ -147,7 +147,7 @@ def but(**members: Any) -> type:
     return dataclass(frozen=True)(type("Odd", (OldestFirst,), members))
 
 
-EVICTS = dict(budget=1, evictions=lambda *_: [])
+EVICTS = dict(budget=1, evict=lambda *_: [])
 EXCEEDS = dict(EVICTS, excess=lambda *_: 0)
 NO_SLACK = "have a slack, an integer of at least 0; oldest does not"
 NO_NEEDS = "have needs, a set of attention, keys, unrotated keys or an empty one; oldest"

@@ -51,7 +51,7 @@ class Eviction:
 class Keys(Protocol):
     """Keys of the positions a request holds; entry i belongs to ``RequestView.held[i]``.
 
-    Read from the pool when asked for, one layer at a time. Under tensor parallelism a rank
+    Read from the pool on demand, one layer at a time. Under tensor parallelism a rank
     has its own heads; :meth:`token_scores` covers all of them.
     """
 
@@ -63,7 +63,7 @@ class Keys(Protocol):
         is used if the slot is shared. Meaningful where keys can be un-rotated."""
 
     def stored(self, layer: int) -> torch.Tensor:
-        """fp32 ``[held, heads, head_dim]``, as cached: rotated for their home."""
+        """fp32 ``[held, heads, head_dim]``, as cached: rotated for their cached positions."""
 
     def unrotated(self, layer: int) -> torch.Tensor:
         """fp32 ``[held, heads, head_dim]``, without rotary embedding."""
@@ -80,12 +80,13 @@ class Keys(Protocol):
 
 class Attention(Protocol):
     """Softmax weights that the positions of a request got, averaged over the query heads of all
-    layers and ranks; entry i belongs to ``RequestView.held[i]``. Every rank must ask alike.
+    layers and ranks; entry i belongs to ``RequestView.held[i]``. Every rank must
+    read alike.
     """
 
     def latest(self, queries: int) -> np.ndarray:
         """float64 ``[held]``: mean over the ``queries`` newest ones, as far as they were
-        observed; 0 for a position behind a query."""
+        counted; 0 for a position behind a query."""
 
     def total(self) -> np.ndarray:
         """float64 ``[held]``: sum over all queries of the response so far, and the last
@@ -114,8 +115,8 @@ class RequestView:
             policy's ``prompt`` only the tree's part does.
         page: Positions per page; only whole pages can be evicted.
         held: int64, ascending: written positions that were not evicted. Read-only.
-        places: int64 ``[held]``, a number of the slot of each: sharing has given the same one to
-            positions that have the same number. Read-only.
+        slot_aliases: int64 ``[held]``, a number per slot: positions with the same number share
+            one slot. Read-only.
         seed: A number of the prompt's tokens, the same for the same prompt.
         keys: On demand; only for a policy that ``needs`` them.
         attention: Likewise.
@@ -170,15 +171,15 @@ class Policy(Protocol):
 
     def excess(self, written: int, slots: int) -> int:
         """How many of the ``slots`` of ``written`` positions, less what was evicted or shared,
-        are too many now. Asked often; 0 asks no further."""
+        are too many now. Called often; 0 ends the decision."""
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+    def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
         """Runs of positions to give up, of some ``excess`` slots together. A slot comes back with
         the last position that has it."""
 
 
 class NamedPolicy(NamedTuple):
-    """A configured evictor and the name it was asked for by."""
+    """A configured evictor and its name in ``--reasoncache-policy``."""
 
     name: str
     policy: Policy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What evictors share: a budget with room for some more, when to keep to it, picking by score."""
+"""What evicting policies share: a budget and slack, when to keep to it, picking by score."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ HYSTERESIS = 0.05
 
 @dataclass(frozen=True)
 class Evictor:
-    """Options of every evictor; exactly one of ``budget`` and ``share`` must be given.
+    """Options of every evicting policy.
+
+    Exactly one of ``budget`` and ``share`` must be given.
 
     Attributes:
         budget: Slots a request takes, prompt included; positions that share one count once.
@@ -73,6 +75,25 @@ class Evictor:
         return above if above > self.slack else 0
 
 
+@dataclass(frozen=True)
+class ScoringEvictor(Evictor):
+    """Gives up the candidates of highest score."""
+
+    def candidates(self, view: RequestView) -> np.ndarray:
+        """int64, positions that may go; see :meth:`RequestView.candidates`."""
+        return view.candidates(self.recent)
+
+    def scores(self, view: RequestView) -> np.ndarray:
+        """float ``[held]``; computed only where there are candidates."""
+        raise NotImplementedError
+
+    def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+        candidates = self.candidates(view)
+        if not len(candidates):
+            return []
+        return evict_highest(view, candidates, self.scores(view), excess)
+
+
 def runs(positions: np.ndarray) -> list[Eviction]:
     """Ascending positions as runs."""
     if not len(positions):
@@ -96,9 +117,9 @@ def evict_highest(
     page = view.page
     at = np.searchsorted(view.held, candidates)
     by_page = scores[at].reshape(-1, page).mean(axis=1)
-    slot_aliases, place_of = np.unique(view.slot_aliases[at[::page]], return_inverse=True)
-    least = np.full(len(slot_aliases), np.inf)
+    slots, slot_of = np.unique(view.slot_aliases[at[::page]], return_inverse=True)
+    least = np.full(len(slots), np.inf)
     with np.errstate(invalid="ignore"):  # No number: such a page stays longest.
-        np.minimum.at(least, place_of, by_page)
+        np.minimum.at(least, slot_of, by_page)
     chosen = np.argsort(-least, kind="stable")[: math.ceil(excess / page)]
-    return runs(candidates.reshape(-1, page)[np.isin(place_of, chosen)].ravel())
+    return runs(candidates.reshape(-1, page)[np.isin(slot_of, chosen)].ravel())

@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from sglang_reasoncache.eviction.policies.contract import (
     ATTENTION,
-    Eviction,
     RequestView,
     StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.policy_options import between
 
 
 @dataclass(frozen=True)
-class H2O(Evictor):
+class H2O(ScoringEvictor):
     """Gives up the positions that queries so far gave the least weight, added up.
 
     The paper spends half of the budget on the newest positions and evicts at every token
@@ -28,6 +28,8 @@ class H2O(Evictor):
         prompt_queries: Queries at the end of a prompt that count; the paper adds up all of them.
     """
 
+    needs = frozenset({ATTENTION})
+
     recent_share: float = 0.5
     prompt_queries: int = 32
 
@@ -37,16 +39,12 @@ class H2O(Evictor):
         between("prompt_queries", self.prompt_queries, 0, 256)
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({ATTENTION})
-
-    @property
     def statistics_needs(self) -> StatisticsNeeds:
         return StatisticsNeeds(total=True, prompt=self.prompt_queries)
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+    def candidates(self, view: RequestView) -> np.ndarray:
         newest = int(self.recent_share * self.allowed(view.written))
-        candidates = view.candidates(max(self.recent, newest))
-        if not len(candidates):
-            return []
-        return evict_highest(view, candidates, -view.attention.total(), excess)
+        return view.candidates(max(self.recent, newest))
+
+    def scores(self, view: RequestView) -> np.ndarray:
+        return -view.attention.total()

@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_reasoncache.eviction.policies.contract import (
     KEYS,
     UNROTATED_KEYS,
-    Eviction,
     RequestView,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.policy_options import one_of
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 #: The paper guards its denominators and does not say with what.
@@ -41,7 +40,7 @@ def similarity(keys: torch.Tensor, variant: str) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class KeyDiff(Evictor):
+class KeyDiff(ScoringEvictor):
     """Gives up the positions whose keys are most like the mean of all held keys.
 
     The paper protects no recent positions (``recent=1``), or 10 to 20% of the budget.
@@ -64,12 +63,8 @@ class KeyDiff(Evictor):
     def needs(self) -> frozenset[str]:
         return frozenset({KEYS if self.keys == "cached" else UNROTATED_KEYS})
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
-        candidates = view.candidates(self.recent)
-        if not len(candidates):
-            return []
-        scores = view.keys.token_scores(
-            lambda keys: similarity(keys, self.anchor),
-            unrotated=self.keys == "unrotated",
+    def scores(self, view: RequestView) -> np.ndarray:
+        unrotated = self.keys == "unrotated"
+        return view.keys.token_scores(
+            lambda keys: similarity(keys, self.anchor), unrotated=unrotated
         )
-        return evict_highest(view, candidates, scores, excess)

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_reasoncache.eviction.policies.contract import KEYS, Eviction, RequestView
-from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
+from sglang_reasoncache.eviction.policies.contract import KEYS, RequestView
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -25,16 +25,10 @@ def relative_norms(keys: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class L2Norm(Evictor):
+class L2Norm(ScoringEvictor):
     """Gives up the positions with the largest keys. Rotation does not change a norm."""
 
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({KEYS})
+    needs = frozenset({KEYS})
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
-        candidates = view.candidates(self.recent)
-        if not len(candidates):
-            return []
-        scores = view.keys.token_scores(relative_norms)
-        return evict_highest(view, candidates, scores, excess)
+    def scores(self, view: RequestView) -> np.ndarray:
+        return view.keys.token_scores(relative_norms)

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
-from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
+from sglang_reasoncache.eviction.policies.contract import RequestView
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.policy_options import between
 
 
 @dataclass(frozen=True)
-class RandomEviction(Evictor):
+class RandomEviction(ScoringEvictor):
     """Each slot draws a number once; those with the highest go first.
 
     So at any time the slots that are left are a uniform sample of all that were up for it,
@@ -30,11 +29,10 @@ class RandomEviction(Evictor):
         super().__post_init__()
         between("seed", self.seed, 0, 2**63 - 1)
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
-        candidates = view.candidates(self.recent)
+    def scores(self, view: RequestView) -> np.ndarray:
         # One stream a request: its first numbers are the same however long it gets.
         draws = np.random.default_rng((self.seed, view.seed)).random(view.written)
         # A page has the number of its first position, and what shares it has the same; a mean
         # of 16 would be no longer uniform.
         first = view.slot_aliases // view.page * view.page
-        return evict_highest(view, candidates, draws[first], excess)
+        return draws[first]

@@ -3,22 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_reasoncache.eviction.policies.contract import (
     ATTENTION,
     KEYS,
-    Eviction,
     RequestView,
     StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.eviction.policies.pooling import pooled
 from sglang_reasoncache.policy_options import between
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 _EPSILON = 1e-8
@@ -53,7 +52,7 @@ def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor
 
 
 @dataclass(frozen=True)
-class RKV(Evictor):
+class RKV(ScoringEvictor):
     """Gives up the positions of lowest ``mix * importance - (1 - mix) * redundancy``.
 
     Importance is the weight by the newest ``alpha`` queries, the maximum of each ``kernel``
@@ -61,12 +60,14 @@ class RKV(Evictor):
 
     Attributes:
         mix: The paper's lambda.
-        alpha: Queries that observe.
+        alpha: Queries that count.
         kernel: Held positions whose weights are pooled, an odd number.
         threshold: Cosine from which two keys count as similar.
         reach: Newest held positions among which a key finds one that is like it. The paper
             has no such bound, but holds no more than its budget either.
     """
+
+    needs = frozenset({KEYS, ATTENTION})
 
     slack: int = 128
     recent: int = 8
@@ -85,20 +86,12 @@ class RKV(Evictor):
         between("reach", self.reach, 1, 65_536)
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({KEYS, ATTENTION})
-
-    @property
     def statistics_needs(self) -> StatisticsNeeds:
         return StatisticsNeeds(latest=self.alpha, prompt=self.alpha)
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
-        candidates = view.candidates(self.recent)
-        if not len(candidates):
-            return []
+    def scores(self, view: RequestView) -> np.ndarray:
         importance = pooled(view.attention.latest(self.alpha), self.kernel, "max")
         redundant = view.keys.token_scores(
             lambda keys: redundancy(keys, self.threshold, self.reach)
         )
-        scores = (1 - self.mix) * redundant - self.mix * importance
-        return evict_highest(view, candidates, scores, excess)
+        return (1 - self.mix) * redundant - self.mix * importance

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SnapKV (Li et al., 2024): of the prompt stays what its last queries look at."""
+"""SnapKV (Li et al., 2024): what a prompt's last queries attend to stays of it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sglang_reasoncache.eviction.policies.contract import (
     RequestView,
     StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.eviction.policies.pooling import pooled
 from sglang_reasoncache.policy_options import OptionError, between, one_of
 
 
 @dataclass(frozen=True)
-class SnapKV(Evictor):
+class SnapKV(ScoringEvictor):
     """Brings the prompt down to the budget once it has been computed; the response stays.
 
     Kept are the prompt's last ``window`` positions, and those with the highest weight by
@@ -28,10 +28,12 @@ class SnapKV(Evictor):
     is brought down after each of them.
 
     Attributes:
-        window: Positions at the end of the prompt that observe, and stay.
+        window: Positions at the end of the prompt whose queries count, and stay.
         kernel: Positions pooled.
         pooling: ``avg`` or ``max``.
     """
+
+    needs = frozenset({ATTENTION})
 
     # At once: later queries push those of the prompt out of the window.
     slack: int = 1
@@ -49,25 +51,22 @@ class SnapKV(Evictor):
             raise OptionError("prompt", "true, as it gives up positions of the prompt only")
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({ATTENTION})
-
-    @property
     def statistics_needs(self) -> StatisticsNeeds:
         return StatisticsNeeds(latest=self.window, prompt=self.window)
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+    def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
         # How much of what is too much is prompt could not be known before.
         end = min(view.prompt, view.written)
         excess = int(np.searchsorted(view.held, end)) - self.allowed(end)
-        if excess <= 0:
-            return []
-        recent = view.written - end + self.window
-        candidates = view.candidates(max(self.recent, recent))
-        if not len(candidates):
-            return []
+        return super().evict(view, excess) if excess > 0 else []
+
+    def candidates(self, view: RequestView) -> np.ndarray:
+        response = view.written - min(view.prompt, view.written)
+        return view.candidates(max(self.recent, response + self.window))
+
+    def scores(self, view: RequestView) -> np.ndarray:
         weights = view.attention.latest(self.window)
-        prompt = view.held < end - self.window
+        prompt = view.held < min(view.prompt, view.written) - self.window
         scores = np.zeros(len(view.held))
         scores[prompt] = pooled(weights[prompt], self.kernel, self.pooling)
-        return evict_highest(view, candidates, -scores, excess)
+        return -scores

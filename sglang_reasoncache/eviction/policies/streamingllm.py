@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
-from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest
+import numpy as np
+
+from sglang_reasoncache.eviction.policies.contract import RequestView
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.policy_options import between
 
 
 @dataclass(frozen=True)
-class StreamingLLM(Evictor):
+class StreamingLLM(ScoringEvictor):
     """Gives up the oldest positions behind the sinks.
 
     Attributes:
@@ -30,7 +31,10 @@ class StreamingLLM(Evictor):
         super().__post_init__()
         between("sinks", self.sinks, 0, 65_536)
 
-    def evictions(self, view: RequestView, excess: int) -> Iterable[Eviction]:
+    def candidates(self, view: RequestView) -> np.ndarray:
         sinks = math.ceil(self.sinks / view.page) * view.page
         behind = dataclasses.replace(view, owned=max(view.owned, sinks))
-        return evict_highest(view, behind.candidates(self.recent), -view.held, excess)
+        return behind.candidates(self.recent)
+
+    def scores(self, view: RequestView) -> np.ndarray:
+        return -view.held

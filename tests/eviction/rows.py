@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of evicting do with the requests of a world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req
+
+from sglang_reasoncache.eviction.policies.contract import NamedPolicy
+from tests.property.world import Setup, World
+from tests.unit.test_pipeline import assert_empty, decode, finish, start
+
+
+def world_of(setup: Setup, *policies: Any, **options: Any) -> World:
+    """A world whose evicting policies are these."""
+    named = [NamedPolicy(f"policy{i}", policy) for i, policy in enumerate(policies)]
+    return World(setup, evictors=named, **options)
+
+
+def begun(setup: Setup, *policies: Any) -> tuple[World, Req]:
+    """A world and a request in it; without policies it answers what a test tells it to."""
+    world = world_of(setup, *policies) if policies else World(setup)
+    return world, start(world)
+
+
+def steps(world: World, req: Req, count: int) -> None:
+    """Decode steps, each followed by a poll."""
+    for i in range(count):
+        decode(world, req, i)
+        world.controller.after_decode([req])
+
+
+def end(world: World, *reqs: Req) -> None:
+    """All requests finish, and nothing is left."""
+    for req in reqs:
+        finish(world, req)
+    assert_empty(world)
