@@ -1,41 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// C interface of paged attention; sglang_reasoncache/native/attention.py is its other side.
+// C interface of paged attention; `Native` in sglang_reasoncache/native/pool.py calls it.
 #pragma once
 
 #include <cstdint>
 
 #include "pool/pool.h"
 
-extern "C" {
-
-// Rows of req_to_token to be read by one forward, and where the plan goes.
-struct reasoncache_plan_call {
-  const std::int32_t* rows;  // [num_rows][row_stride], slot of each position, below 0: evicted
-  std::int64_t num_rows;
-  std::int64_t row_stride;
-  std::int64_t width;             // positions of a row
-  const std::int64_t* requests;   // [batch], index of a row
-  const std::int64_t* lengths;    // [batch], positions in use
-  std::int64_t batch;
-  const std::int32_t* cached_at;  // [num_slots], null: no slot is shifted
-  std::int64_t num_slots;
-  std::int32_t* kv_indptr;   // [batch + 1]
-  std::int32_t* kv_indices;  // [capacity]
-  std::int32_t* shift;       // [capacity], null exactly if cached_at is
-  std::int64_t capacity;
-  std::int32_t is_shifted;  // written: whether any shift is not 0
-};
+namespace reasoncache {
+namespace attention {
 
 // One query per row, each over its own range of entries.
-struct reasoncache_decode_call {
+struct DecodeCall {
   const void* query;  // row 0, head 0
-  void* out;
+  void* out;          // [batch][num_heads][v_dim]
   std::int64_t batch;
   std::int64_t num_heads;     // a multiple of the KV heads
   std::int64_t q_row_stride;  // elements
   std::int64_t q_head_stride;
-  std::int64_t out_row_stride;
-  std::int64_t out_head_stride;
   const std::int32_t* begin;       // [batch], first entry of each query
   const std::int32_t* end;         // [batch], one past its last
   const std::int32_t* kv_indices;  // [total]
@@ -43,39 +24,50 @@ struct reasoncache_decode_call {
   std::int64_t total;
   const float* sinks;  // [num_heads], logits without a value; null: none
   float scale;
-  float logit_cap;       // 0: none
-  std::int32_t element;  // of query and out: fp32, bf16 or fp16
-  std::int32_t threads;
+  float logit_cap;  // 0: none
   // Added to, null if not wanted: softmax weights, summed over the query heads, of the entries
   // of query 0, then of those of query 1, and so on.
   float* weights;
+  std::int64_t element;  // of query and out: fp32, bf16 or fp16
+  std::int64_t threads;
 };
 
-// Entries copied out, heads first: out_k [num_heads][count][k_dim], out_v likewise.
-struct reasoncache_gather_call {
-  const std::int32_t* kv_indices;  // [count]
-  const std::int32_t* shift;       // [count], null: nothing is shifted
-  std::int64_t count;
-  void* out_k;
-  void* out_v;
-  std::int32_t element;  // of the outputs: fp32, bf16 or fp16
-  std::int32_t threads;
-};
+}  // namespace attention
+}  // namespace reasoncache
 
 #define RC_EXPORT __attribute__((visibility("default")))
 
+extern "C" {
+
 // All calls return a reasoncache_status, may be made concurrently, and take a pool of one layer.
 
-// One pass over the rows. On a status other than OK the plan is unspecified.
-RC_EXPORT std::int32_t reasoncache_plan(reasoncache_plan_call* call) noexcept;
+// Rows of req_to_token to be read by one forward, one pass. Rows are [num_rows][row_stride], the
+// slot of each of `width` positions, below 0: evicted; requests, indices of rows, and lengths,
+// positions in use, are [batch]; cached_at is [num_slots], null: no slot is shifted. Writes
+// kv_indptr [batch + 1], kv_indices and shift [capacity] (null exactly if cached_at is), and
+// whether any shift is not 0. On a status other than OK the plan is unspecified.
+RC_EXPORT std::int32_t reasoncache_plan(
+    const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride, std::int64_t width,
+    const std::int64_t* requests, const std::int64_t* lengths, std::int64_t batch,
+    const std::int32_t* cached_at, std::int64_t num_slots, std::int32_t* kv_indptr,
+    std::int32_t* kv_indices, std::int32_t* shift, std::int64_t capacity,
+    std::int32_t* is_shifted) noexcept;
 
 // out[b] = softmax(scale * q[b] . k) v over entries [begin[b], end[b]), keys rotated by their
 // shift. No entries: zeros. Reads no slot when a status is BAD. The result does not depend on the
-// number of threads.
-RC_EXPORT std::int32_t reasoncache_decode(const reasoncache_pool* pool,
-                                          const reasoncache_decode_call* call) noexcept;
+// number of threads. Arguments: see DecodeCall.
+RC_EXPORT std::int32_t reasoncache_decode(
+    const reasoncache_pool* pool, const void* query, void* out, std::int64_t batch,
+    std::int64_t num_heads, std::int64_t q_row_stride, std::int64_t q_head_stride,
+    const std::int32_t* begin, const std::int32_t* end, const std::int32_t* kv_indices,
+    const std::int32_t* shift, std::int64_t total, const float* sinks, float scale,
+    float logit_cap, float* weights, std::int64_t element, std::int64_t threads) noexcept;
 
-// Shared entries as contiguous K and V, keys rotated by their shift.
+// Entries [count] copied out, heads first: out_k [num_heads][count][k_dim], out_v likewise, of
+// `element`: fp32, bf16 or fp16. Keys are rotated by their shift, null: as they are.
 RC_EXPORT std::int32_t reasoncache_gather(const reasoncache_pool* pool,
-                                          const reasoncache_gather_call* call) noexcept;
+                                          const std::int32_t* kv_indices,
+                                          const std::int32_t* shift, std::int64_t count,
+                                          void* out_k, void* out_v, std::int64_t element,
+                                          std::int64_t threads) noexcept;
 }

@@ -16,7 +16,7 @@ namespace {
 // Below this, waking a thread costs more than it saves.
 constexpr std::int64_t kInlineBytes = 1 << 18;
 
-std::int32_t check(const Pool& pool, const reasoncache_decode_call& call) {
+std::int32_t check(const Pool& pool, const DecodeCall& call) {
   const bool fits = pool.num_heads > 0 && call.num_heads > 0 &&
                     call.num_heads % pool.num_heads == 0 && pool.head_dim[0] > 0 &&
                     pool.head_dim[1] > 0 && pool.rotary_dim <= pool.head_dim[0] &&
@@ -34,7 +34,7 @@ std::int32_t check(const Pool& pool, const reasoncache_decode_call& call) {
 template <class Element>
 std::int32_t run(Task& task) {
   const Pool& pool = task.pool;
-  std::int64_t threads = std::max(1, task.call.threads);
+  std::int64_t threads = std::max<std::int64_t>(1, task.call.threads);
   const std::int64_t entries = task.divide(threads);
   const std::int64_t size = entries * pool.num_heads * (pool.head_dim[0] + pool.head_dim[1]) *
                             static_cast<std::int64_t>(sizeof(Element));
@@ -47,15 +47,22 @@ std::int32_t run(Task& task) {
 }  // namespace attention
 }  // namespace reasoncache
 
-extern "C" std::int32_t reasoncache_decode(const reasoncache_pool* pool,
-                                           const reasoncache_decode_call* call) noexcept {
+extern "C" std::int32_t reasoncache_decode(
+    const reasoncache_pool* pool, const void* query, void* out, std::int64_t batch,
+    std::int64_t num_heads, std::int64_t q_row_stride, std::int64_t q_head_stride,
+    const std::int32_t* begin, const std::int32_t* end, const std::int32_t* kv_indices,
+    const std::int32_t* shift, std::int64_t total, const float* sinks, float scale,
+    float logit_cap, float* weights, std::int64_t element, std::int64_t threads) noexcept {
   using namespace reasoncache;
-  const std::int32_t status = attention::check(*pool, *call);
-  if (status != REASONCACHE_OK || call->batch == 0) return status;
+  const attention::DecodeCall call{query, out,        batch, num_heads, q_row_stride, q_head_stride,
+                                   begin, end,        kv_indices, shift, total,       sinks,
+                                   scale, logit_cap,  weights,    element, threads};
+  const std::int32_t status = attention::check(*pool, call);
+  if (status != REASONCACHE_OK || batch == 0) return status;
   try {
-    attention::Task task(*pool, *call);
-    return with_element(pool->element, [&](auto element) {
-      return attention::run<typename decltype(element)::type>(task);
+    attention::Task task(*pool, call);
+    return with_element(pool->element, [&](auto type) {
+      return attention::run<typename decltype(type)::type>(task);
     });
   } catch (const std::exception&) {
     return REASONCACHE_NO_MEMORY;

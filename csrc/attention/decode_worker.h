@@ -217,7 +217,7 @@ class Worker {
 
   Task& task_;
   const Pool& pool_;
-  const reasoncache_decode_call& call_;
+  const DecodeCall& call_;
   std::vector<float> query_;   // [most_queries][num_heads][k_padded], scaled
   std::vector<float> rotated_;  // [kMostHeads][k_padded]
   std::vector<float> sums_;    // [most_queries][num_heads][v_padded]

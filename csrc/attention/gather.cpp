@@ -14,7 +14,13 @@ namespace reasoncache {
 namespace attention {
 namespace {
 
-using Call = reasoncache_gather_call;
+struct Call {
+  const std::int32_t* kv_indices;
+  const std::int32_t* shift;
+  std::int64_t count;
+  void* out_k;
+  void* out_v;
+};
 
 constexpr std::int64_t kChunk = 256;  // entries
 constexpr std::int64_t kInlineBytes = 1 << 18;
@@ -87,12 +93,12 @@ void work(Task& task) {
 }
 
 template <class Element, class Out>
-std::int32_t run(const Pool& pool, const Call& call) {
+std::int32_t run(const Pool& pool, const Call& call, std::int64_t threads) {
   Task task{pool, call};
   const std::int64_t size = call.count * pool.num_heads * (pool.head_dim[0] + pool.head_dim[1]) *
                             static_cast<std::int64_t>(sizeof(Element));
   const bool done =
-      on_threads(size < kInlineBytes ? 1 : call.threads, [&task] { work<Element, Out>(task); });
+      on_threads(size < kInlineBytes ? 1 : threads, [&task] { work<Element, Out>(task); });
   return done ? REASONCACHE_OK : REASONCACHE_NO_MEMORY;
 }
 
@@ -101,16 +107,20 @@ std::int32_t run(const Pool& pool, const Call& call) {
 }  // namespace reasoncache
 
 extern "C" std::int32_t reasoncache_gather(const reasoncache_pool* pool,
-                                           const reasoncache_gather_call* call) noexcept {
+                                           const std::int32_t* kv_indices,
+                                           const std::int32_t* shift, std::int64_t count,
+                                           void* out_k, void* out_v, std::int64_t element,
+                                           std::int64_t threads) noexcept {
   using namespace reasoncache;
   if (pool->rotary_dim > pool->head_dim[0]) return REASONCACHE_BAD_CALL;
-  if (!in_pool(*pool, call->kv_indices, call->count)) return REASONCACHE_BAD_SLOT;
-  if (!in_table(*pool, call->shift, call->count)) return REASONCACHE_BAD_SHIFT;
-  if (call->count == 0) return REASONCACHE_OK;
-  return with_element(pool->element, [&](auto element) {
-    return with_query_element(call->element, [&](auto out) {
-      return attention::run<typename decltype(element)::type, typename decltype(out)::type>(*pool,
-                                                                                            *call);
+  if (!in_pool(*pool, kv_indices, count)) return REASONCACHE_BAD_SLOT;
+  if (!in_table(*pool, shift, count)) return REASONCACHE_BAD_SHIFT;
+  if (count == 0) return REASONCACHE_OK;
+  const attention::Call call{kv_indices, shift, count, out_k, out_v};
+  return with_element(pool->element, [&](auto type) {
+    return with_query_element(element, [&](auto out) {
+      using Element = typename decltype(type)::type;
+      return attention::run<Element, typename decltype(out)::type>(*pool, call, threads);
     });
   });
 }

@@ -37,44 +37,43 @@ std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, 
   return any;
 }
 
-std::int32_t plan(reasoncache_plan_call& call) {
-  std::int64_t at = 0;
-  std::int32_t any = 0;
-  call.kv_indptr[0] = 0;
-  for (std::int64_t b = 0; b < call.batch; ++b) {
-    const std::int64_t request = call.requests[b];
-    const std::int64_t length = call.lengths[b];
-    if (request < 0 || request >= call.num_rows) return REASONCACHE_BAD_ROW;
-    if (length < 0 || length > call.width) return REASONCACHE_BAD_LEN;
-    if (length > call.capacity - at) return REASONCACHE_BAD_LEN;
-    const std::int32_t* slots = call.rows + request * call.row_stride;
-    const Bounds found = bounds_of(slots, length);
-    if (found.most >= call.num_slots) return REASONCACHE_BAD_SLOT;
-    const bool has_evicted = found.least < 0;
-    if (!has_evicted && length > 0) {
-      std::memcpy(call.kv_indices + at, slots, static_cast<std::size_t>(length) * sizeof *slots);
-      if (call.shift != nullptr) {
-        any |= shift_by(call.cached_at, slots, length, 0, call.shift + at);
-      }
-      at += length;
-    }
-    for (std::int64_t i = 0; has_evicted && i < length; ++i) {
-      if (slots[i] < 0) continue;
-      call.kv_indices[at] = slots[i];
-      if (call.shift != nullptr) any |= shift_by(call.cached_at, slots + i, 1, i, call.shift + at);
-      ++at;
-    }
-    call.kv_indptr[b + 1] = static_cast<std::int32_t>(at);
-  }
-  call.is_shifted = any != 0;
-  return REASONCACHE_OK;
-}
-
 }  // namespace
 }  // namespace attention
 }  // namespace reasoncache
 
-extern "C" std::int32_t reasoncache_plan(reasoncache_plan_call* call) noexcept {
-  if (call->capacity > INT32_MAX) return REASONCACHE_BAD_LEN;
-  return reasoncache::attention::plan(*call);
+extern "C" std::int32_t reasoncache_plan(
+    const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride, std::int64_t width,
+    const std::int64_t* requests, const std::int64_t* lengths, std::int64_t batch,
+    const std::int32_t* cached_at, std::int64_t num_slots, std::int32_t* kv_indptr,
+    std::int32_t* kv_indices, std::int32_t* shift, std::int64_t capacity,
+    std::int32_t* is_shifted) noexcept {
+  using namespace reasoncache::attention;
+  if (capacity > INT32_MAX) return REASONCACHE_BAD_LEN;
+  std::int64_t at = 0;
+  std::int32_t any = 0;
+  kv_indptr[0] = 0;
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const std::int64_t length = lengths[b];
+    if (requests[b] < 0 || requests[b] >= num_rows) return REASONCACHE_BAD_ROW;
+    if (length < 0 || length > width) return REASONCACHE_BAD_LEN;
+    if (length > capacity - at) return REASONCACHE_BAD_LEN;
+    const std::int32_t* slots = rows + requests[b] * row_stride;
+    const Bounds found = bounds_of(slots, length);
+    if (found.most >= num_slots) return REASONCACHE_BAD_SLOT;
+    const bool has_evicted = found.least < 0;
+    if (!has_evicted && length > 0) {
+      std::memcpy(kv_indices + at, slots, static_cast<std::size_t>(length) * sizeof *slots);
+      if (shift != nullptr) any |= shift_by(cached_at, slots, length, 0, shift + at);
+      at += length;
+    }
+    for (std::int64_t i = 0; has_evicted && i < length; ++i) {
+      if (slots[i] < 0) continue;
+      kv_indices[at] = slots[i];
+      if (shift != nullptr) any |= shift_by(cached_at, slots + i, 1, i, shift + at);
+      ++at;
+    }
+    kv_indptr[b + 1] = static_cast<std::int32_t>(at);
+  }
+  *is_shifted = any != 0;
+  return REASONCACHE_OK;
 }

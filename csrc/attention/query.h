@@ -44,7 +44,7 @@ inline void write_out(Task& task, std::int64_t row, std::int64_t head, float mos
     most = top;
   }
   const float factor = total == 0 ? 0.0f : weight / total;
-  const std::int64_t offset = row * task.call.out_row_stride + head * task.call.out_head_stride;
+  const std::int64_t offset = (row * task.call.num_heads + head) * task.pool.head_dim[1];
   with_query_element(task.call.element, [&](auto element) {
     write_sums_as<typename decltype(element)::type>(task, offset, sums, factor);
     return REASONCACHE_OK;

@@ -16,7 +16,7 @@ std::int64_t whole_vectors(std::int64_t dim) { return (dim + kLanes - 1) / kLane
 
 }  // namespace
 
-Task::Task(const Pool& pool, const reasoncache_decode_call& call)
+Task::Task(const Pool& pool, const DecodeCall& call)
     : pool(pool),
       call(call),
       group(call.num_heads / pool.num_heads),

@@ -31,7 +31,7 @@ struct Unit {
 
 class Task {
  public:
-  Task(const Pool& pool, const reasoncache_decode_call& call);
+  Task(const Pool& pool, const DecodeCall& call);
 
   // Fills in the units, enough for so many threads; returns how many entries they read.
   std::int64_t divide(std::int64_t threads);
@@ -49,7 +49,7 @@ class Task {
   }
 
   const Pool& pool;
-  const reasoncache_decode_call& call;
+  const DecodeCall& call;
   const std::int64_t group;     // query heads of a KV head
   const std::int64_t k_padded;  // dims rounded up to whole vectors
   const std::int64_t v_padded;

@@ -17,7 +17,7 @@ namespace attention {
 // the same time; adding up comes after all of them.
 class Weights {
  public:
-  explicit Weights(const reasoncache_decode_call& call)
+  explicit Weights(const DecodeCall& call)
       : out_(call.weights), heads_(call.num_heads), cap_(call.logit_cap) {
     if (!wanted()) return;
     queries_.reserve(static_cast<std::size_t>(call.batch));

@@ -264,7 +264,7 @@ std::int32_t run(const Task& task, std::int64_t threads) {
 extern "C" std::int32_t reasoncache_distance(const reasoncache_pool* pool, const std::int64_t* dst,
                                              const std::int64_t* src, const std::int32_t* shift,
                                              std::int64_t pairs, std::int64_t block,
-                                             std::int32_t moments, std::int32_t threads,
+                                             std::int64_t moments, std::int64_t threads,
                                              double* out) noexcept {
   using namespace reasoncache;
   using namespace reasoncache::distance;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// C interface of the KV distance; sglang_reasoncache/native/distance.py is its other side.
+// C interface of the KV distance; `Native` in sglang_reasoncache/native/pool.py calls it.
 #pragma once
 
 #include <cstdint>
@@ -13,5 +13,5 @@
 // Uses up to `threads` threads when there is enough to read. Safe to call concurrently.
 extern "C" __attribute__((visibility("default"))) std::int32_t reasoncache_distance(
     const reasoncache_pool* pool, const std::int64_t* dst, const std::int64_t* src,
-    const std::int32_t* shift, std::int64_t pairs, std::int64_t block, std::int32_t moments,
-    std::int32_t threads, double* out) noexcept;
+    const std::int32_t* shift, std::int64_t pairs, std::int64_t block, std::int64_t moments,
+    std::int64_t threads, double* out) noexcept;

@@ -62,7 +62,7 @@ struct Type {
 
 // Calls body(Type<Q>{}) for an element type of queries and outputs.
 template <class Body>
-std::int32_t with_query_element(std::int32_t element, Body&& body) {
+std::int32_t with_query_element(std::int64_t element, Body&& body) {
   switch (element) {
     case REASONCACHE_FLOAT32:
       return body(Type<float>{});
@@ -77,7 +77,7 @@ std::int32_t with_query_element(std::int32_t element, Body&& body) {
 
 // Calls body(Type<Element>{}) for an element type of a pool.
 template <class Body>
-std::int32_t with_element(std::int32_t element, Body&& body) {
+std::int32_t with_element(std::int64_t element, Body&& body) {
   switch (element) {
     case REASONCACHE_FLOAT8_E4M3FN:
       return body(Type<Float8E4M3>{});

@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention on the CPU: our backend and SGLang's torch-native, round by round in turn."""
+"""Decode attention on the CPU: our backend and SGLang's torch-native on SGLang's own pool.
+
+Both are called as SGLang calls them, without a server around them.
+"""
 
 from __future__ import annotations
 
-import itertools
-import statistics
+import functools
+import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import pandas as pd
 import torch
 
-from eval.bench.attention_growth import Point, Setting, curve_of, settings
-from eval.bench.attention_rig import Step
-from eval.bench.attention_rows import Shape
-from eval.bench.bandwidth import Yardstick
-from eval.bench.quartiles import Quartiles
+from eval.bench.attention_growth import settings
+from eval.bench.attention_rig import Rig, Row, Shape, Side, spread
+from sglang_reasoncache import compat
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 
 #: Those of 32 requests are the ones the result is named after.
 SHAPES = tuple(
@@ -30,144 +34,188 @@ GROWTH = settings(
     [Shape(requests, 1000, *_HEADS) for requests in (1, 4, 16, 64)],
     (Shape(32, 1000, *_HEADS), (0, 10, 22, 35, 50, 75)),
 )
-#: Of the arrays of the yardstick, which runs before every step and leaves nothing of the pool
-#: in the caches.
+#: What the layers of a pool take together, if so many fit into `_MOST_LAYERS`: above the caches.
 _GIGABYTES = 1.0
+_MOST_LAYERS = 8
 
 
-@dataclass(frozen=True)
-class Row:
-    """One setting. Steps are the plan and all layers; GB/s counts every entry's K and V once.
+class CpuRig(Rig):
+    """Decode steps, each the plan and all layers of a pool, by either backend."""
 
-    Attributes:
-        plan_us: What our backend does once for a step, cached positions included.
-        decode_ms: Our time of one layer.
-        native_ms: SGLang's; it reads shared entries as cached.
-        native_threads: With which it was faster, one or all. PyTorch's threads wait for each
-            other at every small operator, which on a busy machine takes longer than the work.
-        speedup: SGLang's step over ours, of the same round.
-        read_gb_per_s: The machine's, in between.
-    """
-
-    shape: str
-    layers: int
-    shared_percent: int
-    plan_us: Quartiles
-    decode_ms: Quartiles
-    native_ms: Quartiles
-    native_threads: int
-    speedup: Quartiles
-    gb_per_s: float
-    read_gb_per_s: Quartiles
-
-    @property
-    def of_read(self) -> float:
-        return self.gb_per_s / self.read_gb_per_s.median
-
-
-def measure(step: Step, percent: int, rounds: int, yardstick: Yardstick) -> Row:
-    """Steps of both backends in turn, SGLang's with one thread and with all; one round warms up."""
-    step.share(percent)
-    threads = torch.get_num_threads()
-    sides = [(step.ours, threads), *((step.native, count) for count in sorted({1, threads}))]
-    times: list[list[tuple[float, float]]] = [[] for _ in sides]
-    reads: list[float] = []
-    try:
-        for number in range(rounds + 1):
-            order = list(enumerate(sides))
-            for index, (backend, count) in order if number % 2 else order[::-1]:
-                torch.set_num_threads(count)
-                took = step.seconds(backend)
-                torch.set_num_threads(threads)
-                read = yardstick.read()
-                if number:
-                    times[index].append(took)
-                    reads.append(read)
-    finally:
-        torch.set_num_threads(threads)
-    layers, ours = step.layers, times[0]
-    decode = Quartiles.of([decode / layers * 1e3 for _, decode in ours])
-    best = min(range(1, len(sides)), key=lambda i: statistics.median(map(sum, times[i])))
-    return Row(
-        shape=str(step.shape),
-        layers=layers,
-        shared_percent=percent,
-        plan_us=Quartiles.of([plan * 1e6 for plan, _ in ours]),
-        decode_ms=decode,
-        native_ms=Quartiles.of([native / layers * 1e3 for _, native in times[best]]),
-        native_threads=sides[best][1],
-        speedup=Quartiles.of([sum(b) / sum(a) for a, b in zip(ours, times[best], strict=True)]),
-        gb_per_s=step.shape.layer_bytes / decode.median / 1e6,
-        read_gb_per_s=Quartiles.of(reads),
-    )
-
-
-def measure_table(shapes: Sequence[Shape], shared: Sequence[int], rounds: int) -> list[Row]:
-    """Every shape with every share of shared entries, printed row by row as a Markdown table."""
-    print(
-        "\n| requests x tokens - heads/KV heads x dim | layers | shared | plan, us | ours, ms a layer "
-        "| torch-native, ms a layer | its threads | speed-up of a step | GB/s | of read bandwidth |"
-    )
-    print("|" + " --- |" * 10)
-    rows = []
-    with _backends() as yardstick:
-        for shape in shapes:
-            step = Step(shape)
-            for percent in shared:
-                row = measure(step, percent, rounds, yardstick)
-                rows.append(row)
-                print(
-                    f"| {row.shape} | {row.layers} | {row.shared_percent}% | {row.plan_us.text(0)} "
-                    f"| {row.decode_ms.text(3)} | {row.native_ms.text(3)} | {row.native_threads} "
-                    f"| {row.speedup.text(2)} | {row.gb_per_s:.1f} "
-                    f"| {row.of_read:.2f} of {row.read_gb_per_s.text(1)} |",
-                    flush=True,
-                )
-    return rows
-
-
-def measure_growth(wanted: Sequence[Setting], rounds: int) -> list[Point]:
-    """Every setting, printed as a Markdown table."""
-    print("\n| growth over | shape | shared | ours, ms a layer | torch-native, ms a layer |")
-    print("|" + " --- |" * 5)
-    points = []
-    with _backends() as yardstick:
-        for shape, group in itertools.groupby(wanted, key=lambda setting: setting.shape):
-            step = Step(shape)
-            for setting in group:
-                row = measure(step, setting.shared_percent, rounds, yardstick)
-                name = curve_of(setting)
-                # It reads shared entries like any other, so one curve of it is enough.
-                others = {"torch-native": row.native_ms} if name == "ours" else {}
-                read_ms = shape.layer_bytes / row.read_gb_per_s.median / 1e6
-                points.append(Point(setting, {name: row.decode_ms, **others}, read_ms))
-                print(
-                    f"| {setting.axis} | {row.shape} | {row.shared_percent}% "
-                    f"| {row.decode_ms.text(3)} | {row.native_ms.text(3)} |",
-                    flush=True,
-                )
-    return points
-
-
-def key_figures(rows: Sequence[Row]) -> dict[str, Any]:
-    """At 32 requests x 1,000 tokens, nothing shared; the worse of the head shapes measured."""
-    plain = [row for row in rows if row.shape.startswith("32x1000-") and not row.shared_percent]
-    if not plain:
-        return {}
-    return {
-        "decode_speedup_vs_torch_native": min(row.speedup.median for row in plain),
-        "decode_fraction_of_bandwidth": min(row.of_read for row in plain),
+    device_type = "cpu"
+    columns: ClassVar = {
+        "shape": ("requests x tokens - heads/KV heads x dim", 0),
+        "layers": ("layers", 0),
+        "shared_percent": ("shared, %", 0),
+        "plan_us": ("plan, us", 0),
+        "decode_ms": ("ours, ms a layer", 3),
+        "native_ms": ("torch-native, ms a layer", 3),
+        "native_threads": ("its threads", 0),
+        "speedup": ("speed-up of a step", 2),
+        "gb_per_s": ("GB/s", 1),
+        "of_read": ("of read bandwidth", 2),
+        "read_gb_per_s": ("read, GB/s", 1),
     }
+    times = ("decode_ms", "native_ms")
+    bandwidth = "read_gb_per_s"
+    # Read before every step: nothing of the pool is left in the caches.
+    yardstick_gb = 1.0
+    other = "torch-native"
+    warm_up_rounds = 1
+    # Our result is rounded to bf16, and so are the weights inside.
+    tolerance = 0.02
+
+    def __init__(self, shape: Shape, device: str | None = None) -> None:
+        from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+        from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
+
+        self.num_layers = min(_MOST_LAYERS, math.ceil(_GIGABYTES * 1e9 / shape.layer_bytes))
+        super().__init__(shape, device)
+        self._table = compat.ReqToTokenPool(shape.requests, shape.tokens, "cpu", False)
+        cached_at = CachedPositions(shape.slots, "cpu")
+        cached_at.record(torch.arange(shape.slots), self.cached_at)
+        self._allocator = SimpleNamespace(cached_at=cached_at, has_shifted_slots=False)
+        dim = shape.head_dim
+        self._layers = [
+            compat.RadixAttention(shape.heads, dim, self.scale, shape.kv_heads, layer_id=layer)
+            for layer in range(self.num_layers)
+        ]
+        rope = get_rope(dim, dim, shape.tokens, 10_000, True, None, torch.bfloat16)
+        # What the backends look at of SGLang's runner.
+        runner = SimpleNamespace(
+            device="cpu",
+            dtype=torch.bfloat16,
+            req_to_token_pool=self._table,
+            token_to_kv_pool=self._kv_pool,
+            token_to_kv_pool_allocator=self._allocator,
+            model=torch.nn.ModuleList([rope, *self._layers]),
+            model_config=SimpleNamespace(context_len=shape.tokens, is_encoder_decoder=False),
+            spec_algorithm=SimpleNamespace(is_none=lambda: True),
+            use_mla_backend=False,
+        )
+        self._native = compat.TorchNativeAttnBackend(runner)
+        self._ours = PagedCpuBackend(runner, corrected=True)
+        self._batch: Any = None
+
+    def make_pool(self) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = self._kv_pool = compat.MHATokenToKVPool(
+            size=self.shape.slots - 1,
+            page_size=1,
+            dtype=torch.bfloat16,
+            head_num=self.shape.kv_heads,
+            head_dim=self.shape.head_dim,
+            layer_num=self.num_layers,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        for side in (pool.k_buffer, pool.v_buffer):
+            side[0].uniform_(-1, 1)
+            for buffer in side[1:]:
+                buffer.copy_(side[0])
+        return pool.k_buffer[0], pool.v_buffer[0]
+
+    def share(self, percent: int) -> None:
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+        super().share(percent)
+        requests = 1 + self.requests  # SGLang's row 0 is padding
+        self._table.req_to_token[requests, : self.shape.tokens] = self.rows
+        self._allocator.has_shifted_slots = percent > 0
+        self._batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=self.shape.requests,
+            input_ids=torch.zeros(self.shape.requests, dtype=torch.int64),
+            req_pool_indices=requests,
+            seq_lens=self.lengths,
+            out_cache_loc=self.rows[:, -1].long(),
+            seq_lens_sum=self.shape.requests * self.shape.tokens,
+            positions=self.lengths - 1,
+        )
+        self._ours.init_forward_metadata(self._batch)
+        found = self._forward(self._ours, self._layers[-1])
+        self.check(f"{percent}% shared, ours", found.view(self.query.shape), self.rows)
+
+    def sides(self, curves_only: bool) -> dict[str, Side]:
+        """SGLang's with one thread and with all.
+
+        PyTorch's threads wait for each other at every small operator, which on a busy machine
+        takes longer than the work.
+        """
+        threads = torch.get_num_threads()
+        native = {
+            f"native {count}": functools.partial(self._step, self._native, count)
+            for count in sorted({1, threads})
+        }
+        return {"ours": functools.partial(self._step, self._ours, threads), **native}
+
+    def row(self, samples: pd.DataFrame) -> Row:
+        """Steps are the plan and all layers; GB/s counts every entry's K and V once.
+
+        ``plan_us`` is what our backend does once for a step. SGLang's side is the faster of its
+        thread counts and reads shared entries as cached. ``speedup`` is of the same round.
+        """
+        steps = samples.pivot(index="round", columns="side", values="step_ms")
+        best = str(steps.drop(columns="ours").median().idxmin())
+        ours, native = (samples[samples["side"] == side] for side in ("ours", best))
+        decode = spread(ours["layer_ms"])
+        rate = self.shape.layer_bytes / decode["median"] / 1e6
+        return {
+            "layers": self.num_layers,
+            "plan_us": spread(ours["plan_us"]),
+            "decode_ms": decode,
+            "native_ms": spread(native["layer_ms"]),
+            "native_threads": int(best.split()[1]),
+            "speedup": spread(steps[best] / steps["ours"]),
+            "gb_per_s": rate,
+            "of_read": rate / float(samples["bandwidth"].median()),
+        }
+
+    def _step(self, backend: Any, threads: int) -> list[dict[str, float]]:
+        everyone = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            start = time.perf_counter()
+            backend.init_forward_metadata(self._batch)
+            planned = time.perf_counter()
+            for layer in self._layers:
+                self._forward(backend, layer)
+            end = time.perf_counter()
+        finally:
+            torch.set_num_threads(everyone)
+        layer_ms = (end - planned) / self.num_layers * 1e3
+        return [
+            {
+                "plan_us": (planned - start) * 1e6,
+                "layer_ms": layer_ms,
+                "step_ms": (end - start) * 1e3,
+            }
+        ]
+
+    def _forward(self, backend: Any, layer: Any) -> torch.Tensor:
+        query = self.query.flatten(1)
+        found: torch.Tensor = backend.forward_decode(
+            query, None, None, layer, self._batch, save_kv_cache=False
+        )
+        return found
+
+    @staticmethod
+    def key_figures(rows: Sequence[Row]) -> dict[str, float]:
+        """At 32 requests x 1,000 tokens, nothing shared; the worse of the head shapes measured."""
+        plain = [r for r in rows if r["shape"].startswith("32x1000-") and not r["shared_percent"]]
+        if not plain:
+            return {}
+        return {
+            "decode_speedup_vs_torch_native": min(row["speedup"]["median"] for row in plain),
+            "decode_fraction_of_bandwidth": min(row["of_read"] for row in plain),
+        }
 
 
 @contextmanager
-def _backends() -> Iterator[Yardstick]:
-    """SGLang's backends as outside of a server, and the memory bandwidth beside them."""
+def backends() -> Iterator[None]:
+    """SGLang's backends as outside of a server."""
     from sglang.srt.runtime_context import get_context
 
-    yardstick = Yardstick(torch.device("cpu"), _GIGABYTES)
-    with (
-        get_context().override_server_args(device="cpu", attention_backend="torch_native"),
-        torch.inference_mode(),
-    ):
-        yield yardstick
+    args = get_context().override_server_args(device="cpu", attention_backend="torch_native")
+    with args, torch.inference_mode():
+        yield

@@ -1,197 +1,226 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.bench.attention_cuda``: decode attention on a GPU, ours against FlashInfer's.
+"""Decode attention on a GPU: our operations and FlashInfer's decode on one layer's pool.
 
-One layer's bf16 pool, slots as requests that decode together get them, every call after the
-L2 cache was emptied, sides in turn, the copy bandwidth of the device in between. FlashInfer
-reads pages of one token and plans outside of the timing. Each kernel's result is compared
-with the fp32 reference on a few requests before it is timed. Prints Markdown tables and
-writes the figures to ``--json``.
+Every call comes after the L2 cache was emptied. FlashInfer reads pages of one token and plans
+outside of the timing. Each result is compared with fp32 attention before it is timed.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
+import pandas as pd
 import torch
 
-from eval.bench.attention_cuda_rig import GpuStep
-from eval.bench.attention_cuda_rows import HEADS, SHAPE, Row, key_figures, print_rows
-from eval.bench.attention_growth import Point, Setting, curve_of, settings
-from eval.bench.attention_rows import Shape
-from eval.bench.bandwidth import Yardstick
-from eval.bench.distance import Shape as Pool
-from eval.bench.distance import read_rates
-from eval.bench.quartiles import Quartiles
+from eval.bench import distance
+from eval.bench.attention_growth import settings
+from eval.bench.attention_rig import Rig, Row, Shape, Side, spread
+from sglang_reasoncache.kernels.decode import decode_attention
+from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 
-SHARED = (0, 22, 50)
+HEADS = (32, 8, 128)
+#: What the result is named after.
+SHAPES = (Shape(64, 16_000, *HEADS),)
 GROWTH = settings(
     [Shape(64, tokens, *HEADS) for tokens in (1000, 4000, 16_000, 32_000)],
     [Shape(requests, 16_000, *HEADS) for requests in (1, 8, 32, 128)],
-    (SHAPE, (0, 10, 22, 35, 50, 75)),
+    (SHAPES[0], (0, 10, 22, 35, 50, 75)),
 )
+#: Layers of the model whose step the planner is compared with; it runs once for all.
+_LAYERS = 32
 #: Beside a pool: FlashInfer's workspace, the yardstick's arrays, copies of `gather`.
 _SPARE_BYTES = 8 << 30
-_YARDSTICK_GB = 2.0
+#: FlashInfer's own recommendation.
+_WORKSPACE_BYTES = 128 << 20
 #: What a round times of each side, in ms.
 _ROUND_MS = 100.0
 
-Call = Callable[[], object]
+
+class CudaRig(Rig):
+    """Decode attention of one layer; with a pool on a CPU Triton has to run interpreted."""
+
+    device_type = "cuda"
+    columns: ClassVar = {
+        "shape": ("requests x tokens - heads/KV heads x dim", 0),
+        "shared_percent": ("shared, %", 0),
+        "ours": ("ours, ms", 3),
+        "flashinfer": ("FlashInfer unshared, ms", 3),
+        "flashinfer_as_cached": ("FlashInfer as cached, ms", 3),
+        "decode_gb_per_s": ("GB/s", 0),
+        "decode_of_copy": ("of copy", 2),
+        "copy_gb_per_s": ("copy, GB/s", 0),
+        "plan_us": ("plan, us", 0),
+        "plan_of_step": ("of a step", 3),
+        "gather_gb_per_s": ("gather, GB/s", 0),
+    }
+    times = ("ours", "flashinfer")
+    bandwidth = "copy_gb_per_s"
+    yardstick_gb = 2.0
+    other = "FlashInfer"
+    warm_up_rounds = 0  # each call of `do_bench` warms up
+    # bf16 has 8 bits, and a kernel may round weights and result.
+    tolerance = 2 * 2.0**-8
+
+    def __init__(self, shape: Shape, device: str | None = None) -> None:
+        super().__init__(shape, device)
+        self._kv = PagedKv(*self.pool, self.rotation, backend="triton")
+        self._buffers = PlanBuffers.of(shape.requests, shape.slots - 1, self.device)
+
+    def make_pool(self) -> tuple[torch.Tensor, torch.Tensor]:
+        size = (2, self.shape.slots, self.shape.kv_heads, self.shape.head_dim)
+        keys, values = torch.empty(size, dtype=torch.bfloat16, device=self.device).uniform_(-1, 1)
+        return keys, values
+
+    def share(self, percent: int) -> None:
+        super().share(percent)
+        self._plan = self.plan_of(self.rows)
+        shifted = 0 if self._plan.shift is None else int(self._plan.shift.count_nonzero())
+        if (shifted > 0) != (percent > 0):
+            raise RuntimeError(f"{self.shape}, {percent}% shared: the plan shifts {shifted} keys")
+        self._check_ours()
+
+    def plan(self) -> RowPlan:
+        """As for a step of a server: into the same buffers."""
+        args = (self._buffers, self.rows, self.requests, self.lengths, self.cached_at)
+        return plan_into(*args, num_slots=self.shape.slots)
+
+    def decode(self) -> torch.Tensor:
+        return decode_attention(self.query, self._kv, self._plan, scale=self.scale)
+
+    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return gather_kv(self._kv, self._plan.kv_indices, self._plan.shift, torch.bfloat16)
+
+    def flashinfer(self, as_cached: bool) -> Callable[[], torch.Tensor]:
+        """Planned; of the rows as they are, or of each request's own slots.
+
+        Raises:
+            RuntimeError: its result is not the reference's.
+        """
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        shape, rows = self.shape, self.rows if as_cached else self.own_rows
+        ones = torch.ones(shape.requests, dtype=torch.int32, device=self.device)
+        indptr = torch.arange(shape.requests + 1, dtype=torch.int32, device=self.device)
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device),
+            "NHD",
+            # As SGLang decides it for 16-bit pools.
+            use_tensor_cores=shape.heads // shape.kv_heads >= 4,
+        )
+        wrapper.plan(
+            indptr * shape.tokens,
+            rows.flatten(),
+            ones,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            1,
+            q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
+            sm_scale=self.scale,
+        )
+        pool = (self.pool[0][:, None], self.pool[1][:, None])
+        run = functools.partial(wrapper.run, self.query, pool, out=torch.empty_like(self.query))
+        self.check("FlashInfer", run(), rows, as_cached=True)
+        return run
+
+    def sides(self, curves_only: bool) -> dict[str, Side]:
+        calls: dict[str, Callable[[], object]] = {
+            "ours": self.decode,
+            "flashinfer": self.flashinfer(as_cached=False),
+        }
+        if not curves_only:
+            calls |= {"plan": self.plan, "gather": self.gather}
+            if self.shared_percent:
+                calls["as cached"] = self.flashinfer(as_cached=True)
+        return {name: functools.partial(_bench, call) for name, call in calls.items()}
+
+    def row(self, samples: pd.DataFrame) -> Row:
+        """Times in ms; GB/s counts every entry's K and V once, of ``gather`` read and written.
+
+        ``flashinfer`` reads the same tokens unshared, each request's own;
+        ``flashinfer_as_cached`` the shared rows, None where nothing is shared. ``plan`` is ours,
+        once for all layers, and ``plan_of_step`` its share of plan and attention of a model.
+        """
+        ms = {str(side): spread(group["ms"]) for side, group in samples.groupby("side")}
+        ours, size = ms["ours"]["median"], self.shape.layer_bytes / 1e6
+        found: Row = {
+            "ours": ms["ours"],
+            "flashinfer": ms["flashinfer"],
+            "flashinfer_as_cached": ms.get("as cached"),
+            "decode_gb_per_s": size / ours,
+            "decode_of_copy": size / ours / float(samples["bandwidth"].median()),
+        }
+        if "plan" in ms:
+            plan, gather = ms["plan"], ms["gather"]
+            found |= {
+                "plan": plan,
+                "plan_us": plan["median"] * 1e3,
+                "plan_of_step": plan["median"] / (plan["median"] + _LAYERS * ours),
+                "gather": gather,
+                "gather_gb_per_s": 2 * size / gather["median"],
+            }
+        return found
+
+    def _check_ours(self) -> None:
+        """Plan, decode and gather against the reference."""
+        for found, expected in zip(self.plan(), self._plan, strict=True):
+            assert found is not None
+            if not torch.equal(found, torch.zeros_like(found) if expected is None else expected):
+                raise RuntimeError(f"plan_into, {self.shape}: not what the rows say")
+        self.check("decode_attention", self.decode(), self.rows)
+        for request in self.some():
+            entries = slice(*self._plan.kv_indptr[request : request + 2].tolist())
+            slots = self._plan.kv_indices[entries]
+            shift = None if self._plan.shift is None else self._plan.shift[entries]
+            pairs = (
+                gather_kv(kv, slots, shift, torch.bfloat16) for kv in (self._kv, self.reference)
+            )
+            for name, got, expected in zip("KV", *pairs, strict=True):
+                self.judge(f"gather_kv, {name}", got, expected)
+
+    @staticmethod
+    def fits(shape: Shape) -> bool:
+        """Whether the device has memory for the pool and what `gather` copies out of it."""
+        # PyTorch keeps what a smaller pool took until it is asked for it.
+        torch.cuda.empty_cache()
+        return 2 * shape.slots * shape.entry_bytes + _SPARE_BYTES <= torch.cuda.mem_get_info()[0]
+
+    @staticmethod
+    def key_figures(rows: Sequence[Row]) -> dict[str, float]:
+        """By the names of the goals: FlashInfer's time over ours unshared (at least 0.95), ours over
+        FlashInfer's with 22% shared (at most 0.85), and the rest as fractions."""
+        found: dict[str, float] = {}
+        for row in rows:
+            ours, theirs = row["ours"]["median"], row["flashinfer"]["median"]
+            if row["shared_percent"] == 0:
+                copy = row["copy_gb_per_s"]["median"]
+                found["decode_vs_flashinfer"] = theirs / ours
+                found["decode_fraction_of_copy"] = row["decode_of_copy"]
+                found["gather_fraction_of_copy"] = row["gather_gb_per_s"] / copy
+            if row["shared_percent"] == 22:
+                found["decode_shared22_vs_flashinfer"] = ours / theirs
+                found["plan_fraction_of_step"] = row["plan_of_step"]
+        return found
 
 
-def take_turns(
-    calls: Mapping[str, Call], yardstick: Yardstick, rounds: int
-) -> dict[str, Quartiles]:
-    """ms of each call by CUDA events, and under "copy" the GB/s in between."""
+def _bench(call: Callable[[], object]) -> list[dict[str, float]]:
     from triton.testing import do_bench
 
-    found: dict[str, list[float]] = {name: [] for name in (*calls, "copy")}
-    for number in range(rounds):
-        for name in list(calls)[:: -1 if number % 2 else 1]:
-            # Empties the L2 cache before each call, which also hides the launch.
-            found[name] += do_bench(calls[name], rep=_ROUND_MS, return_mode="all")
-            found["copy"].append(yardstick.copy())
-    return {name: Quartiles.of(values) for name, values in found.items()}
+    # Empties the L2 cache before each call, which also hides the launch.
+    return [{"ms": ms} for ms in do_bench(call, rep=_ROUND_MS, return_mode="all")]
 
 
-def measure(step: GpuStep, percent: int, rounds: int, yardstick: Yardstick) -> Row:
-    """All operations on one batch.
-
-    Raises:
-        RuntimeError: a kernel's result is not the reference's.
-    """
-    step.share(percent)
-    step.check()
-    calls: dict[str, Call] = {
-        "ours": step.decode,
-        "flashinfer": step.flashinfer(as_cached=False),
-        "plan": step.plan,
-        "gather": step.gather,
-    }
-    if percent:
-        calls["as cached"] = step.flashinfer(as_cached=True)
-    took = take_turns(calls, yardstick, rounds)
-    size = step.shape.layer_bytes / 1e6
-    return Row(
-        shape=str(step.shape),
-        shared_percent=percent,
-        ours=took["ours"],
-        flashinfer=took["flashinfer"],
-        flashinfer_as_cached=took.get("as cached"),
-        plan=took["plan"],
-        gather=took["gather"],
-        copy_gb_per_s=took["copy"],
-        decode_gb_per_s=size / took["ours"].median,
-        gather_gb_per_s=2 * size / took["gather"].median,
-    )
-
-
-def measure_growth(wanted: Sequence[Setting], rounds: int, yardstick: Yardstick) -> list[Point]:
-    """Decode attention alone, each setting that fits into the device's memory, as a table."""
-    print("\n| growth over | shape | shared | ours, ms | FlashInfer, ms |")
-    print("|" + " --- |" * 5)
-    points: list[Point] = []
-    for shape, group in itertools.groupby(wanted, key=lambda setting: setting.shape):
-        if _too_large(shape):
-            print(f"| {next(group).axis} | {shape} | | not enough memory | |", flush=True)
-            continue
-        points += _measure_curves(GpuStep(shape), list(group), rounds, yardstick)
-    return points
-
-
-def _measure_curves(
-    step: GpuStep, wanted: Sequence[Setting], rounds: int, yardstick: Yardstick
-) -> list[Point]:
-    points = []
-    for setting in wanted:
-        step.share(setting.shared_percent)
-        step.check()
-        name = curve_of(setting)
-        calls: dict[str, Call] = {name: step.decode, "FlashInfer": step.flashinfer(as_cached=False)}
-        took = take_turns(calls, yardstick, rounds)
-        # Reading is at least as fast as a copy, which counts both directions.
-        read_ms = step.shape.layer_bytes / took.pop("copy").median / 1e6
-        ours, other = took[name], took["FlashInfer"]
-        points.append(Point(setting, took if name == "ours" else {name: ours}, read_ms))
-        print(
-            f"| {setting.axis} | {setting.shape} | {setting.shared_percent}% | {ours.text(3)} "
-            f"| {other.text(3)} |",
-            flush=True,
-        )
-    return points
-
-
-def distance_of_copy(device: torch.device, runs: int) -> float:
+def distance_of_copy(runs: int = 8) -> float:
     """Worse of as cached and corrected, 256 pairs of 16 interleaved tokens, over copy bandwidth."""
-    found = read_rates(
-        Pool(layers=32, heads=8, head_dim=128, slots=32_768), ["triton"], device, runs
-    )
-    many = [r for r in found if (r.order, r.pairs, r.block) == ("interleaved", 256, 16)]
-    print("\n| distance, 256 pairs x 16 tokens | GB/s | copy, GB/s | of copy |")
-    print("|" + " --- |" * 4)
-    for row in many:
-        keys = "corrected" if row.corrected else "as cached"
-        print(f"| {keys} | {row.gb_per_s:.0f} | {row.copy_gb_per_s:.0f} | {row.of_copy:.2f} |")
-    return min(row.of_copy for row in many)
-
-
-def figures(rounds: int, growth: bool) -> Iterator[dict[str, Any]]:
-    """Measure and print part by part, and hand out each part's figures by name."""
-    device = torch.device("cuda")
-    name = torch.cuda.get_device_name(device)
-    yield {"device": name}
-    print(f"\n{name}, bf16, {HEADS[0]} heads over {HEADS[1]} KV heads of {HEADS[2]}")
-    if _too_large(SHAPE):
-        raise SystemExit(f"{SHAPE} needs {_needed(SHAPE) / 1e9:.0f} GB of the GPU's free memory")
-    yardstick = Yardstick(device, _YARDSTICK_GB)
-    step = GpuStep(SHAPE)
-    rows = [measure(step, percent, rounds, yardstick) for percent in SHARED]
-    del step
-    print_rows(rows)
-    as_rows = [{**asdict(row), "plan_of_step": row.plan_of_step} for row in rows]
-    yield {**key_figures(rows), "rows": as_rows}
-    yield {"distance_fraction_of_copy": distance_of_copy(device, runs=8)}
-    if growth:
-        points = measure_growth(GROWTH, rounds, yardstick)
-        yield {"growth": [asdict(point) for point in points]}
-
-
-def _needed(shape: Shape) -> int:
-    # The pool, and what `gather` copies out of it.
-    return 2 * shape.slots * shape.entry_bytes + _SPARE_BYTES
-
-
-def _too_large(shape: Shape) -> bool:
-    # PyTorch keeps what a smaller pool took until it is asked for it.
-    torch.cuda.empty_cache()
-    return _needed(shape) > torch.cuda.mem_get_info()[0]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.bench.attention_cuda", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="Rounds a setting (default 5).")
-    parser.add_argument("--growth", action="store_true", help="Also the curves.")
-    parser.add_argument("--json", type=Path, help="Write all figures here.")
-    options = parser.parse_args(argv)
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {options.rounds}")
-    if not torch.cuda.is_available():
-        parser.exit(2, f"no CUDA device is visible to torch {torch.__version__}\n")
-    results: dict[str, Any] = {}
-    with torch.inference_mode():
-        for part in figures(options.rounds, options.growth):
-            results |= part
-            if options.json is not None:
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    pool = distance.Shape(layers=32, heads=8, head_dim=128, slots=32_768)
+    rates = distance.read_rates(pool, ["triton"], torch.device("cuda"), runs)
+    many = rates.query("order == 'interleaved' and pairs == 256 and block == 16")
+    print("\n256 pairs x 16 tokens, of copy bandwidth")
+    distance.print_rates(many)
+    return float(many["of_copy"].min())

@@ -1,78 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the time of a decode step grows with tokens, requests and shared entries: figures, picture."""
+"""How the time of a decode step grows with tokens, requests and shared entries: points, picture."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-from eval.bench.attention_rows import Shape
-from eval.bench.quartiles import Quartiles
-from eval.report import style
+from eval.bench.attention_rig import Shape
 
-Axis = Literal["tokens", "requests", "shared_percent"]
-_LABELS: dict[Axis, str] = {
-    "tokens": "tokens a request",
-    "requests": "requests",
-    "shared_percent": "entries shared, %",
+Axis = Literal["", "tokens", "requests", "shared_percent"]
+#: Label of each axis, and what the settings of its panel have in common.
+_AXES: dict[str, tuple[str, str]] = {
+    "tokens": ("tokens a request", "{requests} requests"),
+    "requests": ("requests", "{tokens:,} tokens"),
+    "shared_percent": ("entries shared, %", "{requests} x {tokens:,} tokens"),
 }
-#: Whose look in other figures each curve takes.
-_KINDS = {
-    "ours": "reasoncache",
-    "ours, 22% shared": "cosine-structure",
-    "torch-native": "dense",
-    "FlashInfer": "dense",
-    "FlashInfer, shared rows as cached": "random",
-}
+#: Colour and marker of ours, ours with shared entries, and the other side.
+_LOOKS = {"ours": ("#0072B2", "s"), "ours, shared": ("#56B4E9", "P"), "": ("#555555", "o")}
 #: Share of the entries in the second curve over tokens and requests.
 TYPICAL_SHARE = 22
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Setting:
-    """A point to measure, on the curve over ``axis``."""
+    """A point to measure: on the curve over ``axis``, or a line of the table with ""."""
 
     axis: Axis
     shape: Shape
     shared_percent: int
 
-
-@dataclass(frozen=True)
-class Point:
-    """A measured setting.
-
-    Attributes:
-        ms: Of one layer, by what computed it.
-        read_ms: What reading each entry's K and V once takes, at the machine's bandwidth.
-    """
-
-    setting: Setting
-    ms: dict[str, Quartiles]
-    read_ms: float
-
     @property
-    def value(self) -> int:
-        """Of the axis."""
-        if self.setting.axis == "shared_percent":
-            return self.setting.shared_percent
-        return int(getattr(self.setting.shape, self.setting.axis))
-
-
-def load(points: Sequence[dict[str, Any]]) -> list[Point]:
-    """Points that went through :func:`dataclasses.asdict` and JSON."""
-    return [
-        Point(
-            Setting(**{**one["setting"], "shape": Shape(**one["setting"]["shape"])}),
-            {name: Quartiles(**ms) for name, ms in one["ms"].items()},
-            one["read_ms"],
-        )
-        for one in points
-    ]
+    def curve(self) -> str:
+        """The name of our curve that it lies on."""
+        if self.axis == "shared_percent" or not self.shared_percent:
+            return "ours"
+        return f"ours, {self.shared_percent}% shared"
 
 
 def settings(
@@ -87,67 +57,56 @@ def settings(
     return found + [Setting("shared_percent", shared[0], percent) for percent in shared[1]]
 
 
-def curve_of(setting: Setting) -> str:
-    """The name of our curve that a setting lies on."""
-    if setting.axis == "shared_percent" or not setting.shared_percent:
-        return "ours"
-    return f"ours, {setting.shared_percent}% shared"
-
-
-def curves(points: Sequence[Point], axis: Axis) -> dict[str, list[tuple[int, Quartiles]]]:
-    """By name, in the order first seen, each by rising value."""
-    found: dict[str, list[tuple[int, Quartiles]]] = {}
+def curves(points: Sequence[Mapping[str, Any]], axis: str) -> pd.DataFrame:
+    """``curve``, ``value`` on the axis, ``median``, ``low``, ``high`` and ``read_ms``, by value."""
+    lines = []
     for one in points:
-        if one.setting.axis == axis:
-            for name, ms in one.ms.items():
-                found.setdefault(name, []).append((one.value, ms))
-    return {name: sorted(curve, key=lambda pair: pair[0]) for name, curve in found.items()}
+        setting = one["setting"]
+        if setting["axis"] == axis:
+            value = {**setting["shape"], **setting}[axis]
+            lines += [
+                {"curve": name, "value": value, "read_ms": one["read_ms"], **ms}
+                for name, ms in one["ms"].items()
+            ]
+    return pd.DataFrame(lines).sort_values("value", kind="stable")
 
 
-def draw(devices: Mapping[str, Sequence[Point]], path: Path) -> None:
+def draw(devices: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     """A row of pictures for each device, by its name; bands are quartiles."""
-    made, axes = style.figure(12, 3.6 * len(devices), len(devices), len(_LABELS))
+    figure = Figure(figsize=(12, 3.6 * len(devices)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(devices), len(_AXES), squeeze=False)
     for row, (device, points) in zip(axes, devices.items(), strict=True):
-        for panel, axis in zip(row, _LABELS, strict=True):
-            _panel(panel, [one for one in points if one.setting.axis == axis], axis)
-        row[0].set_ylabel(f"{style.text(device)}\nms a layer")
-        row[0].legend(fontsize=style.LABEL_SIZE, frameon=False)
-    style.save(made, path)
+        for panel, axis in zip(row, _AXES, strict=True):
+            shape = next(p["setting"]["shape"] for p in points if p["setting"]["axis"] == axis)
+            label, title = _AXES[axis]
+            heads = " heads, {heads}/{kv_heads} of {head_dim}"
+            panel.set_title((title + "," + heads).format(**shape), fontsize=10)
+            panel.set_xlabel(label)
+            _panel(panel, curves(points, axis), logarithmic=axis != "shared_percent")
+        row[0].set_ylabel(device.replace("$", r"\$") + "\nms a layer")
+        row[0].legend(fontsize=8.5, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
-def _panel(panel: Axes, points: Sequence[Point], axis: Axis) -> None:
-    for name, curve in curves(points, axis).items():
-        at = [value for value, _ in curve]
-        kind = _KINDS.get(name, name)
-        colour, marker = style.colour(kind), style.marker(kind)
-        middle = [ms.median for _, ms in curve]
-        panel.plot(at, middle, color=colour, marker=marker, markersize=5, label=name)
-        low, high = [ms.low for _, ms in curve], [ms.high for _, ms in curve]
-        panel.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
-    limit = sorted({one.value: one.read_ms for one in points}.items())
-    at, least = [value for value, _ in limit], [ms for _, ms in limit]
-    panel.plot(at, least, color=style.GREY, linestyle=":", label="reading K and V once")
-    panel.set_title(_fixed(points[0].setting), fontsize=10)
-    panel.set_xlabel(_LABELS[axis])
-    style.light_grid(panel)
-    if axis == "shared_percent":
+def _panel(panel: Axes, points: pd.DataFrame, logarithmic: bool) -> None:
+    for name, curve in points.groupby("curve", sort=False):
+        kind = "ours, shared" if str(name).startswith("ours,") else str(name)
+        colour, marker = _LOOKS.get(kind, _LOOKS[""])
+        at = curve["value"]
+        panel.plot(at, curve["median"], color=colour, marker=marker, markersize=5, label=name)
+        panel.fill_between(at, curve["low"], curve["high"], color=colour, alpha=0.2, linewidth=0)
+    least = points.groupby("value")["read_ms"].first()
+    panel.plot(least.index, least, color="#555555", linestyle=":", label="reading K and V once")
+    panel.grid(axis="y", color="#EBEBEB", linewidth=0.8)
+    panel.spines[["top", "right"]].set_visible(False)
+    if not logarithmic:
         panel.set_ylim(bottom=0)
         return
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
-    panel.set_xticks(at)
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    panel.set_xticks(least.index)
+    panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _fixed(setting: Setting) -> str:
-    """What a panel's settings have in common."""
-    shape = setting.shape
-    sizes = {
-        "tokens": f"{shape.requests} requests",
-        "requests": f"{shape.tokens:,} tokens",
-        "shared_percent": f"{shape.requests} x {shape.tokens:,} tokens",
-    }
-    heads = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}"
-    return f"{sizes[setting.axis]}, {heads}"
+    panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -17,24 +17,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
+from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.bench.per_head_decoder import WINDOW, Schedule, WatchedDecoder, evict
-from eval.bench.per_head_rules import RULES, Rule
-from eval.measures.accuracy import Key, compare
-from eval.report.markdown import Table, number, words
-from eval.runs.folder import read_records, write_whole
-from eval.runs.records import Record, Result
+from eval.bench.per_head_decoder import RULES, WINDOW, Rule, Schedule, WatchedDecoder, evict
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.model import encode
-from eval.tiny_reasoner.task import EOS, Problem, generate, grade
+from eval.tiny_reasoner.task import EOS, generate, grade
 from eval.tiny_reasoner.transcript import transcripts
 
 DENSE, PER_HEAD, TOKEN = "dense", "per head", "token"
@@ -56,12 +55,12 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Trial(Record):
+class Trial:
     """One rule at one setting.
 
     Attributes:
         part: ``decode`` or ``prefill``.
-        rule: of :data:`eval.bench.per_head_rules.RULES`, or ``dense``.
+        rule: of :data:`eval.bench.per_head_decoder.RULES`, or ``dense``.
         form: ``per head``, ``token``; of dense "".
         setting: share or budget; 0 of dense.
         saved: entries not held over positions so far, averaged over decode steps of a
@@ -139,16 +138,19 @@ class Bench:
     def __init__(self, problems: int, path: Path) -> None:
         self._path = path
         self._tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            CHECKPOINT, dtype=torch.float32
-        ).eval()
-        self._stop = encode([EOS])[0]
+        loaded: Any = AutoModelForCausalLM
+        self._model = loaded.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
         begun = transcripts(0, problems)
-        self._asked: dict[str, list[tuple[Problem, str]]] = {
+        self._asked = {
             DECODE: [(problem, "") for problem in generate(0, problems)],
             PREFILL: [(one.problem, " " + one.begun) for one in begun],
         }
-        self.trials = {trial.name: trial for trial in read_records(path, Trial)}
+        lines = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
+        # A stop may have cut the last line.
+        kept = [line for line in lines if line.endswith("\n")]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(kept), encoding="utf-8")
+        self.trials = {trial.name: trial for trial in (Trial(**json.loads(s)) for s in kept)}
 
     def trial(self, part: str, rule: str, form: str, setting: float) -> Trial:
         """Measure, unless that was done."""
@@ -156,54 +158,33 @@ class Bench:
         if found is None:
             found = self._measure(part, rule, form, setting)
             self.trials[found.name] = found
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found.to_dict()) + "\n")
+                file.write(json.dumps(asdict(found)) + "\n")
         return found
 
     def _measure(self, part: str, rule: str, form: str, setting: float) -> Trial:
-        asked = self._asked[part]
+        problems = [problem for problem, _ in self._asked[part]]
+        chats = [[{"role": "user", "content": problem.prompt}] for problem in problems]
+        opened = self._tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, tokenize=False
+        )
+        begun = [begun for _, begun in self._asked[part]]
+        texts = [chat + text for chat, text in zip(opened, begun, strict=True)]
+        prompts = [list(ids) for ids in self._tokenizer(texts)["input_ids"]]
         # Of like length together, so that few rows wait for others.
-        order = sorted(range(len(asked)), key=lambda i: (len(asked[i][1].split(" ")), i))
+        order = sorted(range(len(prompts)), key=lambda i: (len(begun[i].split(" ")), i))
         answers: dict[int, Response] = {}
+        stop, schedule = encode([EOS])[0], schedule_of(part, rule, setting)
         for start in range(0, len(order), _BATCH):
             numbers = order[start : start + _BATCH]
-            prompts = [self._prompt(*asked[i]) for i in numbers]
-            answers |= zip(
-                numbers,
-                respond(
-                    self._model,
-                    prompts,
-                    self._stop,
-                    _LIMITS[part],
-                    RULES.get(rule),
-                    schedule_of(part, rule, setting),
-                    form == PER_HEAD,
-                ),
-                strict=True,
-            )
-        texts = [
-            self._tokenizer.decode(s.tokens[s.prompt :], skip_special_tokens=True)
-            for s in (answers[i] for i in range(len(asked)))
-        ]
-        saved = [sum(s.saved) / len(s.saved) for s in answers.values()]
-        return Trial(
-            part,
-            rule,
-            form,
-            setting,
-            sum(saved) / len(saved),
-            [grade(text, problem) for text, (problem, _) in zip(texts, asked, strict=True)],
-            [len(answers[i].tokens) - answers[i].prompt for i in range(len(asked))],
-        )
-
-    def _prompt(self, problem: Problem, begun: str) -> list[int]:
-        chat = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.prompt}],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-        return list(self._tokenizer(chat + begun)["input_ids"])
+            batch = [prompts[i] for i in numbers]
+            args = (stop, _LIMITS[part], RULES.get(rule), schedule, form == PER_HEAD)
+            answers |= zip(numbers, respond(self._model, batch, *args), strict=True)
+        outputs = [answers[i].tokens[answers[i].prompt :] for i in range(len(prompts))]
+        texts = self._tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        saved = float(np.mean([np.mean(answer.saved) for answer in answers.values()]))
+        correct = [grade(text, problem) for text, problem in zip(texts, problems, strict=True)]
+        return Trial(part, rule, form, setting, saved, correct, [len(ids) for ids in outputs])
 
 
 def schedule_of(part: str, rule: str, setting: float) -> Schedule | None:
@@ -232,13 +213,14 @@ def plan(rules: Sequence[str], parts: Sequence[str]) -> list[tuple[str, str, str
 
 
 def rows_of(trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    """One row a trial, each against dense of its part on the same problems."""
-    dense = {trial.part: _results(trial) for trial in trials if trial.rule == DENSE}
+    """One row a trial, each against dense of its part on the same problems.
+
+    ``accuracy_error`` is half of the 95% interval of the difference from dense.
+    """
+    dense = {trial.part: np.array(trial.correct) for trial in trials if trial.rule == DENSE}
     rows = []
     for trial in trials:
-        against = compare(_results(trial), dense[trial.part])
-        assert against is not None
-        low, high = against.difference.low, against.difference.high
+        error = half_interval(np.array(trial.correct), dense[trial.part])
         rows.append(
             {
                 "part": trial.part,
@@ -246,44 +228,53 @@ def rows_of(trials: Sequence[Trial]) -> list[dict[str, Any]]:
                 "form": trial.form,
                 "setting": trial.setting,
                 "saved": trial.saved,
-                "accuracy": sum(trial.correct) / len(trial.correct),
-                "accuracy_error": None if low is None or high is None else (high - low) / 2,
-                "output_tokens": sum(trial.output_tokens) / len(trial.output_tokens),
+                "accuracy": float(np.mean(trial.correct)),
+                "accuracy_error": error,
+                "output_tokens": float(np.mean(trial.output_tokens)),
                 "problems": len(trial.correct),
             }
         )
     return rows
 
 
-def _results(trial: Trial) -> dict[Key, Result]:
-    return {
-        (str(i), 0): Result(str(i), ok, float(ok), None, "", "", tokens)
-        for i, (ok, tokens) in enumerate(zip(trial.correct, trial.output_tokens, strict=True))
-    }
+def half_interval(x: np.ndarray, y: np.ndarray) -> float:
+    """Half of the 95% interval of the difference of two shares, of bool ``[problems]`` each.
+
+    Newcombe, 1998 (Statistics in Medicine 17, 2635-2650), method 10: Wilson's limits of both,
+    squared and added, less what their correlation takes.
+    """
+    n, both = len(x), int((x & y).sum())
+    tests = [stats.binomtest(int(side.sum()), n) for side in (x, y)]
+    a, b = (test.statistic for test in tests)
+    wilson = [test.proportion_ci(0.95, "wilson") for test in tests]
+    covariance: float = both * int((~x & ~y).sum()) - int((x & ~y).sum()) * int((~x & y).sum())
+    if covariance > 0:
+        covariance = max(covariance - n / 2, 0)
+    spread = n * n * math.sqrt(a * (1 - a) * b * (1 - b))
+    phi = covariance / spread if spread else 0.0
+    sides = [(a - wilson[0].low, wilson[1].high - b), (wilson[0].high - a, b - wilson[1].low)]
+    return sum(math.sqrt(max(0.0, p * p - 2 * phi * p * q + q * q)) for p, q in sides) / 2
 
 
-def table(rows: Sequence[dict[str, Any]], part: str) -> Table:
+def table(rows: Sequence[dict[str, Any]], part: str) -> str:
     """Rules by row; per head and token side by side."""
-    chosen = {(r["policy"], r["setting"], r["form"]): r for r in rows if r["part"] == part}
-    lines = []
-    for policy, setting in dict.fromkeys((key[0], key[1]) for key in chosen):
-        one = chosen.get((policy, setting, PER_HEAD))
-        other = chosen.get((policy, setting, TOKEN)) or chosen[policy, setting, ""]
-        why = "positions alone decide" if policy != DENSE else "nothing is chosen"
-        lines.append(
-            [
-                words(policy),
-                number(setting, form="{:g}"),
-                number(100 * other["saved"], form="{:.1f}%"),
-                number(one["accuracy"] if one else None, why, "{:.3f}"),
-                number(one["accuracy_error"] if one else None, why, "{:.3f}"),
-                number(other["accuracy"], form="{:.3f}"),
-                number(other["accuracy_error"], form="{:.3f}"),
-            ]
-        )
+    chosen = pd.DataFrame(rows).query("part == @part").replace({"form": {"": TOKEN}})
+    keys = ["policy", "setting"]
+    # Of rules that have both forms, the saving of the token form.
+    saved = chosen.groupby(keys, sort=False)["saved"].last().map("{:.1%}".format)
+    figures = {"accuracy": "", "accuracy_error": " ±"}
+    found = {
+        form + mark: chosen[chosen["form"] == form].set_index(keys)[figure].map("{:.3f}".format)
+        for form in (PER_HEAD, TOKEN)
+        for figure, mark in figures.items()
+    }
     what = "share of positions" if part == DECODE else "budget, entries"
-    columns = ("rule", what, "saved over steps", "per head", "±", "token", "±")
-    return Table(part, f"{part}: per head against token-level", columns, lines)
+    shown = pd.DataFrame({"saved over steps": saved, **found}).reindex(saved.index).fillna("-")
+    shown = shown.reset_index()
+    shown["setting"] = shown["setting"].map("{:g}".format)
+    shown = shown.rename(columns={"policy": "rule", "setting": what})
+    text = shown.to_markdown(index=False, disable_numparse=True)
+    return f"### {part}: per head against token-level\n\n{text}\n\n-: positions alone decide.\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -314,9 +305,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"per-head: {error}")
     rows = rows_of(trials)
-    text = "\n".join(table(rows, part).markdown() for part in parts)
-    write_whole(args.out / "per_head.json", json.dumps({"rows": rows}, indent=2) + "\n")
-    write_whole(args.out / "per_head.md", text)
+    text = "\n".join(table(rows, part) for part in parts)
+    (args.out / "per_head.json").write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+    (args.out / "per_head.md").write_text(text, encoding="utf-8")
     print(text)
 
 

@@ -4,97 +4,43 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 from eval.redundancy.measure import Totals, measure
-from eval.redundancy.plot import draw
-from eval.redundancy.report import as_json, as_markdown
-from eval.redundancy.rows import Row, read_rows
+from eval.redundancy.report import as_json, as_markdown, draw
+from eval.redundancy.rows import read_rows
 from eval.redundancy.spelling import WORDS, Speller, TokenizerSpeller, WordSpeller
 
-ALL = "all"
 _OTHER = "other"
 _MAX_DATASETS = 50
 _MAX_COMPLAINTS = 20
-
-
-class Collection:
-    """Totals of all responses and of each dataset, split by correctness where it is known."""
-
-    def __init__(self) -> None:
-        self.all = Totals()
-        self._datasets: dict[str, dict[bool | None, Totals]] = {}
-
-    def add(self, row: Row, found: Totals) -> None:
-        """Count one response. Datasets beyond the 50th go together."""
-        name = row.dataset
-        if name not in self._datasets and len(self._datasets) >= _MAX_DATASETS:
-            name = _OTHER
-        by_correct = self._datasets.setdefault(name, {})
-        self.all.add(found)
-        by_correct.setdefault(row.correct, Totals()).add(found)
-
-    def datasets(self) -> dict[str, Totals]:
-        """One group for each dataset."""
-        found: dict[str, Totals] = {}
-        for name, by_correct in self._datasets.items():
-            found[name] = Totals()
-            for totals in by_correct.values():
-                found[name].add(totals)
-        return found
-
-    def groups(self) -> dict[str, Totals]:
-        """All responses, each dataset, and its correct and wrong ones if it has both."""
-        found = {f"{ALL} of them": self.all}
-        for name, totals in self.datasets().items():
-            found[name] = totals
-            by_correct = self._datasets[name]
-            if True in by_correct and False in by_correct:
-                found[f"{name}, correct"] = by_correct[True]
-                found[f"{name}, wrong"] = by_correct[False]
-        return found
-
-
-class Complaints:
-    """Says what is wrong with lines, each with file and number, not more than a screenful."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def about(self, path: Path, number: int, fault: str) -> None:
-        """One line that is left out."""
-        self.count += 1
-        if self.count <= _MAX_COMPLAINTS:
-            print(f"{path}:{number}: left out: {fault}", file=sys.stderr)
-        elif self.count == _MAX_COMPLAINTS + 1:
-            print("further lines are left out silently", file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write; 0, or 1 with a message if there is nothing to measure."""
     args = _arguments(arguments)
     try:
-        speller: Speller = (
-            WordSpeller() if args.tokenizer == WORDS else TokenizerSpeller(args.tokenizer)
-        )
+        words = args.tokenizer == WORDS
+        speller: Speller = WordSpeller() if words else TokenizerSpeller(args.tokenizer)
         args.out.mkdir(parents=True, exist_ok=True)
-        collection, complaints = Collection(), Complaints()
-        for path in args.traces:
-            _measure_file(path, args, speller, collection, complaints)
-        if not collection.all.responses:
+        found, left_out = _measure(args, speller)
+        if not found:
             raise ValueError(f"no responses in {', '.join(map(str, args.traces))}")
-        groups = collection.groups()
-        table = as_markdown(groups, speller.name, complaints.count)
+        datasets = {name: sum(parts.values(), Counter()) for name, parts in found.items()}
+        groups = _groups(found, datasets)
+        table = as_markdown(groups, speller.name, left_out)
         (args.out / "redundancy.md").write_text(table, encoding="utf-8")
         content = {
             "tokenizer": speller.name,
-            "lines_left_out": complaints.count,
+            "lines_left_out": left_out,
             "groups": {name: as_json(totals) for name, totals in groups.items()},
         }
         (args.out / "redundancy.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-        draw(collection.datasets(), args.out / "redundancy.png")
+        draw(datasets, args.out / "redundancy.png")
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -102,21 +48,45 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _measure_file(
-    path: Path,
-    args: argparse.Namespace,
-    speller: Speller,
-    collection: Collection,
-    complaints: Complaints,
-) -> None:
-    def complain(number: int, fault: str) -> None:
-        complaints.about(path, number, fault)
+def _measure(
+    args: argparse.Namespace, speller: Speller
+) -> tuple[dict[str, dict[bool | None, Totals]], int]:
+    """Totals by dataset and correctness, and how many lines were left out.
 
-    shows_progress = sys.stderr.isatty()
-    for row in read_rows(path, args.field, args.max_line_bytes, complain):
-        collection.add(row, measure(speller.spell(row.response)))
-        if shows_progress:
-            print(f"\r{path.name}: {collection.all.responses}", end="\r", file=sys.stderr)
+    Datasets beyond the 50th go together. What is wrong with a line is said with file and
+    number, for not more than a screenful of lines.
+    """
+    found: dict[str, dict[bool | None, Totals]] = {}
+    left_out, done = itertools.count(), itertools.count(1)
+
+    def complain(path: Path, number: int, fault: str) -> None:
+        count = next(left_out)
+        if count < _MAX_COMPLAINTS:
+            print(f"{path}:{number}: left out: {fault}", file=sys.stderr)
+        elif count == _MAX_COMPLAINTS:
+            print("further lines are left out silently", file=sys.stderr)
+
+    for path in args.traces:
+        for row in read_rows(path, args.field, args.max_line_bytes, complain):
+            name = row.dataset if row.dataset in found or len(found) < _MAX_DATASETS else _OTHER
+            totals = found.setdefault(name, {}).setdefault(row.correct, Counter())
+            totals.update(measure(speller.spell(row.response)))
+            if sys.stderr.isatty():
+                print(f"\r{path.name}: {next(done)}", end="\r", file=sys.stderr)
+    return found, next(left_out)
+
+
+def _groups(
+    found: dict[str, dict[bool | None, Totals]], datasets: dict[str, Totals]
+) -> dict[str, Totals]:
+    """All responses, each dataset, and its correct and wrong ones if it has both."""
+    groups = {"all of them": sum(datasets.values(), Counter())}
+    for name, totals in datasets.items():
+        groups[name] = totals
+        if {True, False} <= set(found[name]):
+            groups[f"{name}, correct"] = found[name][True]
+            groups[f"{name}, wrong"] = found[name][False]
+    return groups
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -133,15 +103,11 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--field", default="response", help="the field with the response")
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="default: here")
-    parser.add_argument("--max-line-bytes", type=_positive, default=64 << 20, metavar="N")
-    return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+    parser.add_argument("--max-line-bytes", type=int, default=64 << 20, metavar="N")
+    args = parser.parse_args(arguments)
+    if args.max_line_bytes < 1:
+        parser.error(f"--max-line-bytes must be at least 1, got {args.max_line_bytes}")
+    return args
 
 
 if __name__ == "__main__":

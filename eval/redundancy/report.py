@@ -1,126 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Totals as a Markdown table and as JSON."""
+"""Totals as Markdown tables, as JSON and as a picture."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from eval.redundancy.measure import BINS, BLOCKS, LEVELS, Totals
+import numpy as np
+import pandas as pd
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from eval.redundancy.measure import BINS, BLOCKS, LEVELS, RULES, SIMILARITIES, Totals
+
+#: More groups than this make no readable picture; the largest are drawn.
+MAX_GROUPS = 6
+
+_STEPS = """
+Steps that repeat an earlier one of their response: share of all steps but the first whose
+best similarity exceeds the level (cosine of token counts times ratio of lengths; plain cosine).
+"""
+_SHAREABLE = """
+What stage 1 would propose, before distances are looked at: share of steps with a candidate
+over the dynamic threshold; share of response tokens in proposed blocks of d tokens at the end
+of a response / averaged over decode steps, any candidate and candidates of equal structure.
+"""
 
 
 def as_json(totals: Totals) -> dict[str, Any]:
     """Shares, and the counts behind them."""
+    counts = ("responses", "tokens", "steps", "later_steps")
     return {
-        "responses": totals.responses,
-        "tokens": totals.tokens,
-        "steps": totals.steps,
-        "later_steps": totals.later_steps,
-        "tokens_per_step": _share(totals.tokens, totals.steps),
+        **{name: totals[name] for name in counts},
+        "tokens_per_step": _share(totals["tokens"], totals["steps"]),
         "similar_steps": {
-            _length(factor): {
-                str(level): _share(totals.over[factor, level], totals.later_steps)
-                for level in LEVELS
-            }
-            for factor in (True, False)
+            name: {str(v): _share(totals[name, v], totals["later_steps"]) for v in LEVELS}
+            for name in SIMILARITIES
         },
         "best_similarity_histogram": {
             "bin_width": 1 / BINS,
-            **{_length(factor): totals.best[factor].tolist() for factor in (True, False)},
+            **{name: [totals[name, i] for i in range(BINS)] for name in SIMILARITIES},
         },
-        "steps_with_candidate": _share(totals.candidates, totals.later_steps),
+        "steps_with_candidate": _share(totals["candidates"], totals["later_steps"]),
         "shareable_tokens": {
-            _rule(structure): {
+            rule: {
                 str(block): {
-                    "at_the_end": _share(totals.shared[block, structure], totals.tokens),
+                    "at_the_end": _share(totals[rule, block], totals["tokens"]),
                     "over_decode_steps": _share(
-                        totals.shared_over_time[block, structure], totals.held_over_time
+                        totals[rule, block, "over_time"], totals["held_over_time"]
                     ),
                 }
                 for block in BLOCKS
             }
-            for structure in (False, True)
+            for rule in RULES
         },
     }
 
 
-def as_markdown(groups: dict[str, Totals], tokenizer: str, left_out: int) -> str:
+def as_markdown(groups: Mapping[str, Totals], tokenizer: str, left_out: int) -> str:
     """Two tables with one line a group, and what they say."""
-    names = {name: name.replace("|", "\\|") for name in groups}
-    lines = [
-        f"Tokens: `{tokenizer}`. Responses: {next(iter(groups.values())).responses}"
-        + (f", {left_out} lines left out." if left_out else "."),
-        "",
-        "Steps that repeat an earlier one of their response: share of all steps but the first whose",
-        "best similarity exceeds the level (cosine of token counts times ratio of lengths; plain cosine).",
-        "",
-        _line(
-            "responses of",
-            "number",
-            "steps",
-            "tokens a step",
-            *(f"> {level}" for level in LEVELS),
-            *(f"plain > {level}" for level in LEVELS),
-        ),
-        _line(*["---"] * (4 + 2 * len(LEVELS))),
-    ]
+    steps, shareable = [], []
     for name, totals in groups.items():
-        lines.append(
-            _line(
-                names[name],
-                str(totals.responses),
-                str(totals.steps),
-                f"{_share(totals.tokens, totals.steps):.1f}",
-                *(
-                    _percent(totals.over[factor, level], totals.later_steps)
-                    for factor in (True, False)
-                    for level in LEVELS
-                ),
-            )
+        found = as_json(totals)
+        later = bool(totals["later_steps"])
+        group = {"responses of": name.replace("|", "\\|")}
+        steps.append(
+            group
+            | {"number": totals["responses"], "steps": totals["steps"]}
+            | {"tokens a step": f"{found['tokens_per_step']:.1f}"}
+            | {
+                f"{prefix}> {level}": _percent(found["similar_steps"][kind][str(level)], later)
+                for kind, prefix in zip(SIMILARITIES, ("", "plain "), strict=True)
+                for level in LEVELS
+            }
         )
-    lines += [
-        "",
-        "What stage 1 would propose, before distances are looked at: share of steps with a candidate",
-        "over the dynamic threshold; share of response tokens in proposed blocks of d tokens at the end",
-        "of a response / averaged over decode steps, any candidate and candidates of equal structure.",
-        "",
-        _line(
-            "responses of",
-            "candidate",
-            *(f"d = {block}, {_rule(s)}" for s in (False, True) for block in BLOCKS),
-        ),
-        _line(*["---"] * (2 + 2 * len(BLOCKS))),
+        shareable.append(
+            group
+            | {"candidate": _percent(found["steps_with_candidate"], later)}
+            | {
+                f"d = {block}, {rule}": " / ".join(
+                    _percent(share, bool(totals["tokens"])) for share in shares.values()
+                )
+                for rule, blocks in found["shareable_tokens"].items()
+                for block, shares in blocks.items()
+            }
+        )
+    number = next(iter(groups.values()))["responses"]
+    lines_out = f", {left_out} lines left out." if left_out else "."
+    tables = [
+        pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True)
+        for lines in (steps, shareable)
     ]
-    for name, totals in groups.items():
-        lines.append(
-            _line(
-                names[name],
-                _percent(totals.candidates, totals.later_steps),
-                *(
-                    f"{_percent(totals.shared[rule], totals.tokens)} / "
-                    f"{_percent(totals.shared_over_time[rule], totals.held_over_time)}"
-                    for structure in (False, True)
-                    for rule in ((block, structure) for block in BLOCKS)
-                ),
-            )
-        )
-    return "\n".join(lines) + "\n"
+    head = f"Tokens: `{tokenizer}`. Responses: {number}{lines_out}\n"
+    return f"{head}{_STEPS}\n{tables[0]}\n{_SHAREABLE}\n{tables[1]}\n"
 
 
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+def draw(groups: Mapping[str, Totals], path: Path) -> None:
+    """Shares of similar steps, and the distribution behind them, as PNG.
 
-
-def _length(factor: bool) -> str:
-    return "with_length_factor" if factor else "plain_cosine"
-
-
-def _rule(structure: bool) -> str:
-    return "structure" if structure else "candidate"
+    Raises:
+        OSError: the file cannot be written.
+    """
+    largest = sorted(groups, key=lambda name: -groups[name]["later_steps"])[:MAX_GROUPS]
+    # Matplotlib reads formulas between dollar signs.
+    shown = {n.replace("$", r"\$"): as_json(groups[n]) for n in groups if n in largest}
+    colours = [f"C{number}" for number in range(10)]
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    bars, curves = figure.subplots(1, 2, width_ratios=(5, 4))
+    labels = {"with_length_factor": "with length ratio", "plain_cosine": "cosine alone"}
+    shares = pd.DataFrame.from_dict(
+        {
+            name: {
+                f"> {level}, {label}": 100 * found["similar_steps"][kind][str(level)]
+                for level in LEVELS
+                for kind, label in labels.items()
+            }
+            for name, found in shown.items()
+        },
+        orient="index",
+    )
+    kinds = ["#0072B2", "#99C7E0", "#D55E00", "#EEBE99"]
+    shares.plot.bar(ax=bars, width=0.75, rot=12 * (len(shown) > 3), color=kinds)
+    for drawn in bars.containers:
+        bars.bar_label(drawn, fmt="%.0f", fontsize=8, padding=1)
+    bars.set(ylim=(0, 118), yticks=range(0, 101, 20), ylabel="steps, % of all but the first")
+    bars.set_title("Steps that resemble an earlier one of their response", fontsize=11)
+    bars.legend(ncols=2, fontsize=8, loc="upper center", frameon=False)
+    for (name, found), colour in zip(shown.items(), colours[2:], strict=False):
+        for kind, style in zip(SIMILARITIES, ("-", ":"), strict=True):
+            counts = np.array(found["best_similarity_histogram"][kind])
+            at_least = 100 * counts[::-1].cumsum()[::-1] / max(1, counts.sum())
+            label = name if style == "-" else None
+            curves.plot(np.arange(BINS) / BINS, at_least, style, color=colour, label=label)
+    curves.plot([], [], ":", color="grey", label="cosine alone")
+    for level in LEVELS:
+        curves.axvline(level, color="lightgrey", linewidth=0.8, zorder=0)
+    curves.set(xlim=(0, 1), ylim=(0, 101), ylabel="steps, % of all but the first")
+    curves.set_xlabel("best similarity to an earlier step, at least")
+    curves.set_title("Distribution of that similarity", fontsize=11)
+    curves.legend(fontsize=8, frameon=False, loc="lower left")
+    for axes in (bars, curves):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
 
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{_share(part, whole):.1%}" if whole else "-"
+def _percent(share: float, known: bool) -> str:
+    return f"{share:.1%}" if known else "-"

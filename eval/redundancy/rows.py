@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 def read_rows(
-    path: Path, field: str, max_line_bytes: int, complain: Callable[[int, str], None]
+    path: Path, field: str, max_line_bytes: int, complain: Callable[[Path, int, str], None]
 ) -> Iterator[Row]:
     """The responses of one file, one line in memory at a time.
 
@@ -36,20 +36,20 @@ def read_rows(
         path: one JSON object a line.
         field: the one that holds the response.
         max_line_bytes: longer lines are passed over.
-        complain: called with the number and the fault of each line that is left out.
+        complain: called with file, number and fault of each line that is left out.
 
     Raises:
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        for number, line in _lines(file, max_line_bytes):
+        for number, line in enumerate(_lines(file, max_line_bytes), 1):
             if line is None:
-                complain(number, f"longer than --max-line-bytes {max_line_bytes}")
+                complain(path, number, f"longer than --max-line-bytes {max_line_bytes}")
             elif line.strip():
                 try:
                     yield _row(line, field, path.stem)
                 except ValueError as error:
-                    complain(number, str(error))
+                    complain(path, number, str(error))
 
 
 def texts_of(paths: Iterable[Path]) -> list[str]:
@@ -58,29 +58,27 @@ def texts_of(paths: Iterable[Path]) -> list[str]:
     Raises:
         ValueError: a bad line, or no response at all; names the file.
     """
-    found: list[str] = []
-    for path in paths:
 
-        def complain(number: int, fault: str, path: Path = path) -> None:
-            raise ValueError(f"{path}:{number}: {fault}")
+    def complain(path: Path, number: int, fault: str) -> None:
+        raise ValueError(f"{path}:{number}: {fault}")
 
-        found += [row.response for row in read_rows(path, "response", _MAX_LINE_BYTES, complain)]
+    found = [
+        row.response
+        for path in paths
+        for row in read_rows(path, "response", _MAX_LINE_BYTES, complain)
+    ]
     if not found:
         raise ValueError("no response in the files")
     return found
 
 
-def _lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines; None for one that is too long."""
-    number = 0
+def _lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
+    """None for a line that is too long."""
     while line := file.readline(max_bytes + 1):
-        number += 1
-        if len(line) <= max_bytes or line.endswith(b"\n"):
-            yield number, line
-            continue
-        while line and not line.endswith(b"\n"):
+        whole = len(line) <= max_bytes or line.endswith(b"\n")
+        yield line if whole else None
+        while not whole and line and not line.endswith(b"\n"):
             line = file.readline(1 << 20)
-        yield number, None
 
 
 def _row(line: bytes, field: str, file_name: str) -> Row:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from eval.redundancy import plot
 from eval.redundancy.measure import Totals, measure
-from eval.redundancy.report import as_json, as_markdown
+from eval.redundancy.report import as_json, as_markdown, draw
 from eval.redundancy.spelling import WORDS, Speller, TokenizerSpeller, WordSpeller
 from eval.report.bars import Data
 from eval.report.data import Run
@@ -34,14 +34,14 @@ def redundancy(run: Run, most: int, path: Path) -> tuple[str, Data] | None:
     speller = speller_of(run)
     groups: dict[str, Totals] = {}
     for task in run.tasks:
-        total = Totals()
+        total: Totals = Counter()
         for _, _, response in itertools.islice(run.dense_texts(task), most):
-            total.add(measure(speller.spell(response)))
-        if total.responses:
+            total.update(measure(speller.spell(response)))
+        if total["responses"]:
             groups[task] = total
     if not groups:
         return None
-    plot.draw(groups, path)
+    draw(groups, path)
     shown = {name: as_json(totals) for name, totals in groups.items()}
     tokens = WORDS if speller.name == WORDS else f"those of {plain(run.model)}"
     named = {plain(task): totals for task, totals in groups.items()}

@@ -4,32 +4,31 @@
 from __future__ import annotations
 
 import argparse
-import time
-from statistics import fmean
 from typing import Any
 
+import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .task import Problem, follows_prompt, generate, grade
+from eval.tiny_reasoner.task import follows_prompt, generate, grade
 
 
 @torch.no_grad()
-def respond(
-    model: Any, tokenizer: Any, problems: list[Problem], batch: int = 64, limit: int = 900
-) -> list[str]:
-    """Greedy responses, special tokens left out."""
+def respond(model: Any, tokenizer: Any, prompts: list[str], batch: int) -> list[str]:
+    """Greedy responses of at most 900 tokens, special tokens left out."""
     texts: list[str] = []
-    for start in range(0, len(problems), batch):
-        chats = [[{"role": "user", "content": p.prompt}] for p in problems[start : start + batch]]
+    for start in range(0, len(prompts), batch):
         inputs = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+            [[{"role": "user", "content": prompt}] for prompt in prompts[start : start + batch]],
+            add_generation_prompt=True,
+            padding=True,
+            return_tensors="pt",
+            return_dict=True,
         )
         inputs.pop("token_type_ids", None)
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=limit)
-        texts += tokenizer.batch_decode(
-            out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-        )
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=900)
+        new = out[:, inputs["input_ids"].shape[1] :]
+        texts += tokenizer.batch_decode(new, skip_special_tokens=True)
     return texts
 
 
@@ -43,25 +42,24 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--wrong", type=int, default=0, metavar="N", help="print N wrong responses")
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=getattr(torch, args.dtype)
-    ).eval()
     problems = generate(args.seed, args.problems)
-    begin = time.perf_counter()
-    texts = respond(model, tokenizer, problems, args.batch)
-    seconds = time.perf_counter() - begin
-    right = [grade(t, p) for t, p in zip(texts, problems, strict=True)]
-    for name, keep in (("all", (True, False)), ("clean", (False,)), ("error", (True,))):
-        chosen = [ok for ok, p in zip(right, problems, strict=True) if p.error in keep]
-        print(f"{name:5} {fmean(chosen):.3f} of {len(chosen)}")
-    faithful = fmean(follows_prompt(t, p) for t, p in zip(texts, problems, strict=True))
-    print(f"every assignment as in the prompt {faithful:.3f}")
-    same = fmean(t == p.response for t, p in zip(texts, problems, strict=True))
-    print(f"word for word as the reference {same:.3f}; {seconds:.0f} s")
-    for text, problem in [
-        (t, p) for t, p, ok in zip(texts, problems, right, strict=True) if not ok
-    ][: args.wrong]:
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
+    texts = respond(model, tokenizer, [problem.prompt for problem in problems], args.batch)
+    pairs = list(zip(texts, problems, strict=True))
+    found = pd.DataFrame(
+        {
+            "right": [grade(text, problem) for text, problem in pairs],
+            "every assignment as in the prompt": [follows_prompt(t, p) for t, p in pairs],
+            "word for word as the reference": [t == p.response for t, p in pairs],
+        }
+    )
+    kind = pd.Series(["error" if problem.error else "clean" for problem in problems], name="kind")
+    table = pd.concat([found.groupby(kind).mean(), found.mean().to_frame("all").T])
+    print(table.to_markdown(floatfmt=".3f"))
+    for text, problem in [p for p, ok in zip(pairs, found["right"], strict=True) if not ok][
+        : args.wrong
+    ]:
         print(f"\nPROMPT {problem.prompt} (answer {problem.answer})\n{text}")
 
 

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from .task import ASSISTANT, EOS, PAD, USER, VOCABULARY
+from eval.tiny_reasoner.task import ASSISTANT, EOS, PAD, USER, VOCABULARY
 
 TOKEN_ID = {token: i for i, token in enumerate(VOCABULARY)}
 MAX_NEW_TOKENS = 1024

@@ -15,10 +15,12 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils.rnn import pad_sequence
 
-from .model import TOKEN_ID, build_model, build_tokenizer, encode, save_checkpoint
-from .simulate import Mode, Sharer, run
-from .task import (
+from eval.tiny_reasoner.evaluate import respond
+from eval.tiny_reasoner.model import TOKEN_ID, build_model, build_tokenizer, encode, save_checkpoint
+from eval.tiny_reasoner.task import (
     ASSISTANT,
     DIGITS,
     EOS,
@@ -114,19 +116,19 @@ def collate(
     batch: list[Example], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Input ids, targets and positions."""
-    length = max(len(example.ids) for example in batch)
-    inputs = torch.zeros(len(batch), length, dtype=torch.long)
-    targets = torch.full_like(inputs, IGNORE)
-    where = torch.arange(length).repeat(len(batch), 1)
-    for row, example in enumerate(batch):
-        size = len(example.ids)
-        inputs[row, :size] = torch.tensor(example.ids)
-        following = [
+    columns: tuple[list[torch.Tensor], ...] = ([], [], [])
+    for example in batch:
+        learnt = [
             token if learn else IGNORE
             for token, learn in zip(example.ids, example.learn, strict=True)
         ]
-        targets[row, : size - 1] = torch.tensor(following[1:])
-        where[row, :size] = torch.tensor(positions(example.ids, rng))
+        parts = (example.ids, [*learnt[1:], IGNORE], positions(example.ids, rng))
+        for column, part in zip(columns, parts, strict=True):
+            column.append(torch.tensor(part))
+    inputs, targets, where = (
+        pad_sequence(column, batch_first=True, padding_value=value)
+        for column, value in zip(columns, (0, IGNORE, 0), strict=True)
+    )
     return inputs, targets, where
 
 
@@ -158,13 +160,10 @@ def schedule(step: int, steps: int, decay: int) -> float:
 
 def average_gradients(model: torch.nn.Module, workers: int) -> None:
     """Replace the gradients of every worker by their mean."""
-    gradients = [p.grad for p in model.parameters()]
-    flat = torch.cat([g.flatten() for g in gradients])
-    dist.all_reduce(flat)
-    for g, part in zip(
-        gradients, flat.div_(workers).split([g.numel() for g in gradients]), strict=True
-    ):
-        g.copy_(part.view_as(g))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    mean = parameters_to_vector(gradients)
+    dist.all_reduce(mean)
+    vector_to_parameters(mean.div_(workers), gradients)
 
 
 def train(rank: int, args: argparse.Namespace) -> None:
@@ -204,64 +203,43 @@ def train(rank: int, args: argparse.Namespace) -> None:
             part.step()
             part.zero_grad(set_to_none=True)
         seen += inputs.numel() * args.workers
-        if rank == 0:
-            report(
-                step, args, model, logits, wanted, loss.item(), seen, time.perf_counter() - begin
+        last = step == args.steps
+        if rank == 0 and (step % 25 == 0 or last):
+            seconds = time.perf_counter() - begin
+            right = (logits.argmax(-1) == wanted).float()
+            digit = torch.isin(wanted, torch.tensor(encode(list(DIGITS))))
+            print(
+                f"step {step} {seconds:.0f} s {seen / 1e6:.2f} M tokens {seen / seconds:.0f} tok/s "
+                f"loss {loss:.4f} right {right.mean():.4f} digits {right[digit].mean():.4f}",
+                flush=True,
             )
+        if rank == 0 and (step % args.save_every == 0 or last):
+            save_checkpoint(model, args.out)
+        if rank == 0 and (step % args.eval_every == 0 or last):
+            print(f"step {step} accuracy on held-out problems {held_out(model):.3f}", flush=True)
     dist.destroy_process_group()
 
 
-def report(
-    step: int,
-    args: argparse.Namespace,
-    model: torch.nn.Module,
-    logits: torch.Tensor,
-    wanted: torch.Tensor,
-    loss: float,
-    seen: int,
-    seconds: float,
-) -> None:
-    """Log, save and check accuracy, each as often as asked."""
-    last = step == args.steps
-    if step % 25 == 0 or last:
-        right = (logits.argmax(-1) == wanted).float()
-        digit = torch.isin(wanted, torch.tensor(encode(list(DIGITS))))
-        print(
-            f"step {step} {seconds:.0f} s {seen / 1e6:.2f} M tokens {seen / seconds:.0f} tok/s "
-            f"loss {loss:.4f} right {right.mean():.4f} digits {right[digit].mean():.4f}",
-            flush=True,
-        )
-    if step % args.save_every == 0 or last:
-        save_checkpoint(model, args.out)
-    if step % args.eval_every == 0 or last:
-        held_out = generate(777, 32)
-        model.eval()
-        _, texts = run(
-            model, build_tokenizer(), held_out, Sharer(Mode("dense"), 8, 80, frozenset()), 32, 800
-        )
-        model.train()
-        accuracy = fmean(grade(t, p) for t, p in zip(texts, held_out, strict=True))
-        print(
-            f"step {step} accuracy on {len(held_out)} held-out problems {accuracy:.3f}", flush=True
-        )
+def held_out(model: torch.nn.Module) -> float:
+    """Accuracy on 32 problems that are not trained on."""
+    problems = generate(777, 32)
+    model.eval()
+    texts = respond(model, build_tokenizer(), [problem.prompt for problem in problems], 32)
+    model.train()
+    return fmean(grade(t, p) for t, p in zip(texts, problems, strict=True))
 
 
 def main() -> None:
     """Train from scratch; the defaults reproduce the shipped checkpoint."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1900)
-    parser.add_argument(
-        "--decay", type=int, default=900, help="steps over which the learning rate falls at the end"
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--workers", type=int, default=2, help="processes of one thread; part of the recipe"
-    )
-    parser.add_argument(
-        "--save-every", type=int, default=50, help="steps between saved checkpoints"
-    )
-    parser.add_argument("--eval-every", type=int, default=200, help="steps between accuracy checks")
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    add("--steps", type=int, default=1900)
+    add("--decay", type=int, default=900, help="last steps, over which the learning rate falls")
+    add("--seed", type=int, default=1)
+    add("--workers", type=int, default=2, help="processes of one thread; part of the recipe")
+    add("--save-every", type=int, default=50, help="steps between saved checkpoints")
+    add("--eval-every", type=int, default=200, help="steps between accuracy checks")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         args.rendezvous = f"{folder}/rendezvous"

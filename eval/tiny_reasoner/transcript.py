@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .task import STEP_END, Difficulty, Problem, generate
+from eval.tiny_reasoner.task import STEP_END, Difficulty, Problem, generate
 
 #: The longest responses that the model was trained on.
 LONGEST = Difficulty(min_variables=5, min_rounds=4, draft_rate=1.0)

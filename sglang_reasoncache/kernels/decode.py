@@ -8,7 +8,7 @@ import torch
 from sglang_reasoncache.kernels import attention_reference
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
-from sglang_reasoncache.native.pool import cpu_threads
+from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 
 def decode_attention(
@@ -20,7 +20,6 @@ def decode_attention(
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     spans: tuple[torch.Tensor, torch.Tensor] | None = None,
-    out: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
     longest: int | None = None,
 ) -> torch.Tensor:
@@ -41,8 +40,6 @@ def decode_attention(
         sinks: fp32 ``[heads]``, logits that take weight and have no value.
         spans: int32 ``[batch]`` each, first entry of each query and one past its last;
             several queries may read the same entries.
-        out: ``[batch, heads, v_dim]`` of the query's dtype, elements of a head side by side,
-            written; None makes one.
         weights: fp32, one for each entry of query 0, then of query 1, and so on. Each entry's
             softmax weight, summed over the query heads, is added to it. "triton" takes any
             length: entries past the end are skipped, unused elements are unchanged.
@@ -50,7 +47,7 @@ def decode_attention(
             ``weights``, "triton" has memory for the logits of as many, and skips others.
 
     Returns:
-        ``out``; zeros where there are no entries.
+        ``[batch, heads, v_dim]`` of the query's dtype; zeros where there are no entries.
 
     Raises:
         ValueError: wrong dtype, shape or device; shifted entries without a rotation; by
@@ -67,14 +64,6 @@ def decode_attention(
             f"query must be [{batch}, a multiple of {kv.num_heads}, {kv.keys.shape[2]}] on "
             f"{kv.keys.device}, got {list(query.shape)} on {query.device}"
         )
-    shape = (batch, heads, kv.values.shape[2])
-    if out is None:
-        out = query.new_empty(shape)
-    if out.shape != shape or out.dtype != query.dtype or out.stride(2) != 1:
-        raise ValueError(
-            f"out must be {query.dtype} {list(shape)}, elements of a head side by side, got "
-            f"{out.dtype} {list(out.shape)}, strides {out.stride()}"
-        )
     if sinks is not None:
         sinks = sinks.contiguous()
         if sinks.dtype != torch.float32 or sinks.shape != (heads,):
@@ -89,18 +78,20 @@ def decode_attention(
             )
     if query.stride(2) != 1:
         query = query.contiguous()
-    arguments = (
-        query, out, begin.contiguous(), end.contiguous(), plan.kv_indices, plan.shift, sinks,
-        scale, logit_cap, weights,
-    )  # fmt: skip
+    out = query.new_empty((batch, heads, kv.values.shape[2]))
+    begin, end, total = begin.contiguous(), end.contiguous(), len(plan.kv_indices)
+    reads = begin, end, plan.kv_indices, plan.shift
+    options = sinks, float(scale), float(logit_cap), weights
     if kv.backend == "torch":
-        attention_reference.decode(kv, *arguments)
+        attention_reference.decode(kv, query, out, *reads, *options)
     elif kv.native is not None:
-        kv.native.decode(*arguments, cpu_threads())
+        queries = query, out, batch, heads, *query.stride()[:2]
+        element = DTYPES.index(query.dtype)
+        kv.native.call("decode", *queries, *reads, total, *options, element, cpu_threads())
     else:
         from sglang_reasoncache.kernels import decode_triton
 
         # Whole rows lie side by side from 0, and so do their weights.
         first = plan.kv_indptr[:-1] if spans is None else None
-        decode_triton.decode(kv, *arguments, first, longest)
+        decode_triton.decode(kv, query, out, *reads, *options, first, longest)
     return out

@@ -9,16 +9,15 @@ for near-equal blocks and reads as much.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_reasoncache import native
 from sglang_reasoncache.kernels import distance_reference
 from sglang_reasoncache.kernels.pool import check_pool, choose_backend
-from sglang_reasoncache.native.distance import NativeDistance
-from sglang_reasoncache.native.pool import DTYPES, cpu_threads
+from sglang_reasoncache.native.pool import DTYPES, NativePool, cpu_threads
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -135,14 +134,13 @@ class DistanceKernel:
     def _implementation(self) -> Callable[..., torch.Tensor]:
         """``(dst_slots, src_slots, shift, moments)`` to sums, by the backend."""
         layers, rotation = self._layers, self._rotation
-        if self.backend == "native":
-            kernel = NativeDistance(native.library(), layers, rotation)
-            return lambda *arguments: kernel.sums(*arguments, cpu_threads())
+        if self.backend == "torch":
+            return functools.partial(distance_reference.sums, layers, rotation)
         if self.backend == "triton":
             from sglang_reasoncache.kernels.distance_triton import TritonDistance
 
             return TritonDistance(layers, rotation).sums
-        return lambda *arguments: distance_reference.sums(layers, rotation, *arguments)
+        return functools.partial(_native_sums, NativePool(layers, rotation), len(layers))
 
     def _check_layers(self) -> None:
         first = self._layers[0]
@@ -156,6 +154,21 @@ class DistanceKernel:
                 )
                 if found != wanted:
                     raise ValueError(f"{side} of layer {index} is {found}, not {wanted}")
+
+
+def _native_sums(
+    pool: NativePool,
+    num_layers: int,
+    dst_slots: torch.Tensor,
+    src_slots: torch.Tensor,
+    shift: torch.Tensor | None,
+    moments: bool,
+) -> torch.Tensor:
+    pairs, block = dst_slots.shape
+    out = torch.empty((pairs, num_layers, 2, *[3] * moments), dtype=torch.float64)
+    entries = dst_slots, src_slots, shift, pairs, block
+    pool.call("distance", *entries, moments, cpu_threads(), out)
+    return out
 
 
 def block_distances(squares: torch.Tensor, block: int, num_heads: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from sglang_reasoncache.kernels import attention_reference
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.native.pool import cpu_threads
+from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 
 def gather_kv(
@@ -44,7 +44,9 @@ def gather_kv(
     out_k = kv.keys.new_empty((*shape, kv.keys.shape[2]), dtype=dtype)
     out_v = kv.keys.new_empty((*shape, kv.values.shape[2]), dtype=dtype)
     if kv.native is not None:
-        kv.native.gather(kv_indices, shift, out_k, out_v, cpu_threads())
+        element = DTYPES.index(dtype)
+        sides = kv_indices, shift, len(kv_indices), out_k, out_v
+        kv.native.call("gather", *sides, element, cpu_threads())
     else:
         from sglang_reasoncache.kernels import gather_triton
 

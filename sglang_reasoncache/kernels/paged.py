@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_reasoncache import native
 from sglang_reasoncache.kernels.pool import check_pool, choose_backend
-from sglang_reasoncache.native.attention import NativeKv
+from sglang_reasoncache.native.pool import NativePool
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -31,6 +30,7 @@ class PagedKv:
 
     Attributes:
         backend: Of ``pool.BACKENDS``, the one that reads.
+        native: What its kernels take, if it is "native".
 
     Raises:
         ValueError: see :func:`check_pool` and :func:`choose_backend`.
@@ -48,9 +48,9 @@ class PagedKv:
         self.rotation = check_pool(keys, values, rotation)
         self.keys, self.values = keys, values
         self.backend = choose_backend(backend, keys, values)
-        self.native: NativeKv | None = None
+        self.native: NativePool | None = None
         if self.backend == "native":
-            self.native = NativeKv(native.library(), keys, values, self.rotation)
+            self.native = NativePool([(keys, values)], self.rotation)
 
     @property
     def num_slots(self) -> int:

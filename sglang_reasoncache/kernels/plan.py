@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
 
 from sglang_reasoncache import native
 from sglang_reasoncache.kernels import attention_reference
-from sglang_reasoncache.native.attention import native_plan
+from sglang_reasoncache.native.pool import call
 
 
 class RowPlan(NamedTuple):
@@ -72,7 +73,29 @@ def plan_rows(
     arguments = rows, requests.long().contiguous(), lengths.long().contiguous(), cached_at
     if rows.device.type == "cpu" and rows.stride(1) == 1:
         try:
-            return RowPlan(*native_plan(native.library(), *arguments, num_slots))
+            return _native_plan(native.library(), *arguments, num_slots)
         except native.NativeUnavailable:
             pass
     return RowPlan(*attention_reference.plan_rows(*arguments, num_slots))
+
+
+def _native_plan(
+    library: ctypes.CDLL,
+    rows: torch.Tensor,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
+    cached_at: torch.Tensor | None,
+    num_slots: int,
+) -> RowPlan:
+    capacity = max(0, int(lengths.sum()))
+    kv_indptr = torch.empty(len(requests) + 1, dtype=torch.int32)
+    kv_indices = torch.empty(capacity, dtype=torch.int32)
+    shift = None if cached_at is None else torch.empty_like(kv_indices)
+    is_shifted = torch.zeros(1, dtype=torch.int32)
+    table = rows, len(rows), rows.stride(0), rows.shape[1]
+    batch = requests, lengths, len(requests), cached_at, num_slots
+    call(library, "plan", *table, *batch, kv_indptr, kv_indices, shift, capacity, is_shifted)
+    total = int(kv_indptr[-1])
+    if shift is not None:
+        shift = shift[:total] if is_shifted else None
+    return RowPlan(kv_indptr, kv_indices[:total], shift)

@@ -23,7 +23,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -210,42 +209,28 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(root: Path, command: Sequence[str], target: Path) -> None:
-    """Compile in a scratch folder, then move the result in place: nobody loads half a file."""
-    sources = sorted(root.rglob("*.cpp"))
-    with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
-        include = (f"-I{root}", f'-DREASONCACHE_SOURCE="{_source_hash(root)}"')
-        objects = [f"{scratch}/{index}.o" for index in range(len(sources))]
-
-        def compile_one(source: Path, to: str) -> None:
-            _run([*command, *include, "-c", str(source), "-o", to])
-
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as workers:
-            list(workers.map(compile_one, sources, objects))
-        output = f"{scratch}/{_NAME}"
-        _run([*command, "-shared", *objects, "-o", output])
-        target.parent.mkdir(mode=0o700, exist_ok=True)
-        os.replace(output, target)
-
-
-def _run(command: Sequence[str]) -> None:
-    """Call the compiler.
+def _compile(root: Path, compiler: Sequence[str], target: Path) -> None:
+    """Compile in a scratch folder, then move the result in place: nobody loads half a file.
 
     Raises:
-        NativeUnavailable: it failed; the message ends with what it said.
+        NativeUnavailable: the compiler failed; the message ends with what it said.
     """
-    try:
-        subprocess.run(
+    sources = map(str, sorted(root.rglob("*.cpp")))
+    source = f'-DREASONCACHE_SOURCE="{_source_hash(root)}"'
+    with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
+        output = f"{scratch}/{_NAME}"
+        command = [*compiler, f"-I{root}", source, "-shared", *sources, "-o", output]
+        done = subprocess.run(
             command,
             capture_output=True,
             text=True,
             errors="replace",
             timeout=_TIMEOUT_SECONDS,
-            check=True,
+            check=False,
         )
-    except subprocess.CalledProcessError as error:
-        raise NativeUnavailable(
-            f"{shlex.join(command)} failed ({error.returncode}):\n{error.stderr[-4000:]}"
-        ) from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"{command[0]}: {error}") from error
+        if done.returncode:
+            raise NativeUnavailable(
+                f"{shlex.join(command)} failed ({done.returncode}):\n{done.stderr[-4000:]}"
+            )
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        os.replace(output, target)

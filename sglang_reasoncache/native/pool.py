@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_reasoncache import native
+
 #: Pool dtypes; the index is the C++ enumerator ``reasoncache_element``.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
-int64, int32, fp32, pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
-_two = int64 * 2
+_int64, _int32, _pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 _NO_MEMORY = 9
 _MESSAGES = {
     1: "requests has an index outside the rows",
@@ -37,21 +38,23 @@ class RotaryTable(Protocol):
     is_neox: bool
 
 
-def fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
-    """Fields of a C structure, from (type, names) in its order."""
-    return [(name, kind) for kind, names in groups for name in names.split()]
-
-
 class _Pool(ctypes.Structure):
     """``reasoncache_pool``."""
 
-    _fields_ = fields(
-        (pointer, "bases"),
-        (int64, "num_layers num_slots num_heads"),
-        (_two, "head_dim slot_stride head_stride"),
-        (pointer, "cosines sines"),
-        (int64, "table_rows rotary_dim"),
-        (int32, "is_neox element"),
+    _fields_ = (
+        ("bases", _pointer),
+        ("num_layers", _int64),
+        ("num_slots", _int64),
+        ("num_heads", _int64),
+        ("head_dim", _int64 * 2),
+        ("slot_stride", _int64 * 2),
+        ("head_stride", _int64 * 2),
+        ("cosines", _pointer),
+        ("sines", _pointer),
+        ("table_rows", _int64),
+        ("rotary_dim", _int64),
+        ("is_neox", _int32),
+        ("element", _int32),
     )
 
 
@@ -63,8 +66,8 @@ class NativePool:
             of a dtype of :data:`DTYPES`, elements of a head side by side.
         rotation: The model's rotation of keys, fp32 in host memory; None: as cached.
 
-    Attributes:
-        address: Of the C structure.
+    Raises:
+        NativeUnavailable: there is no library.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class NativePool:
     ) -> None:
         keys, values = layers[0]
         buffers = [buffer for layer in layers for buffer in layer]
-        bases = (pointer * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
+        bases = (_pointer * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
         struct = _Pool(
             bases=ctypes.addressof(bases),
             num_layers=len(layers),
@@ -91,21 +94,38 @@ class NativePool:
             struct.is_neox = rotation.is_neox
         # What the structure points at has to live as long as it does.
         self._alive = buffers, bases, struct, rotation
-        self.address = pointer(ctypes.addressof(struct))
+        self._struct = ctypes.byref(struct)
+        self._library = native.library()
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """``reasoncache_NAME(pool, *arguments)``; see :func:`call`."""
+        call(self._library, name, self._struct, *arguments)
 
 
-def address_of(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
+    """``reasoncache_NAME(*arguments)``: tensors and None as pointers, int as int64, float as fp32.
+
+    Callers check dtypes and shapes; the kernels check every slot, length and shift before they
+    read or write anything.
+
+    Raises:
+        ValueError: a slot, length, range or shift out of bounds.
+    """
+    status = getattr(library, f"reasoncache_{name}")(*map(_as_argument, arguments))
+    if status == _NO_MEMORY:
+        raise MemoryError(name)
+    if status:
+        raise ValueError(f"{name}: {_MESSAGES.get(status, f'native status {status}')}")
+
+
+def _as_argument(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _pointer(value.data_ptr())
+    if isinstance(value, int):
+        return _int64(value)
+    return ctypes.c_float(value) if isinstance(value, float) else value
 
 
 def cpu_threads() -> int:
     """What PyTorch uses, as far as this process may run on as many cores."""
     return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
-
-
-def check_status(status: int, what: str) -> None:
-    """Raises what a ``reasoncache_status`` stands for."""
-    if status == _NO_MEMORY:
-        raise MemoryError(what)
-    if status:
-        raise ValueError(f"{what}: {_MESSAGES.get(status, f'native status {status}')}")

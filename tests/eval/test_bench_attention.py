@@ -3,20 +3,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from matplotlib.image import imread
 
-from eval.bench import attention, attention_cpu, attention_cuda, attention_cuda_rows
-from eval.bench.attention_growth import Point, Setting, curve_of, curves, draw, load, settings
-from eval.bench.attention_rows import BLOCK, Shape, cached_positions, lay_rows, shared_blocks
-from eval.bench.quartiles import Quartiles
+from eval.bench import attention
+from eval.bench.attention_cpu import CpuRig
+from eval.bench.attention_growth import curves, draw, settings
+from eval.bench.attention_rig import (
+    BLOCK,
+    Rig,
+    Shape,
+    cached_positions,
+    lay_rows,
+    shared_blocks,
+    spread,
+    take_turns,
+    text,
+)
 from sglang_reasoncache.kernels.plan import plan_rows
 from tests.triton_runs import interpreted
 
@@ -51,7 +63,6 @@ def test_rows_are_shared_by_so_much_and_shifted_by_whole_blocks(percent: int) ->
         torch.full((SHAPE.requests,), SHAPE.tokens),
         cached_at,
         num_slots=SHAPE.slots,
-        backend="torch",
     )
     shift = torch.zeros(rows.numel()) if plan.shift is None else plan.shift
     shifted = float((shift != 0).float().mean())
@@ -69,109 +80,109 @@ def test_bytes_count_each_key_and_value_once() -> None:
     assert SHAPE.layer_bytes == 3 * 989 * 2 * 2 * 64 * 2
 
 
-def made(setting: Setting, ms: float) -> Point:
-    spread = Quartiles(ms, ms * 0.9, ms * 1.2)
-    name = curve_of(setting)
-    return Point(setting, {name: spread, **({"torch-native": spread} if name == "ours" else {})}, 1)
+def test_sides_take_turns_and_the_first_round_warms_up() -> None:
+    order: list[str] = []
+
+    def side(name: str) -> list[dict[str, float]]:
+        order.append(name)
+        return [{"ms": 2.0}]
+
+    sides = {name: partial(side, name) for name in ("a", "b")}
+    samples = take_turns(sides, lambda: 7.0, rounds=2, warm_up_rounds=1)
+    assert "".join(order) == "abbaab"
+    assert samples["round"].tolist() == [1, 1, 2, 2] and set(samples["bandwidth"]) == {7.0}
 
 
-POINTS = [
-    made(setting, 1.0 + index)
-    for index, setting in enumerate(
-        settings(
-            [Shape(8, tokens, 32, 8, 128) for tokens in (4000, 250)],
-            [Shape(requests, 1000, 32, 8, 128) for requests in (1, 64)],
-            (Shape(32, 1000, 32, 8, 128), (0, 50)),
-        )
+def test_text_of_figures() -> None:
+    figure = spread(pd.Series([1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert figure == {"median": 3.0, "low": 2.0, "high": 4.0}
+    assert text(figure, 1) == "3.0 (2.0 to 4.0)"
+    assert [text(one, 2) for one in (None, "x", 1.0)] == ["", "x", "1.00"]
+
+
+def flat(value: float) -> dict[str, float]:
+    return {"median": value, "low": value * 0.9, "high": value * 1.2}
+
+
+def made(rig: type[Rig]) -> list[dict[str, Any]]:
+    """Points of curves, with times that rise with their number."""
+    wanted = settings(
+        [Shape(8, tokens, 32, 8, 128) for tokens in (4000, 250)],
+        [Shape(requests, 1000, 32, 8, 128) for requests in (1, 64)],
+        (Shape(32, 1000, 32, 8, 128), (0, 50)),
     )
-]
+    points = []
+    for index, setting in enumerate(wanted):
+        row = dict.fromkeys(rig.times, flat(1.0 + index)) | {rig.bandwidth: flat(20.0)}
+        points.append(attention._point(rig, setting, row))
+    return points
 
 
 def test_curves_run_by_rising_value() -> None:
-    tokens = curves(POINTS, "tokens")
-    assert list(tokens) == ["ours", "torch-native", "ours, 22% shared"]
-    assert [value for value, _ in tokens["ours"]] == [250, 4000]
-    assert [ms.median for _, ms in tokens["ours, 22% shared"]] == [4.0, 2.0]
-    assert [value for value, _ in curves(POINTS, "requests")["torch-native"]] == [1, 64]
-    assert [value for value, _ in curves(POINTS, "shared_percent")["ours"]] == [0, 50]
-
-
-def test_points_survive_json() -> None:
-    text = json.dumps([dataclasses.asdict(point) for point in POINTS])
-    assert load(json.loads(text)) == POINTS
+    points = made(CpuRig)
+    tokens = dict(list(curves(points, "tokens").groupby("curve", sort=False)))
+    assert set(tokens) == {"ours", "torch-native", "ours, 22% shared"}
+    assert tokens["ours"]["value"].tolist() == [250, 4000]
+    assert tokens["ours, 22% shared"]["median"].tolist() == [4.0, 2.0]
+    requests, shared = (curves(points, axis) for axis in ("requests", "shared_percent"))
+    assert requests.query("curve == 'torch-native'")["value"].tolist() == [1, 64]
+    assert shared.query("curve == 'ours'")["value"].tolist() == [0, 50]
+    read_ms = Shape(8, 250, 32, 8, 128).layer_bytes / 20 / 1e6
+    assert tokens["ours"]["read_ms"].iloc[0] == pytest.approx(read_ms)
 
 
 def test_the_picture_has_a_row_for_each_device(tmp_path: Path) -> None:
-    draw({"CPU": POINTS}, tmp_path / "one.png")
-    draw({"CPU": POINTS, "A GPU with $ in its name": POINTS}, tmp_path / "two.png")
+    points = made(CpuRig)
+    draw({"CPU": points}, tmp_path / "one.png")
+    draw({"CPU": points, "A GPU with $ in its name": points}, tmp_path / "two.png")
     one, two = (imread(tmp_path / name) for name in ("one.png", "two.png"))
     assert two.shape[0] == 2 * one.shape[0] and one.shape[1] == two.shape[1]
     assert float(one[..., :3].std()) > 0.01
 
 
-def cuda_row(percent: int, ours: float) -> attention_cuda_rows.Row:
-    def ms(value: float) -> Quartiles:
-        return Quartiles(value, value, value)
-
-    return attention_cuda_rows.Row(
-        shape=str(attention_cuda_rows.SHAPE),
-        shared_percent=percent,
-        ours=ms(ours),
-        # No server reads in this order: it must not get into the figures.
-        flashinfer=ms(1.2),
-        flashinfer_as_cached=ms(1.1) if percent else None,
-        plan=ms(0.32),
-        gather=ms(3.0),
-        copy_gb_per_s=ms(4000.0),
-        decode_gb_per_s=3500.0,
-        gather_gb_per_s=3000.0,
-    )
-
-
-def test_key_figures_of_a_gpu() -> None:
-    found = attention_cuda_rows.key_figures(
-        [cuda_row(0, 1.25), cuda_row(22, 1.0), cuda_row(50, 0.8)]
-    )
+def test_figures_of_a_gpu() -> None:
+    cuda = pytest.importorskip("eval.bench.attention_cuda")
+    rig = object.__new__(cuda.CudaRig)
+    rig.shape = cuda.SHAPES[0]
+    size, rows = rig.shape.layer_bytes / 1e6, []
+    for percent, ours in ((0, 1.25), (22, 1.0), (50, 0.8)):
+        times = {"ours": ours, "flashinfer": 1.2, "plan": 0.32, "gather": 3.0}
+        times |= {"as cached": 1.1} if percent else {}
+        samples = [{"side": name, "ms": ms, "bandwidth": 4000.0} for name, ms in times.items()]
+        row = {"shared_percent": percent, "copy_gb_per_s": flat(4000.0)}
+        rows.append(row | rig.row(pd.DataFrame(samples)))
+    found = rig.key_figures(rows)
     assert found["decode_vs_flashinfer"] == pytest.approx(1.2 / 1.25)
     assert found["decode_shared22_vs_flashinfer"] == pytest.approx(1.0 / 1.2)
-    assert found["decode_fraction_of_copy"] == pytest.approx(0.875)
+    assert found["decode_fraction_of_copy"] == pytest.approx(size / 1.25 / 4000)
+    assert found["gather_fraction_of_copy"] == pytest.approx(2 * size / 3 / 4000)
     assert found["plan_fraction_of_step"] == pytest.approx(0.32 / (0.32 + 32))
+    assert rows[0]["flashinfer_as_cached"] is None and rows[0]["plan_us"] == pytest.approx(320)
 
 
 def test_key_figures_of_the_cpu_are_those_of_the_worse_heads() -> None:
-    def row(shape: str, speedup: float, rate: float) -> attention_cpu.Row:
-        one = Quartiles(1.0, 1.0, 1.0)
-        return attention_cpu.Row(
-            shape=shape,
-            layers=8,
-            shared_percent=0,
-            plan_us=one,
-            decode_ms=one,
-            native_ms=one,
-            native_threads=1,
-            speedup=dataclasses.replace(one, median=speedup),
-            gb_per_s=rate,
-            read_gb_per_s=dataclasses.replace(one, median=20.0),
-        )
+    def row(shape: str, speedup: float, of_read: float) -> dict[str, Any]:
+        return {"shape": shape, "shared_percent": 0, "speedup": flat(speedup), "of_read": of_read}
 
-    rows = [row("32x1000-4/2x64", 9.0, 10.0), row("32x1000-32/8x128", 3.0, 14.0)]
-    rows.append(row("8x16000-32/8x128", 1.0, 1.0))
-    assert attention_cpu.key_figures(rows) == {
+    rows = [row("32x1000-4/2x64", 9.0, 0.5), row("32x1000-32/8x128", 3.0, 0.7)]
+    rows.append(row("8x16000-32/8x128", 1.0, 0.1))
+    assert CpuRig.key_figures(rows) == {
         "decode_speedup_vs_torch_native": 3.0,
         "decode_fraction_of_bandwidth": 0.5,
     }
-    assert attention_cpu.key_figures(rows[2:]) == {}
+    assert CpuRig.key_figures(rows[2:]) == {}
 
 
 def test_results_are_written_part_by_part(tmp_path: Path) -> None:
     path = tmp_path / "made" / "kernels.json"
-    results = attention.Results(path, rounds=3)
+    attention.Results(path).write(rounds=3)
+    results = attention.Results(path)
     results.add("cpu", {"device": "CPU, 2 threads"})
-    results.add("cpu", {"growth": [dataclasses.asdict(point) for point in POINTS]})
-    results.add("cuda", {"device": "GPU", "decode_vs_flashinfer": 1.0})
+    results.add("cpu", {"growth": made(CpuRig)})
+    attention.Results(path).add("cuda", {"device": "GPU", "decode_vs_flashinfer": 1.0})
     found = json.loads(path.read_text())
     assert found["rounds"] == 3 and found["cuda"]["decode_vs_flashinfer"] == 1.0
-    assert load(found["cpu"]["growth"]) == POINTS
+    assert found["cpu"]["growth"] == made(CpuRig)
     assert path.with_suffix(".png").stat().st_size > 10_000
 
 
@@ -179,11 +190,11 @@ def test_results_are_written_part_by_part(tmp_path: Path) -> None:
     ("argument", "message"),
     [
         ("--shapes=7x7", "--shapes: unknown 7x7"),
-        ("--shared=91", "--shared must be between 0 and 90"),
-        ("--shared=a", "--shared must be whole numbers"),
-        ("--growth-rounds=0", "--growth-rounds must be at least 1"),
-        ("--threads=0", "--threads must be at least 1"),
-        ("--devices=tpu", "--devices: cpu, cuda, got tpu"),
+        ("--shared=91", "--shared: must be whole numbers from 0 to 90"),
+        ("--shared=a", "--shared: must be whole numbers"),
+        ("--growth-rounds=0", "--growth-rounds: must be at least 1"),
+        ("--threads=0", "--threads: must be at least 1"),
+        ("--devices=tpu", "--devices: unknown tpu; there are cpu, cuda"),
     ],
 )
 def test_bad_options_are_named(
@@ -200,35 +211,29 @@ def test_a_gpu_that_is_not_there_is_said_so(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         attention.parse(["--devices=cuda"])
     assert "sees no CUDA device" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        attention_cuda.main([])
-    assert "no CUDA device is visible" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_small_batch_on_a_gpu() -> None:
-    from eval.bench.attention_cuda_rig import GpuStep
-    from eval.bench.bandwidth import Yardstick
+    from eval.bench.attention_cuda import CudaRig
+    from eval.bench.attention_growth import Setting
 
-    step = GpuStep(Shape(4, 500, 32, 8, 128))
-    for percent in (0, 22):
-        row = attention_cuda.measure(step, percent, 1, Yardstick(torch.device("cuda"), 0.1))
-        assert 0 < row.ours.low <= row.ours.median and row.flashinfer.median > 0
+    table = [Setting("", Shape(4, 500, 32, 8, 128), percent) for percent in (0, 22)]
+    for row in attention.measure(CudaRig, table, rounds=1):
+        assert 0 < row["ours"]["low"] <= row["ours"]["median"] and row["flashinfer"]["median"] > 0
 
 
-GPU_STEP = """
+GPU_RIG = """
 import torch
-from eval.bench.attention_cuda_rig import GpuStep
-from eval.bench.attention_rows import Shape
+from eval.bench.attention_cuda import CudaRig
+from eval.bench.attention_rig import Shape
 
 with torch.inference_mode():
-    step = GpuStep(Shape(3, 70, 8, 2, 32), "cpu")
+    rig = CudaRig(Shape(3, 70, 8, 2, 32), "cpu")
     for percent in (0, 22):
-        step.share(percent)
-        step.check()
-    step.decode().fill_(1)
+        rig.share(percent)
     try:
-        step._compare("ones", step._out, step._plan)
+        rig.check("ones", torch.ones_like(rig.query), rig.rows)
     except RuntimeError as error:
         print(error)
 """
@@ -236,6 +241,6 @@ with torch.inference_mode():
 
 def test_the_gpu_batch_interpreted() -> None:
     """Plans, decode and gather of what is timed on a GPU, and that a wrong result is seen."""
-    done = interpreted("-c", GPU_STEP, timeout=300)
+    done = interpreted("-c", GPU_RIG, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.fullmatch(r"ones, 3x70-8/2x32: relative error [\d.]+\n", done.stdout)

@@ -25,8 +25,16 @@ from eval.bench.per_head import (
     schedule_of,
     table,
 )
-from eval.bench.per_head_decoder import WINDOW, Schedule, WatchedDecoder, evict
-from eval.bench.per_head_rules import RULES, keydiff, l2norm, streamingllm
+from eval.bench.per_head_decoder import (
+    RULES,
+    WINDOW,
+    Schedule,
+    WatchedDecoder,
+    evict,
+    keydiff,
+    l2norm,
+    streamingllm,
+)
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.model import encode
 from eval.tiny_reasoner.task import generate
@@ -215,8 +223,14 @@ def test_trials_are_kept_and_tabled(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     rows = rows_of(trials)
     assert {"policy", "form", "setting", "saved", "accuracy", "accuracy_error"} <= set(rows[0])
-    text = table(rows, DECODE).markdown()
-    assert "| keydiff | 0.5 |" in text and "positions alone decide" in text
+    text = table(rows, DECODE)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert [line[:2] for line in lines if line][2:] == [
+        ["dense", "0"],
+        ["keydiff", "0.5"],
+        ["streamingllm", "0.5"],
+    ]
+    assert lines[-3][3:5] == ["-", "-"] and "positions alone decide" in text
 
 
 def test_accuracy_is_held_against_dense() -> None:

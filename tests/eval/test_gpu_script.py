@@ -12,31 +12,19 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "gpu.sh"
 #: What the script finds on PATH besides what a test puts there.
-TOOLS = [
-    "cat",
-    "date",
-    "dirname",
-    "env",
-    "git",
-    "grep",
-    "ls",
-    "mkdir",
-    "rm",
-    "sed",
-    "sh",
-    "tail",
-    "timeout",
-]
-#: Notes how it was called; fails, or lets every test be skipped, as told.
+TOOLS = "cat date dirname env git grep ls mkdir rm sed sh sleep tail timeout"
+#: Notes how it was called; fails, hangs, or lets every test be skipped, as told.
 PYTHON = """#!/bin/sh
 echo "$*" >>calls
 case "$*" in
 *"$FAILS"*) echo broken; exit 3 ;;
+*"$HANGS"*) sleep 30 ;;
 *"$SKIPS"*) echo "== 4 skipped in 1 s ==" ;;
 *pytest*) echo "== 7 passed, 1 skipped in 1 s ==" ;;
 *attention*) echo "| requests x tokens | ours |" ;;
 esac
 """
+GPU = 'echo "NVIDIA H200, 9.0, 580.1"'
 
 
 def program(path: Path, text: str) -> None:
@@ -47,13 +35,13 @@ def program(path: Path, text: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The script, a set-up that has nothing to do, and a PATH without a GPU's programs."""
+    """The script, a set-up that has nothing to do, and a PATH with a GPU's program."""
     (tmp_path / "tools").mkdir()
     shutil.copy(SCRIPT, tmp_path / "tools")
-    program(tmp_path / "tools" / "setup.sh", "#!/bin/sh\n")
+    program(tmp_path / "tools" / "setup.sh", "#!/bin/sh\n: >installed\n")
     program(tmp_path / ".venv" / "bin" / "python", PYTHON)
-    (tmp_path / "path").mkdir()
-    for tool in TOOLS:
+    program(tmp_path / "path" / "nvidia-smi", f"#!/bin/sh\n{GPU}\n")
+    for tool in TOOLS.split():
         found = shutil.which(tool)
         if found is None:
             pytest.skip(f"no {tool}")
@@ -62,19 +50,16 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def run(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    told = {"FAILS": "nothing", "SKIPS": "nothing", "CUDA_HOME": "/nowhere", **environment}
+    told = dict.fromkeys(("FAILS", "HANGS", "SKIPS"), "nothing") | {"CUDA_HOME": "/nowhere"}
+    home = os.environ.get("HOME", "/")
     return subprocess.run(
         [checkout / "tools" / "gpu.sh"],
-        env={"PATH": str(checkout / "path"), "HOME": os.environ.get("HOME", "/"), **told},
+        env={"PATH": str(checkout / "path"), "HOME": home, **told, **environment},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-
-
-def with_gpu(checkout: Path) -> None:
-    program(checkout / "path" / "nvidia-smi", '#!/bin/sh\necho "NVIDIA H200, 9.0, 580.1"\n')
 
 
 def results(checkout: Path) -> dict[str, str]:
@@ -84,31 +69,33 @@ def results(checkout: Path) -> dict[str, str]:
     return {cell[0]: cell[1] for cell in cells if len(cell) > 1}
 
 
-def test_without_a_gpu_it_says_so_and_installs_nothing(checkout: Path) -> None:
-    program(checkout / "tools" / "setup.sh", "#!/bin/sh\ntouch installed\n")
-    done = run(checkout)
+@pytest.mark.parametrize(
+    ("program_text", "fails", "message"),
+    [
+        (None, "nothing", "needs an NVIDIA GPU"),
+        (
+            "echo 'No devices were found'\nexit 6",
+            "nothing",
+            "nvidia-smi finds no GPU: No devices were found",
+        ),
+        (GPU, "import sys, torch", "PyTorch cannot use it"),
+    ],
+)
+def test_without_a_gpu_that_can_be_used_it_says_so(
+    checkout: Path, program_text: str | None, fails: str, message: str
+) -> None:
+    (checkout / "path" / "nvidia-smi").unlink()
+    if program_text is not None:
+        program(checkout / "path" / "nvidia-smi", f"#!/bin/sh\n{program_text}\n")
+    done = run(checkout, FAILS=fails)
     assert done.returncode == 2
-    assert "needs an NVIDIA GPU" in done.stderr
-    assert not (checkout / "installed").exists() and not (checkout / "build").exists()
-
-
-def test_a_driver_without_a_gpu(checkout: Path) -> None:
-    program(checkout / "path" / "nvidia-smi", "#!/bin/sh\necho 'No devices were found'\nexit 6\n")
-    done = run(checkout)
-    assert done.returncode == 2
-    assert "nvidia-smi finds no GPU: No devices were found" in done.stderr
-
-
-def test_a_gpu_that_pytorch_cannot_use(checkout: Path) -> None:
-    with_gpu(checkout)
-    done = run(checkout, FAILS="import sys, torch")
-    assert done.returncode == 2
-    assert "PyTorch cannot use it" in done.stderr
+    assert message in done.stderr
+    # Nothing is installed before a GPU was seen.
+    assert (checkout / "installed").exists() == (program_text == GPU)
     assert not (checkout / "build").exists()
 
 
 def test_every_part_runs(checkout: Path) -> None:
-    with_gpu(checkout)
     program(checkout / "path" / "compute-sanitizer", '#!/bin/sh\nshift 6\nexec "$@"\n')
     done = run(checkout, BENCH_ARGS="--rounds 2")
     assert done.returncode == 0, done.stderr
@@ -122,32 +109,25 @@ def test_every_part_runs(checkout: Path) -> None:
     assert "-m eval.bench.attention --growth --rounds 2" in calls
 
 
-@pytest.mark.parametrize("broken", ["tests/kernels", "tests/server", "eval.bench.attention"])
-def test_a_part_that_fails_keeps_no_other_from_running(checkout: Path, broken: str) -> None:
-    with_gpu(checkout)
-    done = run(checkout, FAILS=broken)
+@pytest.mark.parametrize(
+    ("part", "told", "result"),
+    [
+        ("kernels", {"FAILS": "tests/kernels"}, "failed: exit status 3"),
+        ("server", {"FAILS": "tests/server"}, "failed: exit status 3"),
+        ("bench", {"FAILS": "eval.bench.attention"}, "failed: exit status 3"),
+        ("server", {"SKIPS": "tests/server"}, "failed: no test ran"),
+        ("bench", {"HANGS": "eval.bench", "SECONDS_A_PART": "1"}, "failed: ended after 1 s"),
+    ],
+)
+def test_a_part_that_fails_keeps_no_other_from_running(
+    checkout: Path, part: str, told: dict[str, str], result: str
+) -> None:
+    done = run(checkout, **told)
     assert done.returncode == 1
     found = results(checkout)
-    part = {"tests/kernels": "kernels", "tests/server": "server"}.get(broken, "bench")
-    assert found.pop(part) == "failed: exit status 3"
+    assert found.pop(part) == result
     assert "not installed" in found.pop("compute-sanitizer")
-    assert {"kernels", "server", "bench"} - {part} <= set(found)
-    assert all(found[name] == "passed" for name in {"kernels", "server", "bench"} - {part})
-    assert "broken" in (checkout / f"build/bench/gpu/{part}.log").read_text()
-
-
-def test_tests_that_were_all_skipped_are_a_failure(checkout: Path) -> None:
-    with_gpu(checkout)
-    done = run(checkout, SKIPS="tests/server")
-    assert done.returncode == 1
-    assert results(checkout)["server"] == "failed: no test ran"
-
-
-def test_a_part_that_hangs_is_ended(checkout: Path) -> None:
-    with_gpu(checkout)
-    hang = PYTHON.replace("*attention*)", "*eval.bench*) sleep 30 ;;\n*attention*)")
-    program(checkout / ".venv" / "bin" / "python", hang)
-    (checkout / "path" / "sleep").symlink_to(str(shutil.which("sleep")))
-    done = run(checkout, SECONDS_A_PART="1")
-    assert done.returncode == 1
-    assert results(checkout)["bench"] == "failed: ended after 1 s"
+    others = {"kernels", "server", "bench"} - {part}
+    assert others <= set(found) and all(found[name] == "passed" for name in others)
+    if "FAILS" in told:
+        assert "broken" in (checkout / f"build/bench/gpu/{part}.log").read_text()

@@ -39,42 +39,32 @@ int main() {
   }
   const std::int32_t bounds[kBatch + 1] = {0, 1500, 1501, kSlots};
 
-  reasoncache_kv kv{};
-  kv.keys = keys.data();
-  kv.values = values.data();
-  kv.num_slots = kSlots;
-  kv.num_heads = kKvHeads;
-  kv.k_dim = kv.v_dim = kDim;
-  kv.k_slot_stride = kv.v_slot_stride = kKvHeads * kDim;
-  kv.k_head_stride = kv.v_head_stride = kDim;
+  const void* const bases[2] = {keys.data(), values.data()};
+  reasoncache_pool pool{};
+  pool.bases = bases;
+  pool.num_layers = 1;
+  pool.num_slots = kSlots;
+  pool.num_heads = kKvHeads;
+  for (int side = 0; side < 2; ++side) {
+    pool.head_dim[side] = pool.head_stride[side] = kDim;
+    pool.slot_stride[side] = kKvHeads * kDim;
+  }
 
   const auto decode = [&](int threads) {
     std::vector<float> out(query.size());
-    reasoncache_decode_call call{};
-    call.query = query.data();
-    call.out = out.data();
-    call.batch = kBatch;
-    call.num_heads = kHeads;
-    call.q_row_stride = call.out_row_stride = kHeads * kDim;
-    call.q_head_stride = call.out_head_stride = kDim;
-    call.begin = bounds;
-    call.end = bounds + 1;
-    call.kv_indices = indices.data();
-    call.total = kSlots;
-    call.scale = 0.2f;
-    call.threads = threads;
-    if (reasoncache_decode(&kv, &call) != REASONCACHE_ATTENTION_OK) out.clear();
+    const std::int32_t status = reasoncache_decode(
+        &pool, query.data(), out.data(), kBatch, kHeads, kHeads * kDim, kDim, bounds, bounds + 1,
+        indices.data(), nullptr, kSlots, nullptr, 0.2f, 0.0f, nullptr, REASONCACHE_FLOAT32,
+        threads);
+    if (status != REASONCACHE_OK) out.clear();
     return out;
   };
   const auto gather = [&](int threads) {
     std::vector<float> out(keys.size() * 2);
-    reasoncache_gather_call call{};
-    call.kv_indices = indices.data();
-    call.count = kSlots;
-    call.out_k = out.data();
-    call.out_v = out.data() + keys.size();
-    call.threads = threads;
-    if (reasoncache_gather(&kv, &call) != REASONCACHE_ATTENTION_OK) out.clear();
+    const std::int32_t status =
+        reasoncache_gather(&pool, indices.data(), nullptr, kSlots, out.data(),
+                           out.data() + keys.size(), REASONCACHE_FLOAT32, threads);
+    if (status != REASONCACHE_OK) out.clear();
     return out;
   };
 

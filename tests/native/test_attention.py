@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_reasoncache import native
 from sglang_reasoncache.kernels import decode as decode_module
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.native.attention import NativeKv
+from sglang_reasoncache.native.pool import NativePool
 from tests.kernels.attention_cases import Case, Rig, make
 from tests.kernels.engines import cpu as cpu
 from tests.kernels.test_attention import decode
@@ -93,13 +92,13 @@ def test_a_forked_child_has_threads_of_its_own(threads: Threads) -> None:
 def test_a_refused_gather_writes_nothing() -> None:
     rig = make(Case())
     plan = rig.plan()
-    kv = NativeKv(native.library(), rig.keys, rig.values, rig.rotation)
+    pool = NativePool([(rig.keys, rig.values)], rig.rotation)
     out = torch.full((2, len(plan.kv_indices), 64), 7.0)
     for name, value in (("kv_indices", 10_000), ("kv_indices", -1), ("shift", -40_000)):
         spoiled = {name: getattr(plan, name).clone() for name in ("kv_indices", "shift")}
         spoiled[name][3] = value
         with pytest.raises(ValueError, match=name if name == "shift" else "slot"):
-            kv.gather(**spoiled, out_k=out, out_v=out, threads=1)
+            pool.call("gather", *spoiled.values(), len(plan.kv_indices), out, out, 0, 1)
     assert (out == 7).all()
 
 
