@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +19,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from eval.bench.stage1 import Spelling, make_engine, spelling_of
+from eval.bench.filter import tokenized
 from eval.redundancy.rows import texts_of
 from sglang_reasoncache.filter.proposal import FilterCounters
+from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _BLOCK = 8
 
@@ -41,18 +43,15 @@ class Stage:
 
 
 def count(
-    config: FilterConfig, spelling: Spelling, streams: Sequence[Sequence[int]]
+    config: FilterConfig, vocabulary: Vocabulary, streams: Sequence[Sequence[int]]
 ) -> FilterCounters:
     """Counters over all responses."""
-    engine = make_engine("native", config, spelling)
+    classes = TokenClasses(vocabulary)
     total = FilterCounters()
     for tokens in streams:
-        request = engine.open(0, True)
-        engine.feed(array("q", [request]), array("q", [len(tokens)]), array("q", tokens))
-        engine.close(request)
-        while engine.outstanding:
-            for result in engine.take(1 << 20, 1 << 30):
-                total.add(result.counters)
+        request = RequestFilter(config, classes, vocabulary, 0)
+        request.push(tokens)
+        total.add(request.counters)
     return total
 
 
@@ -152,11 +151,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     files = sorted(options.traces.glob("*.jsonl")) if options.traces.is_dir() else [options.traces]
     texts = texts_of(files)
-    tokenizer, spelling = spelling_of(None, texts)
-    streams = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    vocabulary, streams = tokenized(None, texts)
     config = FilterConfig(block=_BLOCK)
-    full = count(config, spelling, streams)
-    prose = count(replace(config, use_structure=False), spelling, streams)
+    full = count(config, vocabulary, streams)
+    prose = count(replace(config, use_structure=False), vocabulary, streams)
     figure, axes = plt.subplots(figsize=(11, 4.6))
     names = " and ".join(path.stem for path in files)
     draw(

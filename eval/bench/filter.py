@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.bench.filter TRACES``: what the filter costs, stage by stage and in a server.
+"""``python -m eval.bench.filter TRACES``: what the step filter costs, alone and in a server.
 
-TRACES is a JSONL file of responses, or a folder of them. Prints Markdown tables
-and writes every figure to a JSON file.
+TRACES is a JSONL file of responses, or a folder of files named aime*.jsonl. Prints Markdown
+tables and writes every figure to a JSON file. Times are CPU seconds of one thread, which other
+work on the machine disturbs little.
 """
 
 from __future__ import annotations
@@ -10,40 +11,38 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import platform
+import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from eval.bench import distance, idle
-from eval.bench.stage1 import (
-    Replay,
-    make_engine,
-    peak_megabytes,
-    replay,
-    segment_microseconds,
-    spelling_of,
-)
 from eval.redundancy.rows import texts_of
+from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
+from sglang_reasoncache.filter.vocabulary import Vocabulary
 
-_AT_ONCE = 8
-_PYTHON_RESPONSES = 8
+_VOCABULARY_SIZE = 16_000
+_REQUESTS = 32
+#: Decode steps between two polls, as in a server.
+_INTERVAL = 4
+_POLLS = 2000
+#: Pause between two polls: the process is as far behind as in a server.
+_PAUSE_SECONDS = 0.004
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m eval.bench.filter", description=__doc__.splitlines()[0]
     )
-    parser.add_argument(
-        "traces", type=Path, help="JSONL file, or folder of files named aime*.jsonl."
-    )
-    parser.add_argument(
-        "--tokenizer", help="Hugging Face folder; trained on the traces by default."
-    )
+    parser.add_argument("traces", type=Path, help="JSONL file, or folder of aime*.jsonl.")
+    parser.add_argument("--tokenizer", help="Hugging Face folder; default: trained on TRACES.")
     parser.add_argument("--block", type=int, default=16, help="Tokens per block (default 16).")
     parser.add_argument("--rounds", type=int, default=32, help="Server rounds; 0: no servers.")
     parser.add_argument("--output", type=Path, default=Path("build/bench/filter.json"))
@@ -53,8 +52,100 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def stage1(options: argparse.Namespace) -> dict[str, Any]:
-    """Stage 1 on the traces; prints a table."""
+def tokenized(path: str | None, texts: Sequence[str]) -> tuple[Vocabulary, list[list[int]]]:
+    """Token ids of ``texts``; without a tokenizer's path, by one trained on them."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if path is not None:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    else:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=_VOCABULARY_SIZE,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        bpe.train_from_iterator(texts, trainer)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return vocabulary_of(tokenizer), ids
+
+
+def step_times(engine: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """CPU time of each step in the filter's process, one response after the other."""
+    seconds, earlier = [], []
+    pairs = 0
+    for tokens in streams:
+        request = engine.open(0, True)
+        for at in range(0, len(tokens), _INTERVAL):
+            new = array("q", tokens[at : at + _INTERVAL])
+            engine.feed(array("q", [request]), array("q", [len(new)]), new)
+        engine.close(request)
+        engine.wait()
+        engine.ready()
+        results = engine.take(engine.outstanding, 1 << 60)
+        seconds += [result.seconds for result in results]
+        earlier += range(len(results))
+        pairs += sum(len(result.pairs) for result in results)
+    times, history = np.array(seconds) * 1e3, np.array(earlier)
+    print(
+        "\n| earlier steps | steps | median ms | p99 ms | max ms |\n| --- | --- | --- | --- | --- |"
+    )
+    for low, high in [(0, 1 << 60), *itertools.pairwise((0, 50, 100, 200, 400, 800, 1600))]:
+        inside = times[(history >= low) & (history < high)]
+        if len(inside):
+            name = "any" if high == 1 << 60 else f"{low:,} to {high - 1:,}"
+            print(
+                f"| {name} | {len(inside):,} | {np.median(inside):.3f} "
+                f"| {np.percentile(inside, 99):.3f} | {inside.max():.2f} |"
+            )
+    return {
+        "steps": len(times),
+        "pairs": pairs,
+        "tokens": sum(map(len, streams)),
+        "step_ms_median": float(np.median(times)),
+        "step_ms_mean": float(times.mean()),
+        "step_ms_p99": float(np.percentile(times, 99)),
+        "step_ms_max": float(times.max()),
+        "process_mb": psutil.Process(engine.pid).memory_info().rss / 1e6,
+    }
+
+
+def poll_times(engine: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """CPU time of the scheduler's thread, for 32 requests of one token a decode step."""
+    endless = [itertools.cycle(tokens) for tokens in streams]
+    requests = array("q", [engine.open(0, True) for _ in range(_REQUESTS)])
+    counts = array("q", [_INTERVAL] * _REQUESTS)
+    times = []
+    for _ in range(_POLLS):
+        tokens = array("q")
+        for i in range(_REQUESTS):
+            tokens.extend(itertools.islice(endless[i % len(endless)], _INTERVAL))
+        start = time.thread_time()
+        if engine.outstanding:
+            engine.take(min(engine.ready(), 256), 256)
+        engine.feed(requests, counts, tokens)
+        times.append((time.thread_time() - start) / _INTERVAL * 1e6)
+        time.sleep(_PAUSE_SECONDS)
+    found = {
+        "scheduler_us_mean": float(np.mean(times)),
+        "scheduler_us_median": float(np.median(times)),
+        "scheduler_us_p99": float(np.percentile(times, 99)),
+    }
+    print(
+        f"\nscheduler's thread, us a decode step of {_REQUESTS} requests: mean "
+        f"{found['scheduler_us_mean']:.1f}, median {found['scheduler_us_median']:.1f}, "
+        f"p99 {found['scheduler_us_p99']:.1f}; {engine.steps_shed} steps shed\n"
+    )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
     folder = options.traces.is_dir()
     files = sorted(options.traces.glob("aime*.jsonl")) if folder else [options.traces]
     try:
@@ -63,75 +154,15 @@ def stage1(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(
             f"{options.traces} (a folder needs files named aime*.jsonl): {error}"
         ) from error
-    tokenizer, spelling = spelling_of(options.tokenizer, texts)
-    streams = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    vocabulary, streams = tokenized(options.tokenizer, texts)
     config = FilterConfig(block=options.block)
-    found = {
-        "native": replay(make_engine("native", config, spelling), streams, _AT_ONCE),
-        # A part of the responses: the Python twin takes its time.
-        "python": replay(
-            make_engine("python", config, spelling), streams[:_PYTHON_RESPONSES], _AT_ONCE
-        ),
-    }
-    print(f"\n{len(texts)} responses, {_AT_ONCE} at a time, block {options.block}, CPU time\n")
-    print(
-        "| engine | steps | median ms | p99 ms | max ms | growth exponent | handing over, us a feed |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name, result in found.items():
-        print(
-            f"| {name} | {result.steps:,} | {result.median_ms:.4f} | {result.p99_ms:.4f} "
-            f"| {result.step_seconds.max() * 1e3:.3f} | {result.growth_exponent:.2f} "
-            f"| {result.feed_seconds / result.feeds * 1e6:.1f} |"
-        )
-    _print_growth(found["native"])
-    result = found["native"]
-    return {
-        "step_ms_median": result.median_ms,
-        "step_ms_p99": result.p99_ms,
-        "step_ms_max": float(result.step_seconds.max() * 1e3),
-        "python_step_ms_median": found["python"].median_ms,
-        "python_step_ms_p99": found["python"].p99_ms,
-        "growth_exponent": _number(result.growth_exponent),
-        "steps": result.steps,
-        "tokens": result.tokens,
-        "pairs": result.pairs,
-        "segment_us_per_token": segment_microseconds(config, spelling, streams),
-        "peak_mb_per_20k_tokens": peak_megabytes(config, spelling, streams),
-    }
-
-
-def _print_growth(result: Replay) -> None:
-    print("\n| earlier steps | steps | median us | p99 us |\n| --- | --- | --- | --- |")
-    edges = [0, 50, 100, 200, 400, 800, 1600, 3200]
-    for low, high in itertools.pairwise(edges):
-        times = result.step_seconds[(result.history >= low) & (result.history < high)] * 1e6
-        if len(times):
-            print(
-                f"| {low:,} to {high - 1:,} | {len(times):,} | {np.median(times):.1f} "
-                f"| {np.percentile(times, 99):.1f} |"
-            )
-
-
-def _number(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    options = parse(argv)
     results: dict[str, Any] = {"machine": platform.processor() or platform.machine()}
-    results |= stage1(options)
-    print(
-        f"\nsegmentation {results['segment_us_per_token']:.3f} us a token, "
-        f"peak memory {results['peak_mb_per_20k_tokens']:.2f} MB per 20,000 tokens\n"
-    )
+    # Nothing is shed where it is fed faster than by any model.
+    for measure, max_pending in ((step_times, 1 << 30), (poll_times, 256)):
+        engine = FilterProcess(config, vocabulary, max_pending=max_pending)
+        results |= measure(engine, streams)
+        engine.shut_down()
     results |= distance.summary()
-    # Blocks as they lie when 32 requests decode together; 16 pairs or more at once.
-    results["distance_gb_s"] = results["distance_cpu_interleaved_gb_per_s"]
-    results["copy_gb_s"] = results["distance_cpu_copy_gb_per_s_median"]
-    results["distance_of_copy"] = results["distance_cpu_interleaved_of_copy"]
-    results["distance_of_read"] = results["distance_cpu_interleaved_of_read"]
     if options.rounds:
         results |= idle.summary(options.rounds)
     options.output.parent.mkdir(parents=True, exist_ok=True)

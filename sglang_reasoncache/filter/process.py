@@ -64,6 +64,13 @@ class FilterProcess:
         RuntimeError: the process does not start.
     """
 
+    _opened: array[int]
+    _closed: array[int]
+    _unsent: bytearray
+    _num_fed: int
+    _steps_taken: int
+    _refused: bool
+
     def __init__(
         self,
         config: FilterConfig,
@@ -209,7 +216,7 @@ class FilterProcess:
                 self._child = subprocess.Popen(
                     [sys.executable, "-m", "sglang_reasoncache.filter.worker"]
                     + [str(file) for file in self._files],
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     pass_fds=self._files,
                     env=env,
                 )

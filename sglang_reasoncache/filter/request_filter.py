@@ -177,7 +177,7 @@ class RequestFilter:
         pairs: list[CandidatePair] = []
         covered = bytearray(len(step))
         num_used = 0
-        self._readable = config.limits.max_chars
+        self._readable = config.limits.max_chars // 2
         for rank, (similarity, index) in enumerate(candidates):
             left = config.max_blocks_per_step - len(pairs)
             if num_used == config.max_candidates or left <= 0 or covered.count(0) < config.block:
@@ -199,11 +199,11 @@ class RequestFilter:
 
     def _passes(self, step: Step, earlier: Step, counters: FilterCounters) -> bool:
         if earlier.signature is None:
-            # Steps that were no candidates yet must not be read in one go, however many.
-            self._readable -= min(len(earlier.text), self._config.limits.max_chars)
-            if self._readable < 0:
+            # Steps that were no candidates yet are not all read in one go.
+            if self._readable <= 0:
                 counters.dropped_excess += 1
                 return False
+            self._readable -= len(earlier.text)
         a, b = self._signature(step, counters), self._signature(earlier, counters)
         if same_structure(a, b, self._config.structure_tolerance, self._config.limits):
             return True

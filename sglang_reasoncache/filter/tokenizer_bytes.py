@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a Hugging Face tokenizer to the bytes of its tokens.
 
-Tokenizers spell their pieces in several ways (byte-level alphabets, ``▁`` and
-``<0x0A>``, ``##``), and what a piece adds to a text may depend on its neighbours.
-Three ways to read them are tried, the exact one first, and each is compared with
-the tokenizer's own ``decode`` on some hundred sequences; the first that agrees
-everywhere is taken, else the one that agrees most.
+Tokenizers spell their pieces in several ways (byte-level alphabets, ``▁`` and ``<0x0A>``,
+``##``), and what a piece adds to a text may depend on its neighbours. Three ways to read them
+are tried, the exact one first, and each is compared with the tokenizer's own ``decode`` on some
+hundred sequences; the first that agrees everywhere is taken, else the one that agrees most.
 
-What concatenated bytes cannot reproduce:
-
-- the tokenizers that put a space before each word (SentencePiece, WordPiece, word
-  level) drop it at the start of a text; here it stays. Nobody looks at white space
-  around a step;
-- ``clean_up_tokenization_spaces`` as far as it looks at several tokens (``do n't``);
-- how many U+FFFD stand for bytes that are no UTF-8.
+What concatenated bytes cannot reproduce: the space that some tokenizers (SentencePiece,
+WordPiece, word level) drop at the start of a text, where it stays here;
+``clean_up_tokenization_spaces`` as far as it reads several tokens (``do n't``); how many U+FFFD
+stand for bytes that are no UTF-8. None of it matters to a step.
 """
 
 from __future__ import annotations
@@ -38,39 +34,33 @@ _NUM_RANDOM = 256
 _RANDOM_LENGTH = 6
 _UNDECODABLE = re.compile("\ufffd+")
 
-_Route = Callable[[Any, int], list[bytes]]
-
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
     """The vocabulary of a Hugging Face tokenizer, or of one that behaves like it.
 
-    Takes about a second for 150 000 tokens, two where only the tokenizer's own
-    ``decode`` gets them right; meant to run once per process.
+    Takes about a second for 150 000 tokens, two where only the tokenizer's own ``decode`` gets
+    them right; meant to run once per process.
 
     Raises:
         ValueError: an object that can neither list nor decode its tokens.
     """
+    kind = type(tokenizer).__name__
     try:
         size = _size(tokenizer)
         sequences, num_texts = _sequences(tokenizer, size)
-        decoded = [_decode(tokenizer, ids) for ids in sequences]
+        decoded = [_comparable(_decode(tokenizer, ids)) for ids in sequences]
     except Exception as error:
         # Custom tokenizers come with code of their own, which may raise anything.
-        raise ValueError(
-            f"cannot read the tokens of {type(tokenizer).__name__}: {error}"
-        ) from error
+        raise ValueError(f"cannot read the tokens of {kind}: {error}") from error
     best: tuple[tuple[int, int], str, Vocabulary] | None = None
-    for route in (_by_bytes, _by_context, _by_id):
+    routes: tuple[Callable[[Any, int], list[bytes]], ...] = (_by_bytes, _by_context, _by_id)
+    for route in routes:
         try:
             found = Vocabulary(route(tokenizer, size))
         except Exception as error:
-            logger.debug("reasoncache: %s of %s: %s", route.__name__, type(tokenizer), error)
+            logger.debug("reasoncache: %s of %s: %s", route.__name__, kind, error)
             continue
-        wrong = [
-            i
-            for i, (ids, text) in enumerate(zip(sequences, decoded, strict=True))
-            if not _agree(found.text(ids), text)
-        ]
+        wrong = [i for i, ids in enumerate(sequences) if _comparable(found.text(ids)) != decoded[i]]
         # Texts weigh more than ids in random order, which no model writes.
         score = (sum(i < num_texts for i in wrong), len(wrong))
         if best is None or score < best[0]:
@@ -78,13 +68,12 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
         if not wrong:
             break
     if best is None:
-        raise ValueError(f"cannot read the tokens of {type(tokenizer).__name__}")
+        raise ValueError(f"cannot read the tokens of {kind}")
     (texts, total), name, vocabulary = best
-    log = logger.warning if texts else logger.info
-    log(
+    (logger.warning if texts else logger.info)(
         "reasoncache: %d tokens of %s read %s, %d of %d sequences differ from its decode",
         vocabulary.size,
-        type(tokenizer).__name__,
+        kind,
         name.strip("_").replace("_", " "),
         total,
         len(sequences),
@@ -114,11 +103,9 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids)))
 
 
-def _agree(text: str, decoded: str) -> bool:
-    """Equal but for a leading space and the number of U+FFFD in a row."""
-    return _UNDECODABLE.sub("\ufffd", text.lstrip(" ")) == _UNDECODABLE.sub(
-        "\ufffd", decoded.lstrip(" ")
-    )
+def _comparable(text: str) -> str:
+    """Without a leading space and the number of U+FFFD in a row."""
+    return _UNDECODABLE.sub("\ufffd", text.lstrip(" "))
 
 
 def _added(tokenizer: Any) -> dict[int, str]:
@@ -131,9 +118,8 @@ def _by_bytes(tokenizer: Any, size: int) -> list[bytes]:
     """Exact bytes, through XGrammar, which every SGLang installation has."""
     from xgrammar import TokenizerInfo
 
-    info = TokenizerInfo.from_huggingface(
-        tokenizer, vocab_size=size, stop_token_ids=[getattr(tokenizer, "eos_token_id", None) or 0]
-    )
+    stop = [getattr(tokenizer, "eos_token_id", None) or 0]
+    info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=stop)
     pieces = info.decoded_vocab
     for i, content in _added(tokenizer).items():
         if i < size:
@@ -142,8 +128,13 @@ def _by_bytes(tokenizer: Any, size: int) -> list[bytes]:
 
 
 def _by_context(tokenizer: Any, size: int) -> list[bytes]:
-    """What ``decode`` adds for each token behind a word."""
-    anchor = _anchor(tokenizer)
+    """What ``decode`` adds for each token behind a plain word or letter."""
+    words = (
+        int(i)
+        for text in ("so", "a", "x", "1")
+        for i in reversed(tokenizer.encode(text, add_special_tokens=False))
+    )
+    anchor = next(i for i in words if _decode(tokenizer, [i]).strip().isalnum())
     before = _decode(tokenizer, [anchor])
     pieces = []
     for i in range(size):
@@ -151,15 +142,6 @@ def _by_context(tokenizer: Any, size: int) -> list[bytes]:
         cut = text.startswith(before)
         pieces.append((text[len(before) :] if cut else _decode(tokenizer, [i])).encode())
     return pieces
-
-
-def _anchor(tokenizer: Any) -> int:
-    """A token that is a plain word or letter wherever it stands."""
-    for text in ("so", "a", "x", "1"):
-        for i in reversed(tokenizer.encode(text, add_special_tokens=False)):
-            if _decode(tokenizer, [i]).strip().isalnum():
-                return int(i)
-    raise ValueError("no token is a plain word")
 
 
 def _by_id(tokenizer: Any, size: int) -> list[bytes]:

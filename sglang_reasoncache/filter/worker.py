@@ -70,7 +70,8 @@ class Worker:
         self._config = FilterConfig(**told["config"], limits=limits)
         self._vocabulary = Vocabulary([blob[a:b] for a, b in itertools.pairwise(ends)])
         self._classes = TokenClasses(self._vocabulary)
-        self._markers = [frozenset(ids) for ids in told["markers"]]
+        # Tokens that open and that close reasoning; none where all output counts.
+        self._markers = [frozenset[int](ids) for ids in told["markers"]]
         self._max_pending = told["max_pending"]
         if told["sentence_model"]:
             encoder = SentenceEncoder(told["sentence_model"], limits.max_chars)
@@ -116,7 +117,10 @@ class Worker:
         return array("q", (length, number, num_shed, num_steps)) + steps + pairs
 
     def _filter(self, start_position: int, inside: bool) -> RequestFilter:
-        span = ReasoningSpan(*self._markers, inside) if self._markers else None
+        span = None
+        if self._markers:
+            start_ids, end_ids = self._markers
+            span = ReasoningSpan(start_ids, end_ids, inside)
         return RequestFilter(
             self._config, self._classes, self._vocabulary, start_position, span, self._encoder
         )

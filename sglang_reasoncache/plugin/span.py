@@ -34,20 +34,12 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
     except Exception as error:
         # Detectors encode, and check, in ways of their own; the server itself
         # refuses a parser that it cannot use.
-        logger.warning(
-            "reasoncache: --reasoning-parser %s cannot be followed (%s), "
-            "the whole response counts as reasoning",
-            parser,
-            error,
-        )
+        _not_followed(f"--reasoning-parser {parser} cannot be followed ({error})")
         return None
     if start is None or end is None:
-        logger.warning(
-            "reasoncache: %r and %r of --reasoning-parser %s are not single tokens here, "
-            "the whole response counts as reasoning",
-            detector.think_start_token,
-            detector.think_end_token,
-            parser,
+        _not_followed(
+            f"{detector.think_start_token!r} and {detector.think_end_token!r} of "
+            f"--reasoning-parser {parser} are not single tokens here"
         )
         return None
     others = (
@@ -59,6 +51,10 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
     markers = ReasoningMarkers(frozenset({start}), ends, bool(detector.force_reasoning))
     logger.info("reasoncache: reasoning as of --reasoning-parser %s, %s", parser, markers)
     return markers
+
+
+def _not_followed(why: str) -> None:
+    logger.warning("reasoncache: %s, the whole response counts as reasoning", why)
 
 
 def _single(tokenizer: Any, text: str, ids: list[int] | None = None) -> int | None:

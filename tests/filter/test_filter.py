@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.filter.align import align_blocks
-from sglang_reasoncache.filter.presets import filter_knobs
 from sglang_reasoncache.filter.request_filter import (
     CandidatePair,
     FilterConfig,
@@ -22,7 +21,7 @@ from sglang_reasoncache.filter.request_filter import (
 )
 from sglang_reasoncache.filter.structure import Limits, SignatureKind, same_structure, signature
 from tests.filter.test_lexical import slow_similarity
-from tests.filter.words import Words
+from tests.filter.words import Words, filter_knobs
 
 _PHRASES = (
     "line c = a + 3 . here a 4 . 4 + 3 = 7 , so c 7 , now next .",
@@ -169,15 +168,6 @@ def test_a_later_candidate_fills_what_the_first_left_open() -> None:
     assert [(pair.dst_start, pair.src_start) for pair in pairs] == [(26, 13), (33, 7)]
 
 
-def test_history_can_be_a_source_but_is_never_proposed() -> None:
-    words = Words()
-    request = make(words, block=8)
-    request.push_history(words.encode(response([_PHRASES[2]])))
-    assert request.counters == FilterCounters()
-    (proposal,) = request.push(words.encode(response([_PHRASES[2]])))
-    assert [pair.src_start for pair in proposal.pairs] == [0, 8]
-
-
 @pytest.mark.parametrize("align", ["tokens", "index"])
 def test_whole_pages(align: str) -> None:
     words = Words()
@@ -276,30 +266,6 @@ def test_blank_tokens_between_steps_do_not_pile_up() -> None:
     request.push(words.encode("one two \n\n"))
     assert request.counters.steps == 1
     assert request.position == 5003
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ({"strict": 1.5}, r"--reasoncache-tau-strict must be between 0 and 1, got 1\.5"),
-        ({"soft": 0.95}, r"--reasoncache-tau-soft must be between 0 and 0\.9, got 0\.95"),
-        ({"soft": float("nan")}, "--reasoncache-tau-soft"),
-        ({"fixed_tau": -1}, "--reasoncache-fixed-tau must be between 0 and 1, got -1"),
-        ({"random_ratio": 2}, "--reasoncache-random-ratio must be between 0 and 1, got 2"),
-        ({"block": 0}, "--reasoncache-block must be between 1 and 65536, got 0"),
-        ({"block": 8, "page_size": 16}, "must equal the page size 16 above 1, got 8"),
-        ({"align": "words"}, "--reasoncache-align must be one of tokens, index, got 'words'"),
-        (
-            {"encoder": "bert"},
-            "--reasoncache-encoder must be one of tokens, embedding, sentence-bert, got 'bert'",
-        ),
-        ({"structure_tolerance": -1}, "--reasoncache-structure-tolerance"),
-        ({"max_history_steps": 0}, "--reasoncache-max-history-steps"),
-    ],
-)
-def test_bad_knobs_are_refused(knobs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FilterConfig(**knobs)
 
 
 @pytest.mark.parametrize(("fixed_tau", "num_candidates"), [(0.8, 0), (0.79, 1)])

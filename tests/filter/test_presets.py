@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
-from sglang_reasoncache.filter.presets import PRESETS, filter_knobs
+from sglang_reasoncache.filter.presets import PRESETS
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
-from tests.filter.words import Words
+from tests.filter.words import Words, filter_knobs
 
 _DEFAULTS = ReasonCacheConfig().to_dict()
 

@@ -12,7 +12,6 @@ from sglang_reasoncache.filter.span import (
     Place,
     ReasoningMarkers,
     ReasoningSpan,
-    initial_state,
 )
 from tests.filter.words import Words
 
@@ -57,8 +56,7 @@ def test_a_token_that_is_both_closes() -> None:
 def test_the_last_marker_of_the_prompt_decides(
     prompt: list[int], force: bool, expected: bool
 ) -> None:
-    assert initial_state(prompt, _START, _END, force) is expected
-    assert ReasoningMarkers(_START, _END, force).span_after(prompt).inside is expected
+    assert ReasoningMarkers(_START, _END, force).inside_after(prompt) is expected
 
 
 def _spans(text: str, inside: bool, chunk: int = 1000) -> list[tuple[int, int, str]]:

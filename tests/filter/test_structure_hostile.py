@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile text: every read is bounded, nothing raises, nothing is evaluated.
-
-No test measures time: what bounds the time is the size that is read, and that
-is what these tests look at.
-"""
+# ruff: noqa: RUF001 - mathematical signs look alike on purpose
+"""Hostile text: every read is bounded, nothing raises, nothing is evaluated."""
 
 from __future__ import annotations
 
 import ast
+import builtins
+import contextlib
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sglang_reasoncache.filter
+from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
+from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.structure import Limits, SignatureKind, same_structure, signature
 from sglang_reasoncache.filter.structure.scan import regions
+from sglang_reasoncache.filter.vocabulary import Vocabulary
+from tests.filter import hostile
 
 _SMALL = Limits(max_chars=400, max_depth=12, max_nodes=60)
+# CPU time of one step.
+_MAX_SECONDS = 0.05
 _WIDE = Limits(max_chars=1 << 20, max_depth=64, max_nodes=1 << 16)
 
 
@@ -156,6 +165,91 @@ def test_a_megabyte_is_read_when_the_bounds_allow_it() -> None:
         assert signature(text, _WIDE).kind in SignatureKind
 
 
+# Every way from a text to running it that the standard library offers by name.
+_EVALUATORS = (
+    (builtins, "eval"), (builtins, "exec"), (builtins, "compile"), (builtins, "open"),
+    (builtins, "__import__"), (os, "system"), (os, "popen"), (subprocess, "Popen"),
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def nothing_may_be_evaluated() -> Iterator[None]:
+    """Inside, whatever evaluates text raises."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("hostile text was evaluated")
+
+    # Not pytest's patches: they import, which is one of the things refused.
+    saved = [getattr(module, name) for module, name in _EVALUATORS]
+    for module, name in _EVALUATORS:
+        setattr(module, name, refuse)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(_EVALUATORS, saved, strict=True):
+            setattr(module, name, value)
+
+
+def seconds_to_read(text: str) -> float:
+    """CPU time of one read, the best of up to three."""
+    best = _MAX_SECONDS
+    for _ in range(3):
+        start = time.thread_time()
+        signature(text)
+        best = min(best, time.thread_time() - start)
+        if best < _MAX_SECONDS / 10:
+            break
+    return best
+
+
+def test_hostile_steps_are_read_in_bounded_time_and_never_evaluated(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    steps = hostile.corpus(canary)
+    assert len(steps) >= 20_000
+    with nothing_may_be_evaluated():
+        for i, step in enumerate(steps):
+            signature(step, _SMALL, in_code=i % 2 == 0)
+        slowest = max(map(seconds_to_read, steps))
+    assert slowest < _MAX_SECONDS
+    assert not canary.exists()
+    assert hostile.CANARY_NAME not in os.environ
+
+
+def test_steps_of_the_largest_size_and_beyond() -> None:
+    """Each hostile shape repeated up to the bound on characters, and lines of a megabyte."""
+    shapes = dict.fromkeys(text[:24] for text in hostile.fixed_steps() if text)
+    max_chars = Limits().max_chars
+    for shape in list(shapes)[::8]:
+        text = (shape * (max_chars // len(shape) + 1))[:max_chars]
+        assert seconds_to_read(text) < _MAX_SECONDS
+    for line in hostile.long_lines():
+        assert signature(line).kind is SignatureKind.OVER_BOUND
+        assert signature(line[:100_000], _WIDE).kind in SignatureKind
+
+
+_OPERATORS = ("−", "+", "·", "=", "<", "≤", "∈", "~", "->", "±")
+
+
+def test_a_step_like_many_that_were_never_read_is_compared_in_bounded_time() -> None:
+    """Whoever lets 64 long steps become candidates at once has not all of them read."""
+    pieces = [b"\n\n", b"```", *(f"$x{sign}".encode() for sign in _OPERATORS), b"1$ "]
+    vocabulary = Vocabulary(pieces)
+    classes = TokenClasses(vocabulary)
+    best = 1.0
+    for _ in range(3):
+        request = RequestFilter(FilterConfig(fixed_tau=0.0), classes, vocabulary, 0)
+        # Straight into the history: none of them was ever a candidate.
+        for i in range(64):
+            (step,) = request.steps([2 + i % 10, 12] * (150 + i) + [0])
+            request._history.add(step)
+        (step,) = request.steps([*range(2, 12), 12] * 80 + [0])
+        start = time.thread_time()
+        counters = request.propose(step).counters
+        best = min(best, time.thread_time() - start)
+        assert counters.candidates == 64 and 40 < counters.dropped_excess < 64
+    assert best < _MAX_SECONDS
+
+
 def _policy_sources() -> list[Path]:
     return sorted(Path(sglang_reasoncache.filter.__file__).parent.rglob("*.py"))
 
@@ -175,5 +269,7 @@ def test_policy_names_nothing_that_evaluates(path: Path) -> None:
             else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         )
     }  # fmt: skip
-    allowed = {"numpy", "zss", "sglang_reasoncache"} | set(sys.stdlib_module_names)
+    # The latter two on first use, where an operator asked for them or the child is not started.
+    allowed = {"numpy", "zss", "sentence_transformers", "xgrammar", "sglang_reasoncache"}
+    allowed |= set(sys.stdlib_module_names)
     assert {module.partition(".")[0] for module in modules} <= allowed - {"pickle", "marshal"}

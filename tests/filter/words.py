@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import re
 import string
+from typing import Any
 
+from sglang_reasoncache.filter.presets import PRESETS
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.step import Step
 from sglang_reasoncache.filter.vocabulary import Vocabulary
@@ -44,6 +46,12 @@ class Words:
     def decode(self, token_ids: list[int]) -> str:
         """The words with single spaces between them."""
         return self.vocabulary.text(token_ids).removeprefix(" ")
+
+
+def filter_knobs(preset: str) -> dict[str, Any]:
+    """The part of a preset that :class:`FilterConfig` takes, without what decides on distances."""
+    stage_two = ("percentile", "warmup", "distance")
+    return {name: value for name, value in PRESETS[preset].items() if name not in stage_two}
 
 
 def step_of(token_ids: list[int], start: int = 0, text: str | None = None) -> Step:

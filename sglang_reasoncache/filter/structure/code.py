@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code, Python or C-like, as a tree of lines, blocks and brackets.
 
-Nothing is interpreted: names, numbers, strings and operators become leaves in
-their order, comments included, brackets and indentation become inner nodes.
-Spaces inside a line and line breaks inside brackets do not matter.
+Nothing is interpreted: names, numbers, strings and operators become leaves in their order,
+comments included, brackets and indentation become inner nodes. Spaces inside a line and line
+breaks inside brackets do not matter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _CODE = re.compile(
     r"|[<>]{2}=?|[-+*/%&|^=!<>:]=|\*\*|//|->|=>|&&|\|\||::|\+\+|--)"
     r"|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<other>\S)"
 )
-TAB_COLUMNS = 8
+_TAB_COLUMNS = 8
+
+# Indentation in columns, tokens with nested brackets.
+_Line = tuple[int, list[Tree]]
 
 
 def code_tree(text: str, limits: Limits) -> Tree:
@@ -33,60 +36,50 @@ def code_tree(text: str, limits: Limits) -> Tree:
     """
     lines = _lines("\n" + text, limits)
     # One frame for each open block: its indentation and its finished lines.
-    frames: list[tuple[int, list[Tree]]] = [(lines[0][0] if lines else 0, [])]
-    for indent, children in lines:
+    frames: list[_Line] = [(lines[0][0] if lines else 0, [])]
+    for indent, children in [*lines, (-1, [])]:
         while len(frames) > 1 and indent < frames[-1][0]:
-            _close_block(frames)
+            block = frames.pop()[1]
+            frames[-1][1].append(("block", tuple(block)))
         if indent > frames[-1][0]:
             if len(frames) > limits.max_depth:
                 raise OverBound("max_depth")
             frames.append((indent, []))
-        frames[-1][1].append(("line", tuple(children)))
-    while len(frames) > 1:
-        _close_block(frames)
+        if children:
+            frames[-1][1].append(("line", tuple(children)))
     return "code", tuple(frames[0][1])
 
 
-def _close_block(frames: list[tuple[int, list[Tree]]]) -> None:
-    block: Tree = ("block", tuple(frames.pop()[1]))
-    frames[-1][1].append(block)
-
-
-def _lines(text: str, limits: Limits) -> list[tuple[int, list[Tree]]]:
-    """Logical lines as (indentation in columns, tokens with nested brackets)."""
-    found: list[tuple[int, list[Tree]]] = []
+def _lines(text: str, limits: Limits) -> list[_Line]:
+    """Logical lines that are not empty."""
+    found: list[_Line] = []
     indent = 0
     stack: list[list[Tree]] = [[]]
     brackets: list[str] = []
+
+    def close(closed: str) -> None:
+        group: Tree = (brackets.pop() + closed, tuple(stack.pop()))
+        stack[-1].append(group)
+
     for num_tokens, match in enumerate(_CODE.finditer(text)):
         if num_tokens > limits.max_nodes:
             raise OverBound("max_nodes")
         kind, value = match.lastgroup, match[0]
         if kind == "line":
             if not brackets:
-                _end_line(found, indent, stack[0])
+                found.append((indent, stack[0]))
                 stack[0] = []
-                indent = len(value.rpartition("\n")[2].expandtabs(TAB_COLUMNS))
+                indent = len(value.rpartition("\n")[2].expandtabs(_TAB_COLUMNS))
         elif kind == "open":
             if len(brackets) >= limits.max_depth:
                 raise OverBound("max_depth")
             brackets.append(value)
             stack.append([])
         elif kind == "close" and brackets:
-            _close_bracket(stack, brackets, value)
+            close(value)
         else:
             stack[-1].append(leaf(value))
     while brackets:
-        _close_bracket(stack, brackets, "")
-    _end_line(found, indent, stack[0])
-    return found
-
-
-def _close_bracket(stack: list[list[Tree]], brackets: list[str], closed: str) -> None:
-    group: Tree = (brackets.pop() + closed, tuple(stack.pop()))
-    stack[-1].append(group)
-
-
-def _end_line(found: list[tuple[int, list[Tree]]], indent: int, children: list[Tree]) -> None:
-    if children:
-        found.append((indent, children))
+        close("")
+    found.append((indent, stack[0]))
+    return [line for line in found if line[1]]

@@ -27,7 +27,7 @@ _RELATION = LEVELS["="]
 _COLUMN: Token = (Kind.SEPARATOR, "&")
 
 # Row mark, a lone backslash, delimiters of a formula that have no counterpart.
-NO_CONTENT = frozenset({"\\", "", "(", ")", "[", "]"})
+_NO_CONTENT = frozenset({"\\", "", "(", ")", "[", "]"})
 
 _BY_GROUP: dict[int, Kind] = {
     Raw.NUMBER: Kind.NUMBER,
@@ -38,29 +38,33 @@ _BY_GROUP: dict[int, Kind] = {
 }
 
 
-def emit(raw: RawToken, tokens: list[Token]) -> None:
-    """Append the parser tokens of one formal piece of plain text or LaTeX."""
+def emit(raw: RawToken, tokens: list[Token], max_tokens: int) -> None:
+    """Append the parser tokens of one formal piece of plain text or LaTeX.
+
+    Raises:
+        OverBound: a script of more than ``max_tokens`` signs.
+    """
     group, text = raw.group, raw.text
     kind = _BY_GROUP.get(group)
     if kind is not None:
         tokens.append((kind, text))
     elif group == Raw.WORD:
-        tokens.append(_word(text))
+        is_function = text in FUNCTIONS
+        tokens.append((Kind.FUNCTION if is_function else _kind_of(text), text))
     elif group == Raw.OPERATOR:
         _emit_operator(text, tokens)
     elif group == Raw.COMMAND:
         _emit_command(text, tokens)
     elif group == Raw.SUPERSCRIPT:
-        _emit_script("^", text.translate(SUPERSCRIPTS), tokens)
+        _emit_script("^", text.translate(SUPERSCRIPTS), tokens, max_tokens)
     elif group == Raw.SUBSCRIPT:
-        _emit_script("_", text.translate(SUBSCRIPTS), tokens)
-    elif group == Raw.TEXT_ARGUMENT:
-        if text.startswith(("begin:", "end:")):
-            tokens += (SEPARATOR, (Kind.NAME, text), SEPARATOR)
-        else:
-            tokens.append((Kind.NAME, text))
-    else:
+        _emit_script("_", text.translate(SUBSCRIPTS), tokens, max_tokens)
+    elif group != Raw.TEXT_ARGUMENT:
         tokens.append(SEPARATOR)
+    elif text.startswith(("begin:", "end:")):
+        tokens += (SEPARATOR, (Kind.NAME, text), SEPARATOR)
+    else:
+        tokens.append((Kind.NAME, text))
 
 
 def latex_tokens(text: str, limits: Limits) -> list[Token]:
@@ -76,18 +80,16 @@ def latex_tokens(text: str, limits: Limits) -> list[Token]:
             # TeX reads adjoining letters as a product of variables.
             tokens.extend((Kind.NAME, letter) for letter in raw.text)
         elif group == Raw.OTHER:
-            _emit_other(raw.text, tokens)
+            tokens.extend(_punctuation(raw.text))
         elif group != Raw.NEWLINE and raw.text != "~":
-            emit(raw, tokens)
+            emit(raw, tokens, limits.max_nodes)
         if len(tokens) > limits.max_nodes:
             raise OverBound("max_nodes")
     return tokens
 
 
-def _word(text: str) -> Token:
-    if text in FUNCTIONS:
-        return Kind.FUNCTION, text
-    return (Kind.OPERATOR if text == "mod" else Kind.NAME), text
+def _kind_of(word: str) -> Kind:
+    return Kind.OPERATOR if word == "mod" else Kind.NAME
 
 
 def _emit_operator(text: str, tokens: list[Token]) -> None:
@@ -102,16 +104,13 @@ def _emit_operator(text: str, tokens: list[Token]) -> None:
     tokens.append((Kind.OPERATOR, label))
 
 
-def _emit_other(text: str, tokens: list[Token]) -> None:
-    """Punctuation inside a formula."""
+def _punctuation(text: str) -> tuple[Token, ...]:
+    """Inside a formula."""
     if text == "&":
-        tokens.append(_COLUMN)
-    elif text == ":":
-        tokens.append((Kind.OPERATOR, ":"))
-    elif text in ",;.?":
-        tokens.append(SEPARATOR)
-    else:
-        tokens.append((Kind.NAME, text))
+        return (_COLUMN,)
+    if text == ":":
+        return ((Kind.OPERATOR, ":"),)
+    return (SEPARATOR,) if text in ",;.?" else ((Kind.NAME, text),)
 
 
 def _emit_command(name: str, tokens: list[Token]) -> None:
@@ -126,20 +125,18 @@ def _emit_command(name: str, tokens: list[Token]) -> None:
         tokens.append(LATEX_BRACKETS[name])
     elif name in FUNCTIONS:
         tokens.append((Kind.FUNCTION, name))
-    elif name in LATEX_NAMES:
-        tokens.append((Kind.NAME, LATEX_NAMES[name]))
-    elif name in NO_CONTENT:
+    elif name in _NO_CONTENT:
         tokens.append(SEPARATOR)
     else:
-        tokens.append((Kind.NAME, "\\" + name))
+        tokens.append((Kind.NAME, LATEX_NAMES.get(name, "\\" + name)))
 
 
-def _emit_script(script: str, text: str, tokens: list[Token]) -> None:
+def _emit_script(script: str, text: str, tokens: list[Token], max_tokens: int) -> None:
     """Unicode superscript or subscript: x² is x^2, x⁻¹ is x^{-1}."""
     tokens.append((Kind.SCRIPT, script))
     parts: list[Token] = []
-    for raw in scan(text, len(text)):
-        emit(raw, parts)
+    for raw in scan(text, max_tokens):
+        emit(raw, parts, max_tokens)
     if len(parts) > 1 or parts[0][0] is Kind.OPERATOR:
         parts = [(Kind.OPEN, "{"), *parts, (Kind.CLOSE, "}")]
     tokens.extend(parts)

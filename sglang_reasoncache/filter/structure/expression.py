@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operator precedence parser for mathematics: tokens to labelled ordered trees.
 
-Total: every token list has exactly one reading, and no number, name or operator
-is ever dropped. A missing operand becomes the empty leaf. Chains of one
-precedence level are one node labelled with their operators, so ``a + b - c``
-is ``("+ -", a, b, c)``; neighbouring operands multiply.
+Total: every token list has exactly one reading, and no number, name or operator is ever
+dropped. A missing operand becomes the empty leaf. Chains of one precedence level are one node
+labelled with their operators, so ``a + b - c`` is ``("+ -", a, b, c)``; neighbouring operands
+multiply.
 """
 
 from __future__ import annotations
@@ -41,13 +41,8 @@ def parse(tokens: list[Token], limits: Limits, latex: bool) -> list[Tree]:
     return _Parser(tokens, limits.max_depth, latex).parse()
 
 
-def prefix_label(sign: str) -> str:
-    """Label of the node of a prefix operator."""
-    return "sqrt" if sign == "√" else f"unary {sign}"
-
-
 class _Parser:
-    """One pass over one token list. ``operand`` is the only way down."""
+    """One pass over one token list."""
 
     __slots__ = ("_depth", "_latex", "_max_depth", "_pos", "_tokens")
 
@@ -111,7 +106,7 @@ class _Parser:
             kind, value = self._tokens[self._pos]
             if kind is not _OPERATOR or value not in PREFIXES:
                 break
-            signs.append(prefix_label(value))
+            signs.append("sqrt" if value == "√" else f"unary {value}")
             self._pos += 1
             if len(signs) > self._max_depth:
                 raise OverBound("max_depth")
@@ -120,11 +115,14 @@ class _Parser:
             node = (sign, (node,))
         return node
 
-    def _operand(self) -> Tree:
-        """An atom with its scripts; the empty leaf where there is none."""
+    def _descend(self) -> None:
         self._depth += 1
         if self._depth > self._max_depth:
             raise OverBound("max_depth")
+
+    def _operand(self) -> Tree:
+        """An atom with its scripts; the empty leaf where there is none."""
+        self._descend()
         kind, value = self._tokens[self._pos]
         if kind is _NUMBER or kind is _NAME:
             self._pos += 1
@@ -189,9 +187,7 @@ class _Parser:
 
     def _nested_group(self) -> Tree:
         """A bracket group that is not an operand; counts as one level all the same."""
-        self._depth += 1
-        if self._depth > self._max_depth:
-            raise OverBound("max_depth")
+        self._descend()
         node = self._group()
         self._depth -= 1
         return node

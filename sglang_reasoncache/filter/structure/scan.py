@@ -14,7 +14,7 @@ from sglang_reasoncache.filter.structure.vocabulary import LATEX_TEXT
 
 _SUP = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ"
 _SUB = "₀₁₂₃₄₅₆₇₈₉₊₋₍₎ₙᵢ"
-LETTER = rf"[^\W\d_{_SUP}{_SUB}]"
+_LETTER = rf"[^\W\d_{_SUP}{_SUB}]"
 
 # Spellings of operators: the longer ones in the order in which they are tried.
 LONG_OPERATORS = (
@@ -46,9 +46,9 @@ class Raw(IntEnum):
 
 # No two alternatives inside a repetition can match the same text, so matching
 # is linear. Digits stay text: no number is ever converted.
-SCANNER = re.compile(
+_SCANNER = re.compile(
     r"(\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)"
-    rf"|({LETTER}+(?:['’]{LETTER}+)*)"
+    rf"|({_LETTER}+(?:['’]{_LETTER}+)*)"
     rf"|([{_SUP}]+)|([{_SUB}]+)"
     rf"|({_OPERATOR})"
     r"|([∑∏∫∞°%∠△∅|!])"
@@ -76,7 +76,7 @@ def scan(text: str, max_tokens: int) -> list[RawToken]:
         OverBound: more than ``max_tokens`` tokens.
     """
     found: list[RawToken] = []
-    for match in SCANNER.finditer(text):
+    for match in _SCANNER.finditer(text):
         group = match.lastindex or Raw.OTHER
         value = match[group]
         if group == Raw.TEXT_ARGUMENT:
@@ -99,9 +99,7 @@ Region = tuple[RegionKind, str]
 
 _FENCE = "```"
 _OPENER = re.compile(r"```|`|\\\[|\\\(|\$\$|\$")
-_CLOSERS = {
-    _FENCE: _FENCE, "`": "`", "\\[": "\\]", "\\(": "\\)", "$$": "$$", "$": "$",
-}  # fmt: skip
+_CLOSERS = {_FENCE: _FENCE, "`": "`", "\\[": "\\]", "\\(": "\\)", "$$": "$$", "$": "$"}
 
 
 def leaves_fence_open(text: str, in_code: bool) -> bool:
@@ -112,20 +110,18 @@ def leaves_fence_open(text: str, in_code: bool) -> bool:
 def regions(text: str, in_code: bool = False) -> Iterator[Region]:
     """Split a step in plain text, LaTeX and code, in order; no region is empty.
 
-    Delimiters are dropped. An unterminated fence reaches to the end; any other
-    unterminated delimiter is plain text. A generator, so that a reader who has
-    reached a bound saves the rest.
+    Delimiters are dropped. An unterminated fence reaches to the end; any other unterminated
+    delimiter is plain text. A generator, so that a reader at a bound saves the rest.
 
     Args:
         in_code: the step begins inside a fence.
     """
     plain_start = pos = 0
     if in_code:
-        stop = text.find(_FENCE)
-        stop = len(text) if stop < 0 else stop
-        if stop:
-            yield RegionKind.CODE, text[:stop]
-        plain_start = pos = stop + len(_FENCE)
+        inside, _, _ = text.partition(_FENCE)
+        if inside:
+            yield RegionKind.CODE, inside
+        plain_start = pos = len(inside) + len(_FENCE)
     # Closers known to be missing from here on: searching again for every
     # opener would make hostile text quadratic.
     missing: set[str] = set()
@@ -152,15 +148,14 @@ def regions(text: str, in_code: bool = False) -> Iterator[Region]:
 
 def _is_span(text: str, opener: str, start: int, stop: int) -> bool:
     """Tell inline code and ``$x$`` from stray back-ticks and amounts of money."""
-    if opener == "`":
-        return start < stop and "\n" not in text[start:stop]
-    if opener == "$":
-        # Pandoc's rule: no space inside the dollars, no digit after the second.
-        inside = text[start:stop]
-        if not inside or "\n" in inside or inside[0].isspace() or inside[-1].isspace():
-            return False
-        return not text[stop + 1 : stop + 2].isdigit()
-    return True
+    if opener not in "`$":
+        return True
+    inside = text[start:stop]
+    if not inside or "\n" in inside:
+        return False
+    # Pandoc's rule: no space inside the dollars, no digit after the second.
+    spaced = inside[0].isspace() or inside[-1].isspace()
+    return opener == "`" or not (spaced or text[stop + 1 : stop + 2].isdigit())
 
 
 def _region(opener: str, inside: str) -> Region:

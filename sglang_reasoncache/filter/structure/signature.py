@@ -22,7 +22,7 @@ from sglang_reasoncache.filter.structure.tree import (
 
 
 class SignatureKind(Enum):
-    """What a step rotated out to be."""
+    """What a step turned out to be."""
 
     PROSE = "prose"
     """Nothing formal: the structure check passes."""
@@ -48,7 +48,7 @@ class Signature:
     bound: str = ""
 
 
-PROSE = Signature(SignatureKind.PROSE)
+_PROSE = Signature(SignatureKind.PROSE)
 _DEFAULT_LIMITS = Limits()
 
 
@@ -67,19 +67,18 @@ def signature(
         in_code: the step begins inside a code fence.
         keep_trees: keep the trees for :func:`same_structure` with a tolerance.
     """
-    if len(text) > limits.max_chars:
-        return Signature(SignatureKind.OVER_BOUND, bound="max_chars")
     try:
         trees = _trees(text, limits, in_code)
     except OverBound as over:
         return Signature(SignatureKind.OVER_BOUND, bound=over.bound)
     if not trees:
-        return PROSE
-    kept = tuple(trees) if keep_trees else ()
-    return Signature(SignatureKind.FORMAL, digest(trees), kept)
+        return _PROSE
+    return Signature(SignatureKind.FORMAL, digest(trees), tuple(trees) if keep_trees else ())
 
 
 def _trees(text: str, limits: Limits, in_code: bool) -> list[Tree]:
+    if len(text) > limits.max_chars:
+        raise OverBound("max_chars")
     found: list[Tree] = []
     num_nodes = 0
     for kind, part in regions(text, in_code):
@@ -92,8 +91,7 @@ def _trees(text: str, limits: Limits, in_code: bool) -> list[Tree]:
             is_latex = kind is RegionKind.LATEX
             tokens = (latex_tokens if is_latex else plain_tokens)(part, limits)
             num_nodes += len(tokens)
-            if tokens:
-                found += parse(tokens, limits, is_latex)
+            found += parse(tokens, limits, is_latex)
         # Each part is below the bound on its own; so must be the whole.
         if num_nodes > limits.max_nodes:
             raise OverBound("max_nodes")
@@ -105,13 +103,13 @@ def same_structure(
 ) -> bool:
     """Whether two steps pass the structure check (ReasonCache, stage 1, item 4).
 
-    Checked only where both steps are formal; prose passes. A step over a bound
-    passes with nothing.
+    Checked only where both steps are formal; prose passes. A step over a bound passes with
+    nothing.
 
     Args:
-        tolerance: largest tree edit distance allowed, in unit operations. At 0
-            equality of the canonical hashes decides; above, trees with more
-            than ``limits.max_edit_nodes`` nodes match only if they are equal.
+        tolerance: largest tree edit distance allowed, in unit operations. At 0 equality of the
+            canonical hashes decides; above, trees with more than ``limits.max_edit_nodes``
+            nodes match only if they are equal.
 
     Raises:
         ValueError: a tolerance above 0 with signatures made without trees.
@@ -119,9 +117,7 @@ def same_structure(
     """
     if SignatureKind.OVER_BOUND in (a.kind, b.kind):
         return False
-    if SignatureKind.PROSE in (a.kind, b.kind):
-        return True
-    if a.digest == b.digest:
+    if SignatureKind.PROSE in (a.kind, b.kind) or a.digest == b.digest:
         return True
     if tolerance <= 0:
         return False

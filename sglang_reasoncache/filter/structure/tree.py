@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import cast
 
@@ -12,23 +12,25 @@ from typing import cast
 # compared and hashed by the interpreter's own code.
 Tree = tuple[str, tuple["Tree", ...]]
 
-DIGEST_BYTES = 16
+_DIGEST_BYTES = 16
 
 
 def leaf(label: str) -> Tree:
     return label, ()
 
 
-def labels(trees: Iterable[Tree]) -> list[str]:
-    """All labels in preorder. Keeps its own stack: depth costs no recursion."""
-    found: list[str] = []
-    stack = list(trees)
-    stack.reverse()
+def _preorder(trees: Iterable[Tree]) -> Iterator[Tree]:
+    """All nodes. Keeps its own stack: depth costs no recursion."""
+    stack = [*trees][::-1]
     while stack:
-        label, children = stack.pop()
-        found.append(label)
-        stack.extend(reversed(children))
-    return found
+        tree = stack.pop()
+        yield tree
+        stack.extend(tree[1][::-1])
+
+
+def labels(trees: Iterable[Tree]) -> list[str]:
+    """All labels in preorder."""
+    return [label for label, _ in _preorder(trees)]
 
 
 def serialise(trees: Iterable[Tree]) -> bytes:
@@ -36,34 +38,23 @@ def serialise(trees: Iterable[Tree]) -> bytes:
 
     Preorder of (number of children, label length in characters, label), UTF-8.
     """
-    parts: list[str] = []
-    stack = list(trees)
-    stack.reverse()
-    while stack:
-        label, children = stack.pop()
-        parts.append(f"{len(children)},{len(label)}:{label}")
-        if children:
-            stack.extend(reversed(children))
+    parts = [f"{len(children)},{len(label)}:{label}" for label, children in _preorder(trees)]
     # surrogatepass: decoded text may hold lone surrogates, and must not raise.
     return "".join(parts).encode("utf-8", "surrogatepass")
 
 
 def digest(trees: Iterable[Tree]) -> bytes:
-    """Canonical hash of a sequence of trees, ``DIGEST_BYTES`` bytes.
-
-    Equal digests mean equal trees but for collisions of blake2b.
-    """
-    return blake2b(serialise(trees), digest_size=DIGEST_BYTES).digest()
+    """Canonical hash; equal ones mean equal trees but for collisions of blake2b."""
+    return blake2b(serialise(trees), digest_size=_DIGEST_BYTES).digest()
 
 
 def label_distance(a: Sequence[str], b: Sequence[str]) -> int:
     """Lower bound of the tree edit distance from the labels alone.
 
-    One operation with unit cost changes at most one label, so the distance is
-    at least the size of the larger multiset minus the common part.
+    One operation with unit cost changes at most one label, so the distance is at least the
+    size of the larger multiset minus the common part.
     """
-    common = (Counter(a) & Counter(b)).total()
-    return max(len(a), len(b)) - common
+    return max(len(a), len(b)) - (Counter(a) & Counter(b)).total()
 
 
 def edit_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:
@@ -74,17 +65,16 @@ def edit_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:
     Raises:
         RuntimeError: ``zss`` is not installed.
     """
-    zss_distance = require_zss()
     return int(
         # Not zss.simple_distance: it takes the empty label for a missing node
         # and charges nothing for it.
-        zss_distance(
+        require_zss()(
             ("", tuple(a)),
             ("", tuple(b)),
-            get_children=_children,
-            insert_cost=_unit_cost,
-            remove_cost=_unit_cost,
-            update_cost=_update_cost,
+            get_children=lambda tree: tree[1],
+            insert_cost=lambda _: 1,
+            remove_cost=lambda _: 1,
+            update_cost=lambda one, other: int(one[0] != other[0]),
         )
     )
 
@@ -102,15 +92,3 @@ def require_zss() -> Callable[..., float]:
             "--reasoncache-structure-tolerance above 0 needs the package zss: pip install zss"
         ) from error
     return cast("Callable[..., float]", distance)
-
-
-def _children(tree: Tree) -> tuple[Tree, ...]:
-    return tree[1]
-
-
-def _unit_cost(_: Tree) -> int:
-    return 1
-
-
-def _update_cost(a: Tree, b: Tree) -> int:
-    return int(a[0] != b[0])
