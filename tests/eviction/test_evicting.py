@@ -21,10 +21,11 @@ from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy,
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff, similarity
 from sglang_reasoncache.eviction.policies.random_eviction import RandomEviction
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
+from sglang_reasoncache.kernels import attention_reference
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.sharing.measure import BlockMeter
 from tests.eviction.rows import begun, end, steps
 from tests.property.world import LAYERS, Pair, Setup, World
@@ -587,17 +588,15 @@ def test_evicted_kv_is_not_read(backend: str, setup: Setup) -> None:
     keys[kept] = torch.randn(len(kept), 1, 4, generator=generator)
     values[kept] = torch.randn(len(kept), 1, 4, generator=generator)
     query = torch.randn(1, 2, 4, generator=generator)
-    plan = plan_rows(
-        world.rows.req_to_token,
-        torch.tensor([req.kv.req_pool_idx]),
-        torch.tensor([len(row)]),
-        num_slots=len(keys),
-        backend=backend,
-    )
+    read = torch.tensor([req.kv.req_pool_idx]), torch.tensor([len(row)])
+    plan = plan_rows(world.rows.req_to_token, *read, num_slots=len(keys))
+    if backend == "torch":
+        found = attention_reference.plan_rows(world.rows.req_to_token, *read, None, len(keys))
+        plan = RowPlan(*found)
     kv = PagedKv(keys, values, None, backend=backend)
-    found = decode_attention(query, kv, plan, scale=0.5)
+    out = decode_attention(query, kv, plan, scale=0.5)
     weights = (0.5 * query[0] @ keys[kept, 0].T).softmax(dim=1)
-    torch.testing.assert_close(found[0], weights @ values[kept, 0])
+    torch.testing.assert_close(out[0], weights @ values[kept, 0])
     gathered, _ = gather_kv(kv, plan.kv_indices, plan.shift, torch.float32)
     assert torch.equal(gathered[0], keys[kept, 0])
     end(world, req)

@@ -63,7 +63,7 @@ def chosen_on_host(
 ) -> torch.Tensor:
     """bool, which entries of one row the CPU reads."""
     host._rows = rows
-    plan = RowPlan(*plan_rows(rows, request, length, None, 1 << 20, None))
+    plan = RowPlan(*plan_rows(rows, request, length, None, 1 << 20))
     host.begin(plan, request, length, int(length), False)
     assert host.plan(layer, query, SCALE) is not None
     return host._among
