@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages selected in decode: bounds as keys are written, moved and dropped pages, what is read."""
+"""Pages selected in decode: bounds as keys are written, shifted and evicted pages, what is read."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_shares_are_by_the_largest_possible_logit() -> None:
 
 
 class World:
-    """Two rows in one layer: pages used at home and elsewhere, and one that was dropped."""
+    """Two rows in one layer: pages as cached and shifted, and one that was evicted."""
 
     def __init__(self, *, shifted: bool, policy: Any = None) -> None:
         torch.manual_seed(5)
