@@ -23,6 +23,7 @@ from sglang_reasoncache.selection.device_selection import DeviceSelection
 from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.quest import Quest
+from tests.selection.selectors import NONSENSE, wrong
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import TOLERANCE, Rig
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
@@ -251,35 +252,11 @@ def test_short_rows_and_first_layers_are_read_whole() -> None:
     assert world.device.plan(4, world.query, SCALE) is None, "no step was begun"
 
 
-class Wrong(Quest):
-    """Answers something else."""
-
-    answer: Any = None
-
-    def keep(self, shares: Any, held: Any, newest: Any, page: int) -> Any:
-        return self.answer(super().keep(shares, held, newest, page), newest)
-
-
-def wrong(answer: Any) -> Wrong:
-    policy = Wrong(budget=12, whole_layers=0)
-    object.__setattr__(policy, "answer", answer)
-    return policy
-
-
-NONSENSE = [
-    (lambda keep, _newest: None, "malformed", "must give a plain bool tensor .*, got NoneType"),
-    (lambda keep, _newest: keep.float(), "malformed", "got Tensor torch.float32"),
-    (lambda keep, _newest: keep[:, :-1], "malformed", "must give a plain bool tensor"),
-    (lambda keep, _newest: keep.to_sparse(), "malformed", "must give a plain bool tensor"),
-    (lambda keep, _newest: 1 / 0, "policy_failed", "ZeroDivisionError: division by zero"),
-]
-
-
 @interpreted
 @pytest.mark.parametrize(("answer", "refusal", "message"), NONSENSE)
 def test_nonsense_is_refused_by_name(answer: Any, refusal: str, message: str) -> None:
     """While a graph is captured it ends the start, outside of graphs everything is read."""
-    world = World(4, policy=wrong(answer))
+    world = World(4, policy=wrong(answer, budget=12))
     world.begin(graph=False)
     assert world.device.plan(3, world.query, SCALE) is None
     assert world.device.describe()["refusals"] == {refusal: 1}
@@ -291,7 +268,7 @@ def test_nonsense_is_refused_by_name(answer: Any, refusal: str, message: str) ->
 
 @interpreted
 def test_the_newest_page_is_read_whatever_the_answer() -> None:
-    world = World(4, policy=wrong(lambda keep, _newest: torch.zeros_like(keep)))
+    world = World(4, policy=wrong(lambda keep, _newest: torch.zeros_like(keep), budget=12))
     # Within the budget: read whole, and not counted.
     world.lengths[1] = 9
     world.begin(graph=True)
@@ -502,7 +479,7 @@ def test_nonsense_is_refused_at_the_start(
 ) -> None:
     backend = triton_backend(rig_of([70, 12]), monkeypatch)
     with pytest.raises(ValueError, match=f"--reasoncache-policy odd: keep .*{message}"):
-        backend.paged.select("odd", wrong(answer))
+        backend.paged.select("odd", wrong(answer, budget=12))
 
 
 @interpreted
