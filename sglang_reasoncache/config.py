@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from sglang_reasoncache import registry
 from sglang_reasoncache.arguments import SET, flag_of
-from sglang_reasoncache.filter.align import AlignMode
 from sglang_reasoncache.filter.encoder import ENCODER_BOUND, EncoderChoice
 from sglang_reasoncache.filter.presets import PRESETS
 from sglang_reasoncache.filter.settings import FilterConfig
@@ -318,21 +317,11 @@ def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> Filt
         ValueError: a value out of its bound, or a structure tolerance above 0
             without the package that computes edit distances.
     """
+    same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
+    knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
+    kind = EncoderChoice.parse(config.encoder).kind
+    knobs |= dict(block=block, page_size=page_size, encoder=kind)
     try:
-        return FilterConfig(
-            strict=config.tau_strict,
-            soft=config.tau_soft,
-            fixed_tau=config.fixed_tau,
-            length_factor=config.length_factor,
-            use_structure=config.use_structure,
-            structure_tolerance=config.structure_tolerance,
-            block=block,
-            page_size=page_size,
-            align=cast(AlignMode, config.align),  # the config allows no other value
-            max_step_tokens=config.max_step_tokens,
-            max_history_steps=config.max_history_steps,
-            random_ratio=config.random_ratio,
-            encoder=EncoderChoice.parse(config.encoder).kind,
-        )
+        return FilterConfig(strict=config.tau_strict, soft=config.tau_soft, **knobs)
     except RuntimeError as error:
         raise ValueError(str(error)) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sglang_reasoncache.arguments import FLAGS, SET, flag_of
+from sglang_reasoncache.arguments import FLAGS, SET, flag_of, text_of
 from sglang_reasoncache.config import SETTINGS
 
 _HEAD = f"""# Settings
@@ -25,13 +25,9 @@ def lines() -> Iterator[str]:
         bounds = field.metadata["bounds"]
         values = field.metadata["values"] if bounds is None else f"{bounds[0]} to {bounds[1]}"
         typed = flag_of(name) if name in FLAGS else name
-        default = "" if field.default is None else f"`{_text(field.default)}`"
+        default = "" if field.default is None else f"`{text_of(field.default)}`"
         text = field.metadata["help"].replace("|", "\\|")
         yield f"| `{typed}` | {values.replace('|', ', ')} | {default} | {text} |"
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":

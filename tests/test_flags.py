@@ -28,7 +28,7 @@ def _parse(*argv: str) -> dict[str, object]:
 
 
 def _server_args(**fields: object) -> SimpleNamespace:
-    """The fields of SGLang's record that refusals look at, with its own defaults."""
+    """The fields of SGLang's record that refusals read, with its own defaults."""
     from sglang.srt.server_args import ServerArgs
 
     record = ServerArgs(model_path="unused")

@@ -42,12 +42,9 @@ NAMES: dict[str, str] = {
     "PrefillBudget": "sglang.srt.mem_cache.prefill_budget.PrefillBudget",
     "RadixCache": "sglang.srt.mem_cache.radix_cache.RadixCache",
     "RadixKey": "sglang.srt.mem_cache.radix_cache.RadixKey",
-    "TreeNode": "sglang.srt.mem_cache.radix_cache.TreeNode",
-    "CacheInitParams": "sglang.srt.mem_cache.cache_init_params.CacheInitParams",
     "MatchPrefixParams": "sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams",
     "EvictParams": "sglang.srt.mem_cache.base_prefix_cache.EvictParams",
     "EvictResult": "sglang.srt.mem_cache.base_prefix_cache.EvictResult",
-    "InsertParams": "sglang.srt.mem_cache.base_prefix_cache.InsertParams",
     "FINISH_ABORT": "sglang.srt.managers.schedule_batch.FINISH_ABORT",
     # attention
     "TorchNativeAttnBackend": "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
@@ -65,7 +62,6 @@ NAMES: dict[str, str] = {
     "http_app": "sglang.srt.entrypoints.http_server.app",
     "http_global_state": "sglang.srt.entrypoints.http_server.get_global_state",
     "ReasoningParser": "sglang.srt.parser.reasoning_parser.ReasoningParser",
-    "get_tokenizer": "sglang.srt.utils.hf_transformers_utils.get_tokenizer",
 }
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs."

@@ -316,9 +316,9 @@ class Memory:
                 continue
             if evicted:
                 # Some of the names of a shared slot are gone.
-                tree_mineed = set(row[: kv.cache_protected_len].tolist())
+                tree_owned = set(row[: kv.cache_protected_len].tolist())
                 expected_live += int((mine >= 0).sum()) - len(
-                    set(mine[mine >= 0].tolist()) - tree_mineed
+                    set(mine[mine >= 0].tolist()) - tree_owned
                 )
             else:
                 expected_live += len(track.blocks) * self.block

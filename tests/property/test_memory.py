@@ -209,7 +209,7 @@ class MemoryMachine(RuleBasedStateMachine):
                     type(self).blocks_late += len(late)
                     fresh = engine.waiting[request]
             evictions = self.world.evictor.waiting.get(track.req.rid, [])
-            # The first look applies what came late, then evicts; the second one all other blocks.
+            # The first poll applies what came late, then evicts; the second one all other blocks.
             # While some of them are to be applied again, policies are asked after that only.
             self._share(track, [], late)
             self._evict(track, [] if again else evictions)
@@ -217,7 +217,7 @@ class MemoryMachine(RuleBasedStateMachine):
             if again:
                 self._evict(track, evictions)
         before = self.world.allocator.available_size()
-        # The first look hands tokens over, the second one applies what came of them.
+        # The first poll hands tokens over, the second one applies what came of them.
         reqs = [track.req for track in batch]
         freed = self.world.controller.after_decode(reqs) + self.world.controller.after_decode(reqs)
         assert self.world.allocator.available_size() - before == freed

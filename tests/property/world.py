@@ -9,6 +9,7 @@ keeping, does not matter here.
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -153,11 +154,11 @@ class ScriptedEngine:
 
 @dataclass
 class ScriptedEvictor:
-    """A policy that gives up what the test put into ``waiting``, whatever that is, at the next look.
+    """A policy that gives up what the test put into ``waiting``, whatever that is, at the next poll.
 
     Attributes:
         waiting: Evicts by request name.
-        about: Name of the request that is looked at; views have none.
+        about: Name of the request that is polled; views have none.
         prompt: Positions of prompts may go.
     """
 
@@ -250,6 +251,8 @@ class World:
         self.meter = meter = meter_type(
             self.pool, self.rows.req_to_token, cached_at, None, num_heads=1
         )
+        #: Those that still exist.
+        self.requests: weakref.WeakSet[Req] = weakref.WeakSet()
         self.ranks = Ranks() if ranks is None else ranks
         self.engine = ScriptedEngine()
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
@@ -285,7 +288,9 @@ class World:
 
     def request(self, name: str, prompt: Sequence[int], exact_only: bool, salt: str | None) -> Req:
         params = SamplingParams(custom_params={OPT_OUT_KEY: False} if exact_only else None)
-        return Req(name, "", array("q", prompt), params, cache_salt=salt)
+        req = Req(name, "", array("q", prompt), params, cache_salt=salt)
+        self.requests.add(req)
+        return req
 
     # -- KV content -----------------------------------------------------------
 

@@ -40,10 +40,13 @@ class ServerSpec:
     long: bool = False
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
-        """Return a spec with more flags and variables, called ``<this>-<name>``."""
-        return ServerSpec(
-            f"{self.name}-{name}", (*self.flags, *flags), (*self.env, *sorted(env.items()))
-        )
+        """Return a spec with more flags and variables, called ``<this>-<name>``.
+
+        ``flags``: words, or several of them with blanks between.
+        """
+        words = " ".join((*self.flags, *flags)).split()
+        env_of_both = (*self.env, *sorted(env.items()))
+        return ServerSpec(f"{self.name}-{name}", tuple(words), env_of_both)
 
     def for_long_runs(self) -> ServerSpec:
         """Return the spec as one that ``make test`` does without."""

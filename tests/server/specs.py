@@ -10,204 +10,115 @@ from tests.server.harness import SHARED, STOCK
 
 #: KV slots that hold about five responses of the embedded model, so that
 #: requests queue, get retracted and the prefix cache is evicted.
-TIGHT = ("--max-total-tokens", "2400")
+TIGHT = "--max-total-tokens 2400"
 #: Share whatever stage 1 proposes, from the first request on.
 EAGER = tuple(arguments_of({"percentile": 100, "warmup": 0, "block": 8}))
+#: The same, block by block of the index: equal tokens rarely fall on the same page grid.
+EAGER_PAGES = tuple(arguments_of({"percentile": 100, "warmup": 0, "align": "index"}))
 #: Long prompts arrive in pieces, together with decoding requests.
-CHUNKED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk")
+CHUNKED = "--chunked-prefill-size 64 --enable-mixed-chunk"
+#: Attention that skips evicted positions.
+PAGED_READS = "--attention-backend reasoncache_cpu"
+PAGE16 = "--page-size 16"
+ALIASING = "--reasoncache-publish aliased"
+POLICY = "--reasoncache-policy"
+TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
-EXACT = SHARED.having("exact", *TIGHT, *EAGER, *CHUNKED, "--enable-metrics")
-#: Aliased nodes under forced retractions: every 25th forward throws requests out, which are
-#: then recomputed in pieces between decode steps of others.
-ALIASED = SHARED.having(
-    "aliased",
-    *TIGHT,
-    *EAGER,
-    *CHUNKED,
-    "--reasoncache-publish",
-    "aliased",
-    SGLANG_TEST_RETRACT="true",
-    SGLANG_TEST_RETRACT_INTERVAL="25",
-)
-#: Whole pages, paired by index: equal tokens rarely fall on the same page grid.
+
+def retracting(interval: int) -> dict[str, str]:
+    """Every so many forwards requests are thrown out, to be recomputed in pieces between decode
+    steps of others."""
+    return {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)}
+
+
+EXACT = SHARED.having("exact", TIGHT, *EAGER, CHUNKED, "--enable-metrics")
+ALIASED = SHARED.having("aliased", TIGHT, *EAGER, CHUNKED, ALIASING, **retracting(25))
+#: Whole pages.
 PAGED = SHARED.having(
-    "page16",
-    *TIGHT,
-    "--page-size",
-    "16",
-    *arguments_of({"percentile": 100, "warmup": 0, "align": "index"}),
-    "--reasoncache-publish",
-    "aliased",
-    "--schedule-conservativeness",
-    "0.1",
+    "page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, "--schedule-conservativeness 0.1"
 )
 #: Two tensor-parallel ranks, a core each: they must take every decision alike.
 TWO_RANKS = SHARED.having(
-    "tp2",
-    *TIGHT,
-    "--reasoncache-block",
-    "8",
-    "--reasoncache-percentile",
-    "90",
-    "--tp",
-    "2",
-    SGLANG_CPU_OMP_THREADS_BIND="0|1",
+    "tp2", TIGHT, "--reasoncache-block 8 --reasoncache-percentile 90 --tp 2", **TWO_CORES
 )
-#: Attention that skips evicted positions.
-PAGED_READS = ("--attention-backend", "reasoncache_cpu")
 #: A budget well below a response, met often, on the overlap schedule.
 EVICTING = SHARED.having(
     "streamingllm",
-    *TIGHT,
-    *CHUNKED,
-    *PAGED_READS,
-    "--enable-metrics",
-    "--reasoncache-policy",
-    "streamingllm:budget=160:slack=8",
+    *(TIGHT, CHUNKED, PAGED_READS, "--enable-metrics"),
+    *(POLICY, "streamingllm:budget=160:slack=8"),
 ).for_long_runs()
 #: Whole pages by their keys, under forced retractions, without the overlap schedule.
 EVICTING_PAGES = SHARED.having(
     "keydiff-page16",
-    *TIGHT,
-    *PAGED_READS,
-    "--page-size",
-    "16",
-    "--disable-overlap-schedule",
-    "--reasoncache-policy",
-    "keydiff:share=0.6:keys=unrotated",
-    SGLANG_TEST_RETRACT="true",
-    SGLANG_TEST_RETRACT_INTERVAL="25",
+    *(TIGHT, PAGED_READS, PAGE16, "--disable-overlap-schedule"),
+    *(POLICY, "keydiff:share=0.6:keys=unrotated"),
+    **retracting(25),
 )
 #: Sharing and evicting on the same rows, under forced retractions.
 SHARING_AND_EVICTING = SHARED.having(
     "both",
-    *TIGHT,
-    *EAGER,
-    *CHUNKED,
-    *PAGED_READS,
-    "--reasoncache-publish",
-    "aliased",
-    "--reasoncache-policy",
-    "reasoncache+streamingllm:budget=240",
-    SGLANG_TEST_RETRACT="true",
-    SGLANG_TEST_RETRACT_INTERVAL="25",
+    *(TIGHT, *EAGER, CHUNKED, PAGED_READS, ALIASING),
+    *(POLICY, "reasoncache+streamingllm:budget=240"),
+    **retracting(25),
 )
-#: What queries look at decides, in a pool with room, so that runs can be followed; and with
+#: Attention weights decide, in a pool with room, so that runs can be followed; and with
 #: sharing on the same rows, under forced retractions.
-RKV = SHARED.having("rkv", *CHUNKED, *PAGED_READS, *rkv_rule.POLICY)
+RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, *rkv_rule.POLICY)
 SHARING_AND_RKV = SHARED.having(
     "and-rkv",
-    *TIGHT,
-    *EAGER,
-    *CHUNKED,
-    *PAGED_READS,
-    "--reasoncache-publish",
-    "aliased",
-    "--reasoncache-policy",
-    "reasoncache+rkv:budget=240:slack=16",
-    SGLANG_TEST_RETRACT="true",
-    SGLANG_TEST_RETRACT_INTERVAL="25",
+    *(TIGHT, *EAGER, CHUNKED, PAGED_READS, ALIASING),
+    *(POLICY, "reasoncache+rkv:budget=240:slack=16"),
+    **retracting(25),
 ).for_long_runs()
 #: The prompt by its last queries, then the response by the weights of all.
 SNAPKV_H2O = SHARED.having(
     "snapkv-h2o",
-    *PAGED_READS,
-    "--reasoncache-policy",
+    *(PAGED_READS, POLICY),
     "snapkv:budget=24:window=8:recent=8+h2o:budget=90:slack=16:recent=16",
 ).for_long_runs()
 #: Each step reads some pages, in a pool with room; and with pages shared as well.
-QUEST = SHARED.having("quest", *PAGED_READS, *quest_rule.POLICY, "--enable-metrics")
+QUEST = SHARED.having("quest", PAGED_READS, *quest_rule.POLICY, "--enable-metrics")
 SHARING_AND_QUEST = PAGED.having(
-    "quest", *PAGED_READS, "--reasoncache-policy", "reasoncache+quest:budget=96"
+    "quest", PAGED_READS, POLICY, "reasoncache+quest:budget=96"
 ).for_long_runs()
 #: Prompts within a hard budget, chunk by chunk; no prefix cache, the overlap schedule.
 EVICTING_PROMPTS = SHARED.having(
     "prompts",
-    *TIGHT,
-    *CHUNKED,
-    *PAGED_READS,
-    "--disable-radix-cache",
-    "--reasoncache-policy",
-    "keydiff:budget=96:slack=0:recent=16:prompt=true",
+    *(TIGHT, CHUNKED, PAGED_READS, "--disable-radix-cache"),
+    *(POLICY, "keydiff:budget=96:slack=0:recent=16:prompt=true"),
 )
 #: The same beside a prefix cache and sharing, on whole pages, under forced retractions.
 EVICTING_PROMPTS_PAGES = SHARED.having(
     "prompts-page16",
-    *TIGHT,
-    *CHUNKED,
-    *PAGED_READS,
-    "--page-size",
-    "16",
-    "--disable-overlap-schedule",
-    *arguments_of({"percentile": 100, "warmup": 0, "align": "index"}),
-    "--reasoncache-policy",
-    "reasoncache+streamingllm:budget=128:slack=16:prompt=true",
-    SGLANG_TEST_RETRACT="true",
-    SGLANG_TEST_RETRACT_INTERVAL="40",
+    *(TIGHT, CHUNKED, PAGED_READS, PAGE16, "--disable-overlap-schedule", *EAGER_PAGES),
+    *(POLICY, "reasoncache+streamingllm:budget=128:slack=16:prompt=true"),
+    **retracting(40),
 ).for_long_runs()
 #: Two ranks that must evict alike, between chunks and where the pool is half full.
 EVICTING_ON_TWO_RANKS = SHARED.having(
     "evict-tp2",
-    *TIGHT,
-    *CHUNKED,
-    *PAGED_READS,
-    "--tp",
-    "2",
-    "--reasoncache-policy",
-    "keydiff:budget=128:prompt=true:when=0.5:until=0.4",
-    SGLANG_CPU_OMP_THREADS_BIND="0|1",
+    *(TIGHT, CHUNKED, PAGED_READS, "--tp 2"),
+    *(POLICY, "keydiff:budget=128:prompt=true:when=0.5:until=0.4"),
+    **TWO_CORES,
 ).for_long_runs()
 #: Memory for four responses; too many are admitted, and a policy waits until that shows.
 EVICTING_WHEN_SHORT = SHARED.having(
     "when",
-    "--max-total-tokens",
-    "1600",
-    "--schedule-conservativeness",
-    "0.1",
-    *PAGED_READS,
-    "--reasoncache-policy",
-    "streamingllm:budget=160:slack=8:when=0.8:until=0.7",
+    *("--max-total-tokens 1600 --schedule-conservativeness 0.1", PAGED_READS),
+    *(POLICY, "streamingllm:budget=160:slack=8:when=0.8:until=0.7"),
 ).for_long_runs()
 #: SGLang's own attention.
-STOCK_TORCH = STOCK.having("torch-native", "--attention-backend", "torch_native")
-NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile", "0")
+STOCK_TORCH = STOCK.having("torch-native", "--attention-backend torch_native")
+NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile 0")
 #: Polls wait for the filter, so that a response shares at the same tokens on every server.
 WAITING = {WAIT_ENV: "1"}
 #: Shared KV is written to own slots.
-COPY = ("--reasoncache-set", "apply=copy")
+COPY = "--reasoncache-set apply=copy"
 CORRECTED = SHARED.having("corrected", *EAGER, **WAITING)
-CORRECTED_COPY = CORRECTED.having("copy", *COPY)
-AS_CACHED = SHARED.having("as-cached", *EAGER, "--reasoncache-positions", "as-cached", **WAITING)
-AS_CACHED_COPY = AS_CACHED.having("copy", *COPY)
-
+CORRECTED_COPY = CORRECTED.having("copy", COPY)
+AS_CACHED = SHARED.having("as-cached", *EAGER, "--reasoncache-positions as-cached", **WAITING)
+AS_CACHED_COPY = AS_CACHED.having("copy", COPY)
 #: The model marks its reasoning; blocks are compared by angle, an ablation.
 REASONING = SHARED.having(
-    "reasoning", *EAGER, "--reasoning-parser", "qwen3", "--reasoncache-set", "distance=cosine"
+    "reasoning", *EAGER, "--reasoning-parser qwen3 --reasoncache-set distance=cosine"
 )
-
-__all__ = [
-    "ALIASED",
-    "AS_CACHED",
-    "AS_CACHED_COPY",
-    "CORRECTED",
-    "CORRECTED_COPY",
-    "EVICTING",
-    "EVICTING_ON_TWO_RANKS",
-    "EVICTING_PAGES",
-    "EVICTING_PROMPTS",
-    "EVICTING_PROMPTS_PAGES",
-    "EVICTING_WHEN_SHORT",
-    "EXACT",
-    "NOTHING_SHARED",
-    "PAGED",
-    "QUEST",
-    "REASONING",
-    "RKV",
-    "SHARING_AND_EVICTING",
-    "SHARING_AND_QUEST",
-    "SHARING_AND_RKV",
-    "SNAPKV_H2O",
-    "STOCK",
-    "STOCK_TORCH",
-    "TWO_RANKS",
-]

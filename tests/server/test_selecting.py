@@ -12,10 +12,6 @@ from tests.server.harness import wait_until_idle
 from tests.server.problems import problems, report, series, solve
 from tests.server.quest_rule import assert_quest_decides, assert_reads_less
 from tests.server.specs import QUEST, SHARING_AND_QUEST
-from tests.server.test_evicting import reference as reference
-from tests.server.test_sharing import (
-    test_aborted_and_disconnected_requests_give_everything_back as give_everything_back,
-)
 
 BOTH = pytest.mark.parametrize("server", [QUEST, SHARING_AND_QUEST], indirect=True)
 
@@ -48,8 +44,3 @@ def test_prometheus_tells_what_was_read(server: ServerProcess) -> None:
 def test_shared_pages_are_selected_too(server: ServerProcess) -> None:
     solve(server, problems(16, seed=43))
     assert report(server)["totals"]["blocks_shared"] > 4
-
-
-@BOTH
-def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
-    give_everything_back(server)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing under load, in every publish mode and page size.
+"""Sharing under load, in every publish mode and page size, and what every kind of server does.
 
 The ``server`` fixture checks after each test that every slot is back, the cache
 can be flushed and the log holds no traceback; SGLang's strict memory checks run
@@ -18,9 +18,29 @@ import pytest
 from eval.serving import MODEL_NAME, ServerProcess
 from tests.server.harness import wait_until_idle
 from tests.server.problems import OPT_OUT, accuracy, chat_once, problems, report, solve
-from tests.server.specs import ALIASED, EXACT, PAGED, TWO_RANKS
+from tests.server.specs import (
+    ALIASED,
+    EVICTING,
+    EVICTING_PAGES,
+    EVICTING_PROMPTS,
+    EVICTING_PROMPTS_PAGES,
+    EXACT,
+    PAGED,
+    QUEST,
+    RKV,
+    SHARING_AND_EVICTING,
+    SHARING_AND_QUEST,
+    SHARING_AND_RKV,
+    SNAPKV_H2O,
+    TWO_RANKS,
+)
 
-ALL = pytest.mark.parametrize("server", [EXACT, ALIASED, PAGED], indirect=True)
+SHARING = (EXACT, ALIASED, PAGED)
+ALL = pytest.mark.parametrize("server", SHARING, indirect=True)
+EVERY_KIND = (
+    *(*SHARING, EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING, EVICTING_PROMPTS),
+    *(EVICTING_PROMPTS_PAGES, RKV, SHARING_AND_RKV, SNAPKV_H2O, QUEST, SHARING_AND_QUEST),
+)
 TOKEN_ALIGNED = pytest.mark.parametrize("server", [EXACT, ALIASED], indirect=True)
 
 
@@ -65,7 +85,7 @@ def test_retracted_requests_share_again(server: ServerProcess) -> None:
     assert seen["totals"]["blocks_reapplied"] > 0
 
 
-@ALL
+@pytest.mark.parametrize("server", EVERY_KIND, indirect=True)
 def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
     """Requests that vanish mid-stream, by abort call or by closing the connection."""
 
@@ -97,12 +117,13 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
 
     asyncio.run(run())
     wait_until_idle(server)
-    assert report(server)["slots_saved_now"] == 0
+    seen = report(server)
+    assert seen["slots_saved_now"] == seen["positions_evicted_now"] == 0
 
 
 @ALL
 def test_follow_up_turn(server: ServerProcess) -> None:
-    """A second turn over a shared first answer is served, twice alike."""
+    """A second turn over a shared first answer is answered, twice alike."""
     problem = problems(1, seed=8)[0]
     first = chat_once(server, [{"role": "user", "content": problem.prompt}])
     turns = [
@@ -115,23 +136,31 @@ def test_follow_up_turn(server: ServerProcess) -> None:
     assert texts[0] == texts[1]
 
 
-@ALL
-def test_flush_between_loads(server: ServerProcess) -> None:
-    """Flushing evicts the shared prefix cache; the next load starts from nothing."""
+@pytest.mark.parametrize(
+    ("server", "total"),
+    [
+        *((spec, "blocks_shared") for spec in SHARING),
+        *((spec, "positions_evicted") for spec in (EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING)),
+    ],
+    indirect=["server"],
+)
+def test_flush_between_loads(server: ServerProcess, total: str) -> None:
+    """Flushing empties the shared prefix cache; the next load starts from nothing."""
     todo = problems(6, seed=9)
     solve(server, todo)
     wait_until_idle(server)
     assert server.post("/flush_cache").status_code == 200
-    assert report(server)["totals"]["blocks_shared"] == 0
+    assert report(server)["totals"][total] == 0
     solve(server, todo)
-    assert report(server)["totals"]["blocks_shared"] > 0
+    assert report(server)["totals"][total] > 0
 
 
-@TOKEN_ALIGNED
-def test_opted_out_request_shares_nothing(server: ServerProcess) -> None:
-    """``custom_params`` of the OpenAI API switches sharing off for one request."""
+@pytest.mark.parametrize("server", [EXACT, ALIASED, EVICTING], indirect=True)
+def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
+    """``custom_params`` of the OpenAI API switches sharing and evicting off for one request."""
     before = report(server)["totals"]
     solve(server, problems(4, seed=10), OPT_OUT)
     after = report(server)["totals"]
     assert after["requests_opted_out"] == before["requests_opted_out"] + 4
-    assert after["blocks_compared"] == before["blocks_compared"]
+    for total in ("blocks_compared", "positions_evicted"):
+        assert after[total] == before[total]

@@ -13,10 +13,6 @@ from tests.server.problems import assert_frees_slots, problems, report, solve
 from tests.server.rkv_rule import assert_rkv_decides
 from tests.server.specs import RKV, SHARING_AND_RKV, SNAPKV_H2O
 from tests.server.test_evicting import MEAN_ROUNDING, MOST_ROUNDING
-from tests.server.test_evicting import reference as reference
-from tests.server.test_sharing import (
-    test_aborted_and_disconnected_requests_give_everything_back as give_everything_back,
-)
 
 ALL = pytest.mark.parametrize("server", [RKV, SHARING_AND_RKV, SNAPKV_H2O], indirect=True)
 
@@ -81,9 +77,3 @@ def test_shares_and_evicts_on_the_same_rows(server: ServerProcess) -> None:
     assert any(
         sum(run[2] for run in row["evictions"]) > row["evicted_positions"] > 0 for row in rows
     )
-
-
-@ALL
-def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
-    give_everything_back(server)
-    assert report(server)["positions_evicted_now"] == 0

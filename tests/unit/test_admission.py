@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,39 +54,46 @@ def fits(made: PrefillBudget, prompt: int, output: int) -> bool:
     return verdict
 
 
-def test_future_output_is_discounted() -> None:
-    """1000 slots, 100 for the prompt and its page, 400 * (1 - 0.25) for its output."""
+@pytest.mark.parametrize(
+    ("credit", "page", "prompt", "fitting", "too_much"),
+    [
+        # The whole prompt, and the undiscounted part of the output: 600 + 0.5 * 798 is 999 and
+        # fits below 1000; one pair of tokens more does not.
+        (0.5, 1, 600, 798, 800),
+        # A prompt of 601 takes 608, so 6 of the first output tokens are not discounted:
+        # 608 + (601 + 784 - 608) * 0.5 = 996.5; 608 + (601 + 791 - 608) * 0.5 = 1000.
+        (0.5, 16, 601, 784, 791),
+    ],
+)
+def test_request_needs_its_prompt_and_the_undiscounted_part_of_its_output(
+    credit: float, page: int, prompt: int, fitting: int, too_much: int
+) -> None:
+    made = budget(credit, page)
+    assert fits(made, prompt, fitting)
+    assert not fits(made, prompt, too_much)
+
+
+def test_what_remains() -> None:
+    """Only future output is discounted: 100 for the prompt and its page, 400 * (1 - 0.25)."""
     made = budget(0.25)
     made.reserve(99, 400)
     assert (made.total_offset, made.current_offset) == (500, 100)
     assert made.remaining_total == 1000 - 100 - 300
     assert made.remaining_current == 1000 - 100
-
-
-def test_prompts_are_never_discounted() -> None:
-    made = budget(0.9)
-    made.reserve(999, 0)
-    assert made.remaining_total == 0
-    assert not made.has_capacity()
-    empty = budget(0.9)
-    assert fits(empty, prompt=999, output=0)
-    assert not fits(empty, prompt=1000, output=0)
-
-
-def test_request_needs_its_prompt_and_the_undiscounted_part_of_its_output() -> None:
-    """600 + 0.5 * 798 is 999 and fits below 1000; one pair of tokens more does not."""
-    made = budget(0.5)
-    assert fits(made, prompt=600, output=798)
-    assert not fits(made, prompt=600, output=800)
-
-
-def test_prompt_is_rounded_up_to_pages_before_the_discount() -> None:
-    """At page 16 a prompt of 601 takes 608, so 6 of the first output tokens are not discounted."""
-    made = budget(0.5, page=16)
-    # 608 + (601 + 784 - 608) * 0.5 = 996.5
-    assert fits(made, prompt=601, output=784)
-    # 608 + (601 + 791 - 608) * 0.5 = 1000
-    assert not fits(made, prompt=601, output=791)
+    prompts = budget(0.9)
+    assert fits(prompts, prompt=999, output=0)
+    assert not fits(prompts, prompt=1000, output=0)
+    prompts.reserve(999, 0)
+    assert prompts.remaining_total == 0
+    assert not prompts.has_capacity()
+    # SGLang adds the estimated rest of running requests to ``total_offset`` directly.
+    running = budget(0.2, mixed=10)
+    running.total_offset += 500
+    assert running.remaining_total == 1000 - 10 - 500 * 0.8
+    # A total below the current offset is no reservation in reverse.
+    below = budget(0.5)
+    below.current_offset += 40
+    assert below.remaining_total == 1000 - 40
 
 
 def test_rounding_does_not_exceed_what_the_request_can_ever_use() -> None:
@@ -95,19 +103,6 @@ def test_rounding_does_not_exceed_what_the_request_can_ever_use() -> None:
     assert made.remaining_total == 5
     assert fits(made, prompt=1, output=3)
     assert not fits(made, prompt=1, output=4)
-
-
-def test_running_requests_reserve_through_the_same_offsets() -> None:
-    """SGLang adds the estimated rest of running requests to ``total_offset`` directly."""
-    made = budget(0.2, mixed=10)
-    made.total_offset += 500
-    assert made.remaining_total == 1000 - 10 - 500 * 0.8
-
-
-def test_total_below_current_is_not_a_reservation_in_reverse() -> None:
-    made = budget(0.5)
-    made.current_offset += 40
-    assert made.remaining_total == 1000 - 40
 
 
 @pytest.mark.parametrize("page", [1, 16])
@@ -136,53 +131,43 @@ def test_more_credit_never_admits_less() -> None:
 # -- forecast -------------------------------------------------------------------
 
 
-def test_nothing_seen_is_no_credit() -> None:
-    forecast = SharingForecast(limit=0.5)
+ENDED, RUNNING = SharingForecast.observe, SharingForecast.poll
+
+
+@pytest.mark.parametrize(
+    ("limit", "horizon", "seen"),
+    [
+        # Nothing seen is no credit.
+        (0.5, 1000, [(ENDED, 0, 0, 0.0)]),
+        # The share of tokens: the first 100 weigh 1 - 300/1000 in the end.
+        (0.9, 1000, [(ENDED, 30, 100, 0.3), (ENDED, 10, 300, (21 + 10) / (70 + 300))]),
+        # Running requests count where they share more, from some tokens on.
+        (
+            0.9,
+            20_000,
+            [
+                (RUNNING, 100, 500, 0.0),
+                (RUNNING, 256, 1024, 0.25),
+                (ENDED, 400, 1000, 0.4),
+                (RUNNING, 500, 1000, 0.5),
+                (RUNNING, 0, 0, 0.4),
+            ],
+        ),
+        (0.4, 20_000, [(ENDED, 90, 100, 0.4)]),
+        (0.0, 20_000, [(ENDED, 50, 100, 0.0)]),
+        # A request longer than the horizon replaces what was seen.
+        (0.9, 1000, [(ENDED, 900, 1000, 0.9), (ENDED, 100, 2000, 0.05)]),
+    ],
+)
+def test_forecast(
+    limit: float, horizon: float, seen: list[tuple[Callable[..., None], int, int, float]]
+) -> None:
+    """What was shared of how many tokens, and the credit behind it."""
+    forecast = SharingForecast(limit, horizon)
     assert forecast.credit == 0.0
-    forecast.observe(0, 0)
-    assert forecast.credit == 0.0
-
-
-def test_forecast_is_the_share_of_tokens() -> None:
-    """30 of 100 tokens, then 10 of 300; the first weighs 1 - 300/1000 by then."""
-    forecast = SharingForecast(limit=0.9, horizon=1000)
-    forecast.observe(30, 100)
-    assert forecast.credit == pytest.approx(0.3)
-    forecast.observe(10, 300)
-    assert forecast.credit == pytest.approx((30 * 0.7 + 10) / (100 * 0.7 + 300))
-
-
-def test_running_requests_count_where_they_share_more() -> None:
-    forecast = SharingForecast(limit=0.9)
-    forecast.poll(100, 500)
-    assert forecast.credit == 0.0, "too few tokens to say"
-    forecast.poll(256, 1024)
-    assert forecast.credit == 0.25
-    forecast.observe(400, 1000)
-    assert forecast.credit == pytest.approx(0.4)
-    forecast.poll(500, 1000)
-    assert forecast.credit == 0.5
-    forecast.poll(0, 0)
-    assert forecast.credit == pytest.approx(0.4)
-
-
-def test_forecast_is_limited() -> None:
-    forecast = SharingForecast(limit=0.4)
-    forecast.observe(90, 100)
-    assert forecast.credit == 0.4
-
-
-def test_limit_zero_switches_the_credit_off() -> None:
-    forecast = SharingForecast(limit=0.0)
-    forecast.observe(50, 100)
-    assert forecast.credit == 0.0
-
-
-def test_request_longer_than_the_horizon_replaces_what_was_seen() -> None:
-    forecast = SharingForecast(limit=0.9, horizon=1000)
-    forecast.observe(900, 1000)
-    forecast.observe(100, 2000)
-    assert forecast.credit == pytest.approx(0.05)
+    for tell, shared, tokens, credit in seen:
+        tell(forecast, shared, tokens)
+        assert forecast.credit == pytest.approx(credit)
 
 
 def test_forecast_follows_a_change() -> None:

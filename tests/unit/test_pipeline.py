@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposals on their way: nothing waits for them, and what comes too late is dropped.
+"""Proposals on their way: nothing waits for them, and what comes too late is refused.
 
 SGLang's pools, requests and release path with our controller; only the moment when
 results arrive is the test's to choose, as a GPU's would be.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -45,6 +45,25 @@ class SlowMeter(BlockMeter):
 
         measured.__class__ = Slow
         return measured
+
+
+@pytest.fixture(autouse=True)
+def everything_comes_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """At the end of each test every request is finished, and then every slot is free."""
+    made: list[World] = []
+    initialize = World.__init__
+
+    def note(world: World, *args: Any, **kwargs: Any) -> None:
+        initialize(world, *args, **kwargs)
+        made.append(world)
+
+    monkeypatch.setattr(World, "__init__", note)
+    yield
+    for world in made:
+        for req in list(world.requests):
+            if req.kv.holds_kv:
+                finish(world, req)
+        assert_empty(world)
 
 
 @pytest.fixture
@@ -114,7 +133,7 @@ def used(world: World) -> int:
     return world.total - world.allocator.available_size()
 
 
-def test_a_wave_in_flight_holds_nobody_up(slow: World) -> None:
+def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
     req = start(slow)
     before = used(slow)
     propose(slow, req, Pair(20, 8))
@@ -128,8 +147,6 @@ def test_a_wave_in_flight_holds_nobody_up(slow: World) -> None:
     assert slow.engine.outstanding == 0
     row = slow.row(req).tolist()
     assert row[20:24] == row[8:12] and row[26:30] == row[14:18]
-    finish(slow, req)
-    assert_empty(slow)
 
 
 @pytest.mark.parametrize("setup", [SETUP, Setup(page=4, block=4, slots=160, publish="aliased")])
@@ -155,21 +172,17 @@ def test_shares_without_a_prefix_cache(setup: Setup, end: str) -> None:
         req.output_ids.append(9)
         world.controller.after_decode([req])
         assert world.controller.after_decode([req]) == 8
-        finish(world, req)
-        assert used(world) == 0
-    assert_empty(world)
 
 
 @pytest.mark.parametrize("end", ["finish", "retract"])
-def test_what_arrives_for_a_row_that_is_gone_is_evicted(slow: World, end: str) -> None:
+def test_what_arrives_for_a_row_that_is_gone_is_refused(slow: World, end: str) -> None:
     req, other = start(slow, "gone"), start(slow, "stays", first=200)
     propose(slow, req, Pair(20, 8))
     slow.controller.after_decode([req, other])
     if end == "finish":
         finish(slow, req)
     else:
-        release_kv_cache(req, slow.tree, checkpoint=False)
-        req.reset_for_retract()
+        retract(slow, req)
     # Its slots are somebody else's by now.
     third = start(slow, "third", first=300)
     rows = slow.row(other).copy(), slow.row(third).copy()
@@ -177,13 +190,10 @@ def test_what_arrives_for_a_row_that_is_gone_is_evicted(slow: World, end: str) -
     assert slow.controller.after_decode([other, third]) == 0
     assert slow.controller.stats.refusals["late"] == 1
     assert (slow.row(other) == rows[0]).all() and (slow.row(third) == rows[1]).all()
-    for running in (other, third):
-        finish(slow, running)
-    assert_empty(slow)
 
 
 def test_a_retracted_request_shares_again(slow: World) -> None:
-    """Decisions stand over a retraction; a wave of the old row does not."""
+    """Decisions stand over a retraction; a batch of the old row does not."""
     arrive(slow, True)
     req = start(slow)
     propose(slow, req, Pair(20, 8))
@@ -191,21 +201,18 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     arrive(slow, False)
     propose(slow, req, Pair(26, 14))
     slow.controller.after_decode([req])
-    release_kv_cache(req, slow.tree, checkpoint=False)
-    req.reset_for_retract()
+    retract(slow, req)
     assert slow.controller.live_positions == 0
     prefill(slow, req)
     arrive(slow, True)
     decode(slow, req)
-    # The old wave lands and finds its row gone; the old decision is applied anew.
+    # The old batch arrives and finds its row gone; the old decision is applied anew.
     assert slow.controller.after_decode([req]) == 0
     assert slow.controller.after_decode([req]) == 4
     assert slow.controller.stats.refusals["late"] == 1
     assert slow.controller.stats.blocks_reapplied == 1
     row = slow.row(req).tolist()
     assert row[20:24] == row[8:12] and row[26:30] != row[14:18]
-    finish(slow, req)
-    assert_empty(slow)
 
 
 def retract(world: World, req: Req) -> None:
@@ -224,9 +231,7 @@ def test_a_row_being_recomputed_is_left_alone() -> None:
     assert world.controller.after_decode([other]) == 0
     assert world.controller.stats.refusals["late"] == 1
     assert world.allocator.available_size() == free and not len(world.allocator.references)
-    finish(world, other)
     retract(world, req)
-    assert_empty(world)
 
 
 def test_a_decision_survives_retraction_after_retraction() -> None:
@@ -244,11 +249,9 @@ def test_a_decision_survives_retraction_after_retraction() -> None:
     assert world.controller.after_decode([req]) == 8
     assert state(world, req).shared == [(20, 8), (26, 14)]
     assert world.controller.live_positions == 8
-    finish(world, req)
-    assert_empty(world)
 
 
-def test_nothing_lands_before_old_decisions(slow: World) -> None:
+def test_nothing_is_applied_before_old_decisions(slow: World) -> None:
     """New blocks of a recomputed row come after those it had."""
     arrive(slow, True)
     req = start(slow)
@@ -261,19 +264,16 @@ def test_nothing_lands_before_old_decisions(slow: World) -> None:
     slow.controller.after_decode([req])
     slow.controller.after_decode([req])
     assert slow.controller.live_positions == 4 * len(set(state(slow, req).shared))
-    finish(slow, req)
-    assert_empty(slow)
 
 
-def test_results_of_a_request_that_disappeared_are_evicted() -> None:
+def test_results_of_a_request_that_disappeared_are_refused() -> None:
     """Aborted while it waited to be scheduled again, it is never released."""
     world = World(SETUP)
     req = start(world)
     followed = state(world, req).followed.id
     world.engine.waiting[followed] += (Pair(20, 8),)
     world.engine.feed([followed], [1], [7])  # type: ignore[arg-type]
-    release_kv_cache(req, world.tree, checkpoint=False)
-    req.reset_for_retract()
+    retract(world, req)
     collector = threading.Thread(target=lambda held: held.clear(), args=([req],))
     del req
     collector.start()
@@ -284,8 +284,6 @@ def test_results_of_a_request_that_disappeared_are_evicted() -> None:
     assert followed in world.engine.closed
     world.controller.after_decode([other])
     assert world.controller.stats.refusals["late"] == 1
-    finish(world, other)
-    assert_empty(world)
 
 
 def test_a_finished_request_leaves_the_engine(slow: World) -> None:
@@ -321,8 +319,6 @@ def test_ranks_take_only_what_all_of_them_have() -> None:
     ranks.allowed = 1
     decode(world, req)
     assert world.controller.after_decode([req]) == 4
-    finish(world, req)
-    assert_empty(world)
 
 
 def test_ranks_wait_for_the_slowest_device() -> None:
@@ -368,12 +364,9 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
     decode(world, req)
     assert world.controller.after_decode([req, other]) == 0
     assert world.engine.closed == set()
-    for running in (req, other):
-        finish(world, running)
-    assert_empty(world)
 
 
-def test_looks_at_the_requests_now_and_then() -> None:
+def test_polls_the_requests_now_and_then() -> None:
     world = World(SETUP, interval=4)
     req = start(world)  # one call
     assert state(world, req) is None
@@ -389,7 +382,7 @@ def test_looks_at_the_requests_now_and_then() -> None:
 
 
 def test_a_short_request_is_counted_too() -> None:
-    """It ended before anybody looked."""
+    """It ended before the first poll."""
     world = World(SETUP, interval=100)
     req = start(world)
     finish(world, req)

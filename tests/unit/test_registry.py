@@ -6,6 +6,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -129,61 +130,27 @@ class OldestFirst(Evictor):
         return runs(view.candidates(self.recent)[:: self.every][:excess])
 
 
-@dataclass(frozen=True)
-class NoExcess:
-    budget: int = 1
+def raising(error: Exception) -> Any:
+    def call(*_args: object) -> Any:
+        raise error
 
-    def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
-        return []
-
-
-@dataclass(frozen=True)
-class NoSlack(NoExcess):
-    def excess(self, written: int, held: int) -> int:
-        return 0
+    return call
 
 
-@dataclass(frozen=True)
-class NoNeeds(NoSlack):
-    slack: int = 0
+def policy_with(**members: Any) -> type:
+    """Another package's policy: a dataclass that is no :class:`Evictor` and has these members."""
+    return dataclass(frozen=True)(type("Odd", (), {"__annotations__": {"budget": int}, **members}))
 
 
-@dataclass(frozen=True)
-class SlackBelowZero(NoNeeds):
-    needs: frozenset[str] = frozenset()
-    slack: int = -1
+def but(**members: Any) -> type:
+    """:class:`OldestFirst` with other members."""
+    return dataclass(frozen=True)(type("Odd", (OldestFirst,), members))
 
 
-@dataclass(frozen=True)
-class NeedsValues(OldestFirst):
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"values"})
-
-
-@dataclass(frozen=True)
-class ObservesNothing(OldestFirst):
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"attention"})
-
-
-@dataclass(frozen=True)
-class NeedsRaise(OldestFirst):
-    @property
-    def needs(self) -> frozenset[str]:
-        raise RuntimeError("not today")
-
-
-@dataclass(frozen=True)
-class Asserting(OldestFirst):
-    def __post_init__(self) -> None:
-        raise AssertionError("not today")
-
-
-@dataclass(frozen=True)
-class UnknownType(OldestFirst):
-    what: "torchx.Tensor" = None  # type: ignore[name-defined] # noqa: F821, UP037
+EVICTS = dict(budget=1, evict=lambda *_: [])
+EXCEEDS = dict(EVICTS, excess=lambda *_: 0)
+NO_SLACK = "have a slack, an integer of at least 0; oldest does not"
+NO_NEEDS = "have needs, a set of attention, keys, unrotated keys or an empty one; oldest"
 
 
 class _Entry:
@@ -205,18 +172,15 @@ class _Entry:
         (ImportError("no module named other"), "policies that load; oldest does not"),
         (len, "policies that are dataclasses; oldest is"),
         (Evictor, "policies that evict or keep something; oldest is"),
-        (NoExcess, "have methods evicts and excess; oldest does not"),
-        (NoSlack, "have a slack, an integer of at least 0; oldest does not"),
-        (SlackBelowZero, "have a slack, an integer of at least 0; oldest does not"),
-        (NoNeeds, "have needs, a set of attention, keys, unrotated keys or an empty one; oldest"),
-        (NeedsValues, "have needs, a set of attention"),
-        (NeedsRaise, "not today"),
-        (
-            ObservesNothing,
-            "have statistics_needs, a StatisticsNeeds, as attention is needed; oldest",
-        ),
-        (Asserting, "options that oldest takes .*not today"),
-        (UnknownType, "policies whose types resolve; oldest has NameError.*torchx"),
+        (policy_with(**EVICTS), "have methods evicts and excess; oldest does not"),
+        (policy_with(**EXCEEDS), NO_SLACK),
+        (policy_with(**EXCEEDS, needs=frozenset(), slack=-1), NO_SLACK),
+        (policy_with(**EXCEEDS, slack=0), NO_NEEDS),
+        (but(needs=frozenset({"values"})), NO_NEEDS),
+        (but(needs=property(raising(RuntimeError("not today")))), "not today"),
+        (but(needs=frozenset({"attention"})), "have statistics_needs, a StatisticsNeeds, as"),
+        (but(__post_init__=raising(AssertionError("not today"))), "oldest takes .*not today"),
+        (but(__annotations__={"what": "torchx.Tensor"}, what=None), "resolve.*NameError.*torchx"),
     ],
 )
 def test_another_packages_policy(

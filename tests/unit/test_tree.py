@@ -76,7 +76,7 @@ class Bench:
             ),
             publish_aliased=publish_aliased,
         )
-        self.controller = _Controller()
+        self.controller: Any = _Controller()
         self.tree.controller = self.controller
         self._pages: dict[str, int] = {}
 
