@@ -218,36 +218,36 @@ def test_an_unknown_preset_on_the_command_line_lists_the_names(
     assert all(name in shown for name in PRESETS)
 
 
-@pytest.mark.parametrize(
-    ("fields", "flag"),
-    [
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
-        ({"enable_lmcache": True}, "--enable-lmcache"),
-        ({"enable_flexkv": True}, "--enable-flexkv"),
-        ({"enable_hisparse": True}, "--enable-hisparse"),
-        ({"enable_unified_memory": True}, "--enable-unified-memory"),
-        ({"enable_streaming_session": True}, "--enable-streaming-session"),
-        ({"enable_session_radix_cache": True}, "--enable-session-radix-cache"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
-        ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend"),
-        ({"kv_canary": "log"}, "--kv-canary"),
-        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
-        ({"enable_return_indexer_topk": True}, "--enable-return-indexer-topk"),
-        ({"dcp_size": 2}, "--dcp-size"),
-        ({"pp_size": 2}, "--pp-size"),
-        ({"dllm_algorithm": "LowConfidence"}, "--dllm-algorithm"),
-        ({"skip_tokenizer_init": True}, "--skip-tokenizer-init"),
-        ({"enable_dp_attention": True}, "--enable-dp-attention"),
-        ({"attn_dp_size": 2}, "--attn-dp-size"),
-        ({"strip_thinking_cache": True}, "--strip-thinking-cache"),
-    ],
+IN_THE_WAY: dict[str, object] = dict(
+    enable_hierarchical_cache=True,
+    enable_lmcache=True,
+    enable_flexkv=True,
+    enable_hisparse=True,
+    enable_unified_memory=True,
+    enable_streaming_session=True,
+    enable_session_radix_cache=True,
+    speculative_algorithm="EAGLE",
+    disaggregation_mode="decode",
+    radix_cache_backend="flexkv",
+    kv_canary="log",
+    enable_return_routed_experts=True,
+    enable_return_indexer_topk=True,
+    dcp_size=2,
+    pp_size=2,
+    dllm_algorithm="LowConfidence",
+    skip_tokenizer_init=True,
+    enable_dp_attention=True,
+    attn_dp_size=2,
+    strip_thinking_cache=True,
 )
-def test_incompatible_flag_is_named(fields: dict[str, object], flag: str) -> None:
+
+
+@pytest.mark.parametrize("field", IN_THE_WAY)
+def test_incompatible_flag_is_named(field: str) -> None:
     """One message names the flag and a reason."""
     with pytest.raises(ValueError, match="cannot be combined with") as caught:
-        refusals.check(_server_args(**fields))
-    assert f"{flag} (" in str(caught.value)
+        refusals.check(_server_args(**{field: IN_THE_WAY[field]}))
+    assert f"--{field.replace('_', '-')} (" in str(caught.value)
 
 
 def test_plain_flags_are_not_refused() -> None:

@@ -221,7 +221,7 @@ def write(options: Options, timings: dict[Aim, policies_speed.Timing]) -> None:
             "\n" + table(long, result["prompt_dense"], "Long prompts under a budget").markdown()
         )
     for sentence in options.left_out:
-        document += f"Left out: {sentence}.\n\n"
+        document += f"\nLeft out: {sentence}.\n"
     write_whole(options.out / "policies.md", document)
     picture(found, dense, options.out / "policies.png")
 

@@ -71,10 +71,7 @@ class PointError(ValueError):
 class Point:
     """A policy at one setting.
 
-    Attributes:
-        policy: as in the result's rows.
-        aim: share of the slots that the setting is to save.
-        method: as in ``eval.run --methods``.
+    ``aim`` is the share of the slots that it is to save, ``method`` as in ``eval.run``.
     """
 
     policy: str
@@ -85,17 +82,6 @@ class Point:
 def installed() -> tuple[str, ...]:
     """Those of :data:`POLICIES` that this version's registry has."""
     return tuple(name for name in POLICIES if _missing(name) is None)
-
-
-def check(policy: str) -> None:
-    """
-    Raises:
-        PointError: the registry has no such policy.
-    """
-    missing = _missing(policy)
-    if missing is not None:
-        known = ", ".join(installed())
-        raise PointError(f"--policies: no policy {missing!r}; there are {known}, and pairs with +")
 
 
 def points(policies: Sequence[str], savings: Sequence[float]) -> tuple[list[Point], list[str]]:
@@ -112,7 +98,10 @@ def points(policies: Sequence[str], savings: Sequence[float]) -> tuple[list[Poin
             raise PointError(f"{name} must name at least one, none twice, got {list(given)}")
     found, left_out = [], []
     for policy in policies:
-        check(policy)
+        missing = _missing(policy)
+        if missing is not None:
+            known = ", ".join(installed())
+            raise PointError(f"--policies: no policy {missing!r}; there are {known}, pairs with +")
         for saving in savings:
             method = method_of(policy, saving)
             if method is None:

@@ -49,8 +49,10 @@ def words(text: str) -> str:
 
 
 def number(value: float | None, why: str = "", form: str = "{:.1f}") -> str:
-    """``-`` where there is none."""
-    return "-" if value is None or pd.isna(value) else form.format(value)
+    """``-`` where there is none, and why."""
+    if value is None or pd.isna(value):
+        return f"- ({why})" if why else "-"
+    return form.format(value)
 
 
 def interval(estimate: Estimate | None, form: str = "{:.3f}") -> str:

@@ -58,14 +58,10 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from, and how many.
+    """Where documents come from, and how many: a local JSONL or the Hugging Face hub.
 
-    Attributes:
-        file: a local JSONL, "" for the Hugging Face hub.
-        seed: chooses problems where a task generates or shuffles them.
-        limit: the first so many only, None for all.
-        model: folder or hub name, for tasks that must know its tokens.
-        allow_code: whether the operator allowed running code that a model wrote.
+    ``seed`` chooses problems where a task generates or shuffles them; ``model`` is for tasks
+    that must know its tokens; ``allow_code`` is the operator's word on code that a model wrote.
     """
 
     file: str = ""
@@ -77,14 +73,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Problem:
-    """One request.
+    """One request; ``body`` has further fields of it, ``max_tokens`` None is the run's own limit.
 
-    Attributes:
-        id: unique within its task and seed, the same in each run.
-        messages: of the chat.
-        body: further fields of the request.
-        max_tokens: of the response, None for the run's own limit.
-        group: a class of problems with an accuracy of its own, "" for none.
+    The id is unique within task and seed and the same in each run. ``group`` is a class of
+    problems with an accuracy of its own, "" for none.
     """
 
     id: str

@@ -10,27 +10,24 @@ from sglang_reasoncache.filter.proposal import StepResult
 
 
 class StepEngine(Protocol):
-    """Called by the scheduler's thread only, which none of it holds up. Arrays have type ``q``.
+    """Called by the scheduler's thread only, which it never holds up. Arrays have type ``q``.
 
     Every :meth:`feed` has one reply, with the steps that it finished.
+
+    Attributes:
+        outstanding: feeds whose replies were not taken. A function of the calls made, not of
+            time, so tensor-parallel ranks agree on it.
+        steps_shed: steps in taken replies that were not compared, because too many waited.
+        restarts: times that it failed and was started anew.
+        given_up: it failed too often, nothing is compared any more.
     """
 
-    @property
-    def outstanding(self) -> int:
-        """Feeds whose replies were not taken. A function of the calls made, not of time,
-        so tensor-parallel ranks agree on it."""
+    steps_shed: int
+    restarts: int
+    given_up: bool
 
     @property
-    def steps_shed(self) -> int:
-        """Steps in taken replies that were not compared, because too many were waiting."""
-
-    @property
-    def restarts(self) -> int:
-        """Times that it failed and was started anew."""
-
-    @property
-    def given_up(self) -> bool:
-        """It failed too often: nothing is compared any more."""
+    def outstanding(self) -> int: ...
 
     def open(self, start_position: int, inside: bool) -> int:
         """Follow a new request from its first output token on; returns its id.

@@ -16,6 +16,14 @@ from sglang_reasoncache import native
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 _int64, _int32, _pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+_KINDS = {"p": _pointer, "q": _int64, "f": ctypes.c_float}
+#: Arguments of each C function: pointers, int64, fp32.
+_SIGNATURES = {
+    "plan": "pqqqppqpqpppqp",
+    "decode": "pppqqqqppppqpffpqq",
+    "gather": "pppqppqq",
+    "distance": "ppppqqqqp",
+}
 _NO_MEMORY = 9
 _MESSAGES = {
     1: "requests has an index outside the rows",
@@ -103,7 +111,7 @@ class NativePool:
 
 
 def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
-    """``reasoncache_NAME(*arguments)``: tensors and None as pointers, int as int64, float as fp32.
+    """``reasoncache_NAME(*arguments)``, by :data:`_SIGNATURES`; pointers are tensors or None.
 
     Callers check dtypes and shapes; the kernels check every slot, length and shift before they
     read or write anything.
@@ -111,19 +119,14 @@ def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
     Raises:
         ValueError: a slot, length, range or shift out of bounds.
     """
-    status = getattr(library, f"reasoncache_{name}")(*map(_as_argument, arguments))
+    function = getattr(library, f"reasoncache_{name}")
+    if function.argtypes is None:
+        function.argtypes = [_KINDS[kind] for kind in _SIGNATURES[name]]
+    status = function(*(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))
     if status == _NO_MEMORY:
         raise MemoryError(name)
     if status:
         raise ValueError(f"{name}: {_MESSAGES.get(status, f'native status {status}')}")
-
-
-def _as_argument(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _pointer(value.data_ptr())
-    if isinstance(value, int):
-        return _int64(value)
-    return ctypes.c_float(value) if isinstance(value, float) else value
 
 
 def cpu_threads() -> int:

@@ -155,10 +155,16 @@ def _backend(
 ) -> Any:
     if model_runner.is_draft_worker:
         return stock(model_runner)
+    prefill = model_runner.prefill_attention_backend_str
+    decode = model_runner.decode_attention_backend_str
     on_cuda = name in compat.CUDA_BACKENDS
     needs_ours = config.evictions or config.policies.selector is not None
-    if config.positions != "corrected" and on_cuda and needs_ours:
-        return _as_cached_backend(model_runner, config, name, stock)
+    if on_cuda and needs_ours and config.positions != "corrected":
+        # Keys as cached: our kernels run what a policy needs, SGLang's everything else.
+        # Two backends are refused by check_policies, with both names.
+        if prefill != decode:
+            return stock(model_runner)
+        return _as_cached_backend(model_runner, config, name)
     if config.positions == "as-cached":
         return stock(model_runner)
     if config.positions == "auto" and on_cuda:
@@ -168,8 +174,6 @@ def _backend(
             "for kernels that were checked without a GPU only"
         )
         return stock(model_runner)
-    prefill = model_runner.prefill_attention_backend_str
-    decode = model_runner.decode_attention_backend_str
     if prefill != decode:
         # Each would see only its own forwards, and a slot's cached position is
         # written by the forward that writes the slot.
@@ -188,18 +192,9 @@ def _backend(
         return stock(model_runner)
 
 
-def _as_cached_backend(
-    model_runner: ModelRunner,
-    config: ReasonCacheConfig,
-    name: str,
-    stock: Callable[[ModelRunner], Any],
-) -> Any:
-    """On CUDA, keys as cached: our kernels run what a policy needs, SGLang's everything else."""
+def _as_cached_backend(model_runner: ModelRunner, config: ReasonCacheConfig, name: str) -> Any:
     from sglang_reasoncache.plugin import cuda_attention
 
-    if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
-        # check_policies refuses it with both names.
-        return stock(model_runner)
     requested_by = f"{flag_of('policy')} {config.policy}"
     logger.warning(
         "reasoncache: %s asks for kernels that were checked without a GPU only", requested_by

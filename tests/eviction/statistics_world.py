@@ -138,7 +138,7 @@ class World:
 
 
 def assert_sums(world: World, steps: int, least: int) -> None:
-    """Whatever happens, a row tells the weights it was given; ``least``: looks that say so."""
+    """Whatever happens, a row tells the weights it was given; ``least``: checks that say so."""
     checked = 0
     for _ in range(steps):
         world.step()

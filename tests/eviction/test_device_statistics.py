@@ -240,9 +240,9 @@ def assert_weights(rig: Rig, found: Any, batch: Any, new: list[int], queries: in
 
 
 @interpreted
-@pytest.mark.parametrize("moves", [False, True], ids=["stock", "ours"])
+@pytest.mark.parametrize("shifts", [False, True], ids=["stock", "ours"])
 def test_prefill_then_decode(
-    rig: Rig, backend: Any, moves: bool, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, backend: Any, shifts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's kernels or ours for the prefill; graphs and eager forwards for what follows."""
     monkeypatch.setattr(cuda_attention, "_backend", backend)
@@ -252,10 +252,10 @@ def test_prefill_then_decode(
     graphs = Graphs(rig, backend)
     assert {label for _, label in graphs.graphs} == {SHIFTED}
     batch = announced(backend, rig.batch([1, 7, 30]))
-    backend.mark.note(batch.rids, moves)
+    backend.mark.note(batch.rids, shifts)
     assert not backend.can_run_prefill_cuda_graph(batch)
     out = rig.forward(backend, batch)
-    if not moves:
+    if not shifts:
         assert torch.equal(out, plain)
     assert_weights(rig, found, batch, [1, 7, 30], 5)
     total = [

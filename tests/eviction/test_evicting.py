@@ -21,10 +21,11 @@ from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy,
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff, similarity
 from sglang_reasoncache.eviction.policies.random_eviction import RandomEviction
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
+from sglang_reasoncache.kernels import attention_reference
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.sharing.measure import BlockMeter
 from tests.eviction.rows import begun, end, steps
 from tests.property.world import LAYERS, Pair, Setup, World
@@ -53,7 +54,7 @@ WRITTEN = len(PROMPT) + OUTPUT
 
 
 def evict(world: World, req: Req, *evictions: object) -> int:
-    """The policy answers ``evictions`` at the next look; returns slots that came back."""
+    """The policy answers ``evictions`` at the next poll; returns slots that came back."""
     world.evictor.waiting[req.rid] = list(evictions)
     return world.controller.after_decode([req])
 
@@ -107,7 +108,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("refusal", "evictions"), HOSTILE)
 def test_nonsense_is_refused_by_name(refusal: EvictionRefusal, evictions: list[object]) -> None:
-    """Slots of others, unwritten positions, things that are no evicts: counted, and nothing moves."""
+    """Slots of others, unwritten positions, things that are no evictions: counted, and nothing changes."""
     world = World(SINGLE)
     req, other = start(world), start(world, "other", first=300)
     rows = world.row(req).copy(), world.row(other).copy()
@@ -211,7 +212,7 @@ def test_a_policy_that_fails_harms_nobody(how: str, refused: dict[str, int]) -> 
     world, req = begun(SINGLE, Failing(how))
     row = world.row(req).copy()
     world.controller.stats.eviction_refusals.clear()
-    # Not asked again before the slack is written.
+    # It does not run again before the slack is written.
     decode(world, req)
     assert world.controller.after_decode([req]) == 0
     assert world.controller.after_decode([req]) == 0
@@ -320,7 +321,7 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
 def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
     setup: Setup, meter: type[BlockMeter]
 ) -> None:
-    """Its blocks are applied again some looks later, and policies are not asked before."""
+    """Its blocks are applied again some polls later, and policies do not run before."""
     evictor = RandomEviction(budget=WRITTEN - 2, slack=4, recent=4)
     world = World(setup, meter, evictors=[NamedPolicy("random", evictor)])
     arrive_if_slow(world, True)
@@ -346,7 +347,7 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
     world.controller.after_decode([req])
     assert evicted(world, req) == gone and world.controller.live_positions == live
     assert state(world, req).slot_aliases.of(written)[24:28].tolist() == [8, 9, 10, 11]
-    # Later it is asked as before.
+    # Later it runs as before.
     steps(world, req, 20)
     assert len(evicted(world, req)) > len(gone) and refusals(world) == {}
     end(world, req)
@@ -446,7 +447,7 @@ def test_a_retracted_request_evicts_the_same_again(setup: Setup) -> None:
     req.output_ids.append(9)
     assert evicted(world, req) == []
     before = used(world)
-    # Evicts at once, the block a look later, when it has been measured.
+    # Evictions at once, the block a poll later, when it has been measured.
     assert world.controller.after_decode([req]) == 8
     assert evicted(world, req) == [*range(12, 16), *range(20, 24)]
     assert world.controller.after_decode([req]) == 4
@@ -456,7 +457,7 @@ def test_a_retracted_request_evicts_the_same_again(setup: Setup) -> None:
     end(world, req)
 
 
-def test_evicts_that_the_tree_owns_by_now_stay_undone() -> None:
+def test_evictions_that_the_tree_owns_by_now_stay_undone() -> None:
     """While a request waited, another one with its text was published, and it reads that."""
     world, req = begun(SINGLE)
     evict(world, req, Eviction(10, 10))
@@ -587,17 +588,15 @@ def test_evicted_kv_is_not_read(backend: str, setup: Setup) -> None:
     keys[kept] = torch.randn(len(kept), 1, 4, generator=generator)
     values[kept] = torch.randn(len(kept), 1, 4, generator=generator)
     query = torch.randn(1, 2, 4, generator=generator)
-    plan = plan_rows(
-        world.rows.req_to_token,
-        torch.tensor([req.kv.req_pool_idx]),
-        torch.tensor([len(row)]),
-        num_slots=len(keys),
-        backend=backend,
-    )
+    read = torch.tensor([req.kv.req_pool_idx]), torch.tensor([len(row)])
+    plan = plan_rows(world.rows.req_to_token, *read, num_slots=len(keys))
+    if backend == "torch":
+        found = attention_reference.plan_rows(world.rows.req_to_token, *read, None, len(keys))
+        plan = RowPlan(*found)
     kv = PagedKv(keys, values, None, backend=backend)
-    found = decode_attention(query, kv, plan, scale=0.5)
+    out = decode_attention(query, kv, plan, scale=0.5)
     weights = (0.5 * query[0] @ keys[kept, 0].T).softmax(dim=1)
-    torch.testing.assert_close(found[0], weights @ values[kept, 0])
+    torch.testing.assert_close(out[0], weights @ values[kept, 0])
     gathered, _ = gather_kv(kv, plan.kv_indices, plan.shift, torch.float32)
     assert torch.equal(gathered[0], keys[kept, 0])
     end(world, req)

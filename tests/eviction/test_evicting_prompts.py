@@ -29,7 +29,7 @@ BUDGET, CHUNK = 24, 8
 
 
 def hard(kind: type = StreamingLLM) -> Policy:
-    """At most ``BUDGET`` positions after every look, the prompt's included."""
+    """At most ``BUDGET`` positions after every poll, the prompt's included."""
     return kind(budget=BUDGET, slack=0, recent=1, prompt=True)
 
 

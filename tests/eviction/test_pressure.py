@@ -96,7 +96,7 @@ def test_hysteresis(uses: list[float], acts: list[int]) -> None:
 
 
 def test_it_ends_while_nobody_has_too_much() -> None:
-    """A look or a release sees that the pool emptied, though no policy was asked meanwhile."""
+    """A poll or a release sees that the pool emptied, though no policy ran meanwhile."""
     now = 0.9
     pressure = PoolPressure(lambda: now)
     pressure.watch([NamedPolicy("one", StreamingLLM(budget=16, when=0.7, until=0.5))])
@@ -108,7 +108,7 @@ def test_it_ends_while_nobody_has_too_much() -> None:
     now = 0.8
     pressure.poll()
     now = 0.65
-    assert pressure.lets("one"), "begun at a look"
+    assert pressure.lets("one"), "begun at a poll"
     pressure.reset()
     assert not pressure.lets("one")
 
@@ -155,7 +155,7 @@ def test_policies_have_bounds_of_their_own() -> None:
 
 
 def test_sharing_comes_first() -> None:
-    """What sharing frees in the same look is not asked of the evictor."""
+    """What sharing frees in the same poll the evictor need not."""
     world = world_of(SINGLE, StreamingLLM(budget=16, slack=0, recent=1, when=0.5))
     req = grow(world, "a", 60)
     world.controller.after_decode([req])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -78,6 +79,15 @@ def failed(engine: FilterProcess) -> bool:
     return engine.ready() < 0
 
 
+def instead_of_the_child(engine: FilterProcess) -> socket.socket:
+    """The other end of the engine's socket, after one feed."""
+    engine._socket.close()
+    engine._socket, theirs = socket.socketpair()
+    engine._socket.setblocking(False)
+    feed(engine, [engine.open(0, True)], [_STEP])
+    return theirs
+
+
 def in_process(
     config: FilterConfig,
     vocabulary: Vocabulary,
@@ -85,7 +95,7 @@ def in_process(
     markers: Sequence[frozenset[int]] = (),
     encoder: EmbeddingEncoder | None = None,
 ) -> list[tuple[object, ...]]:
-    span = ReasoningSpan(*markers, True) if markers else None
+    span = ReasoningSpan(markers[0], markers[1], True) if markers else None
     classes = TokenClasses(vocabulary)
     found = RequestFilter(config, classes, vocabulary, 5, span, encoder).push(tokens)
     return [(p.step.start, p.step.end, [pair[:2] for pair in p.pairs], p.counters) for p in found]
@@ -356,13 +366,7 @@ _GOOD = (REPLY := [9 + 10 + 2, 1, 0, 1]) + [0, 0, 5, 7, 1] + [0] * 10 + [2, 0]
 )
 def test_a_reply_that_cannot_be_is_a_failure(make: Make, words: list[int]) -> None:
     engine = make()
-    # The test answers in the child's place.
-    ours, theirs = process.socket.socketpair()
-    engine._socket.close()
-    engine._socket = ours
-    ours.setblocking(False)
-    feed(engine, [engine.open(0, True)], [_STEP])
-    with theirs:
+    with instead_of_the_child(engine) as theirs:
         theirs.sendall(array("q", words).tobytes())
         assert engine.ready() == -1
         engine.restart()
@@ -372,12 +376,7 @@ def test_a_reply_that_cannot_be_is_a_failure(make: Make, words: list[int]) -> No
 
 def test_a_reply_in_pieces_is_read(make: Make) -> None:
     engine = make()
-    ours, theirs = process.socket.socketpair()
-    engine._socket.close()
-    engine._socket = ours
-    ours.setblocking(False)
-    feed(engine, [engine.open(0, True)], [_STEP])
-    with theirs:
+    with instead_of_the_child(engine) as theirs:
         for byte in array("q", _GOOD).tobytes():
             assert engine.ready() == 0
             theirs.sendall(bytes([byte]))

@@ -23,11 +23,11 @@ pytest.importorskip("triton")
 
 from sglang_reasoncache.kernels import bounds_triton, decode_triton, plan_triton, select_triton
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.selection import page_bounds
 from sglang_reasoncache.selection.device_selection import DeviceSelection
-from sglang_reasoncache.selection.page_selection import PageSelection
+from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.quest import Quest
 from tests.kernels.ahead_of_time import NAMES, STRIDES, compile_for
 
@@ -205,12 +205,12 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     one = PlanBuffers.of(1, width, DEVICE, positions=True)
     plan_into(one, rows, zero, zero + width, num_slots=len(keys))
     selection.try_out(one, {0: query[:1]})
-    selection.allocate_graphs(2, observed=False)
+    selection.allocate_graphs(2, weighs=False)
 
     def step() -> RowPlan:
         plan_into(buffers, rows, requests, lengths, num_slots=len(keys))
-        selection.begin_graph(requests, lengths, buffers)
-        selection.note(0, slots)
+        selection.begin_graph(buffers, requests, lengths)
+        selection.update(0, slots)
         some = selection.plan(0, query, 0.25)
         assert some is not None
         return some[0]
@@ -238,18 +238,20 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             (query, torch.randn(query.shape)),
         ):  # fmt: skip
             target.copy_(source)
-        selection.note(0, rows[1:].flatten())
+        selection.update(0, rows[1:].flatten())
         found = replay()
         expected, ends = [], [0]
         for i, length in enumerate(changed):
             own = host_rows[2 - i : 3 - i]
-            host = PageSelection("quest", rule, {0: host_keys}, PAGE, None)
+            request, own_length = torch.tensor([0]), host_lengths[i : i + 1]
+            host = HostSelection("quest", rule, {0: host_keys}, PAGE, own, None)
             bounds = host._bounds[0]
             bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
-            host.note(0, own[0, :length], host_keys[own[0, :length].long()])
-            host.begin(own, torch.tensor([0]), host_lengths[i : i + 1], None)
+            host.update(0, own[0, :length])
+            whole = plan_rows(own, request, own_length, num_slots=len(keys))
+            host.begin(whole, request, own_length, length, False)
             some = host.plan(0, query[i : i + 1].cpu(), 0.25)
-            expected += own[0, :length].tolist() if some is None else some.rows.kv_indices.tolist()
+            expected += (whole if some is None else some[0]).kv_indices.tolist()
             ends.append(len(expected))
         assert found.kv_indptr.tolist() == ends
         assert found.kv_indices[: ends[-1]].tolist() == expected

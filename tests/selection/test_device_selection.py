@@ -23,6 +23,7 @@ from sglang_reasoncache.selection.device_selection import DeviceSelection
 from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.quest import Quest
+from tests.selection.selectors import NONSENSE, wrong
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import TOLERANCE, Rig
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
@@ -90,14 +91,14 @@ class World:
             bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
         for layer in self.keys:
             self.host.update(layer, torch.arange(SLOTS))
-        for layer, noted in self.device._bounds.items():
-            noted.ends.copy_(self.host._bounds[layer].ends)
+        for layer, bounds in self.device._bounds.items():
+            bounds.ends.copy_(self.host._bounds[layer].ends)
         self.device.allocate_graphs(4, weighs=True)
         self.buffers = PlanBuffers.of(4, 4 * WIDTH, "cpu", positions=True)
         self.fill()
 
     def fill(self) -> None:
-        """Other rows, lengths and homes."""
+        """Other rows, lengths and cached positions."""
         random = functools.partial(torch.rand, generator=self.generator)
         pages = torch.randperm(PAGES - 1, generator=self.generator) + 1
         self.requests = torch.randperm(5, generator=self.generator)[:3]
@@ -107,7 +108,7 @@ class World:
         for row, length in zip(self.requests.tolist(), self.lengths.tolist(), strict=True):
             own = [next(given) for _ in range(-(-length // PAGE))]
             for i in range(1, len(own) - 1):
-                # Shared with an earlier position of the row, or dropped.
+                # Shared with an earlier position of the row, or evicted.
                 own[i] = own[0] if random(1) < 0.2 else -1 if random(1) < 0.2 else own[i]
             for at in range(length):
                 slot = own[at // PAGE] * PAGE + at % PAGE
@@ -139,13 +140,13 @@ class World:
             self.device.begin(self.buffers, self.requests, self.lengths, longest, True)
 
     def away(self) -> torch.Tensor:
-        """bool ``[rows, width]``: positions whose page is used elsewhere than at home."""
+        """bool ``[rows, width]``: positions whose page is used with a position shift."""
         rows = self.rows[self.requests].long()
         elsewhere = (rows >= 0) & (self.cached_at[rows.clamp_min(0)] != torch.arange(WIDTH))
         return elsewhere & self.shared_slots & (torch.arange(WIDTH) < self.lengths[:, None])
 
     def expected(self, layer: int) -> list[list[int]]:
-        """Positions read, by the CPU's selection of what is at home."""
+        """Positions read, by the CPU's selection of what is not shifted."""
         away = self.away()
         rows = self.rows.clone()
         rows[self.requests] = rows[self.requests].masked_fill(away, -1)
@@ -212,7 +213,7 @@ def test_the_same_pages_as_on_the_cpu(graph: bool, shifted: bool) -> None:
         "refusals": {},
     }
     assert 0 < read < held
-    # What Prometheus gets is the state of an earlier look.
+    # What Prometheus gets is the state of an earlier call.
     assert world.device.recent()["positions_read"] == 0
     assert world.device.recent() == world.device.describe()
 
@@ -251,35 +252,11 @@ def test_short_rows_and_first_layers_are_read_whole() -> None:
     assert world.device.plan(4, world.query, SCALE) is None, "no step was begun"
 
 
-class Wrong(Quest):
-    """Answers something else."""
-
-    answer: Any = None
-
-    def keep(self, shares: Any, held: Any, newest: Any, page: int) -> Any:
-        return self.answer(super().keep(shares, held, newest, page), newest)
-
-
-def wrong(answer: Any) -> Wrong:
-    policy = Wrong(budget=12, whole_layers=0)
-    object.__setattr__(policy, "answer", answer)
-    return policy
-
-
-NONSENSE = [
-    (lambda keep, _newest: None, "malformed", "must give a plain bool tensor .*, got NoneType"),
-    (lambda keep, _newest: keep.float(), "malformed", "got Tensor torch.float32"),
-    (lambda keep, _newest: keep[:, :-1], "malformed", "must give a plain bool tensor"),
-    (lambda keep, _newest: keep.to_sparse(), "malformed", "must give a plain bool tensor"),
-    (lambda keep, _newest: 1 / 0, "policy_failed", "ZeroDivisionError: division by zero"),
-]
-
-
 @interpreted
 @pytest.mark.parametrize(("answer", "refusal", "message"), NONSENSE)
 def test_nonsense_is_refused_by_name(answer: Any, refusal: str, message: str) -> None:
     """While a graph is captured it ends the start, outside of graphs everything is read."""
-    world = World(4, policy=wrong(answer))
+    world = World(4, policy=wrong(answer, budget=12))
     world.begin(graph=False)
     assert world.device.plan(3, world.query, SCALE) is None
     assert world.device.describe()["refusals"] == {refusal: 1}
@@ -291,7 +268,7 @@ def test_nonsense_is_refused_by_name(answer: Any, refusal: str, message: str) ->
 
 @interpreted
 def test_the_newest_page_is_read_whatever_the_answer() -> None:
-    world = World(4, policy=wrong(lambda keep, _newest: torch.zeros_like(keep)))
+    world = World(4, policy=wrong(lambda keep, _newest: torch.zeros_like(keep), budget=12))
     # Within the budget: read whole, and not counted.
     world.lengths[1] = 9
     world.begin(graph=True)
@@ -308,7 +285,7 @@ def test_the_newest_page_is_read_whatever_the_answer() -> None:
 
 
 class Wasteful(Quest):
-    """Looks at its tensors."""
+    """Reads its tensors on the host."""
 
     poll: Any = None
 
@@ -317,7 +294,7 @@ class Wasteful(Quest):
         return super().keep(shares, held, newest, page)
 
 
-LOOKS = {
+WAITS = {
     "item": lambda shares, _held: shares.max().item(),
     "branch": lambda shares, _held: 1 if (shares > 2).any() else 0,
     "mask": lambda shares, held: shares[held],
@@ -329,7 +306,7 @@ LOOKS = {
 
 def rig_of(lengths: list[int], *, shifted: tuple[int, ...] = ()) -> Rig:
     """Rows of whole pages of 8 in a pool; the pages of the longest row named in ``shifted`` are
-    at home elsewhere."""
+    cached for other positions."""
     rig = Rig(shifted=0.0, lengths=lengths, heads=2, kv_heads=1, notes_shifted=bool(shifted))
     rig.runner.token_to_kv_pool_allocator.page_size = 8
     for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer):
@@ -404,7 +381,7 @@ def check(rig: Rig, backend: Any, batch: Any) -> None:
 
 @interpreted
 def test_decode_reads_what_was_selected(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager and in graphs, one row within the budget; rows, homes and evicted positions change in between."""
+    """Eager and in graphs, one row within the budget; rows, cached and evicted positions change in between."""
     rig = rig_of([70, 19, 41], shifted=(1, 4))
     backend = selecting(rig, monkeypatch)
     assert GraphVariants(backend).capture_labels == (SHIFTED,)
@@ -478,7 +455,7 @@ def test_statistics_of_what_was_selected(ranks: None, monkeypatch: pytest.Monkey
 
 
 @interpreted
-@pytest.mark.parametrize("poll", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("poll", WAITS.values(), ids=WAITS)
 def test_a_selector_that_waits_is_refused_at_the_start(
     poll: Any, ranks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,7 +479,7 @@ def test_nonsense_is_refused_at_the_start(
 ) -> None:
     backend = triton_backend(rig_of([70, 12]), monkeypatch)
     with pytest.raises(ValueError, match=f"--reasoncache-policy odd: keep .*{message}"):
-        backend.paged.select("odd", wrong(answer))
+        backend.paged.select("odd", wrong(answer, budget=12))
 
 
 @interpreted

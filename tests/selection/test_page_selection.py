@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages selected in decode: bounds as keys are written, moved and dropped pages, what is read."""
+"""Pages selected in decode: bounds as keys are written, shifted and evicted pages, what is read."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.quest import Quest
 from tests.kernels.rotary import make_rotation
+from tests.selection.selectors import NONSENSE, wrong
 from tests.unit.attention_rig import Rig, supported_runner
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 4, 64, 4, 2, 8
@@ -79,7 +80,7 @@ def test_shares_are_by_the_largest_possible_logit() -> None:
 
 
 class World:
-    """Two rows in one layer: pages used at home and elsewhere, and one that was dropped."""
+    """Two rows in one layer: pages as cached and shifted, and one that was evicted."""
 
     def __init__(self, *, shifted: bool, policy: Any = None) -> None:
         torch.manual_seed(5)
@@ -186,29 +187,17 @@ def test_short_rows_and_first_layers_are_read_whole() -> None:
     assert world.selection.plan(7, world.query, 1.0) is None, "a prefill came in between"
 
 
-class Wrong(Quest):
-    """Answers something else."""
-
-    answer: Any = None
-
-    def keep(self, bounds: Any, held: Any, newest: Any, page: int) -> Any:
-        return self.answer(super().keep(bounds, held, newest, page), newest)
-
-
 @pytest.mark.parametrize(
     ("answer", "refusal"),
     [
-        (lambda keep, _newest: None, "malformed"),
-        (lambda keep, _newest: keep.float(), "malformed"),
-        (lambda keep, _newest: keep[:, :-1], "malformed"),
-        (lambda keep, _newest: 1 / 0, "policy_failed"),
+        *((answer, refusal) for answer, refusal, _ in NONSENSE),
+        (lambda keep, _newest: keep.to("meta"), "malformed"),
+        (lambda keep, _newest: keep.as_subclass(torch.nn.Buffer), "malformed"),
         (lambda keep, newest: keep.scatter(1, newest[:, None], False), "newest"),
     ],
 )
 def test_nonsense_is_refused_by_name(answer: Any, refusal: str) -> None:
-    policy = Wrong(budget=16, whole_layers=0)
-    object.__setattr__(policy, "answer", answer)
-    world = World(shifted=False, policy=policy)
+    world = World(shifted=False, policy=wrong(answer))
     world.begin()
     found = world.selection.plan(7, world.query, DIM**-0.5)
     assert world.selection.describe()["refusals"] == {refusal: 1}
@@ -219,31 +208,11 @@ def test_nonsense_is_refused_by_name(answer: Any, refusal: str) -> None:
     else:
         assert found is None
     # Pages that a row does not have cost nothing: there is nothing to read.
-    everything = Wrong(budget=16, whole_layers=0)
-    object.__setattr__(everything, "answer", lambda keep, _newest: torch.ones_like(keep))
-    world = World(shifted=False, policy=everything)
+    world = World(shifted=False, policy=wrong(lambda keep, _newest: torch.ones_like(keep)))
     world.begin()
     found = world.selection.plan(7, world.query, DIM**-0.5)
     assert found is not None
     assert torch.equal(found[0].kv_indices, world.plan.kv_indices)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        lambda keep, _newest: keep.to_sparse(),
-        lambda keep, _newest: keep.to("meta"),
-        lambda keep, _newest: keep.as_subclass(torch.nn.Buffer),
-    ],
-    ids=["sparse", "elsewhere", "subclass"],
-)
-def test_an_answer_is_a_plain_tensor(answer: Any) -> None:
-    policy = Wrong(budget=16, whole_layers=0)
-    object.__setattr__(policy, "answer", answer)
-    world = World(shifted=False, policy=policy)
-    world.begin()
-    assert world.selection.plan(7, world.query, DIM**-0.5) is None
-    assert world.selection.describe()["refusals"] == {"malformed": 1}
 
 
 class InPlace(Quest):

@@ -15,7 +15,7 @@ from tests.server.masking import respond
 from tests.server.problems import problems
 
 RECENT = 16
-#: Of a server whose first evicts :func:`assert_rkv_decides` looks at.
+#: Of a server whose first evictions :func:`assert_rkv_decides` reads.
 POLICY = ("--reasoncache-policy", f"rkv:budget=110:slack=24:recent={RECENT}")
 
 

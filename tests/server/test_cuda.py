@@ -112,7 +112,7 @@ def test_opted_out_requests_stay_exact(shared: ServerProcess) -> None:
     """Unshared requests run SGLang's kernels, alone or after others shared."""
     shared.post("/flush_cache")
     before = _opted_out(shared)
-    # No flush after it: slots stay moved, and which kernels run hangs on the batch.
+    # No flush after it: slots stay shifted, and the batch decides which kernels run.
     _answers(shared)
     assert _opted_out(shared) == before
 

@@ -44,7 +44,7 @@ class Rig:
     """A pool with rows of random keys, some of them cached for another position.
 
     Args:
-        moved: Share of the row entries whose home is another position.
+        shifted: Share of the row entries that were cached for another position.
         lengths: Tokens of each row, the newest included.
         interleaved: GPT-J pairing of dims.
         notes_shifted: The allocator has seen slots shared, even if no row holds one now.
@@ -219,7 +219,7 @@ def idle_batch() -> Any:
 
 
 def supported_runner(rig: Rig) -> Any:
-    """The rig's runner with what start-up looks at, and the layer in its model."""
+    """The rig's runner with what start-up reads, and the layer in its model."""
     runner = rig.runner
     runner.use_mla_backend = False
     runner.spec_algorithm = SimpleNamespace(is_none=lambda: True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands in front of SGLang's backends on CUDA, here in front of one that runs on the CPU.
 
-Which forward goes where, what is noted and what is refused do not depend on the
+Which forward goes where, what is recorded and what is refused do not depend on the
 backend behind. In front of SGLang's Triton backend, and in graphs:
 ``test_attention_cuda_graph.py``.
 """

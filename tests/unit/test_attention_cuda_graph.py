@@ -221,13 +221,13 @@ def test_graphs_are_chosen_batch_by_batch(rig: Rig, backend: Any) -> None:
     graphs = Graphs(rig, backend)
     batch = rig.batch([1, 1, 1])
     slots = batch.out_cache_loc
-    for moves in (True, False, True):
-        backend.mark.note(batch.rids, moves)
+    for shifts in (True, False, True):
+        backend.mark.note(batch.rids, shifts)
         rig.cached_at.positions[slots] = 7
         found = rig.forward(graphs, batch)
         assert torch.equal(rig.cached_at.positions[slots].long(), batch.positions)
-        assert close(rig, found, batch) == moves
-        if not moves:
+        assert close(rig, found, batch) == shifts
+        if not shifts:
             expected = as_cached(rig, batch)
             torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-4)
     assert graphs.replayed == [SHIFTED, PLAIN, SHIFTED]

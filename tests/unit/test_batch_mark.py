@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a batch reads shifted slots, as the host knows it, against what rows and homes say."""
+"""Whether a batch reads shifted slots, as the host knows it, against what rows and cached positions say."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class CachedAt:
         req.reset_for_retract()
 
     def reads_shifted(self, req: Req) -> bool:
-        """What the rows and homes say."""
+        """What the rows and cached positions say."""
         row = self.world.row(req)
         return bool((self.at[row] != np.arange(len(row))).any())
 

@@ -48,6 +48,9 @@ class _Controller:
     def reset(self) -> None:
         self.resets += 1
 
+    def after_chunk(self, req: Any, written: int) -> None:
+        raise AssertionError("no prompt is kept")
+
     def keeps_prompt(self, req: Any) -> bool:
         return False
 
@@ -76,7 +79,7 @@ class Bench:
             ),
             publish_aliased=publish_aliased,
         )
-        self.controller: Any = _Controller()
+        self.controller = _Controller()
         self.tree.controller = self.controller
         self._pages: dict[str, int] = {}
 

@@ -18,7 +18,7 @@ HYSTERESIS = 0.05
 
 @dataclass(frozen=True)
 class Evictor:
-    """Options of every evicting policy, and what they do: positions of highest score go.
+    """Options of every evicting policy.
 
     Exactly one of ``budget`` and ``share`` must be given.
 
@@ -73,6 +73,11 @@ class Evictor:
     def excess(self, written: int, slots: int) -> int:
         above = slots - self.allowed(written)
         return above if above > self.slack else 0
+
+
+@dataclass(frozen=True)
+class ScoringEvictor(Evictor):
+    """Gives up the candidates of highest score."""
 
     def candidates(self, view: RequestView) -> np.ndarray:
         """int64, positions that may go; see :meth:`RequestView.candidates`."""

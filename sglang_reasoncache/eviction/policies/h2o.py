@@ -12,12 +12,12 @@ from sglang_reasoncache.eviction.policies.contract import (
     RequestView,
     StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.policy_options import between
 
 
 @dataclass(frozen=True)
-class H2O(Evictor):
+class H2O(ScoringEvictor):
     """Gives up the positions that queries so far gave the least weight, added up.
 
     The paper spends half of the budget on the newest positions and evicts at every token

@@ -11,7 +11,7 @@ from sglang_reasoncache.eviction.policies.contract import (
     UNROTATED_KEYS,
     RequestView,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.policy_options import one_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def similarity(keys: torch.Tensor, variant: str) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class KeyDiff(Evictor):
+class KeyDiff(ScoringEvictor):
     """Gives up the positions whose keys are most like the mean of all held keys.
 
     The paper protects no recent positions (``recent=1``), or 10 to 20% of the budget.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_reasoncache.eviction.policies.contract import KEYS, RequestView
-from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +25,7 @@ def relative_norms(keys: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class L2Norm(Evictor):
+class L2Norm(ScoringEvictor):
     """Gives up the positions with the largest keys. Rotation does not change a norm."""
 
     needs = frozenset({KEYS})

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_reasoncache.eviction.policies.contract import RequestView
-from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.policy_options import between
 
 
 @dataclass(frozen=True)
-class RandomEviction(Evictor):
+class RandomEviction(ScoringEvictor):
     """Each slot draws a number once; those with the highest go first.
 
     So at any time the slots that are left are a uniform sample of all that were up for it,

@@ -12,7 +12,7 @@ from sglang_reasoncache.eviction.policies.contract import (
     RequestView,
     StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.eviction.policies.pooling import pooled
 from sglang_reasoncache.policy_options import between
 
@@ -52,7 +52,7 @@ def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor
 
 
 @dataclass(frozen=True)
-class RKV(Evictor):
+class RKV(ScoringEvictor):
     """Gives up the positions of lowest ``mix * importance - (1 - mix) * redundancy``.
 
     Importance is the weight by the newest ``alpha`` queries, the maximum of each ``kernel``

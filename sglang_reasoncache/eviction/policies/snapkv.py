@@ -14,13 +14,13 @@ from sglang_reasoncache.eviction.policies.contract import (
     RequestView,
     StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.eviction.policies.pooling import pooled
 from sglang_reasoncache.policy_options import OptionError, between, one_of
 
 
 @dataclass(frozen=True)
-class SnapKV(Evictor):
+class SnapKV(ScoringEvictor):
     """Brings the prompt down to the budget once it has been computed; the response stays.
 
     Kept are the prompt's last ``window`` positions, and those with the highest weight by

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_reasoncache.eviction.policies.contract import RequestView
-from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.policy_options import between
 
 
 @dataclass(frozen=True)
-class StreamingLLM(Evictor):
+class StreamingLLM(ScoringEvictor):
     """Gives up the oldest positions behind the sinks.
 
     Attributes:
