@@ -33,6 +33,7 @@ NAMES: dict[str, str] = {
     "register_attention_backend": "sglang.srt.layers.attention.attention_registry.register_attention_backend",
     "add_attention_backend_choices": "sglang.srt.arg_groups.choices.add_attention_backend_choices",
     # memory
+    "BaseTokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator",
     "TokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator",
     "PagedTokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
     "MHATokenToKVPool": "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
@@ -83,7 +84,7 @@ HOOK_TARGETS: dict[str, str] = {
     "internal_state": _COMPONENTS + "internal_state.SchedulerInternalStateController._add_env_vars",
 }
 
-#: The hook of our attention backend, where it runs, with or without ``--enable-reasoncache``.
+#: The hook of our attention on the CPU, with or without ``--enable-reasoncache``.
 CPU_HOOK_TARGETS: dict[str, str] = {"last_loc": "sglang.srt.mem_cache.allocation.get_last_loc"}
 
 #: The hooks of our attention on CUDA, where it runs.
@@ -120,10 +121,8 @@ def resolve(name: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = resolve(name)
-    # current_platform and the like are looked up lazily by SGLang itself; once
-    # resolved they do not change within a process.
-    globals()[name] = value
+    # Once resolved, a name does not change within a process.
+    value = globals()[name] = resolve(name)
     return value
 
 
