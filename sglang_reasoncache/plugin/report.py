@@ -105,7 +105,7 @@ class Report:
             "selection": None if self._selection is None else self._selection.describe(),
             "admission_credit": credit,
             "threshold": self._pipeline.threshold.describe(),
-            "distances": self._pipeline.distance_backend,
+            "distances": self._pipeline.meter.backend,
             "totals": self._stats.to_dict(),
             "recent": list(self._recent),
         }

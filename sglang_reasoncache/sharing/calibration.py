@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that keeps the observed distance distributions across restarts.
+"""A JSON file that keeps the observed distances across restarts, one state per key.
 
-Without it, the first requests of a fresh server meet an empty percentile. One
-JSON file holds one state per :class:`CalibrationKey`, because distances depend
-on the model, on the block size and on how keys are stored and compared.
+Without it, the first requests of a fresh server meet an empty percentile.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ MAX_ENTRIES = 32
 
 
 class CalibrationKey(NamedTuple):
-    """What a distribution is valid for.
+    """What distances depend on.
 
     Attributes:
         model: Fingerprint of the model, and how blocks are paired.
         block: Tokens per block.
         positions: ``corrected`` or ``as-cached``, and how blocks are compared.
-        kv_dtype: Data type of the KV cache, such as ``bfloat16``.
+        kv_dtype: Such as ``bfloat16``.
     """
 
     model: str
@@ -55,9 +53,7 @@ class CalibrationKey(NamedTuple):
 
 
 def load(path: Path, key: CalibrationKey) -> dict[str, object] | None:
-    """The state saved for ``key``; None if the file or the key is absent.
-
-    The state itself is validated by whoever restores it.
+    """The state saved for ``key``, not validated yet; None if the file or the key is absent.
 
     Raises:
         ValueError: the file is too large or not a calibration file.
@@ -74,12 +70,11 @@ def load(path: Path, key: CalibrationKey) -> dict[str, object] | None:
 def save(path: Path, key: CalibrationKey, state: dict[str, object]) -> None:
     """Set the state of ``key`` and keep the other entries; replaces the file in one move.
 
-    Readers see the old file or the new one. Two writers at once are safe too,
-    but the later one may remove the entry of the other.
+    Of two writers at once, the later one may remove the entry of the other.
 
     Raises:
-        ValueError: the present file is not a calibration file (it is left
-            alone), or the new one would be too large.
+        ValueError: the present file is not a calibration file (it is left alone), or the new
+            one would be too large.
         OSError: the directory cannot be written.
     """
     entries = _read(path)
@@ -87,13 +82,14 @@ def save(path: Path, key: CalibrationKey, state: dict[str, object]) -> None:
     entries[key.as_text()] = state
     while len(entries) > MAX_ENTRIES:
         del entries[next(iter(entries))]
-    text = json.dumps({"version": _VERSION, "entries": entries}, allow_nan=False)
-    data = text.encode()
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(
-            f"calibration file {path} must be at most {MAX_FILE_BYTES} bytes, got {len(data)}"
-        )
+    data = json.dumps({"version": _VERSION, "entries": entries}, allow_nan=False).encode()
+    _check_size(path, data)
     _replace(path, data)
+
+
+def _check_size(path: Path, data: bytes) -> None:
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"calibration file {path} must be at most {MAX_FILE_BYTES} bytes")
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -103,8 +99,7 @@ def _read(path: Path) -> dict[str, object]:
             data = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         return {}
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"calibration file {path} must be at most {MAX_FILE_BYTES} bytes")
+    _check_size(path, data)
     try:
         content = json.loads(data)
     # RecursionError: brackets nested thousands deep.
@@ -137,7 +132,7 @@ class CalibratedThreshold:
 
     Args:
         config: Resolved settings.
-        key: What distances depend on.
+        key: Of this server.
         model_path: Folder of the weights, searched for a calibration.
         writes: Whether this process writes the calibration (one rank does).
         agree: Called with the stored histogram this rank found; returns the one
@@ -183,23 +178,19 @@ class CalibratedThreshold:
 
     def maybe_save(self) -> None:
         """Write the calibration now and then; called in each poll, so it must be cheap."""
-        if (
-            self._path is None
-            or not self._writes
-            or time.monotonic() - self._saved_at < _SAVE_INTERVAL_SECONDS
-        ):
+        now = time.monotonic()
+        if self._path is None or not self._writes or now - self._saved_at < _SAVE_INTERVAL_SECONDS:
             return
-        self._saved_at = time.monotonic()
-        if self.threshold.num_observed > self._saved_observations:
-            self._saved_observations = self.threshold.num_observed
-            try:
-                save(self._path, self._key, self.threshold.to_state())
-            except (OSError, ValueError):
-                # A full disk, or a file that was corrupted meanwhile, must not stop the
-                # server; the next interval tries again.
-                logger.exception(
-                    "reasoncache: could not write %s %s", flag_of("calibration"), self._path
-                )
+        self._saved_at = now
+        if self.threshold.num_observed <= self._saved_observations:
+            return
+        self._saved_observations = self.threshold.num_observed
+        try:
+            save(self._path, self._key, self.threshold.to_state())
+        except (OSError, ValueError):
+            # A full disk, or a file corrupted meanwhile, must not stop the server.
+            flag = flag_of("calibration")
+            logger.exception("reasoncache: could not write %s %s", flag, self._path)
 
     def describe(self) -> dict[str, Any]:
         value = self.threshold.value

@@ -24,8 +24,6 @@ class Followed:
     close: the garbage collector may run in any thread.
     """
 
-    __slots__ = ("_engine", "_orphans", "id")
-
     def __init__(
         self, engine: StepEngine, start_position: int, inside: bool, orphans: deque[int]
     ) -> None:
@@ -51,17 +49,16 @@ class Followed:
 
 @dataclass
 class RequestState(RowState):
-    """Mutable, owned by the controller.
+    """Owned by the controller.
 
     Attributes:
         followed: The request in the step engine; None when it opted out, or nothing shares.
         takes_part: False when it opted out: its row is never touched.
         fed: Output tokens already handed to the engine.
-        row: Counts the rows this request has had; a proposal made for an earlier
-            one is late.
+        row: Counts the rows this request has had.
         reapply: The row was recomputed after a retraction and holds nothing shared.
-        shared: Accepted ``(dst_start, src_start)`` blocks, in order. Kept over
-            a retraction, after which they are applied again.
+        shared: Accepted ``(dst_start, src_start)`` blocks, in order. Kept over a retraction,
+            after which they are applied again.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         first_shared: Lowest redirected position, None while there is none.
     """

@@ -21,12 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class RequestTracker:
-    """One per scheduler.
+    """One per scheduler. The engines of all ranks give the same results at the same time.
 
     Args:
-        engine: Compares steps.
-        stats: Counts requests and steps.
-        ranks: The engines of all ranks give the same results at the same time.
         shares: False where no policy shares: no request is followed then.
         markers: Tokens around the reasoning part; None: all output may share.
     """
@@ -39,11 +36,8 @@ class RequestTracker:
         shares: bool = True,
         markers: ReasoningMarkers | None = None,
     ) -> None:
-        self._engine = engine
-        self._stats = stats
-        self._ranks = ranks
-        self._shares = shares
-        self._markers = markers
+        self._engine, self._stats, self._ranks = engine, stats, ranks
+        self._shares, self._markers = shares, markers
         self._shed_before = 0
         # Engine ids of requests that disappeared; any thread may append one.
         self._orphans: collections.deque[int] = collections.deque()
