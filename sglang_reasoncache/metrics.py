@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus series beside SGLang's own; created only under ``--enable-metrics``.
-
-Import this module's class after SGLang has set ``PROMETHEUS_MULTIPROC_DIR``
-(it does so before it starts the scheduler): the client picks its mode then.
-"""
+"""Prometheus series beside SGLang's own; created only under ``--enable-metrics``."""
 
 from __future__ import annotations
 
@@ -52,22 +48,24 @@ _GAUGES = {
 class SharingMetrics:
     """Mirrors :class:`SharingStats`, and what was selected, into Prometheus.
 
-    Args:
-        labels: SGLang's scheduler labels (model name, rank).
+    ``labels``: of SGLang's scheduler (model name, rank).
     """
 
     def __init__(self, labels: dict[str, Any]) -> None:
+        # The client picks its mode when it is imported: SGLang has set
+        # ``PROMETHEUS_MULTIPROC_DIR`` before it starts the scheduler.
         from prometheus_client import Counter, Gauge, Histogram
 
         self._labels = {key: str(value) for key, value in labels.items()}
         names = list(self._labels)
-        plain = {**_COUNTERS, **{f"selection_{name}": text for name, text in _SELECTION.items()}}
+        plain = _COUNTERS | {f"selection_{name}": text for name, text in _SELECTION.items()}
         self._counters = {
-            name: Counter(_PREFIX + name.removesuffix("_total"), text, names)
-            for name, text in plain.items()
-        } | {
-            name: Counter(_PREFIX + name, text, [*names, "reason"])
-            for name, text in _BY_REASON.items()
+            name: Counter(
+                _PREFIX + name.removesuffix("_total"),
+                text,
+                [*names, "reason"] if name in _BY_REASON else names,
+            )
+            for name, text in (plain | _BY_REASON).items()
         }
         self._gauges = {
             name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent")
@@ -90,8 +88,8 @@ class SharingMetrics:
         for name in ("refusals", "eviction_refusals"):
             for reason, total in getattr(stats, name).items():
                 self._count(name, total, reason=reason)
-        values = (saved_now, evicted_now, stats.memory_saving_ratio, stats.filter_given_up)
-        for gauge, value in zip(self._gauges.values(), values, strict=True):
+        now = (saved_now, evicted_now, stats.memory_saving_ratio, stats.filter_given_up)
+        for gauge, value in zip(self._gauges.values(), now, strict=True):
             gauge.labels(**self._labels).set(value)
         if latency is not None:
             self._latency.labels(**self._labels).observe(latency)

@@ -56,13 +56,7 @@ class PolicyError(ValueError):
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """What ``--reasoncache-policy`` asks for.
-
-    Attributes:
-        shares: Similar steps share their memory.
-        evictors: Applied one after the other.
-        selector: Chooses what a step reads.
-    """
+    """What ``--reasoncache-policy`` asks for; evictors are applied one after the other."""
 
     shares: bool
     evictors: tuple[NamedPolicy, ...] = ()
@@ -88,16 +82,17 @@ def parse(text: str) -> PolicyChoice:
             raise PolicyError(f"with {name} without options (sharing has flags of its own)")
         if name == NOTHING and len(parts) > 1:
             raise PolicyError(f"{NOTHING} alone, or without it")
-    made = [
-        (name, _make(name, options, known))
-        for name, _, options in parts
-        if name not in (NOTHING, SHARING)
-    ]
-    selectors = [NamedSelector(name, policy) for name, policy in made if _selects(policy)]
+    evictors, selectors = [], []
+    for name, _, options in parts:
+        if name not in (NOTHING, SHARING):
+            policy = _make(name, options, known)
+            if _selects(policy):
+                selectors.append(NamedSelector(name, policy))
+            else:
+                evictors.append(NamedPolicy(name, policy))
     if len(selectors) > 1:
         raise PolicyError(f"with one of {' and '.join(name for name, _ in selectors)}")
-    evictors = tuple(NamedPolicy(name, policy) for name, policy in made if not _selects(policy))
-    return PolicyChoice(SHARING in names, evictors, selectors[0] if selectors else None)
+    return PolicyChoice(SHARING in names, tuple(evictors), next(iter(selectors), None))
 
 
 def _selects(policy: Any) -> bool:
@@ -106,7 +101,7 @@ def _selects(policy: Any) -> bool:
 
 def _make(name: str, options: str, known: str) -> Any:
     kind = _class_of(name, known)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = [field.name for field in dataclasses.fields(kind)]
     try:
         types_of = typing.get_type_hints(kind)
     except Exception as error:

@@ -16,53 +16,40 @@ from sglang_reasoncache.arguments import SET
 
 SUPPORTED_SGLANG = ("0.5.23",)
 
+#: Module of SGLang -> what we take from it.
+_MODULES: dict[str, list[str]] = {
+    "plugins.hook_registry": ["HookRegistry", "HookType"],
+    "server_args": ["ServerArgs"],
+    "entrypoints.engine": ["Engine"],
+    "runtime_context": ["get_server_args", "get_parallel", "get_observability"],
+    "mem_cache.registry": ["register_radix_cache_backend"],
+    "layers.attention.attention_registry": ["ATTENTION_BACKENDS", "register_attention_backend"],
+    "arg_groups.choices": ["add_attention_backend_choices"],
+    "mem_cache.allocator.base": ["BaseTokenToKVPoolAllocator"],
+    "mem_cache.allocator.token": ["TokenToKVPoolAllocator"],
+    "mem_cache.allocator.paged": ["PagedTokenToKVPoolAllocator"],
+    "mem_cache.memory_pool": ["MHATokenToKVPool", "ReqToTokenPool", "KVWriteLoc"],
+    "mem_cache.allocation": ["get_last_loc_torch"],
+    "mem_cache.prefill_budget": ["PrefillBudget"],
+    "mem_cache.radix_cache": ["RadixCache", "RadixKey"],
+    "mem_cache.base_prefix_cache": ["MatchPrefixParams", "EvictParams", "EvictResult"],
+    "managers.schedule_batch": ["FINISH_ABORT"],
+    "layers.attention.torch_native_backend": ["TorchNativeAttnBackend"],
+    "layers.attention.flashinfer_backend": ["FlashInferAttnBackend"],
+    "layers.attention.triton_backend": ["TritonAttnBackend"],
+    "layers.attention.base_attn_backend": ["SharedReadEnds"],
+    "model_executor.runner_utils.capture_mode": ["get_capture_attention_variant"],
+    "layers.radix_attention": ["RadixAttention", "AttentionType"],
+    "layers.rotary_embedding.base": ["RotaryEmbedding", "LinearScalingRotaryEmbedding"],
+    "layers.rotary_embedding.mrope": ["MRotaryEmbedding"],
+    "parser.reasoning_parser": ["ReasoningParser"],
+}
+
 #: Attribute of this module -> dotted path of the SGLang object.
 NAMES: dict[str, str] = {
-    # plugin framework
-    "HookRegistry": "sglang.srt.plugins.hook_registry.HookRegistry",
-    "HookType": "sglang.srt.plugins.hook_registry.HookType",
-    # configuration
-    "ServerArgs": "sglang.srt.server_args.ServerArgs",
-    "Engine": "sglang.srt.entrypoints.engine.Engine",
-    "get_server_args": "sglang.srt.runtime_context.get_server_args",
-    "get_parallel": "sglang.srt.runtime_context.get_parallel",
-    "get_observability": "sglang.srt.runtime_context.get_observability",
-    # registries
-    "register_radix_cache_backend": "sglang.srt.mem_cache.registry.register_radix_cache_backend",
-    "ATTENTION_BACKENDS": "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
-    "register_attention_backend": "sglang.srt.layers.attention.attention_registry.register_attention_backend",
-    "add_attention_backend_choices": "sglang.srt.arg_groups.choices.add_attention_backend_choices",
-    # memory
-    "BaseTokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator",
-    "TokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator",
-    "PagedTokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
-    "MHATokenToKVPool": "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
-    "ReqToTokenPool": "sglang.srt.mem_cache.memory_pool.ReqToTokenPool",
-    "KVWriteLoc": "sglang.srt.mem_cache.memory_pool.KVWriteLoc",
-    "get_last_loc_torch": "sglang.srt.mem_cache.allocation.get_last_loc_torch",
-    "PrefillBudget": "sglang.srt.mem_cache.prefill_budget.PrefillBudget",
-    "RadixCache": "sglang.srt.mem_cache.radix_cache.RadixCache",
-    "RadixKey": "sglang.srt.mem_cache.radix_cache.RadixKey",
-    "MatchPrefixParams": "sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams",
-    "EvictParams": "sglang.srt.mem_cache.base_prefix_cache.EvictParams",
-    "EvictResult": "sglang.srt.mem_cache.base_prefix_cache.EvictResult",
-    "FINISH_ABORT": "sglang.srt.managers.schedule_batch.FINISH_ABORT",
-    # attention
-    "TorchNativeAttnBackend": "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
-    "FlashInferAttnBackend": "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend",
-    "TritonAttnBackend": "sglang.srt.layers.attention.triton_backend.TritonAttnBackend",
-    "SharedReadEnds": "sglang.srt.layers.attention.base_attn_backend.SharedReadEnds",
-    "get_capture_attention_variant": "sglang.srt.model_executor.runner_utils.capture_mode."
-    "get_capture_attention_variant",
-    "RadixAttention": "sglang.srt.layers.radix_attention.RadixAttention",
-    "AttentionType": "sglang.srt.layers.radix_attention.AttentionType",
-    "RotaryEmbedding": "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding",
-    "MRotaryEmbedding": "sglang.srt.layers.rotary_embedding.mrope.MRotaryEmbedding",
-    "LinearScalingRotaryEmbedding": "sglang.srt.layers.rotary_embedding.base.LinearScalingRotaryEmbedding",
-    # front end
     "http_app": "sglang.srt.entrypoints.http_server.app",
     "http_global_state": "sglang.srt.entrypoints.http_server.get_global_state",
-    "ReasoningParser": "sglang.srt.parser.reasoning_parser.ReasoningParser",
+    **{name: f"sglang.srt.{module}.{name}" for module, names in _MODULES.items() for name in names},
 }
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs."

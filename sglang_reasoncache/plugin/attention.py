@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sglang_reasoncache.selection.page_selection import PageSelection
 
 logger = logging.getLogger(__name__)
+_UNTRIED = "kernels that were checked without a GPU only"
 
 
 @dataclass(frozen=True)
@@ -61,18 +62,13 @@ def attention_backend(
         ValueError: our backend was requested and is not supported, or memory is missing.
     """
     backend = _backend(model_runner, config, name, stock, cached)
-    one_backend = model_runner.prefill_attention_backend_str == (
-        model_runner.decode_attention_backend_str
-    )
     paged: PagedAttention | None = getattr(backend, "paged", None)
-    parts = AttentionParts(rotation=getattr(backend, "rotation", None))
     if paged is None:
-        return backend, parts
-    skips_evicted, statistics, selection = False, None, None
-    if one_backend:
-        skips_evicted = backend.skips_evicted
-        statistics, selection = _made_for_policies(paged, config)
-    return backend, AttentionParts(paged.rotation, statistics, selection, skips_evicted)
+        return backend, AttentionParts(getattr(backend, "rotation", None))
+    if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
+        return backend, AttentionParts(paged.rotation)
+    statistics, selection = _made_for_policies(paged, config)
+    return backend, AttentionParts(paged.rotation, statistics, selection, backend.skips_evicted)
 
 
 def _made_for_policies(
@@ -80,19 +76,21 @@ def _made_for_policies(
 ) -> tuple[AttentionStatistics | None, PageSelection | None]:
     """What the policies need of attention."""
     statistics = selection = None
-    needs = needs_of(config.policies.evictors)
+    needs, selector = needs_of(config.policies.evictors), config.policies.selector
     if needs is not None:
         try:
             statistics = paged.keep_statistics(needs)
         except MemoryError as error:
-            raise ValueError(refusals.no_memory_for_weights(config, needs, error)) from error
-    selector = config.policies.selector
+            raise refusals.of_policy(
+                refusals.NO_MEMORY_FOR_WEIGHTS, config.policy, queries=needs.latest, error=error
+            ) from error
     if selector is not None:
         refusals.check_selected_page(selector.name, paged.allocator.page_size)
         try:
             selection = paged.select(*selector)
         except MemoryError as error:
-            raise ValueError(refusals.no_memory_for_bounds(selector.name, error)) from error
+            reason = refusals.NO_MEMORY_FOR_BOUNDS
+            raise refusals.of_policy(reason, selector.name, error=error) from error
     return statistics, selection
 
 
@@ -129,13 +127,12 @@ def check_policies(
     """
     decode = model_runner.decode_attention_backend_str
     names = " and ".join(sorted({model_runner.prefill_attention_backend_str, decode}))
-    flag = "--attention-backend"
+    both, evictors = f"--attention-backend {names}", config.policies.evictors
     selector = config.policies.selector
     if selector is not None and parts.selection is None:
-        raise ValueError(refusals.reads_everything(selector.name, flag, names))
-    evictors = config.policies.evictors
+        raise refusals.of_policy(refusals.READS_EVERYTHING, selector.name, backend=both)
     if evictors and not parts.skips_evicted:
-        raise ValueError(refusals.reads_evicted(config, flag, names))
+        raise refusals.of_policy(refusals.READS_EVICTED, config.policy, backend=both)
     for name, policy in evictors:
         if UNROTATED_KEYS in policy.needs and not config.corrected:
             raise ValueError(
@@ -143,7 +140,8 @@ def check_policies(
                 f"--reasoncache-positions corrected, got {config.positions}"
             )
         if ATTENTION in policy.needs and parts.statistics is None:
-            raise ValueError(refusals.tells_no_weights(name, flag, decode))
+            backend = f"--attention-backend {decode}"
+            raise refusals.of_policy(refusals.NO_STATISTICS, name, backend=backend)
 
 
 def _backend(
@@ -164,14 +162,17 @@ def _backend(
         # Two backends are refused by check_policies, with both names.
         if prefill != decode:
             return stock(model_runner)
-        return _as_cached_backend(model_runner, config, name)
+        requested_by = f"{flag_of('policy')} {config.policy}"
+        logger.warning("reasoncache: %s asks for %s", requested_by, _UNTRIED)
+        return _cuda_backend(model_runner, name, None, requested_by)
     if config.positions == "as-cached":
         return stock(model_runner)
     if config.positions == "auto" and on_cuda:
         # Kernels that no GPU has run yet are not the default.
         logger.warning(
             "reasoncache: shared keys are read as cached; --reasoncache-positions corrected asks "
-            "for kernels that were checked without a GPU only"
+            "for %s",
+            _UNTRIED,
         )
         return stock(model_runner)
     if prefill != decode:
@@ -192,14 +193,12 @@ def _backend(
         return stock(model_runner)
 
 
-def _as_cached_backend(model_runner: ModelRunner, config: ReasonCacheConfig, name: str) -> Any:
+def _cuda_backend(
+    model_runner: ModelRunner, name: str, cached: CachedPositions | None, requested_by: str
+) -> Any:
     from sglang_reasoncache.plugin import cuda_attention
 
-    requested_by = f"{flag_of('policy')} {config.policy}"
-    logger.warning(
-        "reasoncache: %s asks for kernels that were checked without a GPU only", requested_by
-    )
-    return cuda_attention.make(model_runner, name, None, requested_by=requested_by)
+    return cuda_attention.make(model_runner, name, cached, requested_by=requested_by)
 
 
 def _corrected_backend(model_runner: ModelRunner, name: str, cached: CachedPositions) -> Any:
@@ -208,10 +207,7 @@ def _corrected_backend(model_runner: ModelRunner, name: str, cached: CachedPosit
 
         return cpu_attention.make(model_runner, cached)
     if name in compat.CUDA_BACKENDS:
-        from sglang_reasoncache.plugin import cuda_attention
-
-        requested_by = f"{flag_of('positions')} corrected"
-        return cuda_attention.make(model_runner, name, cached, requested_by=requested_by)
+        return _cuda_backend(model_runner, name, cached, f"{flag_of('positions')} corrected")
     from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
 
     return CorrectedTorchNativeBackend(model_runner, cached)

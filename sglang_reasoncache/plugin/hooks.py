@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
@@ -13,8 +12,6 @@ from sglang_reasoncache.compat.types import ScheduleBatch, TreeCacheBuildContext
 if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
     from sglang_reasoncache.plugin.server import ServerParts
-
-logger = logging.getLogger(__name__)
 
 _installed = False
 #: Of the scheduler process; processes without a scheduler have none.
@@ -44,11 +41,6 @@ def install() -> None:
             _wrap_attention_backend(name)
 
 
-def check_installed() -> None:
-    """Raises RuntimeError when SGLang could not apply one of our hooks (it only logs that)."""
-    hooking.check_applied(compat.HOOK_TARGETS.values())
-
-
 def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
     """Exchange the freshly built allocator for ours."""
     from sglang_reasoncache.plugin.flags import config_of
@@ -63,7 +55,7 @@ def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> A
 
 def _make_tree(context: TreeCacheBuildContext) -> Any:
     """Radix-cache factory: the tree and the controller of this scheduler."""
-    check_installed()
+    hooking.check_applied(compat.HOOK_TARGETS.values())
     assert _server is not None, "SGLang builds the allocator before the prefix cache"
     return _server.tree(context)
 
@@ -126,7 +118,7 @@ def _after_count_uncached(result: tuple[int, int], _checker: Any) -> tuple[int, 
 
 def _after_decode_log_parts(result: list[str], _stats: Any) -> list[str] | None:
     controller = _controller()
-    return None if controller is None else [*result, controller.log_part()]
+    return None if controller is None else [*result, controller.report.log_part()]
 
 
 def _after_internal_state(_result: None, _owner: Any, state: dict[str, Any]) -> None:

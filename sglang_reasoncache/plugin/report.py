@@ -21,8 +21,6 @@ _RECENT_BLOCKS = 1024
 
 
 class Selection(Protocol):
-    """What selects pages to read, as far as it tells."""
-
     def recent(self) -> dict[str, Any]: ...
     def describe(self) -> dict[str, Any]: ...
 
@@ -31,10 +29,6 @@ class Report:
     """One per scheduler.
 
     Args:
-        config: Resolved settings.
-        stats: Everybody's counts.
-        pipeline: Of the shared blocks.
-        eviction: Of the evicted positions.
         metrics: Prometheus series, None without ``--enable-metrics``.
         selection: Of the attention backend, where a policy selects what is read.
     """
@@ -48,12 +42,9 @@ class Report:
         metrics: SharingMetrics | None = None,
         selection: Selection | None = None,
     ) -> None:
-        self._config = config
-        self._stats = stats
-        self._pipeline = pipeline
-        self._eviction = eviction
-        self._metrics = metrics
-        self._selection = selection
+        self._config, self._stats = config, stats
+        self._pipeline, self._eviction = pipeline, eviction
+        self._metrics, self._selection = metrics, selection
         self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=_RECENT_REQUESTS)
 
     def request_finished(
@@ -91,10 +82,7 @@ class Report:
         self._recent.clear()
 
     def describe(self, credit: float) -> dict[str, Any]:
-        """JSON for the endpoint: settings, totals, and the last finished requests.
-
-        ``credit``: share of future output that admission counts on.
-        """
+        """JSON for the endpoint. ``credit``: share of future output that admission counts on."""
         evicted = self._eviction.positions_now
         return {
             "config": self._config.to_dict(),

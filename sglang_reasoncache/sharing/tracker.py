@@ -49,11 +49,8 @@ class RequestTracker:
         state = state_of(req)
         if state is not None:
             return state
-        self._stats.requests_seen += 1
-        state = attach(req, RequestState(takes_part=takes_part(req)))
-        if not state.takes_part:
-            self._stats.requests_opted_out += 1
-        elif self._shares and not self._engine.given_up:
+        state = attach(req, RequestState(takes_part=self.count(req)))
+        if state.takes_part and self._shares and not self._engine.given_up:
             prompt = req.origin_input_ids
             inside = self._markers is None or self._markers.inside_after(prompt)
             try:
@@ -63,6 +60,13 @@ class RequestTracker:
             else:
                 self._requests[state.followed.id] = req
         return state
+
+    def count(self, req: Request) -> bool:
+        """A request that is new; whether it takes part."""
+        yes = takes_part(req)
+        self._stats.requests_seen += 1
+        self._stats.requests_opted_out += not yes
+        return yes
 
     def feed(self, reqs: Iterable[Request]) -> None:
         """Hand the new tokens of followed requests to the engine."""
