@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One frozen record of everything an operator can set.
-
-The command line, ``sglang.Engine`` keyword arguments and the scheduler all read
-this record; defaults, bounds and help texts live here and nowhere else.
-"""
+"""One frozen record of everything an operator can set: defaults, bounds and help texts."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ def _setting(
 
 @dataclass(frozen=True)
 class ReasonCacheConfig:
-    """Operator's settings. Raises :class:`ConfigError` for a value out of bounds."""
+    """Raises :class:`ConfigError` for a value out of bounds."""
 
     policy: str = _setting(
         "reasoncache",
@@ -79,18 +75,14 @@ class ReasonCacheConfig:
         bounds=(0, 100),
     )
     warmup: int = _setting(
-        128,
-        "KV distances observed before the first block may be shared.",
-        bounds=(0, 1_000_000),
+        128, "KV distances observed before the first block may be shared.", bounds=(0, 1_000_000)
     )
     tau_strict: float = _setting(0.9, "Upper end of the dynamic lexical threshold.", bounds=(0, 1))
     tau_soft: float = _setting(0.7, "Lower end of the dynamic lexical threshold.", bounds=(0, 1))
     length_factor: bool = _setting(True, "Multiply the cosine with the ratio of step lengths.")
     use_structure: bool = _setting(True, "Require equal formal content where both steps have some.")
     fixed_tau: float | None = _setting(
-        None,
-        "Constant lexical threshold instead of the dynamic one.",
-        bounds=(0, 1),
+        None, "Constant lexical threshold instead of the dynamic one.", bounds=(0, 1)
     )
     structure_tolerance: int = _setting(
         0, "Largest tree edit distance between the formal content of two steps.", bounds=(0, 1000)
@@ -184,12 +176,10 @@ class ReasonCacheConfig:
             raise ConfigError("encoder", ENCODER_BOUND, self.encoder) from error
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
-        if self.block > self.max_step_tokens:
-            raise ConfigError(
-                "block", f"at most max_step_tokens ({self.max_step_tokens})", self.block
-            )
-        if self.tau_soft > self.tau_strict:
-            raise ConfigError("tau_soft", f"at most tau_strict ({self.tau_strict})", self.tau_soft)
+        for name, most in (("block", "max_step_tokens"), ("tau_soft", "tau_strict")):
+            value, bound = getattr(self, name), getattr(self, most)
+            if value > bound:
+                raise ConfigError(name, f"at most {most} ({bound})", value)
 
     @property
     def corrected(self) -> bool:
@@ -201,12 +191,11 @@ class ReasonCacheConfig:
 
     @property
     def shares(self) -> bool:
-        """False when no block can ever be shared; nothing is compared then."""
+        """False when no block can ever be shared."""
         return self.policies.shares and self.percentile > 0
 
     @property
     def evictions(self) -> bool:
-        """Whether any policy may evict positions."""
         return bool(self.policies.evictors)
 
     @property
@@ -282,8 +271,8 @@ def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> Filt
     """The filter's knobs out of the operator's settings.
 
     Raises:
-        ValueError: a value out of its bound, or a structure tolerance above 0
-            without the package that computes edit distances.
+        ValueError: a value out of its bound, or a tolerance without the package that computes
+            edit distances.
     """
     same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}

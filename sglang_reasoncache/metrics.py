@@ -30,7 +30,7 @@ _SELECTION = {
     "positions_held": "Positions of the rows that were selected from, summed over layers and steps.",
     "positions_read": "Those that attention read.",
 }
-#: Counters with a label ``reason``.
+#: With a label ``reason``.
 _BY_REASON = {
     "refusals": "Blocks not shared, by reason.",
     "eviction_refusals": "Runs of positions not evicted, by reason.",
@@ -82,7 +82,7 @@ class SharingMetrics:
     def update(
         self, stats: SharingStats, saved_now: int, evicted_now: int, latency: float | None
     ) -> None:
-        """Publish totals; ``latency`` in seconds, None where nothing was compared."""
+        """``latency`` in seconds, None where nothing was compared."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
         for name in ("refusals", "eviction_refusals"):

@@ -30,18 +30,16 @@ from sglang_reasoncache.policy_options import OptionError
 from sglang_reasoncache.selection.contract import NamedSelector
 
 #: Every evictor and selector of this package: a policy is one line here.
-BUILT_IN: Mapping[str, str] = types.MappingProxyType(
-    {
-        "streamingllm": "sglang_reasoncache.eviction.policies.streamingllm:StreamingLLM",
-        "random": "sglang_reasoncache.eviction.policies.random_eviction:RandomEviction",
-        "l2norm": "sglang_reasoncache.eviction.policies.l2norm:L2Norm",
-        "keydiff": "sglang_reasoncache.eviction.policies.keydiff:KeyDiff",
-        "h2o": "sglang_reasoncache.eviction.policies.h2o:H2O",
-        "snapkv": "sglang_reasoncache.eviction.policies.snapkv:SnapKV",
-        "rkv": "sglang_reasoncache.eviction.policies.rkv:RKV",
-        "quest": "sglang_reasoncache.selection.quest:Quest",
-    }
-)
+BUILT_IN: Mapping[str, str] = {
+    "streamingllm": "sglang_reasoncache.eviction.policies.streamingllm:StreamingLLM",
+    "random": "sglang_reasoncache.eviction.policies.random_eviction:RandomEviction",
+    "l2norm": "sglang_reasoncache.eviction.policies.l2norm:L2Norm",
+    "keydiff": "sglang_reasoncache.eviction.policies.keydiff:KeyDiff",
+    "h2o": "sglang_reasoncache.eviction.policies.h2o:H2O",
+    "snapkv": "sglang_reasoncache.eviction.policies.snapkv:SnapKV",
+    "rkv": "sglang_reasoncache.eviction.policies.rkv:RKV",
+    "quest": "sglang_reasoncache.selection.quest:Quest",
+}
 #: Where other packages register theirs, ``name = "package.module:Class"``.
 ENTRY_POINTS = "sglang_reasoncache.policies"
 #: Sharing between similar steps, and nothing at all.
@@ -84,12 +82,13 @@ def parse(text: str) -> PolicyChoice:
             raise PolicyError(f"{NOTHING} alone, or without it")
     evictors, selectors = [], []
     for name, _, options in parts:
-        if name not in (NOTHING, SHARING):
-            policy = _make(name, options, known)
-            if _selects(policy):
-                selectors.append(NamedSelector(name, policy))
-            else:
-                evictors.append(NamedPolicy(name, policy))
+        if name in (NOTHING, SHARING):
+            continue
+        policy = _make(name, options, known)
+        if _selects(policy):
+            selectors.append(NamedSelector(name, policy))
+        else:
+            evictors.append(NamedPolicy(name, policy))
     if len(selectors) > 1:
         raise PolicyError(f"with one of {' and '.join(name for name, _ in selectors)}")
     return PolicyChoice(SHARING in names, tuple(evictors), next(iter(selectors), None))
@@ -135,7 +134,7 @@ def _make(name: str, options: str, known: str) -> Any:
 
 
 def _missing(policy: Any) -> str:
-    """What of :class:`Policy` an evictor lacks, which would be found out in a live server."""
+    """What an evictor lacks, which would be found out in a live server."""
     if not callable(policy.evict) or not callable(getattr(policy, "excess", None)):
         return "methods evict and excess"
     slack = getattr(policy, "slack", None)
@@ -156,8 +155,8 @@ def _class_of(name: str, known: str) -> Any:
         return pkgutil.resolve_name(target)
     others = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     if name not in others:
-        known = ", ".join((known, *sorted(others)))
-        raise PolicyError(f"with every NAME one of {known}, not {name!r}")
+        all_names = ", ".join((known, *sorted(others)))
+        raise PolicyError(f"with every NAME one of {all_names}, not {name!r}")
     try:
         kind = others[name].load()
     except Exception as error:

@@ -38,12 +38,7 @@ class SharingBudget(compat.PrefillBudget):
         return self._available_and_evictable() - self.current_offset - future * self._kept
 
     def check_prefill(
-        self,
-        *,
-        extend_input_len: int,
-        total_tokens: int,
-        chunk_limit: int | None,
-        **_unused: int,
+        self, *, extend_input_len: int, total_tokens: int, chunk_limit: int | None, **_unused: int
     ) -> tuple[bool, int | None]:
         now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
         needed = now + (total_tokens - now) * self._kept

@@ -56,15 +56,10 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
             self._release_unreferenced(upload(last, self.device))
 
     def evict(self, pages: torch.Tensor) -> int:
-        """Take one reference away per entry, of positions that are evicted.
+        """Take one reference away per entry (int64, pages in use), of evicted positions.
 
-        Reads from the device only while something is shared.
-
-        Args:
-            pages: int64, ids of pages in use.
-
-        Returns:
-            Slots that came back: those of pages with no other reference.
+        Reads from the device only while something is shared. Returns how many slots came back:
+        those of pages with no other reference.
         """
         self.has_evicted = True
         before: int = self.available_size()
@@ -76,8 +71,7 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
     def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids`` (slots or pages of a row) less the entries of evicted positions.
 
-        SGLang frees rows as they are, when a request ends. How many entries that leaves is
-        on the device: on a GPU this waits for it.
+        SGLang frees rows as they are. On a GPU this waits for it.
         """
         return ids[ids >= 0] if self.has_evicted else ids
 
@@ -158,16 +152,12 @@ def shared_allocator_of(stock: SlotAllocator) -> SharedTokenAllocator | SharedPa
     Raises:
         ValueError: any other allocator: its pool layout is not supported.
     """
-    common: dict[str, Any] = dict(
-        dtype=stock.dtype,
-        device=stock.device,
-        kvcache=stock.get_kvcache(),
-        need_sort=stock.need_sort,
-    )
+    where: dict[str, Any] = dict(dtype=stock.dtype, device=stock.device)
+    where |= dict(kvcache=stock.get_kvcache(), need_sort=stock.need_sort)
     if type(stock) is compat.TokenToKVPoolAllocator:
-        return SharedTokenAllocator(stock.size, **common)
+        return SharedTokenAllocator(stock.size, **where)
     if type(stock) is compat.PagedTokenToKVPoolAllocator:
-        return SharedPagedAllocator(stock.size, page_size=stock.page_size, **common)
+        return SharedPagedAllocator(stock.size, page_size=stock.page_size, **where)
     raise ValueError(
         f"--enable-reasoncache supports token and paged allocators of a plain attention pool, "
         f"this model uses {type(stock).__name__} (hybrid, sliding-window or state-space memory)"

@@ -91,7 +91,7 @@ class SharedRadixCache(compat.RadixCache):
     # -- publishing -----------------------------------------------------------
 
     def checkpoint(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
-        """Publish ``req``'s row up to ``up_to``, less what may not be published yet.
+        """Publish the row up to ``up_to``, less what may not be published yet.
 
         A running request publishes no output (it may have some after a retraction): positions
         the tree owns cannot be redirected any more. Where a policy may evict positions of the
@@ -218,9 +218,8 @@ class SharedRadixCache(compat.RadixCache):
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
         """Whether the row of any of ``reqs`` may name a slot away from its cached position.
 
-        It may where one of its blocks was redirected, or where its prefix ends in an inexact
-        node: a shifted slot lies behind the first inexact position, and what is below an
-        inexact node is inexact.
+        A shifted slot lies behind the first inexact position, and what is below an inexact
+        node is inexact.
         """
         return self.token_to_kv_pool_allocator.has_shifted_slots and any(
             req.last_node in self._inexact

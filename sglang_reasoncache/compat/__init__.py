@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every SGLang name this project touches, and nothing else.
+"""Every SGLang name this project touches; ``compat.RadixCache`` imports it on first use.
 
-``compat.RadixCache`` imports the real object on first use, so importing this
-module costs nothing and an SGLang update changes one file. The contract test
-(``tests/contract``) resolves each entry against the installed SGLang.
+``tests/contract`` resolves each entry against the installed SGLang.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 from sglang_reasoncache.arguments import SET
@@ -41,7 +39,6 @@ _MODULES: dict[str, list[str]] = {
     "model_executor.runner_utils.capture_mode": ["get_capture_attention_variant"],
     "layers.radix_attention": ["RadixAttention", "AttentionType"],
     "layers.rotary_embedding.base": ["RotaryEmbedding", "LinearScalingRotaryEmbedding"],
-    "layers.rotary_embedding.mrope": ["MRotaryEmbedding"],
     "parser.reasoning_parser": ["ReasoningParser"],
 }
 
@@ -92,11 +89,10 @@ CPU_BACKEND = "reasoncache_cpu"
 #: SGLang's backends in front of which we read shifted slots on CUDA.
 CUDA_BACKENDS = ("flashinfer", "triton")
 
-#: Attention backends whose reads we can correct, by name.
+#: Attention backends whose reads we can correct.
 CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
 
-#: Attention backends with which evicted positions are skipped, which tell attention
-#: statistics, and whose decode reads what a policy selects, by name.
+#: Those that skip evicted positions, tell attention statistics and read what a policy selects.
 EVICTION_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
@@ -114,11 +110,8 @@ def __getattr__(name: str) -> Any:
 
 
 def installed_version() -> str:
-    """Version of the installed SGLang, or ``none``."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return "none"
+    """Of SGLang."""
+    return version("sglang")
 
 
 def check_version(allow_untested: bool) -> None:

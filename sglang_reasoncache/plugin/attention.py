@@ -29,14 +29,8 @@ _UNTRIED = "kernels that were checked without a GPU only"
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """What a server's attention backend can do.
-
-    Attributes:
-        rotation: Rotates keys to where they are used; None: keys are read as cached.
-        statistics: Attention statistics; None: no policy needs them.
-        selection: Which pages a decode step reads; None: all.
-        skips_evicted: Evicted positions are not read.
-    """
+    """What a server's attention backend can do; None: keys are read as cached, no policy needs
+    statistics, a decode step reads all pages."""
 
     rotation: KeyRotation | None = None
     statistics: AttentionStatistics | None = None
@@ -51,12 +45,9 @@ def attention_backend(
     stock: Callable[[ModelRunner], Any],
     cached: CachedPositions,
 ) -> tuple[Any, AttentionParts]:
-    """Our backend where the operator's choice allows it, else the stock one.
+    """Our backend where the operator's choice allows it, else the ``stock`` one.
 
-    Args:
-        name: One of ``compat.CORRECTABLE_BACKENDS``.
-        stock: Makes the backend of that name without correction.
-        cached: Slots' cached positions; written by our backend.
+    ``name``: one of ``compat.CORRECTABLE_BACKENDS``. ``cached`` is written by our backend.
 
     Raises:
         ValueError: our backend was requested and is not supported, or memory is missing.
@@ -74,7 +65,6 @@ def attention_backend(
 def _made_for_policies(
     paged: PagedAttention, config: ReasonCacheConfig
 ) -> tuple[AttentionStatistics | None, PageSelection | None]:
-    """What the policies need of attention."""
     statistics = selection = None
     needs, selector = needs_of(config.policies.evictors), config.policies.selector
     if needs is not None:
@@ -102,14 +92,14 @@ def resolve_positions(
     Raises:
         ValueError: corrected positions were requested and are not supported.
     """
-    if config.positions == "corrected" and parts.rotation is None:
-        raise ValueError(
-            "--reasoncache-positions corrected needs --attention-backend "
-            f"{', '.join(compat.CORRECTABLE_BACKENDS)}, this server runs "
-            f"{model_runner.decode_attention_backend_str}; use as-cached with it"
-        )
     resolved = config.positions.replace("auto", "corrected")
     if parts.rotation is None:
+        if config.positions == "corrected":
+            raise ValueError(
+                "--reasoncache-positions corrected needs --attention-backend "
+                f"{', '.join(compat.CORRECTABLE_BACKENDS)}, this server runs "
+                f"{model_runner.decode_attention_backend_str}; use as-cached with it"
+            )
         resolved = "as-cached"
     if resolved != config.positions:
         logger.warning("reasoncache: --reasoncache-positions auto is %s here", resolved)

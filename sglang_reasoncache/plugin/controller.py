@@ -63,13 +63,13 @@ class Controller:
 
     @property
     def saved_positions(self) -> int:
-        """Slots that the running requests do without, less than one a position."""
+        """Those, and the evicted ones."""
         return self._pipeline.live_positions + self._eviction.positions_now
 
     # -- asked by the tree ----------------------------------------------------
 
     def keeps_prompt(self, req: Request) -> bool:
-        """Whether a running request's prompt is its own, so that positions of it may go."""
+        """Whether a running request's prompt is its own, so that positions of it may be evicted."""
         return self._eviction.evicts_prompts and takes_part(req)
 
     def after_chunk(self, req: Request, written: int) -> None:
@@ -84,7 +84,7 @@ class Controller:
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def on_release(self, req: Request) -> None:
-        """The row is gone; called for finished, aborted and retracted requests alike."""
+        """The row is gone: the request finished, was aborted or retracted."""
         state = state_of(req)
         ended = req.finished() and not isinstance(req.finished_reason, compat.FINISH_ABORT)
         if state is None:
@@ -123,11 +123,7 @@ class Controller:
     # -- a decode step --------------------------------------------------------
 
     def after_decode(self, reqs: Sequence[Request]) -> int:
-        """See what processed batches added to decoding ``reqs``; share and evict what is ready.
-
-        Returns:
-            Slots that came back to the allocator.
-        """
+        """Share and evict what is ready; return how many slots came back to the allocator."""
         self._decode_steps += 1
         publishes = self._decode_steps % (_METRICS_INTERVAL * self._interval) == 0
         if publishes:
@@ -175,15 +171,10 @@ class Controller:
             # need not ask for.
             reapplying = self._pipeline.reapplying()
             for req in self._eviction.in_turn(running):
-                state = self._tracker.follow(req)
-                self._evict(req, state, ask=id(req) not in reapplying)
+                self._evict(req, self._tracker.follow(req), ask=id(req) not in reapplying)
 
     def after_prefill(self, reqs: Sequence[Request], written: Sequence[int]) -> int:
-        """See requests whose prompts, or chunks of them, were computed up to ``written``.
-
-        Returns:
-            Slots that came back to the allocator.
-        """
+        """Likewise, for requests whose prompts, or chunks of them, were computed up to ``written``."""
         start, before = time.perf_counter(), self.saved_positions
         for req, positions in zip(reqs, written, strict=True):
             if is_running(req) and self.keeps_prompt(req):

@@ -29,7 +29,7 @@ def make(
 
     Args:
         name: One of ``compat.CUDA_BACKENDS``.
-        cached: Slots' cached positions. None reads every key as cached.
+        cached: None reads every key as cached.
         requested_by: The flag that requests it, the beginning of every message.
 
     Raises:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
@@ -24,16 +25,16 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    registry, kind = compat.HookRegistry, compat.HookType
-    for name, hook in (
-        ("build_allocator", _after_build_allocator),
-        ("decode_done", _after_decode),
-        ("prefill_done", _after_prefill),
-        ("count_uncached", _after_count_uncached),
-        ("decode_log_parts", _after_decode_log_parts),
-        ("internal_state", _after_internal_state),
-    ):
-        registry.register(compat.HOOK_TARGETS[name], hook, kind.AFTER)
+    hooks: dict[str, Callable[..., Any]] = {
+        "build_allocator": _after_build_allocator,
+        "decode_done": _after_decode,
+        "prefill_done": _after_prefill,
+        "count_uncached": _after_count_uncached,
+        "decode_log_parts": _after_decode_log_parts,
+        "internal_state": _after_internal_state,
+    }
+    for name, hook in hooks.items():
+        compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.CORRECTABLE_BACKENDS:
         # Our own is there on our CPU platform only.
@@ -75,9 +76,7 @@ def _controller() -> Controller | None:
     return None if _server is None else _server.controller
 
 
-def _after_prefill(
-    _result: None, processor: Any, batch: ScheduleBatch, *_args: Any, **_kwargs: Any
-) -> None:
+def _after_prefill(_result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any) -> None:
     """Under mixed chunk, decoding requests ride on a prefill batch, as its last ones."""
     controller = _controller()
     if controller is None:
@@ -91,9 +90,7 @@ def _after_prefill(
     _admit_again(controller, processor, freed)
 
 
-def _after_decode(
-    _result: None, processor: Any, batch: ScheduleBatch, *_args: Any, **_kwargs: Any
-) -> None:
+def _after_decode(_result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any) -> None:
     controller = _controller()
     if controller is not None:
         _admit_again(controller, processor, controller.after_decode(batch.reqs))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators see: ``GET /reasoncache``, a part of SGLang's log line, Prometheus series."""
+"""What operators see: ``GET /reasoncache``, a part of SGLang's log line, Prometheus."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Report:
         )
 
     def publish(self, latency: float | None = None) -> None:
-        """Update the Prometheus series. ``latency``: seconds of a poll that compared blocks."""
+        """``latency``: seconds of a poll that compared blocks."""
         if self._metrics is not None:
             evicted = self._eviction.positions_now
             saved = self._pipeline.live_positions + evicted

@@ -48,12 +48,8 @@ class ServerParts:
 
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
         pool = stock.get_kvcache()
-        plain = (
-            type(pool) is compat.MHATokenToKVPool
-            and pool.kv_cache_layout == "nhd"
-            and not pool.is_quantized_kv_cache
-        )
-        if not plain:
+        is_plain = type(pool) is compat.MHATokenToKVPool and not pool.is_quantized_kv_cache
+        if not is_plain or pool.kv_cache_layout != "nhd":
             raise ValueError(
                 "--enable-reasoncache supports models with one plain multi-head KV pool in NHD "
                 f"layout without block quantisation, this server uses {type(pool).__name__} "
@@ -67,20 +63,15 @@ class ServerParts:
         self.controller: Controller | None = None
 
     def attention_backend(
-        self, model_runner: ModelRunner, name: str, stock: Callable[[Any], Any]
+        self, model_runner: ModelRunner, name: str, stock: Callable[[ModelRunner], Any]
     ) -> Any:
-        """See :func:`~sglang_reasoncache.plugin.attention.attention_backend`."""
         backend, self.attention = attention.attention_backend(
             model_runner, self.config, name, stock, self.cached
         )
         return backend
 
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
-        """Prefix cache with its controller.
-
-        Raises:
-            ValueError: a model, pool or policy that is not supported.
-        """
+        """With its controller. Raises ValueError for a model, pool or policy that is not supported."""
         if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
             raise ValueError(
                 "--enable-reasoncache supports full-attention models only (no sliding window, "
@@ -138,13 +129,8 @@ class ServerParts:
         )
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
         report = Report(config, stats, pipeline, eviction, metrics, self.attention.selection)
-        logger.info(
-            "reasoncache: on, block %d, page %d, distances by %s, %s",
-            block,
-            params.page_size,
-            meter.backend,
-            config,
-        )
+        told = "reasoncache: on, block %d, page %d, distances by %s, %s"
+        logger.info(told, block, params.page_size, meter.backend, config)
         return Controller(config, stats, tracker, pipeline, eviction, report)
 
     def _calibration_key(self, context: TreeCacheBuildContext, block: int) -> CalibrationKey:
@@ -166,11 +152,7 @@ class ServerParts:
 
 
 def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> ReasoningMarkers | None:
-    """Tokens around the reasoning part, None where all output may share.
-
-    Raises:
-        ValueError: ``--reasoncache-span reasoning`` without a parser that can be followed.
-    """
+    """Tokens around the reasoning part, None where all output may share."""
     if config.span == "response":
         return None
     parser = context.server_args.reasoning_parser

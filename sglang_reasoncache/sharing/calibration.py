@@ -114,7 +114,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _replace(target: Path, data: bytes) -> None:
-    """Write beside the target, then rename: no reader ever sees half a file."""
+    """No reader ever sees half a file."""
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -128,15 +128,12 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 class CalibratedThreshold:
-    """The distance threshold of a server, kept in a file across restarts; one per scheduler.
+    """The distance threshold of a scheduler, kept in a file across restarts.
 
     Args:
-        config: Resolved settings.
-        key: Of this server.
         model_path: Folder of the weights, searched for a calibration.
         writes: Whether this process writes the calibration (one rank does).
-        agree: Called with the stored histogram this rank found; returns the one
-            all ranks use.
+        agree: Called with the stored histogram of this rank; returns the one all ranks use.
     """
 
     def __init__(
@@ -147,21 +144,16 @@ class CalibratedThreshold:
         writes: bool,
         agree: Callable[[Any], Any] = lambda state: state,
     ) -> None:
-        self._config = config
-        self._key = key
+        self._config, self._key, self._writes = config, key, writes
         self._path = Path(config.calibration) if config.calibration else None
-        self._writes = writes
         self._saved_at = time.monotonic()
         self._saved_observations = 0
-        self.threshold = AdaptiveThreshold(
-            config.percentile,
-            config.warmup,
-            config.half_life or None,
-            state=agree(self._stored(Path(model_path) / CALIBRATION_FILE)),
-        )
+        state = agree(self._stored(Path(model_path) / CALIBRATION_FILE))
+        half_life = config.half_life or None
+        self.threshold = AdaptiveThreshold(config.percentile, config.warmup, half_life, state)
 
     def _stored(self, beside_model: Path) -> dict[str, object] | None:
-        """The histogram of an earlier run, from the operator's file or the model's folder."""
+        """From the operator's file or the model's folder."""
         for path in (self._path, beside_model):
             if path is None or not path.is_file():
                 continue
@@ -170,10 +162,8 @@ class CalibratedThreshold:
                 logger.info("reasoncache: distances calibrated from %s", path)
                 return stored
             logger.warning("reasoncache: %s holds no distances for %s", path, self._key)
-        logger.info(
-            "reasoncache: no calibration, nothing is shared before %d distances were seen",
-            self._config.warmup,
-        )
+        told = "reasoncache: no calibration, nothing is shared before %d distances were seen"
+        logger.info(told, self._config.warmup)
         return None
 
     def maybe_save(self) -> None:
@@ -205,11 +195,7 @@ class CalibratedThreshold:
 
 
 def check_calibration(config: ReasonCacheConfig) -> None:
-    """Refuse ``--reasoncache-calibration`` before a server starts on it.
-
-    Raises:
-        ValueError: not a calibration file, or a folder that cannot be written.
-    """
+    """Raises ValueError for a file that is no calibration, or a folder that cannot be written."""
     if config.calibration is None:
         return
     path, flag = Path(config.calibration), flag_of("calibration")

@@ -67,9 +67,7 @@ class BlockMeter:
     """Distances over all layers, and over all heads when they are split over ranks.
 
     Args:
-        pool: SGLang's.
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
-        cached_at: Slots' cached positions.
         rotation: Keys are compared as they would be used; None: as cached.
         num_heads: KV heads over all ranks.
         group: CPU process group of the tensor-parallel ranks, None when alone.

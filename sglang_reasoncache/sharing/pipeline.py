@@ -97,12 +97,11 @@ class BlockPipeline:
         return {id(block.req) for batch in batches for block in batch if block.decided}
 
     def give_up(self, state: RequestState, positions: int) -> None:
-        """As many positions of a row share no slot any more."""
+        """As many positions share no slot any more."""
         state.live_positions -= positions
         self.live_positions -= positions
 
     def reset(self) -> None:
-        """The cache was flushed; nothing runs."""
         self.live_positions = 0
         self._waiting.clear()
         self._in_flight = None
@@ -116,8 +115,8 @@ class BlockPipeline:
             if req is None or state is None:
                 self._stats.refusals[Refusal.LATE.value] += len(result.pairs)
                 continue
-            # Refused here as well as later: which requests still exist may differ
-            # between ranks, and the batches they make must not.
+            # Asked here as well as later: which requests still exist may differ between
+            # ranks, and the batches they make must not.
             blocks = per_request.setdefault(result.request, [])
             for pair in result.pairs:
                 block = BlockProposal(req, pair.dst_start, pair.src_start, self.block, state.row)

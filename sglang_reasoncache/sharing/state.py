@@ -33,7 +33,7 @@ class Followed:
         self._engine = engine
 
     def close(self) -> None:
-        """Forget the request. Called by the thread that feeds the engine."""
+        """Called by the thread that feeds the engine."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close(self.id)
@@ -73,10 +73,7 @@ class RequestState(RowState):
     first_shared: int | None = None
 
     def claim(self, start: int, length: int) -> bool:
-        """Keep ``[start, start + length)`` for one block; False where another one overlaps.
-
-        All of a request's blocks have the same length.
-        """
+        """Keep positions for one block; False where another one, of the same length, overlaps."""
         at = bisect.bisect_right(self.claimed, start - length)
         if at < len(self.claimed) and self.claimed[at] < start + length:
             return False

@@ -12,16 +12,14 @@ from sglang_reasoncache.eviction.stats import EvictionStats
 
 @dataclass
 class SharingStats(EvictionStats):
-    """Plain totals since start or the last flush; every number in tokens, steps or blocks.
+    """Totals since start or the last flush; every number in tokens, steps or blocks.
 
     ``filter_restarts`` and ``filter_given_up`` (0 or 1) count since the start, flushed or not.
-    ``filter_seconds`` is CPU time of comparing steps, wherever that runs;
-    ``scheduler_seconds`` is what the scheduler's thread spent on all of sharing.
-    ``saved``/``logical`` sums run over polls, one in a few decode steps: slots not needed
-    and positions of the running requests of that step; an evicted position needs none.
-    ``finished_positions`` and ``finished_redirected`` add up the requests that finished, each
-    at its end: all positions, prompt included, and those that referred to a slot owned
-    elsewhere or, ``finished_evicted``, to none.
+    ``filter_seconds`` is CPU time of comparing steps, wherever that runs; ``scheduler_seconds``
+    is what the scheduler's thread spent on all of sharing. The sums run over polls: ``saved``
+    slots of the ``logical`` positions of the running requests. ``finished_positions`` of finished
+    requests include the prompt; ``finished_redirected`` ones referred to a slot owned elsewhere,
+    ``finished_evicted`` ones to none.
     """
 
     steps_seen: int = 0
@@ -53,7 +51,7 @@ class SharingStats(EvictionStats):
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
 
     def reset(self) -> None:
-        """Begin anew. The object stays: every part of a scheduler counts into this one."""
+        """In place: every part of a scheduler counts into this one."""
         vars(self).update(vars(SharingStats()))
 
     def poll(self, running: int, saved: int, logical: int) -> None:

@@ -17,20 +17,14 @@ from sglang_reasoncache.sharing.histogram import Histogram
 
 
 class AdaptiveThreshold(Histogram):
-    """Streaming p-th percentile with a warm-up.
-
-    One object judges all requests of a model at one block size, because
-    distances depend on both. Not thread safe.
+    """Streaming p-th percentile with a warm-up; of one model and block size. Not thread safe.
 
     Args:
         percentile: p, 0 to 100. 0 accepts nothing; 100 accepts every finite
             distance after the warm-up.
         warmup: Observed distances before anything is accepted.
-        half_life: See :class:`Histogram`.
+        half_life: See :class:`Histogram`, as for ``state``.
         state: Of an earlier run; the three above are not part of it.
-
-    Raises:
-        ValueError: a state that is corrupt, of another version or of another bin layout.
     """
 
     def __init__(
@@ -47,7 +41,6 @@ class AdaptiveThreshold(Histogram):
 
     @property
     def is_warm(self) -> bool:
-        """The warm-up is over."""
         return self.num_observed >= self._warmup
 
     @property

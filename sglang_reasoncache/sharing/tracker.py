@@ -91,10 +91,7 @@ class RequestTracker:
         self._stats.filter_given_up = int(self._engine.given_up)
 
     def take(self, limit: int, max_pairs: int) -> list[tuple[Request | None, StepResult]]:
-        """Steps that the engines of all ranks have compared, and whose they are.
-
-        None in place of a request that disappeared.
-        """
+        """Steps that the engines of all ranks have compared; None for a request that disappeared."""
         if not self._engine.outstanding:
             return []
         ready = self._ranks.least(self._engine.ready())
@@ -126,5 +123,4 @@ class RequestTracker:
         self._engine.restart()
 
     def reset(self) -> None:
-        """Counts begin anew."""
         self._shed_before = self._engine.steps_shed
