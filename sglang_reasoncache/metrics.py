@@ -60,12 +60,9 @@ class SharingMetrics:
         names = list(self._labels)
         plain = _COUNTERS | {f"selection_{name}": text for name, text in _SELECTION.items()}
         self._counters = {
-            name: Counter(
-                _PREFIX + name.removesuffix("_total"),
-                text,
-                [*names, "reason"] if name in _BY_REASON else names,
-            )
-            for name, text in (plain | _BY_REASON).items()
+            name: Counter(_PREFIX + name.removesuffix("_total"), text, [*names, *reason])
+            for texts, reason in ((plain, ()), (_BY_REASON, ("reason",)))
+            for name, text in texts.items()
         }
         self._gauges = {
             name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent")

@@ -44,6 +44,7 @@ BUILT_IN: Mapping[str, str] = {
 ENTRY_POINTS = "sglang_reasoncache.policies"
 #: Sharing between similar steps, and nothing at all.
 SHARING, NOTHING = "reasoncache", "none"
+_KNOWN = (NOTHING, SHARING, *BUILT_IN)
 _LONGEST = 1000
 _NEEDS = frozenset({KEYS, UNROTATED_KEYS, ATTENTION})
 
@@ -72,7 +73,6 @@ def parse(text: str) -> PolicyChoice:
         raise PolicyError(f"a text of at most {_LONGEST} characters")
     parts = [part.strip().partition(":") for part in text.split("+")]
     names = [name for name, _, _ in parts]
-    known = ", ".join((NOTHING, SHARING, *BUILT_IN))
     for name, _, options in parts:
         if name and names.count(name) > 1:
             raise PolicyError(f"with {name} once")
@@ -84,7 +84,7 @@ def parse(text: str) -> PolicyChoice:
     for name, _, options in parts:
         if name in (NOTHING, SHARING):
             continue
-        policy = _make(name, options, known)
+        policy = _make(name, options)
         if _selects(policy):
             selectors.append(NamedSelector(name, policy))
         else:
@@ -98,8 +98,8 @@ def _selects(policy: Any) -> bool:
     return not hasattr(policy, "evict")
 
 
-def _make(name: str, options: str, known: str) -> Any:
-    kind = _class_of(name, known)
+def _make(name: str, options: str) -> Any:
+    kind = _class_of(name)
     fields = [field.name for field in dataclasses.fields(kind)]
     try:
         types_of = typing.get_type_hints(kind)
@@ -149,14 +149,13 @@ def _missing(policy: Any) -> str:
     return ""
 
 
-def _class_of(name: str, known: str) -> Any:
-    target = BUILT_IN.get(name)
-    if target is not None:
-        return pkgutil.resolve_name(target)
+def _class_of(name: str) -> Any:
+    if name in BUILT_IN:
+        return pkgutil.resolve_name(BUILT_IN[name])
     others = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     if name not in others:
-        all_names = ", ".join((known, *sorted(others)))
-        raise PolicyError(f"with every NAME one of {all_names}, not {name!r}")
+        known = ", ".join((*_KNOWN, *sorted(others)))
+        raise PolicyError(f"with every NAME one of {known}, not {name!r}")
     try:
         kind = others[name].load()
     except Exception as error:

@@ -98,7 +98,7 @@ class SharedRadixCache(compat.RadixCache):
         prompt, it publishes nothing before it has finished.
         """
         if not req.finished() and self.controller is not None and self.controller.keeps_prompt(req):
-            # The last chunk is seen later, when its result has been processed.
+            # The last chunk is seen later, outside of the group in which its result frees.
             grouped = self.token_to_kv_pool_allocator.free_group is not None
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.controller.after_chunk(req, up_to)

@@ -45,8 +45,7 @@ def install() -> None:
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
     """AFTER ``ServerArgs.add_cli_args``: one group with our flags.
 
-    Every default is None so that a value given explicitly can be told from one
-    left alone, which is what lets a preset fill in the rest.
+    Every default is None: a preset fills in what was not given.
     """
     group = parser.add_argument_group("ReasonCache: similar reasoning steps share KV memory")
     group.add_argument(
@@ -141,8 +140,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     check_encoder(config, server_args.tp_size)
     engines.prepare()
     server_args.radix_cache_backend = compat.TREE_BACKEND
-    # The record takes no new fields; an underscore attribute survives the
-    # pickling into the scheduler process.
+    # An underscore attribute survives the pickling into the scheduler process.
     server_args._reasoncache = config
     os.environ[ENABLED_ENV] = "1"
     from sglang_reasoncache.plugin import hooks

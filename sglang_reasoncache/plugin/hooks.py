@@ -98,8 +98,7 @@ def _after_decode(_result: None, processor: Any, batch: ScheduleBatch, *_: Any, 
 
 def _admit_again(controller: Controller, processor: Any, freed: int) -> None:
     if freed and controller.config.admission_credit > 0:
-        # SGLang stops trying to admit once memory ran out and tries again when
-        # a request leaves; slots that come back in between must count as well.
+        # SGLang stops admitting once memory ran out, until a request leaves.
         processor.metrics_reporter.scheduler.running_batch.batch_is_full = False
 
 

@@ -28,9 +28,7 @@ class Acceptor:
         meter: BlockMeter,
         copies: bool,
     ) -> None:
-        self._allocator = allocator
-        self._pool = req_to_token_pool
-        self._meter = meter
+        self._allocator, self._pool, self._meter = allocator, req_to_token_pool, meter
         self.copies = copies
 
     def apply(self, chosen: Sequence[int], measured: Measurement) -> list[bool]:

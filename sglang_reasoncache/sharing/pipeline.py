@@ -22,8 +22,7 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Finished steps taken from the engine at once, unless their blocks fill a batch before.
 _TAKE_LIMIT = 256
-#: Blocks measured at once, and about as many applied in one poll: the scheduler must not
-#: stall when many steps end together.
+#: Blocks measured at once, and about as many applied in one poll: many steps may end together.
 _MAX_BATCH = 256
 
 Batch = list[BlockProposal]
@@ -47,14 +46,10 @@ class BlockPipeline:
         ranks: Ranks,
         block: int,
     ) -> None:
-        self.threshold = threshold
-        self.block = block
-        self.meter = meter
+        self.threshold, self.meter, self.block = threshold, meter, block
         self.live_positions = 0
-        self._tracker = tracker
-        self._acceptor = acceptor
-        self._stats = stats
-        self._ranks = ranks
+        self._tracker, self._acceptor = tracker, acceptor
+        self._stats, self._ranks = stats, ranks
         self._waiting: collections.deque[Batch] = collections.deque()
         self._in_flight: tuple[Batch, Measurement] | None = None
 
@@ -187,10 +182,8 @@ class BlockPipeline:
         assert state is not None, "only requests with state propose blocks"
         state.shared.append((block.dst_start, block.src_start))
         state.mark_shared(block.dst_start)
-        if block.decided:
-            self._stats.blocks_reapplied += 1
-        else:
-            self._stats.blocks_shared += 1
+        self._stats.blocks_reapplied += block.decided
+        self._stats.blocks_shared += not block.decided
         if not self._acceptor.copies:
             state.slot_aliases.share(block.dst_start, block.src_start, block.length)
             self.give_up(state, -block.length)
