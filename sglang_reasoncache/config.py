@@ -268,12 +268,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
-    """The filter's knobs out of the operator's settings.
-
-    Raises:
-        ValueError: a value out of its bound, or a tolerance without the package that computes
-            edit distances.
-    """
+    """The filter's knobs. Raises ValueError for a block that is not the page, or without ``zss``."""
     same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
     kind = EncoderChoice.parse(config.encoder).kind

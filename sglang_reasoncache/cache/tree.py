@@ -51,12 +51,10 @@ class RowController(Protocol):
 
 
 class SharedRadixCache(compat.RadixCache):
-    """``RadixCache`` with slots shared inside a path.
+    """``RadixCache`` with slots shared inside a path; the allocator must be one of ours.
 
-    Args:
-        params: SGLang's; the allocator must be one of ours.
-        publish_aliased: Publish a finished request's shared positions too;
-            otherwise only the prefix before the first of them.
+    With ``publish_aliased`` a finished request's shared positions are published too, otherwise
+    only the prefix before the first of them.
     """
 
     def __init__(self, params: CacheInitParams, *, publish_aliased: bool) -> None:

@@ -29,8 +29,8 @@ _UNTRIED = "kernels that were checked without a GPU only"
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """What a server's attention backend can do; None: keys are read as cached, no policy needs
-    statistics, a decode step reads all pages."""
+    """What a server's attention backend can do. None: keys are read as cached, no policy needs
+    attention statistics, a decode step reads all pages."""
 
     rotation: KeyRotation | None = None
     statistics: AttentionStatistics | None = None
@@ -109,12 +109,7 @@ def resolve_positions(
 def check_policies(
     config: ReasonCacheConfig, parts: AttentionParts, model_runner: ModelRunner
 ) -> None:
-    """Refuse policies that this server's attention does not support.
-
-    Raises:
-        ValueError: evicted positions would be read, keys cannot be un-rotated, there are no
-            attention statistics, or nothing is selected.
-    """
+    """Raises ValueError for a policy that this server's attention does not support."""
     decode = model_runner.decode_attention_backend_str
     names = " and ".join(sorted({model_runner.prefill_attention_backend_str, decode}))
     both, evictors = f"--attention-backend {names}", config.policies.evictors

@@ -111,12 +111,7 @@ def engine_server_args(**kwargs: Any) -> Any:
 
 
 def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
-    """Put the config on the raw record and install the hooks.
-
-    Raises:
-        ValueError: a bad value, a flag of ours without the switch, an
-            incompatible flag, or an SGLang version that was not tested.
-    """
+    """Put the config on the raw record and install the hooks; ValueError for what is refused."""
     if not enabled:
         os.environ.pop(ENABLED_ENV, None)
         if given:

@@ -26,12 +26,8 @@ class Selection(Protocol):
 
 
 class Report:
-    """One per scheduler.
-
-    Args:
-        metrics: Prometheus series, None without ``--enable-metrics``.
-        selection: Of the attention backend, where a policy selects what is read.
-    """
+    """One per scheduler. ``metrics`` is None without ``--enable-metrics``, ``selection`` where no
+    policy selects what is read."""
 
     def __init__(
         self,

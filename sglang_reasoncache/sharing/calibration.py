@@ -55,9 +55,7 @@ class CalibrationKey(NamedTuple):
 def load(path: Path, key: CalibrationKey) -> dict[str, object] | None:
     """The state saved for ``key``, not validated yet; None if the file or the key is absent.
 
-    Raises:
-        ValueError: the file is too large or not a calibration file.
-        OSError: the file exists but cannot be read.
+    Raises ValueError for a file that is too large or no calibration, OSError if it cannot be read.
     """
     state = _read(path).get(key.as_text())
     if state is None:

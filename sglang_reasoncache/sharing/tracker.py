@@ -23,9 +23,7 @@ logger = logging.getLogger(__name__)
 class RequestTracker:
     """One per scheduler. The engines of all ranks give the same results at the same time.
 
-    Args:
-        shares: False where no policy shares: no request is followed then.
-        markers: Tokens around the reasoning part; None: all output may share.
+    Requests are followed where a policy ``shares``. ``markers``: around the reasoning part.
     """
 
     def __init__(
