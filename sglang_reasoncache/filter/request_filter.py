@@ -21,13 +21,8 @@ from sglang_reasoncache.filter.segment import Segmenter, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.span import Place, ReasoningSpan
 from sglang_reasoncache.filter.step import Step
-from sglang_reasoncache.filter.structure import (
-    Signature,
-    SignatureKind,
-    same_structure,
-    signature,
-)
 from sglang_reasoncache.filter.structure.scan import leaves_fence_open
+from sglang_reasoncache.filter.structure.signature import Signature, same_structure, signature
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 __all__ = ["CandidatePair", "FilterConfig", "FilterCounters", "Proposal", "RequestFilter"]
@@ -207,7 +202,7 @@ class RequestFilter:
         a, b = self._signature(step, counters), self._signature(earlier, counters)
         if same_structure(a, b, self._config.structure_tolerance, self._config.limits):
             return True
-        if SignatureKind.OVER_BOUND in (a.kind, b.kind):
+        if a.bound or b.bound:
             counters.dropped_over_bound += 1
         else:
             counters.dropped_structure += 1
@@ -223,5 +218,5 @@ class RequestFilter:
                 keep_trees=self._config.structure_tolerance > 0,
             )
             step.text = ""  # the signature is all that is asked of it from now on
-            counters.over_bound += step.signature.kind is SignatureKind.OVER_BOUND
+            counters.over_bound += bool(step.signature.bound)
         return step.signature

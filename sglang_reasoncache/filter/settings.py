@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_reasoncache.filter.align import AlignMode
-from sglang_reasoncache.filter.structure import Limits
-from sglang_reasoncache.filter.structure.tree import require_zss
+from sglang_reasoncache.filter.structure.tree import Limits, require_zss
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_reasoncache.filter.structure import Signature
+from sglang_reasoncache.filter.structure.signature import Signature
 
 
 @dataclass(slots=True, eq=False)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 
-from sglang_reasoncache.filter.structure.limits import Limits, OverBound
-from sglang_reasoncache.filter.structure.tree import Tree, leaf
+from sglang_reasoncache.filter.structure.tree import Limits, OverBound, Tree, leaf
 
 # A string that is not closed ends with its line: a pattern that could fail
 # here would be tried again at each later quote.
