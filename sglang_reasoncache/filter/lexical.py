@@ -133,21 +133,14 @@ class LexicalIndex(StepIndex):
             posting.append(count)
 
     def _cosines(self, step: Step, rows: slice) -> Floats:
-        hits, counts = [], []
-        for token, count in step.bag.items():
-            posting = self._postings.get(token)
-            if posting is not None:
-                hits.append(posting)
-                counts.append(count)
+        hits = [(self._postings[token], n) for token, n in step.bag.items() if token in self._postings]
         if not hits:
             return np.zeros(len(self))
         # One copy of all postings, then no Python loop over them.
-        joined = np.frombuffer(b"".join(hits), dtype=_POSTING_DTYPE).reshape(-1, 2)
-        weights = np.repeat(
-            np.array(counts, dtype=np.float64), [len(posting) >> 1 for posting in hits]
-        )
-        weights *= joined[:, 1]
-        dots = np.bincount(joined[:, 0], weights, minlength=self._end)[rows]
+        joined = np.frombuffer(b"".join(posting for posting, _ in hits), dtype=_POSTING_DTYPE)
+        earlier, weights = joined[::2], joined[1::2].astype(np.float64)
+        weights *= np.repeat([count for _, count in hits], [len(p) >> 1 for p, _ in hits])
+        dots = np.bincount(earlier, weights, minlength=self._end)[rows]
         # The product is an exact integer, so equal bags give exactly 1.
         return np.asarray(dots / np.sqrt(self._norm_sq[rows] * step.norm_sq))
 

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.filter.dense import DenseIndex
 from sglang_reasoncache.filter.encoder import (
     SENTENCE_MODEL,
     EmbeddingEncoder,
@@ -29,7 +28,7 @@ from sglang_reasoncache.filter.encoder import (
 from sglang_reasoncache.filter.lexical import dynamic_threshold
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
 from sglang_reasoncache.filter.step import Step
-from sglang_reasoncache.plugin.encoder import check_encoder, make_encoder
+from sglang_reasoncache.plugin.step_filter import check_encoder, make_encoder
 from tests.filter.words import Words, step_of
 
 _MATRIX = np.random.default_rng(0).normal(size=(13, 5)).astype(np.float32)

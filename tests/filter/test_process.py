@@ -28,8 +28,7 @@ from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.span import ReasoningSpan
 from sglang_reasoncache.filter.structure import Limits
-from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
-from sglang_reasoncache.filter.vocabulary import Vocabulary
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 from tests.filter.made_tokenizers import gpt2, traces
 from tests.filter.words import Words
 

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
 from sglang_reasoncache.filter.segment import Segmenter, TokenClasses
-from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
-from sglang_reasoncache.filter.vocabulary import Vocabulary
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 from tests.filter.made_tokenizers import MAKERS, TEXT, made, traces
 
 _NAMES = [make.__name__ for make in MAKERS]

@@ -11,8 +11,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
-from sglang_reasoncache.filter.vocabulary import Vocabulary
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 from tests.filter.made_tokenizers import MAKERS, TEXT, made
 
 _NAMES = [make.__name__ for make in MAKERS]
