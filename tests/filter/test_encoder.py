@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.filter.encoder import (
     SENTENCE_MODEL,
+    DenseIndex,
     EmbeddingEncoder,
     EncoderChoice,
     SentenceEncoder,
@@ -29,7 +30,7 @@ from sglang_reasoncache.filter.lexical import dynamic_threshold
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
 from sglang_reasoncache.filter.step import Step
 from sglang_reasoncache.plugin.step_filter import check_encoder, make_encoder
-from tests.filter.words import Words, step_of
+from tests.filter.words import Words, check_index, step_of
 
 _MATRIX = np.random.default_rng(0).normal(size=(13, 5)).astype(np.float32)
 
@@ -40,14 +41,6 @@ def slow_vector(token_ids: Sequence[int], matrix: Vector) -> list[float]:
     mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)] if rows else []
     norm = math.sqrt(sum(value * value for value in mean))
     return [value / norm for value in mean] if norm else [0.0] * matrix.shape[1]
-
-
-def slow_similarity(a: Step, b: Step, matrix: Vector, length_factor: bool) -> float:
-    """The formula, straight from the tokens and the text."""
-    vectors = (slow_vector(step.token_ids, matrix) for step in (a, b))
-    cosine = sum(x * y for x, y in zip(*vectors, strict=True))
-    factor = min(a.num_chars, b.num_chars) / max(a.num_chars, b.num_chars)
-    return cosine * (factor if length_factor else 1.0)
 
 
 _STEPS = st.lists(
@@ -63,19 +56,13 @@ def test_similarities_equal_the_formula(
     drawn: list[tuple[list[int], int]], length_factor: bool, max_history_steps: int
 ) -> None:
     """While the rows grow, and after the oldest step has made room many times."""
+
+    def cosine(a: Step, b: Step) -> float:
+        vectors = (slow_vector(step.token_ids, _MATRIX) for step in (a, b))
+        return sum(x * y for x, y in zip(*vectors, strict=True))
+
     index = DenseIndex(EmbeddingEncoder(_MATRIX), max_history_steps, length_factor)
-    history: list[Step] = []
-    for token_ids, num_chars in drawn:
-        step = step_of(token_ids, text="x" * num_chars)
-        kept = history[-max_history_steps:]
-        sims = index.similarities(step)
-        expected = [slow_similarity(step, earlier, _MATRIX, length_factor) for earlier in kept]
-        assert (len(index), sims.shape, sims.dtype) == (len(kept), (len(kept),), np.float64)
-        assert sims == pytest.approx(expected, abs=2e-6)
-        assert all(-1.0 <= sim <= 1.0 for sim in sims)
-        assert all(index[i] is earlier for i, earlier in enumerate(kept))
-        index.add(step)
-        history.append(step)
+    check_index(index, drawn, cosine, length_factor, max_history_steps, 2e-6)
 
 
 @given(st.lists(st.integers(-5, 30), max_size=3000))
@@ -117,20 +104,26 @@ def test_opposite_steps_count_as_they_are() -> None:
     assert dynamic_threshold(index.similarities(step_of([0])), 0.9, 0.7) == pytest.approx(0.9)
 
 
+class Spy:
+    """Gives the same vector to all steps and notes what it is asked."""
+
+    def __init__(self, vector: Sequence[float] = (1.0,)) -> None:
+        self._vector = np.array(vector, dtype=np.float32)
+        self.seen: list[tuple[Sequence[int], str]] = []
+
+    def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
+        self.seen.append((step_token_ids, text))
+        return self._vector
+
+
 def test_blank_tokens_at_the_end_are_not_encoded() -> None:
-    seen: list[Sequence[int]] = []
-
-    class Spy:
-        def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
-            seen.append(step_token_ids)
-            return np.ones(1, dtype=np.float32)
-
+    spy = Spy()
     step = Step.build(0, [4, 4, 7, 8], "ab\n\n\n", num_blank_tail=2)
-    index = DenseIndex(Spy(), 10)
+    index = DenseIndex(spy, 10)
     index.similarities(step)
     index.add(step)
     # Once, although two calls needed it.
-    assert seen == [(4, 4)]
+    assert [ids for ids, _ in spy.seen] == [(4, 4)]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -147,11 +140,7 @@ def test_a_row_that_is_no_number_is_similar_to_nothing(bad: float) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_an_encoder_that_breaks_its_promise_is_similar_to_nothing(value: float) -> None:
-    class Broken:
-        def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
-            return np.full(4, value, dtype=np.float32)
-
-    index = DenseIndex(Broken(), 10)
+    index = DenseIndex(Spy([value] * 4), 10)
     index.add(step_of([1]))
     assert index.similarities(step_of([1])).tolist() == [0.0]
 
@@ -200,21 +189,14 @@ def test_synonyms_are_candidates_only_where_their_embeddings_are_close() -> None
 
 
 def test_the_text_is_there_when_it_is_encoded_and_gone_afterwards() -> None:
-    texts: list[str] = []
-
-    class Spy:
-        def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
-            texts.append(text.strip())
-            return np.ones(1, dtype=np.float32)
-
     words = Words()
     for use_structure in (True, False):
-        request = make(words, Spy(), use_structure=use_structure)
+        spy = Spy()
+        request = make(words, spy, use_structure=use_structure)
         request.push(words.encode("one two \n\n"))
         step = request.push(words.encode("two now \n\n"))[-1].step
-        assert texts == ["one two", "two now"]
+        assert [text.strip() for _, text in spy.seen] == ["one two", "two now"]
         assert step.text == ""
-        texts.clear()
 
 
 def test_a_filter_without_the_encoder_it_was_configured_for_is_refused() -> None:
@@ -281,12 +263,10 @@ def _wants_ids(input_ids: object) -> None:
     [
         (SimpleNamespace(), r"needs a model with get_input_embeddings\(\), got SimpleNamespace"),
         (SimpleNamespace(get_input_embeddings=_wants_ids), "needs a model with get_input_embed"),
-        (
-            SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=b"packed")),
-            "needs an unquantised embedding layer, got bytes",
-        ),
+        (SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=b"packed")),
+         "needs an unquantised embedding layer, got bytes"),
     ],
-)
+)  # fmt: skip
 def test_a_model_without_a_plain_embedding_is_refused(model: object, message: str) -> None:
     with pytest.raises(ValueError, match="--reasoncache-encoder embedding " + message):
         _make("embedding", model)
@@ -345,6 +325,9 @@ def test_a_real_sentence_model(sentence_model: Path) -> None:
     assert float(vector @ vector) == pytest.approx(1.0)
     assert encoder.encode([], " the cat sat .\n\n").tolist() == vector.tolist()
     assert float(encoder.encode([], "dog dog dog") @ vector) < 0.999
+    words = Words()
+    (_, again) = make(words, encoder).push(words.encode("one two now here \n\n " * 2))
+    assert [pair.similarity for pair in again.pairs] == [1.0, 1.0]
 
 
 def test_no_text_and_too_much_text_are_similar_to_nothing(sentence_model: Path) -> None:
@@ -354,13 +337,6 @@ def test_no_text_and_too_much_text_are_similar_to_nothing(sentence_model: Path) 
     assert encoder.encode([], "the cat the cat sat.").any()
     # Beyond the model's own bound of 32 pieces and made of unknown ones.
     assert SentenceEncoder(str(sentence_model), 8192).encode([], "\x00 zz \ufffd" * 500).any()
-
-
-def test_a_sentence_model_in_the_filter(sentence_model: Path) -> None:
-    words = Words()
-    request = make(words, SentenceEncoder(str(sentence_model), 8192))
-    (_, again) = request.push(words.encode("one two now here \n\n one two now here \n\n"))
-    assert [pair.similarity for pair in again.pairs] == [1.0, 1.0]
 
 
 def test_a_sentence_model_that_is_not_there(
