@@ -12,10 +12,7 @@ AlignMode = Literal["tokens", "index"]
 
 
 class BlockPair(NamedTuple):
-    """A block of consecutive tokens that may share the slots of another.
-
-    Both are logical positions in the request's sequence, of the first token.
-    """
+    """A block that may share the slots of another; logical positions of their first tokens."""
 
     dst_start: int
     src_start: int

@@ -109,12 +109,9 @@ class EmbeddingEncoder:
 class SentenceEncoder:
     """Sentence-BERT on the CPU, through the package ``sentence-transformers``.
 
-    The package cuts a text after the model's own bound (256 word pieces for the default
-    model). A text above ``max_chars`` is similar to nothing.
-
-    Args:
-        model: name on the Hugging Face hub, or a folder.
-        max_chars: longest text that is read.
+    ``model`` is a name on the Hugging Face hub, or a folder. The package cuts a text after the
+    model's own bound (256 word pieces for the default one). A text above ``max_chars`` is
+    similar to nothing.
 
     Raises:
         ValueError: the package is not installed, or the model cannot be loaded, for example

@@ -126,14 +126,12 @@ class LexicalIndex(StepIndex):
     def _put(self, row: int, step: Step) -> None:
         self._norm_sq[row] = step.norm_sq
         for token, count in step.bag.items():
-            posting = self._postings.get(token)
-            if posting is None:
-                self._postings[token] = posting = array(_POSTING_TYPE)
-            posting.append(row)
-            posting.append(count)
+            self._postings.setdefault(token, array(_POSTING_TYPE)).extend((row, count))
 
     def _cosines(self, step: Step, rows: slice) -> Floats:
-        hits = [(self._postings[token], n) for token, n in step.bag.items() if token in self._postings]
+        hits = [
+            (self._postings[token], n) for token, n in step.bag.items() if token in self._postings
+        ]
         if not hits:
             return np.zeros(len(self))
         # One copy of all postings, then no Python loop over them.

@@ -33,16 +33,7 @@ _COUNTERS = attrgetter(*(field.name for field in fields(FilterCounters)))
 
 
 class Feed(NamedTuple):
-    """Tokens of many requests.
-
-    Attributes:
-        steps_taken: how many steps the scheduler has taken since the process started.
-        opened: id, start position and whether reasoning is open, for each new request.
-        closed: ids.
-        requests: ids.
-        counts: new tokens of each of ``requests``.
-        tokens: all of them.
-    """
+    """Tokens of many requests, in the order of the message."""
 
     steps_taken: int
     opened: array[int]
@@ -52,11 +43,10 @@ class Feed(NamedTuple):
     tokens: array[int]
 
     def pack(self) -> bytes:
-        taken, opened, closed, requests, *_ = self
-        body = b"".join(part.tobytes() for part in self[1:])
-        length = _FEED_HEADER + len(body) // WORD
-        head = (length, taken, len(opened) // 3, len(closed), len(requests))
-        return array("q", head).tobytes() + body
+        length = _FEED_HEADER + sum(map(len, self[1:]))
+        num_opened, num_closed, num_requests = map(len, self[1:4])
+        head = array("q", (length, self[0], num_opened // 3, num_closed, num_requests))
+        return b"".join((head, *self[1:]))
 
     @classmethod
     def unpack(cls, words: array[int]) -> Feed:

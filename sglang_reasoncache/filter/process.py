@@ -62,6 +62,9 @@ class FilterProcess:
         RuntimeError: the process does not start.
     """
 
+    _opened: array[int]
+    _closed: array[int]
+
     def __init__(
         self,
         config: FilterConfig,
@@ -186,14 +189,17 @@ class FilterProcess:
     def _reset(self) -> None:
         """Nothing is open, fed, taken or failed."""
         self._opened, self._closed = array("q"), array("q")
-        self._unsent, self._unread = bytearray(), bytearray()
+        self._unsent: bytearray = bytearray()
+        self._unread = bytearray()
         self._replies: collections.deque[tuple[int, list[StepResult]]] = collections.deque()
-        self._num_fed = self._num_taken = self._steps_taken = 0
+        self._num_fed: int = 0
+        self._steps_taken: int = 0
+        self._num_taken = 0
         # Of the reply to come; 0 says that the process has started.
         self._next_reply = 0
         self._silent, self._polled = 0.0, time.monotonic()
-        self._refused = False
-        self._failure = ""
+        self._refused: bool = False
+        self._failure: str = ""
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -257,8 +263,7 @@ class FilterProcess:
                 self._fail(f"it answered nonsense: {error}")
 
     def _ended(self, error: object) -> str:
-        code = None if self._child is None else self._child.poll()
-        return f"{error}, exit code {code}"
+        return f"{error}, exit code {self._child and self._child.poll()}"
 
     def _watch(self) -> None:
         """Count the time that is polled in vain."""

@@ -71,14 +71,12 @@ class Proposal(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """A finished step of one of many requests, as a :class:`StepEngine` gives it back.
+    """A :class:`Proposal` for one of many requests, as a :class:`StepEngine` gives it back.
 
     Attributes:
         request: id the engine gave the request.
         start: logical position of the step's first token.
         end: one past its last.
-        pairs: as in :class:`Proposal`.
-        counters: of this step alone.
         seconds: CPU time that was spent on it.
     """
 

@@ -66,7 +66,8 @@ class Worker:
     def answer(self, feed: Feed, number: int) -> bytes:
         """The reply to a feed. Ids that are not open are passed over."""
         for request, start, inside in zip(*(feed.opened[i::3] for i in range(3)), strict=True):
-            span = ReasoningSpan(*self._markers, bool(inside)) if self._markers else None
+            markers = self._markers
+            span = ReasoningSpan(markers[0], markers[1], bool(inside)) if markers else None
             self._filters[request] = RequestFilter(
                 self._config, self._classes, self._vocabulary, start, span, self._encoder
             )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sglang_reasoncache import compat
@@ -40,14 +41,8 @@ def make_engine(
     markers: ReasoningMarkers | None,
     encoder: EncoderSource | None,
 ) -> FilterProcess:
-    """Start the filter of one scheduler.
-
-    Args:
-        config: the operator's settings.
-        filter_config: made of them.
-        tokenizer: of the served model.
-        markers: tokens around its reasoning, None: all output counts.
-        encoder: replaces the counts of tokens in an ablation.
+    """Start the filter of one scheduler. Without markers all output counts, without an encoder
+    counts of tokens are compared.
 
     Raises:
         ValueError: a tokenizer or a sentence model that cannot be read.
@@ -85,10 +80,7 @@ def check_encoder(config: ReasonCacheConfig, tp_size: int) -> None:
 def make_encoder(config: ReasonCacheConfig, model: Any, context: Any) -> EncoderSource | None:
     """What the filter needs for the operator's encoder; None for counts of tokens.
 
-    Args:
-        config: the operator's settings.
-        model: the model SGLang loaded, ``context.tp_worker.model_runner.model``.
-        context: SGLang's ``TreeCacheBuildContext``.
+    ``model`` is the one SGLang loaded, ``context`` its ``TreeCacheBuildContext``.
 
     Raises:
         ValueError: see :func:`check_encoder`; a model without a plain embedding layer.
@@ -124,11 +116,10 @@ def _embedding(model: Any) -> Vector:
         ) from error
     plain = isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[1]
     if not plain or weight.dtype not in _DTYPES:
-        found = f"{getattr(weight, 'dtype', type(weight).__name__)}"
+        found = getattr(weight, "dtype", type(weight).__name__)
         raise ValueError(f"{_FLAG} embedding needs an unquantised embedding layer, got {found}")
     copied = weight.detach().to(device="cpu", dtype=torch.float32, copy=True)
-    matrix: Vector = copied.contiguous().numpy()
-    return matrix
+    return np.ascontiguousarray(copied.numpy())
 
 
 def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | None:
@@ -136,10 +127,7 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
 
     A tool call that SGLang's detector takes for the end of reasoning is an end marker
     too. Formats whose markers are not single tokens are not followed; a warning says so.
-
-    Args:
-        parser: ``server_args.reasoning_parser``.
-        tokenizer: of the served model; None when SGLang runs without one.
+    ``parser`` is ``server_args.reasoning_parser``; SGLang may run without a tokenizer.
     """
     if not parser or tokenizer is None:
         return None

@@ -72,16 +72,6 @@ def test_embedding_is_the_normalised_mean_of_known_rows(token_ids: list[int]) ->
     assert vector == pytest.approx(slow_vector(token_ids, _MATRIX), abs=1e-5)
 
 
-def test_hand_computed() -> None:
-    """(1,0) and (0,1) against (1,0): cosine 1/sqrt(2); lengths 8 and 10."""
-    matrix = np.array([[2, 0], [0, 2]], dtype=np.float32)
-    for length_factor, factor in ((False, 1.0), (True, 0.8)):
-        index = DenseIndex(EmbeddingEncoder(matrix), 10, length_factor)
-        index.add(step_of([0, 1], text="x" * 8))
-        sims = index.similarities(step_of([0], text="y" * 10))
-        assert sims == pytest.approx([factor / math.sqrt(2)], abs=1e-6)
-
-
 def test_copies_are_exactly_one_wherever_their_row_is() -> None:
     """So that the most recent of several copies is found first, not the luckiest rounding."""
     matrix = np.random.default_rng(1).normal(size=(50, 333)).astype(np.float32)
@@ -127,7 +117,8 @@ def test_blank_tokens_at_the_end_are_not_encoded() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_no_number_is_similar_to_nothing(bad: float) -> None:
+def test_what_is_no_number_is_similar_to_nothing(bad: float) -> None:
+    """A row of the matrix, or what an encoder that breaks its promise gives."""
     matrix = _MATRIX.copy()
     matrix[3, 2] = bad
     index = DenseIndex(EmbeddingEncoder(matrix), 10)
@@ -136,13 +127,9 @@ def test_a_row_that_is_no_number_is_similar_to_nothing(bad: float) -> None:
     index.add(sound)
     assert index.similarities(spoilt).tolist() == [0.0, 0.0]
     assert index.similarities(sound).tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_encoder_that_breaks_its_promise_is_similar_to_nothing(value: float) -> None:
-    index = DenseIndex(Spy([value] * 4), 10)
-    index.add(step_of([1]))
-    assert index.similarities(step_of([1])).tolist() == [0.0]
+    index = DenseIndex(Spy([bad] * 4), 10)
+    index.add(spoilt)
+    assert index.similarities(spoilt).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("token_ids", [[], [-1], [13], [2**70, -(2**70), 99]])
@@ -212,13 +199,12 @@ def test_a_filter_without_the_encoder_it_was_configured_for_is_refused() -> None
 @pytest.mark.parametrize(
     ("text", "kind", "model"),
     [
-        ("tokens", "tokens", ""),
-        ("embedding", "embedding", ""),
+        ("tokens", "tokens", ""), ("embedding", "embedding", ""),
         ("sentence-bert", "sentence-bert", SENTENCE_MODEL),
         ("sentence-bert:/a/folder", "sentence-bert", "/a/folder"),
         ("sentence-bert:C:/folder", "sentence-bert", "C:/folder"),
     ],
-)
+)  # fmt: skip
 def test_choices(text: str, kind: str, model: str) -> None:
     assert EncoderChoice.parse(text) == (kind, model)
 
@@ -238,9 +224,12 @@ def _make(encoder: str, model: object = None, tp_size: int = 1, **fields: Any) -
     return make_encoder(config, model, SimpleNamespace(tp_size=tp_size))
 
 
-def test_counts_of_tokens_and_random_sharing_need_no_encoder() -> None:
+def test_who_needs_no_encoder_and_who_is_refused_one() -> None:
     assert _make("tokens", tp_size=8) is None
     assert _make("embedding", random_ratio=0.3) is None
+    for kind in ("embedding", "sentence-bert"):
+        with pytest.raises(ValueError, match=f"-encoder {kind} must run .* got --tp-size 2"):
+            _make(kind, tp_size=2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -270,12 +259,6 @@ def _wants_ids(input_ids: object) -> None:
 def test_a_model_without_a_plain_embedding_is_refused(model: object, message: str) -> None:
     with pytest.raises(ValueError, match="--reasoncache-encoder embedding " + message):
         _make("embedding", model)
-
-
-@pytest.mark.parametrize("encoder", ["embedding", "sentence-bert"])
-def test_tensor_parallelism_is_refused(encoder: str) -> None:
-    with pytest.raises(ValueError, match=f"--reasoncache-encoder {encoder} .* got --tp-size 2"):
-        _make(encoder, tp_size=2)
 
 
 # -- Sentence-BERT ---------------------------------------------------------------

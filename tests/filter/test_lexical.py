@@ -80,14 +80,6 @@ def test_step_without_visible_tokens_is_refused(num_blank_tail: int) -> None:
         Step.build(0, [1, 2], "", num_blank_tail)
 
 
-def test_bounded_history_forgets_the_oldest() -> None:
-    index = LexicalIndex(2)
-    for token in (1, 2, 3):
-        index.add(step_of([token]))
-    assert index.similarities(step_of([1])).tolist() == [0.0, 0.0]
-    assert index.similarities(step_of([3])).tolist() == [0.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("sims", "expected"),
     [([], 0.9), ([0.0, 0.0], 0.9), ([1.0], 0.7), ([0.2, 0.4], 0.84), ([1.0, 0.0, 0.5], 0.8)],

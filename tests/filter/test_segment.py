@@ -24,7 +24,6 @@ from sglang_reasoncache.filter.segment import (
 )
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from tests.filter.made_tokenizers import NAMES, TEXT, made, read, traces
-from tests.filter.words import Words
 
 _WHITE = " \t\r\n"
 
@@ -51,23 +50,13 @@ def split_text(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("word", 0),
-        ("", BLANK),
-        (" ", BLANK),
-        ("\n", BLANK | STARTS | ENDS),
-        ("\n\n", BLANK | STARTS | ENDS | OPENS),
-        ("\r\n\t\r\n", BLANK | STARTS | ENDS | OPENS),
-        (".\n", ENDS),
-        (".\n  ", ENDS),
-        (".\n\n", ENDS | CLOSES),
-        (".\n \t\n ", ENDS | CLOSES),
-        ("\nword", STARTS),
-        (" \n\nword", STARTS | OPENS),
-        ("a\nb", 0),
-        ("a\n\nb", CLOSES),
+        ("word", 0), ("", BLANK), (" ", BLANK), ("\n", BLANK | STARTS | ENDS),
+        ("\n\n", BLANK | STARTS | ENDS | OPENS), ("\r\n\t\r\n", BLANK | STARTS | ENDS | OPENS),
+        (".\n", ENDS), (".\n  ", ENDS), (".\n\n", ENDS | CLOSES), (".\n \t\n ", ENDS | CLOSES),
+        ("\nword", STARTS), (" \n\nword", STARTS | OPENS), ("a\nb", 0), ("a\n\nb", CLOSES),
         ("\u2028\u2028", 0),
     ],
-)
+)  # fmt: skip
 def test_token_class(text: str, expected: int) -> None:
     assert classify(text.encode()) == expected
 
@@ -128,10 +117,6 @@ def test_an_open_step_can_be_closed() -> None:
     assert segmenter.start == 7
 
 
-def test_positions_start_anywhere() -> None:
-    assert spans_of(["a", "\n\n", "b", "\n\n"], start=37) == [(37, 39), (39, 41)]
-
-
 _MADE_UP = st.sampled_from(
     ["a", " b", "c ", ".", ".\n", "\n", "\n\n", " ", "\t\n", "?\n\n", " \n \n", "\r\n", "d\n ",
      "", "\n\ne", "\nf", "é", "\n \ng\n", "h.\r\n\r\n", " \n\n\n"]
@@ -148,14 +133,6 @@ def test_same_steps_as_splitting_the_text(pieces: list[str]) -> None:
     for (_, end), (start, _) in pairwise(spans):
         assert end <= start
         assert not "".join(pieces[end:start]).strip()
-
-
-def test_word_level() -> None:
-    words = Words()
-    ids = words.encode("so c 7 , \n\n now next . \n\n \n\n end")
-    segmenter = Segmenter(words.classes, 1000)
-    spans = [segmenter.push(token, i) for i, token in enumerate(ids)]
-    assert [span for span in spans if span] == [(0, 5), (5, 9)]
 
 
 # -- with tokenizers of every kind --

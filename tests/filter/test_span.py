@@ -47,11 +47,11 @@ def test_the_last_marker_of_the_prompt_decides(
     assert ReasoningMarkers(_START, _END, force).inside_after(prompt) is expected
 
 
-def _request(inside: bool, start: int = 100, **knobs: int) -> RequestFilter:
+def _request(inside: bool, start: int = 100, block: int = 16) -> RequestFilter:
     words = Words()
-    marker_ids = (frozenset(words.encode(marker)) for marker in ("<think>", "</think>"))
-    span = ReasoningSpan(*marker_ids, inside)
-    return RequestFilter(FilterConfig(**knobs), words.classes, words.vocabulary, start, span)
+    opens, closes = (frozenset(words.encode(marker)) for marker in ("<think>", "</think>"))
+    span, config = ReasoningSpan(opens, closes, inside), FilterConfig(block=block)
+    return RequestFilter(config, words.classes, words.vocabulary, start, span)
 
 
 def _spans(text: str, inside: bool, chunk: int = 1000) -> list[tuple[int, int, str]]:

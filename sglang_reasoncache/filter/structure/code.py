@@ -80,5 +80,4 @@ def _lines(text: str, limits: Limits) -> list[_Line]:
             stack[-1].append(leaf(value))
     while brackets:
         close("")
-    found.append((indent, stack[0]))
-    return [line for line in found if line[1]]
+    return [line for line in [*found, (indent, stack[0])] if line[1]]
