@@ -118,7 +118,7 @@ def test_the_largest_history_of_nearly_equal_steps_is_compared_in_bounded_time()
         index.add(step_of([*tokens[:-1].tolist(), 2000 + i]))
     query = step_of(tokens.tolist())
     seconds = []
-    for _ in range(3):
+    for _ in range(8):
         start = time.thread_time()
         sims = index.similarities(query)
         dynamic_threshold(sims, 0.9, 0.7)
