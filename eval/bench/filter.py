@@ -25,8 +25,7 @@ from eval.bench import distance, idle
 from eval.redundancy.rows import texts_of
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
-from sglang_reasoncache.filter.vocabulary import Vocabulary
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
 _VOCABULARY_SIZE = 16_000
 _REQUESTS = 32

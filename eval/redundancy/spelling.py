@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 from eval.tokenizers import TokenizerError, load_tokenizer
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.step import Step
-from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
-from sglang_reasoncache.filter.vocabulary import Vocabulary
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
 WORDS = "words"
 # Lossless, for structure is read from the text: a space goes with the word behind it.

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from argparse import SUPPRESS
 from collections.abc import Callable
 from typing import Any
 
-from sglang_reasoncache import compat
+from sglang_reasoncache import compat, native
 from sglang_reasoncache.arguments import FLAGS, SET, flag_of
 from sglang_reasoncache.compat import hooking
 from sglang_reasoncache.config import (
@@ -19,8 +20,10 @@ from sglang_reasoncache.config import (
     parse_settings,
     type_of,
 )
-from sglang_reasoncache.plugin import ENABLED_ENV, engines, refusals
+from sglang_reasoncache.plugin import ENABLED_ENV, refusals
 from sglang_reasoncache.sharing.calibration import check_calibration
+
+logger = logging.getLogger(__name__)
 
 ENABLE = "enable_reasoncache"
 _PREFIX = "reasoncache_"
@@ -130,10 +133,14 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     refusals.check_evicting(server_args, config)
     refusals.check_selector(server_args, config)
     # Imports torch, which processes without the flag need not load.
-    from sglang_reasoncache.plugin.encoder import check_encoder
+    from sglang_reasoncache.plugin.step_filter import check_encoder
 
     check_encoder(config, server_args.tp_size)
-    engines.prepare()
+    try:
+        # Before the scheduler processes want them.
+        native.prepare_for_children()
+    except native.NativeUnavailable as error:
+        logger.warning("reasoncache: no native code, kernels run in PyTorch: %s", error)
     server_args.radix_cache_backend = compat.TREE_BACKEND
     # An underscore attribute survives the pickling into the scheduler process.
     server_args._reasoncache = config

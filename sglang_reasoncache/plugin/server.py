@@ -22,10 +22,12 @@ from sglang_reasoncache.filter.span import ReasoningMarkers
 from sglang_reasoncache.metrics import SharingMetrics
 from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.controller import Controller
-from sglang_reasoncache.plugin.encoder import make_encoder
-from sglang_reasoncache.plugin.engines import make_engine
 from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.plugin.span import reasoning_markers
+from sglang_reasoncache.plugin.step_filter import (
+    make_encoder,
+    make_engine,
+    reasoning_markers,
+)
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey
 from sglang_reasoncache.sharing.measure import BlockMeter
