@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels.rotate_triton import ELEMENT, as_read, current_device, to_fp32
+from sglang_reasoncache.kernels.common_triton import ELEMENT, as_read, current_device, to_fp32
 
 #: Keys a program reads at once, at most.
 TILE = 32

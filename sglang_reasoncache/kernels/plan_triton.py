@@ -14,8 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_reasoncache.kernels.common_triton import (
+    current_device,
+    first_target,
+    piece_of,
+    targets,
+)
 from sglang_reasoncache.kernels.plan import RowPlan
-from sglang_reasoncache.kernels.rotate_triton import current_device
 
 #: Programs of a row.
 PIECES = 16
@@ -37,9 +42,8 @@ def _piece_of(
     length = tl.load(lengths + request).to(tl.int64)
     sound = (row >= 0) & (row < num_rows) & (length > 0)
     length = tl.where(sound, tl.minimum(length, width), 0).to(tl.int32)
-    size = tl.cdiv(tl.cdiv(length, PIECES), TILE) * TILE
-    start = tl.minimum(piece * size, length)
-    return tl.where(sound, row, 0), start, tl.minimum(start + size, length)
+    start, stop = piece_of(length, piece, PIECES, TILE)
+    return tl.where(sound, row, 0), start, stop
 
 
 @triton.jit
@@ -121,15 +125,11 @@ def write_kernel(
     piece = tl.program_id(0)
     request = tl.program_id(1)
     row, start, stop = _piece_of(requests, lengths, request, piece, num_rows, width, PIECES, TILE)
-    pieces = tl.arange(0, PIECES)
-    earlier = tl.load(counts + request * PIECES + pieces, mask=pieces < piece, other=0)
-    to = tl.load(kv_indptr + request).to(tl.int64) + tl.sum(earlier, axis=0)
+    to = first_target(kv_indptr, counts, request, piece, PIECES)
     for some in range(start, stop, TILE):
         position = some + tl.arange(0, TILE)
         slot, kept = _slots(rows + row * row_stride, position, stop, num_slots)
-        one = kept.to(tl.int32)
-        at = to + tl.cumsum(one, axis=0) - one
-        fits = kept & (at < capacity)
+        at, fits, to = targets(kept, to, capacity)
         tl.store(kv_indices + at, slot, mask=fits)
         if POSITIONS:
             tl.store(positions + at, position, mask=fits)
@@ -137,7 +137,6 @@ def write_kernel(
         if SHIFTS:
             by = position - tl.load(cached_at + slot, mask=fits, other=0)
         tl.store(shift + at, by, mask=fits)
-        to += tl.sum(one, axis=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_reasoncache.kernels.common_triton import (
+    current_device,
+    first_target,
+    piece_of,
+    targets,
+)
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
-from sglang_reasoncache.kernels.rotate_triton import current_device
 
 #: Entries a program reads at once.
 TILE = 512
@@ -66,11 +71,10 @@ def settle_kernel(
 
 @triton.jit
 def _span_of(kv_indptr, request, piece, PIECES: tl.constexpr, TILE: tl.constexpr):
+    """Entries of a program."""
     begin = tl.load(kv_indptr + request)
-    end = tl.load(kv_indptr + request + 1)
-    size = tl.cdiv(tl.cdiv(end - begin, PIECES), TILE) * TILE
-    start = tl.minimum(begin + piece * size, end)
-    return start, tl.minimum(start + size, end)
+    start, stop = piece_of(tl.load(kv_indptr + request + 1) - begin, piece, PIECES, TILE)
+    return begin + start, begin + stop
 
 
 @triton.jit
@@ -127,20 +131,14 @@ def write_kernel(
     request = tl.program_id(1)
     keep += request.to(tl.int64) * pages
     start, stop = _span_of(kv_indptr, request, piece, PIECES, TILE)
-    all_pieces = tl.arange(0, PIECES)
-    at_counts = counts + request * PIECES + all_pieces
-    earlier = tl.load(at_counts, mask=all_pieces < piece, other=0)
-    to = tl.load(to_indptr + request).to(tl.int64) + tl.sum(earlier, axis=0)
+    to = first_target(to_indptr, counts, request, piece, PIECES)
     for some in range(start, stop, TILE):
         entry = some + tl.arange(0, TILE)
         kept = _kept(positions, keep, entry, stop, pages, PAGE)
-        one = kept.to(tl.int32)
-        at = to + tl.cumsum(one, axis=0) - one
-        fits = kept & (at < capacity)
+        at, fits, to = targets(kept, to, capacity)
         tl.store(to_indices + at, tl.load(kv_indices + entry, mask=fits, other=0), mask=fits)
         tl.store(to_shift + at, tl.load(shift + entry, mask=fits, other=0), mask=fits)
         tl.store(to_entries + at, entry, mask=fits)
-        to += tl.sum(one, axis=0)
 
 
 @triton.jit(do_not_specialize=["size"])
