@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_reasoncache.kernels import attention_reference
+from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
@@ -83,7 +83,7 @@ def decode_attention(
     reads = begin, end, plan.kv_indices, plan.shift
     options = sinks, float(scale), float(logit_cap), weights
     if kv.backend == "torch":
-        attention_reference.decode(kv, query, out, *reads, *options)
+        reference.decode(kv, query, out, *reads, *options)
     elif kv.native is not None:
         queries = query, out, batch, heads, *query.stride()[:2]
         element = DTYPES.index(query.dtype)

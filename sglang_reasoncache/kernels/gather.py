@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_reasoncache.kernels import attention_reference
+from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
@@ -35,7 +35,7 @@ def gather_kv(
     if shift is not None and (shift.dtype != torch.int32 or shift.shape != kv_indices.shape):
         raise ValueError(f"shift must be int32 {list(kv_indices.shape)}, got {shift.dtype}")
     if kv.backend == "torch":
-        found = attention_reference.gather(kv, kv_indices, shift)
+        found = reference.gather(kv, kv_indices, shift)
         out_k, out_v = (side.transpose(0, 1).to(dtype).contiguous() for side in found)
         return out_k, out_v
     kv_indices = kv_indices.contiguous()

@@ -13,13 +13,7 @@ from tests.kernels.rotary import TABLE, make_rotation
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 #: Relative tolerance of sums in fp32 over up to 19 * 8 * 256 products; stored values are
 #: read exactly, so it does not depend on their dtype.
@@ -141,9 +135,7 @@ def expected_moments(
             values = buffer.float()
             x, y = values[dst], values[src]
             if side == 0 and rotation is not None and shift is not None:
-                y = torch.where(
-                    (shift != 0)[..., None, None], rotation.rotate(y, rotation.angles(shift)), y
-                )
+                y = torch.where((shift != 0)[..., None, None], rotation.rotate(y, shift), y)
             x, y = x.double().flatten(1), y.double().flatten(1)
             for k, product in enumerate((x * x, y * y, x * y, (x - y) ** 2)):
                 result[:, index, side, k] = product.sum(-1)

@@ -11,11 +11,7 @@ import pytest
 import torch
 
 from sglang_reasoncache import native
-from sglang_reasoncache.kernels.distance import (
-    DistanceKernel,
-    block_distances,
-    cosine_distances,
-)
+from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances, cosine_distances
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.kernels.distance_cases import (
     CASES,

@@ -132,7 +132,7 @@ class World:
                 continue
             whole = self.keys[slots[0] // PAGE * PAGE :][:PAGE]
             shift = torch.tensor([page * PAGE - int(self.cached_at[slots[0]])])
-            rotated = self.rotation.rotate(query[None], self.rotation.angles(-shift))[0]
+            rotated = self.rotation.rotate(query[None], -shift)[0]
             low, high = (
                 side.repeat_interleave(2, dim=0) for side in (whole.amin(0), whole.amax(0))
             )
