@@ -393,7 +393,6 @@ def decode(
                 SINKS=sinks is not None,
                 LSE=lse is not None,
                 **{name: fixed[name] for name in ("V_DIM", "V_COLS", "SPLITS", "CHUNK")},
-                num_warps=4,
             )
             if weights is not None and lse is not None and first is not None:
                 weights_triton.add(logits[:count], lse[here], *spans, first[here], weights, total)

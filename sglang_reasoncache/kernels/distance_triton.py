@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 #: Elements of a block that a program holds at once.
 TILE = 2048
-NUM_WARPS = 4
 
 
 @triton.jit
@@ -299,6 +298,5 @@ class TritonDistance:
                 *keys.stride()[:2],
                 *values.stride()[:2],
                 **constants(self._layers[0], rotation, aligned=self._aligned, moments=moments),
-                num_warps=NUM_WARPS,
             )
         return out

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 #: Elements a program holds at once.
 TILE = 4096
-NUM_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["count", "num_slots", "table_rows"])
@@ -121,5 +120,4 @@ def gather(
             K_COLS=k_cols,
             V_COLS=v_cols,
             ROWS=rows,
-            num_warps=NUM_WARPS,
         )

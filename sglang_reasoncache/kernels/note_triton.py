@@ -148,18 +148,14 @@ def note(
     assert plan.positions is not None, "of a plan without positions"
     if not len(requests):
         return
-    observed = prompts or Prompts(plan.counts, plan.counts, plan.counts)
+    entries = plan.kv_indptr, plan.positions, requests, lengths
+    observed = [plan.counts] * 3 if prompts is None else [*vars(prompts).values()]
     with current_device(weights.device):
         note_kernel[(PIECES, len(requests))](
             weights,
             len(weights),
-            plan.kv_indptr,
-            plan.positions,
-            requests,
-            lengths,
-            observed.counts,
-            observed.first,
-            observed.added,
+            *entries,
+            *observed,
             bases,
             sizes,
             len(bases),
@@ -169,5 +165,4 @@ def note(
             DECODE=prompts is None,
             PIECES=PIECES,
             TILE=TILE,
-            num_warps=4,
         )

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row planner on a GPU: no wait for the device, so it can run inside a CUDA graph.
 
-Three launches whose grids depend on the batch alone. Each row is cut into
-``PIECES``; the first counts the entries of every piece, the second makes
-``kv_indptr`` of the counts, the third writes the entries.
+Three launches whose grids depend on the batch alone. Each row is cut into ``PIECES``; the first
+counts the entries of every piece, the second makes ``kv_indptr`` of the counts, the third writes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 import triton
@@ -28,7 +28,6 @@ PIECES = 16
 TILE = 512
 #: Requests the second launch adds up at once.
 REQUESTS = 32
-NUM_WARPS = 4
 
 _NOT_SPECIALIZED = ["num_rows", "width", "num_slots", "capacity", "batch"]
 
@@ -61,8 +60,8 @@ def count_kernel(
     counts,  # int32 [batch, PIECES], written
     num_rows,
     width,
-    num_slots,
     row_stride,
+    num_slots,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -113,9 +112,9 @@ def write_kernel(
     positions,  # int32 [capacity], written if POSITIONS
     num_rows,
     width,
+    row_stride,
     num_slots,
     capacity,
-    row_stride,
     SHIFTS: tl.constexpr,
     POSITIONS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -161,12 +160,16 @@ class PlanBuffers:
     def of(
         cls, batch: int, capacity: int, device: torch.device | str, *, positions: bool = False
     ) -> PlanBuffers:
-        def made(*shape: int) -> torch.Tensor:
-            # Valid from the start: an empty plan.
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        sides = made(batch + 1), made(capacity), made(capacity), made(batch, PIECES)
+        # Zeros are an empty plan.
+        made = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+        sides = made(batch + 1), made(capacity), made(capacity), made((batch, PIECES))
         return cls(*sides, made(capacity) if positions else None)
+
+    @property
+    def entries(self) -> tuple[torch.Tensor, ...]:
+        """``kv_indptr``, ``kv_indices``, ``shift`` and ``positions``, of which any may be unused."""
+        positions = self.counts if self.positions is None else self.positions
+        return self.kv_indptr, self.kv_indices, self.shift, positions
 
     @property
     def batch(self) -> int:
@@ -184,15 +187,8 @@ class PlanBuffers:
 
     def scan(self, batch: int) -> None:
         """``kv_indptr`` of ``counts``."""
-        scan_kernel[(1,)](
-            self.counts,
-            self.kv_indptr,
-            batch,
-            self.capacity,
-            PIECES=self.counts.shape[1],
-            REQUESTS=REQUESTS,
-            num_warps=NUM_WARPS,
-        )
+        fixed = dict(PIECES=self.counts.shape[1], REQUESTS=REQUESTS)
+        scan_kernel[(1,)](self.counts, self.kv_indptr, batch, self.capacity, **fixed)
 
 
 def plan_into(
@@ -206,9 +202,9 @@ def plan_into(
 ) -> RowPlan:
     """Flatten the rows of a batch into ``buffers``, without a wait.
 
-    The host reads no values, so none is refused, and none is read out of bounds: a request
-    that is not a row has no entries, a length beyond the row is cut to it, an entry that is no
-    slot is skipped, and so are entries past the capacity. Without ``cached_at`` all shifts are 0.
+    The host reads no values. A request that is not a row has no entries, a length beyond the row is
+    cut to it, an entry that is no slot is skipped, and so are entries past the capacity. Without
+    ``cached_at`` all shifts are 0.
 
     Args:
         rows, requests, lengths, cached_at, num_slots: See
@@ -225,26 +221,22 @@ def plan_into(
         raise ValueError(f"plan: {batch} requests, the buffers are for {buffers.batch}")
     if rows.stride(1) != 1:
         raise ValueError(f"plan: positions of a row must lie side by side, got {rows.stride()}")
-    unused, pieces = buffers.counts, buffers.counts.shape[1]
+    grid = (buffers.counts.shape[1], batch)
     tensors = rows, requests.contiguous(), lengths.contiguous()
-    sizes = *rows.shape, num_slots
-    fixed = dict(PIECES=pieces, TILE=TILE, num_warps=NUM_WARPS)
+    sizes = *rows.shape, rows.stride(0), num_slots
+    fixed = dict(PIECES=grid[0], TILE=TILE)
     with current_device(rows.device):
         if batch:
-            count_kernel[(pieces, batch)](*tensors, buffers.counts, *sizes, rows.stride(0), **fixed)
+            count_kernel[grid](*tensors, buffers.counts, *sizes, **fixed)
         buffers.scan(batch)
         if batch:
-            write_kernel[(pieces, batch)](
+            write_kernel[grid](
                 *tensors,
-                unused if cached_at is None else cached_at.contiguous(),
+                buffers.counts if cached_at is None else cached_at.contiguous(),
                 buffers.counts,
-                buffers.kv_indptr,
-                buffers.kv_indices,
-                buffers.shift,
-                unused if buffers.positions is None else buffers.positions,
+                *buffers.entries,
                 *sizes,
                 buffers.capacity,
-                rows.stride(0),
                 SHIFTS=cached_at is not None,
                 POSITIONS=buffers.positions is not None,
                 **fixed,

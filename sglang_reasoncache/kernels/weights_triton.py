@@ -92,19 +92,7 @@ def add(
         total: Entries of the plan, the bound of ``begin`` and ``end``.
     """
     rows, heads, width = logits.shape
-    weights_kernel[(PIECES, rows)](
-        logits,
-        lse,
-        begin,
-        end,
-        first,
-        weights,
-        total,
-        width,
-        weights.shape[0],
-        heads=heads,
-        HEADS=min(HEADS, triton.next_power_of_2(heads)),
-        PIECES=PIECES,
-        TILE=TILE,
-        num_warps=4,
-    )
+    some = min(HEADS, triton.next_power_of_2(heads))
+    fixed = dict(heads=heads, HEADS=some, PIECES=PIECES, TILE=TILE)
+    tensors = logits, lse, begin, end, first, weights
+    weights_kernel[(PIECES, rows)](*tensors, total, width, len(weights), **fixed)

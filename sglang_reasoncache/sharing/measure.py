@@ -39,7 +39,7 @@ class Measurement:
         self._host: list[torch.Tensor] = [dst_slots, src_slots, sums]
         self._arrived: torch.cuda.Event | None = None
         if sums.is_cuda:
-            # Nobody waits: the copies run behind the kernels, an event tells when.
+            # Copied behind the kernels; an event tells when.
             self._host = [
                 torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
                 for t in self._host
@@ -75,8 +75,8 @@ class BlockMeter:
         cached_at: Slots' cached positions.
         rotation: Keys are compared as they would be used; None: as cached.
         num_heads: KV heads over all ranks.
-        group: CPU process group of the tensor-parallel ranks, None when alone.
-            Every rank then measures the same blocks in the same order.
+        group: CPU process group of the tensor-parallel ranks, which measure the same blocks in the
+            same order; None when alone.
         cosine: Compare by angle instead of the papers' Euclidean distance.
     """
 
@@ -94,12 +94,8 @@ class BlockMeter:
         self._layers = [(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in layer_ids]
         self._kernel = DistanceKernel(self._layers, rotation)
         self._compare = self._kernel.moments if cosine else self._kernel.squares
-        self._rows = rows
-        self._cached_at = cached_at
-        self.rotation = rotation
-        self._num_heads = num_heads
-        self._group = group
-        self._cosine = cosine
+        self._rows, self._cached_at, self.rotation = rows, cached_at, rotation
+        self._num_heads, self._group, self._cosine = num_heads, group, cosine
 
     @property
     def backend(self) -> str:
@@ -113,10 +109,7 @@ class BlockMeter:
         self._compare(slots, slots, shift)
 
     def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
-        """Read the blocks' slots from their rows and compare what they hold.
-
-        All have the same length; at least one. On a GPU this only launches.
-        """
+        """Compare what one or more blocks of one length hold; on a GPU this only launches."""
         device = self._rows.device
         within = torch.arange(blocks[0].length, device=device)
         starts = upload([(b.req.kv.req_pool_idx, b.dst_start, b.src_start) for b in blocks], device)
