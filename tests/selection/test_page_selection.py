@@ -18,7 +18,7 @@ from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.quest import Quest
-from tests.kernels.rotary import make_rotation
+from tests.kernels.pools import make_rotation
 from tests.selection.selectors import NONSENSE, wrong
 from tests.unit.attention_rig import Rig, supported_runner
 
