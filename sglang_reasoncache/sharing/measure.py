@@ -36,7 +36,7 @@ class Measurement:
         self._host = [dst_slots, src_slots, sums]
         self._arrived: torch.cuda.Event | None = None
         if sums.is_cuda:
-            # Nobody waits: the copies run behind the kernels, an event tells when.
+            # Copied behind the kernels; an event tells when.
             self._host = [
                 torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
                 for t in self._host
@@ -70,8 +70,8 @@ class BlockMeter:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
         rotation: Keys are compared as they would be used; None: as cached.
         num_heads: KV heads over all ranks.
-        group: CPU process group of the tensor-parallel ranks, None when alone.
-            Every rank then measures the same blocks in the same order.
+        group: CPU process group of the tensor-parallel ranks, which measure the same blocks in the
+            same order; None when alone.
         cosine: Compare by angle instead of the papers' Euclidean distance.
     """
 
@@ -104,10 +104,7 @@ class BlockMeter:
         self._compare(slots, slots, shift)
 
     def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
-        """Read the blocks' slots from their rows and compare what they hold.
-
-        All have the same length; at least one. On a GPU this only launches.
-        """
+        """Compare what one or more blocks of one length hold; on a GPU this only launches."""
         device = self._rows.device
         within = torch.arange(blocks[0].length, device=device)
         starts = upload([(b.req.kv.req_pool_idx, b.dst_start, b.src_start) for b in blocks], device)
