@@ -61,18 +61,14 @@ def attention_backend(
         ValueError: our backend was requested and is not supported, or memory is missing.
     """
     backend = _backend(model_runner, config, name, stock, cached)
-    one_backend = model_runner.prefill_attention_backend_str == (
-        model_runner.decode_attention_backend_str
-    )
     paged: PagedAttention | None = getattr(backend, "paged", None)
-    parts = AttentionParts(rotation=getattr(backend, "rotation", None))
     if paged is None:
-        return backend, parts
-    skips_evicted, statistics, selection = False, None, None
-    if one_backend:
-        skips_evicted = backend.skips_evicted
-        statistics, selection = _made_for_policies(paged, config)
-    return backend, AttentionParts(paged.rotation, statistics, selection, skips_evicted)
+        return backend, AttentionParts(rotation=getattr(backend, "rotation", None))
+    decode = model_runner.decode_attention_backend_str
+    if model_runner.prefill_attention_backend_str != decode:
+        return backend, AttentionParts(paged.rotation)
+    made = _made_for_policies(paged, config)
+    return backend, AttentionParts(paged.rotation, *made, backend.skips_evicted)
 
 
 def _made_for_policies(
@@ -164,7 +160,13 @@ def _backend(
         # Two backends are refused by check_policies, with both names.
         if prefill != decode:
             return stock(model_runner)
-        return _as_cached_backend(model_runner, config, name)
+        from sglang_reasoncache.plugin import cuda_attention
+
+        requested_by = f"{flag_of('policy')} {config.policy}"
+        logger.warning(
+            "reasoncache: %s asks for kernels that were checked without a GPU only", requested_by
+        )
+        return cuda_attention.make(model_runner, name, None, requested_by=requested_by)
     if config.positions == "as-cached":
         return stock(model_runner)
     if config.positions == "auto" and on_cuda:
@@ -190,16 +192,6 @@ def _backend(
             raise
         logger.warning("reasoncache: --reasoncache-positions falls back to as-cached: %s", error)
         return stock(model_runner)
-
-
-def _as_cached_backend(model_runner: ModelRunner, config: ReasonCacheConfig, name: str) -> Any:
-    from sglang_reasoncache.plugin import cuda_attention
-
-    requested_by = f"{flag_of('policy')} {config.policy}"
-    logger.warning(
-        "reasoncache: %s asks for kernels that were checked without a GPU only", requested_by
-    )
-    return cuda_attention.make(model_runner, name, None, requested_by=requested_by)
 
 
 def _corrected_backend(model_runner: ModelRunner, name: str, cached: CachedPositions) -> Any:

@@ -14,7 +14,7 @@ import torch
 from sglang_reasoncache.cache.allocator import SharedPagedAllocator, SharedTokenAllocator
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import ReqToTokenPool
-from sglang_reasoncache.eviction.evicted_positions import EvictedPositions
+from sglang_reasoncache.eviction.row_state import EvictedPositions
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold

@@ -19,9 +19,8 @@ from sglang_reasoncache.eviction.policies.contract import (
     RequestView,
     StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.eviction.policies.evictor import Evictor, pooled
 from sglang_reasoncache.eviction.policies.h2o import H2O
-from sglang_reasoncache.eviction.policies.pooling import pooled
 from sglang_reasoncache.eviction.policies.rkv import RKV, redundancy
 from sglang_reasoncache.eviction.policies.snapkv import SnapKV
 from sglang_reasoncache.policy_options import OptionError
