@@ -205,7 +205,9 @@ class PagedAttention:
             entries = None if lengths is None else int(lengths.sum())
             buffers = self.buffers(len(batch.seq_lens), entries, positions=self.always_needed)
             return self.plan_into(buffers, *where), BatchRows(buffers, *where, longest)
-        cached_at = self._cached_at if self.allocator.has_shifted_slots else None
+        # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
+        shifted = getattr(self.allocator, "has_shifted_slots", False)
+        cached_at = self._cached_at if shifted else None
         plan = plan_rows(self._rows.req_to_token, *where, cached_at, num_slots=self._num_slots)
         return plan, BatchRows(plan, *where, longest)
 
@@ -269,7 +271,7 @@ class PagedAttention:
     def _planned_extend(self, rows: RowPlan, batch: ForwardBatch) -> ExtendPlan:
         new, entries = batch.extend_seq_lens_cpu, None
         # How many positions of a row were evicted only the device knows: reading that waits.
-        if not self.allocator.has_evicted:
+        if not getattr(self.allocator, "has_evicted", False):
             entries = [a + b for a, b in zip(batch.extend_prefix_lens_cpu, new, strict=True)]
         return ExtendPlan(rows, new, self._dtype, singly=self._singly, entries=entries)
 

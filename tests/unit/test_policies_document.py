@@ -19,7 +19,7 @@ from sglang_reasoncache import registry
 from sglang_reasoncache.eviction.apply import EvictionRefusal
 from sglang_reasoncache.selection.page_selection import SelectionRefusal
 from sglang_reasoncache.sharing.decision import Refusal
-from tests.eviction.test_evictors import positions, view
+from tests.eviction.views import positions, view
 
 DOCUMENTS = Path(__file__).resolve().parents[2] / "docs"
 EVICTION, SELECTION, ARCHITECTURE = (
@@ -52,8 +52,8 @@ def test_the_example(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> No
             registry.parse("thinning:budget=10:keep=1")
     finally:
         registry.parse.cache_clear()
-    assert positions(policy.evictions(view(20, owned=3), 8)) == [3, 5, 6, 7, 9, 10, 11, 13]
-    assert positions(policy.evictions(view(30, page=2), 5)) == [2, 3, 4, 5, 6, 7]
+    assert positions(policy.evict(view(20, owned=3), 8)) == [3, 5, 6, 7, 9, 10, 11, 13]
+    assert positions(policy.evict(view(30, page=2), 5)) == [2, 3, 4, 5, 6, 7]
 
 
 def test_every_policy_and_option_is_in_the_tables() -> None:
