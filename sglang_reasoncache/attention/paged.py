@@ -8,7 +8,7 @@ entries as they say.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from sglang_reasoncache.eviction.statistics import (
     Prefill,
     StatisticsUpdate,
 )
+from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
 from sglang_reasoncache.kernels.gather import gather_kv
@@ -52,6 +53,8 @@ class PagedAttention:
         rotation: The model's, on the pool's device; None where keys are read as cached.
         statistics: Attention statistics; None: no policy needs them.
         selection: Which pages decode steps read; None: all.
+        rows: Plan of a decode step that our kernels run.
+        extend_plan: Of a prefill that they run.
 
     Raises:
         ValueError: no rotary embedding by which a key could be rotated.
@@ -63,12 +66,12 @@ class PagedAttention:
         self._pool = pool = model_runner.token_to_kv_pool
         self._dtype = model_runner.dtype
         self.cached = cached
-        self.device = self._rows.req_to_token.device
+        self._cached_at = None if cached is None else cached.positions
+        self.device, self.width = self._rows.req_to_token.device, self._rows.req_to_token.shape[1]
         rotation = None
         if cached is not None:
-            rotation = KeyRotation.from_model(
-                model_runner.model, model_runner.model_config.context_len
-            )
+            context = model_runner.model_config.context_len
+            rotation = KeyRotation.from_model(model_runner.model, context)
         self._layers = {
             layer: PagedKv(pool.get_key_buffer(layer), pool.get_value_buffer(layer), rotation)
             for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)
@@ -120,18 +123,10 @@ class PagedAttention:
         from sglang_reasoncache.selection.device_selection import DeviceSelection
 
         made = DeviceSelection(*arguments)
-        row = SimpleNamespace(
-            req_pool_indices=torch.zeros(1, dtype=torch.int64, device=self.device),
-            seq_lens=torch.full((1,), self.width, device=self.device),
-        )
-        whole = self.buffers(1, positions=True)
-        self.plan_into(whole, row)
+        whole, _ = self._nobodys_row(self.width, positions=True)
         # The last layer of each shape: the first ones may read everything.
         alike = {(layer.tp_q_head_num, layer.qk_head_dim): layer for layer in self._attention}
-        queries = {
-            layer.layer_id: torch.zeros((1, *shape), dtype=self._dtype, device=self.device)
-            for shape, layer in alike.items()
-        }
+        queries = {layer.layer_id: self._zeros(*shape) for shape, layer in alike.items()}
         made.try_out(whole, queries)
         self.selection = made
         return made
@@ -139,58 +134,45 @@ class PagedAttention:
     def warm_up(self, *, weighs: bool = False) -> PlanBuffers:
         """Compile Triton kernels that the first forwards would wait for, some seconds.
 
-        Reads row 0, which is no request's, and writes nothing.
+        Writes nothing.
 
         Args:
             weighs: Kernels that give weights, instead of those that give none.
 
         Returns:
-            The plan of that row.
+            The plan of row 0.
         """
-        from sglang_reasoncache.kernels.plan_triton import plan_into
-
-        one = torch.ones(1, dtype=torch.int64, device=self.device)
         entries = 8
-        buffers = self.buffers(1, entries, positions=weighs)
-        read = self._rows.req_to_token, one * 0, one * entries, self._cached_at
-        plan = self._readable(plan_into(buffers, *read, num_slots=self._num_slots))
+        buffers, plan = self._nobodys_row(entries, positions=weighs)
         spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
         shapes = {(x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in self._attention}
         for (heads, dim, logit_cap), layer in shapes.items():
-            kv = self._layers[layer.layer_id]
-            query = torch.zeros((1, heads, dim), dtype=self._dtype, device=self.device)
+            kv, query = self._layers[layer.layer_id], self._zeros(heads, dim)
             # Addresses that are multiples of 16 bytes and others are kernels of their own.
             for some in (None, spans):
-                decode_attention(
-                    query,
-                    kv,
-                    plan,
-                    scale=1.0,
-                    logit_cap=logit_cap,
-                    spans=some,
-                    weights=query.new_zeros(entries, dtype=torch.float32) if weighs else None,
-                    longest=entries,
-                )
+                weights = query.new_zeros(entries, dtype=torch.float32) if weighs else None
+                options: Any = {"spans": some, "weights": weights, "longest": entries}
+                decode_attention(query, kv, plan, scale=1.0, logit_cap=logit_cap, **options)
             for first in () if weighs else (0, 1):
                 shift = None if plan.shift is None else plan.shift[first:]
                 gather_kv(kv, plan.kv_indices[first:], shift, self._dtype)
         return buffers
 
-    # -- planning -------------------------------------------------------------------
+    def _nobodys_row(self, length: int, *, positions: bool) -> tuple[PlanBuffers, RowPlan]:
+        """A plan of row 0, which is no request's."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        buffers = self.buffers(1, length, positions=positions)
+        return buffers, self.plan_into(buffers, zero, zero + length)
 
-    @property
-    def width(self) -> int:
-        """Positions of a row."""
-        return self._rows.req_to_token.shape[1]
+    def _zeros(self, heads: int, dim: int) -> torch.Tensor:
+        return torch.zeros((1, heads, dim), dtype=self._dtype, device=self.device)
+
+    # -- planning -------------------------------------------------------------------
 
     @property
     def always_needed(self) -> bool:
         """Whether only our kernels can run decode steps: SGLang's give no weights, read all."""
         return self.statistics is not None or self.selection is not None
-
-    @property
-    def _cached_at(self) -> torch.Tensor | None:
-        return None if self.cached is None else self.cached.positions
 
     def buffers(
         self, batch: int, entries: int | None = None, *, positions: bool = False
@@ -202,52 +184,43 @@ class PagedAttention:
         entries = batch * self.width if entries is None else entries
         return PlanBuffers.of(batch, entries, self.device, positions=positions)
 
-    def plan_into(self, buffers: PlanBuffers, batch: ForwardBatch) -> RowPlan:
-        """Plan a batch's rows on a GPU; what this queues can be captured in a CUDA graph."""
+    def plan_into(
+        self, buffers: PlanBuffers, requests: torch.Tensor, lengths: torch.Tensor
+    ) -> RowPlan:
+        """Plan rows on a GPU; what this queues can be captured in a CUDA graph."""
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
-        read = self._rows.req_to_token, batch.req_pool_indices, batch.seq_lens, self._cached_at
+        read = self._rows.req_to_token, requests, lengths, self._cached_at
         return self._readable(plan_into(buffers, *read, num_slots=self._num_slots))
-
-    def planned(self, buffers: PlanBuffers, batch: int) -> RowPlan:
-        """What was, or will be, planned into ``buffers`` for ``batch`` requests."""
-        return self._readable(buffers.plan_of(batch))
 
     def _readable(self, plan: RowPlan) -> RowPlan:
         """Without shifts where keys are read as cached; buffers have capacity for them anyway."""
         return plan if self.cached is not None else plan._replace(shift=None)
 
-    def _plan(self, batch: ForwardBatch) -> tuple[RowPlan, RowPlan | PlanBuffers]:
+    def _plan(self, batch: ForwardBatch, longest: int) -> tuple[RowPlan, BatchRows]:
         """The rows of a batch, and what statistics and selection read of them."""
+        where = batch.req_pool_indices, batch.seq_lens
         if self.backend == "triton":
             lengths = batch.seq_lens_cpu
             entries = None if lengths is None else int(lengths.sum())
-            size = batch.seq_lens.shape[0]
-            buffers = self.buffers(size, entries, positions=self.always_needed)
-            return self.plan_into(buffers, batch), buffers
+            buffers = self.buffers(len(batch.seq_lens), entries, positions=self.always_needed)
+            return self.plan_into(buffers, *where), BatchRows(buffers, *where, longest)
         # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
         shifted = getattr(self.allocator, "has_shifted_slots", False)
         cached_at = self._cached_at if shifted else None
-        read = self._rows.req_to_token, batch.req_pool_indices, batch.seq_lens, cached_at
-        plan = plan_rows(*read, num_slots=self._num_slots)
-        return plan, plan
+        plan = plan_rows(self._rows.req_to_token, *where, cached_at, num_slots=self._num_slots)
+        return plan, BatchRows(plan, *where, longest)
 
     # -- a forward ------------------------------------------------------------------
 
     def forget(self) -> None:
         """Nothing is planned until the next forward begins."""
-        #: Of a decode step that our kernels run.
         self.rows: RowPlan | None = None
-        self._extend_plan: ExtendPlan | None = None
+        self.extend_plan: ExtendPlan | None = None
         self._update: StatisticsUpdate | None = None
         self._queries: tuple[LastQueries, RowPlan] | None = None
         if self.selection is not None:
             self.selection.forget()
-
-    @property
-    def plans_extend(self) -> bool:
-        """Whether the prefill that has begun is ours to compute."""
-        return self._extend_plan is not None
 
     def record(self, batch: ForwardBatch) -> None:
         """Record the cached positions of the forward's new tokens."""
@@ -257,25 +230,24 @@ class PagedAttention:
 
     def begin_decode(self, batch: ForwardBatch) -> None:
         """Plan a decode step, outside of graphs."""
-        self.rows, whole = self._plan(batch)
-        where = batch.req_pool_indices, batch.seq_lens
         lengths = batch.seq_lens_cpu
         if lengths is None and self.device.type == "cpu":
             lengths = batch.seq_lens
         longest = self.width if lengths is None else int(lengths.max())
+        self.rows, read = self._plan(batch, longest)
         if self.statistics is not None:
-            self._update = self.statistics.decode(whole, *where, longest)
+            self._update = self.statistics.decode(read)
         if self.selection is not None:
-            self.selection.begin(whole, *where, longest, self.statistics is not None)
+            self.selection.begin(read, self.statistics is not None)
 
     def begin_graph(
         self, buffers: PlanBuffers, batch: ForwardBatch, weights: torch.Tensor | None
     ) -> None:
         """A decode graph is about to be captured or replayed; it plans into ``buffers``."""
-        self.rows = self.planned(buffers, batch.batch_size)
+        self.rows = self._readable(buffers.plan_of(batch.batch_size))
         if self.statistics is not None:
-            where = batch.req_pool_indices, batch.seq_lens
-            self._update = self.statistics.decode(buffers, *where, self.width, weights)
+            read = BatchRows(buffers, batch.req_pool_indices, batch.seq_lens, self.width)
+            self._update = self.statistics.decode(read, weights)
 
     def begin_extend(
         self, batch: ForwardBatch, prefill: Prefill | None, *, computes: bool = True
@@ -288,13 +260,13 @@ class PagedAttention:
         """
         if prefill is None and not computes:
             return
-        rows, whole = self._plan(batch)
+        longest = 0 if prefill is None else max(prefill.lengths, default=0)
+        rows, read = self._plan(batch, longest)
         if prefill is not None and self.statistics is not None:
-            where = batch.req_pool_indices, batch.seq_lens
-            self._update, queries = self.statistics.prefill(prefill, whole, *where)
+            self._update, queries = self.statistics.prefill(read, prefill)
             self._queries = queries, rows
         if computes:
-            self._extend_plan = self._planned_extend(rows, batch)
+            self.extend_plan = self._planned_extend(rows, batch)
 
     def _planned_extend(self, rows: RowPlan, batch: ForwardBatch) -> ExtendPlan:
         new, entries = batch.extend_seq_lens_cpu, None
@@ -328,19 +300,19 @@ class PagedAttention:
         self, q: torch.Tensor, layer: AttentionLayer, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
-        rows, update = self.rows, self._update
+        rows, update, selection = self.rows, self._update, self.selection
         if rows is None:
             raise RuntimeError("forward_decode without a plan of its batch")
-        weights = None if update is None else update.weights
+        weights, longest = (None, None) if update is None else (update.weights, update.longest)
         selected = None
-        if self.selection is not None:
+        if selection is not None:
             query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            selected = self.selection.plan(layer.layer_id, query, self._scales(layer)[0])
+            selected = selection.plan(layer.layer_id, query, self._scales(layer)[0])
         rows, into = (rows, weights) if selected is None else selected
-        longest = None if update is None else update.longest
-        out = self._attend(q, layer, rows, sinks, weights=into, longest=longest)
-        if weights is not None and selected is not None and self.selection is not None:
-            self.selection.add(weights)
+        options = {"weights": into, "longest": longest}
+        out = self._attend(decode_attention, q, layer, rows, sinks, **options)
+        if weights is not None and selected is not None and selection is not None:
+            selection.add(weights)
         self._updated(layer)
         return out
 
@@ -352,22 +324,13 @@ class PagedAttention:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
-        plan = self._extend_plan
+        plan = self.extend_plan
         if plan is None:
             raise RuntimeError("forward_extend without a plan of its batch")
         if sinks is not None and plan.pieces:
             self._singly = True
-            plan = self._extend_plan = self._planned_extend(plan.rows, batch)
-        scale, v_scale = self._scales(layer)
-        out = extend_attention(
-            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            self._layers[layer.layer_id],
-            plan,
-            scale=scale,
-            logit_cap=layer.logit_cap,
-            sinks=None if sinks is None else sinks.float(),
-        )
-        return _flat(out, v_scale)
+            plan = self.extend_plan = self._planned_extend(plan.rows, batch)
+        return self._attend(extend_attention, q, layer, plan, sinks)
 
     def weigh(self, q: torch.Tensor, layer: AttentionLayer, sinks: torch.Tensor | None) -> None:
         """Weights of a prefill's last queries, which fused attention does not give."""
@@ -376,15 +339,9 @@ class PagedAttention:
             return
         queries, rows = self._queries
         for tokens, spans, weights in self.statistics.parts(queries, update):
-            self._attend(
-                q.view(len(q), -1)[tokens],
-                layer,
-                rows,
-                sinks,
-                spans=spans,
-                weights=weights,
-                longest=update.longest,
-            )
+            some = q.view(len(q), -1)[tokens]
+            options = {"spans": spans, "weights": weights, "longest": update.longest}
+            self._attend(decode_attention, some, layer, rows, sinks, **options)
         self._updated(layer)
 
     def _updated(self, layer: AttentionLayer) -> None:
@@ -395,14 +352,16 @@ class PagedAttention:
 
     def _attend(
         self,
+        run: Callable[..., torch.Tensor],
         q: torch.Tensor,
         layer: AttentionLayer,
-        plan: RowPlan,
+        plan: RowPlan | ExtendPlan,
         sinks: torch.Tensor | None,
         **options: Any,
     ) -> torch.Tensor:
+        """``run``: of ``kernels``, for decode or extend."""
         scale, v_scale = self._scales(layer)
-        out = decode_attention(
+        out = run(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self._layers[layer.layer_id],
             plan,
@@ -411,7 +370,9 @@ class PagedAttention:
             sinks=None if sinks is None else sinks.float(),
             **options,
         )
-        return _flat(out, v_scale)
+        if v_scale != 1.0:
+            out *= v_scale
+        return out.view(out.shape[0], -1)
 
     def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
         """Factors of logits and outputs: the pool divides keys and values only where it narrows."""
@@ -422,9 +383,3 @@ class PagedAttention:
             layer.scaling * (1.0 if k_scale is None else k_scale),
             1.0 if v_scale is None else v_scale,
         )
-
-
-def _flat(out: torch.Tensor, v_scale: float) -> torch.Tensor:
-    if v_scale != 1.0:
-        out *= v_scale
-    return out.view(out.shape[0], -1)

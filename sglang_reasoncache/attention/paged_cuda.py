@@ -21,6 +21,7 @@ from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.attention.supported import check_supported
 from sglang_reasoncache.cache.batch_mark import BatchMark
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.kernels.batch import BatchRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     )
     from sglang_reasoncache.eviction.statistics import Prefill
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
-    from sglang_reasoncache.selection.device_selection import DeviceSelection
 
     # What stands behind the mixin: any of SGLang's backends.
     _Stock = Any
@@ -74,13 +74,11 @@ class SharedSlotReads(_Stock):
         self.paged = PagedAttention(model_runner, cached)
         super().__init__(model_runner, **stock)
         self.mark = BatchMark(self.paged.allocator, corrected=cached is not None)
-        # Every graph's plan: replays follow one another on one stream.
-        self._graph_buffers: PlanBuffers | None = None
-        self._graph_weights: torch.Tensor | None = None
-        # Graphs captured before larger buffers were allocated still write here.
-        self._outgrown: list[tuple[PlanBuffers, torch.Tensor | None]] = []
+        # Every graph's plan and weights: replays follow one another on one stream.
+        # Those captured before the last, largest one was allocated still write to theirs.
+        self._graphs: list[tuple[PlanBuffers, torch.Tensor | None]] = []
         self._graph_variant: str | None = None
-        self._expected: tuple[Sequence[str], Prefill] | None = None
+        self._expected: tuple[Sequence[str] | None, Prefill | None] = None, None
 
     def expect(self, rids: Sequence[str], prefill: Prefill) -> None:
         """The next prefill is that of ``rids``, SGLang's list of its request ids."""
@@ -106,12 +104,11 @@ class SharedSlotReads(_Stock):
             else:
                 super().init_forward_metadata(forward_batch)
             return
-        expected, self._expected = self._expected, None
-        # SGLang's own trial runs are of no known batch.
-        known = expected is not None and expected[0] is forward_batch.rids
+        (rids, prefill), self._expected = self._expected, (None, None)
         computes = self.mark.reads_shifted(forward_batch.rids)
-        prefill = expected[1] if expected is not None and known else None
-        self.paged.begin_extend(forward_batch, prefill, computes=computes)
+        # SGLang's own trial runs are of no known batch.
+        known = rids is not None and rids is forward_batch.rids
+        self.paged.begin_extend(forward_batch, prefill if known else None, computes=computes)
         if not computes:
             super().init_forward_metadata(forward_batch)
 
@@ -132,22 +129,17 @@ class SharedSlotReads(_Stock):
     def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
         """Allocate what graphs of up to ``max_bs`` requests read."""
         super().init_cuda_graph_state(max_bs, *args, **kwargs)
-        if self._graph_buffers is not None:
-            if self._graph_buffers.batch >= max_bs:
-                return
-            self._outgrown.append((self._graph_buffers, self._graph_weights))
+        if self._graphs and self._graphs[-1][0].batch >= max_bs:
+            return
         weighs = self.paged.statistics is not None
-        self._graph_buffers = self.paged.buffers(max_bs, positions=self.paged.always_needed)
-        if self.paged.selection is not None:
-            self._selection.allocate_graphs(max_bs, weighs=weighs)
-        if weighs:
-            entries = len(self._graph_buffers.kv_indices)
-            self._graph_weights = torch.zeros(entries, device=self.paged.device)
-
-    @property
-    def _selection(self) -> DeviceSelection:
+        buffers = self.paged.buffers(max_bs, positions=self.paged.always_needed)
         selection: Any = self.paged.selection
-        return selection
+        if selection is not None:
+            selection.allocate_graphs(max_bs, weighs=weighs)
+        weights = None
+        if weighs:
+            weights = torch.zeros(len(buffers.kv_indices), device=self.paged.device)
+        self._graphs.append((buffers, weights))
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
@@ -161,10 +153,11 @@ class SharedSlotReads(_Stock):
         variant = compat.get_capture_attention_variant() if in_capture else self._graph_variant
         if variant == PLAIN:
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
-        elif variant == SHIFTED and self._graph_buffers is not None:
+        elif variant == SHIFTED and self._graphs:
             # SGLang's kernels are not in this graph, and a capture would replace the
             # plans that the plain graph of this size reads.
-            self.paged.begin_graph(self._graph_buffers, forward_batch, self._graph_weights)
+            buffers, weights = self._graphs[-1]
+            self.paged.begin_graph(buffers, forward_batch, weights)
         else:
             raise RuntimeError(
                 f"sglang-reasoncache: a decode graph of variant {variant!r}, known are "
@@ -180,11 +173,12 @@ class SharedSlotReads(_Stock):
         if self.paged.rows is None:
             super().init_forward_metadata_in_graph(forward_batch)
             return
-        assert self._graph_buffers is not None
-        self.paged.plan_into(self._graph_buffers, forward_batch)
-        if self.paged.selection is not None:
-            where = forward_batch.req_pool_indices, forward_batch.seq_lens
-            self._selection.begin_graph(self._graph_buffers, *where)
+        where = forward_batch.req_pool_indices, forward_batch.seq_lens
+        buffers, _ = self._graphs[-1]
+        self.paged.plan_into(buffers, *where)
+        selection: Any = self.paged.selection
+        if selection is not None:
+            selection.begin_graph(BatchRows(buffers, *where, self.paged.width))
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Our plan is the last to look at rows: in the graph, or before a forward without one."""
@@ -224,7 +218,7 @@ class SharedSlotReads(_Stock):
     ) -> torch.Tensor:
         """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
         sinks = kwargs.get("sinks")
-        if self.paged.plans_extend:
+        if self.paged.extend_plan is not None:
             sinks = self._sinks(kwargs)
             self.paged.write(k, v, layer, forward_batch, save_kv_cache)
             out = self.paged.extend(q, layer, forward_batch, sinks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -13,12 +14,12 @@ import torch
 
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import ReqToTokenPool, Request
-from sglang_reasoncache.eviction.evicted_positions import EvictedPositions
 from sglang_reasoncache.eviction.policies.contract import Eviction
+from sglang_reasoncache.eviction.row_state import EvictedPositions
 
 
 class EvictionRefusal(Enum):
-    """Why a proposed evict was not applied; values are metric labels."""
+    """Why a proposed eviction was not applied; values are metric labels."""
 
     MALFORMED = "malformed"
     """Not a run of positions."""
@@ -30,6 +31,20 @@ class EvictionRefusal(Enum):
     ALREADY_EVICTED = "already_evicted"
     POLICY_FAILED = "policy_failed"
     """The policy raised an exception."""
+
+
+@dataclass
+class EvictionStats:
+    """Totals since start or the last flush.
+
+    ``slots_freed_by_eviction`` is less than ``positions_evicted`` where an evicted position
+    shared its slot.
+    """
+
+    eviction_decisions: int = 0
+    positions_evicted: int = 0
+    slots_freed_by_eviction: int = 0
+    eviction_refusals: Counter[str] = field(default_factory=Counter)
 
 
 class Evicted(NamedTuple):
@@ -103,7 +118,7 @@ class EvictionApplier:
         evicted: EvictedPositions,
         evictions: Iterable[Eviction | None],
         written: int,
-        refused: Counter[str],
+        stats: EvictionStats,
         first: int = 0,
     ) -> Evicted:
         """Evict what is allowed of ``evictions`` and give up the references of its slots.
@@ -114,7 +129,7 @@ class EvictionApplier:
             req: Holds its row.
             evicted: Of the request; grows by what is applied.
             written: Positions whose KV is surely in the pool.
-            refused: Counts refusals by their value.
+            stats: Counts what was evicted, and refusals by their value.
             first: No position before it, even if the request owns it.
         """
         first = max(first, req.kv.cache_protected_len)
@@ -123,7 +138,7 @@ class EvictionApplier:
         for evict in evictions:
             refusal = refusal_of_eviction(evict, first, written, page, evicted)
             if refusal is not None:
-                refused[refusal.value] += 1
+                stats.eviction_refusals[refusal.value] += 1
                 continue
             assert evict is not None, "refused as malformed"
             evicted.add(evict, written)
@@ -135,4 +150,7 @@ class EvictionApplier:
         at = upload(positions, rows.device)
         slots = rows[req.kv.req_pool_idx, at]
         self._pool.write((req.kv.req_pool_idx, at), torch.full_like(slots, -1))
-        return Evicted(len(positions), self._allocator.evict(slots[::page].long() // page))
+        done = Evicted(len(positions), self._allocator.evict(slots[::page].long() // page))
+        stats.positions_evicted += done.positions
+        stats.slots_freed_by_eviction += done.freed
+        return done

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,33 +14,33 @@ from sglang_reasoncache.eviction.policies.contract import ATTENTION, NamedPolicy
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 
 
+@dataclass(frozen=True)
 class AttentionSource:
     """One per scheduler.
 
-    Args:
+    Attributes:
         statistics: Of this rank's attention backend.
         heads: Query heads of all layers and ranks.
         group: CPU process group of the tensor-parallel ranks, None when alone.
     """
 
-    def __init__(self, statistics: AttentionStatistics, heads: int, group: Any = None) -> None:
-        self.statistics = statistics
-        self.heads = heads
-        self.group = group
+    statistics: AttentionStatistics
+    heads: int
+    group: Any = None
 
     def of(self, row: int, held: np.ndarray) -> HeldAttention:
         """Statistics of positions ``held`` (int64, none evicted) of a row."""
-        return HeldAttention(self, row, held)
+        # A copy, whatever a policy does to its view.
+        return HeldAttention(self, row, torch.from_numpy(held.copy()))
 
 
+@dataclass(frozen=True)
 class HeldAttention:
     """See ``Attention`` of the policies' contract. Valid until the next forward."""
 
-    def __init__(self, source: AttentionSource, row: int, held: np.ndarray) -> None:
-        self._source = source
-        self._row = row
-        # Whatever a policy does to its view.
-        self._held = torch.from_numpy(held.copy())
+    _source: AttentionSource
+    _row: int
+    _held: torch.Tensor
 
     def latest(self, queries: int) -> np.ndarray:
         return self._over_ranks(self._source.statistics.latest(self._row, self._held, queries))
@@ -55,15 +56,8 @@ class HeldAttention:
 
 def needs_of(evictors: Iterable[NamedPolicy]) -> StatisticsNeeds | None:
     """What all ``evictors`` together read; None: nothing."""
-    needs: list[Any] = [
-        policy.statistics_needs  # type: ignore[attr-defined]
-        for _, policy in evictors
-        if ATTENTION in policy.needs
-    ]
-    if not needs:
+    policies: list[Any] = [policy for _, policy in evictors if ATTENTION in policy.needs]
+    if not policies:
         return None
-    return StatisticsNeeds(
-        latest=max(each.latest for each in needs),
-        total=any(each.total for each in needs),
-        prompt=max(each.prompt for each in needs),
-    )
+    latest, total, prompt = zip(*(policy.statistics_needs for policy in policies), strict=True)
+    return StatisticsNeeds(max(latest), any(total), max(prompt))

@@ -14,19 +14,22 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.eviction.apply import Evicted, EvictionApplier, EvictionRefusal
+from sglang_reasoncache.eviction.apply import (
+    Evicted,
+    EvictionApplier,
+    EvictionRefusal,
+    EvictionStats,
+)
 from sglang_reasoncache.eviction.attention import AttentionSource
 from sglang_reasoncache.eviction.keys import KeySource
 from sglang_reasoncache.eviction.policies.contract import (
     Eviction,
     NamedPolicy,
     NoAttention,
-    Policy,
     RequestView,
 )
 from sglang_reasoncache.eviction.pressure import PoolPressure, waits_for
 from sglang_reasoncache.eviction.row_state import RowState
-from sglang_reasoncache.eviction.stats import EvictionStats
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ class EvictionController:
         applier: Checks and applies what they answer.
         keys: Read for policies that need them.
         page: Page size, positions.
-        pressure: Which of them may act now; None: all.
+        pressure: Which of them may act now.
         weights: Attention statistics, None where no policy needs them.
 
     Attributes:
@@ -54,20 +57,16 @@ class EvictionController:
         applier: EvictionApplier,
         keys: KeySource,
         page: int,
-        pressure: PoolPressure | None = None,
+        pressure: PoolPressure,
         weights: AttentionSource | None = None,
     ) -> None:
         self._evictors = tuple(evictors)
-        self._applier = applier
-        self._keys = keys
-        self._page = page
-        self._pressure = pressure
-        self._weights = weights
+        self._applier, self._keys, self._page = applier, keys, page
+        self._pressure, self._weights = pressure, weights
         # Read once: errors of another package's policy cannot be caught everywhere.
         self._of_prompts = {name for name, policy in evictors if getattr(policy, "prompt", False)}
         self._longest_first = any(waits_for(policy) for _, policy in evictors)
-        if pressure is not None:
-            pressure.watch(self._evictors)
+        pressure.watch(self._evictors)
         self._reads = any(policy.needs for _, policy in evictors)
         self._slack = {name: operator.index(policy.slack) for name, policy in evictors}
         self._described = [{"name": name, **_options(policy)} for name, policy in evictors]
@@ -86,8 +85,7 @@ class EvictionController:
 
     def in_turn(self, reqs: Iterable[Request]) -> list[Request]:
         """The order of polling: the longest row first where that decides who gives."""
-        if self._pressure is not None:
-            self._pressure.poll()
+        self._pressure.poll()
         if not self._longest_first:
             return list(reqs)
         return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)
@@ -103,7 +101,7 @@ class EvictionController:
         """Evict what was evicted before a retraction, then what the policies give up now.
 
         ``req`` holds its row. ``written``: positions whose KV is there; None: all but that of
-        the newest token, which is not written before the next forward. ``decide``: run the policies, too.
+        the newest token, which the next forward writes. ``decide``: run the policies, too.
         """
         if written is None:
             written = len(req.origin_input_ids) + len(req.output_ids) - 1
@@ -116,22 +114,48 @@ class EvictionController:
             # By now the prefix tree may own the first ones: another response with the same text.
             again = _within(evicted.again, req.kv.cache_protected_len, end)
             evicted.again = _within(evicted.again, end, sys.maxsize)
-            total += self._apply(req, state, again, written, stats)
-        for name, policy in self._evictors if decide else ():
-            if written < state.next_eviction.get(name, 0):
+            total += self._applier.apply(req, evicted, again, written, stats)
+        for named in self._evictors if decide else ():
+            if written < state.next_eviction.get(named.name, 0):
                 continue
-            evictions = self._decisions(name, policy, req, state, written, stats)
+            # First position that the policy may evict, whoever owns the prompt.
+            first = req.kv.cache_protected_len
+            if named.name not in self._of_prompts:
+                first = max(first, len(req.origin_input_ids) // self._page * self._page)
+            evictions = self._decisions(named, req, state, written, stats, first)
             if evictions:
-                total += self._apply(req, state, evictions, written, stats, self._first(req, name))
+                total += self._applier.apply(req, evicted, evictions, written, stats, first)
         self.positions_now += total.positions
         return total
 
-    def _first(self, req: Request, name: str) -> int:
-        """First position that the policy may evict, whoever owns the prompt."""
-        own = req.kv.cache_protected_len
-        if name in self._of_prompts:
-            return own
-        return max(own, len(req.origin_input_ids) // self._page * self._page)
+    def _decisions(
+        self,
+        named: NamedPolicy,
+        req: Request,
+        state: RowState,
+        written: int,
+        stats: EvictionStats,
+        first: int,
+    ) -> list[Eviction | None]:
+        """What the policy answers; nothing if it fails, whatever it does wrong."""
+        name, policy = named
+        try:
+            slots = written - state.evicted.count - state.live_positions
+            excess = policy.excess(written, slots)
+            if not excess > 0 or not self._pressure.lets(name):
+                return []
+            # A budget below what a request must hold would have the policy run at every poll.
+            state.next_eviction[name] = written + self._slack[name]
+            stats.eviction_decisions += 1
+            answer = policy.evict(self._view(req, state, written, first), excess)
+            # More runs than positions are nonsense, and need not be listed to the end.
+            return [_plain(evict) for evict in itertools.islice(answer, written + 1)]
+        except (Exception, SystemExit):
+            stats.eviction_refusals[EvictionRefusal.POLICY_FAILED.value] += 1
+            if name not in self._failed:
+                self._failed.add(name)
+                logger.exception("reasoncache: policy %s failed, further failures count only", name)
+            return []
 
     def _view(self, req: Request, state: RowState, written: int, first: int) -> RequestView:
         held = state.evicted.held(written)
@@ -148,66 +172,17 @@ class EvictionController:
             attention=NoAttention() if self._weights is None else self._weights.of(row, held),
         )
 
-    def _decisions(
-        self,
-        name: str,
-        policy: Policy,
-        req: Request,
-        state: RowState,
-        written: int,
-        stats: EvictionStats,
-    ) -> list[Eviction | None]:
-        """What the policy answers; nothing if it fails, whatever it does wrong."""
-        try:
-            slots = written - state.evicted.count - state.live_positions
-            excess = policy.excess(written, slots)
-            if not excess > 0:
-                return []
-            if self._pressure is not None and not self._pressure.lets(name):
-                return []
-            # A budget below what a request must hold would have the policy run at every poll.
-            state.next_eviction[name] = written + self._slack[name]
-            stats.eviction_decisions += 1
-            view = self._view(req, state, written, self._first(req, name))
-            answer = policy.evict(view, excess)
-            # More runs than positions are nonsense, and need not be listed to the end.
-            return [_plain(evict) for evict in itertools.islice(answer, written + 1)]
-        except (Exception, SystemExit):
-            stats.eviction_refusals[EvictionRefusal.POLICY_FAILED.value] += 1
-            if name not in self._failed:
-                self._failed.add(name)
-                logger.exception("reasoncache: policy %s failed, further failures count only", name)
-            return []
-
-    def _apply(
-        self,
-        req: Request,
-        state: RowState,
-        evictions: Sequence[Eviction | None],
-        written: int,
-        stats: EvictionStats,
-        first: int = 0,
-    ) -> Evicted:
-        done = self._applier.apply(
-            req, state.evicted, evictions, written, stats.eviction_refusals, first
-        )
-        stats.positions_evicted += done.positions
-        stats.slots_freed_by_eviction += done.freed
-        return done
-
     def forget(self, state: RowState) -> int:
         """The row is gone; returns how many of its positions were evicted."""
         gone = state.evicted.count
         self.positions_now -= gone
-        if self._pressure is not None:
-            self._pressure.poll()
+        self._pressure.poll()
         return gone
 
     def reset(self) -> None:
         """The cache was flushed; nothing runs."""
         self.positions_now = 0
-        if self._pressure is not None:
-            self._pressure.reset()
+        self._pressure.reset()
 
     def describe(self) -> list[dict[str, Any]]:
         """Name and options of every policy, for the endpoint."""

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.eviction.statistics import (
     _SPARE,
     AttentionStatistics,
@@ -19,34 +18,26 @@ from sglang_reasoncache.eviction.statistics import (
     StatisticsUpdate,
 )
 from sglang_reasoncache.kernels import note_triton
+from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
 
 @dataclass(frozen=True)
 class DeviceUpdate(StatisticsUpdate):
     """Attributes:
-    plan: What the queries read.
-    requests, lengths: int ``[batch]``, rows and their positions.
+    rows: What the queries read.
     prompts: Which queries of a prefill; None: one of each request (decode).
     """
 
-    plan: PlanBuffers
-    requests: torch.Tensor
-    lengths: torch.Tensor
+    rows: BatchRows
     prompts: note_triton.Prompts | None = None
 
 
 class DeviceStatistics(AttentionStatistics):
     """See :class:`AttentionStatistics`. Replays of a graph find a row's memory by its address."""
 
-    def __init__(
-        self,
-        rows: torch.Tensor,
-        generations: torch.Tensor,
-        needs: StatisticsNeeds,
-        unowned: Callable[[], Iterable[int]] = tuple,
-    ) -> None:
-        super().__init__(rows, generations, needs, unowned)
+    def __init__(self, rows: torch.Tensor, *args: Any) -> None:
+        super().__init__(rows, *args)
         self._bases = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
         self._sizes = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
 
@@ -71,26 +62,20 @@ class DeviceStatistics(AttentionStatistics):
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
         prompts = note_triton.Prompts(zero.int(), zero, zero.int())
         weights = torch.zeros(len(plan.kv_indices), device=self._device)
+        rows = BatchRows(plan, zero, zero, len(weights))
         for some in (None, prompts):
-            self.apply(DeviceUpdate(weights, len(weights), plan, zero, zero, some))
+            self.apply(DeviceUpdate(weights, len(weights), rows, some))
 
-    def _update(
-        self,
-        plan: PlanBuffers,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        of: tuple[Prefill, LastQueries] | None = None,
-        weights: torch.Tensor | None = None,
-    ) -> DeviceUpdate:
+    def decode(self, rows: BatchRows, weights: torch.Tensor | None = None) -> DeviceUpdate:
         if weights is not None:
-            return DeviceUpdate(weights, longest, plan, requests, lengths)
-        # SGLang counts its lengths up while the forward runs.
-        batch = requests.clone(), lengths.clone()
-        if of is None:
-            weights = torch.zeros(len(plan.kv_indices), device=self._device)
-            return DeviceUpdate(weights, longest, plan, *batch)
-        prefill, (_, (begin, end), _, _) = of
+            return DeviceUpdate(weights, rows.longest, rows)
+        weights = torch.zeros(len(rows.plan.kv_indices), device=self._device)
+        return DeviceUpdate(weights, rows.longest, _kept(rows))
+
+    def _prefill_update(
+        self, rows: BatchRows, prefill: Prefill, queries: LastQueries
+    ) -> DeviceUpdate:
+        begin, end = queries.spans
         # Where the weights of each request's first query begin.
         ends = torch.nn.functional.pad((end - begin).cumsum(0, dtype=torch.int64), (1, 0))
         first = list(accumulate(prefill.counts, initial=0))[:-1]
@@ -102,18 +87,24 @@ class DeviceStatistics(AttentionStatistics):
         # An upper bound: evicted positions have no entry.
         entries = sum(c * n for c, n in zip(prefill.counts, prefill.lengths, strict=True))
         weights = torch.zeros(entries, device=self._device)
-        return DeviceUpdate(weights, longest, plan, *batch, prompts)
+        return DeviceUpdate(weights, rows.longest, _kept(rows), prompts)
 
     def apply(self, update: DeviceUpdate) -> None:
         """Bring the weights of all layers to the rows. Can be captured in a CUDA graph."""
+        plan, requests, lengths, _ = update.rows
         note_triton.note(
             update.weights,
-            update.plan,
-            update.requests,
-            update.lengths,
+            plan,
+            requests,
+            lengths,
             self._bases,
             self._sizes,
             latest=self.needs.latest,
             total=self.needs.total,
             prompts=update.prompts,
         )
+
+
+def _kept(rows: BatchRows) -> BatchRows:
+    """SGLang counts its lengths up while the forward runs."""
+    return rows._replace(requests=rows.requests.clone(), lengths=rows.lengths.clone())

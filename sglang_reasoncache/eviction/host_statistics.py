@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +14,7 @@ from sglang_reasoncache.eviction.statistics import (
     Prefill,
     StatisticsUpdate,
 )
-
-if TYPE_CHECKING:
-    from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.batch import BatchRows
 
 #: Most entries of a call for a prompt's queries: 64 MiB of logits under 32 heads.
 _ENTRIES = 1 << 19
@@ -37,29 +34,28 @@ class HostUpdate(StatisticsUpdate):
 class HostStatistics(AttentionStatistics):
     """See :class:`AttentionStatistics`; weights are computed by a few calls of decode attention."""
 
-    def _update(
-        self,
-        plan: RowPlan,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        of: tuple[Prefill, LastQueries] | None = None,
-        weights: torch.Tensor | None = None,
+    def decode(self, rows: BatchRows, weights: torch.Tensor | None = None) -> HostUpdate:
+        ends, entries = rows.lengths.tolist(), len(rows.plan.kv_indices)
+        held = self._held(rows.requests, rows.lengths)
+        added = [end - 1 for end in ends]
+        made = list(zip(rows.requests.tolist(), ends, [1] * len(ends), added, strict=True))
+        return HostUpdate(torch.zeros(entries), rows.longest, held, made)
+
+    def _prefill_update(
+        self, rows: BatchRows, prefill: Prefill, queries: LastQueries
     ) -> HostUpdate:
-        ends = lengths.tolist()
-        entries, rows, seen = len(plan.kv_indices), requests, lengths
-        counts, added = [1] * len(ends), [end - 1 for end in ends]
-        if of is not None:
-            prefill, queries = of
-            entries = int((queries.spans[1] - queries.spans[0]).sum())
-            rows, seen = requests[queries.requests], lengths[queries.requests] - queries.behind
-            counts, added = prefill.counts, prefill.added
-        # Now, as the plan: rows may change before the weights are there.
+        begin, end = queries.spans
+        of, seen = rows.requests[queries.requests], rows.lengths[queries.requests] - queries.behind
+        requests, ends = rows.requests.tolist(), rows.lengths.tolist()
+        made = list(zip(requests, ends, prefill.counts, prefill.added, strict=True))
+        entries = torch.zeros(int((end - begin).sum()))
+        return HostUpdate(entries, rows.longest, self._held(of, seen), made)
+
+    def _held(self, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Now, as the plan: rows may change before the weights are there."""
         most = int(seen.max()) if len(seen) else 0
         held = self._rows[rows.long(), :most] >= 0
-        held &= torch.arange(most) < seen[:, None]
-        made = list(zip(requests.tolist(), ends, counts, added, strict=True))
-        return HostUpdate(torch.zeros(entries), longest, held, made)
+        return held & (torch.arange(most) < seen[:, None])
 
     def parts(
         self, queries: LastQueries, update: StatisticsUpdate

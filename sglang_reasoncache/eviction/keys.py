@@ -38,11 +38,8 @@ class KeySource:
     ) -> None:
         self.layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         self.buffers = [pool.get_key_buffer(layer) for layer in self.layers]
-        self.rows = rows
-        self.cached_at = cached_at
-        self.rotation = rotation
-        self.num_heads = num_heads
-        self.group = group
+        self.rows, self.cached_at, self.rotation = rows, cached_at, rotation
+        self.num_heads, self.group = num_heads, group
 
     def wait(self) -> None:
         """Until the device has done all that is queued, on whichever stream."""
@@ -50,7 +47,7 @@ class KeySource:
             torch.cuda.synchronize(self.rows.device)
 
     def of(self, row: int, held: np.ndarray) -> HeldKeys:
-        """Keys of positions ``held`` (int64, no evicted positions) of a row."""
+        """Keys of positions ``held`` (int64, none evicted) of a row."""
         return HeldKeys(self, row, held)
 
 
@@ -59,14 +56,11 @@ class HeldKeys:
 
     def __init__(self, source: KeySource, row: int, held: np.ndarray) -> None:
         self._source = source
+        self.layers = source.layers
         self._row = row
         # Whatever a policy does to its view.
         self._held = held.copy()
         self._slots: torch.Tensor | None = None
-
-    @property
-    def layers(self) -> range:
-        return self._source.layers
 
     def _where(self) -> torch.Tensor:
         if self._slots is None:
@@ -89,11 +83,11 @@ class HeldKeys:
     def token_scores(
         self, score: Callable[[torch.Tensor], torch.Tensor], *, unrotated: bool = False
     ) -> np.ndarray:
-        read = self.unrotated if unrotated else self.stored
-        total = torch.zeros(len(self._held), dtype=torch.float64, device=self._source.rows.device)
+        source, read = self._source, self.unrotated if unrotated else self.stored
+        total = torch.zeros(len(self._held), dtype=torch.float64, device=source.rows.device)
         for layer in self.layers:
             total += score(read(layer)).sum(dim=1)
         total = total.cpu()
-        if self._source.group is not None:
-            torch.distributed.all_reduce(total, group=self._source.group)
-        return (total / (len(self.layers) * self._source.num_heads)).numpy()
+        if source.group is not None:
+            torch.distributed.all_reduce(total, group=source.group)
+        return (total / (len(self.layers) * source.num_heads)).numpy()

@@ -24,17 +24,15 @@ class PoolPressure:
 
     def __init__(self, use: Callable[[], float]) -> None:
         self._use = use
-        #: ``when`` and ``until`` of the policies that wait.
+        #: ``when`` and ``until`` of the policies that wait; others may always act.
         self._bounds: dict[str, tuple[float, float]] = {}
         self._acting: set[str] = set()
 
     def watch(self, evictors: Iterable[NamedPolicy]) -> None:
-        """Which policies there are; others may always act."""
-        self._bounds = {
-            name: (waits_for(policy), float(getattr(policy, "until", waits_for(policy))))
-            for name, policy in evictors
-            if waits_for(policy)
-        }
+        """Which policies there are."""
+        for name, policy in evictors:
+            if when := waits_for(policy):
+                self._bounds[name] = when, float(getattr(policy, "until", when))
 
     def poll(self) -> None:
         """See which policies begin or end to act."""
@@ -47,17 +45,17 @@ class PoolPressure:
         """Whether the policy may act now. Called when it would."""
         return name not in self._bounds or self._acts(name, self._use())
 
-    def reset(self) -> None:
-        """The pool is empty."""
-        self._acting.clear()
-
     def _acts(self, name: str, use: float) -> bool:
         when, until = self._bounds[name]
         if use > (until if name in self._acting else when):
             self._acting.add(name)
-            return True
-        self._acting.discard(name)
-        return False
+        else:
+            self._acting.discard(name)
+        return name in self._acting
+
+    def reset(self) -> None:
+        """The pool is empty."""
+        self._acting.clear()
 
 
 def waits_for(policy: Policy) -> float:

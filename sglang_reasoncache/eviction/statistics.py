@@ -11,17 +11,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
-
-if TYPE_CHECKING:
-    from sglang_reasoncache.kernels.plan import RowPlan
-    from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+from sglang_reasoncache.kernels.batch import BatchRows
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +50,6 @@ class Prefill:
     new: list[int]
 
 
-@dataclass(frozen=True)
-class StatisticsUpdate:
-    """Weights of one forward. Every layer adds to ``weights``.
-
-    Attributes:
-        weights: fp32, one for each entry of the first query, then of the next, and so on.
-        longest: Most entries of a query.
-    """
-
-    weights: torch.Tensor
-    longest: int
-
-
 class LastQueries(NamedTuple):
     """The queries of a prefill that count, as decode attention takes them.
 
@@ -80,6 +64,19 @@ class LastQueries(NamedTuple):
     spans: tuple[torch.Tensor, torch.Tensor]
     requests: torch.Tensor
     behind: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StatisticsUpdate:
+    """Weights of one forward. Every layer adds to ``weights``.
+
+    Attributes:
+        weights: fp32, one for each entry of the first query, then of the next, and so on.
+        longest: Most entries of a query.
+    """
+
+    weights: torch.Tensor
+    longest: int
 
 
 class AttentionStatistics:
@@ -108,19 +105,14 @@ class AttentionStatistics:
         unowned: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         self.needs = needs
-        self._rows, self._device = rows, rows.device
-        self._generations = generations
-        self._unowned = unowned
-        self._width = rows.shape[1]
+        self._rows, self._device, self._width = rows, rows.device, rows.shape[1]
+        self._generations, self._unowned = generations, unowned
         #: Row -> fp32 ``[latest + total, positions]``: the weights by query q in
         #: ``q % latest``, their sums over all queries in the last row.
         self._memory: dict[int, torch.Tensor] = {}
         # Of each row: its owner's generation, first query that counted, positions, capacity.
-        count = len(rows)
-        self._owner = np.full(count, -1, dtype=np.int64)
-        self._first = np.zeros(count, dtype=np.int64)
-        self._covered = np.zeros(count, dtype=np.int64)
-        self._capacity = np.zeros(count, dtype=np.int64)
+        self._owner = np.full(len(rows), -1, dtype=np.int64)
+        self._first, self._covered, self._capacity = np.zeros((3, len(rows)), dtype=np.int64)
         self._warned = False
         if self._allocated(self._width) is None:
             raise MemoryError(
@@ -193,10 +185,9 @@ class AttentionStatistics:
             fits = self._fits(self._bytes(size))
         reason: object = f"less than {_SPARE >> 20} MiB would be left"
         if fits:
+            shape = (self.needs.latest + self.needs.total, size)
             try:
-                return torch.empty(
-                    (self.needs.latest + self.needs.total, size), device=self._device
-                )
+                return torch.empty(shape, device=self._device)
             except RuntimeError as error:
                 reason = error
         if not self._warned:
@@ -217,66 +208,36 @@ class AttentionStatistics:
 
     # -- a forward ------------------------------------------------------------------
 
-    def decode(
-        self,
-        plan: RowPlan | PlanBuffers,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        weights: torch.Tensor | None = None,
-    ) -> Any:
+    def decode(self, rows: BatchRows, weights: torch.Tensor | None = None) -> Any:
         """The update by a decode step.
 
-        Args:
-            plan: Of its rows; on a GPU with ``positions``.
-            requests, lengths: int ``[batch]``, rows and their positions, new ones included.
-            longest: Most entries of a row.
-            weights: Of a CUDA graph: zeros as long as the plan. ``requests`` and ``lengths``
-                are then the graph's buffers, read when it is replayed.
+        ``weights``: of a CUDA graph, zeros as long as the plan. ``rows`` then names the graph's
+        buffers, read when it is replayed.
         """
-        return self._update(plan, requests, lengths, longest, weights=weights)
+        raise NotImplementedError
 
-    def prefill(
-        self,
-        prefill: Prefill,
-        plan: RowPlan | PlanBuffers,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> tuple[Any, LastQueries]:
+    def prefill(self, rows: BatchRows, prefill: Prefill) -> tuple[Any, LastQueries]:
         """The update by a prefill, without waiting for a GPU.
 
         ``prefill``: of :meth:`begin`. Without a query the totals begin anew all the same.
         """
-        queries = self._last_queries(prefill, plan.kv_indptr)
-        longest = max(prefill.lengths, default=0)
-        return self._update(plan, requests, lengths, longest, (prefill, queries)), queries
-
-    def _update(
-        self,
-        plan: Any,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        of: tuple[Prefill, LastQueries] | None = None,
-        weights: torch.Tensor | None = None,
-    ) -> Any:
-        """``of``: the queries of a prefill; None: one of each request."""
-        raise NotImplementedError
-
-    def _last_queries(self, prefill: Prefill, kv_indptr: torch.Tensor) -> LastQueries:
-        of: list[int] = []
-        left: list[int] = []
+        requests: list[int] = []
+        behind: list[int] = []
         tokens: list[int] = []
         at = 0
         for b, (count, new) in enumerate(zip(prefill.counts, prefill.new, strict=True)):
-            of += [b] * count
-            left += range(count - 1, -1, -1)
-            tokens += range(at + new - count, at + new)
             at += new
-        requests = upload(of, self._device)
-        behind = upload(left, self._device, torch.int32)
-        spans = kv_indptr[requests], kv_indptr[requests + 1] - behind
-        return LastQueries(upload(tokens, self._device), spans, requests, behind)
+            requests += [b] * count
+            behind += range(count - 1, -1, -1)
+            tokens += range(at - count, at)
+        of, left = upload(requests, self._device), upload(behind, self._device, torch.int32)
+        indptr = rows.plan.kv_indptr
+        spans = indptr[of], indptr[of + 1] - left
+        queries = LastQueries(upload(tokens, self._device), spans, of, left)
+        return self._prefill_update(rows, prefill, queries), queries
+
+    def _prefill_update(self, rows: BatchRows, prefill: Prefill, queries: LastQueries) -> Any:
+        raise NotImplementedError
 
     def parts(
         self, queries: LastQueries, update: StatisticsUpdate
@@ -294,10 +255,7 @@ class AttentionStatistics:
         """fp64 ``[positions]`` in host memory: weights by all queries since the end of the
         prompt's last chunk, and by the last ``StatisticsNeeds.prompt`` ones of that.
 
-        The device must have done what is queued.
-
-        Args:
-            positions: int64, held ones.
+        The device must have done what is queued. ``positions``: int64, held ones.
 
         Raises:
             LookupError: the needs do not name it.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_reasoncache.kernels import select_triton
+from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 from sglang_reasoncache.selection import waits
@@ -35,30 +36,18 @@ class SelectionBuffers(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What all layers of a decode step choose from.
+    """What all layers of a decode step choose from."""
 
-    Attributes:
-        lengths: int64 ``[rows]``.
-        pages: Entries are the pages of one row after the other, ``[rows * pages]``; below 0
-            where bounds say nothing.
-        spans: int32 ``[rows]`` each, which of them are within a row's length.
-        share_index: int64 ``[rows, pages]``, where the share of a page is among theirs.
-        held: bool ``[rows, pages]``, which pages the rows have.
-        state: uint8, likewise, see ``select_triton``.
-        newest: int64 ``[rows]``, the page that is being filled.
-        whole: The plan that is selected from.
-        buffers: Where to.
-        strict: A selector's error ends the start.
-    """
-
-    lengths: torch.Tensor
+    lengths: torch.Tensor  # int64 [rows]
+    # Entries are the pages of one row after the other, [rows * pages]; below 0 where bounds say
+    # nothing.
     pages: RowPlan
-    spans: tuple[torch.Tensor, torch.Tensor]
-    share_index: torch.Tensor
-    held: torch.Tensor
-    state: torch.Tensor
-    newest: torch.Tensor
-    whole: PlanBuffers
+    spans: tuple[torch.Tensor, torch.Tensor]  # int32 [rows] each, entries within a row's length
+    share_index: torch.Tensor  # int64 [rows, pages], where a page's share is among theirs
+    held: torch.Tensor  # bool [rows, pages], which pages the rows have
+    state: torch.Tensor  # uint8, likewise, see select_triton
+    newest: torch.Tensor  # int64 [rows], the page that is being filled
+    whole: PlanBuffers  # the plan that is selected from
     buffers: SelectionBuffers
     strict: bool
 
@@ -66,54 +55,33 @@ class _Step(NamedTuple):
 class DeviceSelection(PageSelection):
     """See :class:`PageSelection`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._graph_buffers: SelectionBuffers | None = None
-        # Graphs captured before larger ones were allocated still write here.
-        self._outgrown: list[SelectionBuffers] = []
-        self._trying = False
+    # Graphs captured before larger buffers were allocated still write to the earlier ones.
+    _graph_buffers: tuple[SelectionBuffers, ...] = ()
+    _trying = False
 
     # -- a step -----------------------------------------------------------------
 
     def allocate_graphs(self, batch: int, *, weighs: bool) -> None:
         """Have capacity for the graphs of up to ``batch`` requests."""
-        if self._graph_buffers is not None:
-            self._outgrown.append(self._graph_buffers)
-        self._graph_buffers = self._buffers(batch, batch * self._rows.shape[1], weighs)
+        made = self._buffers(batch, batch * self._rows.shape[1], weighs)
+        self._graph_buffers = (made, *self._graph_buffers)
 
-    def begin_graph(self, plan: PlanBuffers, requests: torch.Tensor, lengths: torch.Tensor) -> None:
-        """As :meth:`begin`, captured in a CUDA graph, for rows of any length."""
-        assert self._graph_buffers is not None, "allocate_graphs comes first"
-        self._step = self._laid_out(
-            plan, requests, lengths, self._rows.shape[1], self._graph_buffers, strict=True
-        )
+    def begin_graph(self, rows: BatchRows) -> None:
+        """As :meth:`begin`, captured in a CUDA graph after :meth:`allocate_graphs`, for rows of
+        any length."""
+        self._step = self._laid_out(rows, self._graph_buffers[0], strict=True)
 
-    def _made(
-        self,
-        plan: PlanBuffers,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        weighs: bool,
-    ) -> _Step:
-        buffers = self._buffers(len(requests), len(plan.kv_indices), weighs)
-        return self._laid_out(plan, requests, lengths, longest, buffers, strict=False)
+    def _made(self, rows: BatchRows, weighs: bool) -> _Step:
+        buffers = self._buffers(len(rows.requests), len(rows.plan.kv_indices), weighs)
+        return self._laid_out(rows, buffers, strict=False)
 
     def _buffers(self, batch: int, entries: int, weighs: bool) -> SelectionBuffers:
         device = self._rows.device
         plan = PlanBuffers.of(batch, entries, device, positions=True)
         return SelectionBuffers(plan, torch.zeros(entries, device=device) if weighs else None)
 
-    def _laid_out(
-        self,
-        plan: PlanBuffers,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        buffers: SelectionBuffers,
-        *,
-        strict: bool,
-    ) -> _Step:
+    def _laid_out(self, rows: BatchRows, buffers: SelectionBuffers, *, strict: bool) -> _Step:
+        plan, requests, lengths, longest = rows
         page, batch = self._page, len(requests)
         pages = -(-min(longest, self._rows.shape[1]) // page)
         starts = self._starts[:pages]
@@ -151,9 +119,8 @@ class DeviceSelection(PageSelection):
     def _shares(
         self, step: _Step, bounds: PageBounds, query: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        found = bounds.shares(
-            query, step.pages, scale, spans=step.spans, longest=step.held.shape[1]
-        )
+        pages = step.held.shape[1]
+        found = bounds.shares(query, step.pages, scale, spans=step.spans, longest=pages)
         return found[step.share_index].masked_fill_(~step.held, 0.0)
 
     def _entries(self, step: _Step, keep: torch.Tensor) -> tuple[RowPlan, torch.Tensor | None]:
@@ -164,7 +131,7 @@ class DeviceSelection(PageSelection):
             step.lengths,
             settled,
             self._totals,
-            budget=self._selector.budget,
+            budget=self._budget,
             page=self._page,
         )
         select_triton.select_into(step.buffers.plan, step.whole, settled, self._page)
@@ -178,8 +145,8 @@ class DeviceSelection(PageSelection):
         assert weights is not None, "of a step with weights"
         select_triton.add(weights, plan, len(self._step.state), whole)
 
-    def _during(self, device: torch.device) -> AbstractContextManager[Any] | None:
-        return waits.refused(device) if self._trying else None
+    def _during(self, device: torch.device) -> AbstractContextManager[Any]:
+        return waits.refused(device) if self._trying else super()._during(device)
 
     # -- at the start -------------------------------------------------------------
 
@@ -196,7 +163,7 @@ class DeviceSelection(PageSelection):
         zero = torch.zeros(1, dtype=torch.int64, device=self._rows.device)
         width, entries = self._rows.shape[1], len(plan.kv_indices)
         buffers = self._buffers(1, entries, weighs=True)
-        step = self._laid_out(plan, zero, zero + width, width, buffers, strict=True)
+        step = self._laid_out(BatchRows(plan, zero, zero + width, width), buffers, strict=True)
         self._trying = True
         try:
             for layer, query in queries.items():

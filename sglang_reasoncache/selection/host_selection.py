@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.selection.page_bounds import PageBounds
@@ -29,27 +30,17 @@ class _Step(NamedTuple):
 
 
 class HostSelection(PageSelection):
-    """See :class:`PageSelection`.
+    """See :class:`PageSelection`. ``rotation`` rotates queries for pages with a position shift."""
 
-    Args:
-        rotation: Rotates queries for pages with a position shift.
-    """
-
-    def __init__(self, *args: Any, rotation: KeyRotation | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, rotation: KeyRotation | None = None) -> None:
+        super().__init__(*args)
         self._rotation = rotation
         self._host = self._totals
         self._among = torch.empty(0, dtype=torch.bool)
         self._weights: torch.Tensor | None = None
 
-    def _made(
-        self,
-        plan: RowPlan,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        weighs: bool,
-    ) -> _Step:
+    def _made(self, rows: BatchRows, weighs: bool) -> _Step:
+        plan, requests, lengths, longest = rows
         pages = -(-longest // self._page)
         starts = self._starts[:pages]
         used = self._rows[requests.long(), :longest] >= 0
@@ -60,29 +51,9 @@ class HostSelection(PageSelection):
         shift = None
         if plan.shift is not None and self._cached_at is not None:
             shift = torch.where(held, starts.to(torch.int32) - self._cached_at[first], 0)
-        indptr = torch.nn.functional.pad(held.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
-        named = RowPlan(indptr, (first // self._page)[held].to(torch.int32), None)
+        named = RowPlan(_indptr(held.sum(dim=1)), (first // self._page)[held].int(), None)
         newest = (lengths.long() - 1) // self._page
         return _Step(plan, row, at // self._page, held, newest, first, shift, named, weighs)
-
-    def _entries(self, step: _Step, keep: torch.Tensor) -> tuple[RowPlan, torch.Tensor | None]:
-        newest = step.newest[:, None]
-        left_out = not bool(keep.gather(1, newest).all())
-        if left_out:
-            keep = keep.scatter(1, newest, True)
-        among = keep[step.row, step.page]
-        counts = torch.bincount(step.row[among], minlength=len(keep))
-        indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-        indices = step.whole.kv_indices[among]
-        shift = None if step.whole.shift is None else step.whole.shift[among]
-        self._totals += torch.tensor([len(among), len(indices), left_out])
-        self._among = among
-        self._weights = torch.zeros(len(indices)) if step.weighs else None
-        return RowPlan(indptr, indices, shift), self._weights
-
-    def add(self, whole: torch.Tensor) -> None:
-        assert self._weights is not None, "of a step with weights"
-        whole[self._among] += self._weights
 
     def _shares(
         self, step: _Step, bounds: PageBounds, query: torch.Tensor, scale: float
@@ -103,3 +74,24 @@ class HostSelection(PageSelection):
         logits[row, page] = bounds.largest(rotated, found) * scale
         shares[rows] = logits[rows].softmax(dim=1).sum(dim=2)
         return shares
+
+    def _entries(self, step: _Step, keep: torch.Tensor) -> tuple[RowPlan, torch.Tensor | None]:
+        newest = step.newest[:, None]
+        left_out = not bool(keep.gather(1, newest).all())
+        if left_out:
+            keep = keep.scatter(1, newest, True)
+        self._among = among = keep[step.row, step.page]
+        counts = torch.bincount(step.row[among], minlength=len(keep))
+        indices = step.whole.kv_indices[among]
+        shift = None if step.whole.shift is None else step.whole.shift[among]
+        self._totals += torch.tensor([len(among), len(indices), left_out])
+        self._weights = torch.zeros(len(indices)) if step.weighs else None
+        return RowPlan(_indptr(counts), indices, shift), self._weights
+
+    def add(self, whole: torch.Tensor) -> None:
+        assert self._weights is not None, "of a step with weights"
+        whole[self._among] += self._weights
+
+
+def _indptr(counts: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)

@@ -1,23 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decode step reads some pages of each row; a selector says which, in every layer anew.
 
-Pages are the pool's own. Their bounds belong to the page, whichever row names it.
+Pages are the pool's own. Their bounds belong to the page, whichever row names it. What the
+selector returns is checked before anything is read by it.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
+import logging
+from collections import Counter
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_reasoncache.selection.checked_selector import CheckedSelector, SelectionRefusal
+from sglang_reasoncache.arguments import flag_of
 from sglang_reasoncache.selection.page_bounds import PageBounds
 
 if TYPE_CHECKING:
+    from sglang_reasoncache.kernels.batch import BatchRows
     from sglang_reasoncache.kernels.plan import RowPlan
-    from sglang_reasoncache.kernels.plan_triton import PlanBuffers
     from sglang_reasoncache.selection.contract import Selector
+
+logger = logging.getLogger(__name__)
+
+
+class SelectionRefusal(Enum):
+    """Why a selector's answer was not used as it is; values are metric labels."""
+
+    MALFORMED = "malformed"
+    """No bool tensor of the pages' shape: everything was read."""
+    NEWEST = "newest"
+    """The page that is being filled was left out: it was read."""
+    POLICY_FAILED = "policy_failed"
+    """The policy raised an exception: everything was read."""
 
 
 class PageSelection:
@@ -45,11 +62,15 @@ class PageSelection:
         rows: torch.Tensor,
         cached_at: torch.Tensor | None,
     ) -> None:
-        self._selector = CheckedSelector(name, selector, page)
-        self._page, self._rows, self._cached_at = page, rows, cached_at
+        self._name, self._flag = name, f"{flag_of('policy')} {name}"
+        self._selector, self._page, self._rows, self._cached_at = selector, page, rows, cached_at
+        # Read once: errors of another package's selector cannot be caught everywhere.
+        self._budget = self._count("budget", 1)
+        first = min(layers) + self._count("whole_layers", 0)
+        self._failed = False
+        self._refusals: Counter[str] = Counter()
         self._num_slots = next(iter(layers.values())).shape[0]
         self._starts = torch.arange(-(-rows.shape[1] // page), device=rows.device) * page
-        first = min(layers) + self._selector.whole_layers
         try:
             self._bounds = {
                 layer: PageBounds(keys, page) for layer, keys in layers.items() if layer >= first
@@ -60,6 +81,18 @@ class PageSelection:
         self._totals = torch.zeros(3, dtype=torch.int64, device=rows.device)
         self._host = torch.zeros(3, dtype=torch.int64, pin_memory=rows.is_cuda)
         self._step: Any = None
+
+    def _count(self, key: str, least: int) -> int:
+        try:
+            found = getattr(self._selector, key)
+        except Exception as error:
+            found = error
+        if type(found) is not int or found < least:
+            raise ValueError(
+                f"{self._flag}: {key} of a selector must be an integer of at least {least}, "
+                f"got {found!r}"
+            )
+        return found
 
     def describe(self) -> dict[str, Any]:
         """For the endpoint. Waits for what is queued on the device."""
@@ -73,11 +106,11 @@ class PageSelection:
 
     def _described(self, totals: torch.Tensor) -> dict[str, Any]:
         held, read, newest = totals.tolist()
-        refusals = dict(self._selector.refusals)
+        refusals = dict(self._refusals)
         if newest:
             refusals[SelectionRefusal.NEWEST.value] = newest
         return {
-            "name": self._selector.name,
+            "name": self._name,
             "positions_held": held,
             "positions_read": read,
             "refusals": refusals,
@@ -88,25 +121,9 @@ class PageSelection:
         if layer in self._bounds:
             self._bounds[layer].update(slots)
 
-    def begin(
-        self,
-        plan: RowPlan | PlanBuffers,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        weighs: bool,
-    ) -> None:
-        """A decode step, outside of CUDA graphs.
-
-        Args:
-            plan: Of its rows; on a GPU with ``positions``.
-            requests, lengths: int ``[batch]``, rows and their positions, new ones included.
-            longest: Upper bound on ``lengths``.
-            weighs: Weights of what is read are needed.
-        """
-        self._step = None
-        if longest > self._selector.budget:
-            self._step = self._made(plan, requests, lengths, longest, weighs)
+    def begin(self, rows: BatchRows, weighs: bool) -> None:
+        """A decode step, outside of CUDA graphs; ``weighs``: weights of what is read are needed."""
+        self._step = self._made(rows, weighs) if rows.longest > self._budget else None
 
     def forget(self) -> None:
         """The next forward reads everything, until a decode step begins."""
@@ -127,33 +144,56 @@ class PageSelection:
         step = self._step
         if step is None or layer not in self._bounds:
             return None
-        shares = self._shares(step, self._bounds[layer], query, scale)
-        keep = self._selector.pages(
-            shares, step.held, step.newest, strict=step.strict, during=self._during(shares.device)
-        )
+        keep = self._kept(step, self._shares(step, self._bounds[layer], query, scale))
         return None if keep is None else self._entries(step, keep)
 
-    def add(self, whole: torch.Tensor) -> None:
-        """Add the weights of what :meth:`plan` gave last to those of the whole plan's entries."""
-        raise NotImplementedError
+    def _kept(self, step: Any, shares: torch.Tensor) -> torch.Tensor | None:
+        """bool ``[rows, pages]``, what the selector keeps; None: it failed or gave nonsense."""
+        held = step.held
+        try:
+            with self._during(shares.device):
+                # Copies: later layers read the same, whatever a selector does to its own.
+                keep = self._selector.keep(shares, held.clone(), step.newest.clone(), self._page)
+        except Exception as error:
+            if step.strict:
+                raise ValueError(
+                    f"{self._flag}: keep of a selector failed on {shares.device}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            self._refusals[SelectionRefusal.POLICY_FAILED.value] += 1
+            if not self._failed:
+                self._failed = True
+                logger.exception(
+                    "reasoncache: policy %s failed, further failures count only", self._name
+                )
+            return None
+        if (
+            type(keep) is not torch.Tensor
+            or keep.dtype != torch.bool
+            or keep.shape != held.shape
+            or keep.device != held.device
+            or keep.layout != torch.strided
+        ):
+            if step.strict:
+                raise ValueError(
+                    f"{self._flag}: keep of a selector must give a plain bool tensor "
+                    f"{list(held.shape)} on {held.device}, got {_named(keep)}"
+                )
+            self._refusals[SelectionRefusal.MALFORMED.value] += 1
+            return None
+        return keep
 
-    def _during(self, device: torch.device) -> AbstractContextManager[Any] | None:
+    def _during(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Entered while the selector decides."""
-        return None
+        return contextlib.nullcontext()
 
     def _first_slots(self, requests: torch.Tensor, pages: int) -> torch.Tensor:
         """int ``[rows, pages]``, the slot at the beginning of each page."""
         return self._rows[:, : pages * self._page : self._page][requests.long()]
 
-    def _made(
-        self,
-        plan: Any,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        weighs: bool,
-    ) -> Any:
-        """What all layers of a step choose from: has ``held``, ``newest`` and ``strict``."""
+    def _made(self, rows: BatchRows, weighs: bool) -> Any:
+        """What all layers of a step choose from: has ``held``, ``newest`` and ``strict`` (a
+        selector's error ends the start)."""
         raise NotImplementedError
 
     def _shares(
@@ -164,3 +204,13 @@ class PageSelection:
 
     def _entries(self, step: Any, keep: torch.Tensor) -> tuple[RowPlan, torch.Tensor | None]:
         raise NotImplementedError
+
+    def add(self, whole: torch.Tensor) -> None:
+        """Add the weights of what :meth:`plan` gave last to those of the whole plan's entries."""
+        raise NotImplementedError
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {value.dtype} {list(value.shape)} on {value.device}"
+    return type(value).__name__

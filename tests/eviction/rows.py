@@ -24,10 +24,10 @@ def begun(setup: Setup, *policies: Any) -> tuple[World, Req]:
     return world, start(world)
 
 
-def steps(world: World, req: Req, count: int) -> None:
-    """Decode steps, each followed by a poll."""
-    for i in range(count):
-        decode(world, req, i)
+def steps(world: World, req: Req, count: int, first: int = 0) -> None:
+    """Decode steps, each followed by a poll; ``first``: token of the first one."""
+    for token in range(first, first + count):
+        decode(world, req, token)
         world.controller.after_decode([req])
 
 

@@ -13,6 +13,7 @@ from sglang_reasoncache.eviction import statistics
 from sglang_reasoncache.eviction.host_statistics import HostStatistics
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
+from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.plan import plan_rows
 from tests.unit.attention_rig import Rig
 
@@ -48,10 +49,11 @@ class World:
         """Returns what layers add to."""
         prefill = self.statistics.begin(requests, lengths, new)
         plan = plan_rows(self.rows, requests, lengths, num_slots=SLOTS)
+        read = BatchRows(plan, requests, lengths, int(lengths.max()))
         if prefill is None:
-            self.update = self.statistics.decode(plan, requests, lengths, int(lengths.max()))
+            self.update = self.statistics.decode(read)
         else:
-            self.update, _ = self.statistics.prefill(prefill, plan, requests, lengths)
+            self.update, _ = self.statistics.prefill(read, prefill)
         return self.update.weights
 
     def done(self) -> None:

@@ -16,6 +16,7 @@ from sglang_reasoncache.eviction import statistics
 from sglang_reasoncache.eviction.device_statistics import DeviceStatistics, DeviceUpdate
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.kernels import note_triton, plan_triton
+from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.plugin import cuda_attention
 from tests.eviction.statistics_world import (
@@ -68,11 +69,11 @@ class DeviceWorld(World):
         if prefill is None:
             # As in a graph: SGLang's buffers, written anew before each replay.
             where = requests.clone(), lengths.clone()
-            width = self.rows.shape[1]
-            self.update = self.statistics.decode(self.buffers, *where, width, self.weights)
+            read = BatchRows(self.buffers, *where, self.rows.shape[1])
+            self.update = self.statistics.decode(read, self.weights)
         else:
-            where = requests, lengths
-            self.update, queries = self.statistics.prefill(prefill, self.buffers, *where)
+            read = BatchRows(self.buffers, requests, lengths, int(lengths.max()))
+            self.update, queries = self.statistics.prefill(read, prefill)
             spans = queries.spans[1] - queries.spans[0]
             assert len(self.update.weights) >= spans.sum()
             assert not len(spans) or spans.max() <= self.update.longest
@@ -166,7 +167,7 @@ def test_rows_and_positions_out_of_range_are_left_alone() -> None:
     buffers.positions[15:615] = torch.arange(600)
     weights = torch.ones(700)
     requests, lengths = torch.tensor([2, 0, 9, -1]), torch.tensor([1000, 5, 5, 600])
-    found.apply(DeviceUpdate(weights, 600, buffers, requests, lengths))
+    found.apply(DeviceUpdate(weights, 600, BatchRows(buffers, requests, lengths, 600)))
     assert not weights[:615].any() and weights[615:].all()
     changed = (memory != 7).nonzero().tolist()
     assert changed == [[999 % 4, 0], [999 % 4, 255], [4, 0], [4, 255]]
@@ -181,8 +182,8 @@ def test_without_positions_nothing_is_written() -> None:
     found._bases[2] = around[1].data_ptr()
     buffers = PlanBuffers.of(2, 20, "cpu", positions=True)
     for length in (0, -1, -300):
-        lengths = torch.tensor([length, length])
-        found.apply(DeviceUpdate(torch.zeros(20), 20, buffers, torch.tensor([2, 2]), lengths))
+        read = BatchRows(buffers, torch.tensor([2, 2]), torch.tensor([length, length]), 20)
+        found.apply(DeviceUpdate(torch.zeros(20), 20, read))
         assert (around == 7).all(), length
 
 
@@ -311,7 +312,7 @@ def test_some_of_the_requests_in_graphs_and_without(
             torch.testing.assert_close(found.total(row, held), total[b], rtol=1e-3, atol=1e-5)
             if count == 1:
                 torch.testing.assert_close(found.latest(row, held, 1), right, rtol=1e-3, atol=1e-5)
-        assert not backend._graph_weights.any()
+        assert not backend._graphs[-1][1].any()
     # Of the padding.
     assert int(found._bases[0]) == 0
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang_reasoncache.eviction.policies.contract import Eviction, Policy
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
-from tests.eviction.rows import end, world_of
+from tests.eviction.rows import end, steps, world_of
 from tests.property.world import Setup, World
 from tests.unit.test_pipeline import assert_empty, decode, finish, state, used
 
@@ -58,10 +58,17 @@ def chunk(world: World, req: Req, first: bool = False) -> bool:
 
 def start(world: World, name: str = "r", prompt: Sequence[int] = PROMPT) -> Req:
     req = world.request(name, prompt, False, None)
+    for _ in chunks(world, req):
+        pass
+    return req
+
+
+def chunks(world: World, req: Req) -> Iterator[None]:
+    """Compute the prompt; what a test asserts between two chunks it does here."""
     more = chunk(world, req, first=True)
     while more:
+        yield
         more = chunk(world, req)
-    return req
 
 
 def held(world: World, req: Req) -> list[int]:
@@ -108,9 +115,7 @@ def test_streamingllm_keeps_its_sinks_and_window() -> None:
 def test_admission_does_not_count_on_what_prompts_give_up() -> None:
     world = world_of(SINGLE, hard())
     req = start(world)
-    for i in range(8):
-        decode(world, req, 100 + i)
-        world.controller.after_decode([req])
+    steps(world, req, 8, first=100)
     finish(world, req)
     assert world.controller.stats.positions_evicted > 50
     assert world.controller.forecast.credit == 0
@@ -125,10 +130,8 @@ def test_what_is_published_ends_at_the_first_evicted_position(setup: Setup) -> N
     finish(world, req)
     assert world.tree.evictable_size() == used(world) == 4
     again = world.request("again", PROMPT, False, None)
-    more = chunk(world, again, first=True)
-    assert again.kv.cache_protected_len == 4
-    while more:
-        more = chunk(world, again)
+    for _ in chunks(world, again):
+        assert again.kv.cache_protected_len == 4
     # The tree's part stays, and counts.
     assert held(world, again)[:4] == [0, 1, 2, 3] and len(held(world, again)) <= BUDGET
     end(world, again)
@@ -165,18 +168,14 @@ def test_a_retracted_request_comes_back_within_its_budget(setup: Setup, kind: ty
     """EvictedPositions of the earlier row appear as soon as what they are in was computed."""
     world = world_of(setup, hard(kind))
     req = start(world)
-    for i in range(12):
-        decode(world, req, 100 + i)
-        world.controller.after_decode([req])
+    steps(world, req, 12, first=100)
     gone = set(range(100)) - set(held(world, req))
     release_kv_cache(req, world.tree, checkpoint=False)
     req.reset_for_retract()
     assert used(world) == 0 and world.controller.saved_positions == 0
-    more = chunk(world, req, first=True)
-    while more:
+    for _ in chunks(world, req):
         assert len(held(world, req)) <= BUDGET
         assert not gone & set(held(world, req)[:-CHUNK])
-        more = chunk(world, req)
     assert len(held(world, req)) <= BUDGET
     assert not world.controller.stats.eviction_refusals
     assert world.controller.saved_positions == len(world.row(req)) - len(held(world, req))
@@ -190,9 +189,7 @@ def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: boo
     policy = StreamingLLM(budget=8, slack=0, recent=1)
     world = world_of(setup, policy, no_tree=no_tree)
     req = start(world, prompt=PROMPT[:32])
-    for i in range(16):
-        decode(world, req, 32 + i)
-        world.controller.after_decode([req])
+    steps(world, req, 16, first=32)
     assert held(world, req)[:32] == list(range(32))
     assert len(held(world, req)) <= 32 + 2 * setup.page
     end(world, req)
@@ -210,10 +207,8 @@ def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: boo
 def test_an_opted_out_prompt_is_published_as_ever() -> None:
     world = world_of(SINGLE, hard())
     req = world.request("exact", PROMPT[:40], True, None)
-    more = chunk(world, req, first=True)
-    assert req.kv.cache_protected_len == CHUNK
-    while more:
-        more = chunk(world, req)
+    lengths = [req.kv.cache_protected_len for _ in chunks(world, req)]
+    assert lengths[0] == CHUNK
     assert req.kv.cache_protected_len == 40
     assert state(world, req) is None or not state(world, req).served
     end(world, req)

@@ -1,118 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each eviction rule against its formula written out, on random keys and by hand."""
+"""Each eviction rule against its formula written out, on random keys and weights and by hand."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from sglang_reasoncache.cache.slot_aliases import SlotAliases
-from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
-from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest, runs
+from sglang_reasoncache.eviction.policies import rkv
+from sglang_reasoncache.eviction.policies.contract import ATTENTION, RequestView, StatisticsNeeds
+from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest, pooled, runs
+from sglang_reasoncache.eviction.policies.h2o import H2O
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.l2norm import L2Norm
 from sglang_reasoncache.eviction.policies.random_eviction import RandomEviction
+from sglang_reasoncache.eviction.policies.rkv import RKV, redundancy
+from sglang_reasoncache.eviction.policies.snapkv import SnapKV
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
+from sglang_reasoncache.policy_options import OptionError
+from tests.eviction.views import (
+    GivenKeys,
+    cosine,
+    highest,
+    positions,
+    random_keys,
+    random_weights,
+    view,
+)
+
+# -- candidates and picking by score ------------------------------------------------
 
 
-class GivenKeys:
-    """Keys of held positions, ``[layers, held, heads, head_dim]``."""
-
-    def __init__(self, keys: torch.Tensor) -> None:
-        self._keys = keys
-        self.layers = range(len(keys))
-
-    def cached_at(self) -> torch.Tensor:
-        return torch.arange(self._keys.shape[1])
-
-    def stored(self, layer: int) -> torch.Tensor:
-        return self._keys[layer]
-
-    def unrotated(self, layer: int) -> torch.Tensor:
-        # Some other keys, so that it shows which were asked for.
-        return self._keys[layer].flip(0)
-
-    def token_scores(
-        self, score: Callable[[torch.Tensor], torch.Tensor], *, unrotated: bool = False
-    ) -> np.ndarray:
-        read = self.unrotated if unrotated else self.stored
-        return torch.stack([score(read(i)) for i in self.layers]).mean(dim=(0, 2)).double().numpy()
-
-
-def view(
-    written: int,
-    *,
-    owned: int = 0,
-    page: int = 1,
-    gone: Iterable[int] = (),
-    keys: torch.Tensor | None = None,
-    seed: int = 7,
-    shared: Iterable[tuple[int, int, int]] = (),
-) -> RequestView:
-    held = np.setdiff1d(np.arange(written), np.fromiter(gone, dtype=np.int64))
-    given = GivenKeys(torch.zeros(1, len(held), 1, 2) if keys is None else keys)
-    slot_aliases = SlotAliases()
-    for dst, src, length in shared:
-        slot_aliases.share(dst, src, length)
-    return RequestView(owned, written, owned, page, held, slot_aliases.of(held), seed, given)
+@pytest.mark.parametrize(
+    ("now", "recent", "expected"),
+    [
+        (view(10, owned=3, gone=[4, 5]), 1, [3, 6, 7, 8]),
+        (view(10, owned=3), 4, [3, 4, 5]),
+        (view(10, owned=3), 0, [3, 4, 5, 6, 7, 8]),
+        (view(10, owned=3), 50, []),
+        # In whole pages. The newest position of 12 is the last of its page, which stays.
+        (view(13, owned=4, page=4), 1, [*range(4, 12)]),
+        (view(12, owned=4, page=4), 1, [4, 5, 6, 7]),
+        (view(13, owned=4, page=4, gone=range(4, 8)), 1, [8, 9, 10, 11]),
+        # What has a slot with a position that stays is none: 9 is among the newest, so 5 would
+        # free nothing.
+        (view(12, owned=3, shared=[(8, 4, 2)]), 1, [*range(3, 11)]),
+        (view(12, owned=3, shared=[(8, 4, 2)]), 3, [3, 4, 6, 7, 8]),
+        # 8 and 9 are named like 1, which is not the request's, and 2.
+        (view(12, owned=3, shared=[(8, 1, 2)]), 1, [3, 4, 5, 6, 7, 10]),
+        # Once the other name is gone, the slot is one position's again.
+        (view(12, owned=3, gone=[9], shared=[(8, 4, 2)]), 3, [*range(3, 9)]),
+        (view(17, owned=4, page=4, shared=[(8, 4, 4)]), 1, [*range(4, 16)]),
+        (view(17, owned=4, page=4, shared=[(8, 4, 4)]), 6, []),
+    ],
+)
+def test_candidates(now: RequestView, recent: int, expected: list[int]) -> None:
+    """Owned, held, not the newest."""
+    assert now.candidates(recent).tolist() == expected
 
 
-def positions(evictions: Iterable[Eviction]) -> list[int]:
-    return [at for evict in evictions for at in range(evict.start, evict.end)]
-
-
-def random_keys(held: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    # Heads and layers of very different length, as models have them.
-    scale = torch.rand(3, 1, 2, 1, generator=generator) * 20 + 0.1
-    return (torch.randn(3, held, 2, 8, generator=generator) + 0.5) * scale
-
-
-# -- what all of them share ---------------------------------------------------
-
-
-def test_candidates_are_owned_held_and_not_the_newest() -> None:
-    assert view(10, owned=3, gone=[4, 5]).candidates().tolist() == [3, 6, 7, 8]
-    assert view(10, owned=3).candidates(recent=4).tolist() == [3, 4, 5]
-    assert view(10, owned=3).candidates(recent=0).tolist() == [3, 4, 5, 6, 7, 8]
-    assert view(10, owned=3).candidates(recent=50).tolist() == []
-
-
-def test_candidates_come_in_whole_pages() -> None:
-    assert view(13, owned=4, page=4).candidates().tolist() == list(range(4, 12))
-    # The newest position is the last of its page, which stays.
-    assert view(12, owned=4, page=4).candidates().tolist() == [4, 5, 6, 7]
-    assert view(13, owned=4, page=4, gone=range(4, 8)).candidates().tolist() == [8, 9, 10, 11]
-
-
-def test_what_has_a_slot_with_a_position_that_stays_is_no_candidate() -> None:
-    now = view(12, owned=3, shared=[(8, 4, 2)])
-    assert len(np.unique(now.slot_aliases)) == 10
-    assert now.candidates().tolist() == [3, 4, 5, 6, 7, 8, 9, 10]
-    # 9 is among the newest, so 5 would free nothing.
-    assert now.candidates(recent=3).tolist() == [3, 4, 6, 7, 8]
-    # 8 and 9 are named like 1, which is not the request's, and 2.
-    assert view(12, owned=3, shared=[(8, 1, 2)]).candidates().tolist() == [3, 4, 5, 6, 7, 10]
-    # Once the other name is gone, the slot is one position's again.
-    assert view(12, owned=3, gone=[9], shared=[(8, 4, 2)]).candidates(recent=3).tolist() == [
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-    ]
-    pages = view(17, owned=4, page=4, shared=[(8, 4, 4)])
-    assert len(np.unique(pages.slot_aliases)) == 13
-    assert pages.candidates().tolist() == list(range(4, 16))
-    assert pages.candidates(recent=6).tolist() == []
+def test_a_shared_slot_counts_once() -> None:
+    for now, slots in (
+        (view(12, shared=[(8, 4, 2)]), 10),
+        (view(17, page=4, shared=[(8, 4, 4)]), 13),
+        (view(10, shared=[(4, 0, 3)]), 7),
+    ):
+        assert len(np.unique(now.slot_aliases)) == slots
 
 
 def test_positions_that_share_a_slot_go_together() -> None:
@@ -268,7 +229,7 @@ def test_random_eviction_is_uniform_over_slots() -> None:
     assert ((counts - tries / 2) ** 2 / (tries / 4)).sum() < 30 + 5 * math.sqrt(2 * 30)
 
 
-# -- scores of keys ------------------------------------------------------------
+# -- scores by formula ----------------------------------------------------------------
 
 
 def norm_by_hand(keys: torch.Tensor) -> list[float]:
@@ -283,10 +244,6 @@ def norm_by_hand(keys: torch.Tensor) -> list[float]:
             for i in range(held):
                 scores[i] += norms[i] / mean / (layers * heads)
     return scores
-
-
-def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(a @ b / (a.norm() * b.norm()))
 
 
 def keydiff_by_hand(keys: torch.Tensor, anchor: str) -> list[float]:
@@ -307,24 +264,91 @@ def keydiff_by_hand(keys: torch.Tensor, anchor: str) -> list[float]:
     return scores
 
 
-def highest(scores: list[float], among: Iterable[int], count: int) -> list[int]:
-    return sorted(sorted(among, key=lambda at: -scores[at])[:count])
+def redundancy_by_hand(
+    keys: torch.Tensor, threshold: float, reach: int = 10**9
+) -> list[list[float]]:
+    """Pair by pair, ``[heads][held]``."""
+    held, heads, _ = keys.shape
+    found = []
+    for head in range(heads):
+        own = keys[:, head].double()
+        sums = [0.0] * held
+        for i in range(held):
+            similar = [j for j in range(held) if j != i and cosine(own[i], own[j]) > threshold]
+            spared = max((j for j in similar if j >= held - reach), default=None)
+            for j in range(held):
+                if j != i and j != spared:
+                    sums[j] += cosine(own[i], own[j])
+        powers = [math.exp(total / held) for total in sums]
+        found.append([power / sum(powers) for power in powers])
+    return found
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_l2norm_keeps_low_norms(seed: int) -> None:
-    keys = random_keys(24, seed)
-    found = positions(L2Norm(budget=8, recent=1).evict(view(24, owned=5, keys=keys), 9))
-    assert found == highest(norm_by_hand(keys), range(5, 23), 9)
+def rkv_by_hand(keys: torch.Tensor, weights: np.ndarray, mix: float) -> list[float]:
+    """Of 5 queries, pooled over 3 positions; minus the paper's score."""
+    by_head, held = [redundancy_by_hand(layer, 0.5) for layer in keys], keys.shape[1]
+    found = []
+    for i in range(held):
+        near = [sum(w[j] for w in weights[-5:]) / 5 for j in range(held) if abs(i - j) <= 1]
+        redundant = sum(head[i] for layer in by_head for head in layer) / 6
+        found.append((1 - mix) * redundant - mix * max(near))
+    return found
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("anchor", ["mean_raw", "mean_norm", "pairwise"])
-def test_keydiff_gives_up_what_is_like_the_rest(anchor: str, seed: int) -> None:
-    keys = random_keys(20, seed)
-    policy = KeyDiff(budget=10, anchor=anchor, recent=4)
-    found = positions(policy.evict(view(20, owned=2, keys=keys), 8))
-    assert found == highest(keydiff_by_hand(keys, anchor), range(2, 16), 8)
+def snapkv_by_hand(weights: np.ndarray, pooling: str) -> list[float]:
+    """Of the last 6 queries, pooled over 5 of the 34 positions of the prompt before them."""
+    mean, found = weights[-6:].mean(axis=0), []
+    for i in range(34):
+        near = [mean[j] if 0 <= j < 34 else 0.0 for j in range(i - 2, i + 3)]
+        found.append(-(sum(near) / 5 if pooling == "avg" else max(near)))
+    return found
+
+
+def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[float]:
+    """The policy's formula; the highest go."""
+    if isinstance(policy, L2Norm):
+        return norm_by_hand(keys)
+    if isinstance(policy, KeyDiff):
+        read = keys.flip(1) if policy.keys == "unrotated" else keys
+        return keydiff_by_hand(read, policy.anchor)
+    if isinstance(policy, H2O):
+        return -weights.sum(axis=0)
+    if isinstance(policy, RKV):
+        return rkv_by_hand(keys, weights, policy.mix)
+    return snapkv_by_hand(weights, policy.pooling)
+
+
+#: Policy, positions, first one and end of those that may go, and how many slots shall.
+RULES: list[tuple[Any, int, int, int, int]] = [
+    (L2Norm(budget=8, recent=1), 24, 5, 23, 9),
+    *(
+        (KeyDiff(budget=10, anchor=anchor, recent=4), 20, 2, 16, 8)
+        for anchor in ("mean_raw", "mean_norm", "pairwise")
+    ),
+    (KeyDiff(budget=10, keys="unrotated", recent=1), 20, 0, 19, 8),
+    # Heavy hitters and the newest half stay.
+    (H2O(budget=20, recent=1), 40, 3, 30, 20),
+    *(
+        (RKV(budget=10, mix=mix, recent=8, alpha=5, kernel=3), 30, 4, 22, 9)
+        for mix in (0.0, 0.1, 0.9, 1.0)
+    ),
+    # 40 of the prompt and 10 of the response, which stay; of the prompt 20 are too many.
+    *(
+        (SnapKV(budget=20, window=6, kernel=5, pooling=pooling, recent=1), 50, 2, 34, 20)
+        for pooling in ("avg", "max")
+    ),
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: str(rule[0]))
+def test_what_goes_is_the_papers(rule: tuple[Any, int, int, int, int], seed: int) -> None:
+    policy, held, first, last, count = rule
+    keys, weights = random_keys(held, seed), random_weights(held, seed)
+    whole = isinstance(policy, SnapKV)
+    now = view(held, weights, prompt=40 if whole else None, owned=first, keys=keys)
+    found = positions(policy.evict(now, 30 if whole else count))
+    assert found == highest(by_hand(policy, keys, weights), range(first, last), count)
 
 
 def test_keydiff_pairwise_ranks_a_head_as_the_normalised_anchor() -> None:
@@ -355,53 +379,205 @@ def test_keydiff_by_hand() -> None:
     ]
 
 
-def test_keydiff_without_rotation_reads_other_keys() -> None:
-    keys = random_keys(20, 1)
-    policy = KeyDiff(budget=10, keys="unrotated", recent=1)
-    found = positions(policy.evict(view(20, keys=keys), 8))
-    assert found == highest(keydiff_by_hand(keys.flip(1), "mean_raw"), range(19), 8)
-
-
 @pytest.mark.parametrize(
-    "policy",
-    [L2Norm(budget=8, recent=1), KeyDiff(budget=8, recent=1), RandomEviction(budget=8, recent=1)],
+    ("seed", "threshold", "reach"),
+    [
+        *((seed, threshold, 23) for seed in range(3) for threshold in (0.0, 0.5, 0.95)),
+        *((3, 0.5, reach) for reach in (1, 6, 22)),
+    ],
 )
-def test_scores_of_a_page_are_averaged(policy: Evictor) -> None:
-    """Whole pages go, by their mean; what was evicted before has no key and no say."""
-    gone = range(8, 12)
-    keys = random_keys(26, 2)
-    now = view(30, owned=4, page=4, gone=gone, keys=keys)
-    found = positions(policy.evict(now, 7))  # type: ignore[attr-defined]
-    assert len(found) == 8 and set(found) <= {*range(4, 8), *range(12, 28)}
-    if not isinstance(policy, RandomEviction):
-        by_hand = (
-            norm_by_hand if isinstance(policy, L2Norm) else lambda k: keydiff_by_hand(k, "mean_raw")
-        )
-        scores = dict(zip(now.held.tolist(), by_hand(keys), strict=True))
+@pytest.mark.parametrize("elements", [1, 50, 1 << 22])
+def test_redundancy_is_the_papers(
+    monkeypatch: pytest.MonkeyPatch, seed: int, threshold: float, reach: int, elements: int
+) -> None:
+    """One that is alike is sought among the newest ``reach`` of 23."""
+    monkeypatch.setattr(rkv, "_ELEMENTS", elements)
+    keys = random_keys(23, seed)[1]
+    expected = torch.tensor(redundancy_by_hand(keys, threshold, reach)).T
+    if reach < 22:
+        whole = torch.tensor(redundancy_by_hand(keys, threshold)).T
+        assert not torch.allclose(expected, whole, rtol=1e-3)
+    torch.testing.assert_close(
+        redundancy(keys, threshold, reach).double(), expected.double(), rtol=1e-4, atol=1e-7
+    )
+
+
+def test_redundancy_takes_time_by_what_is_held_and_not_by_its_square() -> None:
+    def products(held: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            redundancy(torch.ones(held, 2, 8), 0.5, RKV(budget=1).reach)
+        return counter.get_total_flops()
+
+    assert products(1024) > 0
+    assert products(4096) == 4 * products(1024)
+
+
+def test_of_equal_keys_the_newest_is_spared() -> None:
+    """Three equal keys and one across: each of the three spares the newest other one."""
+    keys = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 2.0], [1.0, 0.0]])[:, None]
+    # 0 and 1 spare 3, and 3 spares 1: 0 is left with a cosine of 1 to two others, 1 to one.
+    power = [math.exp(2 / 4), math.exp(1 / 4), 1.0, 1.0]
+    expected = [p / sum(power) for p in power]
+    assert redundancy(keys, 0.5, 4)[:, 0].tolist() == pytest.approx(expected)
+
+
+def test_rkv_pools_over_what_is_held() -> None:
+    """Neighbours are those in the cache, whatever was between them."""
+    weights = np.zeros((8, 12))
+    weights[:, 6] = 1.0
+    held = [0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13, 14]
+    gone = [at for at in range(15) if at not in held]
+    keys = torch.ones(1, 12, 1, 4)
+    policy = RKV(budget=1, mix=1.0, recent=1, kernel=3)
+    found = positions(policy.evict(view(15, weights, gone=gone, keys=keys), 8))
+    assert found == [0, 1, 2, 3, 4, 11, 12, 13]
+
+
+def test_h2o_by_hand() -> None:
+    """Four positions stay: the two newest and the two of most weight in all."""
+    weights = np.array([[0.5, 0.3, 0.1, 0.1, 0, 0, 0], [0.1, 0.1, 0.1, 0.4, 0.1, 0.1, 0.1]])
+    policy = H2O(budget=4, slack=1, recent=1)
+    # Sums: 0.6, 0.4, 0.2, 0.5, 0.1.
+    assert positions(policy.evict(view(7, weights), 3)) == [1, 2, 4]
+    # More recent ones may be asked for than the half.
+    assert positions(H2O(budget=4, recent=5).evict(view(7, weights), 3)) == [0, 1]
+
+
+def test_h2o_keeps_the_newest_half_of_the_slots() -> None:
+    """Of 10 positions in 7 slots 4 slots stay: so the two newest positions, not three."""
+    weights = np.full((1, 10), 1.0) - np.arange(10) / 100
+    now = view(10, weights, shared=[(4, 0, 3)])
+    assert len(np.unique(now.slot_aliases)) == 7
+    # By weight, the most wanted of each slot: 9 and 8 are the newest, then 7, 3.
+    assert positions(H2O(budget=4, recent=1).evict(now, 3)) == [2, 3, 6, 7]
+
+
+def test_snapkv_is_done_when_the_prompt_is() -> None:
+    weights = random_weights(30, 1)
+    policy = SnapKV(budget=20, window=4, recent=1)
+    # As much of the prompt is held as may be, however long the response is.
+    now = view(60, weights, prompt=40, gone=range(5, 35))
+    assert policy.excess(60, 30) == 10 and policy.slack == 1
+    assert not list(policy.evict(now, 10))
+    # And a prompt that belongs to the prefix tree stays.
+    assert not list(policy.evict(view(30, weights, prompt=25, owned=25), 10))
+
+
+def test_snapkv_takes_a_share_of_the_prompt() -> None:
+    weights = random_weights(50, 2)
+    policy = SnapKV(share=0.5, window=4, recent=1)
+    assert policy.excess(50, 50) == 25
+    assert len(positions(policy.evict(view(50, weights, prompt=40), 25))) == 20
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
+    """What has been computed of a prompt is all there is."""
+    weights = random_weights(50, seed)
+    policy = SnapKV(budget=20, window=6, recent=1)
+    assert policy.prompt
+    chunk, whole = (view(50, weights, prompt=prompt) for prompt in (400, 50))
+    found = positions(policy.evict(chunk, 30))
+    assert found == positions(policy.evict(whole, 30))
+    assert len(found) == 30 and max(found) < 44
+
+
+def test_pooling_by_hand() -> None:
+    scores = np.array([1.0, 5.0, 0.0, 2.0])
+    assert pooled(scores, 3, "max").tolist() == [5, 5, 5, 2]
+    assert pooled(scores, 3, "avg").tolist() == pytest.approx([2, 2, 7 / 3, 2 / 3])
+    assert pooled(scores, 1, "avg").tolist() == scores.tolist()
+    assert pooled(scores, 2, "max").tolist() == [1, 5, 5, 2]
+    assert pooled(scores, 9, "max").tolist() == [5, 5, 5, 5]
+    assert pooled(scores[:0], 3, "max").tolist() == []
+
+
+# -- what all policies share -------------------------------------------------------
+
+
+OF_KEYS = [L2Norm(budget=8, recent=1), KeyDiff(budget=8, recent=1)]
+OF_WEIGHTS = [
+    RKV(budget=8, recent=1, alpha=4),
+    H2O(budget=8, recent=1),
+    SnapKV(budget=8, window=2, recent=1),
+]
+ALL: list[Any] = [*OF_KEYS, RandomEviction(budget=8, recent=1), *OF_WEIGHTS]
+
+
+def by_name(policies: list[Any]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("policy", policies, ids=lambda policy: type(policy).__name__)
+
+
+@by_name(ALL)
+def test_whole_pages_go_by_their_mean(policy: Any) -> None:
+    """What was evicted before has no key and no say."""
+    weights, keys = random_weights(26, 3), random_keys(26, 2)
+    prompt = 4 if policy not in OF_WEIGHTS else 30
+    now = view(30, weights, prompt=prompt, owned=4, page=4, gone=range(8, 12), keys=keys)
+    found = positions(policy.evict(now, 7))
+    assert len(found) % 4 == 0 and len(found) >= 8
+    assert set(found) <= {*range(4, 8), *range(12, 28)}
+    if policy not in OF_WEIGHTS:
+        assert len(found) == 8
+    if policy in OF_KEYS:
+        scores = dict(zip(now.held.tolist(), by_hand(policy, keys, weights), strict=True))
         means = {at: sum(scores[at + i] for i in range(4)) for at in (4, 12, 16, 20, 24)}
         best = sorted(means, key=lambda at: -means[at])[:2]
         assert found == sorted(at + i for at in best for i in range(4))
 
 
-@pytest.mark.parametrize("policy", [L2Norm(budget=4, recent=1), KeyDiff(budget=4, recent=1)])
-def test_keys_are_not_read_where_nothing_may_go(policy: Evictor) -> None:
+@by_name(OF_WEIGHTS)
+def test_they_announce_what_they_read(policy: Any) -> None:
+    assert ATTENTION in policy.needs
+    needs = policy.statistics_needs
+    assert isinstance(needs, StatisticsNeeds)
+    assert needs.prompt >= needs.latest
+    with pytest.raises(LookupError, match="'attention'"):
+        policy.evict(view(30, prompt=30, keys=random_keys(30, 0)), 5)
+
+
+@by_name(OF_KEYS + OF_WEIGHTS)
+def test_where_nothing_may_go_nothing_is_read(policy: Any) -> None:
     """A prompt above the budget is asked about again and again."""
 
     class NoKeys(GivenKeys):
         def stored(self, layer: int) -> torch.Tensor:
             raise AssertionError("all keys are read for nothing")
 
-    now = dataclasses.replace(view(10, owned=9), keys=NoKeys(torch.zeros(1, 10, 1, 2)))
-    assert policy.excess(80, 80) > 0
-    assert list(policy.evict(now, 6)) == []  # type: ignore[attr-defined]
+    now = dataclasses.replace(view(30, owned=29), keys=NoKeys(torch.zeros(1, 30, 1, 2)))
+    assert policy.excess(200, 200) > 0
+    assert list(policy.evict(now, 22)) == []
 
 
-@pytest.mark.parametrize("policy", [L2Norm(budget=4, recent=1), KeyDiff(budget=4, recent=1)])
-def test_keys_of_no_length_and_no_number(policy: Evictor) -> None:
-    """All zeros tie, and older ones go first; a NaN is never better than a number."""
-    zeros = torch.zeros(1, 10, 1, 4)
-    assert positions(policy.evict(view(10, keys=zeros), 3)) == [0, 1, 2]  # type: ignore[attr-defined]
-    broken = random_keys(10, 0)
-    broken[0, 3, 0, 0] = math.nan
-    found = positions(policy.evict(view(10, keys=broken), 4))  # type: ignore[attr-defined]
-    assert len(found) == 4
+@by_name(OF_KEYS + OF_WEIGHTS)
+def test_keys_and_weights_that_are_no_numbers(policy: Any) -> None:
+    """A NaN costs quality at most; of keys of no length older ones go first."""
+    weights, keys = random_weights(30, 3), random_keys(30, 3)
+    if policy in OF_KEYS:
+        zeros = torch.zeros(1, 10, 1, 4)
+        assert positions(policy.evict(view(10, keys=zeros), 3)) == [0, 1, 2]
+        keys[0, 3, 0, 0] = math.nan
+    else:
+        weights[-1, 4] = math.nan
+    found = positions(policy.evict(view(30, weights, prompt=30, keys=keys), 6))
+    assert 6 <= len(set(found)) == len(found) <= (6 if policy in OF_KEYS else 22)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "key"),
+    [
+        (RKV, {"mix": 1.5}, "mix"),
+        (RKV, {"alpha": 65}, "alpha"),
+        (RKV, {"kernel": 0}, "kernel"),
+        (RKV, {"threshold": 2}, "threshold"),
+        (RKV, {"reach": 0}, "reach"),
+        (H2O, {"recent_share": -0.1}, "recent_share"),
+        (H2O, {"prompt_queries": 5000}, "prompt_queries"),
+        (SnapKV, {"window": 0}, "window"),
+        (SnapKV, {"pooling": "sum"}, "pooling"),
+    ],
+)
+def test_options_out_of_bounds(kind: type[Evictor], options: dict[str, float], key: str) -> None:
+    with pytest.raises(OptionError) as error:
+        kind(budget=10, **options)  # type: ignore[arg-type]
+    assert error.value.key == key

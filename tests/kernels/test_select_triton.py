@@ -22,6 +22,7 @@ from tests.triton_runs import (
 pytest.importorskip("triton")
 
 from sglang_reasoncache.kernels import bounds_triton, decode_triton, plan_triton, select_triton
+from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
@@ -208,7 +209,7 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step() -> RowPlan:
         plan_into(buffers, rows, requests, lengths, num_slots=len(keys))
-        selection.begin_graph(buffers, requests, lengths)
+        selection.begin_graph(BatchRows(buffers, requests, lengths, width))
         selection.update(0, slots)
         some = selection.plan(0, query, 0.25)
         assert some is not None
@@ -248,7 +249,7 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
             host.update(0, own[0, :length])
             whole = plan_rows(own, request, own_length, num_slots=len(keys))
-            host.begin(whole, request, own_length, length, False)
+            host.begin(BatchRows(whole, request, own_length, length), False)
             some = host.plan(0, query[i : i + 1].cpu(), 0.25)
             expected += (whole if some is None else some[0]).kv_indices.tolist()
             ends.append(len(expected))

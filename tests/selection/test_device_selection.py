@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, GraphVariants
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.kernels import decode_triton, plan_triton, select_triton, weights_triton
+from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
@@ -65,7 +66,7 @@ def chosen_on_host(
     """bool, which entries of one row the CPU reads."""
     host._rows = rows
     plan = RowPlan(*plan_rows(rows, request, length, None, 1 << 20))
-    host.begin(plan, request, length, int(length), False)
+    host.begin(BatchRows(plan, request, length, int(length)), False)
     assert host.plan(layer, query, SCALE) is not None
     return host._among
 
@@ -134,10 +135,11 @@ class World:
             lengths = torch.cat((self.lengths, torch.ones(1, dtype=torch.int64)))
             cached_at = self.cached_at if self.shared_slots else None
             plan_into(self.buffers, self.rows, requests, lengths, cached_at, num_slots=SLOTS)
-            self.device.begin_graph(self.buffers, requests, lengths)
+            self.device.begin_graph(BatchRows(self.buffers, requests, lengths, WIDTH))
         else:
             longest = int(self.lengths.max())
-            self.device.begin(self.buffers, self.requests, self.lengths, longest, True)
+            read = BatchRows(self.buffers, self.requests, self.lengths, longest)
+            self.device.begin(read, True)
 
     def away(self) -> torch.Tensor:
         """bool ``[rows, width]``: positions whose page is used with a position shift."""
@@ -223,8 +225,7 @@ def test_weights_go_to_the_entries_they_are_of() -> None:
     world = World(2, shifted=True)
     world.begin(graph=True)
     found = world.found(3)
-    assert world.device._graph_buffers is not None
-    room = world.device._graph_buffers
+    room = world.device._graph_buffers[0]
     assert room.weights is not None and world.buffers.positions is not None
     count = int(room.plan.kv_indptr[4])
     room.weights[:count] = torch.arange(1.0, count + 1)

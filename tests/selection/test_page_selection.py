@@ -12,6 +12,7 @@ import torch
 
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
+from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
@@ -121,7 +122,7 @@ class World:
         )
 
     def begin(self) -> None:
-        self.selection.begin(self.plan, self.requests, self.lengths, 39, False)
+        self.selection.begin(BatchRows(self.plan, self.requests, self.lengths, 39), False)
 
     def expected(self, row: int, length: int, query: torch.Tensor) -> list[int]:
         """Positions that are read, by bounds of the keys as they lie and a query rotated back."""

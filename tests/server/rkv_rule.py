@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from eval.serving import ServerProcess
-from sglang_reasoncache.eviction.policies.pooling import pooled
+from sglang_reasoncache.eviction.policies.evictor import pooled
 from sglang_reasoncache.eviction.policies.rkv import redundancy
 from tests.server.masking import respond
 from tests.server.problems import problems

@@ -17,9 +17,9 @@ import pytest
 
 from sglang_reasoncache import registry
 from sglang_reasoncache.eviction.apply import EvictionRefusal
-from sglang_reasoncache.selection.checked_selector import SelectionRefusal
+from sglang_reasoncache.selection.page_selection import SelectionRefusal
 from sglang_reasoncache.sharing.decision import Refusal
-from tests.eviction.test_evictors import positions, view
+from tests.eviction.views import positions, view
 
 DOCUMENTS = Path(__file__).resolve().parents[2] / "docs"
 EVICTION, SELECTION, ARCHITECTURE = (

@@ -19,8 +19,7 @@ ATTENTION = "attention"
 
 
 class StatisticsNeeds(NamedTuple):
-    """Which weights a policy that needs :data:`ATTENTION` reads; announced in
-    ``statistics_needs``.
+    """Which weights a policy that needs :data:`ATTENTION` reads.
 
     Attributes:
         latest: Newest queries whose weights are kept apart, for ``Attention.latest``.
@@ -59,8 +58,8 @@ class Keys(Protocol):
     def layers(self) -> range: ...
 
     def cached_at(self) -> torch.Tensor:
-        """int64 ``[held]``: the position each key was rotated for; another one than where it
-        is used if the slot is shared. Meaningful where keys can be un-rotated."""
+        """int64 ``[held]``: the position each key was rotated for, which is not where it is used
+        if the slot is shared. Meaningful where keys can be un-rotated."""
 
     def stored(self, layer: int) -> torch.Tensor:
         """fp32 ``[held, heads, head_dim]``, as cached: rotated for their cached positions."""
@@ -96,11 +95,10 @@ class Attention(Protocol):
 class NoAttention:
     """Of a policy that does not need it."""
 
-    def latest(self, queries: int) -> np.ndarray:
+    def latest(self, queries: int = 0) -> np.ndarray:
         raise LookupError(f"the policy's needs do not name {ATTENTION!r}")
 
-    def total(self) -> np.ndarray:
-        raise LookupError(f"the policy's needs do not name {ATTENTION!r}")
+    total = latest
 
 
 @dataclass(frozen=True)

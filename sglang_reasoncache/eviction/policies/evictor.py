@@ -94,6 +94,21 @@ class ScoringEvictor(Evictor):
         return evict_highest(view, candidates, self.scores(view), excess)
 
 
+def pooled(scores: np.ndarray, kernel: int, kind: str) -> np.ndarray:
+    """``max`` or ``avg`` of the ``kernel`` scores around each, so that what is kept hangs
+    together; beyond the ends lie zeros.
+
+    Args:
+        scores: float ``[held]``, none below 0, neighbours in the cache side by side.
+        kernel: Odd; an even one reaches one further back than forth.
+    """
+    if not len(scores):
+        return scores
+    sides = (kernel // 2, kernel - 1 - kernel // 2)
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(scores, sides), kernel)
+    return windows.max(axis=1) if kind == "max" else windows.mean(axis=1)
+
+
 def runs(positions: np.ndarray) -> list[Eviction]:
     """Ascending positions as runs."""
     if not len(positions):

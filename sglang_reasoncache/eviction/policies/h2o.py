@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_reasoncache.eviction.policies.contract import (
-    ATTENTION,
-    RequestView,
-    StatisticsNeeds,
-)
+from sglang_reasoncache.eviction.policies.contract import ATTENTION, RequestView, StatisticsNeeds
 from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.policy_options import between
 

@@ -6,11 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_reasoncache.eviction.policies.contract import (
-    KEYS,
-    UNROTATED_KEYS,
-    RequestView,
-)
+from sglang_reasoncache.eviction.policies.contract import KEYS, UNROTATED_KEYS, RequestView
 from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
 from sglang_reasoncache.policy_options import one_of
 

@@ -12,8 +12,7 @@ from sglang_reasoncache.eviction.policies.contract import (
     RequestView,
     StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
-from sglang_reasoncache.eviction.policies.pooling import pooled
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor, pooled
 from sglang_reasoncache.policy_options import between
 
 if TYPE_CHECKING:
