@@ -40,7 +40,7 @@ def make_config(plan: Plan, methods: Sequence[Method], opens_thinking: bool) -> 
         "method_details": {
             method.name: {
                 "title": method.title,
-                "flags": list(method.flags),
+                "flags": method.flags,
                 "match": method.match,
                 "url": options.urls.get(spec),
             }

@@ -172,7 +172,7 @@ class Session:
 
     def _pilot(self, step: Step, method: Method) -> float:
         """Final saving ratio of a method on problems other than the measured ones."""
-        title = f"{step.task}, {' '.join(method.flags[-2:])}: pilot"
+        title = f"{step.task}, {method.name} at {method.values.get('random_ratio')}: pilot"
         server = self._start(dataclasses.replace(step, method=method), method, title)
         server.clear()
         spare = self._plan.others(step.task, step.seed, PILOT_PROBLEMS, generic=False)

@@ -17,7 +17,7 @@ from eval.runs.servers import Servers
 from eval.runs.session import Session, grade, summary, texts_of
 from eval.tasks.harness import opens_thinking
 from eval.tasks.sandbox import SandboxError
-from eval.tiny_reasoner import EMBEDDED_FLAGS
+from eval.tiny_reasoner import EMBEDDED_SETTINGS
 
 
 def carry_out(command: Command) -> bool:
@@ -106,7 +106,7 @@ def resolve_device(device: str) -> str:
 
 
 def _methods(options: RunOptions) -> list[Method]:
-    methods = find_methods(options.methods, EMBEDDED_FLAGS if options.embedded else ())
+    methods = find_methods(options.methods, EMBEDDED_SETTINGS if options.embedded else None)
     given = {m.name for m, s in zip(methods, options.methods, strict=True) if s in options.urls}
     for method in methods:
         if method.match in given and method.name not in given:

@@ -33,7 +33,7 @@ from eval.methods import find_method
 from eval.replay.pieces import write_pieces
 from eval.runs.folder import Cell
 from eval.runs.records import Leg, Moment, Response, Result
-from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
+from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 from eval.tiny_reasoner.task import generate
 from eval.tokenizers import load_tokenizer
 
@@ -48,7 +48,7 @@ def test_every_setting_is_a_method_that_the_server_takes() -> None:
     methods = [point.method for point in found]
     assert len(set(methods)) == len(methods)
     for point in found:
-        assert find_method(point.method, EMBEDDED_FLAGS).shares
+        assert find_method(point.method, EMBEDDED_SETTINGS).shares
     assert {point.policy for point in found} == set(installed())
     assert {"reasoncache", "streamingllm", "keydiff", "random", "random_eviction"} <= set(
         installed()
@@ -157,7 +157,7 @@ def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) ->
         *(("random_eviction", pytest.approx(0.36)), ("random_eviction", 0.75)),
     ]
     for point in options.prompts:
-        assert find_method(point.method, EMBEDDED_FLAGS).shares
+        assert find_method(point.method, EMBEDDED_SETTINGS).shares
     assert options.prompts[0].method == (
         "reasoncache:policy=keydiff:budget=384:prompt=true:slack=0:recent=1"
     )
