@@ -25,13 +25,7 @@ _MAY_DIFFER = ("machine", "versions", "date", "command_line", "resumed", "random
 
 
 def make_config(plan: Plan, methods: Sequence[Method], opens_thinking: bool) -> dict[str, Any]:
-    """The configuration of a new run; plain JSON values.
-
-    Args:
-        plan: its ``options.device`` resolved.
-        methods: of ``options.methods``, in their order.
-        opens_thinking: whether the chat template begins responses with ``<think>``.
-    """
+    """The configuration of a new run, in plain JSON values; ``methods`` as ``options.methods``."""
     options = plan.options
     return {
         **options.to_dict(),
