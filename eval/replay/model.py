@@ -51,11 +51,6 @@ def replay_config() -> Any:
     )
 
 
-def kv_bytes_per_token(config: Any) -> int:
-    """Bytes of K and V of one token, all layers, in bf16."""
-    return int(4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
-
-
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE of :data:`VOCABULARY_SIZE` pieces at most; any text is reproduced exactly."""
     inner = Tokenizer(models.BPE())

@@ -306,7 +306,7 @@ def filled(runs: Runs, point: Point, totals: dict[str, float] | None = None, **p
 def test_a_row_says_what_was_counted_and_not_what_was_set(tmp_path: Path) -> None:
     point = Point("keydiff", 0.2, str(method_of("keydiff", 0.2)))
     runs = filled(Runs(tmp_path, PROBLEMS), point)
-    row = row_of(point, runs, None)
+    row = row_of(point, runs, {})
     assert {"policy", "saved", "accuracy", "accuracy_error", "throughput_ratio", "step_ms"} <= set(
         row
     )
@@ -331,7 +331,7 @@ def test_selection_saves_reads_and_no_memory(tmp_path: Path) -> None:
     assert (
         "--page-size 16" in runs.command(method)[runs.command(method).index("--server-flags") + 1]
     )
-    row = row_of(point, runs, None)
+    row = row_of(point, runs, {})
     assert (row["saved"], row["reads_saved"]) == (0.0, 0.38)
 
 
@@ -349,13 +349,13 @@ def test_throughput_is_the_median_of_rounds_and_steps_are_compared_at_equal_batc
     mine = [replayed(tmp_path, "x", seed, rate=rate) for seed, rate in enumerate((120.0, 160.0))]
     found = timing(mine, dense)
     assert found is not None
-    assert found.throughput_ratios == pytest.approx([1.2, 1.6])
-    assert found.throughput_ratio == pytest.approx(1.4)
+    assert found["throughput_ratios"] == pytest.approx([1.2, 1.6])
+    assert found["throughput_ratio"] == pytest.approx(1.4)
     # 4 requests at 100 tokens/s are 40 ms a step; 120 and 160 are 33.3 and 25.
-    assert found.dense_step_ms == pytest.approx(40)
-    assert found.step_ms == pytest.approx((1000 * 4 / 120 + 25) / 2)
-    assert found.scheduler_ms == pytest.approx(0.5)
-    assert (found.saved, found.reproduced, found.leaked_slots) == (0.2, 1.0, 0)
+    assert found["dense_step_ms"] == pytest.approx(40)
+    assert found["step_ms"] == pytest.approx((1000 * 4 / 120 + 25) / 2)
+    assert found["scheduler_ms"] == pytest.approx(0.5)
+    assert (found["saved"], found["reproduced"], found["leaked_slots"]) == (0.2, 1.0, 0)
 
 
 def test_batches_that_only_one_server_had_do_not_count() -> None:
@@ -446,7 +446,7 @@ def test_the_table_goes_by_saving_and_then_by_policy(tmp_path: Path) -> None:
         runs = filled(Runs(tmp_path / "home" / point.policy, PROBLEMS), point)
         assert rows([point], runs, {})
     found = [
-        row_of(point, Runs(tmp_path / "home" / point.policy, PROBLEMS), None) for point in chosen
+        row_of(point, Runs(tmp_path / "home" / point.policy, PROBLEMS), {}) for point in chosen
     ]
     dense = {"accuracy": None, "accuracy_error": None, "problems": 0}
     lines = table(found, dense).rows

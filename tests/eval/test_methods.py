@@ -80,7 +80,10 @@ def test_refusals_name_the_fault(spec: str, told: str) -> None:
 def test_random_matches_reasoncache_by_default() -> None:
     methods = find_methods(["random", "dense", "reasoncache"])
     assert methods[0].match == "reasoncache"
-    assert with_ratio(methods[0], 0.43211).flags[-2:] == ["--reasoncache-set", "random_ratio=0.4321"]
+    assert with_ratio(methods[0], 0.43211).flags[-2:] == [
+        "--reasoncache-set",
+        "random_ratio=0.4321",
+    ]
     assert find_methods(["memshare", "random:match=memshare"])[1].match == "memshare"
 
 

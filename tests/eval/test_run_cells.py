@@ -19,7 +19,7 @@ from eval.runs.options import RunOptions
 from eval.runs.plan import Plan
 from eval.runs.progress import Display
 from eval.runs.records import Leg, Response
-from eval.runs.servers import Servers
+from eval.runs.servers import Server, Servers
 from eval.runs.session import Session
 from tests.eval.peer import Peer, PeerServer
 
@@ -38,7 +38,7 @@ def peer() -> Iterator[Peer]:
 
 def run_cell(cell: Cell, server: PeerServer) -> Leg:
     requests = [Request(f"p{i}", "q", {"max_tokens": 9}) for i in range(3)]
-    return measure(cell, requests, server, RunOptions(tasks=("t",)), lambda: None)
+    return measure(cell, requests, cast(Server, server), RunOptions(tasks=("t",)), lambda: None)
 
 
 class PeerServers:

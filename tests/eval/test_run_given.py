@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval.runs.servers import GivenServer, since
+from eval.runs.servers import Server, since
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eval.peer import Peer
 
@@ -50,7 +50,7 @@ def test_a_given_server_counts_from_the_cells_begin() -> None:
 
     peer.pages |= {"/reasoncache": report, "/server_info": lambda: {"max_total_num_tokens": 321}}
     with peer.serving():
-        server = GivenServer(peer.url)
+        server = Server(url=peer.url)
         assert server.kv_slots() == 321
         server.clear()
         found = server.report()
@@ -59,6 +59,6 @@ def test_a_given_server_counts_from_the_cells_begin() -> None:
 
 def test_a_server_that_is_not_sglang() -> None:
     with Peer().serving() as peer:
-        server = GivenServer(peer.url)
+        server = Server(url=peer.url)
         server.clear()
         assert (server.report(), server.kv_slots()) == ({}, None)
