@@ -139,7 +139,7 @@ def table(
         "steps, as the server counted. After ±: half of the 95% interval of the difference from "
         "dense on the same problems. Throughput and step time: replayed responses, in turns with "
         "stock SGLang at the same KV slots and flags; steps are compared at equal batches. In "
-        "brackets the quartiles of rounds. -: not measured, as replays are at one saving only.",
+        "brackets the quartiles of rounds. -: not measured, as replays are at one saving only."
     ]
     return Table("policies", title, _COLUMNS, lines, notes)
 

@@ -24,9 +24,7 @@ class Peer:
     def __init__(self) -> None:
         self.url = ""
         self.bodies: list[dict[str, Any]] = []
-        self.pages: dict[str, Callable[[], Any]] = {
-            "/v1/models": lambda: {"data": [{"id": "m"}]},
-        }
+        self.pages: dict[str, Callable[[], Any]] = {"/v1/models": lambda: {"data": [{"id": "m"}]}}
         self.text, self.finish_reason, self.output_tokens = "a", "stop", 7
 
     @contextmanager

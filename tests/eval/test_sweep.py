@@ -15,11 +15,7 @@ from eval import run, sweep
     [([0, 0, 0], 3, 0), ([0, 1, 0], 3, 1), ([1, 0, 0], 3, 1), ([0, 130, 0], 2, 130), ([2], 1, 2)],
 )
 def test_a_run_that_is_not_whole_does_not_stop_the_sweep(
-    statuses: list[int],
-    tried: int,
-    status: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    statuses: list[int], tried: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
 
