@@ -150,10 +150,7 @@ def timed(policies: Sequence[str], aims: Sequence[float]) -> dict[float, list[Po
 
 
 def carry_out(options: Options) -> bool:
-    """Measure what is not there yet and write the results, anew after each part.
-
-    Returns:
-        Whether everything could be measured.
+    """Measure what is not there yet and write the results, anew after each part; whether all is.
 
     Raises:
         OSError, ValueError: traces, model or a run folder are unusable.

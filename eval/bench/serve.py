@@ -37,13 +37,9 @@ DENSE, OURS, RANDOM = "dense", "reasoncache", "random"
 class Workload:
     """What is asked of the servers.
 
-    Attributes:
-        traces: file of recorded responses, "" for the embedded reasoner.
-        ours: our method, as in ``eval.run --methods``.
-        limit: problems of one round; the reasoner's rounds have different ones.
-        kv_budget: KV slots of each server, few enough: see :func:`crowding`.
-        piece: cut responses of over :data:`LOOPING` tokens into pieces of this length
-            and replay those; 0 replays whole responses.
+    ``traces`` is a file of recorded responses, "" for the embedded reasoner; ``limit`` are the
+    problems of one round, ``kv_budget`` the KV slots of each server (see :func:`crowding`). With
+    ``piece`` responses of over :data:`LOOPING` tokens are cut into pieces of this length.
     """
 
     name: str

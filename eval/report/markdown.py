@@ -20,12 +20,8 @@ _MAX_CHARS = 160
 class Table:
     """A table of a document.
 
-    Attributes:
-        name: key in ``summary.json``.
-        title: heading.
-        columns: headings of the columns.
-        rows: one text a column each, safe Markdown.
-        notes: sentences under it, safe Markdown.
+    ``name`` is its key in ``summary.json``; ``rows`` have one text a column, and these and the
+    ``notes`` under it are safe Markdown.
     """
 
     name: str

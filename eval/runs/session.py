@@ -26,13 +26,8 @@ from eval.tasks.sandbox import SandboxError
 class Session:
     """Runs what is left of a run.
 
-    Attributes:
-        run: its folder, locked by the caller.
-        config: what its ``config.json`` holds; found ratios are added to both.
-        plan: what to ask.
-        methods: how to serve, in the order of ``plan.options.methods``.
-        servers: where servers come from.
-        display: where progress goes.
+    The folder ``run`` is locked by the caller; random ratios that are found are added to ``config``
+    and to its ``config.json``. ``methods`` are in the order of ``plan.options.methods``.
     """
 
     run: Path

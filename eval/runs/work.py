@@ -38,8 +38,7 @@ def carry_out(command: Command) -> bool:
 def run(options: RunOptions, out: Path | None, methods: Sequence[Method] | None = None) -> bool:
     """Begin or go on with a run in ``out``, by default a folder named after the options.
 
-    Args:
-        methods: in place of those that ``options.methods`` stand for, one for each.
+    ``methods`` take the place of those that ``options.methods`` stand for, one for each.
     """
     options = dataclasses.replace(options, device=resolve_device(options.device))
     methods = methods or _methods(options)
