@@ -138,7 +138,7 @@ def timed(policies: Sequence[str], aims: Sequence[float]) -> dict[float, list[Po
     """
     found: dict[float, list[Point]] = {}
     for aim in aims:
-        chosen = []
+        chosen: list[Point] = []
         for policy in (policy for policy in policies if policy not in UNTIMED):
             methods = [(near, method_of(policy, near, replayed=True)) for near in (aim, aim / 2)]
             reached = next((Point(policy, near, m) for near, m in methods if m), None)

@@ -40,11 +40,6 @@ _LOOKS = {
 }
 _OTHER = ("#332288", "h", "-")
 
-_COLUMNS = (
-    "aim", "policy", "saved over steps", "at the end", "accuracy", "less than dense, points",
-    "length / dense", "tokens/s / stock", "step, ms (stock)", "policy, ms a step", "reads saved",
-)  # fmt: skip
-
 
 def row_of(point: Point, runs: Runs, timed: Timing) -> dict[str, Any]:
     """One row. Shares are of 1; what was not measured is None.
@@ -131,9 +126,9 @@ def table(
     title: str = "Policies at equal saving",
 ) -> Table:
     """The papers' Table II in shape: accuracy, saving over decode steps, throughput; by saving."""
-    first = ["", "dense", "", "", number(dense["accuracy"], form="{:.3f}")]
-    first += [""] * (len(_COLUMNS) - len(first))
-    lines = [first, *map(_line, _by_aim(rows))]
+    lines = [_line(row) for row in _by_aim(rows)]
+    first = {"policy": "dense", "accuracy": number(dense["accuracy"], form="{:.3f}")}
+    columns = dict.fromkeys(lines[0] if lines else first, "")
     notes = [
         "Saved: slots that running requests did without over their positions, averaged over decode "
         "steps, as the server counted. After ±: half of the 95% interval of the difference from "
@@ -141,7 +136,7 @@ def table(
         "stock SGLang at the same KV slots and flags; steps are compared at equal batches. In "
         "brackets the quartiles of rounds. -: not measured, as replays are at one saving only."
     ]
-    return Table("policies", title, _COLUMNS, lines, notes)
+    return Table("policies", title, [{**columns, **first}, *lines], notes)
 
 
 def _by_aim(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -151,7 +146,7 @@ def _by_aim(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted(rows, key=lambda row: (row["aim"], rank(row["policy"]), row["policy"]))
 
 
-def _line(row: Mapping[str, Any]) -> list[str]:
+def _line(row: Mapping[str, Any]) -> dict[str, str]:
     difference = step = ratio = "-"
     if row["accuracy_difference"] is not None and row["accuracy_error"] is not None:
         difference = f"{100 * row['accuracy_difference']:+.1f} ± {100 * row['accuracy_error']:.1f}"
@@ -159,19 +154,19 @@ def _line(row: Mapping[str, Any]) -> list[str]:
         step = f"{row['step_ms']:.2f} ({row['dense_step_ms']:.2f})"
     if row["throughput_ratios"]:
         ratio = Quartiles.of(row["throughput_ratios"]).text(2)
-    return [
-        f"{row['aim']:.0%}",
-        words(row["policy"]),
-        number(row["saved"], form="{:.1%}"),
-        number(row["saved_at_the_end"], form="{:.1%}"),
-        number(row["accuracy"], form="{:.3f}"),
-        difference,
-        number(row["length_ratio"], form="{:.2f}"),
-        ratio,
-        step,
-        number(row["scheduler_ms"], form="{:.2f}"),
-        "" if row["reads_saved"] is None else f"{row['reads_saved']:.1%}",
-    ]
+    return {
+        "aim": f"{row['aim']:.0%}",
+        "policy": words(row["policy"]),
+        "saved over steps": number(row["saved"], form="{:.1%}"),
+        "at the end": number(row["saved_at_the_end"], form="{:.1%}"),
+        "accuracy": number(row["accuracy"], form="{:.3f}"),
+        "less than dense, points": difference,
+        "length / dense": number(row["length_ratio"], form="{:.2f}"),
+        "tokens/s / stock": ratio,
+        "step, ms (stock)": step,
+        "policy, ms a step": number(row["scheduler_ms"], form="{:.2f}"),
+        "reads saved": "" if row["reads_saved"] is None else f"{row['reads_saved']:.1%}",
+    }
 
 
 def picture(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], path: Path) -> None:

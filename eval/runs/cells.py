@@ -21,9 +21,10 @@ _WHERE = "the model's context or the KV slots"
 
 def next_leg(cell: Cell) -> int:
     """A number that no earlier leg of the cell used, not even one that was killed."""
-    rows = [*cell.responses(), *cell.legs(), *cell.timeline()]
+    used = [row.leg for row in cell.responses()]
+    used += [row.leg for row in cell.legs()] + [row.leg for row in cell.timeline()]
     names = [path.stem.removeprefix("server-") for path in cell.folder.glob("server-*.log")]
-    used = [row.leg for row in rows] + [int(name) for name in names if name.isdecimal()]
+    used += [int(name) for name in names if name.isdecimal()]
     return max(used, default=-1) + 1
 
 

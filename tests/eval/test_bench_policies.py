@@ -32,10 +32,11 @@ from eval.bench.policies_speed import LIMIT, PIECES, matched_step_ms, timing
 from eval.methods import find_method
 from eval.replay.pieces import write_pieces
 from eval.runs.folder import Cell
-from eval.runs.records import Leg, Moment, Response, Result
+from eval.runs.records import Moment
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 from eval.tiny_reasoner.task import generate
 from eval.tokenizers import load_tokenizer
+from tests.eval.rows import leg, moment, response, result
 
 PROBLEMS = 6
 
@@ -279,21 +280,21 @@ def fill(
     **parts: Any,
 ) -> None:
     """What a run leaves; ``rate`` in tokens/s of a batch of ``running``."""
-    name = [f"p{i}" for i in range(len(right))]
-    for problem in name:
-        cell.append(Response(problem, 0, "r", "", 30, 50, 0.0, 1.0, 500 / rate, "stop"))
-    grades = [Result(p, ok, float(ok), None, "", "", 50) for p, ok in zip(name, right, strict=True)]
-    cell.write_results(grades)
-    for step in range(20):
-        cell.append(Moment(0, step, running, 0, 100, 10, rate))
-    shares = bool(totals)
-    command = ["serve", *(["--enable-reasoncache"] if shares else [])]
-    tokens, seconds = 50 * len(right), 50 * len(right) / rate
-    report: dict[str, Any] = {
-        "totals": {"polls": 20, "requests_finished": len(right), **totals},
-        **parts,
-    }
-    cell.append(Leg(0, seconds, tokens, len(right), 200, 1, report if shares else {}, 0, command))
+    names = [f"p{i}" for i in range(len(right))]
+    cell.append(*(response(name, output_tokens=50, ended=500 / rate) for name in names))
+    cell.write_results([result(name, ok) for name, ok in zip(names, right, strict=True)])
+    cell.append(*(moment(step, running, rate=rate) for step in range(20)))
+    command = ["serve", *(["--enable-reasoncache"] if totals else [])]
+    counts = {"polls": 20, "requests_finished": len(right), **totals}
+    cell.append(
+        leg(
+            seconds=50 * len(right) / rate,
+            output_tokens=50 * len(right),
+            responses=len(right),
+            report={"totals": counts, **parts} if totals else {},
+            command=command,
+        )
+    )
 
 
 def filled(runs: Runs, point: Point, totals: dict[str, float] | None = None, **parts: Any) -> Runs:
@@ -360,7 +361,7 @@ def test_throughput_is_the_median_of_rounds_and_steps_are_compared_at_equal_batc
 
 def test_batches_that_only_one_server_had_do_not_count() -> None:
     def line(running: int, ms: float) -> Moment:
-        return Moment(0, 0, running, 0, 0, 0, 1000 * running / ms)
+        return moment(0, running, rate=1000 * running / ms)
 
     theirs = [line(4, 10)] * 10 + [line(2, 8)] * 6
     mine = [line(6, 30)] * 50 + [line(4, 12)] * 5 + [line(2, 9)] * 30
@@ -450,7 +451,7 @@ def test_the_table_goes_by_saving_and_then_by_policy(tmp_path: Path) -> None:
     ]
     dense = {"accuracy": None, "accuracy_error": None, "problems": 0}
     lines = table(found, dense).rows
-    names = [(line[0], line[1]) for line in lines[1:]]
+    names = [(line["aim"], line["policy"]) for line in lines[1:]]
     order = [*POLICIES[:5], "reasoncache+new"]
     assert names == [(aim, name) for aim in ("10%", "40%") for name in order]
-    assert os.linesep not in "".join(text for line in lines for text in line)
+    assert os.linesep not in "".join(text for line in lines for text in line.values())

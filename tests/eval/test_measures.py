@@ -14,7 +14,8 @@ from scipy import stats
 
 from eval.measures.accuracy import Key, compare, differ, keyed, mean
 from eval.measures.figures import figures
-from eval.runs.records import Leg, Moment, Response, Result
+from eval.runs.records import Leg
+from tests.eval.rows import leg, moment, response, result
 
 # The machine may be busy with servers.
 _SETTINGS = settings(deadline=None, max_examples=40)
@@ -24,32 +25,6 @@ _PAIRS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=2, m
 def values(*seeds: Any) -> dict[Key, float]:
     """Values of the same problems, seed by seed."""
     return {(str(i), s): float(v) for s, row in enumerate(seeds) for i, v in enumerate(row)}
-
-
-def result(problem: str, right: bool, score: float | None = None) -> Result:
-    return Result(problem, right, float(right) if score is None else score, None, "", "", 5)
-
-
-def response(problem: str, **changes: Any) -> Response:
-    row: dict[str, Any] = {
-        "started": 0.5,
-        "first_token": 1.0,
-        "ended": 2.0,
-        "error": None,
-        "leg": 0,
-    }
-    row |= {"output_tokens": 11, **changes}
-    return Response(problem_id=problem, request_id="r", text="", prompt_tokens=5, **row)
-
-
-def leg(number: int = 0, totals: dict[str, float] | None = None, **changes: Any) -> Leg:
-    row: dict[str, Any] = {"seconds": 10.0, "output_tokens": 100, "responses": 4, "decode_steps": 9}
-    row |= {"retractions": 1, "leaked_slots": 0, "command": ["serve"], **changes}
-    return Leg(leg=number, report={"totals": totals} if totals else {}, **row)
-
-
-def moment(step: int, running: int = 1, used: int = 10) -> Moment:
-    return Moment(0, step, running, 0, used, 3, 100.0)
 
 
 @_SETTINGS

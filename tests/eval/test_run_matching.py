@@ -12,6 +12,7 @@ from eval.runs.matching import TOLERANCE, final_saving, match
 from eval.runs.records import Leg
 from eval.runs.servers import merge
 from sglang_reasoncache.sharing.stats import SharingStats
+from tests.eval.rows import leg
 
 
 def test_a_proportional_saving_takes_two_pilots() -> None:
@@ -40,7 +41,7 @@ def test_what_cannot_be_reached_ends_at_the_bound(saving: float) -> None:
 
 def leg_of(number: int, finished: int, saving: float) -> Leg:
     totals = {"requests_finished": finished, "final_saving_ratio": saving}
-    return Leg(number, 1.0, 1, finished, 1, 0, {"totals": totals} if finished else {}, 0, [])
+    return leg(number, totals if finished else None)
 
 
 def test_saving_over_legs_counts_requests(tmp_path: Path) -> None:
