@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,13 @@ class Session:
         task = self.plan.tasks[step.task, step.seed]
         legs: list[Leg] = []
 
-        def answer(problems: Sequence[Problem]) -> list[str]:
+        def ask(problems: Sequence[Problem]) -> None:
             answered = cell.answered()
             todo = [problem for problem in problems if problem.id not in answered]
             if todo:
                 legs.append(self._measure(step, cell, todo, len(answered)))
-            return texts_of(cell, problems)
 
-        results = grade(cell, task, answer, bool(self.config["opens_thinking"]))
+        results = grade(cell, task, bool(self.config["opens_thinking"]), ask)
         leg = legs[0] if legs else None
         self.display.say(summary(step.title, results, leg))
         failed = len(task.problems) - len(cell.answered())
@@ -170,18 +169,24 @@ class Session:
         return float(server.report().get("totals", {}).get("final_saving_ratio", 0.0))
 
 
-def texts_of(cell: Cell, problems: Sequence[Problem]) -> list[str]:
-    """Responses that are complete, "" for others."""
-    answered = cell.answered()
-    return [answered[p.id].text if p.id in answered else "" for p in problems]
-
-
-def grade(cell: Cell, task: EvalTask, answer: Any, opens_thinking: bool) -> list[Result]:
-    """Have lm-eval ask and grade; one result for each problem that was sent, in their order.
+def grade(
+    cell: Cell,
+    task: EvalTask,
+    opens_thinking: bool,
+    ask: Callable[[Sequence[Problem]], None] = lambda problems: None,
+) -> list[Result]:
+    """Have lm-eval grade a cell; one result for each problem that was sent, in their order.
 
     A request that failed for good is a wrong answer: leaving it out would flatter the method that
-    fails most. ``answer`` and ``opens_thinking`` are of :meth:`EvalTask.evaluate`.
+    fails most. ``ask`` is called before, with all problems of the task; ``opens_thinking`` is of
+    :meth:`EvalTask.evaluate`.
     """
+
+    def answer(problems: Sequence[Problem]) -> list[str]:
+        ask(problems)
+        answered = cell.answered()
+        return [answered[p.id].text if p.id in answered else "" for p in problems]
+
     grades = task.evaluate(answer, opens_thinking)
     answered: Mapping[str, Response] = cell.answered()
     failed = {row.problem_id: row.error for row in cell.responses() if row.error is not None}

@@ -14,7 +14,7 @@ from eval.runs.options import Command, RunOptions
 from eval.runs.plan import Plan, model_path, request_body
 from eval.runs.progress import Display
 from eval.runs.servers import Servers
-from eval.runs.session import Session, grade, summary, texts_of
+from eval.runs.session import Session, grade, summary
 from eval.tasks.harness import opens_thinking
 from eval.tasks.sandbox import SandboxError
 from eval.tiny_reasoner import EMBEDDED_SETTINGS
@@ -51,7 +51,7 @@ def run(options: RunOptions, out: Path | None, methods: Sequence[Method] | None 
         for what in changed:
             display.say(f"since this run was begun: {what}", "yellow")
         servers = Servers(folder, model_path(options), options.device, options.keep_servers)
-        with display.shown(), servers:
+        with display, servers:
             whole = Session(folder, config, plan, methods, servers, display).work()
     display.say(f"{folder}: python -m eval.report {folder}")
     return whole
@@ -76,12 +76,7 @@ def grade_again(folder: Path, allow_code: bool) -> bool:
             title = f"{cell.task}, {cell.method}, seed {cell.seed}"
             task = plan.tasks[cell.task, cell.seed]
             try:
-                results = grade(
-                    cell,
-                    task,
-                    lambda asked, cell=cell: texts_of(cell, asked),
-                    there["opens_thinking"],
-                )
+                results = grade(cell, task, there["opens_thinking"])
             except SandboxError as error:
                 # What one task's grader lacks must not cost the others theirs.
                 display.say(f"{title}: not graded: {error}", "red")

@@ -60,18 +60,36 @@ def test_every_setting_is_a_method_that_the_server_takes() -> None:
     assert len(told) == 2 and "40%" in told[0] and "60%" in told[1]
 
 
-def test_random_sharing_and_random_eviction_are_two_things() -> None:
-    assert method_of("random", 0.2) == "random:random_ratio=0.24"
-    assert method_of("random_eviction", 0.2) == "reasoncache:policy=random:budget=321:slack=8"
-    assert method_of("random", 0.9) == "random:random_ratio=1"
-
-
-def test_snapkv_can_save_prompts_only() -> None:
-    assert method_of("snapkv", 0.1) == "reasoncache:policy=snapkv:share=0.5"
-    assert method_of("reasoncache+snapkv", 0.1, replayed=True) == (
-        "reasoncache:policy=reasoncache+snapkv:share=0.5,block=8,warmup=32"
-    )
-    assert method_of("snapkv", 0.2) is None and method_of("reasoncache+snapkv", 0.2) is None
+@pytest.mark.parametrize(
+    ("policy", "saving", "replayed", "method"),
+    [
+        # Random sharing and random eviction are two things.
+        ("random", 0.2, False, "random:random_ratio=0.24"),
+        ("random_eviction", 0.2, False, "policy=random:budget=321:slack=8"),
+        ("random", 0.9, False, "random:random_ratio=1"),
+        # SnapKV saves prompts only.
+        ("snapkv", 0.1, False, "policy=snapkv:share=0.5"),
+        (
+            *("reasoncache+snapkv", 0.1, True),
+            "policy=reasoncache+snapkv:share=0.5,block=8,warmup=32",
+        ),
+        ("snapkv", 0.2, False, None),
+        ("reasoncache+snapkv", 0.2, False, None),
+        # A pair has its evictor's budget.
+        ("keydiff", 0.4, False, "policy=keydiff:budget=214:slack=8"),
+        ("reasoncache+keydiff", 0.4, False, "policy=reasoncache+keydiff:budget=214:slack=8"),
+        (
+            *("reasoncache+random_eviction", 0.6, True),
+            "policy=reasoncache+random:budget=344:slack=32,block=8,warmup=32",
+        ),
+    ],
+)
+def test_settings(policy: str, saving: float, replayed: bool, method: str | None) -> None:
+    found = method_of(policy, saving, replayed)
+    if method is not None:
+        method = method if method.startswith("random:") else f"reasoncache:{method}"
+        assert find_method(method).values.get("block") == (8 if replayed else None)
+    assert found == method
 
 
 def test_a_budget_leaves_out_what_is_aimed_at() -> None:
@@ -83,15 +101,6 @@ def test_a_budget_leaves_out_what_is_aimed_at() -> None:
         budget = int(method.split("budget=")[1].split(":")[0])
         left_out = sum(max(0, length - budget) for length in lengths)
         assert left_out / sum(lengths) == pytest.approx(saving, abs=0.005)
-
-
-def test_a_pair_has_its_evictors_budget() -> None:
-    assert method_of("keydiff", 0.4) == "reasoncache:policy=keydiff:budget=214:slack=8"
-    pair = method_of("reasoncache+keydiff", 0.4)
-    assert pair == "reasoncache:policy=reasoncache+keydiff:budget=214:slack=8"
-    method = method_of("reasoncache+random_eviction", 0.6, replayed=True)
-    assert method == "reasoncache:policy=reasoncache+random:budget=344:slack=32,block=8,warmup=32"
-    assert method is not None and "8" in find_method(method).flags
 
 
 @pytest.mark.parametrize(

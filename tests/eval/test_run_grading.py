@@ -15,7 +15,7 @@ from eval.runs.config import make_config, options_of, settle_config
 from eval.runs.folder import Cell, read_config
 from eval.runs.options import RunOptions
 from eval.runs.plan import Plan
-from eval.runs.session import grade, texts_of
+from eval.runs.session import grade
 from eval.tasks.harness import EvalTask, Source
 from eval.tasks.sandbox import SandboxError
 from tests.eval.rows import response
@@ -35,7 +35,7 @@ def test_reasoning_that_the_prompt_opened_holds_no_answer(tmp_path: Path) -> Non
     cell.append(response("1", text="Perhaps 8? No.</think> \\boxed{7}"))
     cell.append(response("2", error="timed out"))
     for opens, right in ((True, [False, True, False]), (False, [True, True, False])):
-        results = grade(cell, task, lambda asked: texts_of(cell, asked), opens)
+        results = grade(cell, task, opens)
         assert [row.correct for row in results] == right
         assert results[2].note == "no response: timed out" and results == cell.results()
 
