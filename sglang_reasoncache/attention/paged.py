@@ -225,7 +225,9 @@ class PagedAttention:
             size = batch.seq_lens.shape[0]
             buffers = self.buffers(size, entries, positions=self.always_needed)
             return self.plan_into(buffers, batch), buffers
-        cached_at = self._cached_at if self.allocator.has_shifted_slots else None
+        # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
+        shifted = getattr(self.allocator, "has_shifted_slots", False)
+        cached_at = self._cached_at if shifted else None
         read = self._rows.req_to_token, batch.req_pool_indices, batch.seq_lens, cached_at
         plan = plan_rows(*read, num_slots=self._num_slots)
         return plan, plan
@@ -297,7 +299,7 @@ class PagedAttention:
     def _planned_extend(self, rows: RowPlan, batch: ForwardBatch) -> ExtendPlan:
         new, entries = batch.extend_seq_lens_cpu, None
         # How many positions of a row were evicted only the device knows: reading that waits.
-        if not self.allocator.has_evicted:
+        if not getattr(self.allocator, "has_evicted", False):
             entries = [a + b for a, b in zip(batch.extend_prefix_lens_cpu, new, strict=True)]
         return ExtendPlan(rows, new, self._dtype, singly=self._singly, entries=entries)
 

@@ -52,8 +52,8 @@ def test_the_example(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> No
             registry.parse("thinning:budget=10:keep=1")
     finally:
         registry.parse.cache_clear()
-    assert positions(policy.evictions(view(20, owned=3), 8)) == [3, 5, 6, 7, 9, 10, 11, 13]
-    assert positions(policy.evictions(view(30, page=2), 5)) == [2, 3, 4, 5, 6, 7]
+    assert positions(policy.evict(view(20, owned=3), 8)) == [3, 5, 6, 7, 9, 10, 11, 13]
+    assert positions(policy.evict(view(30, page=2), 5)) == [2, 3, 4, 5, 6, 7]
 
 
 def test_every_policy_and_option_is_in_the_tables() -> None:

@@ -172,7 +172,7 @@ class _Entry:
         (ImportError("no module named other"), "policies that load; oldest does not"),
         (len, "policies that are dataclasses; oldest is"),
         (Evictor, "policies that evict or keep something; oldest is"),
-        (policy_with(**EVICTS), "have methods evicts and excess; oldest does not"),
+        (policy_with(**EVICTS), "have methods evict and excess; oldest does not"),
         (policy_with(**EXCEEDS), NO_SLACK),
         (policy_with(**EXCEEDS, needs=frozenset(), slack=-1), NO_SLACK),
         (policy_with(**EXCEEDS, slack=0), NO_NEEDS),
