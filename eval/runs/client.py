@@ -138,10 +138,10 @@ async def send_all(
 
     Times begin now. ``ended`` is called for every attempt.
     """
-    places = asyncio.Semaphore(in_flight or max(len(requests), 1))
+    gate = asyncio.Semaphore(in_flight or max(len(requests), 1))
 
     async def one(client: AsyncOpenAI, request: Request, began: float) -> None:
-        async with places:
+        async with gate:
             for _ in range(attempts):
                 response = await send(client, model, request, leg, began)
                 ended(response)

@@ -173,8 +173,8 @@ def test_a_resumed_cell_has_no_throughput() -> None:
 
 
 def test_saving_weighs_legs_by_what_they_counted() -> None:
-    names = ("memory_saving_ratio", "polls", "final_saving_ratio", "requests_finished")
-    names += ("affected_ratio", "finished_positions")
+    names = ["memory_saving_ratio", "polls", "final_saving_ratio", "requests_finished"]
+    names += ["affected_ratio", "finished_positions"]
     first = dict(zip(names, (0.1, 10, 0.2, 1, 0.5, 100), strict=True))
     second = dict(zip(names, (0.3, 30, 0.4, 3, 0.1, 300), strict=True))
     found = figures([], [leg(0, first), leg(1, second)], [moment(0, used=5), moment(1, used=9)])

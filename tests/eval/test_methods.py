@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 import pytest
 
@@ -118,3 +119,8 @@ def test_what_random_cannot_match(specs: list[str]) -> None:
 
 def test_every_method_is_a_valid_configuration() -> None:
     assert [find_method(name).title for name in METHODS] == list(METHODS.values())
+
+
+def test_further_words_come_last() -> None:
+    method = dataclasses.replace(find_method("p50"), more=("--page-size", "8"))
+    assert method.flags == [*find_method("p50").flags, "--page-size", "8"]
