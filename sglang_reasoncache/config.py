@@ -245,11 +245,26 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(field.name, _CALLED[bool], value)
 
 
+def parse_setting(name: str, text: str) -> Any:
+    """A setting's value out of the text that an operator gave.
+
+    Raises:
+        ConfigError: no setting, or a text of another type.
+    """
+    if name not in SETTINGS:
+        raise ConfigError(name, "one of " + ", ".join(SETTINGS), text)
+    kind = type_of(name)
+    try:
+        return _BOOLEANS[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(name, _CALLED[kind], text) from error
+
+
 def parse_settings(text: str) -> dict[str, Any]:
     """``key=value,...``; a value has no comma.
 
     Raises:
-        ValueError: something else than that, no setting, or a text of another type.
+        ValueError: see :func:`parse_setting`, or something else than that.
     """
     given = {}
     for part in text.split(","):
@@ -257,13 +272,7 @@ def parse_settings(text: str) -> dict[str, Any]:
         if not name or not equals:
             raise ValueError(f"{SET} must be key=value,..., got {part!r}")
         name = name.replace("-", "_")
-        if name not in SETTINGS:
-            raise ConfigError(name, "one of " + ", ".join(SETTINGS), value)
-        kind = type_of(name)
-        try:
-            given[name] = _BOOLEANS[value.lower()] if kind is bool else kind(value)
-        except (KeyError, ValueError) as error:
-            raise ConfigError(name, _CALLED[kind], value) from error
+        given[name] = parse_setting(name, value)
     return given
 
 

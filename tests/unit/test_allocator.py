@@ -198,7 +198,7 @@ def test_credit_above_zero_replaces_the_prefill_budget(credit: float | None) -> 
     allocator = make(1)
     if credit is not None:
         allocator.credit_source = lambda: credit
-    budget = allocator.create_prefill_budget(None, num_mixed_decode_tokens=3)
+    budget = allocator.create_prefill_budget(None, num_mixed_decode_tokens=3)  # type: ignore[arg-type]
     assert type(budget) is (SharingBudget if credit else PrefillBudget)
     assert budget.total_offset == budget.current_offset == 3
 

@@ -184,7 +184,12 @@ def _state(**changes: object) -> dict[str, object]:
         ),
         *(
             (_state(**{field: value}), "num_observed must be an integer of at least")
-            for field, value in (*(("num_observed", n) for n in (2, "3", -1)), ("bins", []))
+            for field, value in [
+                ("num_observed", 2),
+                ("num_observed", "3"),
+                ("num_observed", -1),
+                ("bins", []),
+            ]
         ),
     ],
 )
