@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The least and largest key of each page that was written to, on a GPU and without a wait.
 
-One launch whose grid depends on the number of tokens. It reads all keys of a page so far from
-the pool, scaled and rounded as they are there, and keeps nothing between calls.
+One launch whose grid depends on the number of tokens. It reads a page's keys so far from the pool.
 """
 
 from __future__ import annotations
@@ -58,10 +57,9 @@ def bounds_kernel(
 
 
 def note(keys: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, page: int) -> None:
-    """Keys were written to ``slots``; bring the bounds of their pages up to date.
+    """Bring the bounds of pages up to date, after keys were written to ``slots``.
 
-    A page is filled from its first slot on, so its keys are those up to the slot. Slots out
-    of range are skipped.
+    A page is filled from its first slot on. Slots out of range are skipped.
 
     Args:
         keys: ``[num_slots, heads, dim]``, of the pool.

@@ -66,8 +66,8 @@ def _rows(
     dst, src, start, block, num_slots, slot_stride, head_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of some rows (a token's head each) of both blocks, their tokens, which of them can
-    be read, and which of them name a slot outside the pool."""
+    """Offsets of some rows (a token's head each) in both blocks, their tokens, which can be read,
+    and which name a slot outside the pool."""
     row = start + tl.arange(0, ROWS)
     inside = row < block * HEADS
     token = row // HEADS
@@ -274,11 +274,7 @@ class TritonDistance:
         shift: torch.Tensor | None,
         moments: bool,
     ) -> torch.Tensor:
-        """fp64 ``[pairs, num_layers, 2]``, with ``moments`` ``[pairs, num_layers, 2, 3]``.
-
-        Arguments: see ``DistanceKernel``, contiguous. A pair with a slot or shift out of range
-        comes out as NaN.
-        """
+        """See ``DistanceKernel``; contiguous. A pair with a slot or shift out of range is NaN."""
         pairs, block = dst_slots.shape
         shape = (pairs, len(self._layers), 2, *[3] * moments)
         out = torch.empty(shape, dtype=torch.float64, device=dst_slots.device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward's attention weights are added to the statistics of their rows, on a GPU.
+"""Attention weights of a forward, added to the statistics of their rows, on a GPU.
 
-One launch whose grid depends on the batch alone, so a CUDA graph can hold it. A row's memory is
-found by its address, so it may move between two replays.
+One launch whose grid depends on the batch alone, so a CUDA graph can hold it. It finds a row's
+memory by its address, which may change between two replays.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def note_kernel(
             tl.store(at_total, old + sums, mask=there)
     if LATEST > 0:  # noqa: SIM102 - known when this is compiled, the next is not
         if piece == 0:
-            # What comes behind a query gave it nothing: cleared for as many positions as there
-            # will be before its place is written again.
+            # Positions after a query have no weight of it: cleared for as many as there will be
+            # before its line is written again.
             ahead = tl.arange(0, AHEAD)
             for query in range(tl.maximum(count - LATEST, 0), count):
                 seen = length - (count - 1 - query)
@@ -131,9 +131,9 @@ def note(
 ) -> None:
     """Add weights to their rows, and zero them.
 
-    The memory of a row is fp32 ``[latest + total, size]``: line ``query % latest`` has the
-    weights of that query, the last one the sums over all. The host reads no values, and nothing
-    is written out of bounds: rows without memory and positions past it are skipped.
+    The memory of a row is fp32 ``[latest + total, size]``: line ``query % latest`` has the weights
+    of that query, the last one the sums over all. Rows without memory and positions past it are
+    skipped.
 
     Args:
         weights: fp32, as decode attention leaves them: of one query after the other.

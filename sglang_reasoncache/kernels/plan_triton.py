@@ -167,7 +167,7 @@ class PlanBuffers:
 
     @property
     def entries(self) -> tuple[torch.Tensor, ...]:
-        """``kv_indptr``, ``kv_indices``, ``shift`` and ``positions``, of which any may be unused."""
+        """Arguments of kernels; without ``positions``, a tensor that is not used in its place."""
         positions = self.counts if self.positions is None else self.positions
         return self.kv_indptr, self.kv_indices, self.shift, positions
 

@@ -67,8 +67,8 @@ def weights_kernel(
 def rows_of_a_launch(heads: int, width: int) -> int:
     """Queries whose logits are kept at a time."""
     rows = max(1, LOGITS_BYTES // max(4 * heads * width, 1))
-    # What belongs to the next launch begins at a multiple of 16 bytes, as to the first: for other
-    # addresses Triton would compile each kernel again, in the middle of a forward.
+    # Each launch begins at a multiple of 16 bytes: for other addresses Triton would compile each
+    # kernel again, in the middle of a forward.
     return rows if rows < 4 else rows // 4 * 4
 
 
@@ -81,15 +81,9 @@ def add(
     weights: torch.Tensor,
     total: int,
 ) -> None:
-    """Add each entry's weight, summed over the heads, to ``weights``.
+    """Add each entry's weight, summed over the heads, to ``weights``; see :func:`weights_kernel`.
 
-    Args:
-        logits: fp32 ``[rows, heads, width]``, base 2, of each query's entries in order.
-        lse: fp32 ``[rows, heads]``, natural log of the sum of exponentials.
-        begin, end: int32 ``[rows]``.
-        first: int ``[rows]``, where each query's weights begin.
-        weights: fp32 ``[size]``; entries past the end are skipped.
-        total: Entries of the plan, the bound of ``begin`` and ``end``.
+    Entries past the end of ``weights`` are skipped; ``total`` bounds ``begin`` and ``end``.
     """
     rows, heads, width = logits.shape
     some = min(HEADS, triton.next_power_of_2(heads))
