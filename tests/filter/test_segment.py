@@ -32,12 +32,10 @@ def classes_of(pieces: list[str]) -> TokenClasses:
     return TokenClasses(Vocabulary([piece.encode() for piece in pieces]))
 
 
-def spans_of(
-    pieces: list[str], max_step_tokens: int = 1000, start: int = 0
-) -> list[tuple[int, int]]:
+def spans_of(pieces: list[str], max_step_tokens: int = 1000) -> list[tuple[int, int]]:
     """Spans for a stream of token texts, each its own token id."""
     segmenter = Segmenter(classes_of(pieces), max_step_tokens)
-    found = [segmenter.push(i, start + i) for i in range(len(pieces))]
+    found = [segmenter.push(i, i) for i in range(len(pieces))]
     return [span for span in found if span is not None]
 
 
@@ -97,12 +95,10 @@ def test_spans(pieces: list[str], expected: list[tuple[int, int]]) -> None:
     assert spans_of(pieces) == expected
 
 
-def test_long_step_is_cut() -> None:
+def test_long_steps_are_cut() -> None:
     pieces = ["a"] * 7 + ["\n\n"] + ["b"] * 2 + ["\n\n"]
     assert spans_of(pieces, max_step_tokens=3) == [(0, 3), (3, 6), (6, 8), (8, 11)]
-
-
-def test_delimiter_right_after_a_cut_opens_no_step() -> None:
+    # A delimiter right after a cut opens no step.
     assert spans_of(["a", "b", "\n", "\n", "c", "\n\n"], max_step_tokens=2) == [(0, 2), (4, 6)]
 
 
