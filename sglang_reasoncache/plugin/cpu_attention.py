@@ -45,29 +45,22 @@ def default_backend() -> str:
 def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
     """The backend of a scheduler process; see ``PagedCpuBackend``.
 
+    It keeps SGLang from launching Triton at page sizes above 1, as it does for names it does not
+    know. The hook comes with the backend: no other server has it.
+
     Raises:
         ValueError: what is not supported, and which backend may support it.
+        RuntimeError: SGLang could not apply the hook (it only logs that).
     """
     from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 
-    hook_last_loc()
+    target = compat.CPU_HOOK_TARGETS["last_loc"]
+    hooking.apply({target: (_around_last_loc, compat.HookType.AROUND)})
     try:
         return PagedCpuBackend(model_runner, cached)
     except ValueError as error:
         # It is the default: the operator may not have named it.
         raise ValueError(f"{error}; SGLang's own is --attention-backend torch_native") from error
-
-
-def hook_last_loc() -> None:
-    """Keep SGLang from launching Triton at page sizes above 1, as it does for names it does not know.
-
-    Done when the backend is made: no other server has this hook.
-
-    Raises:
-        RuntimeError: SGLang could not apply it (it only logs that).
-    """
-    target = compat.CPU_HOOK_TARGETS["last_loc"]
-    hooking.apply({target: (_around_last_loc, compat.HookType.AROUND)})
 
 
 def _around_last_loc(

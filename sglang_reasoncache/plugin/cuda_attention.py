@@ -39,13 +39,14 @@ def make(
     global _backend
     requested_by = f"{requested_by} over --attention-backend {name}"
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
-        raise ValueError(
-            f"{requested_by} needs an NVIDIA GPU, this server runs on {_device(model_runner)}"
-        )
+        device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
+        raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
     refusals.check_corrected(model_runner.server_args, requested_by)
-    backend = backend_class(name)(
-        model_runner, cached, requested_by=requested_by, **_arguments(model_runner, name)
-    )
+    # What SGLang's registry hands to its backend besides the runner.
+    stock: dict[str, Any] = {}
+    if name == "flashinfer":
+        stock["init_new_workspace"] = model_runner.init_new_workspace
+    backend = backend_class(name)(model_runner, cached, requested_by=requested_by, **stock)
     if backend.paged.backend != "triton":
         raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
     backend.paged.warm_up()
@@ -62,17 +63,6 @@ def backend_class(name: str) -> type:
     return type(
         f"Corrected{stock}", (SharedSlotReads, getattr(compat, stock)), {"__module__": __name__}
     )
-
-
-def _arguments(model_runner: ModelRunner, name: str) -> dict[str, Any]:
-    """What SGLang's registry hands to its backend besides the runner."""
-    if name == "flashinfer":
-        return {"init_new_workspace": model_runner.init_new_workspace}
-    return {}
-
-
-def _device(model_runner: ModelRunner) -> str:
-    return f"{model_runner.device} (ROCm)" if torch.version.hip else str(model_runner.device)
 
 
 def _install_hooks() -> None:
