@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: ``--attention-backend`` name.
-NAME = compat.CPU_BACKEND
-
 
 class PagedCpuBackend(compat.TorchNativeAttnBackend):
     """Attention of the CPU platform by this project's kernels.
@@ -40,14 +37,14 @@ class PagedCpuBackend(compat.TorchNativeAttnBackend):
     skips_evicted = True
 
     def __init__(self, model_runner: ModelRunner, cached: CachedPositions | None = None) -> None:
-        check_supported(model_runner, f"--attention-backend {NAME}")
+        check_supported(model_runner, f"--attention-backend {compat.CPU_BACKEND}")
         super().__init__(model_runner)
         self.paged = PagedAttention(model_runner, cached)
         if self.paged.backend != "native":
             logger.warning(
                 "reasoncache: --attention-backend %s runs in PyTorch here, slower than "
                 "torch_native: no C++ compiler was found",
-                NAME,
+                compat.CPU_BACKEND,
             )
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

@@ -55,14 +55,9 @@ def refused(device: torch.device) -> Iterator[None]:
     Raises:
         WouldWait: by an operator of the first kind; PyTorch's own RuntimeError by the others.
     """
-    if device.type != "cuda":
-        with _Refusing():
-            yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with _Refusing():
-            yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+            torch.cuda.set_sync_debug_mode("error")
+        stack.enter_context(_Refusing())
+        yield

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with attention statistics, and all weights that were ever given."""
+"""Requests with attention statistics, and all weights that were ever given; on a host or a device."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
-import pytest
 import torch
 
-from sglang_reasoncache.eviction import statistics
+from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
 from sglang_reasoncache.eviction.host_statistics import HostStatistics
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from tests.unit.attention_rig import Rig
 
 ROWS, WIDTH, SLOTS = 5, 90, 600
@@ -139,87 +139,36 @@ class World:
             torch.testing.assert_close(found, sum(some) / len(some), rtol=1e-5, atol=1e-6)
 
 
-def assert_sums(world: World, steps: int, least: int) -> None:
-    """Whatever happens, a row tells the weights it was given; ``least``: checks that say so."""
-    checked = 0
-    for _ in range(steps):
-        world.step()
-        row = world.random.randrange(ROWS)
-        if world.given[row]:
-            world.check(row)
-            checked += 1
-    assert checked > least
+class DeviceWorld(World):
+    """Its weights go the way of a GPU, decode steps in buffers that stay."""
 
+    def made(self) -> DeviceStatistics:
+        self.buffers = PlanBuffers.of(8, 8 * self.rows.shape[1], "cpu", positions=True)
+        self.weights = torch.zeros(8 * self.rows.shape[1])
+        return DeviceStatistics(self.rows, self.generations, self.wanted)
 
-def assert_nothing_is_left(world: World) -> None:
-    """The next request in a row finds as many positions cached as the last one had reached."""
-    world.begin(2, 0)
-    for _ in range(5):
-        world.forward([2], None)
-    world.begin(2, world.length[2])
-    world.check(2)
-    # Before its first forward: nothing at all.
-    world.generations[2] += 1
-    held = torch.arange(4)
-    assert world.statistics.total(2, held).tolist() == [0] * 4
-    assert world.statistics.latest(2, held, 1).tolist() == [0] * 4
+    def begin_forward(
+        self, requests: torch.Tensor, lengths: torch.Tensor, new: list[int] | None
+    ) -> torch.Tensor:
+        prefill = self.statistics.begin(requests.tolist(), lengths.tolist(), new)
+        plan_into(self.buffers, self.rows, requests, lengths, num_slots=SLOTS)
+        if prefill is None:
+            # As in a graph: SGLang's buffers, written anew before each replay.
+            where = requests.clone(), lengths.clone()
+            read = BatchRows(self.buffers, *where, self.rows.shape[1])
+            self.update = self.statistics.decode(read, self.weights)
+        else:
+            read = BatchRows(self.buffers, requests, lengths, int(lengths.max()))
+            self.update, queries = self.statistics.prefill(read, prefill)
+            spans = queries.spans[1] - queries.spans[0]
+            assert len(self.update.weights) >= spans.sum()
+            assert not len(spans) or spans.max() <= self.update.longest
+        return self.update.weights
 
-
-def assert_only_announced(kind: type[AttentionStatistics]) -> None:
-    """What the needs do not name cannot be read; nothing was given yet."""
-    rows, generations = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    found = kind(rows, generations, StatisticsNeeds(latest=3))
-    with pytest.raises(LookupError):
-        found.total(0, torch.tensor([0]))
-    for queries in (0, 4):
-        with pytest.raises(LookupError, match=f"latest {queries} queries"):
-            found.latest(0, torch.tensor([0]), queries)
-    assert found.latest(0, torch.tensor([0, 1]), 3).tolist() == [0, 0]
-
-
-def assert_no_memory_is_an_error(kind: type[AttentionStatistics]) -> None:
-    rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
-    with pytest.raises(MemoryError, match="bytes for attention statistics of a request"):
-        kind(rows, torch.zeros(2, dtype=torch.int64), WANTED)
-
-
-def assert_works_without_memory(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Positions count as never looked at, only until another request gets the row."""
-    world.begin(2, 0)
-
-    real = torch.empty
-
-    def none_left(shape: Any, *sizes: Any, **options: Any) -> torch.Tensor:
-        if isinstance(shape, tuple):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(shape, *sizes, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(statistics.torch, "empty", none_left)
-        # Its memory has to grow for its next position.
-        world.statistics._capacity[2] = 0
-        for row in (2, 3):
-            world.forward([row], [3])
-            world.forward([row], None)
-            assert world.statistics.total(row, torch.arange(3)).tolist() == [0] * 3
-            assert world.statistics.latest(row, torch.arange(3), 2).tolist() == [0] * 3
-    assert caplog.text.count("no memory for attention statistics") == 1
-    world.begin(2, 0)
-    world.check(2)
-
-
-def spoil_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory holds NaN, and rows outgrow it soon."""
-    plain = AttentionStatistics._allocated
-
-    def spoiled(self: AttentionStatistics, size: int) -> torch.Tensor | None:
-        found = plain(self, size)
-        return None if found is None else found.fill_(float("nan"))
-
-    monkeypatch.setattr(AttentionStatistics, "_allocated", spoiled)
-    monkeypatch.setattr(statistics, "_LEAST", 4)
+    def done(self) -> None:
+        super().done()
+        # Ready for the next step.
+        assert not self.update.weights.any()
 
 
 def dense_weights(rig: Rig, batch: Any, queries: int) -> list[torch.Tensor]:

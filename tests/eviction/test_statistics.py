@@ -1,79 +1,160 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention statistics in host memory: by row and position, for policies and from the backend."""
+"""Attention statistics by row and position: in host memory, and on a device under Triton's
+interpreter. What both must do is tested once, for the one that this process runs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
+from sglang_reasoncache.attention.paged_cuda import SHIFTED
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.eviction import host_statistics
+from sglang_reasoncache.eviction import host_statistics, statistics
 from sglang_reasoncache.eviction.attention import AttentionSource, needs_of
+from sglang_reasoncache.eviction.device_statistics import DeviceStatistics, DeviceUpdate
 from sglang_reasoncache.eviction.host_statistics import HostStatistics
-from sglang_reasoncache.eviction.policies.contract import (
-    ATTENTION,
-    NamedPolicy,
-    StatisticsNeeds,
-)
-from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.eviction.policies.contract import ATTENTION, NamedPolicy, StatisticsNeeds
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
-from sglang_reasoncache.plugin import attention
-from tests.eviction.statistics_world import (
-    WANTED,
-    World,
-    assert_no_memory_is_an_error,
-    assert_nothing_is_left,
-    assert_only_announced,
-    assert_sums,
-    assert_works_without_memory,
-    dense_weights,
-    spoil_memory,
-)
+from sglang_reasoncache.kernels import note_triton, plan_triton
+from sglang_reasoncache.kernels.batch import BatchRows
+from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+from sglang_reasoncache.plugin import attention, cuda_attention
+from tests.eviction.statistics_world import ROWS, WANTED, DeviceWorld, World, dense_weights
+from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import LENGTHS, Rig, supported_runner
+from tests.unit.test_attention_cuda_graph import LENGTHS as SHORT
+from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
+
+pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
+on_host = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")
+
+#: What this process tests.
+KIND: type[AttentionStatistics] = DeviceStatistics if INTERPRETED else HostStatistics
+TESTED: type[World] = DeviceWorld if INTERPRETED else World
 
 
-@pytest.mark.parametrize("seed", range(6))
+@starts_interpreter
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture(autouse=True)
+def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles and programs for short rows, and little for the interpreter to do."""
+    if INTERPRETED:
+        monkeypatch.setattr(plan_triton, "PIECES", 2)
+        monkeypatch.setattr(note_triton, "PIECES", 2)
+        monkeypatch.setattr(note_triton, "TILE", 16)
+
+
+# -- on a host and on a device ---------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2 if INTERPRETED else 6))
 @pytest.mark.parametrize(
     "wanted",
     [
         WANTED,
         StatisticsNeeds(latest=8, prompt=2),
         StatisticsNeeds(total=True, prompt=6),
-        StatisticsNeeds(latest=4, total=True),
+        StatisticsNeeds(latest=3 if INTERPRETED else 4, total=True),
     ],
     ids=str,
 )
 def test_sums_are_those_of_all_weights_given(
     seed: int, wanted: StatisticsNeeds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil_memory(monkeypatch)
-    assert_sums(World(seed, wanted), steps=150, least=50)
+    """Whatever happens. New memory holds NaN, and rows outgrow it soon."""
+    plain = AttentionStatistics._allocated
+
+    def spoiled(self: AttentionStatistics, size: int) -> torch.Tensor | None:
+        found = plain(self, size)
+        return None if found is None else found.fill_(float("nan"))
+
+    monkeypatch.setattr(AttentionStatistics, "_allocated", spoiled)
+    monkeypatch.setattr(statistics, "_LEAST", 4)
+    world, checked = TESTED(seed, wanted), 0
+    for _ in range(80 if INTERPRETED else 150):
+        world.step()
+        row = world.random.randrange(ROWS)
+        if world.given[row]:
+            world.check(row)
+            checked += 1
+    assert checked > (20 if INTERPRETED else 50)
 
 
 def test_nothing_of_the_last_request_in_a_row_is_left() -> None:
-    assert_nothing_is_left(World(1, WANTED))
+    """The next one finds as many positions cached as the last one had reached."""
+    world = TESTED(1, WANTED)
+    world.begin(2, 0)
+    for _ in range(5):
+        world.forward([2], None)
+    world.begin(2, world.length[2])
+    world.check(2)
+    # Before its first forward: nothing at all.
+    world.generations[2] += 1
+    held = torch.arange(4)
+    assert world.statistics.total(2, held).tolist() == [0] * 4
+    assert world.statistics.latest(2, held, 1).tolist() == [0] * 4
 
 
 def test_without_memory_positions_count_as_never_looked_at(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert_works_without_memory(World(1, WANTED), monkeypatch, caplog)
+    """Only until another request gets the row."""
+    world = TESTED(1, WANTED)
+    world.begin(2, 0)
+    real = torch.empty
+
+    def none_left(shape: Any, *sizes: Any, **options: Any) -> torch.Tensor:
+        if isinstance(shape, tuple):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(shape, *sizes, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(statistics.torch, "empty", none_left)
+        # Its memory has to grow for its next position.
+        world.statistics._capacity[2] = 0
+        for row in (2, 3):
+            world.forward([row], [3])
+            world.forward([row], None)
+            assert world.statistics.total(row, torch.arange(3)).tolist() == [0] * 3
+            assert world.statistics.latest(row, torch.arange(3), 2).tolist() == [0] * 3
+    assert caplog.text.count("no memory for attention statistics") == 1
+    world.begin(2, 0)
+    world.check(2)
 
 
 def test_no_memory_at_the_start_is_an_error() -> None:
-    assert_no_memory_is_an_error(HostStatistics)
+    rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
+    with pytest.raises(MemoryError, match="bytes for attention statistics of a request"):
+        KIND(rows, torch.zeros(2, dtype=torch.int64), WANTED)
 
 
 def test_only_what_was_announced_can_be_read() -> None:
-    assert_only_announced(HostStatistics)
+    """Nothing was given yet."""
+    found = KIND(torch.zeros(2, 8).int(), torch.zeros(2).long(), StatisticsNeeds(latest=3))
+    with pytest.raises(LookupError):
+        found.total(0, torch.tensor([0]))
+    for queries in (0, 4):
+        with pytest.raises(LookupError, match=f"latest {queries} queries"):
+            found.latest(0, torch.tensor([0]), queries)
+    assert found.latest(0, torch.tensor([0, 1]), 3).tolist() == [0, 0]
 
 
+# -- in host memory ----------------------------------------------------------------
+
+
+@on_host
 def test_a_batch_with_prompts_keeps_totals_of_those_that_decode() -> None:
     world = World(1, StatisticsNeeds(total=True))
     for row in (1, 3):
@@ -85,6 +166,7 @@ def test_a_batch_with_prompts_keeps_totals_of_those_that_decode() -> None:
     world.check(1)
 
 
+@on_host
 def test_memory_is_that_of_the_requests_and_not_of_every_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,6 +188,7 @@ def test_memory_is_that_of_the_requests_and_not_of_every_row(
     assert sum(taken) < 2 * 33 * 1030 + 2 * 32 * 33
 
 
+@on_host
 def test_no_memory_ends_the_start_by_name() -> None:
     class Large:
         skips_evicted = True
@@ -132,12 +215,11 @@ def test_no_memory_ends_the_start_by_name() -> None:
 
 @pytest.mark.parametrize("entries", [1, 700, 1 << 19])
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300], [1, 3, 4]], ids=str)
+@on_host
 def test_backend_gives_weights_and_computes_the_same(
     new: list[int],
     entries: int,
     monkeypatch: pytest.MonkeyPatch,
-    published_config: None,
-    out_of_tree_platform: None,
 ) -> None:
     monkeypatch.setattr(host_statistics, "_ENTRIES", entries)
     rig = Rig(shifted=0.0, heads=6)
@@ -162,32 +244,21 @@ def test_backend_gives_weights_and_computes_the_same(
         torch.testing.assert_close(latest, right, rtol=1e-4, atol=1e-6)
 
 
-class Reader(Evictor):
-    """Says what it is told to read."""
-
-    def __init__(self, needs: set[str], statistics_needs: StatisticsNeeds) -> None:
-        super().__init__(budget=1)
-        object.__setattr__(self, "_needs", frozenset(needs))
-        object.__setattr__(self, "statistics_needs", statistics_needs)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self._needs  # type: ignore[attr-defined, no-any-return]
-
-
+@on_host
 def test_all_policies_get_what_they_announce() -> None:
-    def named(*policies: Reader) -> list[NamedPolicy]:
-        return [NamedPolicy(str(i), policy) for i, policy in enumerate(policies)]  # type: ignore[arg-type]
+    def named(*policies: Any) -> list[NamedPolicy]:
+        return [NamedPolicy("one", SimpleNamespace(**policy)) for policy in policies]  # type: ignore[arg-type]
+
+    def reads(needs: StatisticsNeeds) -> dict[str, Any]:
+        return {"needs": {ATTENTION}, "statistics_needs": needs}
 
     assert needs_of([]) is None
-    assert needs_of(named(Reader(set(), WANTED))) is None
-    both = named(
-        Reader({ATTENTION}, StatisticsNeeds(latest=8, prompt=8)),
-        Reader({ATTENTION}, StatisticsNeeds(total=True, prompt=3)),
-    )
-    assert needs_of(both) == StatisticsNeeds(latest=8, total=True, prompt=8)
+    assert needs_of(named({"needs": set(), "statistics_needs": WANTED})) is None
+    latest, total = StatisticsNeeds(latest=8, prompt=8), StatisticsNeeds(total=True, prompt=3)
+    assert needs_of(named(reads(latest), reads(total))) == StatisticsNeeds(8, True, 8)
 
 
+@on_host
 def test_weights_are_averaged_over_heads() -> None:
     world = World(1, WANTED)
     world.forward([2], [5])
@@ -201,3 +272,227 @@ def test_weights_are_averaged_over_heads() -> None:
         found.total(), (torch.stack(by_hand).sum(dim=0) / 24)[held].numpy(), rtol=1e-6
     )
     np.testing.assert_allclose(found.latest(1), (by_hand[-1] / 24)[held].numpy(), rtol=1e-6)
+
+
+# -- on a device ----------------------------------------------------------------------
+
+
+@interpreted
+def test_memory_of_rows_without_an_owner_is_given_back_when_it_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = DeviceWorld(1, WANTED)
+    unowned: list[int] = []
+    world.statistics = DeviceStatistics(world.rows, world.generations, WANTED, lambda: unowned)
+    for row in (1, 2):
+        world.begin(row, 0)
+    unowned.append(1)
+    # Room for the memory of two rows.
+    monkeypatch.setattr(
+        DeviceStatistics, "_fits", lambda self, _wanted: len(self._memory) < 2, raising=True
+    )
+    world.begin(3, 0)
+    assert set(world.statistics._memory) == {2, 3}
+    world.check(2)
+    world.check(3)
+    # There is none for a third one, which gets it once another row is nobody's.
+    unowned.clear()
+    world.begin(1, 0)
+    assert not world.statistics.total(1, torch.arange(1)).any()
+    unowned.append(2)
+    world.begin(1, 0)
+    world.check(1)
+
+
+@on_host
+def test_weights_of_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By fewer queries of each, at least one."""
+    rows, generations = torch.zeros(9, 600).int(), torch.ones(9).long()
+    for bound, counts in ((6 * 1200, [6, 6, 4]), (2 * 1200, [2, 2, 2]), (1, [1, 1, 1])):
+        monkeypatch.setattr(statistics, "_WEIGHTS", bound)
+        found = DeviceStatistics(rows, generations, WANTED)
+        batch = found.begin([1, 2, 3], [600, 300, 300], [600, 20, 4])
+        assert batch is not None and batch.counts == counts
+        assert found._first[1:4].tolist() == [600 - counts[0], 300 - counts[1], 300 - counts[2]]
+
+
+@interpreted
+def test_rows_and_positions_out_of_range_are_left_alone() -> None:
+    """A graph's padding, rows without memory, and lengths beyond it."""
+    found = DeviceStatistics(torch.zeros(4, 600).int(), torch.zeros(4).long(), WANTED)
+    found.begin([2], [10], None)
+    memory = found._memory[2].fill_(7)
+    buffers = PlanBuffers.of(4, 900, "cpu", positions=True)
+    buffers.kv_indptr.copy_(torch.tensor([0, 5, 10, 15, 615]))
+    assert buffers.positions is not None
+    buffers.positions[:5] = torch.tensor([-1, 0, 255, 256, 2**31 - 1])
+    buffers.positions[15:615] = torch.arange(600)
+    weights = torch.ones(700)
+    requests, lengths = torch.tensor([2, 0, 9, -1]), torch.tensor([1000, 5, 5, 600])
+    found.apply(DeviceUpdate(weights, 600, BatchRows(buffers, requests, lengths, 600)))
+    assert not weights[:615].any() and weights[615:].all()
+    changed = (memory != 7).nonzero().tolist()
+    assert changed == [[999 % 4, 0], [999 % 4, 255], [4, 0], [4, 255]]
+
+
+@interpreted
+def test_without_positions_nothing_is_written() -> None:
+    """A query before the first position has no place in the memory."""
+    found = DeviceStatistics(torch.zeros(4, 600).int(), torch.zeros(4).long(), WANTED)
+    found.begin([2], [10], None)
+    around = torch.full((3, 5, 256), 7.0)
+    found._bases[2] = around[1].data_ptr()
+    buffers = PlanBuffers.of(2, 20, "cpu", positions=True)
+    for length in (0, -1, -300):
+        read = BatchRows(buffers, torch.tensor([2, 2]), torch.tensor([length, length]), 20)
+        found.apply(DeviceUpdate(torch.zeros(20), 20, read))
+        assert (around == 7).all(), length
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig(shifted=0.0, lengths=SHORT, heads=4, kv_heads=2)
+
+
+@pytest.fixture
+def backend(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with get_parallel().override(attn_dcp_rank=0, attn_tp_rank=0):
+        made = triton_backend(rig, monkeypatch)
+        # Who gets which row is SGLang's to count.
+        rig.rows.req_generation += 1
+        monkeypatch.setattr(cuda_attention, "_backend", made)
+        yield made
+
+
+def announced(backend: Any, batch: Any) -> Any:
+    """The batch as the hook lets the backend know it."""
+    tree = SimpleNamespace(reads_shifted=lambda _reqs: False, reads_evicted=lambda _reqs: False)
+    cuda_attention._after_forward_batch(
+        batch,
+        type(batch),
+        SimpleNamespace(
+            tree_cache=tree,
+            reqs=[],
+            req_pool_indices_cpu=batch.req_pool_indices,
+            seq_lens_cpu=batch.seq_lens,
+        ),
+        SimpleNamespace(is_draft_worker=False),
+    )
+    if hasattr(backend, "kv_index_translator"):
+        backend.kv_index_translator.bind_runner_slots(batch)
+    return batch
+
+
+def assert_weights(rig: Rig, found: Any, batch: Any, new: list[int], queries: int) -> None:
+    """After a forward of rows without a past."""
+    for row, length, count, right in zip(
+        rig.row_of.tolist(), rig.lengths, new, dense_weights(rig, batch, queries), strict=True
+    ):
+        held, last = torch.arange(length), min(count, queries)
+        latest = found.latest(row, held, last) * last
+        torch.testing.assert_close(latest, right, rtol=1e-3, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("shifts", [False, True], ids=["stock", "ours"])
+def test_prefill_then_decode(rig: Rig, backend: Any, shifts: bool) -> None:
+    """SGLang's kernels or ours for the prefill; graphs and eager forwards for what follows."""
+    plain = rig.forward(backend, announced(backend, rig.batch([1, 7, 30])))
+    found = backend.paged.keep_statistics(StatisticsNeeds(latest=5, total=True, prompt=5))
+    assert backend.paged.keep_statistics(StatisticsNeeds()) is found
+    graphs = Graphs(rig, backend)
+    assert {label for _, label in graphs.graphs} == {SHIFTED}
+    batch = announced(backend, rig.batch([1, 7, 30]))
+    backend.mark.note(batch.rids, shifts)
+    assert not backend.can_run_prefill_cuda_graph(batch)
+    out = rig.forward(backend, batch)
+    if not shifts:
+        assert torch.equal(out, plain)
+    assert_weights(rig, found, batch, [1, 7, 30], 5)
+    total = [
+        found.total(row, torch.arange(length))
+        for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True)
+    ]
+    nobodys = rig.pool.k_buffer[0].isnan().all(dim=(1, 2)).nonzero()[:, 0].split(3)
+    for runner, slots in zip((graphs, backend, graphs), nobodys, strict=False):
+        rig.lengths = [length + 1 for length in rig.lengths]
+        batch = announced(backend, rig.batch([1, 1, 1]))
+        rig.rows.req_to_token[batch.req_pool_indices, batch.seq_lens - 1] = slots.int()
+        batch.out_cache_loc = slots
+        rig.forward(runner, batch)
+        assert_weights(rig, found, batch, [1, 1, 1], 1)
+        for b, (row, length) in enumerate(zip(rig.row_of.tolist(), rig.lengths, strict=True)):
+            held = torch.arange(length)
+            total[b] = torch.nn.functional.pad(total[b], (0, 1)) + found.latest(row, held, 1)
+            torch.testing.assert_close(found.total(row, held), total[b], rtol=1e-4, atol=1e-6)
+    assert set(graphs.replayed) == {SHIFTED}
+
+
+@interpreted
+def test_some_of_the_requests_in_graphs_and_without(rig: Rig, backend: Any) -> None:
+    """Graphs of two sizes, padded or not, eager steps and a batch with prompts take turns."""
+    found = backend.paged.keep_statistics(StatisticsNeeds(latest=3, total=True, prompt=4))
+    graphs = Graphs(rig, backend)
+    rows, lengths = rig.row_of, list(rig.lengths)
+    free = rig.pool.k_buffer[0].isnan().all(dim=(1, 2)).nonzero()[:, 0].tolist()
+    rig.forward(backend, announced(backend, rig.batch(lengths)))
+    total = [found.total(int(row), torch.arange(n)) for row, n in zip(rows, lengths, strict=True)]
+    for runner, some, new in (
+        (graphs, [0, 1], [1, 1]),
+        (graphs, [2], [1]),
+        (backend, [0, 1, 2], [1, 1, 1]),
+        (graphs, [2, 0], [1, 1]),
+        (backend, [1, 2, 0], [1, 4, 1]),
+        (graphs, [1], [1]),
+        (graphs, [0, 1, 2], [1, 1, 1]),
+    ):
+        for b, count in zip(some, new, strict=True):
+            for at in range(lengths[b], lengths[b] + count):
+                rig.rows.req_to_token[rows[b], at] = free.pop(0)
+            lengths[b] += count
+        rig.row_of, rig.lengths = rows[some], [lengths[b] for b in some]
+        batch = announced(backend, rig.batch(new))
+        rig.forward(runner, batch)
+        for b, count, right in zip(some, new, dense_weights(rig, batch, 4), strict=True):
+            row, held = int(rows[b]), torch.arange(lengths[b])
+            total[b] = torch.nn.functional.pad(total[b], (0, count)) + right
+            torch.testing.assert_close(found.total(row, held), total[b], rtol=1e-3, atol=1e-5)
+            if count == 1:
+                torch.testing.assert_close(found.latest(row, held, 1), right, rtol=1e-3, atol=1e-5)
+        assert not backend._graphs[-1][1].any()
+    # Of the padding.
+    assert int(found._bases[0]) == 0
+
+
+@interpreted
+def test_a_batch_that_nobody_announced_is_not_noted(rig: Rig, backend: Any) -> None:
+    """SGLang's own trial runs, whose rows are nobody's or another's; another batch was announced."""
+    found = backend.paged.keep_statistics(WANTED)
+
+    def totals() -> torch.Tensor:
+        rows = zip(rig.row_of.tolist(), rig.lengths, strict=True)
+        return torch.cat([found.total(row, torch.arange(length)) for row, length in rows])
+
+    rig.forward(backend, announced(backend, rig.batch([1, 7, 30])))
+    before = totals()
+    assert before.all()
+    announced(backend, rig.batch([1, 3, 4]))
+    trial = rig.batch([1, 3, 4])
+    backend.kv_index_translator.bind_runner_slots(trial)
+    rig.forward(backend, trial)
+    assert torch.equal(totals(), before)
+
+
+@interpreted
+def test_evicted_positions_are_not_there(rig: Rig, backend: Any) -> None:
+    found = backend.paged.keep_statistics(StatisticsNeeds(latest=2, total=True, prompt=2))
+    rig.evict([1, 3, 30], share=0.3)
+    for new in ([1, 3, 30], [1, 1, 1]):
+        batch = announced(backend, rig.batch(new))
+        backend.mark.note(batch.rids, True)
+        rig.forward(backend, batch)
+        for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True):
+            held = (rig.rows.req_to_token[row, :length] >= 0).nonzero()[:, 0]
+            # Every query head gives out a weight of 1.
+            weight = float(found.latest(row, held, 1).sum())
+            assert weight == pytest.approx(rig.heads, rel=1e-3)

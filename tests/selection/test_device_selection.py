@@ -56,17 +56,13 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen_on_host(
-    host: HostSelection,
-    rows: torch.Tensor,
-    request: torch.Tensor,
-    length: torch.Tensor,
-    layer: int,
-    query: torch.Tensor,
+    host: HostSelection, rows: torch.Tensor, request: int, length: int, layer: int, query: Any
 ) -> torch.Tensor:
     """bool, which entries of one row the CPU reads."""
     host._rows = rows
-    plan = RowPlan(*plan_rows(rows, request, length, None, 1 << 20))
-    host.begin(BatchRows(plan, request, length, int(length)), False)
+    where = torch.tensor([request]), torch.tensor([length])
+    plan = RowPlan(*plan_rows(rows, *where, None, 1 << 20))
+    host.begin(BatchRows(plan, *where, length), False)
     assert host.plan(layer, query, SCALE) is not None
     return host._among
 
@@ -112,33 +108,27 @@ class World:
                 # Shared with an earlier position of the row, or evicted.
                 own[i] = own[0] if random(1) < 0.2 else -1 if random(1) < 0.2 else own[i]
             for at in range(length):
-                slot = own[at // PAGE] * PAGE + at % PAGE
-                self.rows[row, at] = max(slot, -1) if own[at // PAGE] >= 0 else -1
-                if self.shared_slots and slot >= 0 and own.index(own[at // PAGE]) == at // PAGE:
+                page = own[at // PAGE]
+                slot = page * PAGE + at % PAGE if page >= 0 else -1
+                self.rows[row, at] = slot
+                if self.shared_slots and page >= 0 and own.index(page) == at // PAGE:
                     self.cached_at[slot] = at
             # Beyond the row's end lies what an earlier request left.
             self.rows[row, length:] = 8
         self.query = torch.randn(3, HEADS, DIM, generator=self.generator) * 3
 
     def begin(self, graph: bool) -> None:
-        plan_into(
-            self.buffers,
-            self.rows,
-            self.requests,
-            self.lengths,
-            self.cached_at if self.shared_slots else None,
-            num_slots=SLOTS,
-        )
+        requests, lengths = self.requests, self.lengths
         if graph:
             # Padded, as SGLang does.
-            requests = torch.cat((self.requests, torch.zeros(1, dtype=torch.int64)))
-            lengths = torch.cat((self.lengths, torch.ones(1, dtype=torch.int64)))
-            cached_at = self.cached_at if self.shared_slots else None
-            plan_into(self.buffers, self.rows, requests, lengths, cached_at, num_slots=SLOTS)
-            self.device.begin_graph(BatchRows(self.buffers, requests, lengths, WIDTH))
+            requests = torch.nn.functional.pad(requests, (0, 1))
+            lengths = torch.nn.functional.pad(lengths, (0, 1), value=1)
+        cached_at = self.cached_at if self.shared_slots else None
+        plan_into(self.buffers, self.rows, requests, lengths, cached_at, num_slots=SLOTS)
+        read = BatchRows(self.buffers, requests, lengths, WIDTH if graph else int(lengths.max()))
+        if graph:
+            self.device.begin_graph(read)
         else:
-            longest = int(self.lengths.max())
-            read = BatchRows(self.buffers, self.requests, self.lengths, longest)
             self.device.begin(read, True)
 
     def away(self) -> torch.Tensor:
@@ -159,10 +149,8 @@ class World:
             if length <= self.policy.budget:
                 read.append(at[self.rows[self.requests[i], :length] >= 0].tolist())
                 continue
-            one = self.requests[i : i + 1], self.lengths[i : i + 1]
-            chosen = at[own >= 0][
-                chosen_on_host(self.host, rows, *one, layer, self.query[i : i + 1])
-            ]
+            one = int(self.requests[i]), length, layer, self.query[i : i + 1]
+            chosen = at[own >= 0][chosen_on_host(self.host, rows, *one)]
             read.append(sorted({*chosen.tolist(), *at[away[i, :length]].tolist()}))
         return read
 
@@ -208,12 +196,8 @@ def test_the_same_pages_as_on_the_cpu(graph: bool, shifted: bool) -> None:
                 if length > world.policy.budget:
                     held += int((world.rows[world.requests[i], :length] >= 0).sum())
                     read += len(found[i])
-    assert world.device.describe() == {
-        "name": "quest",
-        "positions_held": held,
-        "positions_read": read,
-        "refusals": {},
-    }
+    counts = {"positions_held": held, "positions_read": read}
+    assert world.device.describe() == {"name": "quest", **counts, "refusals": {}}
     assert 0 < read < held
     # What Prometheus gets is the state of an earlier call.
     assert world.device.recent()["positions_read"] == 0
@@ -337,9 +321,10 @@ def ranks() -> Iterator[None]:
 POLICY = Quest(budget=24, whole_layers=1)
 
 
-def selecting(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
-    backend = triton_backend(rig, monkeypatch, corrected)
-    backend.paged.select("quest", POLICY)
+def noted(rig: Rig, backend: Any) -> Any:
+    """The backend, with bounds of what is in the pool now."""
+    if backend.paged.selection is None:
+        backend.paged.select("quest", POLICY)
     backend.paged.selection.update(1, torch.arange(len(rig.pool.k_buffer[1])))
     return backend
 
@@ -361,9 +346,9 @@ def read_of(rig: Rig) -> list[torch.Tensor]:
             continue
         rows = rig.rows.req_to_token[row : row + 1].clone()
         rows[0, :length][away] = -1
-        one = torch.tensor([0]), torch.tensor([length])
         chosen = away.clone()
-        chosen[rows[0, :length] >= 0] = chosen_on_host(host, rows, *one, 1, rig.query[i : i + 1])
+        query = rig.query[i : i + 1]
+        chosen[rows[0, :length] >= 0] = chosen_on_host(host, rows, 0, length, 1, query)
         read.append(chosen)
     return read
 
@@ -384,20 +369,20 @@ def check(rig: Rig, backend: Any, batch: Any) -> None:
 def test_decode_reads_what_was_selected(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager and in graphs, one row within the budget; rows, cached and evicted positions change in between."""
     rig = rig_of([70, 19, 41], shifted=(1, 4))
-    backend = selecting(rig, monkeypatch)
+    backend = noted(rig, triton_backend(rig, monkeypatch))
     assert GraphVariants(backend).capture_labels == (SHIFTED,)
     check(rig, backend, rig.batch([1, 1, 1]))
     graphs = Graphs(rig, backend)
     check(rig, graphs, rig.batch([1, 1, 1]))
     place(rig, [33, 64, 1], shifted=(2,))
-    backend.paged.selection.update(1, torch.arange(len(rig.pool.k_buffer[1])))
+    noted(rig, backend)
     rig.rows.req_to_token[rig.row_of[1], 8:16] = -1
     rig.runner.token_to_kv_pool_allocator.has_evicted = True
     check(rig, graphs, rig.batch([1, 1, 1]))
     check(rig, backend, rig.batch([1, 1, 1]))
     rig.row_of = rig.row_of[:1]
     place(rig, [60])
-    backend.paged.selection.update(1, torch.arange(len(rig.pool.k_buffer[1])))
+    noted(rig, backend)
     check(rig, graphs, rig.batch([1]))
     assert set(graphs.replayed) == {SHIFTED}
     seen = backend.paged.selection.describe()
@@ -440,8 +425,7 @@ def test_statistics_of_what_was_selected(ranks: None, monkeypatch: pytest.Monkey
     rig = rig_of([70, 12, 40], shifted=(3,))
     backend = triton_backend(rig, monkeypatch)
     statistics = backend.paged.keep_statistics(StatisticsNeeds(latest=1, total=True))
-    backend.paged.select("quest", POLICY)
-    backend.paged.selection.update(1, torch.arange(len(rig.pool.k_buffer[1])))
+    noted(rig, backend)
     graphs = Graphs(rig, backend)
     for runner in (backend, graphs):
         batch = rig.batch([1, 1, 1])
@@ -464,9 +448,7 @@ def test_a_selector_that_waits_is_refused_at_the_start(
     backend = triton_backend(rig, monkeypatch)
     policy = Wasteful(budget=24, whole_layers=0)
     object.__setattr__(policy, "poll", poll)
-    with pytest.raises(
-        ValueError, match=r"--reasoncache-policy slow: keep .* waits for the device"
-    ):
+    with pytest.raises(ValueError, match="--reasoncache-policy slow: keep .* waits for the device"):
         backend.paged.select("slow", policy)
     assert backend.paged.selection is None and not backend.paged.always_needed
     object.__setattr__(policy, "poll", lambda shares, _held: shares[:, torch.tensor([0, 1])])

@@ -107,22 +107,17 @@ class World:
         self.requests = torch.tensor([2, 0])
         self.query = torch.randn(2, HEADS, DIM) * 3
         self.policy = policy or Quest(budget=16, whole_layers=0)
-        self.selection = HostSelection(
-            "quest",
-            self.policy,
-            {7: self.keys},
-            PAGE,
-            self.rows,
-            self.cached_at,
-            rotation=self.rotation,
-        )
+        read = "quest", self.policy, {7: self.keys}, PAGE, self.rows, self.cached_at
+        self.selection = HostSelection(*read, rotation=self.rotation)
         self.selection.update(7, torch.arange(SLOTS))
         self.plan = plan_rows(
             self.rows, self.requests, self.lengths, self.cached_at, num_slots=SLOTS
         )
 
-    def begin(self) -> None:
+    def begun(self) -> Any:
+        """What the layer reads in a step that begins."""
         self.selection.begin(BatchRows(self.plan, self.requests, self.lengths, 39), False)
+        return self.selection.plan(7, self.query, DIM**-0.5)
 
     def expected(self, row: int, length: int, query: torch.Tensor) -> list[int]:
         """Positions that are read, by bounds of the keys as they lie and a query rotated back."""
@@ -151,8 +146,7 @@ class World:
 def test_best_pages_are_read(shifted: bool) -> None:
     world = World(shifted=shifted)
     assert world.selection.plan(7, world.query, DIM**-0.5) is None, "no step was begun"
-    world.begin()
-    found = world.selection.plan(7, world.query, DIM**-0.5)
+    found = world.begun()
     assert found is not None
     rows, among = found[0], world.selection._among
     assert (rows.shift is not None) == shifted
@@ -166,24 +160,17 @@ def test_best_pages_are_read(shifted: bool) -> None:
         expected = world.expected(row, length, world.query[i])
         assert slots.tolist() == world.rows[row, expected].tolist()
         assert len(expected) < 17
-    assert world.selection.describe() == {
-        "name": "quest",
-        "positions_held": len(world.plan.kv_indices),
-        "positions_read": len(rows.kv_indices),
-        "refusals": {},
-    }
+    counts = {"positions_held": len(among), "positions_read": len(rows.kv_indices)}
+    assert len(among) == len(world.plan.kv_indices)
+    assert world.selection.describe() == {"name": "quest", **counts, "refusals": {}}
     assert world.selection.recent() == world.selection.describe()
 
 
-def test_short_rows_and_first_layers_are_read_whole() -> None:
-    world = World(shifted=False, policy=Quest(budget=39, whole_layers=0))
-    world.begin()
-    assert world.selection.plan(7, world.query, 1.0) is None
-    world = World(shifted=False, policy=Quest(budget=8, whole_layers=1))
-    world.begin()
-    assert world.selection.plan(7, world.query, 1.0) is None
+@pytest.mark.parametrize("options", [(39, 0), (8, 1)], ids=["short rows", "first layers"])
+def test_short_rows_and_first_layers_are_read_whole(options: tuple[int, int]) -> None:
+    assert World(shifted=False, policy=Quest(*options)).begun() is None
     world = World(shifted=False)
-    world.begin()
+    assert world.begun() is not None
     world.selection.forget()
     assert world.selection.plan(7, world.query, 1.0) is None, "a prefill came in between"
 
@@ -199,8 +186,7 @@ def test_short_rows_and_first_layers_are_read_whole() -> None:
 )
 def test_nonsense_is_refused_by_name(answer: Any, refusal: str) -> None:
     world = World(shifted=False, policy=wrong(answer))
-    world.begin()
-    found = world.selection.plan(7, world.query, DIM**-0.5)
+    found = world.begun()
     assert world.selection.describe()["refusals"] == {refusal: 1}
     if refusal == "newest":
         assert found is not None
@@ -210,8 +196,7 @@ def test_nonsense_is_refused_by_name(answer: Any, refusal: str) -> None:
         assert found is None
     # Pages that a row does not have cost nothing: there is nothing to read.
     world = World(shifted=False, policy=wrong(lambda keep, _newest: torch.ones_like(keep)))
-    world.begin()
-    found = world.selection.plan(7, world.query, DIM**-0.5)
+    found = world.begun()
     assert found is not None
     assert torch.equal(found[0].kv_indices, world.plan.kv_indices)
 
@@ -232,10 +217,8 @@ def test_layers_get_the_same_whatever_a_selector_writes(shifted: bool) -> None:
     found = []
     for kind in (Quest, InPlace):
         world = World(shifted=shifted, policy=kind(budget=16, whole_layers=0))
-        world.begin()
-        for _ in range(2):
-            selected = world.selection.plan(7, world.query, DIM**-0.5)
-            assert selected is not None
+        for plan in (world.begun, lambda w=world: w.selection.plan(7, w.query, DIM**-0.5)):
+            assert plan() is not None
             found.append(world.selection._among)
         assert world.selection.describe()["refusals"] == {}
     assert all(torch.equal(each, found[0]) for each in found)
