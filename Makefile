@@ -5,14 +5,14 @@
 PYTHON_ENV := .venv/bin/python
 PROPERTY_OPERATIONS ?= 1000000
 TEST_WORKERS ?= 2
-# Recorded responses for the benchmarks: a folder of JSONL files.
-TRACES ?= ../shared/data/traces
+# Recorded responses for some benchmarks: a folder of JSONL files.
+TRACES ?=
 
 # Python's compiled modules go into .venv; without them every server start is
 # twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-policies docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-policies docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,10 +21,10 @@ help:
 	@echo "make test-all     the same with every kind of server"
 	@echo "make test-long    property test with PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) operations"
 	@echo "make test-sanitized  native code under AddressSanitizer, UBSan and ThreadSanitizer"
-	@echo "make bench-filter TRACES=$(TRACES)   what the filter costs, alone and in a server"
-	@echo "make bench-serve TRACES=$(TRACES)    stock against ours: throughput, memory, answers (20 minutes)"
+	@echo "make bench-filter TRACES=FOLDER    what the filter costs, alone and in a server"
+	@echo "make bench-serve TRACES=FOLDER     stock against ours: throughput, memory, answers (20 minutes)"
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
-	@echo "make bench-policies TRACES=$(TRACES) cache policies at equal saving: accuracy, throughput (45 minutes)"
+	@echo "make bench-policies TRACES=FOLDER  cache policies at equal saving: accuracy, throughput (45 minutes)"
 	@echo "make docs         the documents as a site in build/site, links checked"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff format and import order"
@@ -54,16 +54,19 @@ test-long: setup
 test-sanitized: setup
 	tools/sanitize.sh $(PYTHON_ENV) $(TEST_ARGS)
 
-bench-filter: setup
+with-traces:
+	@test -n "$(TRACES)" || { echo "TRACES=FOLDER must name a folder of recorded responses (*.jsonl), got none" >&2; exit 2; }
+
+bench-filter: with-traces setup
 	$(PYTHON_ENV) -m eval.bench.filter $(TRACES) $(BENCH_ARGS)
 
-bench-serve: setup
+bench-serve: with-traces setup
 	$(PYTHON_ENV) -m eval.bench.serve $(TRACES) $(BENCH_ARGS)
 
 bench-kernels: setup
 	$(PYTHON_ENV) -m eval.bench.attention --growth --server $(BENCH_ARGS)
 
-bench-policies: setup
+bench-policies: with-traces setup
 	$(PYTHON_ENV) -m eval.bench.policies $(TRACES) $(BENCH_ARGS)
 
 docs: setup

@@ -136,11 +136,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     from sglang_reasoncache.plugin.step_filter import check_encoder
 
     check_encoder(config, server_args.tp_size)
-    try:
-        # Before the scheduler processes want them.
-        native.prepare_for_children()
-    except native.NativeUnavailable as error:
-        logger.warning("reasoncache: no native code, kernels run in PyTorch: %s", error)
+    _prepare_kernels(server_args.device)
     server_args.radix_cache_backend = compat.TREE_BACKEND
     # An underscore attribute survives the pickling into the scheduler process.
     server_args._reasoncache = config
@@ -152,6 +148,18 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     compat.HookRegistry.apply_hooks()
     hooking.check_applied(compat.HOOK_TARGETS.values())
     return server_args
+
+
+def _prepare_kernels(device: str | None) -> None:
+    """Compile the CPU kernels before the scheduler processes want them; a GPU has no use for them."""
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return
+    try:
+        native.prepare_for_children()
+    except native.NativeUnavailable as error:
+        logger.warning("reasoncache: no native code, kernels run in PyTorch: %s", error)
 
 
 def config_of(server_args: Any) -> ReasonCacheConfig | None:
