@@ -183,8 +183,11 @@ def _state(**changes: object) -> dict[str, object]:
             )
         ),
         *(
-            (_state(**{field: value}), "num_observed must be an integer of at least")
-            for field, value in (*(("num_observed", n) for n in (2, "3", -1)), ("bins", []))
+            (state, "num_observed must be an integer of at least")
+            for state in (
+                *(_state(num_observed=2), _state(num_observed="3"), _state(num_observed=-1)),
+                _state(bins=[]),
+            )
         ),
     ],
 )
