@@ -380,10 +380,8 @@ class Memory:
         """Every page is either free once or referenced as often as the books say."""
         world = self.world
         num_pages = world.total // world.page
-        uses = np.bincount(
-            np.concatenate([*named, np.zeros(0, np.int64)]).astype(np.int64),
-            minlength=num_pages + 1,
-        )
+        pages = np.concatenate([*named, np.zeros(0, np.int64)]).astype(np.int64)
+        uses = np.bincount(pages, minlength=num_pages + 1)
         free = world.free_pages()
         frees = np.bincount(free, minlength=num_pages + 1)
         assert uses[0] == frees[0] == 0, "the padding page is in use"
@@ -394,9 +392,5 @@ class Memory:
         recounted = dict(zip(many.tolist(), uses[many].tolist(), strict=True))
         assert world.allocator.references == recounted, "reference counts differ"
         # Whoever still reads a freed slot shall see it.
-        slots = free if world.page == 1 else self._slots_of(free)
+        slots = (free[:, None] * world.page + np.arange(world.page)).ravel()
         world.write(slots, [NOTHING] * len(slots))
-
-    def _slots_of(self, pages: np.ndarray) -> np.ndarray:
-        page = self.world.page
-        return (pages[:, None] * page + np.arange(page)).ravel()

@@ -33,7 +33,6 @@ from sglang.srt.mem_cache.common import (
     release_kv_cache,
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.runtime_context import get_context
 
 from sglang_reasoncache.eviction.policies.contract import Eviction
 from tests.property.model import Memory, Track
@@ -65,6 +64,8 @@ EVICTIONS = st.lists(
 )
 #: (gap before the destination, source); see ``_script``.
 BLOCKS = st.lists(st.tuples(PICK, PICK), min_size=4, max_size=12)
+Draws = list[tuple[int, int]]
+Evictions = list[tuple[int, int, int]]
 
 
 def token_of(bits: int, at: int) -> int:
@@ -79,12 +80,8 @@ def tokens_of(bits: int, length: int) -> list[int]:
 class MemoryMachine(RuleBasedStateMachine):
     """One scheduler's memory. Rules follow the scheduler; :class:`Memory` says what must hold."""
 
-    operations = 0
-    rules_run = 0
-    blocks_shared = 0
-    blocks_late = 0
-    positions_evicted = 0
-    rules_with_aliases = 0
+    operations = rules_run = rules_with_aliases = 0
+    blocks_shared = blocks_late = positions_evicted = 0
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -320,26 +317,16 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.running) < MAX_ROWS)
     @rule(
-        origin=PICK,
-        keep=st.integers(0, 48),
-        bits=BITS,
-        length=st.integers(1, 12),
+        draws=st.tuples(PICK, st.integers(0, 48), BITS, st.integers(1, 12)),
         exact_only=st.sampled_from((False, False, True)),
         salt=SALT,
         chunk=st.integers(0, 3),
     )
     def admit(
-        self,
-        origin: int,
-        keep: int,
-        bits: int,
-        length: int,
-        exact_only: bool,
-        salt: str | None,
-        chunk: int,
+        self, draws: tuple[int, int, int, int], exact_only: bool, salt: str | None, chunk: int
     ) -> None:
         """A new prompt, an earlier one, part of one, or a follow-up turn."""
-        prompt = self._prompt(origin, keep, bits, length)
+        prompt = self._prompt(*draws)
         if self._start(self._track(prompt, exact_only, salt), chunk):
             self.seen = [*self.seen[-15:], prompt]
 
@@ -355,9 +342,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.running) < MAX_ROWS)
     @rule(origin=PICK, bits=BITS, salt=SALT, draws=BLOCKS)
-    def respond(
-        self, origin: int, bits: int, salt: str | None, draws: list[tuple[int, int]]
-    ) -> None:
+    def respond(self, origin: int, bits: int, salt: str | None, draws: Draws) -> None:
         """A whole short response, so that much of the tree comes from sharing."""
         prompt = self._prompt(origin, bits % 48, bits, 1 + bits % 5)
         track = self._track(prompt, False, salt)
@@ -395,9 +380,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.decoding) > 0)
     @rule(bits=BITS, draws=BLOCKS, evictions=EVICTIONS)
-    def decode_all(
-        self, bits: int, draws: list[tuple[int, int]], evictions: list[tuple[int, int, int]]
-    ) -> None:
+    def decode_all(self, bits: int, draws: Draws, evictions: Evictions) -> None:
         """Many steps of all requests with many blocks, so that neither sharing nor evictions are rare."""
         if bits & 2:
             self._script_evictions(self._longest(), evictions)
@@ -406,12 +389,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.decoding) > 0)
     @rule(pick=PICK, evictions=EVICTIONS, steps=st.integers(0, 6), bits=BITS, draws=BLOCKS)
     def evict_positions(
-        self,
-        pick: int,
-        evictions: list[tuple[int, int, int]],
-        steps: int,
-        bits: int,
-        draws: list[tuple[int, int]],
+        self, pick: int, evictions: Evictions, steps: int, bits: int, draws: Draws
     ) -> None:
         """A policy answers for one request, while blocks of it may be on their way."""
         chosen = self.decoding[pick // 4 % len(self.decoding)]
@@ -431,9 +409,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 self._restart(track, 0)
         self._decode(self.decoding, 6, bits, draws)
 
-    def _decode(
-        self, batch: list[Track], steps: int, bits: int, draws: list[tuple[int, int]]
-    ) -> None:
+    def _decode(self, batch: list[Track], steps: int, bits: int, draws: Draws) -> None:
         self._count()
         if self.setup.page > 4:
             steps *= 3
@@ -593,24 +569,13 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.world.controller.saved_positions == 0
 
 
-@pytest.fixture(autouse=True)
-def published_config() -> Any:
-    """SGLang's request and release paths read the process-wide configuration."""
-    with get_context().override_server_args(device="cpu", attention_backend="torch_native"):
-        yield
-
-
-def requested_operations() -> int | None:
-    value = os.environ.get("REASONCACHE_PROPERTY_OPERATIONS")
-    return int(value) if value else None
-
-
 @pytest.mark.property
+@pytest.mark.usefixtures("published_config")
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -> None:
-    requested = requested_operations()
+    requested = int(os.environ.get("REASONCACHE_PROPERTY_OPERATIONS") or 0)
     wanted = (requested or QUICK_OPERATIONS) // len(SETUPS)
-    steps = 60 if requested is None else 150
+    steps = 150 if requested else 60
 
     class Machine(MemoryMachine):
         """Counts for this setup alone."""
@@ -628,7 +593,7 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
                 stateful_step_count=steps,
                 deadline=None,
                 # The quick run is the same every time, the long one never is.
-                derandomize=requested is None,
+                derandomize=not requested,
                 suppress_health_check=list(HealthCheck),
             ),
         )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,20 +57,23 @@ def load(model_path: Path) -> Any:
 
 @torch.no_grad()
 def differences(
-    model: Any,
-    prompt: list[int],
-    tokens: list[int],
-    logprobs: list[float],
-    hidden: Iterable[tuple[int, int, int]],
+    reference: Any, prompt: str, found: dict[str, Any], after: int | None = 1
 ) -> torch.Tensor:
-    """fp32 ``[logprobs]``: how far those of the last tokens are from the loop's.
+    """fp32 ``[tokens]``: how far log-probabilities are from those of the loop.
 
     Args:
-        hidden: ``(first query, start, length)``: keys that this query and later ones do not see.
+        reference: Tokenizer and model.
+        found: As :func:`respond` returns it.
+        after: Queries that see what was evicted behind the prompt: on the overlap schedule the
+            forward in flight has read it. Between chunks nothing runs. None: nothing is masked.
     """
-    text = prompt + tokens
+    tokenizer, model = reference
+    ids = tokenizer(prompt)["input_ids"]
+    assert len(ids) == found["prompt_tokens"]
+    text, logprobs = ids + found["tokens"], found["inputs"] + found["logprobs"]
     visible = torch.ones(len(text), len(text), dtype=torch.bool).tril()
-    for query, start, length in hidden:
+    for written, start, length in found["evictions"] if after is not None else ():
+        query = written + (after or 0) * (written >= len(ids))
         visible[query:, start : start + length] = False
     mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     out = model(input_ids=torch.tensor([text]), attention_mask=mask[None, None])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,43 +39,43 @@ def graphs(request: pytest.FixtureRequest) -> tuple[str, ...]:
     )
 
 
-def _served(
-    model_path: Path, log: Path, attention: str, graphs: tuple[str, ...], *more: str
-) -> ServerProcess:
-    flags = ("--enable-reasoncache", "--attention-backend", attention, *graphs, *EAGER)
-    return ServerProcess(
-        model_path,
-        flags=(*flags, "--mem-fraction-static", "0.3", "--max-running-requests", "16", *more),
-        env={**STRICT_CHECKS, **WAITING},
-        log_path=log,
-        device="cuda",
-    )
-
-
-def _answers(server: ServerProcess) -> list[tuple[list[str], list[float]]]:
-    return [
-        tokens_and_logprobs(chat_once(server, [{"role": "user", "content": prompt}]))
-        for prompt in _PROMPTS
-    ]
+Serve = Callable[..., ServerProcess]
 
 
 @pytest.fixture(scope="module")
-def shared(
+def serve(
     model_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
     attention: str,
     graphs: tuple[str, ...],
-) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("cuda") / f"{attention}.log"
-    with _served(
-        model_path, log, attention, graphs, "--reasoncache-positions", "corrected"
-    ) as server:
+) -> Serve:
+    """Makes a server that has more flags."""
+
+    def made(*more: str) -> ServerProcess:
+        flags = ("--enable-reasoncache", "--attention-backend", attention, *graphs, *EAGER)
+        return ServerProcess(
+            model_path,
+            flags=(*flags, "--mem-fraction-static", "0.3", "--max-running-requests", "16", *more),
+            env={**STRICT_CHECKS, **WAITING},
+            log_path=tmp_path_factory.mktemp("cuda") / f"{attention}.log",
+            device="cuda",
+        )
+
+    return made
+
+
+def _answers(server: ServerProcess, **options: object) -> list[tuple[list[str], list[float]]]:
+    chats = ([{"role": "user", "content": prompt}] for prompt in _PROMPTS)
+    return [tokens_and_logprobs(chat_once(server, chat, **options)) for chat in chats]
+
+
+@pytest.fixture(scope="module")
+def shared(serve: Serve) -> Iterator[ServerProcess]:
+    with serve("--reasoncache-positions", "corrected") as server:
         yield server
 
 
-def test_sharing_equals_copying(
-    model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...]
-) -> None:
+def test_sharing_equals_copying(serve: Serve) -> None:
     """The same answers as a server that writes rotated K and V into the requests' own slots.
 
     Both without the overlap schedule: copies would race with the forward in flight, and
@@ -84,10 +84,7 @@ def test_sharing_equals_copying(
     answers = {}
     for apply in ("alias", "copy"):
         flags = ("--reasoncache-positions", "corrected", "--reasoncache-set", f"apply={apply}")
-        log = tmp_path / f"{apply}.log"
-        with _served(
-            model_path, log, attention, graphs, *flags, "--disable-overlap-schedule"
-        ) as server:
+        with serve(*flags, "--disable-overlap-schedule") as server:
             answers[apply] = _answers(server)
             assert report(server)["config"]["positions"] == "corrected"
             assert report(server)["totals"]["blocks_shared"] > 0
@@ -111,52 +108,33 @@ def test_batches_with_and_without_shared_blocks(shared: ServerProcess) -> None:
 def test_opted_out_requests_stay_exact(shared: ServerProcess) -> None:
     """Unshared requests run SGLang's kernels, alone or after others shared."""
     shared.post("/flush_cache")
-    before = _opted_out(shared)
+    before = _answers(shared, extra_body=OPT_OUT)
     # No flush after it: slots stay shifted, and the batch decides which kernels run.
     _answers(shared)
-    assert _opted_out(shared) == before
-
-
-def _opted_out(server: ServerProcess) -> list[list[str]]:
-    return [
-        tokens_and_logprobs(
-            chat_once(server, [{"role": "user", "content": prompt}], extra_body=OPT_OUT)
-        )[0]
-        for prompt in _PROMPTS
-    ]
+    after = _answers(shared, extra_body=OPT_OUT)
+    assert [tokens for tokens, _ in after] == [tokens for tokens, _ in before]
 
 
 @pytest.mark.parametrize("positions", ["corrected", "as-cached"])
-def test_evicting_equals_masking(
-    model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...], positions: str
-) -> None:
+def test_evicting_equals_masking(model_path: Path, serve: Serve, positions: str) -> None:
     """As on the CPU: log-probabilities are those of a loop that does not see what was evicted."""
     policy = ("--reasoncache-policy", "streamingllm:budget=96:slack=8:recent=16:prompt=true")
     flags = (*policy, "--reasoncache-positions", positions, "--chunked-prefill-size", "64")
-    tokenizer, model = masking.load(model_path)
+    reference = masking.load(model_path)
     prompts = [f"<|user|> {' '.join(_PROMPTS)} {text} <|assistant|>" for text in _PROMPTS]
     right = dense = 0.0
-    with _served(model_path, tmp_path / "log", attention, graphs, *flags) as server:
+    with serve(*flags) as server:
         found = masking.respond(server, prompts, 300, sampling_params={"ignore_eos": True})
         assert_whole(server)
     for text, response in zip(prompts, found, strict=True):
         assert response["evicted_positions"] > 300
-        prompt = tokenizer(text)["input_ids"]
-        hidden = [
-            (written + (written >= len(prompt)), start, length)
-            for written, start, length in response["evictions"]
-        ]
-        args = (model, prompt, response["tokens"], response["logprobs"])
-        right += float(masking.differences(*args, hidden).sum())
-        dense += float(masking.differences(*args, []).sum())
+        right += float(masking.differences(reference, text, response).sum())
+        dense += float(masking.differences(reference, text, response, None).sum())
     assert right < dense / 10
 
 
-def test_rkv_decides_by_weights_noted_on_the_device(
-    model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...]
-) -> None:
-    log = tmp_path / "log"
-    with _served(model_path, log, attention, graphs, *rkv_rule.POLICY) as server:
+def test_rkv_decides_by_weights_noted_on_the_device(model_path: Path, serve: Serve) -> None:
+    with serve(*rkv_rule.POLICY) as server:
         rkv_rule.assert_rkv_decides(server, masking.load(model_path))
         solve(server, problems(12, seed=3))
         assert report(server)["totals"]["eviction_refusals"] == {}
@@ -164,24 +142,20 @@ def test_rkv_decides_by_weights_noted_on_the_device(
 
 
 @pytest.mark.parametrize("positions", ["corrected", "as-cached"])
-def test_quest_reads_what_its_rule_says(
-    model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...], positions: str
-) -> None:
+def test_quest_reads_what_its_rule_says(model_path: Path, serve: Serve, positions: str) -> None:
     flags = (*quest_rule.POLICY, "--reasoncache-positions", positions)
-    with _served(model_path, tmp_path / "log", attention, graphs, *flags) as server:
+    with serve(*flags) as server:
         quest_rule.assert_quest_decides(server, masking.load(model_path))
         quest_rule.assert_reads_less(server)
         assert_whole(server)
 
 
-def test_shared_pages_evicted_ones_and_selected_ones(
-    model_path: Path, tmp_path: Path, attention: str, graphs: tuple[str, ...]
-) -> None:
+def test_shared_pages_evicted_ones_and_selected_ones(serve: Serve) -> None:
     """All three on the same rows: every request is answered, every slot comes back."""
     policy = "reasoncache+quest:budget=96+rkv:budget=110:slack=24:recent=16"
     asked = ("--reasoncache-policy", policy, "--reasoncache-positions", "corrected")
     flags = ("--page-size", "16", *asked)
-    with _served(model_path, tmp_path / "log", attention, graphs, *flags) as server:
+    with serve(*flags) as server:
         for count in (12, 3):
             answers = solve(server, problems(count, seed=5))
             assert all(answer.text for answer in answers)
@@ -192,6 +166,7 @@ def test_shared_pages_evicted_ones_and_selected_ones(
         assert_whole(server)
 
 
+@pytest.mark.parametrize(("attention", "graphs"), [("flashinfer", "eager")], indirect=True)
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -200,12 +175,9 @@ def test_shared_pages_evicted_ones_and_selected_ones(
     ],
 )
 def test_what_cannot_be_corrected_is_refused(
-    model_path: Path, tmp_path: Path, flags: tuple[str, ...], named: str
+    serve: Serve, flags: tuple[str, ...], named: str
 ) -> None:
-    asked = ("--reasoncache-positions", "corrected", *flags)
-    server = _served(
-        model_path, tmp_path / "refused.log", "flashinfer", ("--disable-cuda-graph",), *asked
-    )
+    server = serve("--reasoncache-positions", "corrected", *flags)
     with pytest.raises(ServerError, match=named):
         server.start()
     server.close()

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from eval.serving import ServerError, ServerProcess
-from tests.server import masking
 from tests.server.harness import generate, wait_until_idle
-from tests.server.masking import respond
+from tests.server.masking import differences, respond
 from tests.server.problems import assert_frees_slots, problems, report, series, solve
 from tests.server.specs import EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING
 
@@ -34,7 +32,6 @@ def test_evicting_equals_masking(server: ServerProcess, together: int, reference
 
     Evicted slots are overwritten meanwhile, by requests that run beside it or by itself.
     """
-    tokenizer, model = reference
     prompts = [f"<|user|> {p.prompt} <|assistant|>" for p in problems(6, seed=21)]
     # In overlap, the forward in flight at an eviction has read the old slots already.
     overlaps = not server.get("/server_info").json()["disable_overlap_schedule"]
@@ -45,26 +42,12 @@ def test_evicting_equals_masking(server: ServerProcess, together: int, reference
         for text, found in zip(group, respond(server, group), strict=True):
             assert found["retractions"] == 0
             assert found["evicted_positions"] > 50
-            prompt = tokenizer(text)["input_ids"]
-            assert len(prompt) == found["prompt_tokens"]
-
-            def differences(
-                evictions: list[list[int]],
-                seen_after: int,
-                prompt: list[int] = prompt,
-                found: dict[str, Any] = found,
-            ) -> torch.Tensor:
-                hidden = [(written + seen_after, start, n) for written, start, n in evictions]
-                return masking.differences(
-                    model, prompt, found["tokens"], found["logprobs"], hidden
-                )
-
-            same = differences(found["evictions"], int(overlaps))
+            same = differences(reference, text, found, int(overlaps))
             assert same.mean() < MEAN_ROUNDING and same.max() < MOST_ROUNDING
             compared += len(same)
             right += float(same.sum())
-            shifted += float(differences(found["evictions"], 1 - int(overlaps)).sum())
-            dense += float(differences([], 0).sum())
+            shifted += float(differences(reference, text, found, 1 - int(overlaps)).sum())
+            dense += float(differences(reference, text, found, None).sum())
     assert compared > 1000
     # EvictedPositions seen a token too early or too late would show, as would reading what was evicted.
     assert right < shifted / 3

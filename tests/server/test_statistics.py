@@ -35,21 +35,17 @@ def test_snapkv_and_h2o_equal_masking(server: ServerProcess, reference: Any) -> 
 
 def equals_masking(server: ServerProcess, reference: Any) -> list[dict[str, Any]]:
     """Log-probabilities are those of a loop whose attention is masked where positions went."""
-    tokenizer, model = reference
-    responses = []
     prompts = [f"<|user|> {p.prompt} <|assistant|>" for p in problems(6, seed=21)]
     compared, right, dense = 0, 0.0, 0.0
-    for text, found in zip(prompts, respond(server, prompts), strict=True):
+    responses = respond(server, prompts)
+    for text, found in zip(prompts, responses, strict=True):
         assert found["retractions"] == 0
         assert found["evicted_positions"] > 50
-        responses.append(found)
-        arguments = (model, tokenizer(text)["input_ids"], found["tokens"], found["logprobs"])
-        hidden = [(written + 1, start, length) for written, start, length in found["evictions"]]
-        off = differences(*arguments, hidden)
+        off = differences(reference, text, found)
         assert off.mean() < MEAN_ROUNDING and off.max() < MOST_ROUNDING
         compared += len(off)
         right += float(off.sum())
-        dense += float(differences(*arguments, []).sum())
+        dense += float(differences(reference, text, found, None).sum())
     print(compared, right, dense)
     assert compared > 1000
     assert right < dense / 30
