@@ -37,13 +37,9 @@ def state_of(num_distances: int) -> dict[str, object]:
 
 
 def test_states_are_kept_apart_by_every_part_of_the_key(path: Path) -> None:
-    keys = [
-        _KEY,
-        _KEY._replace(model="model-b"),
-        _KEY._replace(block=8),
-        _KEY._replace(positions="as-cached"),
-        _KEY._replace(kv_dtype="float16"),
-    ]
+    others = ("model-b", 8, "as-cached", "float16")
+    changes = zip(_KEY._fields, others, strict=True)
+    keys = [_KEY, *(_KEY._replace(**{name: value}) for name, value in changes)]  # type: ignore[arg-type]
     for count, key in enumerate(keys, start=1):
         assert load(path, key) is None
         save(path, key, state_of(count))

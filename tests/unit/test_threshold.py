@@ -24,7 +24,7 @@ _DISTANCES = st.lists(
 def histogram_of(distances: list[float], half_life: float | None = None) -> Histogram:
     histogram = Histogram(half_life)
     for distance in distances:
-        histogram.add(distance)
+        histogram.observe(distance)
     return histogram
 
 
@@ -183,11 +183,13 @@ def _state(**changes: object) -> dict[str, object]:
             )
         ),
         *(
-            (state, "num_observed must be an integer of at least")
-            for state in (
-                *(_state(num_observed=2), _state(num_observed="3"), _state(num_observed=-1)),
-                _state(bins=[]),
-            )
+            (_state(**{field: value}), "num_observed must be an integer of at least")
+            for field, value in [
+                ("num_observed", 2),
+                ("num_observed", "3"),
+                ("num_observed", -1),
+                ("bins", []),
+            ]
         ),
     ],
 )
@@ -200,6 +202,6 @@ def test_a_long_decayed_stream_stays_finite() -> None:
     """Weights are scaled down before they overflow; the percentile does not notice."""
     histogram = Histogram(half_life=1.0)
     for i in range(3000):
-        histogram.add(1.0 if i % 2 else 2.0)
+        histogram.observe(1.0 if i % 2 else 2.0)
     assert histogram.percentile(10) == pytest.approx(1.0, rel=0.01)
-    assert Histogram.from_state(histogram.to_state()).num_observed == 3000
+    assert Histogram(state=histogram.to_state()).num_observed == 3000
