@@ -25,7 +25,7 @@ from eval.measures.figures import of_cells
 from eval.methods import find_methods
 from eval.runs.folder import Cell
 from eval.runs.options import RunOptions, with_values
-from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
+from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 
 _TASK, _SEED = "tiny_reasoner", 20_261
 #: Row of the table -> field and format.
@@ -89,8 +89,8 @@ def measure(args: argparse.Namespace) -> dict[str, Cell]:
     options, folder = run_options(args), args.logs / "run"
     # What was measured with other code or on another day does not count.
     shutil.rmtree(folder, ignore_errors=True)
-    dense, ours = find_methods(options.methods, EMBEDDED_FLAGS)
-    ours = dataclasses.replace(ours, flags=(*ours.flags, *args.shared))
+    dense, ours = find_methods(options.methods, EMBEDDED_SETTINGS)
+    ours = dataclasses.replace(ours, more=tuple(args.shared))
     run(options, folder, [dense, ours])
     names = {"stock": dense.name, "reasoncache": ours.name}
     return {arm: Cell(folder, _TASK, name, _SEED) for arm, name in names.items()}

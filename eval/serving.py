@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,9 +36,8 @@ _LEAN_START = Path(__file__).with_name("lean_start")
 _POLL_S = 0.25
 _TAIL_LINES = 60
 _LINE_WIDTH = 300
-# Log lines after which a server only looks alive: with its port taken, SGLang
-# goes on waiting for itself for two minutes.
-_FATAL_LINES = ("error while attempting to bind on address",)
+# After this line a server only looks alive: SGLang waits for itself for two minutes.
+_PORT_TAKEN = "error while attempting to bind on address"
 
 
 class ServerError(RuntimeError):
@@ -49,13 +47,12 @@ class ServerError(RuntimeError):
 class ServerProcess:
     """One ``python -m sglang.launch_server``, from start to the death of its last child.
 
-    Use as a context manager, or call :meth:`start` and :meth:`close`. Nothing is
-    printed; the server's output goes to ``log_path``.
+    Use as a context manager, or call :meth:`start` and :meth:`close`.
 
     Args:
         model_path: directory or hub name of the model.
-        flags: further command-line flags, one string each; they win over ours.
-        env: further environment variables; ``None`` as value removes one.
+        flags: further command-line flags, which win over ours.
+        env: further environment variables; None removes one.
         port: TCP port on 127.0.0.1; a free one by default.
         log_path: where the output goes; a temporary file by default.
         device: ``"cpu"`` hides every GPU and runs on this project's CPU platform,
@@ -81,10 +78,10 @@ class ServerProcess:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.start_timeout_s = start_timeout_s
-        self.start_seconds: float | None = None
         self.command = _command(self.model_path, self.port, device, flags)
         self.env = _environment(self.model_path, device, env or {})
-        self.log_path = Path(log_path) if log_path else _temporary_log(self.port)
+        temporary = f"reasoncache-server-{os.getpid()}-{self.port}.log"
+        self.log_path = Path(log_path or Path(tempfile.gettempdir()) / temporary)
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         # trust_env: a proxy from the environment must not see loopback traffic.
@@ -109,7 +106,7 @@ class ServerProcess:
         """
         if self._process is not None:
             raise RuntimeError(f"the server on port {self.port} was already started")
-        began = time.monotonic()
+        deadline = time.monotonic() + self.start_timeout_s
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -124,23 +121,18 @@ class ServerProcess:
             )
         self._guard = kill_when_we_die(self._process.pid)
         try:
-            self._wait_until_ready(began + self.start_timeout_s)
+            while not self._ready():
+                self.check_alive()
+                if _PORT_TAKEN in self.log_text():
+                    raise ServerError(self._report(f"failed: {_PORT_TAKEN}"))
+                if time.monotonic() > deadline:
+                    after = f"{self.start_timeout_s:g} s"
+                    raise ServerError(self._report(f"was not ready after {after}"))
+                time.sleep(_POLL_S)
         except BaseException:
             self.close()
             raise
-        self.start_seconds = time.monotonic() - began
         return self
-
-    def _wait_until_ready(self, deadline: float) -> None:
-        while not self._ready():
-            self.check_alive()
-            log = self.log_text()
-            for line in _FATAL_LINES:
-                if line in log:
-                    raise ServerError(self._report(f"failed: {line}"))
-            if time.monotonic() > deadline:
-                raise ServerError(self._report(f"was not ready after {self.start_timeout_s:g} s"))
-            time.sleep(_POLL_S)
 
     def _ready(self) -> bool:
         try:
@@ -168,16 +160,16 @@ class ServerProcess:
             raise ServerError(self._report(f"exited with status {self._process.returncode}"))
 
     def _report(self, what: str) -> str:
-        return (
-            f"SGLang server {what}\n  {shlex.join(self.command)}\n"
-            f"--- end of {self.log_path} ---\n{self.log_tail()}"
-        )
+        # SGLang prints all of its several hundred settings in one line.
+        lines = self.log_text().splitlines()[-_TAIL_LINES:]
+        tail = "\n".join(line[:_LINE_WIDTH] for line in lines)
+        command = shlex.join(self.command)
+        return f"SGLang server {what}\n  {command}\n--- end of {self.log_path} ---\n{tail}"
 
     def close(self, grace_s: float = 15.0) -> None:
         """End the server and every child; graceful first, so that it removes its files."""
         self._http.close()
         process, self._process = self._process, None
-        guard, self._guard = self._guard, None
         if process is None:
             return
         if process.poll() is None:
@@ -185,10 +177,10 @@ class ServerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(grace_s)
         _kill_group(process.pid)
-        if guard is not None:
+        if self._guard is not None:
             # Killed, not let go: by now the group's number may belong to others.
-            guard.kill()
-            guard.communicate()
+            self._guard.kill()
+            self._guard.communicate()
         process.wait()
 
     def log_text(self, since: int = 0) -> str:
@@ -200,17 +192,6 @@ class ServerProcess:
     def log_size(self) -> int:
         """Return the output's size in bytes, to read only what follows."""
         return self.log_path.stat().st_size
-
-    def log_tail(self, lines: int = _TAIL_LINES) -> str:
-        """Return the last ``lines`` lines of output, each shortened to a readable length.
-
-        SGLang prints all of its several hundred settings in one line.
-        """
-        tail = self.log_text().splitlines()[-lines:]
-        return "\n".join(
-            textwrap.shorten(line, _LINE_WIDTH) if len(line) > _LINE_WIDTH else line
-            for line in tail
-        )
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """GET ``path``; ``options`` as for :meth:`httpx.Client.get`."""
@@ -224,18 +205,13 @@ class ServerProcess:
         """Return an official client of this server; ``options`` go to its constructor."""
         import openai
 
-        defaults = {
-            "base_url": f"{self.url}/v1",
-            "api_key": "unused",
-            "timeout": 600.0,
-            "max_retries": 0,
-            "http_client": openai.DefaultHttpxClient(trust_env=False),
-        }
-        return openai.OpenAI(**{**defaults, **options})
+        http = openai.DefaultHttpxClient(trust_env=False)
+        defaults = {"base_url": f"{self.url}/v1", "api_key": "unused", "http_client": http}
+        return openai.OpenAI(**{**defaults, "timeout": 600.0, "max_retries": 0, **options})
 
 
 def free_port() -> int:
-    """Return a TCP port that was free a moment ago.
+    """A TCP port that was free a moment ago.
 
     A server binds it a minute later. In the kernel's ephemeral range any outgoing
     connection could take it meanwhile, so the search stays below that range.
@@ -246,27 +222,18 @@ def free_port() -> int:
     low = 10000 if top > 12000 else 1024
     for _ in range(200):
         port = random.SystemRandom().randrange(low, max(top, low + 1000))
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError(f"no free TCP port found on 127.0.0.1 between {low} and {top}")
 
 
 def _command(model_path: str, port: int, device: str, flags: Sequence[str]) -> list[str]:
-    defaults = {
-        "--served-model-name": [MODEL_NAME],
-        "--random-seed": ["0"],
-    }
+    defaults = {"--served-model-name": [MODEL_NAME], "--random-seed": ["0"]}
     if device == "cpu":
+        defaults |= {"--max-total-tokens": [str(DEFAULT_KV_SLOTS)], "--device": ["cpu"]}
         # An idle scheduler spins otherwise and takes the clients' processor.
-        defaults |= {
-            "--max-total-tokens": [str(DEFAULT_KV_SLOTS)],
-            "--device": ["cpu"],
-            "--sleep-on-idle": [],
-        }
+        defaults |= {"--sleep-on-idle": []}
     given = {flag.split("=", 1)[0] for flag in flags}
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model_path]
     command += ["--host", "127.0.0.1", "--port", str(port)]
@@ -293,16 +260,10 @@ def _environment(
         env["CUDA_VISIBLE_DEVICES"] = ""
         # Small operators lose more to waking threads than they gain.
         env.setdefault("OMP_NUM_THREADS", "1")
-        env["PYTHONPATH"] = os.pathsep.join(
-            path for path in (str(_LEAN_START), env.get("PYTHONPATH")) if path
-        )
+        paths = (str(_LEAN_START), env.get("PYTHONPATH"))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         env["SGLANG_DISABLED_MODEL_ARCHS"] = _other_architectures(model_path)
-    for name, value in overrides.items():
-        if value is None:
-            env.pop(name, None)
-        else:
-            env[name] = value
-    return env
+    return {name: value for name, value in {**env, **overrides}.items() if value is not None}
 
 
 def _other_architectures(model_path: str) -> str:
@@ -312,17 +273,10 @@ def _other_architectures(model_path: str) -> str:
     if not config.is_file() or spec is None or spec.origin is None:
         return ""
     needed = json.loads(config.read_text()).get("model_type")
-    modules = sorted(
-        module.stem
-        for module in (Path(spec.origin).parent / "srt" / "models").glob("*.py")
-        if module.stem != "__init__"
-    )
-    # A module not named after its model type cannot be told from here: load all.
-    return ",".join(name for name in modules if name != needed) if needed in modules else ""
-
-
-def _temporary_log(port: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"reasoncache-server-{os.getpid()}-{port}.log"
+    files = (Path(spec.origin).parent / "srt" / "models").glob("*.py")
+    modules = sorted(file.stem for file in files if file.stem != "__init__")
+    # A type without a module of its name: rather load them all.
+    return ",".join(m for m in modules if m != needed) if needed in modules else ""
 
 
 def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
@@ -342,20 +296,19 @@ def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
 def _kill_group(group: int, timeout_s: float = 10.0) -> None:
     """Kill what is left of a process group and wait until it is gone."""
     deadline = time.monotonic() + timeout_s
-    while True:
-        try:
+    with contextlib.suppress(ProcessLookupError):
+        while True:
             os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        if not _living_members(group):
-            return
-        if time.monotonic() > deadline:
-            raise ServerError(f"processes {_living_members(group)} survived SIGKILL")
-        time.sleep(0.05)
+            living = _living_members(group)
+            if not living:
+                return
+            if time.monotonic() > deadline:
+                raise ServerError(f"processes {living} survived SIGKILL")
+            time.sleep(0.05)
 
 
 def _living_members(group: int) -> list[int]:
-    """Return the group's processes except zombies, which their parent may never collect."""
+    """The group's processes except zombies, which their parent may never collect."""
     living = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):

@@ -20,11 +20,9 @@ _AT_ONCE = (2, 130)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one budget after the other.
+    """Run one budget after the other; exit status of the first run that was not whole.
 
-    Returns:
-        Exit status of the first run that was not whole, as of :func:`eval.run.main`; only
-        a bad command line and Ctrl-C keep later budgets from being tried.
+    Only a bad command line and Ctrl-C keep later budgets from being tried.
     """
     parser = argparse.ArgumentParser(
         prog="python -m eval.sweep",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an operator types a setting. Messages of all rooms name settings by it."""
+"""How an operator types a setting."""
 
 from __future__ import annotations
 

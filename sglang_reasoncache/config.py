@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One frozen record of everything an operator can set.
-
-The command line, ``sglang.Engine`` keyword arguments and the scheduler all read
-this record; defaults, bounds and help texts live here and nowhere else.
-"""
+"""One frozen record of everything an operator can set: defaults, bounds and help texts."""
 
 from __future__ import annotations
 
@@ -21,14 +17,16 @@ from sglang_reasoncache.registry import BUILT_IN, PolicyChoice, PolicyError
 
 _POLICY_BOUND = "NAME[:key=value,...][+NAME...]"
 _BOOLEANS = {"true": True, "false": False}
+_TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
+#: How values of a type are called in messages.
+_CALLED = {bool: "true or false", int: "an integer", float: "a number"}
 
 
 class ConfigError(ValueError):
     """A setting of ours has a bad value; the message names flag, bound and value."""
 
-    def __init__(self, field: str, bound: str, value: object) -> None:
-        super().__init__(f"{flag_of(field)} must be {bound}, got {value!r}")
-        self.field = field
+    def __init__(self, name: str, bound: str, value: object) -> None:
+        super().__init__(f"{flag_of(name)} must be {bound}, got {value!r}")
 
 
 def _setting(
@@ -37,29 +35,18 @@ def _setting(
     *,
     choices: tuple[str, ...] = (),
     bounds: tuple[float, float] | None = None,
-    kind: type | None = None,
     values: str = "",
 ) -> Any:
-    """A field and what an operator reads of it.
-
-    Args:
-        default: Also says the type, unless it is None.
-        text: Help text.
-        choices: The only values.
-        bounds: The least and the largest value; None is allowed where it is the default.
-        kind: The type where the default is None.
-        values: What stands for the value in help texts.
-    """
-    kind = kind or type(default)
-    if not values:
-        values = "|".join(choices) or {str: "TEXT", int: "N", float: "X", bool: "true|false"}[kind]
-    metadata = dict(help=text, choices=choices, bounds=bounds, kind=kind, values=values)
+    """A field, its help text, its only values or least and largest one, and what stands for the
+    value in help texts. None is allowed where it is the default."""
+    values = values or "|".join(choices) or {int: "N", bool: "true|false"}.get(type(default), "X")
+    metadata = dict(help=text, choices=choices, bounds=bounds, values=values)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class ReasonCacheConfig:
-    """Operator's settings. Raises :class:`ConfigError` for a value out of bounds."""
+    """Raises :class:`ConfigError` for a value out of bounds."""
 
     policy: str = _setting(
         "reasoncache",
@@ -88,19 +75,14 @@ class ReasonCacheConfig:
         bounds=(0, 100),
     )
     warmup: int = _setting(
-        128,
-        "KV distances observed before the first block may be shared.",
-        bounds=(0, 1_000_000),
+        128, "KV distances observed before the first block may be shared.", bounds=(0, 1_000_000)
     )
     tau_strict: float = _setting(0.9, "Upper end of the dynamic lexical threshold.", bounds=(0, 1))
     tau_soft: float = _setting(0.7, "Lower end of the dynamic lexical threshold.", bounds=(0, 1))
     length_factor: bool = _setting(True, "Multiply the cosine with the ratio of step lengths.")
     use_structure: bool = _setting(True, "Require equal formal content where both steps have some.")
     fixed_tau: float | None = _setting(
-        None,
-        "Constant lexical threshold instead of the dynamic one.",
-        bounds=(0, 1),
-        kind=float,
+        None, "Constant lexical threshold instead of the dynamic one.", bounds=(0, 1)
     )
     structure_tolerance: int = _setting(
         0, "Largest tree edit distance between the formal content of two steps.", bounds=(0, 1000)
@@ -138,14 +120,12 @@ class ReasonCacheConfig:
         None,
         "JSON file that keeps the distance histogram across restarts. Without it, a "
         "reasoncache_calibration.json beside the model's weights is read when there is one.",
-        kind=str,
         values="PATH",
     )
     random_ratio: float | None = _setting(
         None,
         "Redirect this share of blocks to random earlier ones and compare nothing (experiment).",
         bounds=(0, 1),
-        kind=float,
     )
     half_life: int = _setting(
         0,
@@ -196,12 +176,10 @@ class ReasonCacheConfig:
             raise ConfigError("encoder", ENCODER_BOUND, self.encoder) from error
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
-        if self.block > self.max_step_tokens:
-            raise ConfigError(
-                "block", f"at most max_step_tokens ({self.max_step_tokens})", self.block
-            )
-        if self.tau_soft > self.tau_strict:
-            raise ConfigError("tau_soft", f"at most tau_strict ({self.tau_strict})", self.tau_soft)
+        for name, most in (("block", "max_step_tokens"), ("tau_soft", "tau_strict")):
+            value, bound = getattr(self, name), getattr(self, most)
+            if value > bound:
+                raise ConfigError(name, f"at most {most} ({bound})", value)
 
     @property
     def corrected(self) -> bool:
@@ -213,17 +191,16 @@ class ReasonCacheConfig:
 
     @property
     def shares(self) -> bool:
-        """False when no block can ever be shared; nothing is compared then."""
+        """False when no block can ever be shared."""
         return self.policies.shares and self.percentile > 0
 
     @property
     def evictions(self) -> bool:
-        """Whether any policy may evict positions."""
         return bool(self.policies.evictors)
 
     @property
     def is_active(self) -> bool:
-        """False when rows are never touched; nothing is computed then."""
+        """False when rows are never touched."""
         return self.shares or self.evictions
 
     def to_dict(self) -> dict[str, Any]:
@@ -231,11 +208,7 @@ class ReasonCacheConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ReasonCacheConfig:
-        """Build from explicitly given values; the preset fills in the rest.
-
-        Raises:
-            ConfigError: unknown field or value out of bounds.
-        """
+        """Build from explicitly given values; the preset fills in the rest."""
         for name in values:
             if name not in SETTINGS:
                 raise ConfigError(name, "a known option", values[name])
@@ -249,8 +222,13 @@ class ReasonCacheConfig:
 SETTINGS = {field.name: field for field in dataclasses.fields(ReasonCacheConfig)}
 
 
+def type_of(name: str) -> type:
+    """What the text of a setting is read as: bool, int, float or str."""
+    return _TYPES[str(SETTINGS[name].type).split()[0]]
+
+
 def _check(field: dataclasses.Field[Any], value: Any) -> None:
-    choices, bounds, kind = (field.metadata[key] for key in ("choices", "bounds", "kind"))
+    choices, bounds, kind = field.metadata["choices"], field.metadata["bounds"], type_of(field.name)
     if choices and value not in choices:
         raise ConfigError(field.name, "one of " + ", ".join(choices), value)
     if value is None and field.default is None:
@@ -259,40 +237,19 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         low, high = bounds
         # sglang.Engine takes keywords of any type; a flag is parsed already.
         if type(value) not in ((int,) if kind is int else (int, float)):
-            number = "an integer" if kind is int else "a number"
-            raise ConfigError(field.name, f"{number} between {low} and {high}", value)
+            raise ConfigError(field.name, f"{_CALLED[kind]} between {low} and {high}", value)
         # A NaN compares false with everything, so it fails here as well.
         if not low <= value <= high:
             raise ConfigError(field.name, f"between {low} and {high}", value)
     elif kind is bool and type(value) is not bool:
-        raise ConfigError(field.name, "true or false", value)
-
-
-def parse_setting(name: str, text: str) -> Any:
-    """A setting's value out of the text that an operator gave.
-
-    Raises:
-        ConfigError: not a setting, or a text of another type.
-    """
-    if name not in SETTINGS:
-        raise ConfigError(name, "one of " + ", ".join(SETTINGS), text)
-    kind = SETTINGS[name].metadata["kind"]
-    if kind is bool:
-        if text.lower() not in _BOOLEANS:
-            raise ConfigError(name, "true or false", text)
-        return _BOOLEANS[text.lower()]
-    try:
-        return kind(text)
-    except ValueError as error:
-        number = "an integer" if kind is int else "a number"
-        raise ConfigError(name, number, text) from error
+        raise ConfigError(field.name, _CALLED[bool], value)
 
 
 def parse_settings(text: str) -> dict[str, Any]:
     """``key=value,...``; a value has no comma.
 
     Raises:
-        ValueError: see :func:`parse_setting`, or something else than that.
+        ValueError: something else than that, no setting, or a text of another type.
     """
     given = {}
     for part in text.split(","):
@@ -300,23 +257,18 @@ def parse_settings(text: str) -> dict[str, Any]:
         if not name or not equals:
             raise ValueError(f"{SET} must be key=value,..., got {part!r}")
         name = name.replace("-", "_")
-        given[name] = parse_setting(name, value)
+        if name not in SETTINGS:
+            raise ConfigError(name, "one of " + ", ".join(SETTINGS), value)
+        kind = type_of(name)
+        try:
+            given[name] = _BOOLEANS[value.lower()] if kind is bool else kind(value)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(name, _CALLED[kind], value) from error
     return given
 
 
-def type_of(field: str) -> type:
-    """What the text of a setting is read as: bool, int, float or str."""
-    kind: type = SETTINGS[field].metadata["kind"]
-    return kind
-
-
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
-    """The filter's knobs out of the operator's settings.
-
-    Raises:
-        ValueError: a value out of its bound, or a structure tolerance above 0
-            without the package that computes edit distances.
-    """
+    """The filter's knobs. Raises ValueError for a block that is not the page, or without ``zss``."""
     same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
     kind = EncoderChoice.parse(config.encoder).kind

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A platform on which a stock SGLang server runs without a GPU.
+"""A platform on which a stock SGLang server runs without a GPU, for tests and the demo.
 
-Meant for tests and the demo: the scheduler, prefix cache, overlap schedule and
-HTTP APIs are SGLang's own; operators are torch's, but for attention.
+Operators are torch's, but for attention.
 """
 
 from typing import Any
@@ -16,15 +15,10 @@ _ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_a
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """CPU without SGLang's CPU kernel package.
-
-    KV pool and slot allocators stay SGLang's own classes: without Triton both
-    fall back to torch, the paged allocator included.
-    """
+    """CPU without SGLang's CPU kernel package."""
 
     _enum = PlatformEnum.OOT
-    # Spelled out because page sizes above 1 depend on it: with Triton declared,
-    # the paged allocator would launch its kernels on CPU tensors.
+    # With Triton declared, the paged allocator would launch its kernels on CPU tensors.
     capabilities = PlatformCapabilities(supports_triton=False)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:

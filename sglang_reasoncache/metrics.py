@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus series beside SGLang's own; created only under ``--enable-metrics``.
-
-Import this module's class after SGLang has set ``PROMETHEUS_MULTIPROC_DIR``
-(it does so before it starts the scheduler): the client picks its mode then.
-"""
+"""Prometheus series beside SGLang's own; created only under ``--enable-metrics``."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ _SELECTION = {
     "positions_held": "Positions of the rows that were selected from, summed over layers and steps.",
     "positions_read": "Those that attention read.",
 }
-#: Counters with a label ``reason``.
+#: With a label ``reason``.
 _BY_REASON = {
     "refusals": "Blocks not shared, by reason.",
     "eviction_refusals": "Runs of positions not evicted, by reason.",
@@ -52,22 +48,21 @@ _GAUGES = {
 class SharingMetrics:
     """Mirrors :class:`SharingStats`, and what was selected, into Prometheus.
 
-    Args:
-        labels: SGLang's scheduler labels (model name, rank).
+    ``labels``: of SGLang's scheduler (model name, rank).
     """
 
     def __init__(self, labels: dict[str, Any]) -> None:
+        # The client picks its mode when it is imported: SGLang has set
+        # ``PROMETHEUS_MULTIPROC_DIR`` before it starts the scheduler.
         from prometheus_client import Counter, Gauge, Histogram
 
         self._labels = {key: str(value) for key, value in labels.items()}
         names = list(self._labels)
-        plain = {**_COUNTERS, **{f"selection_{name}": text for name, text in _SELECTION.items()}}
+        plain = _COUNTERS | {f"selection_{name}": text for name, text in _SELECTION.items()}
         self._counters = {
-            name: Counter(_PREFIX + name.removesuffix("_total"), text, names)
-            for name, text in plain.items()
-        } | {
-            name: Counter(_PREFIX + name, text, [*names, "reason"])
-            for name, text in _BY_REASON.items()
+            name: Counter(_PREFIX + name.removesuffix("_total"), text, [*names, *reason])
+            for texts, reason in ((plain, ()), (_BY_REASON, ("reason",)))
+            for name, text in texts.items()
         }
         self._gauges = {
             name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent")
@@ -84,14 +79,14 @@ class SharingMetrics:
     def update(
         self, stats: SharingStats, saved_now: int, evicted_now: int, latency: float | None
     ) -> None:
-        """Publish totals; ``latency`` in seconds, None where nothing was compared."""
+        """``latency`` in seconds, None where nothing was compared."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
         for name in ("refusals", "eviction_refusals"):
             for reason, total in getattr(stats, name).items():
                 self._count(name, total, reason=reason)
-        values = (saved_now, evicted_now, stats.memory_saving_ratio, stats.filter_given_up)
-        for gauge, value in zip(self._gauges.values(), values, strict=True):
+        now = (saved_now, evicted_now, stats.memory_saving_ratio, stats.filter_given_up)
+        for gauge, value in zip(self._gauges.values(), now, strict=True):
             gauge.labels(**self._labels).set(value)
         if latency is not None:
             self._latency.labels(**self._labels).observe(latency)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of the CPU platform, chosen by name and never otherwise.
 
-SGLang calls :func:`activate` of every installed platform whenever
-``SGLANG_PLATFORM`` is unset, and any that answers replaces the machine's own
-GPU, ROCm, XPU or CPU-engine platform. So this one answers only to its name. The
-platform class sits in another module, which keeps this import free of SGLang.
+SGLang calls :func:`activate` of every installed platform whenever ``SGLANG_PLATFORM`` is unset,
+and any that answers replaces the machine's own. The platform class sits in another module, which
+keeps this import free of SGLang.
 """
 
 import os
@@ -17,9 +16,8 @@ def activate() -> str | None:
     """Return the class path of the CPU platform if it was asked for by name.
 
     Raises:
-        RuntimeError: the name was given where SGLang would still see a GPU, or
-            together with SGLang's own CPU engine; either leaves it half on one
-            device and half on the other.
+        RuntimeError: SGLang would still see a GPU, or run its own CPU engine; either leaves it
+            half on one device and half on the other.
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None

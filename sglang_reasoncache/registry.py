@@ -30,22 +30,21 @@ from sglang_reasoncache.policy_options import OptionError
 from sglang_reasoncache.selection.contract import NamedSelector
 
 #: Every evictor and selector of this package: a policy is one line here.
-BUILT_IN: Mapping[str, str] = types.MappingProxyType(
-    {
-        "streamingllm": "sglang_reasoncache.eviction.policies.streamingllm:StreamingLLM",
-        "random": "sglang_reasoncache.eviction.policies.random_eviction:RandomEviction",
-        "l2norm": "sglang_reasoncache.eviction.policies.l2norm:L2Norm",
-        "keydiff": "sglang_reasoncache.eviction.policies.keydiff:KeyDiff",
-        "h2o": "sglang_reasoncache.eviction.policies.h2o:H2O",
-        "snapkv": "sglang_reasoncache.eviction.policies.snapkv:SnapKV",
-        "rkv": "sglang_reasoncache.eviction.policies.rkv:RKV",
-        "quest": "sglang_reasoncache.selection.quest:Quest",
-    }
-)
+BUILT_IN: Mapping[str, str] = {
+    "streamingllm": "sglang_reasoncache.eviction.policies.streamingllm:StreamingLLM",
+    "random": "sglang_reasoncache.eviction.policies.random_eviction:RandomEviction",
+    "l2norm": "sglang_reasoncache.eviction.policies.l2norm:L2Norm",
+    "keydiff": "sglang_reasoncache.eviction.policies.keydiff:KeyDiff",
+    "h2o": "sglang_reasoncache.eviction.policies.h2o:H2O",
+    "snapkv": "sglang_reasoncache.eviction.policies.snapkv:SnapKV",
+    "rkv": "sglang_reasoncache.eviction.policies.rkv:RKV",
+    "quest": "sglang_reasoncache.selection.quest:Quest",
+}
 #: Where other packages register theirs, ``name = "package.module:Class"``.
 ENTRY_POINTS = "sglang_reasoncache.policies"
 #: Sharing between similar steps, and nothing at all.
 SHARING, NOTHING = "reasoncache", "none"
+_KNOWN = (NOTHING, SHARING, *BUILT_IN)
 _LONGEST = 1000
 _NEEDS = frozenset({KEYS, UNROTATED_KEYS, ATTENTION})
 
@@ -56,13 +55,7 @@ class PolicyError(ValueError):
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """What ``--reasoncache-policy`` asks for.
-
-    Attributes:
-        shares: Similar steps share their memory.
-        evictors: Applied one after the other.
-        selector: Chooses what a step reads.
-    """
+    """What ``--reasoncache-policy`` asks for; evictors are applied one after the other."""
 
     shares: bool
     evictors: tuple[NamedPolicy, ...] = ()
@@ -80,7 +73,6 @@ def parse(text: str) -> PolicyChoice:
         raise PolicyError(f"a text of at most {_LONGEST} characters")
     parts = [part.strip().partition(":") for part in text.split("+")]
     names = [name for name, _, _ in parts]
-    known = ", ".join((NOTHING, SHARING, *BUILT_IN))
     for name, _, options in parts:
         if name and names.count(name) > 1:
             raise PolicyError(f"with {name} once")
@@ -88,25 +80,27 @@ def parse(text: str) -> PolicyChoice:
             raise PolicyError(f"with {name} without options (sharing has flags of its own)")
         if name == NOTHING and len(parts) > 1:
             raise PolicyError(f"{NOTHING} alone, or without it")
-    made = [
-        (name, _make(name, options, known))
-        for name, _, options in parts
-        if name not in (NOTHING, SHARING)
-    ]
-    selectors = [NamedSelector(name, policy) for name, policy in made if _selects(policy)]
+    evictors, selectors = [], []
+    for name, _, options in parts:
+        if name in (NOTHING, SHARING):
+            continue
+        policy = _make(name, options)
+        if _selects(policy):
+            selectors.append(NamedSelector(name, policy))
+        else:
+            evictors.append(NamedPolicy(name, policy))
     if len(selectors) > 1:
         raise PolicyError(f"with one of {' and '.join(name for name, _ in selectors)}")
-    evictors = tuple(NamedPolicy(name, policy) for name, policy in made if not _selects(policy))
-    return PolicyChoice(SHARING in names, evictors, selectors[0] if selectors else None)
+    return PolicyChoice(SHARING in names, tuple(evictors), next(iter(selectors), None))
 
 
 def _selects(policy: Any) -> bool:
     return not hasattr(policy, "evict")
 
 
-def _make(name: str, options: str, known: str) -> Any:
-    kind = _class_of(name, known)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+def _make(name: str, options: str) -> Any:
+    kind = _class_of(name)
+    fields = [field.name for field in dataclasses.fields(kind)]
     try:
         types_of = typing.get_type_hints(kind)
     except Exception as error:
@@ -140,7 +134,7 @@ def _make(name: str, options: str, known: str) -> Any:
 
 
 def _missing(policy: Any) -> str:
-    """What of :class:`Policy` an evictor lacks, which would be found out in a live server."""
+    """What an evictor lacks, which would be found out in a live server."""
     if not callable(policy.evict) or not callable(getattr(policy, "excess", None)):
         return "methods evict and excess"
     slack = getattr(policy, "slack", None)
@@ -155,13 +149,12 @@ def _missing(policy: Any) -> str:
     return ""
 
 
-def _class_of(name: str, known: str) -> Any:
-    target = BUILT_IN.get(name)
-    if target is not None:
-        return pkgutil.resolve_name(target)
+def _class_of(name: str) -> Any:
+    if name in BUILT_IN:
+        return pkgutil.resolve_name(BUILT_IN[name])
     others = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     if name not in others:
-        known = ", ".join((known, *sorted(others)))
+        known = ", ".join((*_KNOWN, *sorted(others)))
         raise PolicyError(f"with every NAME one of {known}, not {name!r}")
     try:
         kind = others[name].load()

@@ -17,9 +17,7 @@ as the keyword `reasoncache_<key>`.
 
 
 def lines() -> Iterator[str]:
-    yield _HEAD
-    yield "| Setting | Values | Default | What it does |"
-    yield "| --- | --- | --- | --- |"
+    yield from (_HEAD, "| Setting | Values | Default | What it does |", "| --- | --- | --- | --- |")
     for name in (*FLAGS, *(name for name in SETTINGS if name not in FLAGS)):
         field = SETTINGS[name]
         bounds = field.metadata["bounds"]

@@ -29,26 +29,29 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark server tests and keep those of one server together, so that it starts once.
 
+    A test's server is its parameter ``server``, or ``spec`` where it asks for servers itself.
     In one process they run last, after what fails sooner. Under pytest-xdist they
     come first, a group to a worker, and the short tests fill what is left.
     """
     parallel = hasattr(config, "workerinput")
     first_use: dict[str, int] = {}
 
-    def order(item: pytest.Item) -> tuple[bool, int]:
+    def order(item: pytest.Item) -> tuple[bool, int, int]:
         if item.path.is_relative_to(_SERVER_TESTS):
             item.add_marker(pytest.mark.server)
         if item.get_closest_marker("server") is None:
-            return parallel, 0
-        callspec = getattr(item, "callspec", None)
-        spec = callspec.params.get("server") if callspec else None
+            return parallel, 0, 0
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        spec = params.get("server", params.get("spec"))
         if spec and spec.long:
             item.add_marker(pytest.mark.long)
         # Tests without a fixed server stay together after their module's others.
-        key = spec.name if spec else item.path.name
+        name = spec.name if spec else item.path.name
+        group = f"group {spec.group or name}" if spec else name
         if parallel:
-            item.add_marker(pytest.mark.xdist_group(key))
-        return not parallel, first_use.setdefault(key, len(first_use))
+            item.add_marker(pytest.mark.xdist_group(group))
+        first, then = (first_use.setdefault(key, len(first_use)) for key in (group, name))
+        return not parallel, first, then
 
     items.sort(key=order)
 

@@ -29,11 +29,7 @@ def _parse(*argv: str) -> dict[str, object]:
 
 def _server_args(**fields: object) -> SimpleNamespace:
     """The fields of SGLang's record that refusals read, with its own defaults."""
-    from sglang.srt.server_args import ServerArgs
-
-    record = ServerArgs(model_path="unused")
-    names = set(fields)
-    assert names <= set(dir(record)), f"no such field in SGLang: {names - set(dir(record))}"
+    record = compat.ServerArgs(model_path="unused")
     defaults = {
         name: getattr(record, name)
         for name in dir(record)
@@ -41,6 +37,7 @@ def _server_args(**fields: object) -> SimpleNamespace:
         and not callable(getattr(type(record), name, None))
         and hasattr(record, name)
     }
+    assert fields.keys() <= defaults.keys()
     return SimpleNamespace(**{**defaults, **fields})
 
 
@@ -153,33 +150,25 @@ def test_settings_document_is_made_from_the_class() -> None:
     assert document.read_text() == "\n".join(settings_table.lines()) + "\n"
 
 
+BAD_VALUES: dict[str, tuple[Any, ...]] = dict(
+    block=(0, 1025, 16.0, True),
+    percentile=(-1, 100.5, float("nan"), "80"),
+    warmup=(-1,),
+    tau_strict=(1.1,),
+    positions=("sideways",),
+    publish=("everything",),
+    preset=("unknown",),
+    encoder=("bert", "tokens:x", "sentence-bert:", 5),
+    distance=("manhattan",),
+    admission_credit=(0.95,),
+    max_step_tokens=(1,),
+)
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("block", 0),
-        ("block", 1025),
-        ("percentile", -1),
-        ("percentile", 100.5),
-        ("percentile", float("nan")),
-        ("warmup", -1),
-        ("tau_strict", 1.1),
-        ("positions", "sideways"),
-        ("publish", "everything"),
-        ("preset", "unknown"),
-        ("encoder", "bert"),
-        ("encoder", "tokens:x"),
-        ("encoder", "sentence-bert:"),
-        ("encoder", 5),
-        ("distance", "manhattan"),
-        ("admission_credit", 0.95),
-        ("max_step_tokens", 1),
-        ("block", 16.0),
-        ("block", True),
-        ("percentile", "80"),
-    ],
+    ("field", "value"), [(field, value) for field in BAD_VALUES for value in BAD_VALUES[field]]
 )
 def test_bad_value_names_flag_bound_and_value(field: str, value: object) -> None:
-    """The message says which flag, what is allowed and what was given."""
     with pytest.raises(ConfigError) as caught:
         ReasonCacheConfig(**{field: value})  # type: ignore[arg-type]
     message = str(caught.value)
@@ -203,15 +192,10 @@ def test_preset_fills_what_was_not_given() -> None:
     )
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_on_the_command_line(name: str) -> None:
-    given = _parse("--enable-reasoncache", "--reasoncache-preset", name)
-    assert given == {"enable_reasoncache": True, "reasoncache_preset": name}
-
-
-def test_an_unknown_preset_on_the_command_line_lists_the_names(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_preset_is_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in PRESETS:
+        given = _parse("--enable-reasoncache", "--reasoncache-preset", name)
+        assert given == {"enable_reasoncache": True, "reasoncache_preset": name}
     with pytest.raises(SystemExit):
         _parse("--reasoncache-preset", "p30")
     shown = capsys.readouterr().err
@@ -244,18 +228,13 @@ IN_THE_WAY: dict[str, object] = dict(
 
 @pytest.mark.parametrize("field", IN_THE_WAY)
 def test_incompatible_flag_is_named(field: str) -> None:
-    """One message names the flag and a reason."""
     with pytest.raises(ValueError, match="cannot be combined with") as caught:
         refusals.check(_server_args(**{field: IN_THE_WAY[field]}))
     assert f"--{field.replace('_', '-')} (" in str(caught.value)
 
 
-def test_plain_flags_are_not_refused() -> None:
-    """SGLang's defaults pass."""
-    refusals.check(_server_args())
-
-
 def test_memory_debugging_with_pages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals.check(_server_args(page_size=16))
     monkeypatch.setenv("SGLANG_DEBUG_MEMORY_POOL", "1")
     refusals.check(_server_args(page_size=1))
     with pytest.raises(ValueError, match="SGLANG_DEBUG_MEMORY_POOL"):
@@ -272,25 +251,21 @@ def test_other_sglang_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     compat.check_version(allow_untested=True)
 
 
-_START = [sys.executable, "-m", "sglang.launch_server", "--model-path", "none"]
-
-
-def _start(*argv: str) -> str:
-    done = subprocess.run(
-        [*_START, *argv],
-        env={**os.environ, "SGLANG_PLATFORM": "reasoncache_cpu", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+def _python(*argv: str) -> subprocess.CompletedProcess[str]:
+    """Run on the CPU platform, sharing not switched on by a parent."""
+    env = {k: v for k, v in os.environ.items() if k != "SGLANG_REASONCACHE_ENABLED"}
+    env |= {"SGLANG_PLATFORM": "reasoncache_cpu", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *argv], env=env, capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode != 0
-    return done.stderr.strip().splitlines()[-1]
 
 
 def test_refusal_is_the_last_line_of_a_real_start() -> None:
     """An operator reads one clear line instead of a traceback."""
-    line = _start("--enable-reasoncache", "--enable-lmcache", "--reasoncache-block", "8")
+    flags = ("--enable-reasoncache", "--enable-lmcache", "--reasoncache-block", "8")
+    done = _python("-m", "sglang.launch_server", "--model-path", "none", *flags)
+    assert done.returncode != 0
+    line = done.stderr.strip().splitlines()[-1]
     assert line.startswith("sglang-reasoncache: error: --enable-reasoncache cannot be combined")
     assert "--enable-lmcache (" in line
 
@@ -312,12 +287,7 @@ print("nothing but flags")
 
 def test_without_the_flag_only_flags_are_hooked() -> None:
     """Installed and not switched on, the plugin hooks SGLang's command line and nothing else."""
-    env = {k: v for k, v in os.environ.items() if k != "SGLANG_REASONCACHE_ENABLED"}
-    env |= {"SGLANG_PLATFORM": "reasoncache_cpu", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", _NOTHING_HOOKED],
-        env=env, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = _python("-c", _NOTHING_HOOKED)
     assert done.returncode == 0, done.stderr
     assert "nothing but flags" in done.stdout
 
@@ -329,13 +299,8 @@ def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -
     """Stock backends would take an evicted position's -1 for the last slot of the pool."""
     config = ReasonCacheConfig(policy="reasoncache+streamingllm:budget=64")
     flag = "--" + field.replace("_", "-")
-    with pytest.raises(
-        ValueError,
-        match=re.escape(
-            "--reasoncache-policy reasoncache+streamingllm:budget=64 evicts positions, which "
-            f"{flag} torch_native would read; use reasoncache_cpu"
-        ),
-    ):
+    message = f"evicts positions, which {flag} torch_native would read; use reasoncache_cpu"
+    with pytest.raises(ValueError, match=re.escape(f"{config.policy} {message}")):
         refusals.check_evicting(_server_args(**{field: "torch_native"}), config)
     for name in ("reasoncache_cpu", "flashinfer", "triton"):
         refusals.check_evicting(_server_args(**{field: name}), config)

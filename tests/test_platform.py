@@ -14,28 +14,30 @@ from sglang_reasoncache import platform
 
 
 def test_entry_point_has_the_name_it_answers_to() -> None:
-    ours = [
-        entry
-        for entry in entry_points(group="sglang.srt.platforms")
-        if entry.load() is platform.activate
-    ]
-    assert [entry.name for entry in ours] == [platform.PLATFORM_NAME]
+    entries = entry_points(group="sglang.srt.platforms")
+    ours = [entry.name for entry in entries if entry.load() is platform.activate]
+    assert ours == [platform.PLATFORM_NAME]
+
+
+@pytest.fixture(autouse=True)
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment in which it is activated."""
+    monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
 @pytest.mark.parametrize("selected", [None, "", "cuda", "reasoncache", "another_platform"])
 def test_silent_unless_named(monkeypatch: pytest.MonkeyPatch, selected: str | None) -> None:
     if selected is None:
-        monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+        monkeypatch.delenv("SGLANG_PLATFORM")
     else:
         monkeypatch.setenv("SGLANG_PLATFORM", selected)
     assert platform.activate() is None
 
 
 def test_named_returns_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     assert platform.activate() == "sglang_reasoncache.cpu_platform:TorchCpuPlatform"
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
@@ -43,18 +45,13 @@ def test_named_returns_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
 
 
-def test_refuses_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES"):
-        platform.activate()
-
-
-def test_refuses_beside_sglangs_cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
+def test_refuses_beside_a_gpu_or_sglangs_cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     with pytest.raises(RuntimeError, match="SGLANG_USE_CPU_ENGINE"):
+        platform.activate()
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES"):
         platform.activate()
 
 

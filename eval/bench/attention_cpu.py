@@ -9,31 +9,24 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
+from sglang.srt.layers.rotary_embedding.factory import get_rope
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_context
 
-from eval.bench.attention_growth import settings
-from eval.bench.attention_rig import Rig, Row, Shape, Side, spread
+from eval.bench.attention_cases import Shape
+from eval.bench.attention_rig import Rig, Row
+from eval.bench.turns import Side, by_round, spread
 from sglang_reasoncache import compat
+from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 
-#: Those of 32 requests are the ones the result is named after.
-SHAPES = tuple(
-    Shape(requests, tokens, *heads)
-    for requests, tokens in ((32, 1000), (8, 16_000))
-    for heads in ((4, 2, 64), (32, 8, 128))
-)
-_HEADS = (32, 8, 128)
-GROWTH = settings(
-    [Shape(8, tokens, *_HEADS) for tokens in (250, 1000, 4000, 16_000)],
-    [Shape(requests, 1000, *_HEADS) for requests in (1, 4, 16, 64)],
-    (Shape(32, 1000, *_HEADS), (0, 10, 22, 35, 50, 75)),
-)
 #: What the layers of a pool take together, if so many fit into `_MOST_LAYERS`: above the caches.
 _GIGABYTES = 1.0
 _MOST_LAYERS = 8
@@ -56,26 +49,20 @@ class CpuRig(Rig):
         "of_read": ("of read bandwidth", 2),
         "read_gb_per_s": ("read, GB/s", 1),
     }
-    times = ("decode_ms", "native_ms")
-    bandwidth = "read_gb_per_s"
+    times = ("decode_ms", "native_ms", "torch-native")
     # Read before every step: nothing of the pool is left in the caches.
-    yardstick_gb = 1.0
-    other = "torch-native"
+    bandwidth = ("read", 1.0)
     warm_up_rounds = 1
     # Our result is rounded to bf16, and so are the weights inside.
     tolerance = 0.02
 
     def __init__(self, shape: Shape, device: str | None = None) -> None:
-        from sglang.srt.layers.rotary_embedding.factory import get_rope
-
-        from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
-
         self.num_layers = min(_MOST_LAYERS, math.ceil(_GIGABYTES * 1e9 / shape.layer_bytes))
         super().__init__(shape, device)
         self._table = compat.ReqToTokenPool(shape.requests, shape.tokens, "cpu", False)
-        cached_at = CachedPositions(shape.slots, "cpu")
-        cached_at.record(torch.arange(shape.slots), self.cached_at)
-        self._allocator = SimpleNamespace(cached_at=cached_at, has_shifted_slots=False)
+        cached = CachedPositions(shape.slots, "cpu")
+        cached.positions.copy_(self.cached_at)
+        self._allocator = SimpleNamespace(has_shifted_slots=False)
         dim = shape.head_dim
         self._layers = [
             compat.RadixAttention(shape.heads, dim, self.scale, shape.kv_heads, layer_id=layer)
@@ -83,7 +70,7 @@ class CpuRig(Rig):
         ]
         rope = get_rope(dim, dim, shape.tokens, 10_000, True, None, torch.bfloat16)
         # What the backends look at of SGLang's runner.
-        runner = SimpleNamespace(
+        runner: Any = SimpleNamespace(
             device="cpu",
             dtype=torch.bfloat16,
             req_to_token_pool=self._table,
@@ -95,8 +82,14 @@ class CpuRig(Rig):
             use_mla_backend=False,
         )
         self._native = compat.TorchNativeAttnBackend(runner)
-        self._ours = PagedCpuBackend(runner, corrected=True)
+        self._ours = PagedCpuBackend(runner, cached)
         self._batch: Any = None
+
+    @staticmethod
+    def prepared() -> AbstractContextManager[object]:
+        """SGLang's backends as outside of a server."""
+        args = {"device": "cpu", "attention_backend": "torch_native"}
+        return get_context().override_server_args(**args)
 
     def make_pool(self) -> tuple[torch.Tensor, torch.Tensor]:
         pool = self._kv_pool = compat.MHATokenToKVPool(
@@ -116,8 +109,6 @@ class CpuRig(Rig):
         return pool.k_buffer[0], pool.v_buffer[0]
 
     def share(self, percent: int) -> None:
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-
         super().share(percent)
         requests = 1 + self.requests  # SGLang's row 0 is padding
         self._table.req_to_token[requests, : self.shape.tokens] = self.rows
@@ -155,7 +146,7 @@ class CpuRig(Rig):
         ``plan_us`` is what our backend does once for a step. SGLang's side is the faster of its
         thread counts and reads shared entries as cached. ``speedup`` is of the same round.
         """
-        steps = samples.pivot(index="round", columns="side", values="step_ms")
+        steps = by_round(samples, "step_ms")
         best = str(steps.drop(columns="ours").median().idxmin())
         ours, native = (samples[samples["side"] == side] for side in ("ours", best))
         decode = spread(ours["layer_ms"])
@@ -174,30 +165,20 @@ class CpuRig(Rig):
     def _step(self, backend: Any, threads: int) -> list[dict[str, float]]:
         everyone = torch.get_num_threads()
         torch.set_num_threads(threads)
-        try:
-            start = time.perf_counter()
-            backend.init_forward_metadata(self._batch)
-            planned = time.perf_counter()
-            for layer in self._layers:
-                self._forward(backend, layer)
-            end = time.perf_counter()
-        finally:
-            torch.set_num_threads(everyone)
-        layer_ms = (end - planned) / self.num_layers * 1e3
-        return [
-            {
-                "plan_us": (planned - start) * 1e6,
-                "layer_ms": layer_ms,
-                "step_ms": (end - start) * 1e3,
-            }
-        ]
+        start = time.perf_counter()
+        backend.init_forward_metadata(self._batch)
+        planned = time.perf_counter()
+        for layer in self._layers:
+            self._forward(backend, layer)
+        end = time.perf_counter()
+        torch.set_num_threads(everyone)
+        plan, layers = planned - start, end - planned
+        figures = {"plan_us": plan * 1e6, "layer_ms": layers / self.num_layers * 1e3}
+        return [{**figures, "step_ms": (plan + layers) * 1e3}]
 
-    def _forward(self, backend: Any, layer: Any) -> torch.Tensor:
+    def _forward(self, backend: Any, layer: Any) -> Any:
         query = self.query.flatten(1)
-        found: torch.Tensor = backend.forward_decode(
-            query, None, None, layer, self._batch, save_kv_cache=False
-        )
-        return found
+        return backend.forward_decode(query, None, None, layer, self._batch, save_kv_cache=False)
 
     @staticmethod
     def key_figures(rows: Sequence[Row]) -> dict[str, float]:
@@ -209,13 +190,3 @@ class CpuRig(Rig):
             "decode_speedup_vs_torch_native": min(row["speedup"]["median"] for row in plain),
             "decode_fraction_of_bandwidth": min(row["of_read"] for row in plain),
         }
-
-
-@contextmanager
-def backends() -> Iterator[None]:
-    """SGLang's backends as outside of a server."""
-    from sglang.srt.runtime_context import get_context
-
-    args = get_context().override_server_args(device="cpu", attention_backend="torch_native")
-    with args, torch.inference_mode():
-        yield

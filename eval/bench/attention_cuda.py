@@ -15,22 +15,15 @@ import pandas as pd
 import torch
 
 from eval.bench import distance
-from eval.bench.attention_growth import settings
-from eval.bench.attention_rig import Rig, Row, Shape, Side, spread
+from eval.bench.attention_cases import Shape
+from eval.bench.attention_rig import Rig, Row
+from eval.bench.turns import Side, spread
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 
-HEADS = (32, 8, 128)
-#: What the result is named after.
-SHAPES = (Shape(64, 16_000, *HEADS),)
-GROWTH = settings(
-    [Shape(64, tokens, *HEADS) for tokens in (1000, 4000, 16_000, 32_000)],
-    [Shape(requests, 16_000, *HEADS) for requests in (1, 8, 32, 128)],
-    (SHAPES[0], (0, 10, 22, 35, 50, 75)),
-)
 #: Layers of the model whose step the planner is compared with; it runs once for all.
 _LAYERS = 32
 #: Beside a pool: FlashInfer's workspace, the yardstick's arrays, copies of `gather`.
@@ -58,10 +51,8 @@ class CudaRig(Rig):
         "plan_of_step": ("of a step", 3),
         "gather_gb_per_s": ("gather, GB/s", 0),
     }
-    times = ("ours", "flashinfer")
-    bandwidth = "copy_gb_per_s"
-    yardstick_gb = 2.0
-    other = "FlashInfer"
+    times = ("ours", "flashinfer", "FlashInfer")
+    bandwidth = ("copy", 2.0)
     warm_up_rounds = 0  # each call of `do_bench` warms up
     # bf16 has 8 bits, and a kernel may round weights and result.
     tolerance = 2 * 2.0**-8
@@ -93,7 +84,7 @@ class CudaRig(Rig):
         return decode_attention(self.query, self._kv, self._plan, scale=self.scale)
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return gather_kv(self._kv, self._plan.kv_indices, self._plan.shift, torch.bfloat16)
+        return _gather(self._kv, self._plan)
 
     def flashinfer(self, as_cached: bool) -> Callable[[], torch.Tensor]:
         """Planned; of the rows as they are, or of each request's own slots.
@@ -174,22 +165,17 @@ class CudaRig(Rig):
             if not torch.equal(found, torch.zeros_like(found) if expected is None else expected):
                 raise RuntimeError(f"plan_into, {self.shape}: not what the rows say")
         self.check("decode_attention", self.decode(), self.rows)
-        for request in self.some():
-            entries = slice(*self._plan.kv_indptr[request : request + 2].tolist())
-            slots = self._plan.kv_indices[entries]
-            shift = None if self._plan.shift is None else self._plan.shift[entries]
-            pairs = (
-                gather_kv(kv, slots, shift, torch.bfloat16) for kv in (self._kv, self.reference)
-            )
-            for name, got, expected in zip("KV", *pairs, strict=True):
-                self.judge(f"gather_kv, {name}", got, expected)
+        plan, size = self.plan_of(self.rows[self.checked]), (self.shape.requests, -1)
+        both = zip(self.gather(), _gather(self.reference, plan), strict=True)
+        for name, (got, wanted) in zip("KV", both, strict=True):
+            self.judge(f"gather_kv, {name}", got.view(size)[self.checked], wanted)
 
     @staticmethod
     def fits(shape: Shape) -> bool:
         """Whether the device has memory for the pool and what `gather` copies out of it."""
         # PyTorch keeps what a smaller pool took until it is asked for it.
         torch.cuda.empty_cache()
-        return 2 * shape.slots * shape.entry_bytes + _SPARE_BYTES <= torch.cuda.mem_get_info()[0]
+        return 2 * shape.layer_bytes + _SPARE_BYTES <= torch.cuda.mem_get_info()[0]
 
     @staticmethod
     def key_figures(rows: Sequence[Row]) -> dict[str, float]:
@@ -207,6 +193,10 @@ class CudaRig(Rig):
                 found["decode_shared22_vs_flashinfer"] = ours / theirs
                 found["plan_fraction_of_step"] = row["plan_of_step"]
         return found
+
+
+def _gather(kv: PagedKv, plan: RowPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    return gather_kv(kv, plan.kv_indices, plan.shift, torch.bfloat16)
 
 
 def _bench(call: Callable[[], object]) -> list[dict[str, float]]:

@@ -58,6 +58,10 @@ class Yardstick:
         """GB/s of reading one array."""
         return self._bytes / seconds(self._read, self._device) / 1e9
 
+    def rates(self) -> dict[str, float]:
+        """Both, as ``copy`` and ``read``."""
+        return {"copy": self.copy(), "read": self.read()}
+
     def _fastest(self, calls: list[Call]) -> Call:
         return min(calls, key=lambda call: min(seconds(call, self._device) for _ in range(4)))
 

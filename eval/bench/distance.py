@@ -24,18 +24,17 @@ import pandas as pd
 import torch
 from torch.utils import benchmark
 
+from eval.bench.attention_rig import rotation
 from eval.bench.bandwidth import Yardstick, seconds
+from eval.bench.turns import take_turns
 from sglang_reasoncache.kernels.distance import DistanceKernel
-from sglang_reasoncache.kernels.rotation import KeyRotation
 
 _TABLE = 32_768
-_SEED = 5
 #: Above this the reference's copies of a layer's blocks take long; it is left out.
 _REFERENCE_PAIRS = 64
 #: How the slots of a block lie in the pool: one of every 32 in a row, a token of each of
 #: 32 running requests at a decode step; anywhere; or next to each other.
-ORDERS = ("interleaved", "scattered", "runs")
-_RUNNING = 32
+ORDERS = {"interleaved": 32, "scattered": None, "runs": 1}
 
 
 @dataclass(frozen=True)
@@ -53,27 +52,19 @@ class Shape:
 
     def kernel(self, device: torch.device, backend: str | None = None) -> DistanceKernel:
         """On a pool as SGLang lays it out: K and V of a layer are halves of one buffer."""
-        torch.manual_seed(_SEED)
+        torch.manual_seed(5)
         size = (2, self.slots, self.heads, self.head_dim)
         layers = [
             tuple(torch.empty(size, dtype=torch.bfloat16, device=device).uniform_(-1, 1))
             for _ in range(self.layers)
         ]
-        powers = torch.arange(0, self.head_dim, 2) / self.head_dim
-        angles = torch.arange(_TABLE)[:, None] * 1e4**-powers
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        rotation = KeyRotation(table, self.head_dim, True)
-        return DistanceKernel(layers, rotation, backend=backend)
+        return DistanceKernel(layers, rotation(_TABLE, self.head_dim), backend=backend)
 
-
-def random_slots(
-    shape: Shape, pairs: int, block: int, order: str, device: torch.device
-) -> torch.Tensor:
-    if order == "scattered":
-        return torch.randint(0, shape.slots, (pairs, block), device=device)
-    first = torch.randint(0, shape.slots, (pairs, 1), device=device)
-    step = _RUNNING if order == "interleaved" else 1
-    return (first + torch.arange(block, device=device) * step) % shape.slots
+    def random_slots(self, pairs: int, block: int, order: str) -> torch.Tensor:
+        step = ORDERS[order]
+        if step is None:
+            return torch.randint(0, self.slots, (pairs, block))
+        return (torch.randint(0, self.slots, (pairs, 1)) + torch.arange(block) * step) % self.slots
 
 
 def read_rates(
@@ -88,21 +79,13 @@ def read_rates(
     yardstick = Yardstick(device)
     lines = []
     for backend in backends:
-        kernel = shape.kernel(device, backend)
-        slow = backend == "torch"
+        kernel, slow = shape.kernel(device, backend), backend == "torch"
         numbers = [n for n in (1, 4, 16, 64, 256) if not slow or n <= _REFERENCE_PAIRS]
-        for order, corrected, block, pairs in itertools.product(
-            ORDERS, (False, True), (8, 16), numbers
-        ):
-            samples = []
-            for _ in range(1 + (min(runs, 3) if slow else runs)):
-                dst, src = (random_slots(shape, pairs, block, order, device) for _ in range(2))
-                size = (pairs, block)
-                shift = torch.randint(1 - _TABLE, _TABLE, size, dtype=torch.int32, device=device)
-                call = functools.partial(kernel.squares, dst, src, shift if corrected else None)
-                samples.append((seconds(call, device), yardstick.copy(), yardstick.read()))
-            # The first one warms up.
-            found = pd.DataFrame(samples[1:], columns=["s", "copy", "read"])
+        for setting in itertools.product(ORDERS, (False, True), (8, 16), numbers):
+            order, corrected, block, pairs = setting
+            run = functools.partial(_run, shape, kernel, device, setting)
+            rounds = min(runs, 3) if slow else runs
+            found = take_turns({"": run}, rounds, warm_up_rounds=1, between=yardstick.rates)
             gigabytes = 2 * pairs * block * shape.bytes_per_token / 1e9
             rate, copy, read = (
                 gigabytes / found["s"].min(),
@@ -110,40 +93,40 @@ def read_rates(
                 found["read"].max(),
             )
             lines.append(
-                {
-                    "backend": backend,
-                    "order": order,
-                    "corrected": corrected,
-                    "pairs": pairs,
-                    "block": block,
-                    "best_ms": found["s"].min() * 1e3,
-                    "gb_per_s": rate,
-                    "median_gb_per_s": gigabytes / found["s"].median(),
-                    "copy_gb_per_s": copy,
-                    "read_gb_per_s": read,
-                    "of_copy": rate / copy,
-                    "of_read": rate / read,
-                }
+                {"backend": backend, "order": order, "corrected": corrected}
+                | {"pairs": pairs, "block": block, "best_ms": found["s"].min() * 1e3}
+                | {"gb_per_s": rate, "median_gb_per_s": gigabytes / found["s"].median()}
+                | {"copy_gb_per_s": copy, "read_gb_per_s": read}
+                | {"of_copy": rate / copy, "of_read": rate / read}
             )
     return pd.DataFrame(lines)
 
 
-def print_rates(rates: pd.DataFrame) -> None:
-    print("\n" + rates.to_markdown(index=False, floatfmt=".2f"))
+def _run(
+    shape: Shape, kernel: DistanceKernel, device: torch.device, setting: tuple[str, bool, int, int]
+) -> list[dict[str, float]]:
+    order, corrected, block, pairs = setting
+    dst, src = (shape.random_slots(pairs, block, order).to(device) for _ in range(2))
+    shift = torch.randint(1 - _TABLE, _TABLE, dst.shape, dtype=torch.int32).to(device)
+    call = functools.partial(kernel.squares, dst, src, shift if corrected else None)
+    return [{"s": seconds(call, device)}]
+
+
+def print_rates(rates: pd.DataFrame, index: bool = False) -> None:
+    print("\n" + rates.to_markdown(index=index, floatfmt=".2f"))
 
 
 def small_call_microseconds(device: torch.device) -> dict[str, float]:
     """Median wall time of a call on a small model's pool: what the scheduler's loop pays."""
     shape = Shape(layers=4, heads=2, head_dim=32, slots=4096)
-    dst, src = (torch.randint(0, shape.slots, (1, 16), device=device) for _ in range(2))
+    squares = shape.kernel(device).squares
+    slots = [shape.random_slots(1, 16, "scattered").to(device) for _ in range(2)]
     shift = torch.full((1, 16), 100, dtype=torch.int32, device=device)
-    names = {"squares": shape.kernel(device).squares, "dst": dst, "src": src}
     found = {}
     for name, third in (("as cached", None), ("corrected", shift)):
+        names = {"squares": squares, "slots": slots, "shift": third}
         timer = benchmark.Timer(
-            "squares(dst, src, shift)",
-            globals={**names, "shift": third},
-            num_threads=torch.get_num_threads(),
+            "squares(*slots, shift)", globals=names, num_threads=torch.get_num_threads()
         )
         found[name] = timer.blocked_autorange(min_run_time=0.1).median * 1e6
     return found
@@ -169,9 +152,8 @@ def summary(
         print(", ".join(f"{value:.1f} us {key}" for key, value in small.items()))
         many = rates[(rates["backend"] == kernel) & (rates["pairs"] >= 16)]
         medians = many.groupby("order")[["gb_per_s", "of_copy", "of_read"]].median()
-        print(
-            f"\n16 pairs or more, medians\n\n{medians.loc[[*ORDERS]].to_markdown(floatfmt='.2f')}"
-        )
+        print("\n16 pairs or more, medians")
+        print_rates(medians.loc[[*ORDERS]], index=True)
         for order, figure in itertools.product(ORDERS, medians.columns):
             results[f"{prefix}_{order}_{figure}"] = float(medians.loc[order, figure])
         # Best of each setting, so of the same moments as the kernel's.
@@ -184,11 +166,12 @@ def summary(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.bench.distance")
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="Pool size (default 2).")
-    parser.add_argument("--layers", type=int, default=32, help="Layers of the pool (default 32).")
-    parser.add_argument("--runs", type=int, default=8, help="Runs per setting (default 8).")
-    parser.add_argument("--no-reference", action="store_true", help="Leave PyTorch out.")
-    parser.add_argument("--json", type=Path, help="Write all figures here.")
+    add = parser.add_argument
+    add("--gigabytes", type=float, default=2.0, help="Pool size (default 2).")
+    add("--layers", type=int, default=32, help="Layers of the pool (default 32).")
+    add("--runs", type=int, default=8, help="Runs per setting (default 8).")
+    add("--no-reference", action="store_true", help="Leave PyTorch out.")
+    add("--json", type=Path, help="Write all figures here.")
     options = parser.parse_args(argv)
     if options.gigabytes <= 0 or options.layers < 1 or options.runs < 1:
         parser.error("--gigabytes, --layers and --runs must be above 0")

@@ -18,21 +18,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
 import psutil
 
 from eval.bench import distance, idle
 from eval.redundancy.rows import texts_of
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
-from sglang_reasoncache.filter.vocabulary import Vocabulary
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
 _VOCABULARY_SIZE = 16_000
 _REQUESTS = 32
-_INTERVAL = 4  # decode steps between two polls, as in a server
+#: Decode steps between two polls, as in a server.
+_INTERVAL = 4
 _POLLS = 2000
-# Between two polls: the process is as far behind as in a server.
+#: Pause between two polls: the process is as far behind as in a server.
 _PAUSE_SECONDS = 0.004
 
 
@@ -40,11 +40,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m eval.bench.filter", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("traces", type=Path, help="JSONL file, or folder of aime*.jsonl.")
-    parser.add_argument("--tokenizer", help="Hugging Face folder; default: trained on TRACES.")
-    parser.add_argument("--block", type=int, default=16, help="Tokens per block (default 16).")
-    parser.add_argument("--rounds", type=int, default=32, help="Server rounds; 0: no servers.")
-    parser.add_argument("--output", type=Path, default=Path("build/bench/filter.json"))
+    add = parser.add_argument
+    add("traces", type=Path, help="JSONL file, or folder of aime*.jsonl.")
+    add("--tokenizer", help="Hugging Face folder; default: trained on TRACES.")
+    add("--block", type=int, default=16, help="Tokens per block (default 16).")
+    add("--rounds", type=int, default=32, help="Server rounds; 0: no servers.")
+    add("--output", type=Path, default=Path("build/bench/filter.json"))
     options = parser.parse_args(argv)
     if not options.traces.exists():
         parser.error(f"TRACES: {options.traces} does not exist")
@@ -53,32 +54,24 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def tokenized(path: str | None, texts: Sequence[str]) -> tuple[Vocabulary, list[list[int]]]:
     """Token ids of ``texts``; without a tokenizer's path, by one trained on them."""
+    from tokenizers import ByteLevelBPETokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if path is not None:
         tokenizer = AutoTokenizer.from_pretrained(path)
     else:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-        bpe = Tokenizer(models.BPE())
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bpe.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=_VOCABULARY_SIZE,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
+        bpe = ByteLevelBPETokenizer()
+        bpe.train_from_iterator(
+            texts, vocab_size=_VOCABULARY_SIZE, min_frequency=0, show_progress=False
         )
-        bpe.train_from_iterator(texts, trainer)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     return vocabulary_of(tokenizer), ids
 
 
 def step_times(engine: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
     """CPU time of each step in the filter's process, one response after the other."""
-    seconds: list[float] = []
-    earlier: list[int] = []
-    pairs = 0
+    lines = []
     for tokens in streams:
         request = engine.open(0, True)
         for at in range(0, len(tokens), _INTERVAL):
@@ -88,28 +81,22 @@ def step_times(engine: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[
         engine.wait()
         engine.ready()
         results = engine.take(engine.outstanding, 1 << 60)
-        seconds += [result.seconds for result in results]
-        earlier += range(len(results))
-        pairs += sum(len(result.pairs) for result in results)
-    times, history = np.array(seconds) * 1e3, np.array(earlier)
-    print(
-        "\n| earlier steps | steps | median ms | p99 ms | max ms |\n| --- | --- | --- | --- | --- |"
-    )
-    for low, high in [(0, 1 << 60), *itertools.pairwise((0, 50, 100, 200, 400, 800, 1600))]:
-        inside = times[(history >= low) & (history < high)]
-        if len(inside):
-            name = "any" if high == 1 << 60 else f"{low:,} to {high - 1:,}"
-            print(
-                f"| {name} | {len(inside):,} | {np.median(inside):.3f} "
-                f"| {np.percentile(inside, 99):.3f} | {inside.max():.2f} |"
-            )
+        lines += [(number, one.seconds * 1e3, len(one.pairs)) for number, one in enumerate(results)]
+    steps = pd.DataFrame(lines, columns=["earlier steps", "ms", "pairs"])
+    ages = pd.cut(steps["earlier steps"], (0, 50, 100, 200, 400, 800, 1600), right=False)
+    groups = steps.groupby(lambda _: "any"), steps.groupby(ages, observed=True)
+    table = pd.concat([group["ms"].agg(["size", "median", _p99, "max"]) for group in groups])
+    heads = ["earlier steps", "steps", "median ms", "p99 ms", "max ms"]
+    digits = ("", ".0f", ".3f", ".3f", ".2f")
+    print("\n" + table.to_markdown(headers=heads, floatfmt=digits))
+    times = steps["ms"]
     return {
         "steps": len(times),
-        "pairs": pairs,
+        "pairs": int(steps["pairs"].sum()),
         "tokens": sum(map(len, streams)),
-        "step_ms_median": float(np.median(times)),
+        "step_ms_median": float(times.median()),
         "step_ms_mean": float(times.mean()),
-        "step_ms_p99": float(np.percentile(times, 99)),
+        "step_ms_p99": _p99(times),
         "step_ms_max": float(times.max()),
         "process_mb": psutil.Process(engine.pid).memory_info().rss / 1e6,
     }
@@ -131,17 +118,16 @@ def poll_times(engine: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[
         engine.feed(requests, counts, tokens)
         times.append((time.thread_time() - start) / _INTERVAL * 1e6)
         time.sleep(_PAUSE_SECONDS)
-    found = {
-        "scheduler_us_mean": float(np.mean(times)),
-        "scheduler_us_median": float(np.median(times)),
-        "scheduler_us_p99": float(np.percentile(times, 99)),
-    }
-    print(
-        f"\nscheduler's thread, us a decode step of {_REQUESTS} requests: mean "
-        f"{found['scheduler_us_mean']:.1f}, median {found['scheduler_us_median']:.1f}, "
-        f"p99 {found['scheduler_us_p99']:.1f}; {engine.steps_shed} steps shed\n"
-    )
-    return found
+    us = pd.Series(times)
+    found = {"mean": float(us.mean()), "median": float(us.median()), "p99": _p99(us)}
+    figures = ", ".join(f"{name} {value:.1f}" for name, value in found.items())
+    print(f"\nscheduler's thread, us a decode step of {_REQUESTS} requests: {figures}; ", end="")
+    print(f"{engine.steps_shed} steps shed\n")
+    return {f"scheduler_us_{name}": value for name, value in found.items()}
+
+
+def _p99(times: pd.Series) -> float:
+    return float(times.quantile(0.99))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -151,9 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         texts = texts_of(files)
     except ValueError as error:
-        raise SystemExit(
-            f"{options.traces} (a folder needs files named aime*.jsonl): {error}"
-        ) from error
+        said = f"{options.traces} (a folder needs files named aime*.jsonl): {error}"
+        raise SystemExit(said) from error
     vocabulary, streams = tokenized(options.tokenizer, texts)
     config = FilterConfig(block=options.block)
     results: dict[str, Any] = {"machine": platform.processor() or platform.machine()}

@@ -7,14 +7,18 @@ machine does hits both. Requests sample at a temperature so high that the text i
 
 from __future__ import annotations
 
-import statistics
+import functools
+import itertools
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import psutil
 
-from eval.bench.quartiles import Quartiles
+from eval.bench.turns import as_text, by_round, spread, take_turns
 from eval.runs.client import Request, ask_all, tokens_per_s
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
@@ -22,11 +26,7 @@ from eval.tiny_reasoner.task import generate
 
 _REQUESTS = 32
 # Short rounds: what else the machine does changes within seconds.
-_MAX_TOKENS = 128
-_NOISE: dict[str, object] = {"temperature": 50.0, "ignore_eos": True, "max_tokens": _MAX_TOKENS}
-_SEED = 4_321
-_LOGS = Path("build/bench")
-
+_NOISE: dict[str, object] = {"temperature": 50.0, "ignore_eos": True, "max_tokens": 128}
 #: Figure of a round -> how the table calls it.
 _FIGURES = {
     "throughput": "output tokens/s",
@@ -35,27 +35,29 @@ _FIGURES = {
 }
 
 
-def load(server: ServerProcess, seed: int) -> dict[str, float]:
+def load(
+    server: ServerProcess, body: Mapping[str, object], seeds: Iterator[int]
+) -> list[dict[str, float]]:
     """Send all requests at once and wait for their ends; :data:`_FIGURES`.
 
     Raises:
         RuntimeError: a request failed.
     """
-    requests = [
-        Request(str(number), problem.prompt, _NOISE)
-        for number, problem in enumerate(generate(seed, _REQUESTS))
-    ]
+    problems = generate(next(seeds), _REQUESTS)
+    requests = [Request(str(i), problem.prompt, body) for i, problem in enumerate(problems)]
     before = scheduler_seconds(server)
     answers = ask_all(server.url, MODEL_NAME, requests)
     spent = scheduler_seconds(server) - before
-    tpots = sorted(
+    tpots = [
         (a.ended - (a.first_token or a.started)) / max(1, a.output_tokens - 1) for a in answers
-    )
-    return {
-        "throughput": tokens_per_s(answers),
-        "tpot_p99": tpots[int(0.99 * (len(tpots) - 1))] * 1e3,
-        "scheduler_cpu": spent / sum(a.output_tokens for a in answers) * 1e6,
-    }
+    ]
+    return [
+        {
+            "throughput": tokens_per_s(answers),
+            "tpot_p99": float(np.percentile(tpots, 99, method="lower")) * 1e3,
+            "scheduler_cpu": spent / sum(a.output_tokens for a in answers) * 1e6,
+        }
+    ]
 
 
 def scheduler_seconds(server: ServerProcess) -> float:
@@ -69,35 +71,40 @@ def scheduler_seconds(server: ServerProcess) -> float:
     return found
 
 
+def in_turn(
+    servers: Mapping[str, ServerProcess], body: Mapping[str, object], rounds: int
+) -> pd.DataFrame:
+    """Loads on each server, alternating, after one that warms up; each has the same requests."""
+    sides = {
+        name: functools.partial(load, server, body, itertools.count(4_321))
+        for name, server in servers.items()
+    }
+    return take_turns(sides, rounds, warm_up_rounds=1)
+
+
 def summary(rounds: int) -> dict[str, Any]:
-    """``rounds`` loads on each server, alternating; medians of the ratios of neighbours."""
+    """Figures of ``rounds`` loads; medians of the ratios of neighbours."""
+    logs = Path("build/bench")
     flags = ["--enable-reasoncache", *EMBEDDED_FLAGS]
     with (
-        ServerProcess(CHECKPOINT, log_path=_LOGS / "idle_stock.log") as stock,
-        ServerProcess(CHECKPOINT, flags=flags, log_path=_LOGS / "idle_ours.log") as shared,
+        ServerProcess(CHECKPOINT, log_path=logs / "idle_stock.log") as stock,
+        ServerProcess(CHECKPOINT, flags=flags, log_path=logs / "idle_ours.log") as shared,
     ):
-        servers = (stock, shared)
-        for server in servers:
-            load(server, _SEED)
-        found: list[list[dict[str, float]]] = [[], []]
-        for i in range(rounds):
-            for which in (0, 1) if i % 2 == 0 else (1, 0):
-                found[which].append(load(servers[which], _SEED + 1 + i))
+        found = in_turn({"stock": stock, "ours": shared}, _NOISE, rounds)
         totals = shared.get("/reasoncache").json()["schedulers"][0]["totals"]
-    print(f"\n{rounds} rounds of {_REQUESTS} requests x {_MAX_TOKENS} tokens of noise\n")
-    print("| | stock, median | ours, median | ratio, median (quartiles) |")
-    print("| --- | --- | --- | --- |")
     results: dict[str, Any] = {"idle_rounds": rounds, "idle_totals": totals}
+    lines = []
     for key, name in _FIGURES.items():
-        before, after = ([each[key] for each in loads] for loads in found)
-        ratios = [b / a for a, b in zip(before, after, strict=True)]
-        results[f"idle_{key}_ratio"] = statistics.median(ratios)
-        results[f"idle_{key}_ratios"] = ratios
-        print(
-            f"| {name} | {statistics.median(before):.2f} | {statistics.median(after):.2f} "
-            f"| {Quartiles.of(ratios).text(4)} |"
-        )
-    print(f"\nreported by the server: {totals}")
+        figures = by_round(found, key)
+        ratios = figures["ours"] / figures["stock"]
+        results[f"idle_{key}_ratio"] = float(ratios.median())
+        results[f"idle_{key}_ratios"] = ratios.tolist()
+        medians = [as_text(figures[side].median(), 2) for side in ("stock", "ours")]
+        lines.append([name, *medians, as_text(spread(ratios), 4)])
+    heads = ["", "stock, median", "ours, median", "ratio, median (quartiles)"]
+    table = pd.DataFrame(lines, columns=heads).to_markdown(index=False, disable_numparse=True)
+    print(f"\n{rounds} rounds of {_REQUESTS} requests x {_NOISE['max_tokens']} tokens of noise\n")
+    print(f"{table}\n\nreported by the server: {totals}")
     return results
 
 

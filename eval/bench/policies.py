@@ -11,7 +11,6 @@ that was measured: the same command goes on after a stop, and asks only what is 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import signal
 import sys
@@ -128,39 +127,30 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         prompts = prompt_points(policies, budgets)
     except PointError as error:
         parser.error(str(error))
-    return Options(
-        found, timed(policies, aims), prompts, left_out, args.problems, args.rounds,
-        args.jobs, args.traces, args.out, args.plan,
-    )  # fmt: skip
+    known = {name: getattr(args, name) for name in ("problems", "rounds", "jobs", "traces", "out")}
+    return Options(found, timed(policies, aims), prompts, left_out, plan=args.plan, **known)
 
 
 def timed(policies: Sequence[str], aims: Sequence[float]) -> dict[float, list[Point]]:
-    """Policies at the settings for replays: long responses leave evictors their usual slack."""
+    """Policies at the settings for replays: long responses leave evictors their usual slack.
+
+    What does not go up to an aim is measured where it gets to.
+    """
     found: dict[float, list[Point]] = {}
-    once: set[Point] = set()
     for aim in aims:
-        reached = [_replayed(policy, aim) for policy in policies if policy not in UNTIMED]
-        chosen = [point for point in reached if point is not None and point not in once]
-        once.update(chosen)
+        chosen: list[Point] = []
+        for policy in (policy for policy in policies if policy not in UNTIMED):
+            methods = [(near, method_of(policy, near, replayed=True)) for near in (aim, aim / 2)]
+            reached = next((Point(policy, near, m) for near, m in methods if m), None)
+            if reached and not any(reached in points for points in (chosen, *found.values())):
+                chosen.append(reached)
         if chosen:
             found[aim] = chosen
     return found
 
 
-def _replayed(policy: str, aim: float) -> Point | None:
-    """What does not go up to the aim is measured where it gets to."""
-    for near in (aim, aim / 2):
-        method = method_of(policy, near, replayed=True)
-        if method is not None:
-            return Point(policy, near, method)
-    return None
-
-
 def carry_out(options: Options) -> bool:
-    """Measure what is not there yet and write the results, anew after each part.
-
-    Returns:
-        Whether everything could be measured.
+    """Measure what is not there yet and write the results, anew after each part; whether all is.
 
     Raises:
         OSError, ValueError: traces, model or a run folder are unusable.
@@ -201,8 +191,7 @@ def write(options: Options, timings: dict[Aim, policies_speed.Timing]) -> None:
         "prompt_rows": long,
         "prompt_dense": dense_row(options.long_runs),
         "replays": [
-            {"policy": policy, "aim": aim, **dataclasses.asdict(one)}
-            for (policy, aim), one in timings.items()
+            {"policy": policy, "aim": aim, **one} for (policy, aim), one in timings.items()
         ],
         "left_out": options.left_out,
         "settings": {

@@ -29,7 +29,7 @@ IN_FLIGHT = 48
 MAX_TOKENS = 1000
 #: Room for all in flight: memory is not to decide what is answered.
 KV_BUDGET = 56_000
-#: Dropped positions need attention that skips them; dense gets the same.
+#: Evicted positions need attention that skips them; dense gets the same.
 SERVER_FLAGS = "--attention-backend reasoncache_cpu"
 LONG_TASK = "tiny_reasoner_long"
 #: KeyDiff's blocks of the prompt are prefill chunks.

@@ -39,6 +39,9 @@ _SELECTOR_OPTIONS = "whole_layers=1"
 #: Positions of a request when it begins and when it ends, embedded and replayed: a budget stays
 #: the same while a request grows, as in the papers.
 _GROWS, _REPLAYED_GROWS = (45, 580), (150, 1500)
+#: Why a policy cannot reach a saving.
+_WHY_NOT = {SHARING: f"what repeats allows some {max(_PERCENTILES):.0%} over decode steps"}
+_PROMPTS = "it gives up nothing but prompt, and prompts are short here"
 #: In the order of tables.
 POLICIES = (
     SHARING,
@@ -105,7 +108,7 @@ def points(policies: Sequence[str], savings: Sequence[float]) -> tuple[list[Poin
         for saving in savings:
             method = method_of(policy, saving)
             if method is None:
-                left_out.append(f"{policy} at {saving:.0%}: {_why_not(policy)}")
+                left_out.append(f"{policy} at {saving:.0%}: {_WHY_NOT.get(policy, _PROMPTS)}")
             else:
                 found.append(Point(policy, saving, method))
     return found, left_out
@@ -115,7 +118,7 @@ def prompt_points(policies: Sequence[str], budgets: Sequence[int]) -> list[Point
     """Those of :data:`ON_PROMPTS` among the policies, under budgets that hold during prefill too.
 
     As in KeyDiff's paper: evicted down to the budget after each block of the prompt and then at
-    each look, and nothing is protected. SnapKV keeps its window, H2O half of the budget.
+    each poll, and nothing is protected. SnapKV keeps its window, H2O half of the budget.
 
     Raises:
         PointError: a budget out of bounds.
@@ -138,10 +141,7 @@ def prompt_points(policies: Sequence[str], budgets: Sequence[int]) -> list[Point
 def method_of(policy: str, saving: float, replayed: bool = False) -> str | None:
     """The method that aims at a saving; None where the policy cannot reach it.
 
-    Args:
-        policy: of :data:`POLICIES`, or a pair.
-        saving: share of the slots.
-        replayed: for replays, whose model has no settings of its own; else for the embedded one.
+    ``replayed`` is for replays, whose model has no settings of its own.
     """
     blocks = _REPLAYED if replayed else ""
     if policy == SHARING:
@@ -180,12 +180,6 @@ def parts(policy: str) -> tuple[bool, str]:
     """Whether a pair begins with sharing, and the other part."""
     first, plus, second = policy.partition("+")
     return (True, second) if plus and first == SHARING else (False, policy)
-
-
-def _why_not(policy: str) -> str:
-    if policy == SHARING:
-        return f"what repeats allows some {max(_PERCENTILES):.0%} over decode steps"
-    return "it gives up nothing but prompt, and prompts are short here"
 
 
 def _missing(policy: str) -> str | None:

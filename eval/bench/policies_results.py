@@ -10,7 +10,7 @@ from typing import Any
 from eval.bench.policies_accuracy import DENSE, Runs
 from eval.bench.policies_points import CONTROLS, POLICIES, SELECTOR, Point, parts
 from eval.bench.policies_speed import Timing
-from eval.bench.quartiles import Quartiles
+from eval.bench.turns import as_text, spread
 from eval.measures.accuracy import Estimate, accuracy, compare, keyed
 from eval.measures.figures import of_cells
 from eval.report.markdown import Table, number, words
@@ -40,13 +40,8 @@ _LOOKS = {
 }
 _OTHER = ("#332288", "h", "-")
 
-_COLUMNS = (
-    "aim", "policy", "saved over steps", "at the end", "accuracy", "less than dense, points",
-    "length / dense", "tokens/s / stock", "step, ms (stock)", "policy, ms a step", "reads saved",
-)  # fmt: skip
 
-
-def row_of(point: Point, runs: Runs, timed: Timing | None) -> dict[str, Any]:
+def row_of(point: Point, runs: Runs, timed: Timing) -> dict[str, Any]:
     """One row. Shares are of 1; what was not measured is None.
 
     ``saved`` is what the server counted, averaged over decode steps: slots that the running
@@ -60,7 +55,6 @@ def row_of(point: Point, runs: Runs, timed: Timing | None) -> dict[str, Any]:
     against = compare(results, keyed({dense.seed: dense.results()}))
     scored = accuracy(results)
     difference = against.difference if against else None
-    timing = {name: getattr(timed, name, None) for name in _TIMED}
     return {
         "policy": point.policy,
         "aim": point.aim,
@@ -76,8 +70,8 @@ def row_of(point: Point, runs: Runs, timed: Timing | None) -> dict[str, Any]:
         "problems": len(results),
         "length_ratio": _length_ratio(cell, dense),
         "leaked_slots": held.leaked_slots,
-        **timing,
-        "throughput_saved": timed.saved if timed else None,
+        **{name: timed.get(name) for name in _TIMED},
+        "throughput_saved": timed.get("saved"),
     }
 
 
@@ -86,7 +80,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Rows of the points that have answers."""
     return [
-        row_of(point, runs, timings.get((point.policy, point.aim)))
+        row_of(point, runs, timings.get((point.policy, point.aim), {}))
         for point in points
         if runs.cell(point.method).results()
     ]
@@ -94,8 +88,7 @@ def rows(
 
 def dense_row(runs: Runs) -> dict[str, Any]:
     """What the rows are held against."""
-    cell = runs.cell(DENSE)
-    scored = accuracy(keyed({cell.seed: cell.results()}))
+    scored = accuracy(keyed({0: runs.cell(DENSE).results()}))
     return {
         "accuracy": scored.value if scored else None,
         "accuracy_error": _half(scored),
@@ -105,7 +98,7 @@ def dense_row(runs: Runs) -> dict[str, Any]:
 
 def _reads_saved(cell: Cell, policy: str) -> float | None:
     """The share of positions that attention did not read, in layers that select; None of policies
-    that drop or share."""
+    that evict or share."""
     if SELECTOR not in policy.split("+"):
         return None
     counts = [leg.report.get("selection") or {} for leg in cell.legs()]
@@ -133,51 +126,47 @@ def table(
     title: str = "Policies at equal saving",
 ) -> Table:
     """The papers' Table II in shape: accuracy, saving over decode steps, throughput; by saving."""
-    lines = [_dense_line(dense)] + [_line(row) for row in _by_aim(rows)]
+    lines = [_line(row) for row in _by_aim(rows)]
+    first = {"policy": "dense", "accuracy": number(dense["accuracy"], form="{:.3f}")}
+    columns = dict.fromkeys(lines[0] if lines else first, "")
     notes = [
         "Saved: slots that running requests did without over their positions, averaged over decode "
         "steps, as the server counted. After ±: half of the 95% interval of the difference from "
         "dense on the same problems. Throughput and step time: replayed responses, in turns with "
         "stock SGLang at the same KV slots and flags; steps are compared at equal batches. In "
-        "brackets the quartiles of rounds. -: not measured, as replays are at one saving only.",
+        "brackets the quartiles of rounds. -: not measured, as replays are at one saving only."
     ]
-    return Table("policies", title, _COLUMNS, lines, notes)
+    return Table("policies", title, [{**columns, **first}, *lines], notes)
 
 
 def _by_aim(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return sorted(rows, key=lambda row: (row["aim"], _rank(row["policy"]), row["policy"]))
+    def rank(policy: str) -> int:
+        return POLICIES.index(policy) if policy in POLICIES else len(POLICIES)
+
+    return sorted(rows, key=lambda row: (row["aim"], rank(row["policy"]), row["policy"]))
 
 
-def _rank(policy: str) -> int:
-    return POLICIES.index(policy) if policy in POLICIES else len(POLICIES)
-
-
-def _dense_line(dense: Mapping[str, Any]) -> list[str]:
-    accuracy = number(dense["accuracy"], form="{:.3f}")
-    return ["", "dense", "", "", accuracy] + [""] * (len(_COLUMNS) - 5)
-
-
-def _line(row: Mapping[str, Any]) -> list[str]:
+def _line(row: Mapping[str, Any]) -> dict[str, str]:
     difference = step = ratio = "-"
     if row["accuracy_difference"] is not None and row["accuracy_error"] is not None:
         difference = f"{100 * row['accuracy_difference']:+.1f} ± {100 * row['accuracy_error']:.1f}"
     if row["step_ms"] is not None:
         step = f"{row['step_ms']:.2f} ({row['dense_step_ms']:.2f})"
     if row["throughput_ratios"]:
-        ratio = Quartiles.of(row["throughput_ratios"]).text(2)
-    return [
-        f"{row['aim']:.0%}",
-        words(row["policy"]),
-        number(row["saved"], form="{:.1%}"),
-        number(row["saved_at_the_end"], form="{:.1%}"),
-        number(row["accuracy"], form="{:.3f}"),
-        difference,
-        number(row["length_ratio"], form="{:.2f}"),
-        ratio,
-        step,
-        number(row["scheduler_ms"], form="{:.2f}"),
-        "" if row["reads_saved"] is None else f"{row['reads_saved']:.1%}",
-    ]
+        ratio = as_text(spread(row["throughput_ratios"]), 2)
+    return {
+        "aim": f"{row['aim']:.0%}",
+        "policy": words(row["policy"]),
+        "saved over steps": number(row["saved"], form="{:.1%}"),
+        "at the end": number(row["saved_at_the_end"], form="{:.1%}"),
+        "accuracy": number(row["accuracy"], form="{:.3f}"),
+        "less than dense, points": difference,
+        "length / dense": number(row["length_ratio"], form="{:.2f}"),
+        "tokens/s / stock": ratio,
+        "step, ms (stock)": step,
+        "policy, ms a step": number(row["scheduler_ms"], form="{:.2f}"),
+        "reads saved": "" if row["reads_saved"] is None else f"{row['reads_saved']:.1%}",
+    }
 
 
 def picture(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], path: Path) -> None:
@@ -194,20 +183,23 @@ def picture(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], path: P
         )
         if not points:
             continue
-        colour, marker, line = _look(policy)
+        # A pair has its evictor's colour.
+        shares, evictor = parts(policy)
+        colour, marker, line = _LOOKS.get(evictor, _OTHER)
+        name = {"random": "random sharing", "random_eviction": "random eviction"}.get(policy)
         x, y, error = zip(*points, strict=True)
         one.errorbar(
             x,
             y,
             yerr=error,
             color=colour,
-            marker=marker,
-            linestyle=line,
+            marker="*" if shares else marker,
+            linestyle="--" if shares else line,
             linewidth=1.3,
             markersize=6,
             elinewidth=0.8,
             alpha=0.7 if policy in CONTROLS else 1.0,
-            label=text(_title(policy)),
+            label=text(name or policy),
         )
     one.set_xlabel("KV slots freed, % of what dense holds, over decode steps")
     one.set_ylabel("accuracy (± as of the difference from dense)")
@@ -216,14 +208,3 @@ def picture(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], path: P
     if one.get_legend_handles_labels()[0]:
         one.legend(fontsize=LABEL_SIZE, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     save(made, path)
-
-
-def _look(policy: str) -> tuple[str, str, str]:
-    """Colour, marker and line; a pair has its evictor's colour."""
-    shares, evictor = parts(policy)
-    colour, marker, line = _LOOKS.get(evictor, _OTHER)
-    return (colour, "*", "--") if shares else (colour, marker, line)
-
-
-def _title(policy: str) -> str:
-    return {"random": "random sharing", "random_eviction": "random eviction"}.get(policy, policy)

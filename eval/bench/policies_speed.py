@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from eval.bench.policies_points import Point, flags_of
-from eval.bench.quartiles import Quartiles
 from eval.bench.serve import LOOPING, SERVER_FLAGS, refuse_a_half_empty_pool
 from eval.measures.figures import of_cells
 from eval.replay.pieces import write_pieces
@@ -47,35 +45,8 @@ TOGETHER = 3
 _LEAST_LINES = 5
 
 
-@dataclass(frozen=True)
-class Timing:
-    """A policy against stock on the same responses.
-
-    Attributes:
-        throughput_ratio: output tokens/s over stock's, the median of ``throughput_ratios``.
-        step_ms, dense_step_ms: time of a decode step at the same numbers of running requests;
-            None if they have too few in common.
-        scheduler_ms: time of the scheduler's thread spent on the policy, a decode step.
-        saved: slots over positions, averaged over decode steps, as the server counted.
-        retractions, leaked_slots: over all rounds.
-        reproduced: share of responses that came back word for word.
-    """
-
-    throughput_ratio: float
-    throughput_ratios: list[float]
-    step_ms: float | None
-    dense_step_ms: float | None
-    scheduler_ms: float | None
-    saved: float | None
-    mean_running: float | None
-    dense_mean_running: float | None
-    retractions: int | None
-    leaked_slots: int | None
-    reproduced: float | None
-
-    @property
-    def ratio_text(self) -> str:
-        return Quartiles.of(self.throughput_ratios).text(2)
+#: What :func:`timing` says of a policy against stock on the same responses.
+Timing = dict[str, Any]
 
 
 def groups(points: Sequence[Point]) -> list[list[Point]]:
@@ -111,51 +82,63 @@ def measure(
     for method in methods:
         for seed in range(rounds):
             _forget_half(Cell(folder, TASK, method, seed))
-    values: dict[str, Any] = {
-        "model": model,
-        "tasks": [TASK],
-        "methods": methods,
-        "seeds": list(range(rounds)),
-        "limit": LIMIT,
-        "data": {TASK: str(records_path)},
-        "temperature": 0.0,
-        "kv_budget": KV_BUDGET,
-        "device": "cpu",
-        "warm_up": WARM_UP,
-        "decode_log_interval": LOG_INTERVAL,
-        "keep_servers": len(methods),
-        "server_flags": [*FLAGS, *flags_of(points[0].method)],
-    }
-    run(RunOptions(**values), folder)
+    options = RunOptions(
+        model=model,
+        tasks=(TASK,),
+        methods=tuple(methods),
+        seeds=tuple(range(rounds)),
+        limit=LIMIT,
+        data={TASK: str(records_path)},
+        temperature=0.0,
+        kv_budget=KV_BUDGET,
+        device="cpu",
+        warm_up=WARM_UP,
+        decode_log_interval=LOG_INTERVAL,
+        keep_servers=len(methods),
+        server_flags=(*FLAGS, *flags_of(points[0].method)),
+    )
+    run(options, folder)
     cells = {m: [Cell(folder, TASK, m, seed) for seed in range(rounds)] for m in methods}
     found = {point.policy: timing(cells[point.method], cells[DENSE]) for point in points}
     return {policy: one for policy, one in found.items() if one is not None}
 
 
 def timing(cells: Sequence[Cell], dense: Sequence[Cell]) -> Timing | None:
-    """Sum rounds up, those that both have measured in one go; None without any."""
+    """Sum rounds up, those that both have measured in one go; None without any.
+
+    Returns:
+        ``throughput_ratio``: output tokens/s over stock's, the median of ``throughput_ratios``.
+        ``step_ms``, ``dense_step_ms``: of a decode step at the same numbers of running requests;
+        None if they have too few in common.
+        ``scheduler_ms``: of the scheduler's thread, spent on the policy in a decode step.
+        ``saved``: slots over positions, averaged over decode steps, as the server counted.
+        ``reproduced``: share of responses that came back word for word.
+    """
     rates = [(_rate(one), _rate(other)) for one, other in zip(cells, dense, strict=True)]
     ratios = [one / other for one, other in rates if one and other]
     if not ratios:
         return None
-    legs = [leg for cell in cells for leg in cell.legs()]
-    mine, theirs = ([m for c in side for m in c.timeline()] for side in (cells, dense))
-    seen, dense_seen = of_cells(cells), of_cells(dense)
-    at_batch = matched_step_ms(mine, theirs)
-    graded = [row for cell in cells for row in cell.results()]
-    return Timing(
-        throughput_ratio=statistics.median(ratios),
-        throughput_ratios=ratios,
-        step_ms=at_batch[0] if at_batch else None,
-        dense_step_ms=at_batch[1] if at_batch else None,
-        scheduler_ms=_scheduler_ms([leg.report.get("totals", {}) for leg in legs]),
-        saved=seen.saving,
-        mean_running=seen.mean_running,
-        dense_mean_running=dense_seen.mean_running,
-        retractions=seen.retractions,
-        leaked_slots=seen.leaked_slots,
-        reproduced=sum(row.correct for row in graded) / len(graded) if graded else None,
+    totals = [leg.report.get("totals", {}) for cell in cells for leg in cell.legs()]
+    steps, spent = (
+        sum(one.get(name, 0) for one in totals) for name in ("decode_steps", "scheduler_seconds")
     )
+    mine, theirs = ([m for c in side for m in c.timeline()] for side in (cells, dense))
+    step_ms, dense_step_ms = matched_step_ms(mine, theirs) or (None, None)
+    seen = of_cells(cells)
+    graded = [row.correct for cell in cells for row in cell.results()]
+    return {
+        "throughput_ratio": statistics.median(ratios),
+        "throughput_ratios": ratios,
+        "step_ms": step_ms,
+        "dense_step_ms": dense_step_ms,
+        "scheduler_ms": 1e3 * spent / steps if steps else None,
+        "saved": seen.saving,
+        "mean_running": seen.mean_running,
+        "dense_mean_running": of_cells(dense).mean_running,
+        "retractions": seen.retractions,
+        "leaked_slots": seen.leaked_slots,
+        "reproduced": sum(graded) / len(graded) if graded else None,
+    }
 
 
 def matched_step_ms(mine: Sequence[Moment], theirs: Sequence[Moment]) -> tuple[float, float] | None:
@@ -164,26 +147,18 @@ def matched_step_ms(mine: Sequence[Moment], theirs: Sequence[Moment]) -> tuple[f
     The median at each size, weighed by the lines of the server that has fewer of it. A server
     logs tokens/s since its last line; where the batch changed in between, the median ignores it.
     """
-    sides = [_by_size(side) for side in (mine, theirs)]
+    sides = []
+    for side in (mine, theirs):
+        seen = [(m.running, 1e3 * m.running / m.tokens_per_s) for m in side if m.tokens_per_s]
+        frame = pd.DataFrame([row for row in seen if row[0]], columns=["running", "ms"])
+        sides.append(frame.groupby("running")["ms"].agg(ms="median", lines="size"))
     both = sides[0].join(sides[1], how="inner", rsuffix="_other")
-    lines = both[["lines", "lines_other"]].min(axis=1)
-    both, lines = both[lines >= _LEAST_LINES], lines[lines >= _LEAST_LINES]
+    both = both.assign(weight=both[["lines", "lines_other"]].min(axis=1))
+    both = both[both["weight"] >= _LEAST_LINES]
     if both.empty:
         return None
-    means = both[["ms", "ms_other"]].mul(lines, axis=0).sum() / lines.sum()
+    means = both[["ms", "ms_other"]].mul(both["weight"], axis=0).sum() / both["weight"].sum()
     return float(means["ms"]), float(means["ms_other"])
-
-
-def _by_size(timeline: Sequence[Moment]) -> pd.DataFrame:
-    """Median time of a step and number of lines, by running requests."""
-    seen = [(m.running, 1e3 * m.running / m.tokens_per_s) for m in timeline if m.tokens_per_s]
-    frame = pd.DataFrame([row for row in seen if row[0]], columns=["running", "ms"])
-    return frame.groupby("running")["ms"].agg(ms="median", lines="size")
-
-
-def _scheduler_ms(totals: Sequence[Mapping[str, Any]]) -> float | None:
-    steps = sum(one.get("decode_steps", 0) for one in totals)
-    return 1e3 * sum(one.get("scheduler_seconds", 0.0) for one in totals) / steps if steps else None
 
 
 def _rate(cell: Cell) -> float | None:

@@ -37,13 +37,9 @@ DENSE, OURS, RANDOM = "dense", "reasoncache", "random"
 class Workload:
     """What is asked of the servers.
 
-    Attributes:
-        traces: file of recorded responses, "" for the embedded reasoner.
-        ours: our method, as in ``eval.run --methods``.
-        limit: problems of one round; the reasoner's rounds have different ones.
-        kv_budget: KV slots of each server, few enough: see :func:`crowding`.
-        piece: cut responses of over :data:`LOOPING` tokens into pieces of this length
-            and replay those; 0 replays whole responses.
+    ``traces`` is a file of recorded responses, "" for the embedded reasoner; ``limit`` are the
+    problems of one round, ``kv_budget`` the KV slots of each server (see :func:`crowding`). With
+    ``piece`` responses of over :data:`LOOPING` tokens are cut into pieces of this length.
     """
 
     name: str
@@ -119,17 +115,7 @@ def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str
     Raises:
         RunError: a round would not be short of memory.
     """
-    values: dict[str, Any] = {
-        "tasks": [workload.name],
-        "methods": workload.methods,
-        "seeds": list(range(workload.rounds)),
-        "limit": workload.limit,
-        "kv_budget": workload.kv_budget,
-        "device": "cpu",
-        "warm_up": 2 if workload.traces else 8,
-        "keep_servers": len(workload.methods),
-        "server_flags": list(SERVER_FLAGS),
-    }
+    options: dict[str, Any] = {}
     if workload.traces:
         # Greedy, though every token is forced: a server that draws is started anew for each seed.
         path = traces / workload.traces
@@ -137,9 +123,23 @@ def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str
             whole = list(replay(str(path), model)["test"])
             path = out.parent / f"{workload.name}-pieces.jsonl"
             write_pieces(whole, load_tokenizer(model), (workload.piece,), LOOPING, path)
-        values |= {"model": model, "data": {workload.name: str(path)}, "temperature": 0.0}
+        options = {"model": model, "data": {workload.name: str(path)}, "temperature": 0.0}
         refuse_a_half_empty_pool(path, model, workload.limit, workload.kv_budget)
-    run(RunOptions(**values), out)
+    run(
+        RunOptions(
+            tasks=(workload.name,),
+            methods=tuple(workload.methods),
+            seeds=tuple(range(workload.rounds)),
+            limit=workload.limit,
+            kv_budget=workload.kv_budget,
+            device="cpu",
+            warm_up=2 if workload.traces else 8,
+            keep_servers=len(workload.methods),
+            server_flags=SERVER_FLAGS,
+            **options,
+        ),
+        out,
+    )
     return summarise(workload, out)
 
 
@@ -149,9 +149,13 @@ def summarise(workload: Workload, out: Path) -> dict[str, Any]:
         name: [Cell(out, workload.name, name, seed) for seed in range(workload.rounds)]
         for name in workload.methods
     }
+    seen = {name: of_cells(row) for name, row in cells.items()}
+    results = {
+        name: keyed({cell.seed: cell.results() for cell in row}) for name, row in cells.items()
+    }
+    scores = {name: accuracy(row) for name, row in results.items()}
     speeds = {name: [_tokens_per_s(cell) for cell in row] for name, row in cells.items()}
     ratios = [b / a for a, b in zip(speeds[DENSE], speeds[workload.ours], strict=True)]
-    seen = {name: of_cells(row) for name, row in cells.items()}
     found: dict[str, Any] = {
         "throughput_ratio": statistics.median(ratios),
         "throughput_ratios": ratios,
@@ -162,13 +166,7 @@ def summarise(workload: Workload, out: Path) -> dict[str, Any]:
         "retractions": {name: one.retractions for name, one in seen.items()},
         "leaked_slots": {name: one.leaked_slots for name, one in seen.items()},
         "failed_requests": {name: one.failed for name, one in seen.items()},
-    }
-    results = {
-        name: keyed({cell.seed: cell.results() for cell in row}) for name, row in cells.items()
-    }
-    found["accuracy"] = {
-        name: estimate.value if (estimate := accuracy(row)) else None
-        for name, row in results.items()
+        "accuracy": {name: one.value if one else None for name, one in scores.items()},
     }
     if not workload.traces:
         found["accuracy_ratio"] = _kept(results, workload.ours)

@@ -45,13 +45,9 @@ class Estimate:
 class Comparison:
     """A method against dense, over the problems and seeds that both have.
 
-    Attributes:
-        pairs: how many.
-        difference: of means, method less dense.
-        kept: mean of the method over dense's, None if dense's is 0.
-        only_dense: pairs that dense alone has right (McNemar's b).
-        only_method: pairs that the method alone has right (McNemar's c).
-        p_value: exact McNemar test, two-sided; it takes pairs as independent.
+    ``difference`` is of means, method less dense; ``kept`` the method's mean over dense's, None if
+    that is 0. ``only_dense`` and ``only_method`` are pairs that one alone has right (McNemar's b
+    and c); the exact two-sided McNemar ``p_value`` takes pairs as independent.
     """
 
     pairs: int

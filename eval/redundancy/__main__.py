@@ -10,6 +10,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from tqdm import tqdm
+
 from eval.redundancy.measure import Totals, measure
 from eval.redundancy.report import as_json, as_markdown, draw
 from eval.redundancy.rows import read_rows
@@ -57,7 +59,7 @@ def _measure(
     number, for not more than a screenful of lines.
     """
     found: dict[str, dict[bool | None, Totals]] = {}
-    left_out, done = itertools.count(), itertools.count(1)
+    left_out = itertools.count()
 
     def complain(path: Path, number: int, fault: str) -> None:
         count = next(left_out)
@@ -67,12 +69,11 @@ def _measure(
             print("further lines are left out silently", file=sys.stderr)
 
     for path in args.traces:
-        for row in read_rows(path, args.field, args.max_line_bytes, complain):
+        rows = read_rows(path, args.field, args.max_line_bytes, complain)
+        for row in tqdm(rows, path.name, disable=None, unit=" responses"):
             name = row.dataset if row.dataset in found or len(found) < _MAX_DATASETS else _OTHER
             totals = found.setdefault(name, {}).setdefault(row.correct, Counter())
             totals.update(measure(speller.spell(row.response)))
-            if sys.stderr.isatty():
-                print(f"\r{path.name}: {next(done)}", end="\r", file=sys.stderr)
     return found, next(left_out)
 
 
@@ -84,8 +85,7 @@ def _groups(
     for name, totals in datasets.items():
         groups[name] = totals
         if {True, False} <= set(found[name]):
-            groups[f"{name}, correct"] = found[name][True]
-            groups[f"{name}, wrong"] = found[name][False]
+            groups |= {f"{name}, correct": found[name][True], f"{name}, wrong": found[name][False]}
     return groups
 
 
@@ -95,15 +95,13 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         description="How often the steps of responses repeat earlier ones (the papers' Figure 2), and "
         "how many tokens stage 1 would propose to share. Writes redundancy.md, .json and .png.",
     )
-    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACES", help="JSONL files")
-    parser.add_argument(
-        "--tokenizer",
-        default=WORDS,
-        help=f"folder of a Hugging Face tokenizer, or {WORDS!r}: words and punctuation marks",
-    )
-    parser.add_argument("--field", default="response", help="the field with the response")
-    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="default: here")
-    parser.add_argument("--max-line-bytes", type=int, default=64 << 20, metavar="N")
+    add = parser.add_argument
+    tokenizer = f"folder of a Hugging Face tokenizer, or {WORDS!r}: words and punctuation marks"
+    add("traces", nargs="+", type=Path, metavar="TRACES", help="JSONL files")
+    add("--tokenizer", default=WORDS, help=tokenizer)
+    add("--field", default="response", help="the field with the response")
+    add("--out", type=Path, default=Path(), metavar="DIR", help="default: here")
+    add("--max-line-bytes", type=int, default=64 << 20, metavar="N")
     args = parser.parse_args(arguments)
     if args.max_line_bytes < 1:
         parser.error(f"--max-line-bytes must be at least 1, got {args.max_line_bytes}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,31 +31,25 @@ of a response / averaged over decode steps, any candidate and candidates of equa
 
 def as_json(totals: Totals) -> dict[str, Any]:
     """Shares, and the counts behind them."""
-    counts = ("responses", "tokens", "steps", "later_steps")
+    later, tokens, held = (totals[name] for name in ("later_steps", "tokens", "held_over_time"))
+    shareable: dict[str, dict[str, dict[str, float]]] = {rule: {} for rule in RULES}
+    for rule, block in itertools.product(RULES, BLOCKS):
+        shareable[rule][str(block)] = {
+            "at_the_end": _share(totals[rule, block], tokens),
+            "over_decode_steps": _share(totals[rule, block, "over_time"], held),
+        }
     return {
-        **{name: totals[name] for name in counts},
-        "tokens_per_step": _share(totals["tokens"], totals["steps"]),
+        **{name: totals[name] for name in ("responses", "tokens", "steps", "later_steps")},
+        "tokens_per_step": _share(tokens, totals["steps"]),
         "similar_steps": {
-            name: {str(v): _share(totals[name, v], totals["later_steps"]) for v in LEVELS}
-            for name in SIMILARITIES
+            name: {str(v): _share(totals[name, v], later) for v in LEVELS} for name in SIMILARITIES
         },
         "best_similarity_histogram": {
             "bin_width": 1 / BINS,
             **{name: [totals[name, i] for i in range(BINS)] for name in SIMILARITIES},
         },
-        "steps_with_candidate": _share(totals["candidates"], totals["later_steps"]),
-        "shareable_tokens": {
-            rule: {
-                str(block): {
-                    "at_the_end": _share(totals[rule, block], totals["tokens"]),
-                    "over_decode_steps": _share(
-                        totals[rule, block, "over_time"], totals["held_over_time"]
-                    ),
-                }
-                for block in BLOCKS
-            }
-            for rule in RULES
-        },
+        "steps_with_candidate": _share(totals["candidates"], later),
+        "shareable_tokens": shareable,
     }
 
 
@@ -63,37 +58,31 @@ def as_markdown(groups: Mapping[str, Totals], tokenizer: str, left_out: int) -> 
     steps, shareable = [], []
     for name, totals in groups.items():
         found = as_json(totals)
-        later = bool(totals["later_steps"])
+        later, tokens = bool(totals["later_steps"]), bool(totals["tokens"])
         group = {"responses of": name.replace("|", "\\|")}
-        steps.append(
-            group
-            | {"number": totals["responses"], "steps": totals["steps"]}
-            | {"tokens a step": f"{found['tokens_per_step']:.1f}"}
-            | {
-                f"{prefix}> {level}": _percent(found["similar_steps"][kind][str(level)], later)
-                for kind, prefix in zip(SIMILARITIES, ("", "plain "), strict=True)
-                for level in LEVELS
-            }
-        )
-        shareable.append(
-            group
-            | {"candidate": _percent(found["steps_with_candidate"], later)}
-            | {
-                f"d = {block}, {rule}": " / ".join(
-                    _percent(share, bool(totals["tokens"])) for share in shares.values()
-                )
-                for rule, blocks in found["shareable_tokens"].items()
-                for block, shares in blocks.items()
-            }
-        )
+        sizes = {"number": totals["responses"], "steps": totals["steps"]}
+        mean = {"tokens a step": f"{found['tokens_per_step']:.1f}"}
+        similar = {
+            f"{prefix}> {level}": _percent(found["similar_steps"][kind][str(level)], later)
+            for kind, prefix in zip(SIMILARITIES, ("", "plain "), strict=True)
+            for level in LEVELS
+        }
+        steps.append({**group, **sizes, **mean, **similar})
+        proposed = {
+            f"d = {block}, {rule}": " / ".join(_percent(share, tokens) for share in shares.values())
+            for rule, blocks in found["shareable_tokens"].items()
+            for block, shares in blocks.items()
+        }
+        candidate = _percent(found["steps_with_candidate"], later)
+        shareable.append({**group, "candidate": candidate, **proposed})
     number = next(iter(groups.values()))["responses"]
     lines_out = f", {left_out} lines left out." if left_out else "."
-    tables = [
+    first, second = (
         pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True)
         for lines in (steps, shareable)
-    ]
+    )
     head = f"Tokens: `{tokenizer}`. Responses: {number}{lines_out}\n"
-    return f"{head}{_STEPS}\n{tables[0]}\n{_SHAREABLE}\n{tables[1]}\n"
+    return f"{head}{_STEPS}\n{first}\n{_SHAREABLE}\n{second}\n"
 
 
 def draw(groups: Mapping[str, Totals], path: Path) -> None:
@@ -105,35 +94,31 @@ def draw(groups: Mapping[str, Totals], path: Path) -> None:
     largest = sorted(groups, key=lambda name: -groups[name]["later_steps"])[:MAX_GROUPS]
     # Matplotlib reads formulas between dollar signs.
     shown = {n.replace("$", r"\$"): as_json(groups[n]) for n in groups if n in largest}
-    colours = [f"C{number}" for number in range(10)]
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     bars, curves = figure.subplots(1, 2, width_ratios=(5, 4))
-    labels = {"with_length_factor": "with length ratio", "plain_cosine": "cosine alone"}
-    shares = pd.DataFrame.from_dict(
-        {
-            name: {
-                f"> {level}, {label}": 100 * found["similar_steps"][kind][str(level)]
-                for level in LEVELS
-                for kind, label in labels.items()
-            }
-            for name, found in shown.items()
-        },
-        orient="index",
-    )
+    shares = {
+        (f"> {level}, {label}", name): 100 * found["similar_steps"][kind][str(level)]
+        for level in LEVELS
+        for kind, label in zip(SIMILARITIES, ("with length ratio", "cosine alone"), strict=True)
+        for name, found in shown.items()
+    }
     kinds = ["#0072B2", "#99C7E0", "#D55E00", "#EEBE99"]
-    shares.plot.bar(ax=bars, width=0.75, rot=12 * (len(shown) > 3), color=kinds)
+    frame = pd.Series(shares).unstack(0, sort=False)
+    frame.plot.bar(ax=bars, width=0.75, rot=12 * (len(shown) > 3), color=kinds)
     for drawn in bars.containers:
         bars.bar_label(drawn, fmt="%.0f", fontsize=8, padding=1)
     bars.set(ylim=(0, 118), yticks=range(0, 101, 20), ylabel="steps, % of all but the first")
     bars.set_title("Steps that resemble an earlier one of their response", fontsize=11)
     bars.legend(ncols=2, fontsize=8, loc="upper center", frameon=False)
-    for (name, found), colour in zip(shown.items(), colours[2:], strict=False):
+    for number, (name, found) in enumerate(shown.items()):
         for kind, style in zip(SIMILARITIES, ("-", ":"), strict=True):
             counts = np.array(found["best_similarity_histogram"][kind])
             at_least = 100 * counts[::-1].cumsum()[::-1] / max(1, counts.sum())
             label = name if style == "-" else None
-            curves.plot(np.arange(BINS) / BINS, at_least, style, color=colour, label=label)
+            curves.plot(
+                np.arange(BINS) / BINS, at_least, style, color=f"C{2 + number}", label=label
+            )
     curves.plot([], [], ":", color="grey", label="cosine alone")
     for level in LEVELS:
         curves.axvline(level, color="lightgrey", linewidth=0.8, zorder=0)

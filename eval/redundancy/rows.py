@@ -14,12 +14,11 @@ _MAX_LINE_BYTES = 16 << 20
 
 
 class Row(NamedTuple):
-    """One response.
+    """One response, not empty and valid Unicode.
 
     Attributes:
         dataset: the row's ``dataset``, else the file's name.
         correct: the row's ``correct`` where it is true or false.
-        response: not empty, and valid Unicode.
     """
 
     dataset: str
@@ -62,11 +61,8 @@ def texts_of(paths: Iterable[Path]) -> list[str]:
     def complain(path: Path, number: int, fault: str) -> None:
         raise ValueError(f"{path}:{number}: {fault}")
 
-    found = [
-        row.response
-        for path in paths
-        for row in read_rows(path, "response", _MAX_LINE_BYTES, complain)
-    ]
+    rows = (row for path in paths for row in read_rows(path, "response", _MAX_LINE_BYTES, complain))
+    found = [row.response for row in rows]
     if not found:
         raise ValueError("no response in the files")
     return found
@@ -91,12 +87,8 @@ def _row(line: bytes, field: str, file_name: str) -> Row:
         raise ValueError(f"field {field!r} is no text but {kind_of(response)}")
     if not response.strip():
         raise ValueError(f"field {field!r} is empty")
-    correct = content.get("correct")
-    return Row(
-        _name(content.get("dataset"), file_name),
-        correct if isinstance(correct, bool) else None,
-        valid_text(response),
-    )
+    correct = content["correct"] if isinstance(content.get("correct"), bool) else None
+    return Row(_name(content.get("dataset"), file_name), correct, valid_text(response))
 
 
 def _name(value: Any, default: str) -> str:

@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 from eval.tokenizers import TokenizerError, load_tokenizer
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.step import Step
-from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
-from sglang_reasoncache.filter.vocabulary import Vocabulary
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
 WORDS = "words"
 # Lossless, for structure is read from the text: a space goes with the word behind it.
@@ -45,8 +44,7 @@ class Speller(Protocol):
 
     name: str
 
-    def spell(self, text: str) -> Spelled:
-        """The tokens of one response."""
+    def spell(self, text: str) -> Spelled: ...
 
 
 class WordSpeller:
@@ -59,14 +57,11 @@ class WordSpeller:
     name = WORDS
 
     def spell(self, text: str) -> Spelled:
-        """The tokens of one response."""
         ids: dict[str, int] = {}
         token_ids = [ids.setdefault(piece, len(ids)) for piece in _PIECES.findall(text)]
         vocabulary = Vocabulary([piece.encode() for piece in ids])
-        words: dict[str, int] = {}
-        bag_ids = [
-            words.setdefault(word, len(words)) if (word := piece.strip()) else -1 for piece in ids
-        ]
+        words = {"": -1}
+        bag_ids = [words.setdefault(piece.strip(), len(words)) for piece in ids]
         return Spelled(token_ids, vocabulary, TokenClasses(vocabulary), bag_ids)
 
 
@@ -90,6 +85,5 @@ class TokenizerSpeller:
         self._classes = TokenClasses(self._vocabulary)
 
     def spell(self, text: str) -> Spelled:
-        """The tokens of one response."""
         token_ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return Spelled(list(token_ids), self._vocabulary, self._classes, None)

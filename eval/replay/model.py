@@ -51,11 +51,6 @@ def replay_config() -> Any:
     )
 
 
-def kv_bytes_per_token(config: Any) -> int:
-    """Bytes of K and V of one token, all layers, in bf16."""
-    return int(4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
-
-
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE of :data:`VOCABULARY_SIZE` pieces at most; any text is reproduced exactly."""
     inner = Tokenizer(models.BPE())
@@ -81,12 +76,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 def build(folder: Path, texts: Sequence[str], seed: int = 0) -> Path:
     """Write model and tokenizer to a folder of their own under ``folder``; kept if it is there.
 
-    Args:
-        texts: what the tokenizer is trained on; also names the folder.
-        seed: of the weights.
-
-    Returns:
-        The model's folder.
+    ``texts`` train the tokenizer and name the folder. Returns the model's folder.
     """
     config = replay_config()
     key = hashlib.sha256(repr((config.to_dict(), seed)).encode())

@@ -22,9 +22,7 @@ _STEP_END = "\n\n"
 def cut(response: str, tokenizer: Any, tokens: int) -> list[str]:
     """Whole steps of a response in pieces of about ``tokens`` tokens; the remainder is left out.
 
-    Args:
-        tokenizer: of Hugging Face, called as ``tokenizer(text)``.
-        tokens: a piece ends with the step that reaches so many.
+    A piece ends with the step that reaches so many.
     """
     pieces: list[str] = []
     begun: list[str] = []
@@ -47,9 +45,7 @@ def write_pieces(
 ) -> int:
     """Write the pieces of all records of at least ``least`` tokens as JSONL; return how many.
 
-    Args:
-        records: documents of a replay.
-        tokens: lengths of pieces, in turn for each record.
+    ``tokens`` are lengths of pieces, in turn for each record.
     """
     long = [record for record in records if record["max_tokens"] >= least]
     lines = [

@@ -56,10 +56,7 @@ def write(data: Data, out: Path) -> None:
     parts += [f"![{caption}]({file})" for file, caption in draw(data, out).items()]
     summary = {
         "cells": json.loads(data.cells.to_json(orient="records")),
-        "tables": {
-            table.name: [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-            for table in made
-        },
+        "tables": {table.name: table.rows for table in made},
     }
     write_whole(out / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_whole(out / "REPORT.md", "\n\n".join(parts) + "\n")

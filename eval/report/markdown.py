@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import pandas as pd
 
@@ -18,25 +18,20 @@ _MAX_CHARS = 160
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a document.
+    """A table of a document; ``rows`` by column, and ``notes`` under it, are safe Markdown.
 
-    Attributes:
-        name: key in ``summary.json``.
-        title: heading.
-        columns: headings of the columns.
-        rows: one text a column each, safe Markdown.
-        notes: sentences under it, safe Markdown.
+    ``name`` is its key in ``summary.json``.
     """
 
     name: str
     title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = field(default_factory=list)
+    rows: Sequence[Mapping[str, str]]
+    notes: Sequence[str] = ()
 
     def markdown(self) -> str:
         """Heading, table and notes."""
-        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        columns = list(self.rows[0]) if self.rows else []
+        lines = [columns, ["---"] * len(columns), *(row.values() for row in self.rows)]
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return "\n\n".join([f"### {self.title}", text, *self.notes]) + "\n"
 

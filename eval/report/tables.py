@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pandas as pd
 
@@ -19,29 +19,23 @@ Key = tuple[str, str, str]
 
 def methods(data: Data) -> Table:
     """Everything about every method, in the order of what it saves."""
-    rows = []
-    for key, group in _groups(data):
-        rows.append(
-            [
-                *_names(key, group),
-                interval(accuracy(data.results[key])),
-                spread(group["saving"], "{:.1%}"),
-                spread(group["final_saving"], "{:.1%}"),
-                spread(group["affected"], "{:.1%}"),
-                "resumed" if group["resumed"].any() else spread(group["tokens_per_s"]),
-                spread(group["problems_per_min"]),
-                f"{spread(group['ttft_p50'], '{:.2f}')} / {spread(group['ttft_p99'], '{:.2f}')}",
-                f"{spread(1e3 * group['tpot_p50'])} / {spread(1e3 * group['tpot_p99'])}",
-                spread(group["mean_running"]),
-                f"{spread(group['mean_slots'], '{:.0f}')} / {spread(group['peak_slots'], '{:.0f}')}",
-                interval(mean(data.lengths[key]), "{:.0f}"),
-            ]
-        )
-    columns = (
-        "run", "task", "method", "accuracy", "saved, decode steps", "saved, end of response",
-        "affected", "tokens/s", "problems/min", "TTFT p50 / p99, s", "TPOT p50 / p99, ms",
-        "running", "slots mean / peak", "response tokens",
-    )  # fmt: skip
+    rows = [
+        {
+            **_names(key, group),
+            "accuracy": interval(accuracy(data.results[key])),
+            "saved, decode steps": spread(group["saving"], "{:.1%}"),
+            "saved, end of response": spread(group["final_saving"], "{:.1%}"),
+            "affected": spread(group["affected"], "{:.1%}"),
+            "tokens/s": "resumed" if group["resumed"].any() else spread(group["tokens_per_s"]),
+            "problems/min": spread(group["problems_per_min"]),
+            "TTFT p50 / p99, s": _two(group["ttft_p50"], group["ttft_p99"], "{:.2f}"),
+            "TPOT p50 / p99, ms": _two(1e3 * group["tpot_p50"], 1e3 * group["tpot_p99"]),
+            "running": spread(group["mean_running"]),
+            "slots mean / peak": _two(group["mean_slots"], group["peak_slots"], "{:.0f}"),
+            "response tokens": interval(mean(data.lengths[key]), "{:.0f}"),
+        }
+        for key, group in _groups(data)
+    ]
     notes = [
         "Accuracy and response tokens with 95% intervals, a problem as a cluster over its "
         "seeds; others: medians over seeds, in brackets the range. Saved: slots saved over "
@@ -49,7 +43,7 @@ def methods(data: Data) -> Table:
         "to the first text; TPOT: per output token after the first. Resumed: stopped on the way, "
         "so without a throughput. -: the records do not tell."
     ]
-    return Table("methods", "Methods", columns, rows, notes)
+    return Table("methods", "Methods", rows, notes)
 
 
 def against_dense(data: Data) -> Table | None:
@@ -60,30 +54,22 @@ def against_dense(data: Data) -> Table | None:
         if key[2] == DENSE or dense not in data.results:
             continue
         found = compare(data.results[key], data.results[dense])
-        against = ["-"] * 6
-        if found is not None:
-            against = [
-                str(found.pairs),
-                interval(found.difference.scaled(100), "{:+.1f}"),
-                interval(found.kept),
-                str(found.only_dense),
-                str(found.only_method),
-                f"{found.p_value:.2g}",
-            ]
+        points = found.difference.scaled(100) if found else None
+        saving = group["saving"].dropna().astype(float)
         rows.append(
-            [
-                *_names(key, group),
-                *against,
-                spread(speedups(data, key), "{:.2f}"),
-                number(_goal(group), form="{:.2f}"),
-                interval(_length_ratio(data, key, dense)),
-            ]
+            {
+                **_names(key, group),
+                "pairs": str(found.pairs) if found else "-",
+                "difference, points": interval(points, "{:+.1f}"),
+                "accuracy kept": interval(found.kept if found else None),
+                "b: only dense right": str(found.only_dense) if found else "-",
+                "c: only method right": str(found.only_method) if found else "-",
+                "McNemar p": f"{found.p_value:.2g}" if found else "-",
+                "tokens/s ratio": spread(speedups(data, key), "{:.2f}"),
+                f"{GOAL}/(1 - s)": number(GOAL / (1 - saving.median()), form="{:.2f}"),
+                "response length ratio": interval(_length_ratio(data, key, dense)),
+            }
         )
-    columns = (
-        "run", "task", "method", "pairs", "difference, points", "accuracy kept",
-        "b: only dense right", "c: only method right", "McNemar p", "tokens/s ratio",
-        f"{GOAL}/(1 - s)", "response length ratio",
-    )  # fmt: skip
     notes = [
         "Pairs: problem and seed. Difference: Wilson limits combined with the pairs' correlation. "
         "Accuracy kept and length ratio: over dense's mean, taken as known. McNemar: exact, "
@@ -91,7 +77,7 @@ def against_dense(data: Data) -> Table | None:
         f"{GOAL}/(1 - s): what is asked of it where memory bounds the load, s the saving over "
         "decode steps."
     ]
-    return Table("against_dense", "Against dense", columns, rows, notes) if rows else None
+    return Table("against_dense", "Against dense", rows, notes) if rows else None
 
 
 def classes(data: Data) -> Table | None:
@@ -101,28 +87,29 @@ def classes(data: Data) -> Table | None:
         results = data.results[key]
         for name in sorted({row.group for row in results.values() if row.group}):
             chosen = {at: row for at, row in results.items() if row.group == name}
+            counts = {"class": words(name), "answers": str(len(chosen))}
             share = interval(accuracy(chosen))
-            rows.append([*_names(key, group), words(name), str(len(chosen)), share])
-    columns = ("run", "task", "method", "class", "answers", "accuracy")
-    return Table("classes", "Accuracy by class of problem", columns, rows) if rows else None
+            rows.append({**_names(key, group), **counts, "accuracy": share})
+    return Table("classes", "Accuracy by class of problem", rows) if rows else None
 
 
 def requests(data: Data) -> Table:
     """What was asked, answered, failed and cut."""
-    counts = ("legs", "answered", "graded", "failed", "cut", "retractions", "leaked_slots")
+    counts = {name: name for name in ("legs", "answered", "graded")}
+    counts |= {"failed attempts": "failed", "cut by length": "cut", "retractions": "retractions"}
+    counts |= {"leaked slots": "leaked_slots"}
     rows = [
-        [*_names(key, group), *(number(group[name].sum(), form="{:.0f}") for name in counts)]
+        {
+            **_names(key, group),
+            **{name: number(group[of].sum(), form="{:.0f}") for name, of in counts.items()},
+        }
         for key, group in _groups(data)
     ]
-    columns = (
-        "run", "task", "method", "legs", "answered", "graded", "failed attempts", "cut by length",
-        "retractions", "leaked slots",
-    )  # fmt: skip
     notes = [
         "Over all seeds. Cut by length: ended at max_tokens, at the model's context or where the "
         "KV slots ended; of a replay, those short of the record."
     ]
-    return Table("requests", "Requests", columns, rows, notes)
+    return Table("requests", "Requests", rows, notes)
 
 
 def budgets(data: Data) -> Table | None:
@@ -133,44 +120,39 @@ def budgets(data: Data) -> Table | None:
     ):
         keys = [(run, task, method) for run in group["run"].unique()]
         ratios = pd.concat([speedups(data, key) for key in keys])
+        found = [one.value for key in keys if (one := accuracy(data.results[key]))]
         rows.append(
-            [
-                f"{slots:,.0f}",
-                words(task),
-                words(group["title"].iloc[0]),
-                spread(group["tokens_per_s"]),
-                "1" if method == DENSE else spread(ratios, "{:.2f}"),
-                spread(group["saving"], "{:.1%}"),
-                spread(group["mean_running"]),
-                spread(group["mean_slots"], "{:.0f}"),
-                spread(group["retractions"], "{:.0f}"),
-                number(pd.Series([_accuracy(data, key) for key in keys]).mean(), form="{:.3f}"),
-            ]
+            {
+                "KV slots": f"{slots:,.0f}",
+                "task": words(task),
+                "method": words(group["title"].iloc[0]),
+                "tokens/s": spread(group["tokens_per_s"]),
+                "over dense": "1" if method == DENSE else spread(ratios, "{:.2f}"),
+                "saved, decode steps": spread(group["saving"], "{:.1%}"),
+                "running": spread(group["mean_running"]),
+                "mean slots": spread(group["mean_slots"], "{:.0f}"),
+                "retractions": spread(group["retractions"], "{:.0f}"),
+                "accuracy": number(pd.Series(found, dtype=float).mean(), form="{:.3f}"),
+            }
         )
-    columns = (
-        "KV slots", "task", "method", "tokens/s", "over dense", "saved, decode steps", "running",
-        "mean slots", "retractions", "accuracy",
-    )  # fmt: skip
     notes = ["Medians over runs and seeds, and range."]
-    return Table("budgets", "KV budget", columns, rows, notes) if rows else None
+    return Table("budgets", "KV budget", rows, notes) if rows else None
 
 
 def random_ratios(data: Data) -> Table | None:
     """How much random sharing was found to save as much as another method."""
     rows = [
-        [
-            words(run),
-            words(at),
-            number(found["ratio"], form="{:.4f}"),
-            number(found["target"], form="{:.1%}"),
-            ", ".join(f"{saving:.1%} at {ratio:g}" for ratio, saving in found["pilots"]),
-        ]
+        {
+            "run": words(run),
+            "task/method": words(at),
+            "ratio": number(found["ratio"], form="{:.4f}"),
+            "saving to match": number(found["target"], form="{:.1%}"),
+            "pilots": ", ".join(f"{saving:.1%} at {ratio:g}" for ratio, saving in found["pilots"]),
+        }
         for run, config in data.configs.items()
         for at, found in config.get("random_ratios", {}).items()
     ]
-    columns = ("run", "task/method", "ratio", "saving to match", "pilots")
-    title = "Random sharing at equal saving"
-    return Table("random_ratios", title, columns, rows) if rows else None
+    return Table("random_ratios", "Random sharing at equal saving", rows) if rows else None
 
 
 def speedups(data: Data, key: Key) -> pd.Series:
@@ -200,18 +182,13 @@ def _by_budget(data: Data) -> pd.DataFrame:
     return cells[several].sort_values("kv_slots", kind="stable")
 
 
-def _names(key: Key, group: pd.DataFrame) -> Sequence[str]:
-    return words(key[0]), words(key[1]), words(group["title"].iloc[0])
+def _names(key: Key, group: pd.DataFrame) -> dict[str, str]:
+    names = (*key[:2], group["title"].iloc[0])
+    return dict(zip(("run", "task", "method"), map(words, names), strict=True))
 
 
-def _accuracy(data: Data, key: Key) -> float | None:
-    found = accuracy(data.results[key])
-    return found.value if found else None
-
-
-def _goal(group: pd.DataFrame) -> float | None:
-    saving = group["saving"].dropna().astype(float)
-    return None if saving.empty else GOAL / (1 - saving.median())
+def _two(one: pd.Series, other: pd.Series, form: str = "{:.1f}") -> str:
+    return f"{spread(one, form)} / {spread(other, form)}"
 
 
 def _length_ratio(data: Data, key: Key, dense: Key) -> Estimate | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from eval.runs.servers import Server
 from eval.server_log import cut_prompts, moments, retractions
 from eval.serving import ServerError
 
-_LOG_NAME = re.compile(r"server-(\d+)\.log")
 _WHERE = "the model's context or the KV slots"
 
 
@@ -25,8 +23,8 @@ def next_leg(cell: Cell) -> int:
     """A number that no earlier leg of the cell used, not even one that was killed."""
     used = [row.leg for row in cell.responses()]
     used += [row.leg for row in cell.legs()] + [row.leg for row in cell.timeline()]
-    names = (_LOG_NAME.fullmatch(path.name) for path in cell.folder.glob("server-*.log"))
-    used += [int(name[1]) for name in names if name]
+    names = [path.stem.removeprefix("server-") for path in cell.folder.glob("server-*.log")]
+    used += [int(name) for name in names if name.isdecimal()]
     return max(used, default=-1) + 1
 
 
@@ -98,12 +96,9 @@ def measure(
             kv_slots=slots,
             cut_prompts=cut_prompts(log) if server.command else None,
         )
-        cell.folder.mkdir(parents=True, exist_ok=True)
+        cell.append(*timeline, record)
         if record.command:
             cell.log_path(leg).write_text(log, encoding="utf-8")
-        for moment in timeline:
-            cell.append(moment)
-        cell.append(record)
         return record
 
     try:
@@ -125,13 +120,8 @@ def measure(
 
 
 def warnings(slots: int, wanted: int | None, longest: int) -> list[str]:
-    """What an operator should know before the requests of a cell are sent.
-
-    Args:
-        slots: KV slots of the server.
-        wanted: those it was asked to have.
-        longest: greatest ``max_tokens`` of the requests.
-    """
+    """What an operator should know before a cell: it has ``slots``, was to have ``wanted``, and
+    the greatest ``max_tokens`` is ``longest``."""
     found = []
     if wanted is not None and slots < wanted:
         found.append(f"the server has {slots} KV slots, not the {wanted} of --kv-budget")
@@ -143,10 +133,7 @@ def warnings(slots: int, wanted: int | None, longest: int) -> list[str]:
 def faults(leg: Leg, responses: Sequence[Response], limits: Mapping[str, int]) -> list[str]:
     """What did not fit into a leg, and what its server did not give back.
 
-    Args:
-        leg: which one.
-        responses: of the cell.
-        limits: ``max_tokens`` by problem.
+    ``responses`` are the cell's, ``limits`` the ``max_tokens`` by problem.
     """
     found = []
     if leg.leaked_slots:

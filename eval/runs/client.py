@@ -8,7 +8,7 @@ import contextlib
 import os
 import resource
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,28 +36,30 @@ class Request:
 Ended = Callable[[Response], None]
 
 
-@contextlib.asynccontextmanager
-async def connect(url: str, timeout_s: float) -> AsyncIterator[AsyncOpenAI]:
+def connect(url: str, timeout_s: float) -> AsyncOpenAI:
     """A client of the server at ``url`` (without ``/v1``), with room for any number of requests.
 
     A request may wait for memory for hours before its first byte, so ``timeout_s`` of
     silence is the only limit besides that of connecting.
     """
-    _lift_file_limit()
+    # A connection is an open file; many systems allow 1,024 unless asked for more.
+    with contextlib.suppress(ValueError, OSError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
     http = DefaultAsyncHttpxClient(
         # A proxy from the environment must not see loopback traffic.
         trust_env=not is_local(url),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        timeout=httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
+        timeout=timeout,
     )
-    async with AsyncOpenAI(
+    return AsyncOpenAI(
         base_url=f"{url.rstrip('/')}/v1",
         api_key=api_key(),
         max_retries=0,
-        timeout=httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
+        timeout=timeout,
         http_client=http,
-    ) as client:
-        yield client
+    )
 
 
 async def send(
@@ -65,12 +67,7 @@ async def send(
 ) -> Response:
     """One chat completion; what goes wrong is in the record, not raised.
 
-    Args:
-        client: of :func:`connect`.
-        model: name by which the server knows its model.
-        request: what to send.
-        leg: goes into the record.
-        began: monotonic time of the leg's begin.
+    ``model`` is the server's name of its model, ``began`` the monotonic time of the leg's begin.
     """
     started = time.monotonic() - began
     first: float | None = None
@@ -96,15 +93,11 @@ async def send(
                     reason = choice.finish_reason or reason
                     # With --reasoning-parser SGLang streams what was thought in a field of its own.
                     reasoning = getattr(choice.delta, "reasoning_content", None)
-                    content = choice.delta.content
-                    if not isinstance(reasoning, str):
-                        reasoning = ""
-                    if reasoning or content:
-                        if first is None:
-                            first = time.monotonic() - began
-                        thought.append(reasoning)
-                        said.append(content or "")
-                        size += len(reasoning) + len(content or "")
+                    thought.append(reasoning if isinstance(reasoning, str) else "")
+                    said.append(choice.delta.content or "")
+                    size += len(thought[-1]) + len(said[-1])
+                if first is None and size:
+                    first = time.monotonic() - began
                 if size > MAX_CHARACTERS:
                     error = f"the response has more than {MAX_CHARACTERS} characters"
                     break
@@ -113,10 +106,9 @@ async def send(
         error = f"{type(problem).__name__}: {problem}"[:2000]
     if error is None and reason in ("", "abort"):
         error = "the server aborted it" if reason else "the stream ended without a finish reason"
-    text = "".join(said)
-    reasoning_text = "".join(thought)
-    if reasoning_text:
-        text = f"<think>{reasoning_text}</think>{text}"
+    thoughts, text = "".join(thought), "".join(said)
+    if thoughts:
+        text = f"<think>{thoughts}</think>{text}"
     return Response(
         problem_id=request.problem_id,
         leg=leg,
@@ -146,10 +138,10 @@ async def send_all(
 
     Times begin now. ``ended`` is called for every attempt.
     """
-    places = asyncio.Semaphore(in_flight or max(len(requests), 1))
+    gate = asyncio.Semaphore(in_flight or max(len(requests), 1))
 
     async def one(client: AsyncOpenAI, request: Request, began: float) -> None:
-        async with places:
+        async with gate:
             for _ in range(attempts):
                 response = await send(client, model, request, leg, began)
                 ended(response)
@@ -200,11 +192,3 @@ def is_local(url: str) -> bool:
 def api_key() -> str:
     """The operator's key; servers of our own ask for none."""
     return os.environ.get("OPENAI_API_KEY") or "unused"
-
-
-def _lift_file_limit() -> None:
-    """A connection is an open file; many systems allow 1,024 unless asked for more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -6,32 +6,33 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import importlib.metadata
 import json
+import os
+import platform
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from eval.methods import Method
 from eval.runs.folder import CONFIG, RunError, read_config, write_config
-from eval.runs.machine import describe_machine, describe_versions
 from eval.runs.options import RunOptions
 from eval.runs.plan import Plan
 
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = ("sglang", "torch", "transformers", "openai", "lm_eval", "sglang-reasoncache")
 #: What may differ when a run goes on; all else decides what is measured.
 _MAY_DIFFER = ("machine", "versions", "date", "command_line", "resumed", "random_ratios")
 
 
 def make_config(plan: Plan, methods: Sequence[Method], opens_thinking: bool) -> dict[str, Any]:
-    """The configuration of a new run; plain JSON values.
-
-    Args:
-        plan: its ``options.device`` resolved.
-        methods: of ``options.methods``, in their order.
-        opens_thinking: whether the chat template begins responses with ``<think>``.
-    """
+    """The configuration of a new run, in plain JSON values; ``methods`` as ``options.methods``."""
     options = plan.options
     return {
         **options.to_dict(),
@@ -40,7 +41,7 @@ def make_config(plan: Plan, methods: Sequence[Method], opens_thinking: bool) -> 
         "method_details": {
             method.name: {
                 "title": method.title,
-                "flags": list(method.flags),
+                "flags": method.flags,
                 "match": method.match,
                 "url": options.urls.get(spec),
             }
@@ -79,8 +80,7 @@ def options_of(config: Mapping[str, Any]) -> RunOptions:
 def settle_config(run: Path, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Write the configuration of a new run, or hold it against the one that is there.
 
-    Returns:
-        The folder's configuration, and what has changed on the machine since, for a warning.
+    Returns the folder's, and what has changed on the machine since, for a warning.
 
     Raises:
         RunError: the folder is another run's; names the first field that differs.
@@ -136,3 +136,43 @@ def _circumstances() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command_line": shlex.join(["python", *sys.orig_argv[1:]]),
     }
+
+
+def describe_machine() -> dict[str, Any]:
+    """CPU model, cores, RAM in bytes, names and memory of the GPUs."""
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    # Not through torch: that would take some of the GPU's memory in this process.
+    gpus = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_bytes": psutil.virtual_memory().total,
+        "gpus": gpus.splitlines(),
+        "system": platform.platform(),
+    }
+
+
+def describe_versions() -> dict[str, str | None]:
+    """Versions of what computes the result, None for what is not installed, and our git commit,
+    with ``+`` where files differ from it."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    git = ("git", "-C", str(_ROOT))
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
+    commit = _output(*git, "rev-parse", "HEAD") + ("+" if changed else "")
+    return {**found, "commit": commit or None}
+
+
+def _output(*command: str) -> str:
+    """What a command prints, "" if it cannot run or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

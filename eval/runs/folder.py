@@ -70,12 +70,13 @@ class Cell:
     def legs(self) -> list[Leg]:
         return read_records(self.folder / "legs.jsonl", Leg)
 
-    def append(self, record: Response | Moment | Leg) -> None:
-        """Add a line and hand it to the operating system."""
-        name = {Response: "responses", Moment: "timeline", Leg: "legs"}[type(record)]
+    def append(self, *records: Response | Moment | Leg) -> None:
+        """Add lines and hand them to the operating system."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(_line(record))
+        for record in records:
+            name = {Response: "responses", Moment: "timeline", Leg: "legs"}[type(record)]
+            with (self.folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(_line(record))
 
     def write_results(self, results: Iterable[Result]) -> None:
         """Replace the grades; grading again loses nothing."""

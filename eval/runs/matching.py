@@ -26,12 +26,8 @@ class NothingToMatch(RunError):
 def match(target: float, pilot: Callable[[float], float]) -> dict[str, Any]:
     """Find the ratio whose saving is ``target``, by pilots and the rule of three.
 
-    Args:
-        target: final saving ratio to reach, 0 to 1.
-        pilot: measures the saving at a ratio.
-
-    Returns:
-        ``ratio``, ``target``, and ``pilots``: ratio and saving of each, in order.
+    Savings are final ones, 0 to 1. Returns ``ratio``, ``target``, and ``pilots``: ratio and saving
+    of each, in order.
     """
     ratio = _bounded(target * _FIRST_FACTOR)
     pilots: list[tuple[float, float]] = []

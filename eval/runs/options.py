@@ -16,48 +16,109 @@ from eval.runs.folder import RunError
 
 #: ``--model`` of the embedded checkpoint.
 EMBEDDED = "tiny_reasoner"
-#: Sampling parameters that can be set by hand, with their bounds.
-SAMPLING = {
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "top_k": (-1, 1_000_000),
-    "min_p": (0, 1),
-}
+#: Sampling parameters that can be set by hand, by the names of the request's body.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _specs(text: str) -> list[str]:
+    """Split at commas, but ``a:x=1,y=2,b`` is ``a:x=1,y=2`` and ``b``."""
+    specs: list[str] = []
+    for part in _names(text):
+        if specs and ":" in specs[-1] and "=" in part and ":" not in part.partition("=")[0]:
+            specs[-1] += "," + part
+        else:
+            specs.append(part)
+    return specs
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in _names(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers, got {text!r}") from None
+
+
+def _pair(text: str) -> tuple[str, str]:
+    return _split(text, "=", "NAME=VALUE")
+
+
+def _url(text: str) -> tuple[str, str]:
+    # A method's name may hold an equals sign: the address begins at its scheme.
+    key, value = _split(text, "=http", "METHOD=http://...")
+    return key, "http" + value
+
+
+def _split(text: str, mark: str, form: str) -> tuple[str, str]:
+    key, _, value = text.partition(mark)
+    if not key or not value:
+        raise argparse.ArgumentTypeError(f"must be {form}, got {text!r}")
+    return key, value
+
+
+def _option(
+    default: Any,
+    read: Callable[[str], Any],
+    metavar: str,
+    text: str = "",
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field that is a flag; ``least`` without ``most`` bounds integers."""
+    argument: dict[str, Any] = {"help": text, "type": read, "metavar": metavar}
+    if read in (_pair, _url):
+        argument["action"] = "append"
+    if read is bool:
+        argument = {"help": text, "action": "store_true"}
+    return field(default=default, metadata={"argument": argument, "bounds": (least, most)})
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """A run as asked for; every field is part of ``config.json`` and must match on resuming.
 
-    Fields are the flags of ``eval.run`` (:func:`_parser`). None: all problems, all requests at
-    once, SGLang's or the model family's own. ``data`` is made absolute.
+    None: all problems, all requests at once, SGLang's or the model family's own. ``data`` is made
+    absolute.
 
     Raises:
         RunError: names the flag, its bound and the value.
     """
 
-    model: str = EMBEDDED
-    tasks: tuple[str, ...] = ()
-    methods: tuple[str, ...] = ("dense", "reasoncache")
-    seeds: tuple[int, ...] = (0,)
-    limit: int | None = None
-    in_flight: int | None = None
-    data: Mapping[str, str] = field(default_factory=dict)
-    server_flags: tuple[str, ...] = ()
-    device: str = "auto"
-    kv_budget: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    allow_code_execution: bool = False
-    urls: Mapping[str, str] = field(default_factory=dict)
-    attempts: int = 2
-    warm_up: int = 8
-    decode_log_interval: int = 10
-    request_timeout: float = 21_600.0
-    keep_servers: int = 1
+    model: str = _option(
+        EMBEDDED, str, "M", f"Folder or hub name (default {EMBEDDED}, the embedded model)."
+    )
+    tasks: tuple[str, ...] = _option((), _names, "a,b", "Names.")
+    methods: tuple[str, ...] = _option(
+        ("dense", "reasoncache"), _specs, "x,y", "Names with options (default dense,reasoncache)."
+    )
+    seeds: tuple[int, ...] = _option((0,), _integers, "0,1", "Numbers (default 0).")
+    limit: int | None = _option(None, int, "N", "The first N problems of each task.", 1)
+    in_flight: int | None = _option(None, int, "N", "Open requests (default: all at once).", 1)
+    data: Mapping[str, str] = _option((), _pair, "TASK=FILE", "Local JSONL of a task.")
+    server_flags: tuple[str, ...] = _option(
+        (), shlex.split, "FLAGS", "Further flags of each server."
+    )
+    device: str = _option("auto", str, "D", "auto, cpu or cuda (default auto).")
+    kv_budget: int | None = _option(None, int, "SLOTS", "KV slots of each server.", 1)
+    max_tokens: int | None = _option(None, int, "N", "Longest response.", 1)
+    temperature: float | None = _option(
+        None, float, "X", "Instead of the model family's own, as the next three.", 0, 100
+    )
+    top_p: float | None = _option(None, float, "X", "", 0, 1)
+    top_k: int | None = _option(None, int, "N", "", -1, 1_000_000)
+    min_p: float | None = _option(None, float, "X", "", 0, 1)
+    allow_code_execution: bool = _option(False, bool, "", "Let graders run a model's code.")
+    urls: Mapping[str, str] = _option((), _url, "METHOD=URL", "Its server.")
+    attempts: int = _option(2, int, "N", "Times a failing request is sent (default 2).", 1)
+    warm_up: int = _option(8, int, "N", "Requests before each cell (default 8).", 0)
+    decode_log_interval: int = _option(10, int, "K", "Decode steps a log line (10).", 1)
+    request_timeout: float = _option(
+        21_600.0, float, "S", "Longest silence (default 21600).", 1e-9, 1e9
+    )
+    keep_servers: int = _option(1, int, "N", "Servers up at once (default 1).", 1)
 
     def __post_init__(self) -> None:
         for name in ("tasks", "methods", "seeds", "server_flags"):
@@ -73,7 +134,7 @@ class RunOptions:
 
     @property
     def sampling_overrides(self) -> dict[str, float]:
-        """What was set by hand, by the names of the request's body."""
+        """What was set by hand."""
         given = {name: getattr(self, name) for name in SAMPLING}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -146,36 +207,16 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for flag, kind, metavar, text in (
-        ("--model", str, "M", f"Folder or hub name (default {EMBEDDED}, the embedded model)."),
-        ("--tasks", _names, "a,b", "Names."),
-        ("--methods", _specs, "x,y", "Names with options (default dense,reasoncache)."),
-        ("--seeds", _integers, "0,1", "Numbers (default 0)."),
-        ("--out", Path, "RUN", "Folder of the run (default out/ and a name of the options)."),
-        ("--config", Path, "FILE.toml", "The same names; flags win."),
-        ("--limit", int, "N", "The first N problems of each task."),
-        ("--in-flight", int, "N", "Open requests (default: all at once)."),
-        ("--server-flags", shlex.split, "FLAGS", "Further flags of each server."),
-        ("--device", str, "D", "auto, cpu or cuda (default auto)."),
-        ("--kv-budget", int, "SLOTS", "KV slots of each server."),
-        ("--max-tokens", int, "N", "Longest response."),
-        ("--temperature", float, "X", "Instead of the model family's own, as the next three."),
-        ("--top-p", float, "X", ""),
-        ("--top-k", int, "N", ""),
-        ("--min-p", float, "X", ""),
-        ("--attempts", int, "N", "Times a failing request is sent (default 2)."),
-        ("--warm-up", int, "N", "Requests before each cell (default 8)."),
-        ("--decode-log-interval", int, "K", "Decode steps a log line (10)."),
-        ("--keep-servers", int, "N", "Servers up at once (default 1)."),
-        ("--request-timeout", float, "S", "Longest silence (default 21600)."),
-        ("--resume", Path, "RUN", "Go on with a run; takes no other flag."),
-        ("--grade", Path, "RUN", "Grade the responses of a run again."),
-    ):
-        parser.add_argument(flag, type=kind, metavar=metavar, help=text)
     add = parser.add_argument
-    add("--data", type=_pair, action="append", metavar="TASK=FILE", help="Local JSONL of a task.")
-    add("--url", dest="urls", type=_url, action="append", metavar="METHOD=URL", help="Its server.")
-    add("--allow-code-execution", action="store_true", help="Let graders run a model's code.")
+    for one in fields(RunOptions):
+        add(_flag(one.name), dest=one.name, **one.metadata["argument"])
+    for flag, metavar, text in (
+        ("--out", "RUN", "Folder of the run (default out/ and a name of the options)."),
+        ("--config", "FILE.toml", "The same names; flags win."),
+        ("--resume", "RUN", "Go on with a run; takes no other flag."),
+        ("--grade", "RUN", "Grade the responses of a run again."),
+    ):
+        add(flag, type=Path, metavar=metavar, help=text)
     return parser
 
 
@@ -208,30 +249,24 @@ def _words(path: Path) -> list[str]:
 
 
 def _check(options: RunOptions) -> None:
-    least = dict.fromkeys(("limit", "in_flight", "kv_budget", "max_tokens", "attempts"), 1)
-    least |= {"warm_up": 0, "decode_log_interval": 1, "keep_servers": 1}
-    for name, low in least.items():
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < low):
-            raise RunError(f"{_flag(name)} must be an integer of at least {low}, got {value!r}")
-    for name, (lowest, highest) in {**SAMPLING, "request_timeout": (1e-9, 1e9)}.items():
-        value = getattr(options, name)
-        if value is not None and not lowest <= value <= highest:
-            raise RunError(f"{_flag(name)} must be between {lowest} and {highest}, got {value!r}")
+    for one in fields(RunOptions):
+        value, (low, high) = getattr(options, one.name), one.metadata["bounds"]
+        if value is None or low is None:
+            continue
+        if high is None and (type(value) is not int or value < low):
+            raise RunError(f"{_flag(one.name)} must be an integer of at least {low}, got {value!r}")
+        if high is not None and not low <= value <= high:
+            raise RunError(f"{_flag(one.name)} must be between {low} and {high}, got {value!r}")
     if options.device not in ("auto", "cpu", "cuda"):
         raise RunError(f"--device must be auto, cpu or cuda, got {options.device!r}")
     for name in ("tasks", "methods", "seeds"):
         chosen = getattr(options, name)
         if not chosen or len(set(chosen)) < len(chosen):
             raise RunError(f"{_flag(name)} must name at least one, none twice, got {list(chosen)}")
-    tables: tuple[tuple[str, Mapping[str, str], tuple[str, ...], str], ...] = (
-        ("--data", options.data, options.tasks, "--tasks"),
-        ("--url", options.urls, options.methods, "--methods"),
-    )
-    for flag, table, known, of in tables:
-        for key in table:
-            if key not in known:
-                raise RunError(f"{flag} {key}=...: {key!r} is not among {of}")
+    for name, of in (("data", "tasks"), ("urls", "methods")):
+        for key in getattr(options, name):
+            if key not in getattr(options, of):
+                raise RunError(f"{_flag(name)} {key}=...: {key!r} is not among {_flag(of)}")
     for method, url in options.urls.items():
         if not url.startswith(("http://", "https://")):
             raise RunError(f"--url {method}={url}: must begin with http:// or https://")
@@ -240,48 +275,3 @@ def _check(options: RunOptions) -> None:
 def _flag(name: str) -> str:
     """``in_flight`` -> ``--in-flight``."""
     return "--url" if name == "urls" else "--" + name.replace("_", "-")
-
-
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _specs(text: str) -> list[str]:
-    """Split at commas, but ``a:x=1,y=2,b`` is ``a:x=1,y=2`` and ``b``."""
-    specs: list[str] = []
-    for part in _names(text):
-        if specs and ":" in specs[-1] and "=" in part and ":" not in part.partition("=")[0]:
-            specs[-1] += "," + part
-        else:
-            specs.append(part)
-    return specs
-
-
-def _checked(read: Callable[[str], Any], form: str) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {form}, got {text!r}") from None
-
-    return convert
-
-
-def _split(text: str, mark: str) -> tuple[str, str]:
-    key, _, value = text.partition(mark)
-    if not key or not value:
-        raise ValueError
-    return key, value
-
-
-_integers = _checked(lambda text: [int(part) for part in _names(text)], "numbers")
-_pair = _checked(lambda text: _split(text, "="), "NAME=VALUE")
-
-
-def _read_url(text: str) -> tuple[str, str]:
-    # A method's name may hold an equals sign: the address begins at its scheme.
-    key, value = _split(text, "=http")
-    return key, "http" + value
-
-
-_url = _checked(_read_url, "METHOD=http://...")

@@ -67,7 +67,7 @@ def model_path(options: RunOptions) -> str:
 
 def request_body(options: RunOptions) -> dict[str, Any]:
     """The sampling part of each request: the model family's own, and what was set by hand."""
-    body = {**sampling_for(options.model).to_body(), **options.sampling_overrides}
+    body = {**sampling_for(options.model), **options.sampling_overrides}
     if options.max_tokens is not None:
         body["max_tokens"] = options.max_tokens
     return body
@@ -76,9 +76,7 @@ def request_body(options: RunOptions) -> dict[str, Any]:
 class Plan:
     """The problems of a run, those that are measured and others to warm up with.
 
-    Args:
-        options: of the run.
-        body: the sampling part of each request.
+    ``body`` is the sampling part of each request.
 
     Raises:
         TaskError, RunError: a task cannot be loaded, or a replay cannot fit into the KV budget.
@@ -106,10 +104,12 @@ class Plan:
         With ``generic``, plain sums fill up what the task does not have.
         """
         if (task, seed) not in self._others:
-            measured = [
-                p for (name, _), one in self.tasks.items() if name == task for p in one.problems
+            asked = [
+                p.messages
+                for (name, _), one in self.tasks.items()
+                if name == task
+                for p in one.problems
             ]
-            asked = [p.messages for p in measured]
             try:
                 found = self._load(task, seed + _OTHER_SEED, None).problems
             except TaskError:
@@ -173,16 +173,8 @@ class Plan:
 
     def _load(self, name: str, seed: int, limit: int | None) -> EvalTask:
         options = self.options
-        task = EvalTask(
-            name,
-            Source(
-                options.data.get(name, ""),
-                seed,
-                limit,
-                model_path(options),
-                options.allow_code_execution,
-            ),
-        )
+        file, model = options.data.get(name, ""), model_path(options)
+        task = EvalTask(name, Source(file, seed, limit, model, options.allow_code_execution))
         if not task.problems:
             raise RunError(f"--tasks: {name} has no problems")
         return task

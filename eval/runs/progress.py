@@ -10,11 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 
-class Display:
-    """One bar a cell."""
+class Display(Progress):
+    """One bar a cell. A context manager."""
 
     def __init__(self) -> None:
-        self._progress = Progress(
+        super().__init__(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
@@ -24,18 +24,13 @@ class Display:
         )
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        with self._progress:
-            yield
-
-    @contextmanager
     def bar(self, title: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
         """A bar, as what moves it by one."""
-        number = self._progress.add_task(title, total=total, completed=done)
+        number = self.add_task(title, total=total, completed=done)
         try:
-            yield lambda: self._progress.advance(number)
+            yield lambda: self.advance(number)
         finally:
-            self._progress.remove_task(number)
+            self.remove_task(number)
 
     def say(self, text: str, style: str = "") -> None:
-        self._progress.console.print(Text(text, style=style), soft_wrap=True)
+        self.console.print(Text(text, style=style), soft_wrap=True)

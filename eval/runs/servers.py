@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import httpx
 
@@ -29,66 +29,60 @@ _WEIGHTS = {
 _COUNTS = ("requests_finished", "polls", "blocks_shared")
 
 
-class Server(Protocol):
-    """What measuring a cell needs of a server; ``command`` is [] of a given one."""
+class Server:
+    """A server of a cell: one of our own, or one given by URL, which is only asked."""
 
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def command(self) -> list[str]: ...
-
-    @property
-    def model(self) -> str:
-        """The name that requests give."""
+    def __init__(self, process: ServerProcess | None = None, url: str = "") -> None:
+        """Raises ServerError: nothing answers at ``url``."""
+        self.process = process
+        self.url = process.url if process else url.rstrip("/").removesuffix("/v1")
+        #: Its command line, [] of a given one.
+        self.command = process.command if process else []
+        #: The name that requests give.
+        self.model = MODEL_NAME
+        self._before: dict[str, Any] = {}
+        if process is None:
+            try:
+                self.model = str(self._json("/v1/models")["data"][0]["id"])
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                raise ServerError(f"--url {self.url}: /v1/models says {error!r}") from error
 
     def report(self) -> dict[str, Any]:
-        """``GET /reasoncache`` as of :func:`merge`, {} for stock."""
+        """``GET /reasoncache`` as of :func:`merge`, {} for stock; of a given server :func:`since`.
+
+        Raises:
+            ServerError: it cannot be had.
+        """
+        try:
+            response = self._get("/reasoncache")
+            if response.status_code == 404:
+                return since(self._before, {})
+            response.raise_for_status()
+            return since(self._before, merge(response.json()["schedulers"]))
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise ServerError(f"{self.url}/reasoncache says {error!r}") from error
 
     def kv_slots(self) -> int | None:
         """KV slots that it really has, of one data-parallel scheduler; None if it does not say."""
+        # A server that somebody else runs need not be SGLang.
+        with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
+            return int(self._json("/server_info")["max_total_num_tokens"])
+        return None
 
     def settle(self) -> None:
-        """Wait until nothing runs, so that the totals of :meth:`report` are whole."""
+        """Wait until nothing runs in a server of our own, so that its totals are whole."""
+        if self.process is not None:
+            _wait(self._idle, f"{self.url}: requests still run")
 
     def clear(self) -> int | None:
-        """Flush its caches once it is idle, so that its totals restart; slots in use after."""
+        """Flush its caches once it is idle, so that its totals restart; slots in use after.
 
-    def log_size(self) -> int:
-        """Bytes it has written, for :meth:`log_text`."""
-
-    def log_text(self, since: int) -> str:
-        """What it has written since, "" for a given server."""
-
-    def check(self) -> None:
-        """Raises ServerError if it is dead."""
-
-
-class StartedServer:
-    """A server of our own."""
-
-    def __init__(self, process: ServerProcess) -> None:
-        self.process = process
-        self.model = MODEL_NAME
-
-    @property
-    def url(self) -> str:
-        return self.process.url
-
-    @property
-    def command(self) -> list[str]:
-        return self.process.command
-
-    def report(self) -> dict[str, Any]:
-        return fetch_report(self.process.get)
-
-    def kv_slots(self) -> int | None:
-        return fetch_kv_slots(self.process.get)
-
-    def settle(self) -> None:
-        _wait(self._idle, f"{self.url}: requests still run")
-
-    def clear(self) -> int:
+        None of a given server: what that has counted so far is taken off later reports.
+        """
+        if self.process is None:
+            self._before = {}
+            self._before = self.report()
+            return None
         self.settle()
         _wait(self._flushed, f"{self.url}: /flush_cache was refused")
         if any(self.report().get("totals", {}).get(name) for name in _COUNTS):
@@ -96,53 +90,21 @@ class StartedServer:
         return self._sum("num_used_tokens")
 
     def log_size(self) -> int:
-        return self.process.log_size()
+        """Bytes it has written, for :meth:`log_text`."""
+        return self.process.log_size() if self.process else 0
 
     def log_text(self, since: int) -> str:
-        return self.process.log_text(since)
+        """What it has written since, "" for a given server."""
+        return self.process.log_text(since) if self.process else ""
 
     def check(self) -> None:
-        self.process.check_alive()
+        """Raises ServerError if a server of our own is dead."""
+        if self.process is not None:
+            self.process.check_alive()
 
-    def _idle(self) -> bool:
-        self.check()
-        return not self._sum("num_running_reqs") and not self._sum("num_waiting_reqs")
-
-    def _flushed(self) -> bool:
-        self.check()
-        return self.process.post("/flush_cache", params={"timeout": 10}).status_code == 200
-
-    def _sum(self, name: str) -> int:
-        try:
-            response = self.process.get("/v1/loads", params={"include": "all"})
-            response.raise_for_status()
-            return int(sum(load[name] for load in response.json()["loads"]))
-        except httpx.HTTPError as error:
-            self.check()
-            raise ServerError(f"{self.url}/v1/loads says {error!r}") from error
-
-
-class GivenServer:
-    """A server that somebody else runs; it is only asked, never flushed or ended."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.command: list[str] = []
-        self._before: dict[str, Any] = {}
-        try:
-            response = self._get("/v1/models")
-            response.raise_for_status()
-            self.model = str(response.json()["data"][0]["id"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise ServerError(f"--url {self.url}: /v1/models says {error!r}") from error
-
-    def report(self) -> dict[str, Any]:
-        return since(self._before, fetch_report(self._get))
-
-    def kv_slots(self) -> int | None:
-        return fetch_kv_slots(self._get)
-
-    def _get(self, path: str) -> httpx.Response:
+    def _get(self, path: str, **options: Any) -> httpx.Response:
+        if self.process is not None:
+            return self.process.get(path, **options)
         return httpx.get(
             self.url + path,
             timeout=60.0,
@@ -150,21 +112,25 @@ class GivenServer:
             headers={"Authorization": f"Bearer {api_key()}"},
         )
 
-    def settle(self) -> None:
-        return None
+    def _json(self, path: str, **options: Any) -> Any:
+        return self._get(path, **options).raise_for_status().json()
 
-    def clear(self) -> None:
-        # Not ours to flush: what it has counted so far is taken off later reports.
-        self._before = fetch_report(self._get)
+    def _idle(self) -> bool:
+        self.check()
+        return not self._sum("num_running_reqs") and not self._sum("num_waiting_reqs")
 
-    def log_size(self) -> int:
-        return 0
+    def _flushed(self) -> bool:
+        self.check()
+        assert self.process is not None
+        return self.process.post("/flush_cache", params={"timeout": 10}).status_code == 200
 
-    def log_text(self, since: int) -> str:
-        return ""
-
-    def check(self) -> None:
-        return None
+    def _sum(self, name: str) -> int:
+        try:
+            loads = self._json("/v1/loads", params={"include": "all"})["loads"]
+            return int(sum(load[name] for load in loads))
+        except httpx.HTTPError as error:
+            self.check()
+            raise ServerError(f"{self.url}/v1/loads says {error!r}") from error
 
 
 class Servers:
@@ -179,7 +145,7 @@ class Servers:
         self._model_path = model_path
         self._device = device
         self._keep = keep
-        self._up: OrderedDict[tuple[str, ...], StartedServer] = OrderedDict()
+        self._up: OrderedDict[tuple[str, ...], ServerProcess] = OrderedDict()
 
     def __enter__(self) -> Self:
         return self
@@ -187,46 +153,39 @@ class Servers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def get(self, name: str, flags: Sequence[str], starting: Callable[[], None]) -> StartedServer:
+    def get(self, name: str, flags: Sequence[str], starting: Callable[[], None]) -> Server:
         """The running server with these flags, else a new one.
 
-        Args:
-            name: for the log's file name.
-            flags: of the server.
-            starting: called before a start, which takes a minute or, for large models, many.
+        ``name`` is for its log's file; ``starting`` is called before a start, which takes a
+        minute or, for large models, many.
 
         Raises:
             ServerError: it does not start.
         """
-        key = tuple(flags)
-        server = self._up.pop(key, None)
-        if server is not None and not server.process.alive:
-            server.process.close()
-            server = None
-        if server is None:
+        process = self._up.pop(tuple(flags), None)
+        if process is not None and not process.alive:
+            process.close()
+            process = None
+        if process is None:
             while len(self._up) >= self._keep:
-                self._up.popitem(last=False)[1].process.close()
+                self._up.popitem(last=False)[1].close()
             starting()
-            server = StartedServer(self._start(name, flags))
-        self._up[key] = server
-        return server
-
-    def _start(self, name: str, flags: Sequence[str]) -> ServerProcess:
-        number = len(list(self._logs.glob("*.log")))
-        process = ServerProcess(
-            self._model_path,
-            flags=flags,
-            log_path=self._logs / f"{number:03d}-{name}.log",
-            device="cuda" if self._device == "cuda" else "cpu",
-            # Weights of a large model may have to be fetched first.
-            start_timeout_s=7200.0,
-        )
-        return process.start()
+            number = len(list(self._logs.glob("*.log")))
+            process = ServerProcess(
+                self._model_path,
+                flags=flags,
+                log_path=self._logs / f"{number:03d}-{name}.log",
+                device="cuda" if self._device == "cuda" else "cpu",
+                # Weights of a large model may have to be fetched first.
+                start_timeout_s=7200.0,
+            ).start()
+        self._up[tuple(flags)] = process
+        return Server(process)
 
     def close(self) -> None:
         """End all."""
         while self._up:
-            self._up.popitem()[1].process.close()
+            self._up.popitem()[1].close()
 
 
 def _wait(ready: Callable[[], bool], problem: str) -> None:
@@ -235,30 +194,6 @@ def _wait(ready: Callable[[], bool], problem: str) -> None:
         if time.monotonic() > deadline:
             raise RunError(f"{problem} after {_IDLE_TIMEOUT_S:g} s")
         time.sleep(0.1)
-
-
-def fetch_report(get: Callable[[str], httpx.Response]) -> dict[str, Any]:
-    """The merged report, {} of a server without the plugin.
-
-    Raises:
-        ServerError: it cannot be had.
-    """
-    try:
-        response = get("/reasoncache")
-        if response.status_code == 404:
-            return {}
-        response.raise_for_status()
-        return merge(response.json()["schedulers"])
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        raise ServerError(f"/reasoncache says {error!r}") from error
-
-
-def fetch_kv_slots(get: Callable[[str], httpx.Response]) -> int | None:
-    """KV slots of a scheduler as ``/server_info`` tells, None of a server that does not."""
-    # A server that somebody else runs need not be SGLang.
-    with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
-        return int(get("/server_info").json()["max_total_num_tokens"])
-    return None
 
 
 def merge(schedulers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:

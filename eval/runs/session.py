@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,91 +16,78 @@ from eval.runs.matching import PILOT_PROBLEMS, TOLERANCE, NothingToMatch, final_
 from eval.runs.plan import Plan, Step, order
 from eval.runs.progress import Display
 from eval.runs.records import Leg, Response, Result
-from eval.runs.servers import GivenServer, Server, Servers
+from eval.runs.servers import Server, Servers
 from eval.serving import ServerError
 from eval.tasks.harness import EvalTask, Problem
 from eval.tasks.sandbox import SandboxError
 
 
+@dataclass(frozen=True)
 class Session:
     """Runs what is left of a run.
 
-    Args:
-        run: its folder, locked by the caller.
-        config: what its ``config.json`` holds; found ratios are added to both.
-        plan: what to ask.
-        methods: how to serve, in the run's order.
-        servers: where servers come from.
-        display: where progress goes.
+    The folder ``run`` is locked by the caller; random ratios that are found are added to ``config``
+    and to its ``config.json``. ``methods`` are in the order of ``plan.options.methods``.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        config: dict[str, Any],
-        plan: Plan,
-        methods: Sequence[Method],
-        servers: Servers,
-        display: Display,
-    ) -> None:
-        self._run = run
-        self._config = config
-        self._plan = plan
-        self._methods = list(methods)
-        self._servers = servers
-        self._display = display
-        options = plan.options
-        self._urls = {
-            method.name: options.urls[spec]
-            for method, spec in zip(methods, options.methods, strict=True)
-            if spec in options.urls
-        }
+    run: Path
+    config: dict[str, Any]
+    plan: Plan
+    methods: Sequence[Method]
+    servers: Servers
+    display: Display
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Given servers by method."""
+        named = zip(self.methods, self.plan.options.methods, strict=True)
+        given = self.plan.options.urls
+        return {method.name: given[spec] for method, spec in named if spec in given}
 
     def work(self) -> bool:
         """Measure and grade every cell; True when no request failed and all could be graded."""
-        options = self._plan.options
+        options = self.plan.options
         whole = True
-        for step in order(options.tasks, self._methods, options.seeds):
+        for step in order(options.tasks, self.methods, options.seeds):
             try:
                 whole &= self._cell(step)
             except SandboxError as error:
-                self._display.say(f"{step.title}: not graded: {error}", "red")
+                self.display.say(f"{step.title}: not graded: {error}", "red")
                 whole = False
             except (ServerError, RunError) as error:
                 # One cell that cannot be measured must not cost the others their night.
-                self._display.say(f"{step.title}: {error}", "red")
+                self.display.say(f"{step.title}: {error}", "red")
                 if not isinstance(error, NothingToMatch):
-                    self._servers.close()
+                    self.servers.close()
                 whole = False
         return whole
 
     def _cell(self, step: Step) -> bool:
-        cell = Cell(self._run, step.task, step.method.name, step.seed)
+        cell = Cell(self.run, step.task, step.method.name, step.seed)
         cell.mend()
-        task = self._plan.tasks[step.task, step.seed]
+        task = self.plan.tasks[step.task, step.seed]
         legs: list[Leg] = []
 
-        def answer(problems: Sequence[Problem]) -> list[str]:
+        def ask(problems: Sequence[Problem]) -> None:
             answered = cell.answered()
             todo = [problem for problem in problems if problem.id not in answered]
             if todo:
                 legs.append(self._measure(step, cell, todo, len(answered)))
-            return texts_of(cell, problems)
 
-        results = grade(cell, task, answer, bool(self._config["opens_thinking"]))
+        results = grade(cell, task, bool(self.config["opens_thinking"]), ask)
         leg = legs[0] if legs else None
-        self._display.say(summary(step.title, results, leg))
+        self.display.say(summary(step.title, results, leg))
         failed = len(task.problems) - len(cell.answered())
         if failed:
-            self._display.say(f"{step.title}: {failed} requests failed; run again to retry", "red")
+            self.display.say(f"{step.title}: {failed} requests failed; run again to retry", "red")
         if leg is not None:
             limits = {problem.id: self._limit(problem, step.seed) for problem in task.problems}
             for fault in faults(leg, cell.responses(), limits):
-                self._display.say(f"{step.title}: {fault}", "red")
+                self.display.say(f"{step.title}: {fault}", "red")
         return not failed
 
     def _measure(self, step: Step, cell: Cell, todo: Sequence[Problem], answered: int) -> Leg:
-        plan, options = self._plan, self._plan.options
+        plan, options = self.plan, self.plan.options
         server = self._server(step)
         slots = server.kv_slots()
         if slots is not None:
@@ -107,49 +95,45 @@ class Session:
             wanted = options.kv_budget if server.command else None
             longest = max(self._limit(problem, step.seed) for problem in todo)
             for warning in warnings(slots, wanted, longest):
-                self._display.say(f"{step.title}: {warning}", "yellow")
+                self.display.say(f"{step.title}: {warning}", "yellow")
         spare = plan.others(step.task, step.seed, options.warm_up)
-        with self._display.bar(f"{step.title}: warm-up", len(spare)) as advance:
+        with self.display.bar(f"{step.title}: warm-up", len(spare)) as advance:
             requests = [plan.request(problem, step.seed, True) for problem in spare]
             warm_up(server, requests, options, advance)
-        with self._display.bar(step.title, answered + len(todo), answered) as advance:
+        with self.display.bar(step.title, answered + len(todo), answered) as advance:
             requests = [plan.request(problem, step.seed) for problem in todo]
             return measure(cell, requests, server, options, advance)
 
     def _limit(self, problem: Problem, seed: int) -> int:
-        return int(self._plan.request(problem, seed).body.get("max_tokens") or 0)
-
-    # -- servers ----------------------------------------------------------------
+        return int(self.plan.request(problem, seed).body.get("max_tokens") or 0)
 
     def _server(self, step: Step) -> Server:
-        url = self._urls.get(step.method.name)
+        url = self.urls.get(step.method.name)
         if url is not None:
-            return GivenServer(url)
+            return Server(url=url)
         method = step.method
         if method.match:
             method = with_ratio(method, self._ratio(step))
         return self._start(step, method, step.title)
 
     def _start(self, step: Step, method: Method, title: str) -> Server:
-        flags = self._plan.server_flags(step, method)
-        return self._servers.get(
-            method.name, flags, lambda: self._display.say(f"{title}: starting a server")
+        flags = self.plan.server_flags(step, method)
+        return self.servers.get(
+            method.name, flags, lambda: self.display.say(f"{title}: starting a server")
         )
-
-    # -- random sharing at equal saving -----------------------------------------
 
     def _ratio(self, step: Step) -> float:
         """The ratio of a random method for a task, found once and kept in ``config.json``."""
-        ratios = self._config["random_ratios"]
+        ratios = self.config["random_ratios"]
         key = f"{step.task}/{step.method.name}"
         if key not in ratios:
             target = self._target(step)
             found = match(target, lambda ratio: self._pilot(step, with_ratio(step.method, ratio)))
             ratios[key] = found
-            write_config(self._run, self._config)
+            write_config(self.run, self.config)
             last = found["pilots"][-1][1]
             if abs(last - target) > TOLERANCE * target:
-                self._display.say(
+                self.display.say(
                     f"{key}: the last pilot saved {last:.1%}, not {target:.1%}; "
                     f"measuring at ratio {found['ratio']}",
                     "yellow",
@@ -157,10 +141,10 @@ class Session:
         return float(ratios[key]["ratio"])
 
     def _target(self, step: Step) -> float:
-        other = next(method for method in self._methods if method.name == step.method.match)
-        seeds = self._plan.options.seeds
-        saving = final_saving([Cell(self._run, step.task, other.name, seed) for seed in seeds])
-        if saving is None and other.name not in self._urls:
+        other = next(method for method in self.methods if method.name == step.method.match)
+        seeds = self.plan.options.seeds
+        saving = final_saving([Cell(self.run, step.task, other.name, seed) for seed in seeds])
+        if saving is None and other.name not in self.urls:
             # Every leg of it was killed before it could tell.
             saving = self._pilot(step, other)
         if not saving:
@@ -172,37 +156,37 @@ class Session:
 
     def _pilot(self, step: Step, method: Method) -> float:
         """Final saving ratio of a method on problems other than the measured ones."""
-        title = f"{step.task}, {' '.join(method.flags[-2:])}: pilot"
+        title = f"{step.task}, {method.name} at {method.values.get('random_ratio')}: pilot"
         server = self._start(dataclasses.replace(step, method=method), method, title)
         server.clear()
-        spare = self._plan.others(step.task, step.seed, PILOT_PROBLEMS, generic=False)
-        spare = spare or self._plan.measured(step.task, step.seed)[:PILOT_PROBLEMS]
-        with self._display.bar(title, len(spare)) as advance:
+        spare = self.plan.others(step.task, step.seed, PILOT_PROBLEMS, generic=False)
+        spare = spare or self.plan.measured(step.task, step.seed)[:PILOT_PROBLEMS]
+        with self.display.bar(title, len(spare)) as advance:
             # As long as the measured ones: in long responses a method finds more to share.
-            requests = [self._plan.request(problem, step.seed) for problem in spare]
-            warm_up(server, requests, self._plan.options, advance)
+            requests = [self.plan.request(problem, step.seed) for problem in spare]
+            warm_up(server, requests, self.plan.options, advance)
         server.settle()
         return float(server.report().get("totals", {}).get("final_saving_ratio", 0.0))
 
 
-def texts_of(cell: Cell, problems: Sequence[Problem]) -> list[str]:
-    """Responses that are complete, "" for others."""
-    answered = cell.answered()
-    return [answered[p.id].text if p.id in answered else "" for p in problems]
+def grade(
+    cell: Cell,
+    task: EvalTask,
+    opens_thinking: bool,
+    ask: Callable[[Sequence[Problem]], None] = lambda problems: None,
+) -> list[Result]:
+    """Have lm-eval grade a cell; one result for each problem that was sent, in their order.
 
-
-def grade(cell: Cell, task: EvalTask, answer: Any, opens_thinking: bool) -> list[Result]:
-    """Have lm-eval ask and grade; one result for each problem that was sent, in their order.
-
-    A request that failed for good is a wrong answer: leaving it out would flatter the
-    method that fails most.
-
-    Args:
-        cell: where the responses are and the results go.
-        task: of the cell.
-        answer: as of :class:`eval.tasks.harness.ServedModel`.
-        opens_thinking: as of :meth:`EvalTask.evaluate`.
+    A request that failed for good is a wrong answer: leaving it out would flatter the method that
+    fails most. ``ask`` is called before, with all problems of the task; ``opens_thinking`` is of
+    :meth:`EvalTask.evaluate`.
     """
+
+    def answer(problems: Sequence[Problem]) -> list[str]:
+        ask(problems)
+        answered = cell.answered()
+        return [answered[p.id].text if p.id in answered else "" for p in problems]
+
     grades = task.evaluate(answer, opens_thinking)
     answered: Mapping[str, Response] = cell.answered()
     failed = {row.problem_id: row.error for row in cell.responses() if row.error is not None}

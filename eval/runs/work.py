@@ -14,10 +14,10 @@ from eval.runs.options import Command, RunOptions
 from eval.runs.plan import Plan, model_path, request_body
 from eval.runs.progress import Display
 from eval.runs.servers import Servers
-from eval.runs.session import Session, grade, summary, texts_of
+from eval.runs.session import Session, grade, summary
 from eval.tasks.harness import opens_thinking
 from eval.tasks.sandbox import SandboxError
-from eval.tiny_reasoner import EMBEDDED_FLAGS
+from eval.tiny_reasoner import EMBEDDED_SETTINGS
 
 
 def carry_out(command: Command) -> bool:
@@ -38,8 +38,7 @@ def carry_out(command: Command) -> bool:
 def run(options: RunOptions, out: Path | None, methods: Sequence[Method] | None = None) -> bool:
     """Begin or go on with a run in ``out``, by default a folder named after the options.
 
-    Args:
-        methods: in place of those that ``options.methods`` stand for, one for each.
+    ``methods`` take the place of those that ``options.methods`` stand for, one for each.
     """
     options = dataclasses.replace(options, device=resolve_device(options.device))
     methods = methods or _methods(options)
@@ -52,7 +51,7 @@ def run(options: RunOptions, out: Path | None, methods: Sequence[Method] | None 
         for what in changed:
             display.say(f"since this run was begun: {what}", "yellow")
         servers = Servers(folder, model_path(options), options.device, options.keep_servers)
-        with display.shown(), servers:
+        with display, servers:
             whole = Session(folder, config, plan, methods, servers, display).work()
     display.say(f"{folder}: python -m eval.report {folder}")
     return whole
@@ -77,12 +76,7 @@ def grade_again(folder: Path, allow_code: bool) -> bool:
             title = f"{cell.task}, {cell.method}, seed {cell.seed}"
             task = plan.tasks[cell.task, cell.seed]
             try:
-                results = grade(
-                    cell,
-                    task,
-                    lambda asked, cell=cell: texts_of(cell, asked),
-                    there["opens_thinking"],
-                )
+                results = grade(cell, task, there["opens_thinking"])
             except SandboxError as error:
                 # What one task's grader lacks must not cost the others theirs.
                 display.say(f"{title}: not graded: {error}", "red")
@@ -106,7 +100,7 @@ def resolve_device(device: str) -> str:
 
 
 def _methods(options: RunOptions) -> list[Method]:
-    methods = find_methods(options.methods, EMBEDDED_FLAGS if options.embedded else ())
+    methods = find_methods(options.methods, EMBEDDED_SETTINGS if options.embedded else None)
     given = {m.name for m, s in zip(methods, options.methods, strict=True) if s in options.urls}
     for method in methods:
         if method.match in given and method.name not in given:

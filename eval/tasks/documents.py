@@ -30,7 +30,7 @@ def reasoner(seed: int = 0, limit: int | None = None, **_: Any) -> Split:
     """Held-out problems of the embedded reasoner, in groups "error" (a wrong draft) and "clean"."""
     problems = tiny.generate(seed, _DEFAULT_COUNT if limit is None else limit)
     rows = [
-        _row(f"tiny_reasoner-{seed}-{i}", one.prompt, one.answer, _group(one), {}, _REASONER_TOKENS)
+        _reasoner_row(f"tiny_reasoner-{seed}-{i}", one, {}, _REASONER_TOKENS)
         for i, one in enumerate(problems)
     ]
     return {"test": Dataset.from_list(rows)}
@@ -49,8 +49,7 @@ def reasoner_long(seed: int = 0, limit: int | None = None, **_: Any) -> Split:
             {"role": "assistant", "content": begun},
         ]
         body = {"messages": messages, "continue_final_message": True}
-        name = f"tiny_reasoner_long-{seed}-{i}"
-        rows.append(_row(name, problem.prompt, problem.answer, _group(problem), body, _LONG_TOKENS))
+        rows.append(_reasoner_row(f"tiny_reasoner_long-{seed}-{i}", problem, body, _LONG_TOKENS))
     return {"test": Dataset.from_list(rows)}
 
 
@@ -92,33 +91,21 @@ def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
         if not token_ids:
             raise ValueError(f"{where}: a response without tokens")
         question, record = _text(where, row, "question"), tokenizer.decode(token_ids)
-        body = forced_request(token_ids)
-        rows.append(_row(_name(row, number), question, record, "", body, len(token_ids)))
+        body, length = forced_request(token_ids), len(token_ids)
+        rows.append(_row(_name(row, number), question, record, body, max_tokens=length))
     rows.sort(key=lambda row: (row["max_tokens"], row["id"]), reverse=True)
     count = len(rows) if limit is None else min(limit, len(rows))
     return _checked(file, [rows[(2 * i + 1) * len(rows) // (2 * count)] for i in range(count)])
 
 
-def _row(
-    name: str,
-    prompt: str,
-    target: str,
-    group: str = "",
-    body: Mapping[str, Any] | None = None,
-    max_tokens: int = 0,
-) -> dict[str, Any]:
-    return {
-        "id": name,
-        "prompt": prompt,
-        "target": target,
-        "group": group,
-        "body": json.dumps(body or {}),
-        "max_tokens": max_tokens,
-    }
+def _row(name: str, prompt: str, target: str, body: Any = None, **more: Any) -> dict[str, Any]:
+    row = {"id": name, "prompt": prompt, "target": target, "body": json.dumps(body or {})}
+    return {**row, "group": "", "max_tokens": 0, **more}
 
 
-def _group(problem: tiny.Problem) -> str:
-    return "error" if problem.error else "clean"
+def _reasoner_row(name: str, one: tiny.Problem, body: Any, max_tokens: int) -> dict[str, Any]:
+    group = "error" if one.error else "clean"
+    return _row(name, one.prompt, one.answer, body, group=group, max_tokens=max_tokens)
 
 
 def _lines(file: str) -> Iterator[tuple[str, int, dict[str, Any]]]:

@@ -4,68 +4,44 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """Settings of a request.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_p: nucleus of this probability.
-        top_k: so many tokens at most, None for no bound.
-        min_p: tokens at least this likely, relative to the likeliest; None for no bound.
-        max_tokens: length of a response, reasoning included.
-    """
-
-    temperature: float = 0.6
-    top_p: float = 0.95
-    top_k: int | None = None
-    min_p: float | None = None
-    max_tokens: int = 32768
-
-    def to_body(self) -> dict[str, Any]:
-        """Fields of a request's body as SGLang takes it, some of them not OpenAI's."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-_DEFAULT = Sampling()
+#: Of a request's body as SGLang takes it; ``max_tokens`` counts reasoning too.
+_DEFAULT = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 32768}
 # The first expression that is found in the model's name counts; "-", "_" and " " are the same.
-_FAMILIES: tuple[tuple[str, Sampling], ...] = (
+_FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
     # eval/tiny_reasoner/README.md: evaluated greedily.
-    (r"tiny-reasoner", Sampling(0.0, 1.0, max_tokens=1500)),
+    (r"tiny-reasoner", {"temperature": 0.0, "top_p": 1.0, "max_tokens": 1500}),
     # huggingface.co/deepseek-ai/DeepSeek-R1-Distill-Qwen-32B, "Usage Recommendations": temperature
     # 0.6; its evaluation: top-p 0.95, at most 32,768 tokens. Before Qwen3: DeepSeek-R1-0528-Qwen3-8B.
-    (r"deepseek-r1", Sampling(0.6, 0.95)),
+    (r"deepseek-r1", {}),
     # huggingface.co/Qwen/QwQ-32B, "Usage Guidelines": 0.6, 0.95, MinP 0, TopK between 20 and 40.
-    (r"qwq", Sampling(0.6, 0.95, top_k=40, min_p=0.0)),
+    (r"qwq", {"top_k": 40, "min_p": 0.0}),
     # huggingface.co/Qwen/Qwen3-30B-A3B-Instruct-2507, "Best Practices": the variants without thinking.
-    (r"qwen3.*instruct", Sampling(0.7, 0.8, top_k=20, min_p=0.0, max_tokens=16384)),
+    (
+        r"qwen3.*instruct",
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.0, "max_tokens": 16384},
+    ),
     # huggingface.co/Qwen/Qwen3-32B, "Best Practices", thinking mode.
-    (r"qwen3", Sampling(0.6, 0.95, top_k=20, min_p=0.0)),
+    (r"qwen3", {"top_k": 20, "min_p": 0.0}),
     # huggingface.co/microsoft/Phi-4-reasoning-plus, "Inference Parameters": 0.8, top_k 50, top_p 0.95.
-    (r"phi-4-reasoning", Sampling(0.8, 0.95, top_k=50)),
+    (r"phi-4-reasoning", {"temperature": 0.8, "top_k": 50}),
     # huggingface.co/microsoft/Phi-4-mini-reasoning, its example: 0.8, top_p 0.95.
-    (r"phi-4-mini-reasoning", Sampling(0.8, 0.95)),
+    (r"phi-4-mini-reasoning", {"temperature": 0.8}),
     # github.com/openai/gpt-oss, "Recommended Sampling Parameters": temperature 1.0, top_p 1.0.
-    (r"gpt-oss", Sampling(1.0, 1.0)),
+    (r"gpt-oss", {"temperature": 1.0, "top_p": 1.0}),
 )
 
 
-def sampling_for(model_name: str) -> Sampling:
+def sampling_for(model_name: str) -> dict[str, Any]:
     """The official settings of a model's family, else temperature 0.6 and top-p 0.95.
 
-    Args:
-        model_name: hub name or folder; the family's name may stand anywhere in its last part, not
-            in the owner's name or a folder's above.
+    The family's name may stand anywhere in the last part of a hub name or folder, not in the
+    owner's name or a folder's above.
     """
     name = re.sub(r"[-_ ]+", "-", _own_name(model_name).lower())
-    for expression, sampling in _FAMILIES:
-        if re.search(expression, name):
-            return sampling
-    return _DEFAULT
+    own = next((own for expression, own in _FAMILIES if re.search(expression, name)), {})
+    return {**_DEFAULT, **own}
 
 
 def _own_name(model_name: str) -> str:

@@ -3,8 +3,11 @@
 
 from pathlib import Path
 
+from sglang_reasoncache.arguments import arguments_of
+
 #: The shipped model, with tokenizer and chat template.
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 
 #: Its steps are some 25 tokens long; see docs/benchmarks.md for other block sizes.
-EMBEDDED_FLAGS = ("--reasoncache-block", "8")
+EMBEDDED_SETTINGS = {"block": 8}
+EMBEDDED_FLAGS = arguments_of(EMBEDDED_SETTINGS)

@@ -39,41 +39,39 @@ def main() -> None:
         # The template adds the two role words.
         prompt = len([USER, *problem.prompt.split(" "), ASSISTANT])
         response = len(spelled.token_ids)
-        line = {"error": problem.error, "prompt": prompt, "response": response}
-        tokens = prompt + response
+        held = response * prompt + response * (response + 1) / 2
         for block in args.blocks:
             proposals = propose(spelled, FilterConfig(block=block))
             sizes = [block * len(proposal.pairs) for proposal in proposals]
             # Shared from the token that ends the step on.
             left = [response - proposal.step.end + 1 for proposal in proposals]
             over_time = sum(size * steps for size, steps in zip(sizes, left, strict=True))
-            held = response * prompt + response * (response + 1) / 2
-            shares.append(
-                {"error": problem.error, "block": block, "tokens": tokens, "shared": sum(sizes)}
-                | {"over decode steps": over_time / held}
-            )
-        index = LexicalIndex(len(proposals))
-        similar = 0
+            shares.append((problem.error, block, prompt + response, sum(sizes), over_time / held))
+        index, similar = LexicalIndex(len(proposals)), 0
         for proposal in proposals:
             similar += len(index) and float(index.similarities(proposal.step).max()) > SIMILAR
             index.add(proposal.step)
-        lines.append(line | {"steps": len(proposals), "similar": similar})
-    rows = pd.DataFrame(lines)
-    lengths, steps = rows["response"], rows["steps"]
-    prompts = rows["prompt"].sum() / (rows["prompt"] + lengths).sum()
-    print(f"problems {len(rows)}, with a wrong draft {rows['error'].mean():.1%}")
-    print(f"response tokens mean {lengths.mean():.1f} min {lengths.min()} max {lengths.max()}")
-    print(f"prompt tokens mean {rows['prompt'].mean():.1f}, {prompts:.1%} of all")
-    print(f"steps per response {steps.mean():.1f}")
-    similar = rows["similar"].sum() / (steps - 1).sum()
+        lines.append((prompt, response, len(proposals), similar))
+    rows = pd.DataFrame(lines, columns=["prompt", "response", "steps", "similar"])
+    mean, total, lengths = rows.mean(), rows.sum(), rows["response"]
+    prompts = total["prompt"] / (total["prompt"] + total["response"])
+    similar = total["similar"] / (total["steps"] - len(rows))
+    wrong = sum(problem.error for problem in problems) / len(problems)
+    print(f"problems {len(rows)}, with a wrong draft {wrong:.1%}")
+    print(f"response tokens mean {mean['response']:.1f} min {lengths.min()} max {lengths.max()}")
+    print(f"prompt tokens mean {mean['prompt']:.1f}, {prompts:.1%} of all")
+    print(f"steps per response {mean['steps']:.1f}")
     print(f"later steps with similarity > {SIMILAR} to an earlier one {similar:.1%}\n")
-    found = pd.DataFrame(shares)
-    every = found.assign(problems="all")
+    found = pd.DataFrame(shares, columns=["error", "block", "tokens", "shared", "over time"])
     parts = found.assign(problems=found["error"].map({True: "error", False: "clean"}))
-    groups = pd.concat([every, parts]).groupby(["problems", "block"])
-    table = groups[["tokens", "shared"]].sum()
-    table["shareable at the end"] = table.pop("shared") / table.pop("tokens")
-    table["over decode steps"] = groups["over decode steps"].mean()
+    groups = pd.concat([found.assign(problems="all"), parts]).groupby(["problems", "block"])
+    sums = groups[["tokens", "shared"]].sum()
+    table = pd.DataFrame(
+        {
+            "shareable at the end": sums["shared"] / sums["tokens"],
+            "over decode steps": groups["over time"].mean(),
+        }
+    )
     print(table.reset_index().to_markdown(index=False, floatfmt=".3f"))
 
 

@@ -63,19 +63,10 @@ PROMPT_WORDS = "draft find plan redo back brief"
 
 def _vocabulary() -> tuple[str, ...]:
     """All words in a fixed order; letters and digits cover the fields of the templates."""
-    words: dict[str, None] = dict.fromkeys(
-        (*SPECIAL, *DIGITS, *LETTERS, *OPERATORS, "=", *ORDINALS)
-    )
-    texts = [
-        *LONG_STYLES,
-        *BRIEF_STYLES,
-        *TAILS.values(),
-        CHANGED_TAIL,
-        FIX_STEP,
-        *HEADERS.values(),
-    ]
-    for text in (*texts, FINAL_STEP, ANSWER, PROMPT_WORDS):
-        words.update(dict.fromkeys(w for w in text.split() if not w.startswith("{") and w != "}}"))
+    words = dict.fromkeys((*SPECIAL, *DIGITS, *LETTERS, *OPERATORS, "=", *ORDINALS))
+    texts = (*LONG_STYLES, *BRIEF_STYLES, *TAILS.values(), CHANGED_TAIL, FIX_STEP)
+    for text in (*texts, *HEADERS.values(), FINAL_STEP, ANSWER, PROMPT_WORDS):
+        words |= dict.fromkeys(w for w in text.split() if not w.startswith("{") and w != "}}")
     words.pop("\\boxed{{", None)
     return tuple(words)
 
@@ -85,22 +76,25 @@ VOCABULARY = _vocabulary()
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem with its reference response."""
+    """One problem with its reference response.
+
+    Attributes:
+        prompt: content of the user message.
+        answer: the right final answer, one digit.
+        error: whether the prompt carries a wrong draft value, which the response has to correct.
+        response: from ``<think>`` to the sentence with the answer.
+        variables: assignments that have to be worked out.
+        plan: the verification rounds.
+        draft: whether the prompt carries a draft value, right or wrong.
+    """
 
     prompt: str
-    """Content of the user message."""
     answer: str
-    """The right final answer, one digit."""
     error: bool
-    """Whether the prompt carries a wrong draft value, which the response has to correct."""
     response: str
-    """Reference response, from ``<think>`` to the sentence with the answer."""
     variables: int
-    """Number of assignments that have to be worked out."""
     plan: tuple[str, ...]
-    """The verification rounds."""
     draft: bool
-    """Whether the prompt carries a draft value, right or wrong."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +123,11 @@ class _Line:
         x, y = values[self.operand], int(self.constant)
         return (x + y if self.op == "+" else x - y) % 10
 
-
-def _render(style: str, line: _Line, values: dict[str, int], result: int) -> list[str]:
-    return style.format(
-        v=line.name, u=line.operand, o=line.op, y=line.constant, x=values[line.operand], r=result
-    ).split()
+    def render(self, styles: tuple[str, ...], values: dict[str, int], result: int) -> str:
+        """The words of the step that works it out, in the style of its letter."""
+        style = styles[LETTERS.index(self.name) % len(styles)]
+        u, o, y = self.operand, self.op, self.constant
+        return style.format(v=self.name, u=u, o=o, y=y, x=values[u], r=result)
 
 
 def _plan(rng: random.Random, rounds: int) -> tuple[str, ...]:
@@ -187,39 +181,34 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     facts = [f"{first} {given}", *(f"{t.name} = {t.operand} {t.op} {t.constant}" for t in lines)]
     rng.shuffle(facts)
     parts = [" , ".join(facts), f"find {target}"]
+    rounds = list(zip(ORDINALS, plan, strict=False))
     if drafted:
         parts.insert(rng.randrange(2), f"draft {drafted} {draft_value}")
     if plan:
-        parts.append(
-            "plan " + " ".join(f"{k} {kind}" for k, kind in zip(ORDINALS, plan, strict=False))
-        )
-    prompt = " . ".join(parts) + " ."
+        parts.append("plan " + " ".join(f"{ordinal} {kind}" for ordinal, kind in rounds))
 
     # First pass: the draft replaces the computed result and propagates.
-    words = [THINK, *HEADERS["solve"].split(), STEP_END]
-    values = {first: given}
+    values, steps = {first: given}, [f"{THINK} {HEADERS['solve']}"]
     for line in lines:
         result = draft_value if line.name == drafted else line.result(values)
-        style = LONG_STYLES[LETTERS.index(line.name) % len(LONG_STYLES)]
-        words += [*_render(style, line, values, result), *TAILS["solve"].split(), STEP_END]
+        steps.append(f"{line.render(LONG_STYLES, values, result)} {TAILS['solve']}")
         values[line.name] = result
-
-    for ordinal, kind in zip(ORDINALS, plan, strict=False):
-        words += [*HEADERS[kind].format(k=ordinal).split(), STEP_END]
+    for ordinal, kind in rounds:
+        steps.append(HEADERS[kind].format(k=ordinal))
         styles = BRIEF_STYLES if kind == "brief" else LONG_STYLES
         for line in reversed(lines) if kind == "back" else lines:
             old, result = values[line.name], line.result(values)
-            words += _render(styles[LETTERS.index(line.name) % len(styles)], line, values, result)
-            words += [*(TAILS[kind] if result == old else CHANGED_TAIL).split(), STEP_END]
+            tail = TAILS[kind] if result == old else CHANGED_TAIL
+            steps.append(f"{line.render(styles, values, result)} {tail}".strip())
             if result != old:
-                words += [*FIX_STEP.format(v=line.name, old=old).split(), STEP_END]
+                steps.append(FIX_STEP.format(v=line.name, old=old))
             values[line.name] = result
     assert values == true
-    words += [*FINAL_STEP.format(v=target, r=true[target]).split(), THINK_END, STEP_END]
-    words += ANSWER.format(r=true[target]).split()
-    return Problem(
-        prompt, str(true[target]), error, " ".join(words), len(lines), plan, bool(drafted)
-    )
+    answer = str(true[target])
+    steps += [f"{FINAL_STEP.format(v=target, r=answer)} {THINK_END}", ANSWER.format(r=answer)]
+    response = f" {STEP_END} ".join(steps)
+    prompt = " . ".join(parts) + " ."
+    return Problem(prompt, answer, error, response, len(lines), plan, bool(drafted))
 
 
 def split_of(prompt: str) -> str:

@@ -116,18 +116,15 @@ def collate(
     batch: list[Example], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Input ids, targets and positions."""
-    columns: tuple[list[torch.Tensor], ...] = ([], [], [])
+    rows = []
     for example in batch:
-        learnt = [
-            token if learn else IGNORE
-            for token, learn in zip(example.ids, example.learn, strict=True)
-        ]
+        pairs = zip(example.ids, example.learn, strict=True)
+        learnt = [token if learn else IGNORE for token, learn in pairs]
         parts = (example.ids, [*learnt[1:], IGNORE], positions(example.ids, rng))
-        for column, part in zip(columns, parts, strict=True):
-            column.append(torch.tensor(part))
+        rows.append([torch.tensor(part) for part in parts])
     inputs, targets, where = (
         pad_sequence(column, batch_first=True, padding_value=value)
-        for column, value in zip(columns, (0, IGNORE, 0), strict=True)
+        for column, value in zip(zip(*rows, strict=True), (0, IGNORE, 0), strict=True)
     )
     return inputs, targets, where
 

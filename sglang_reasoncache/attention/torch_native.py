@@ -30,8 +30,7 @@ class _RotatingKeys:
         shift = self._cached.shift(slots, torch.arange(slots.shape[0], device=slots.device))
         shifted = shift.nonzero().squeeze(1)
         if shifted.numel():
-            rotated = self._rotation.rotate(keys[shifted], self._rotation.angles(shift[shifted]))
-            keys[shifted] = rotated.to(keys.dtype)
+            keys[shifted] = self._rotation.rotate(keys[shifted], shift[shifted]).to(keys.dtype)
         return keys
 
 

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission that counts on the sharing it has seen.
 
-SGLang reserves a request's estimated output before it admits it. Where a part
-of that output will end up shared, the reservation is too large by that part,
-and freed slots admit nobody. The credit takes the part off; when the guess was
-too generous, SGLang's retraction brings memory back, as it does for its own
-estimate.
+SGLang reserves a request's estimated output before it admits it. Where a part of that
+output will end up shared, the reservation is too large, and freed slots admit nobody. The
+credit takes the part off; when the guess was too generous, SGLang's retraction brings memory
+back, as it does for its own estimate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
+
+CreditSource = Callable[[], float]
+#: Output tokens of the running requests from which on their share says something.
+_LEAST_RUNNING = 512
 
 
 class SharingBudget(compat.PrefillBudget):
@@ -24,9 +27,9 @@ class SharingBudget(compat.PrefillBudget):
     """
 
     def __init__(
-        self, allocator: Any, tree_cache: Any, *, credit: float, num_mixed_decode_tokens: int = 0
+        self, allocator: SlotAllocator, tree_cache: PrefixTree, *, credit: float, **kwargs: int
     ) -> None:
-        super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        super().__init__(allocator, tree_cache, **kwargs)
         self._kept = 1.0 - credit
 
     @property
@@ -35,23 +38,11 @@ class SharingBudget(compat.PrefillBudget):
         return self._available_and_evictable() - self.current_offset - future * self._kept
 
     def check_prefill(
-        self,
-        *,
-        extend_input_len: int,
-        total_tokens: int,
-        max_new_tokens: int,
-        input_tokens: int,
-        swa_host_hit_length: int,
-        chunk_limit: int | None,
-        auxiliary_swa_host_hit_length: int = 0,
+        self, *, extend_input_len: int, total_tokens: int, chunk_limit: int | None, **_unused: int
     ) -> tuple[bool, int | None]:
         now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
         needed = now + (total_tokens - now) * self._kept
         return (True, chunk_limit) if needed < self.remaining_total else (False, None)
-
-
-#: Output tokens of the running requests from which on their share says something.
-_LEAST_RUNNING = 512
 
 
 class SharingForecast:
@@ -65,9 +56,7 @@ class SharingForecast:
     def __init__(self, limit: float, horizon: float = 20_000.0) -> None:
         self._limit = limit
         self._horizon = horizon
-        self._shared = 0.0
-        self._tokens = 0.0
-        self._running = 0.0
+        self._shared = self._tokens = self._running = 0.0
 
     def observe(self, shared: int, tokens: int) -> None:
         """A request ended with ``shared`` of its ``tokens`` output positions redirected."""
@@ -86,6 +75,3 @@ class SharingForecast:
         """Share to count on, in [0, limit]."""
         finished = self._shared / self._tokens if self._tokens else 0.0
         return min(max(finished, self._running), self._limit)
-
-
-CreditSource = Callable[[], float]

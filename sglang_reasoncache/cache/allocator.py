@@ -16,28 +16,30 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import CreditSource, SharingBudget
 from sglang_reasoncache.cache.references import PageReferences
 from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
 
-class _Shared:
-    """What both allocators add. ``references`` counts pages (slots at page size 1)."""
+class _Shared(compat.BaseTokenToKVPoolAllocator):
+    """What both allocators add.
 
+    Attributes:
+        references: Of pages (slots at page size 1).
+        has_shifted_slots: Whether any slot may be used away from its cached position. True until
+            the cache is flushed: the tree can hold a shifted slot with one reference.
+        has_evicted: Whether rows may have entries below 0, evicted positions; likewise.
+        credit_source: Of admission.
+    """
+
+    page_size: int
     references: PageReferences
-    #: Whether any slot may be used away from its cached position. Stays true until
-    #: the cache is flushed: the tree can hold a shifted slot with one reference.
     has_shifted_slots: bool
-    #: Whether rows may have entries below 0, evicted positions; true until the cache is flushed.
     has_evicted: bool
     credit_source: CreditSource | None = None
-    page_size: int
 
-    def _clear_references(self) -> None:
+    def clear(self) -> None:
+        super().clear()
         self.references = PageReferences()
-        self.has_shifted_slots = False
-        self.has_evicted = False
-
-    @property
-    def _pool_device(self) -> Any:
-        return self.device  # type: ignore[attr-defined]
+        self.has_shifted_slots = self.has_evicted = False
 
     def share(self, pages: list[int]) -> None:
         """Add one reference per occurrence. ``pages``: ids of pages in use."""
@@ -51,31 +53,25 @@ class _Shared:
         """
         last = self.references.drop(pages)
         if last:
-            self._release_unreferenced(upload(last, self._pool_device))
+            self._release_unreferenced(upload(last, self.device))
 
     def evict(self, pages: torch.Tensor) -> int:
-        """Take one reference away per entry, of positions that are evicted.
+        """Take one reference away per entry (int64, pages in use), of evicted positions.
 
-        Reads from the device only while something is shared.
-
-        Args:
-            pages: int64, ids of pages in use.
-
-        Returns:
-            Slots that came back: those of pages with no other reference.
+        Reads from the device only while something is shared. Returns how many slots came back:
+        those of pages with no other reference.
         """
         self.has_evicted = True
-        before = self.available_size()  # type: ignore[attr-defined]
+        before: int = self.available_size()
         last = self._last_references(pages)
         if last.numel():
             self._release_unreferenced(last)
-        return self.available_size() - before  # type: ignore[attr-defined]
+        return self.available_size() - before
 
     def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids`` (slots or pages of a row) less the entries of evicted positions.
 
-        SGLang frees rows as they are, when a request ends. How many entries that leaves is
-        on the device: on a GPU this waits for it.
+        SGLang frees rows as they are. On a GPU this waits for it.
         """
         return ids[ids >= 0] if self.has_evicted else ids
 
@@ -88,30 +84,25 @@ class _Shared:
         Reads the ids back to the host only while something is shared; that
         happens when a request ends or a node is evicted, not on a decode step.
         """
-        if not len(self.references):
+        if not self.references:
             return pages
         ids = pages.tolist()
         if not self.references.touches(ids):
             return pages
         return torch.tensor(self.references.drop(ids), dtype=pages.dtype, device=pages.device)
 
-    def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> Any:
+    def create_prefill_budget(
+        self, tree_cache: PrefixTree, *, num_mixed_decode_tokens: int = 0
+    ) -> Any:
         credit = 0.0 if self.credit_source is None else self.credit_source()
+        mixed = dict(num_mixed_decode_tokens=num_mixed_decode_tokens)
         if credit <= 0:
-            return super().create_prefill_budget(  # type: ignore[misc]
-                tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
-            )
-        return SharingBudget(
-            self, tree_cache, credit=credit, num_mixed_decode_tokens=num_mixed_decode_tokens
-        )
+            return super().create_prefill_budget(tree_cache, **mixed)
+        return SharingBudget(self, tree_cache, credit=credit, **mixed)
 
 
 class SharedTokenAllocator(_Shared, compat.TokenToKVPoolAllocator):
     """Page size 1: slot ids are page ids."""
-
-    def clear(self) -> None:
-        super().clear()
-        self._clear_references()
 
     def free(self, free_index: torch.Tensor) -> None:
         # Inside a free group the indices only wait; they come back through
@@ -127,10 +118,6 @@ class SharedTokenAllocator(_Shared, compat.TokenToKVPoolAllocator):
 class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
     """Page size above 1: pages are shared whole."""
 
-    def clear(self) -> None:
-        super().clear()
-        self._clear_references()
-
     def free(self, free_index: torch.Tensor) -> None:
         """Free token slots that belong to whole pages.
 
@@ -138,11 +125,9 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
         of a page that a row names twice. Rows are runs of whole pages apart
         from their ends, so a page's references are the runs it appears in.
         """
-        if self.free_group is not None:
-            super().free(free_index)
-            return
-        free_index = self._without_evicted(free_index)
-        if not len(self.references):
+        if self.free_group is None:
+            free_index = self._without_evicted(free_index)
+        if self.free_group is not None or not self.references:
             super().free(free_index)
             return
         pages = free_index // self.page_size
@@ -153,8 +138,7 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         """The one way back to the free list; see :meth:`_last_references`."""
-        pages = torch.cat(page_ids) if len(page_ids) > 1 else page_ids[0]
-        last = self._last_references(self._without_evicted(pages))
+        last = self._last_references(self._without_evicted(torch.cat(page_ids)))
         if last.numel():
             super()._release_page_ids(last)
 
@@ -162,22 +146,18 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
         super()._release_page_ids(pages)
 
 
-def shared_allocator_of(stock: Any) -> SharedTokenAllocator | SharedPagedAllocator:
+def shared_allocator_of(stock: SlotAllocator) -> SharedTokenAllocator | SharedPagedAllocator:
     """Rebuild a freshly made stock allocator as ours, same size and pool.
 
     Raises:
         ValueError: any other allocator: its pool layout is not supported.
     """
-    common = dict(
-        dtype=stock.dtype,
-        device=stock.device,
-        kvcache=stock.get_kvcache(),
-        need_sort=stock.need_sort,
-    )
+    where: dict[str, Any] = dict(dtype=stock.dtype, device=stock.device)
+    where |= dict(kvcache=stock.get_kvcache(), need_sort=stock.need_sort)
     if type(stock) is compat.TokenToKVPoolAllocator:
-        return SharedTokenAllocator(stock.size, **common)
+        return SharedTokenAllocator(stock.size, **where)
     if type(stock) is compat.PagedTokenToKVPoolAllocator:
-        return SharedPagedAllocator(stock.size, page_size=stock.page_size, **common)
+        return SharedPagedAllocator(stock.size, page_size=stock.page_size, **where)
     raise ValueError(
         f"--enable-reasoncache supports token and paged allocators of a plain attention pool, "
         f"this model uses {type(stock).__name__} (hybrid, sliding-window or state-space memory)"

@@ -8,19 +8,23 @@ batch counts as reading some: a false positive is slow, a false negative is inco
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
+
+
+class SlotFlags(Protocol):
+    """Of our allocators; both are False while nothing was ever shared or evicted."""
+
+    has_shifted_slots: bool
+    has_evicted: bool
 
 
 class BatchMark:
     """What is known about the batch built last.
 
-    Args:
-        allocator: Ours; ``has_shifted_slots`` and ``has_evicted`` are false while nothing was
-            ever shared or evicted.
-        corrected: Shifted slots count. Keys that are read as cached need no rotation.
+    ``corrected``: shifted slots count; keys that are read as cached need no rotation.
     """
 
-    def __init__(self, allocator: Any, *, corrected: bool = True) -> None:
+    def __init__(self, allocator: SlotFlags, *, corrected: bool = True) -> None:
         self._allocator = allocator
         self.corrected = corrected
         self._rids: Sequence[str] | None = None

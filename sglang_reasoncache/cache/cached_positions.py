@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each slot's key was computed.
+"""A slot's *cached position* is the logical position its key was rotated for.
 
-SGLang caches keys after rotary embedding. A slot's *cached position* is the
-logical position its key was rotated for; a reader at another position rotates
-by the difference, which is 0 for every slot that is not shared.
+SGLang caches keys after rotary embedding; a reader at another position rotates by the difference.
 """
 
 from __future__ import annotations

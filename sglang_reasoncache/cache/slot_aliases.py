@@ -7,7 +7,7 @@ import numpy as np
 
 
 class SlotAliases:
-    """A number a position, equal where a row names the same slot twice.
+    """A number for each position, equal where a row names the same slot twice.
 
     The number is the position whose slot it was first; that one may name another slot by now,
     or be evicted. Eight bytes a position once anything was shared.

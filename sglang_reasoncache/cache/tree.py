@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix cache whose nodes may name a slot more than once.
 
-SGLang's accounting counts positions. With aliased publishing two positions of a
-path can hold the same slot, so this tree counts *physically*: a slot counts
-once, at its topmost position. That position is unique: a second reference
-to a slot arises only from a request that has the slot in its own row, so it is
-published below the first on the same path; branches that share the slot share
-the ancestor that holds it. Evicted positions change nothing here: a path ends before the
-first evicted position of its row, so a reference is never published without the one above
-it. Locks and leaf-first eviction run along the path, hence the topmost holder is locked
-whenever any other is, and evicted last.
+SGLang's accounting counts positions. With aliased publishing two positions of a path can
+hold the same slot, so this tree counts *physically*: a slot counts once, at its topmost
+position. That position is unique: a second reference arises only from a request that has the
+slot in its own row, so it is published below the first on the same path; branches that share
+the slot share the ancestor that holds it. A path ends before the first evicted position of its
+row, so a reference is never published without the one above it. Locks and leaf-first eviction
+run along the path, hence the topmost holder is locked whenever any other is, and evicted last.
 
-``_aliases`` holds, per node, the offsets that do not count; a node that is not
-in it is counted as SGLang counts it. ``_inexact`` holds, per node, the first
-offset whose KV is an approximation, which is a different thing: KV computed
-after a shared position is inexact although its slot has one owner.
+``_aliases`` holds, per node, the offsets that do not count. ``_inexact`` holds, per node, the
+first offset whose KV is an approximation, which is a different thing: KV computed after a
+shared position is inexact although its slot has one owner.
 """
 
 from __future__ import annotations
@@ -25,24 +22,26 @@ from typing import Any, Protocol
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.compat.types import RadixKey, Request, TreeNode
+from sglang_reasoncache.compat.types import CacheInitParams, RadixKey, Request, TreeNode
+
+
+class Evicted(Protocol):
+    """How many positions of a row were evicted, and the first of them."""
+
+    count: int
+    first: int | None
 
 
 class RowMarks(Protocol):
-    """What is asked of a request's state."""
+    """A request's state; ``first_shared`` is the lowest redirected position."""
 
     @property
-    def first_shared(self) -> int | None:
-        """Lowest redirected position."""
-
+    def first_shared(self) -> int | None: ...
     @property
-    def evicted(self) -> Any:
-        """``count`` of the evicted positions and the ``first`` one."""
+    def evicted(self) -> Evicted: ...
 
 
 class RowController(Protocol):
-    """What the tree asks and tells."""
-
     def state_of(self, req: Request) -> RowMarks | None: ...
     def allows(self, req: Request) -> bool: ...
     def keeps_prompt(self, req: Request) -> bool: ...
@@ -52,15 +51,13 @@ class RowController(Protocol):
 
 
 class SharedRadixCache(compat.RadixCache):
-    """``RadixCache`` with slots shared inside a path.
+    """``RadixCache`` with slots shared inside a path; the allocator must be one of ours.
 
-    Args:
-        params: SGLang's ``CacheInitParams``; the allocator must be one of ours.
-        publish_aliased: Publish a finished request's shared positions too;
-            otherwise only the prefix before the first of them.
+    With ``publish_aliased`` a finished request's shared positions are published too, otherwise
+    only the prefix before the first of them.
     """
 
-    def __init__(self, params: Any, *, publish_aliased: bool) -> None:
+    def __init__(self, params: CacheInitParams, *, publish_aliased: bool) -> None:
         self.publish_aliased = publish_aliased
         # Set by the controller that owns request state; None until then.
         self.controller: RowController | None = None
@@ -71,8 +68,7 @@ class SharedRadixCache(compat.RadixCache):
         self._inexact: dict[TreeNode, int] = {}
         # First inexact position of the request being published.
         self._publishing_inexact: int | None = None
-        self._alias_evictable = 0
-        self._alias_protected = 0
+        self._alias_evictable = self._alias_protected = 0
         if self.controller is not None:
             self.controller.reset()
         super().reset()
@@ -93,25 +89,24 @@ class SharedRadixCache(compat.RadixCache):
     # -- publishing -----------------------------------------------------------
 
     def checkpoint(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
-        """Publish ``req``'s row up to ``up_to``, less what may not be published yet.
+        """Publish the row up to ``up_to``, less what may not be published yet.
 
-        A running request publishes its prompt only once it has output (after a
-        retraction): positions the tree owns cannot be redirected any more. Where a policy
-        may evict positions of the prompt, it publishes nothing before it has finished.
+        A running request publishes no output (it may have some after a retraction): positions
+        the tree owns cannot be redirected any more. Where a policy may evict positions of the
+        prompt, it publishes nothing before it has finished.
         """
         if not req.finished() and self.controller is not None and self.controller.keeps_prompt(req):
-            # The last chunk is seen when its result was processed, outside of the group in
-            # which that frees.
+            # The last chunk is seen later, outside of the group in which its result frees.
             grouped = self.token_to_kv_pool_allocator.free_group is not None
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.controller.after_chunk(req, up_to)
             return
         if not req.finished() and len(req.output_ids):
             up_to = min(up_to, len(req.origin_input_ids))
-        state = None if self.controller is None else self.controller.state_of(req)
+        state = self._state_of(req)
         if state is not None and state.evicted.first is not None:
-            # What was computed behind an evicted position did not see it. Everything before the
-            # first one is older than any eviction: only written positions are evicted.
+            # What was computed behind an evicted position did not see it. Everything before is
+            # older than any eviction: only written positions are evicted.
             up_to = min(up_to, state.evicted.first)
         if state is not None and state.first_shared is not None:
             assert req.finished(), "a shared row is not published while its request runs"
@@ -147,7 +142,7 @@ class SharedRadixCache(compat.RadixCache):
 
     def _count_new_leaf(self, leaf: TreeNode) -> None:
         references = self.token_to_kv_pool_allocator.references
-        slots = leaf.value.tolist() if len(references) else []
+        slots = leaf.value.tolist() if references else []
         shared = [i for i, slot in enumerate(slots) if slot // self.page_size in references]
         if not shared:
             return
@@ -164,15 +159,12 @@ class SharedRadixCache(compat.RadixCache):
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> Any:
         upper = super()._split_node(key, child, split_len)
-        offsets = self._aliases.pop(child, None)
-        if offsets is not None:
-            # Both halves keep the lock state, so the two sums do not change.
-            for node, part in (
-                (upper, [o for o in offsets if o < split_len]),
-                (child, [o - split_len for o in offsets if o >= split_len]),
-            ):
-                if part:
-                    self._aliases[node] = part
+        # Both halves keep the lock state, so the two sums do not change.
+        for offset in self._aliases.pop(child, ()):
+            if offset < split_len:
+                self._aliases.setdefault(upper, []).append(offset)
+            else:
+                self._aliases.setdefault(child, []).append(offset - split_len)
         inexact = self._inexact.pop(child, None)
         if inexact is not None:
             if inexact < split_len:
@@ -224,24 +216,23 @@ class SharedRadixCache(compat.RadixCache):
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
         """Whether the row of any of ``reqs`` may name a slot away from its cached position.
 
-        It may where one of its blocks was redirected, or where its prefix ends in a
-        node that is inexact: a shifted slot lies behind the first inexact position, and
-        what is below an inexact node is inexact.
+        A shifted slot lies behind the first inexact position, and what is below an inexact
+        node is inexact.
         """
-        if not self.token_to_kv_pool_allocator.has_shifted_slots:
-            return False
-        return any(req.last_node in self._inexact or self._is_redirected(req) for req in reqs)
+        return self.token_to_kv_pool_allocator.has_shifted_slots and any(
+            req.last_node in self._inexact
+            or ((state := self._state_of(req)) is not None and state.first_shared is not None)
+            for req in reqs
+        )
 
     def reads_evicted(self, reqs: Iterable[Request]) -> bool:
         """Whether a position of any of ``reqs`` was evicted; a path of the tree has none."""
-        if self.controller is None or not self.token_to_kv_pool_allocator.has_evicted:
-            return False
-        states = (self.controller.state_of(req) for req in reqs)
-        return any(state is not None and state.evicted.count > 0 for state in states)
+        return self.token_to_kv_pool_allocator.has_evicted and any(
+            (state := self._state_of(req)) is not None and state.evicted.count > 0 for req in reqs
+        )
 
-    def _is_redirected(self, req: Request) -> bool:
-        state = None if self.controller is None else self.controller.state_of(req)
-        return state is not None and state.first_shared is not None
+    def _state_of(self, req: Request) -> RowMarks | None:
+        return None if self.controller is None else self.controller.state_of(req)
 
     # -- requests that want exact KV only --------------------------------------
 

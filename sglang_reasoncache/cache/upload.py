@@ -11,9 +11,7 @@ import torch
 
 
 def upload(
-    values: Sequence[Any] | np.ndarray,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.int64,
+    values: Sequence[Any] | np.ndarray, device: torch.device | str, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """``torch.tensor(values)`` on ``device``.
 

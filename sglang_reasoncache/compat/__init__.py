@@ -1,67 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every SGLang name this project touches, and nothing else.
+"""Every SGLang name this project touches; ``compat.RadixCache`` imports it on first use.
 
-``compat.RadixCache`` imports the real object on first use, so importing this
-module costs nothing and an SGLang update changes one file. The contract test
-(``tests/contract``) resolves each entry against the installed SGLang.
+``tests/contract`` resolves each entry against the installed SGLang.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 from sglang_reasoncache.arguments import SET
 
 SUPPORTED_SGLANG = ("0.5.23",)
 
+#: Module of SGLang -> what we take from it.
+_MODULES: dict[str, list[str]] = {
+    "plugins.hook_registry": ["HookRegistry", "HookType"],
+    "server_args": ["ServerArgs"],
+    "entrypoints.engine": ["Engine"],
+    "runtime_context": ["get_server_args", "get_parallel", "get_observability"],
+    "mem_cache.registry": ["register_radix_cache_backend"],
+    "layers.attention.attention_registry": ["ATTENTION_BACKENDS", "register_attention_backend"],
+    "arg_groups.choices": ["add_attention_backend_choices"],
+    "mem_cache.allocator.base": ["BaseTokenToKVPoolAllocator"],
+    "mem_cache.allocator.token": ["TokenToKVPoolAllocator"],
+    "mem_cache.allocator.paged": ["PagedTokenToKVPoolAllocator"],
+    "mem_cache.memory_pool": ["MHATokenToKVPool", "ReqToTokenPool", "KVWriteLoc"],
+    "mem_cache.allocation": ["get_last_loc_torch"],
+    "mem_cache.prefill_budget": ["PrefillBudget"],
+    "mem_cache.radix_cache": ["RadixCache", "RadixKey"],
+    "mem_cache.base_prefix_cache": ["MatchPrefixParams", "EvictParams", "EvictResult"],
+    "managers.schedule_batch": ["FINISH_ABORT"],
+    "layers.attention.torch_native_backend": ["TorchNativeAttnBackend"],
+    "layers.attention.flashinfer_backend": ["FlashInferAttnBackend"],
+    "layers.attention.triton_backend": ["TritonAttnBackend"],
+    "layers.attention.base_attn_backend": ["SharedReadEnds"],
+    "model_executor.runner_utils.capture_mode": ["get_capture_attention_variant"],
+    "layers.radix_attention": ["RadixAttention", "AttentionType"],
+    "layers.rotary_embedding.base": ["RotaryEmbedding", "LinearScalingRotaryEmbedding"],
+    "parser.reasoning_parser": ["ReasoningParser"],
+}
+
 #: Attribute of this module -> dotted path of the SGLang object.
 NAMES: dict[str, str] = {
-    # plugin framework
-    "HookRegistry": "sglang.srt.plugins.hook_registry.HookRegistry",
-    "HookType": "sglang.srt.plugins.hook_registry.HookType",
-    # configuration
-    "ServerArgs": "sglang.srt.server_args.ServerArgs",
-    "Engine": "sglang.srt.entrypoints.engine.Engine",
-    "get_server_args": "sglang.srt.runtime_context.get_server_args",
-    "get_parallel": "sglang.srt.runtime_context.get_parallel",
-    "get_observability": "sglang.srt.runtime_context.get_observability",
-    # registries
-    "register_radix_cache_backend": "sglang.srt.mem_cache.registry.register_radix_cache_backend",
-    "ATTENTION_BACKENDS": "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
-    "register_attention_backend": "sglang.srt.layers.attention.attention_registry.register_attention_backend",
-    "add_attention_backend_choices": "sglang.srt.arg_groups.choices.add_attention_backend_choices",
-    # memory
-    "TokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator",
-    "PagedTokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
-    "MHATokenToKVPool": "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
-    "ReqToTokenPool": "sglang.srt.mem_cache.memory_pool.ReqToTokenPool",
-    "KVWriteLoc": "sglang.srt.mem_cache.memory_pool.KVWriteLoc",
-    "get_last_loc_torch": "sglang.srt.mem_cache.allocation.get_last_loc_torch",
-    "PrefillBudget": "sglang.srt.mem_cache.prefill_budget.PrefillBudget",
-    "RadixCache": "sglang.srt.mem_cache.radix_cache.RadixCache",
-    "RadixKey": "sglang.srt.mem_cache.radix_cache.RadixKey",
-    "MatchPrefixParams": "sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams",
-    "EvictParams": "sglang.srt.mem_cache.base_prefix_cache.EvictParams",
-    "EvictResult": "sglang.srt.mem_cache.base_prefix_cache.EvictResult",
-    "FINISH_ABORT": "sglang.srt.managers.schedule_batch.FINISH_ABORT",
-    # attention
-    "TorchNativeAttnBackend": "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
-    "FlashInferAttnBackend": "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend",
-    "TritonAttnBackend": "sglang.srt.layers.attention.triton_backend.TritonAttnBackend",
-    "SharedReadEnds": "sglang.srt.layers.attention.base_attn_backend.SharedReadEnds",
-    "get_capture_attention_variant": "sglang.srt.model_executor.runner_utils.capture_mode."
-    "get_capture_attention_variant",
-    "RadixAttention": "sglang.srt.layers.radix_attention.RadixAttention",
-    "AttentionType": "sglang.srt.layers.radix_attention.AttentionType",
-    "RotaryEmbedding": "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding",
-    "MRotaryEmbedding": "sglang.srt.layers.rotary_embedding.mrope.MRotaryEmbedding",
-    "LinearScalingRotaryEmbedding": "sglang.srt.layers.rotary_embedding.base.LinearScalingRotaryEmbedding",
-    # front end
     "http_app": "sglang.srt.entrypoints.http_server.app",
     "http_global_state": "sglang.srt.entrypoints.http_server.get_global_state",
-    "ReasoningParser": "sglang.srt.parser.reasoning_parser.ReasoningParser",
+    **{name: f"sglang.srt.{module}.{name}" for module, names in _MODULES.items() for name in names},
 }
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs."
@@ -83,7 +68,7 @@ HOOK_TARGETS: dict[str, str] = {
     "internal_state": _COMPONENTS + "internal_state.SchedulerInternalStateController._add_env_vars",
 }
 
-#: The hook of our attention backend, where it runs, with or without ``--enable-reasoncache``.
+#: The hook of our attention on the CPU, with or without ``--enable-reasoncache``.
 CPU_HOOK_TARGETS: dict[str, str] = {"last_loc": "sglang.srt.mem_cache.allocation.get_last_loc"}
 
 #: The hooks of our attention on CUDA, where it runs.
@@ -104,11 +89,10 @@ CPU_BACKEND = "reasoncache_cpu"
 #: SGLang's backends in front of which we read shifted slots on CUDA.
 CUDA_BACKENDS = ("flashinfer", "triton")
 
-#: Attention backends whose reads we can correct, by name.
+#: Attention backends whose reads we can correct.
 CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
 
-#: Attention backends with which evicted positions are skipped, which tell attention
-#: statistics, and whose decode reads what a policy selects, by name.
+#: Those that skip evicted positions, tell attention statistics and read what a policy selects.
 EVICTION_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
@@ -120,19 +104,14 @@ def resolve(name: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = resolve(name)
-    # current_platform and the like are looked up lazily by SGLang itself; once
-    # resolved they do not change within a process.
-    globals()[name] = value
+    # Once resolved, a name does not change within a process.
+    value = globals()[name] = resolve(name)
     return value
 
 
 def installed_version() -> str:
-    """Version of the installed SGLang, or ``none``."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return "none"
+    """Of SGLang."""
+    return version("sglang")
 
 
 def check_version(allow_untested: bool) -> None:

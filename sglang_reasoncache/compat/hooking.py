@@ -10,13 +10,9 @@ from sglang_reasoncache import compat
 
 
 def apply(hooks: Mapping[str, tuple[Callable[..., Any], Any]]) -> None:
-    """Hook what is not hooked yet.
+    """Hook what is not hooked yet; see :func:`check_applied`.
 
-    Args:
-        hooks: SGLang's function by its path, our hook and its ``HookType``.
-
-    Raises:
-        RuntimeError: see :func:`check_applied`.
+    ``hooks``: SGLang's function by its path -> our hook and its ``HookType``.
     """
     registry = compat.HookRegistry
     for target, (function, kind) in hooks.items():
@@ -30,6 +26,5 @@ def check_applied(targets: Iterable[str]) -> None:
     """Raises RuntimeError when SGLang could not apply a hook (it only logs that)."""
     missing = [target for target in targets if target not in compat.HookRegistry._patched]
     if missing:
-        raise RuntimeError(
-            "sglang-reasoncache: SGLang did not apply the hooks " + ", ".join(missing)
-        )
+        names = ", ".join(missing)
+        raise RuntimeError(f"sglang-reasoncache: SGLang did not apply the hooks {names}")

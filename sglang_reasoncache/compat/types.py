@@ -2,20 +2,18 @@
 """SGLang's objects, with the attributes that this project reads or writes and no others.
 
 Static types only: nothing is checked at run time. ``tests/contract/test_types.py`` looks every
-attribute up in the class of :data:`CLASSES` that the installed SGLang has.
+attribute up in the class that the installed SGLang has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 
 class RequestKV(Protocol):
-    """The KV of a request: its row and how much of it is whose."""
-
     req_pool_idx: int
     kv_allocated_len: int
     #: Positions before it belong to the prefix tree.
@@ -44,7 +42,7 @@ class Request(Protocol):
 
 
 class RadixKey(Protocol):
-    """Token ids of a node or of a look-up."""
+    """Token ids."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: slice) -> RadixKey: ...
@@ -63,7 +61,7 @@ class TreeNode(Protocol):
 
 
 class KVPool(Protocol):
-    """``MHATokenToKVPool``; buffers are ``[slots, heads, head_dim]``."""
+    """Buffers are ``[slots, heads, head_dim]``."""
 
     dtype: torch.dtype
     start_layer: int
@@ -72,18 +70,10 @@ class KVPool(Protocol):
     head_dim: int
     kv_cache_layout: str
     is_quantized_kv_cache: bool
+    set_kv_buffer: Callable[..., None]
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor: ...
     def get_value_buffer(self, layer_id: int) -> torch.Tensor: ...
-    def set_kv_buffer(
-        self,
-        layer: AttentionLayer,
-        loc_info: Any,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
-        k_scale: Any = None,
-        v_scale: Any = None,
-    ) -> None: ...
 
 
 class ReqToTokenPool(Protocol):
@@ -107,6 +97,10 @@ class SlotAllocator(Protocol):
 
     def get_kvcache(self) -> KVPool: ...
     def available_size(self) -> int: ...
+
+
+class PrefixTree(Protocol):
+    def evictable_size(self) -> int: ...
 
 
 class ServerArgs(Protocol):
@@ -146,8 +140,6 @@ class ModelRunner(Protocol):
 
 
 class AttentionLayer(Protocol):
-    """``RadixAttention``, one layer."""
-
     layer_id: int
     tp_q_head_num: int
     qk_head_dim: int
@@ -180,7 +172,6 @@ class ForwardBatch(Protocol):
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
     seq_lens_cpu: torch.Tensor | None
-    extend_seq_lens: torch.Tensor
     extend_seq_lens_cpu: Any
     extend_prefix_lens_cpu: Any
     #: ``[tokens]``, slots that this forward writes.
@@ -189,8 +180,6 @@ class ForwardBatch(Protocol):
 
 
 class ScheduleBatch(Protocol):
-    """A batch as the scheduler has it."""
-
     reqs: list[Any]
     decoding_reqs: list[Any] | None
     prefix_lens: list[int]
@@ -226,31 +215,3 @@ class TreeCacheBuildContext(Protocol):
     is_hybrid_swa: bool
     is_hybrid_ssm: bool
     is_dsa: bool
-
-
-#: Protocol -> dotted path of the class.
-CLASSES: dict[type, str] = {
-    RequestKV: "sglang.srt.managers.schedule_batch.ReqKvInfo",
-    Request: "sglang.srt.managers.schedule_batch.Req",
-    RadixKey: "sglang.srt.mem_cache.radix_cache.RadixKey",
-    TreeNode: "sglang.srt.mem_cache.radix_cache.TreeNode",
-    KVPool: "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
-    ReqToTokenPool: "sglang.srt.mem_cache.memory_pool.ReqToTokenPool",
-    SlotAllocator: "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator",
-    ServerArgs: "sglang.srt.server_args.ServerArgs",
-    ModelConfig: "sglang.srt.configs.model_config.ModelConfig",
-    ModelRunner: "sglang.srt.model_executor.model_runner.ModelRunner",
-    AttentionLayer: "sglang.srt.layers.radix_attention.RadixAttention",
-    ForwardMode: "sglang.srt.model_executor.forward_batch_info.ForwardMode",
-    ForwardBatch: "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
-    ScheduleBatch: "sglang.srt.managers.schedule_batch.ScheduleBatch",
-    CacheInitParams: "sglang.srt.mem_cache.cache_init_params.CacheInitParams",
-    TpWorker: "sglang.srt.managers.tp_worker.TpModelWorker",
-    TreeCacheBuildContext: "sglang.srt.mem_cache.registry.TreeCacheBuildContext",
-}
-
-
-def attributes_of(protocol: type) -> Iterator[str]:
-    """What the protocol says an object has."""
-    yield from protocol.__annotations__
-    yield from (name for name in vars(protocol) if not name.startswith("_"))

@@ -78,7 +78,7 @@ class HeldKeys:
         rotation = self._source.rotation
         if rotation is None:
             raise RuntimeError("a policy that un-rotates keys is refused at start-up")
-        return rotation.rotate(self.stored(layer), rotation.angles(-self.cached_at()))
+        return rotation.rotate(self.stored(layer), -self.cached_at())
 
     def token_scores(
         self, score: Callable[[torch.Tensor], torch.Tensor], *, unrotated: bool = False

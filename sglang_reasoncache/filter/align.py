@@ -12,10 +12,7 @@ AlignMode = Literal["tokens", "index"]
 
 
 class BlockPair(NamedTuple):
-    """A block of consecutive tokens that may share the slots of another.
-
-    Both are logical positions in the request's sequence, of the first token.
-    """
+    """A block that may share the slots of another; logical positions of their first tokens."""
 
     dst_start: int
     src_start: int
@@ -27,7 +24,7 @@ def align_blocks(
     block: int,
     page_size: int = 1,
     mode: AlignMode = "tokens",
-    covered: bytearray | None = None,
+    covered: bytes | bytearray = b"",
 ) -> list[BlockPair]:
     """Propose block pairs, in ascending and never overlapping ``dst`` ranges.
 
@@ -41,30 +38,14 @@ def align_blocks(
     Args:
         page_size: above 1, blocks are whole pages inside both steps, and ``block`` equals it.
         covered: one byte per token of ``dst``, 0 or 1; blocks that touch a 1 are passed over.
-            Not changed.
     """
-    if covered is None:
-        covered = bytearray(len(dst))
     if mode == "index":
-        pairs = zip(
-            grid_blocks(dst, block, page_size), grid_blocks(src, block, page_size), strict=False
-        )
+        starts = (block_starts(step, block, page_size) for step in (dst, src))
         return [
-            BlockPair(dst.start + i, src.start + j)
-            for i, j in pairs
-            if covered.find(1, i, i + block) < 0
+            BlockPair(i, j)
+            for i, j in zip(*starts, strict=False)
+            if covered.find(1, i - dst.start, i - dst.start + block) < 0
         ]
-    return _by_tokens(dst, src, block, page_size, covered)
-
-
-def grid_blocks(step: Step, block: int, page_size: int) -> range:
-    """Offsets in the step of its consecutive blocks: on the page grid, or from its start."""
-    return range(-step.start % page_size, len(step) - block + 1, block)
-
-
-def _by_tokens(
-    dst: Step, src: Step, block: int, page_size: int, covered: bytearray
-) -> list[BlockPair]:
     first = -src.start % page_size
     # Offsets of every block of the source by its tokens, ascending.
     sources: dict[tuple[int, ...], list[int]] = {}
@@ -89,3 +70,9 @@ def _by_tokens(
         pairs.append(BlockPair(dst.start + i, src.start + j))
         i += block
     return pairs
+
+
+def block_starts(step: Step, block: int, page_size: int) -> range:
+    """Positions of the step's consecutive blocks: on the page grid, or from its start."""
+    first = step.start + -step.start % page_size
+    return range(first, step.end - block + 1, block)

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sglang_reasoncache.filter.lexical import Floats, StepIndex, moved
+from sglang_reasoncache.filter.step import Step
+
 Vector = npt.NDArray[np.float32]
 
 ENCODERS = ("tokens", "embedding", "sentence-bert")
@@ -23,18 +26,15 @@ SENTENCE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 """The papers' Sentence-BERT."""
 
 _FLAG = "--reasoncache-encoder"
-_EXTRA = 'pip install "sglang-reasoncache[sentence-bert]"'
 # Rows of the embedding added up at once; bounds what a long step takes.
 _ROWS_AT_ONCE = 1024
+# Float32 sums of unit vectors hold no more; equal steps come out as exactly 1,
+# wherever the matrix product's order of summation puts their rows.
+_DECIMALS = 6
 
 
 class EncoderChoice(NamedTuple):
-    """An operator's encoder.
-
-    Attributes:
-        kind: one of :data:`ENCODERS`.
-        model: name or folder of the sentence model; empty for the others.
-    """
+    """One of :data:`ENCODERS`, and the name or folder of its sentence model, else empty."""
 
     kind: str
     model: str
@@ -109,12 +109,9 @@ class EmbeddingEncoder:
 class SentenceEncoder:
     """Sentence-BERT on the CPU, through the package ``sentence-transformers``.
 
-    The package cuts a text after the model's own bound (256 word pieces for the default
-    model). A text above ``max_chars`` is similar to nothing.
-
-    Args:
-        model: name on the Hugging Face hub, or a folder.
-        max_chars: longest text that is read.
+    ``model`` is a name on the Hugging Face hub, or a folder. The package cuts a text after the
+    model's own bound (256 word pieces for the default one). A text above ``max_chars`` is
+    similar to nothing.
 
     Raises:
         ValueError: the package is not installed, or the model cannot be loaded, for example
@@ -150,4 +147,53 @@ class SentenceEncoder:
 def require_sentence_transformers() -> None:
     """Raises ValueError, naming the extra, without the package ``sentence-transformers``."""
     if importlib.util.find_spec("sentence_transformers") is None:
-        raise ValueError(f"{_FLAG} sentence-bert needs the package sentence-transformers; {_EXTRA}")
+        raise ValueError(
+            f"{_FLAG} sentence-bert needs the package sentence-transformers; "
+            'pip install "sglang-reasoncache[sentence-bert]"'
+        )
+
+
+class DenseIndex(StepIndex):
+    """Earlier steps by vectors of one length: ReasonCache's formula with another encoder.
+
+    Similarities are rounded to six decimals, 0 where either step's vector is zero. Negative
+    cosines count as they are, in the mean too, as the formula has it: a response whose steps
+    point away from each other gets a threshold above ``strict`` and shares less.
+    """
+
+    def __init__(
+        self, encoder: StepEncoder, max_history_steps: int, length_factor: bool = True
+    ) -> None:
+        super().__init__(max_history_steps, length_factor)
+        self._encoder = encoder
+        self._vectors: Vector = np.zeros((len(self._num_chars), 0), dtype=np.float32)
+        # The step that was encoded last: similarities() comes right before add().
+        self._encoded: tuple[Step, Vector] | None = None
+
+    def _put(self, row: int, step: Step) -> None:
+        vector = self._vector(step)
+        self._encoded = None
+        if not self._vectors.shape[1]:
+            self._vectors = np.zeros((len(self._vectors), len(vector)), dtype=np.float32)
+        self._vectors[row] = vector
+
+    def _cosines(self, step: Step, rows: slice) -> Floats:
+        vector = self._vector(step)
+        if not len(self):
+            return np.zeros(0)
+        sims = (self._vectors[rows] @ vector).astype(np.float64)
+        return np.clip(np.round(sims, _DECIMALS, out=sims), -1.0, 1.0, out=sims)
+
+    def _move(self, dead: int, size: int) -> None:
+        super()._move(dead, size)
+        self._vectors = moved(self._vectors, dead, size)
+
+    def _vector(self, step: Step) -> Vector:
+        """The step's vector, computed once; zeros unless all of it is finite."""
+        if self._encoded is None or self._encoded[0] is not step:
+            # The bag leaves out the blank tokens at the end, and so does this.
+            vector = self._encoder.encode(step.token_ids[: step.bag.total()], step.text)
+            if not np.isfinite(vector).all():
+                vector = np.zeros_like(vector)
+            self._encoded = (step, vector)
+        return self._encoded[1]

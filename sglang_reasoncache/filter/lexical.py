@@ -22,6 +22,8 @@ Floats = npt.NDArray[np.float64]
 _POSTING_TYPE = "I"
 _POSTING_DTYPE = np.dtype(f"u{array(_POSTING_TYPE).itemsize}")
 
+_TOKENS_AT_ONCE = 32
+
 # One in the fixed point numbers of the mean similarity.
 _FIXED_POINT = 2.0**40
 
@@ -126,30 +128,20 @@ class LexicalIndex(StepIndex):
     def _put(self, row: int, step: Step) -> None:
         self._norm_sq[row] = step.norm_sq
         for token, count in step.bag.items():
-            posting = self._postings.get(token)
-            if posting is None:
-                self._postings[token] = posting = array(_POSTING_TYPE)
-            posting.append(row)
-            posting.append(count)
+            self._postings.setdefault(token, array(_POSTING_TYPE)).extend((row, count))
 
     def _cosines(self, step: Step, rows: slice) -> Floats:
-        hits, counts = [], []
-        for token, count in step.bag.items():
-            posting = self._postings.get(token)
-            if posting is not None:
-                hits.append(posting)
-                counts.append(count)
-        if not hits:
-            return np.zeros(len(self))
-        # One copy of all postings, then no Python loop over them.
-        joined = np.frombuffer(b"".join(hits), dtype=_POSTING_DTYPE).reshape(-1, 2)
-        weights = np.repeat(
-            np.array(counts, dtype=np.float64), [len(posting) >> 1 for posting in hits]
-        )
-        weights *= joined[:, 1]
-        dots = np.bincount(joined[:, 0], weights, minlength=self._end)[rows]
+        dots = np.zeros(self._end)
+        hits = [(n, found) for t, n in step.bag.items() if (found := self._postings.get(t))]
+        # Not all at once: what a part takes stays in the processor's cache.
+        for at in range(0, len(hits), _TOKENS_AT_ONCE):
+            counts, postings = zip(*hits[at : at + _TOKENS_AT_ONCE], strict=True)
+            joined = np.frombuffer(b"".join(postings), dtype=_POSTING_DTYPE)
+            weights = np.repeat(np.array(counts, dtype=np.float64), [len(p) >> 1 for p in postings])
+            weights *= joined[1::2]
+            dots += np.bincount(joined[::2], weights, minlength=self._end)
         # The product is an exact integer, so equal bags give exactly 1.
-        return np.asarray(dots / np.sqrt(self._norm_sq[rows] * step.norm_sq))
+        return np.asarray(dots[rows] / np.sqrt(self._norm_sq[rows] * step.norm_sq))
 
     def _move(self, dead: int, size: int) -> None:
         super()._move(dead, size)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's side of the step filter, which runs in a process of its own.
 
-The scheduler's thread writes and reads without ever waiting; see
-:mod:`sglang_reasoncache.filter.worker` for the messages.
+The scheduler's thread writes and reads without ever waiting.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_reasoncache.filter.align import BlockPair
 from sglang_reasoncache.filter.encoder import Vector
-from sglang_reasoncache.filter.proposal import FilterCounters, StepResult
+from sglang_reasoncache.filter.messages import REPLY_HEADER, WORD, Feed, unpack_results
+from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary
-from sglang_reasoncache.filter.worker import REPLY_HEADER, STEP_HEADER, WORD
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +64,6 @@ class FilterProcess:
 
     _opened: array[int]
     _closed: array[int]
-    _unsent: bytearray
-    _num_fed: int
-    _steps_taken: int
-    _refused: bool
 
     def __init__(
         self,
@@ -80,23 +74,28 @@ class FilterProcess:
         sentence_model: str = "",
         embedding: Vector | None = None,
     ) -> None:
-        settings = {
+        setup = {
             "config": asdict(config),
             "markers": [sorted(ids) for ids in markers or ()],
             "max_pending": max_pending,
             "sentence_model": sentence_model,
+            "pieces": [piece.decode("latin-1") for piece in vocabulary.pieces],
         }
         # In memory, and inherited by every process that is started.
-        self._files = [_setup_file(settings, vocabulary)]
+        self._files = [os.memfd_create("reasoncache-filter")]
+        with open(self._files[0], "w", encoding="utf-8", closefd=False) as file:
+            json.dump(setup, file)
         if embedding is not None:
-            self._files.append(_matrix_file(embedding))
+            self._files.append(os.memfd_create("reasoncache-embedding"))
+            with open(self._files[1], "wb", closefd=False) as matrix:
+                np.save(matrix, embedding)
         self.restarts = 0
         self.steps_shed = 0
         self.given_up = False
         self._waits = os.environ.get(WAIT_ENV) == "1"
         self._next_request = 0
-        self._failure = ""
         self._child: subprocess.Popen[bytes] | None = None
+        self._reset()
         self._start()
         self._wait_for(0, START_SECONDS)
         if self._failure:
@@ -122,13 +121,10 @@ class FilterProcess:
     def feed(self, requests: array[int], counts: array[int], tokens: array[int]) -> None:
         if self.given_up:
             return
-        opened, closed = self._opened, self._closed
-        body = opened + closed + requests + counts + tokens
-        head = (5 + len(body), self._steps_taken, len(opened) // 3, len(closed), len(requests))
+        feed = Feed(self._steps_taken, self._opened, self._closed, requests, counts, tokens)
         self._opened, self._closed = array("q"), array("q")
         self._num_fed += 1
-        self._unsent += array("q", head).tobytes()
-        self._unsent += body.tobytes()
+        self._unsent += feed.pack()
         self._send()
 
     def ready(self) -> int:
@@ -157,9 +153,9 @@ class FilterProcess:
     def restart(self) -> None:
         reason = self._failure or "it failed on another tensor-parallel rank"
         self._stop()
+        self._reset()
         if self.restarts == MAX_RESTARTS:
             self.given_up = True
-            self._reset()
             logger.error(
                 "reasoncache: the step filter's process is given up, no further blocks are shared "
                 "until the server is started again: %s",
@@ -191,19 +187,21 @@ class FilterProcess:
     # -- the process ----------------------------------------------------------------
 
     def _reset(self) -> None:
-        """Nothing is open, fed or taken."""
+        """Nothing is open, fed, taken or failed."""
         self._opened, self._closed = array("q"), array("q")
-        self._unsent, self._unread = bytearray(), bytearray()
+        self._unsent: bytearray = bytearray()
+        self._unread = bytearray()
         self._replies: collections.deque[tuple[int, list[StepResult]]] = collections.deque()
-        self._num_fed = self._num_taken = self._steps_taken = 0
+        self._num_fed: int = 0
+        self._steps_taken: int = 0
+        self._num_taken = 0
         # Of the reply to come; 0 says that the process has started.
         self._next_reply = 0
         self._silent, self._polled = 0.0, time.monotonic()
-        self._refused = False
-        self._failure = ""
+        self._refused: bool = False
+        self._failure: str = ""
 
     def _start(self) -> None:
-        self._reset()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._socket = ours
@@ -265,8 +263,7 @@ class FilterProcess:
                 self._fail(f"it answered nonsense: {error}")
 
     def _ended(self, error: object) -> str:
-        code = None if self._child is None else self._child.poll()
-        return f"{error}, exit code {code}"
+        return f"{error}, exit code {self._child and self._child.poll()}"
 
     def _watch(self) -> None:
         """Count the time that is polled in vain."""
@@ -309,44 +306,4 @@ class FilterProcess:
             if number > self._num_fed:
                 raise ValueError(f"reply {number} to {self._num_fed} feeds")
             if number:
-                self._replies.append((shed, _results(array("q", body), num_steps)))
-
-
-def _results(words: array[int], num_steps: int) -> list[StepResult]:
-    """The steps of a reply behind its header.
-
-    Raises:
-        ValueError: numbers that do not go together.
-    """
-    at = num_steps * STEP_HEADER
-    results = []
-    for i in range(0, at if 0 <= at <= len(words) else 0, STEP_HEADER):
-        request, start, end, cpu_ns, num_pairs, *counters = words[i : i + STEP_HEADER]
-        numbers = words[at : at + 2 * max(0, num_pairs)]
-        at += 2 * num_pairs
-        pairs = tuple(map(BlockPair, numbers[::2], numbers[1::2]))
-        results.append(
-            StepResult(request, start, end, pairs, FilterCounters(*counters), cpu_ns * 1e-9)
-        )
-    if at != len(words) or any(r.start < 0 or r.end <= r.start for r in results):
-        raise ValueError(f"{num_steps} steps in {len(words)} words")
-    return results
-
-
-def _setup_file(settings: object, vocabulary: Vocabulary) -> int:
-    file = os.memfd_create("reasoncache-filter")
-    with open(file, "wb", closefd=False) as out:
-        np.savez(
-            out,
-            settings=np.frombuffer(json.dumps(settings).encode(), dtype=np.uint8),
-            lengths=np.array([len(piece) for piece in vocabulary.pieces], dtype=np.int64),
-            blob=np.frombuffer(b"".join(vocabulary.pieces), dtype=np.uint8),
-        )
-    return file
-
-
-def _matrix_file(matrix: Vector) -> int:
-    file = os.memfd_create("reasoncache-embedding")
-    with open(file, "wb", closefd=False) as out:
-        np.save(out, matrix)
-    return file
+                self._replies.append((shed, unpack_results(array("q", body), num_steps)))

@@ -34,7 +34,7 @@ class FilterCounters:
         steps_with_pairs: with at least one proposed block pair.
         candidates: earlier steps above the lexical threshold.
         dropped_structure: candidates whose formal content differs.
-        dropped_over_bound: candidates dropped because one of the two steps is over a bound of
+        dropped_over_bound: candidates left out because one of the two steps is over a bound of
             reading structure; not in ``dropped_structure``.
         dropped_excess: candidates beyond ``max_structure_checks``, ``max_candidates`` or what
             may be read for one step, or not needed because all blocks had a pair.
@@ -60,12 +60,9 @@ class FilterCounters:
 
 
 class Proposal(NamedTuple):
-    """A finished step with its block pairs.
+    """A finished step with its block pairs, ascending in ``dst_start`` and not overlapping.
 
-    Attributes:
-        step: the step.
-        pairs: ascending and not overlapping in ``dst_start``; may be empty.
-        counters: of this step alone.
+    ``counters`` are of this step alone.
     """
 
     step: Step
@@ -74,14 +71,12 @@ class Proposal(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """A finished step of one of many requests, as a :class:`StepEngine` gives it back.
+    """A :class:`Proposal` for one of many requests, as a :class:`StepEngine` gives it back.
 
     Attributes:
         request: id the engine gave the request.
         start: logical position of the step's first token.
         end: one past its last.
-        pairs: as in :class:`Proposal`.
-        counters: of this step alone.
         seconds: CPU time that was spent on it.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from sglang_reasoncache.filter.align import grid_blocks
+from sglang_reasoncache.filter.align import block_starts
 from sglang_reasoncache.filter.proposal import CandidatePair
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.step import Step
@@ -26,22 +26,17 @@ class RandomPairs:
         self._per_step: list[int] = []
 
     def propose(self, step: Step) -> list[CandidatePair]:
-        """Random pairs for a step that is not yet in the history."""
-        ratio, block = self._config.random_ratio or 0.0, self._config.block
-        return [
-            CandidatePair(start, self._random.choice(self._starts), block, 0.0)
-            for start in self._blocks(step)
-            if self._starts and self._random.random() < ratio
+        """Random pairs for a step, which becomes an earlier one; the oldest may be forgotten."""
+        config = self._config
+        ratio, earlier = config.random_ratio or 0.0, self._starts
+        starts = block_starts(step, config.block, config.page_size)
+        pairs = [
+            CandidatePair(start, self._random.choice(earlier), config.block, 0.0)
+            for start in starts
+            if earlier and self._random.random() < ratio
         ]
-
-    def add(self, step: Step) -> None:
-        """Make a step an earlier one; forget the oldest if there are too many."""
-        starts = self._blocks(step)
-        self._starts += starts
+        earlier += starts
         self._per_step.append(len(starts))
-        if len(self._per_step) > self._config.max_history_steps:
-            del self._starts[: self._per_step.pop(0)]
-
-    def _blocks(self, step: Step) -> list[int]:
-        blocks = grid_blocks(step, self._config.block, self._config.page_size)
-        return [step.start + offset for offset in blocks]
+        if len(self._per_step) > config.max_history_steps:
+            del earlier[: self._per_step.pop(0)]
+        return pairs

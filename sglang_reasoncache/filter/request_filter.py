@@ -12,22 +12,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from sglang_reasoncache.filter.align import align_blocks
-from sglang_reasoncache.filter.dense import DenseIndex
-from sglang_reasoncache.filter.encoder import StepEncoder
+from sglang_reasoncache.filter.encoder import DenseIndex, StepEncoder
 from sglang_reasoncache.filter.lexical import LexicalIndex, StepIndex, dynamic_threshold
 from sglang_reasoncache.filter.proposal import CandidatePair, FilterCounters, Proposal
 from sglang_reasoncache.filter.random_pairs import RandomPairs
-from sglang_reasoncache.filter.segment import Segmenter, TokenClasses
+from sglang_reasoncache.filter.segment import BLANK, Segmenter, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.span import Place, ReasoningSpan
+from sglang_reasoncache.filter.span import ReasoningSpan
 from sglang_reasoncache.filter.step import Step
-from sglang_reasoncache.filter.structure import (
-    Signature,
-    SignatureKind,
-    same_structure,
-    signature,
-)
 from sglang_reasoncache.filter.structure.scan import leaves_fence_open
+from sglang_reasoncache.filter.structure.signature import Signature, same_structure, signature
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 __all__ = ["CandidatePair", "FilterConfig", "FilterCounters", "Proposal", "RequestFilter"]
@@ -40,8 +34,8 @@ class RequestFilter:
 
     Args:
         config: the knobs.
-        classes: token classes, shared by all requests of a tokenizer.
-        vocabulary: spells the steps; the one of ``classes``.
+        classes: token classes of ``vocabulary``.
+        vocabulary: spells the steps.
         start_position: logical position of the first token to come.
         span: which tokens are reasoning, fresh and this filter's own; None: all of them. Other
             tokens only advance the position, and a marker ends the open step.
@@ -103,26 +97,22 @@ class RequestFilter:
         for token in token_ids:
             position = self.position
             self.position = position + 1
-            if reasoning is not None and (place := reasoning.push(token)) is not Place.INSIDE:
-                if place is not Place.OUTSIDE and (span := self._segmenter.close(position)):
-                    finished = tokens.copy()
-                    tokens.clear()
-                    yield self._build(span[0], finished)
-                continue
-            span = push(token, position)
+            is_reasoning = reasoning is None or reasoning.push(token)
+            span = push(token, position) if is_reasoning else self._segmenter.close(position)
             if span is None:
-                if tokens or self._segmenter.start is not None:
+                if is_reasoning and self._segmenter.start is not None:
                     tokens.append(token)
-            else:
-                finished = tokens.copy()
-                tokens.clear()
+                continue
+            finished = tokens.copy()
+            tokens.clear()
+            if is_reasoning:
                 # A token that the step does not include starts the next one.
                 (finished if span[1] > position else tokens).append(token)
-                yield self._build(span[0], finished)
+            yield self._build(span[0], finished)
 
     def _build(self, start: int, tokens: list[int]) -> Step:
         num_blank_tail = 0
-        while self._classes.is_blank(tokens[-1 - num_blank_tail]):
+        while self._classes(tokens[-1 - num_blank_tail]) & BLANK:
             num_blank_tail += 1
         text = self._vocabulary.text(tokens)
         step = Step.build(start, tokens, text, num_blank_tail, self._in_code)
@@ -135,7 +125,6 @@ class RequestFilter:
         config = self._config
         if self._random is not None:
             pairs = self._random.propose(step)[: config.max_blocks_per_step]
-            self._random.add(step)
         else:
             pairs = self._align(step, self._candidates(step, counters), counters)
             self._history.add(step)
@@ -147,10 +136,7 @@ class RequestFilter:
         return Proposal(step, tuple(pairs), counters)
 
     def _candidates(self, step: Step, counters: FilterCounters) -> list[tuple[float, int]]:
-        """Lexical candidates as (similarity, index in the history).
-
-        Most similar first, the most recent of equals first.
-        """
+        """(similarity, index in the history), most similar first, of equals the most recent."""
         if not len(self._history):
             return []
         counters.steps_compared = 1
@@ -207,7 +193,7 @@ class RequestFilter:
         a, b = self._signature(step, counters), self._signature(earlier, counters)
         if same_structure(a, b, self._config.structure_tolerance, self._config.limits):
             return True
-        if SignatureKind.OVER_BOUND in (a.kind, b.kind):
+        if a.bound or b.bound:
             counters.dropped_over_bound += 1
         else:
             counters.dropped_structure += 1
@@ -223,5 +209,5 @@ class RequestFilter:
                 keep_trees=self._config.structure_tolerance > 0,
             )
             step.text = ""  # the signature is all that is asked of it from now on
-            counters.over_bound += step.signature.kind is SignatureKind.OVER_BOUND
+            counters.over_bound += bool(step.signature.bound)
         return step.signature

@@ -10,7 +10,6 @@ token holds whole characters. Each token of a vocabulary is classified once.
 from __future__ import annotations
 
 import re
-from enum import IntFlag
 
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
@@ -20,65 +19,39 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 _STARTS_NEWLINE = re.compile(rb"[ \t\r]*\n")
 _ENDS_NEWLINE = re.compile(rb"\n[ \t\r]*\Z")
 
-
-class TokenClass(IntFlag):
-    """What a token's text says about blank lines; 0 for most tokens."""
-
-    BLANK = 1
-    """White space only. An empty text counts: there is nothing to see."""
-    STARTS_NEWLINE = 2
-    """A newline comes before anything visible."""
-    ENDS_NEWLINE = 4
-    """Nothing visible comes after the last newline."""
-    OPENS_WITH_BLANK_LINE = 8
-    """A blank line comes before anything visible."""
-    CLOSES_WITH_BLANK_LINE = 16
-    """A blank line comes after something visible."""
+# What a token's text says about blank lines, as bits; 0 for most tokens.
+BLANK = 1  # White space only, or empty.
+STARTS = 2  # A newline comes before anything visible.
+ENDS = 4  # Nothing visible comes after the last newline.
+OPENS = 8  # A blank line comes before anything visible.
+CLOSES = 16  # A blank line comes after something visible.
 
 
-def classify(piece: bytes) -> TokenClass:
-    """The class of one token's bytes."""
+def classify(piece: bytes) -> int:
+    """The bits of one token's bytes."""
     visible = piece.lstrip(_WHITE)
-    found = TokenClass(0) if visible else TokenClass.BLANK
+    found = 0 if visible else BLANK
     if b"\n" not in piece:
         return found
     if _STARTS_NEWLINE.match(piece):
-        found |= TokenClass.STARTS_NEWLINE
+        found |= STARTS
     if _ENDS_NEWLINE.search(piece):
-        found |= TokenClass.ENDS_NEWLINE
+        found |= ENDS
     if _BLANK_LINE.search(piece, 0, len(piece) - len(visible)):
-        found |= TokenClass.OPENS_WITH_BLANK_LINE
+        found |= OPENS
     if _BLANK_LINE.search(visible):
-        found |= TokenClass.CLOSES_WITH_BLANK_LINE
+        found |= CLOSES
     return found
 
 
 class TokenClasses:
-    """Token id to :class:`TokenClass`; shared by all requests of a tokenizer.
-
-    Ids outside the vocabulary have no text, so they are blank.
-    """
+    """Token id to its bits; shared by all requests. An id outside the vocabulary is blank."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # Plain ints: testing an IntFlag member costs a method call.
-        self._flags = bytes(
-            int(classify(piece)) if b"\n" in piece else not piece.strip(_WHITE)
-            for piece in vocabulary.pieces
-        )
+        self._flags = bytes(map(classify, vocabulary.pieces))
 
     def __call__(self, token_id: int) -> int:
-        return self._flags[token_id] if 0 <= token_id < len(self._flags) else _BLANK
-
-    def is_blank(self, token_id: int) -> bool:
-        """The token shows nothing but white space."""
-        return bool(self(token_id) & _BLANK)
-
-
-_BLANK = int(TokenClass.BLANK)
-_STARTS = int(TokenClass.STARTS_NEWLINE)
-_ENDS = int(TokenClass.ENDS_NEWLINE)
-_OPENS = int(TokenClass.OPENS_WITH_BLANK_LINE)
-_CLOSES = int(TokenClass.CLOSES_WITH_BLANK_LINE)
+        return self._flags[token_id] if 0 <= token_id < len(self._flags) else BLANK
 
 
 class Segmenter:
@@ -109,22 +82,22 @@ class Segmenter:
         flags = self._classes(token_id)
         start = self.start
         if start is None:
-            if flags & _BLANK:
+            if flags & BLANK:
                 return None
             self.start = start = position
-            if flags & _CLOSES:
+            if flags & CLOSES:
                 return self.close(position + 1)
         elif flags:
-            opens = flags & _OPENS or (self._pending_newline and flags & _STARTS)
-            if opens and not flags & (_BLANK | _CLOSES):
+            opens = flags & OPENS or (self._pending_newline and flags & STARTS)
+            if opens and not flags & (BLANK | CLOSES):
                 self.start = position
-                self._pending_newline = bool(flags & _ENDS)
+                self._pending_newline = bool(flags & ENDS)
                 return start, position
-            if opens or flags & _CLOSES:
+            if opens or flags & CLOSES:
                 return self.close(position + 1)
-        if flags & _ENDS:
+        if flags & ENDS:
             self._pending_newline = True
-        elif not flags & _BLANK:
+        elif not flags & BLANK:
             self._pending_newline = False
         if position + 1 - start >= self._max_step_tokens:
             return self.close(position + 1)

@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_reasoncache.filter.align import AlignMode
-from sglang_reasoncache.filter.structure import Limits
-from sglang_reasoncache.filter.structure.tree import require_zss
+from sglang_reasoncache.filter.structure.tree import Limits, require_zss
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,9 @@ class FilterConfig:
         fixed_tau: a constant lexical threshold instead (MemShare: 0.8).
         length_factor: multiply the cosine with the ratio of lengths.
         use_structure: compare formal content.
-        structure_tolerance: largest tree edit distance of formal content; above 0 the package
-            ``zss`` is needed.
+        structure_tolerance: largest tree edit distance of formal content.
         max_structure_checks: candidates per step whose structure is compared, most similar
-            first; the others are dropped.
+            first; the others are left out.
         block: tokens per block.
         page_size: above 1, blocks are whole pages and ``block`` equals it.
         align: ``tokens`` or ``index``, see :func:`align_blocks`.
@@ -33,8 +31,7 @@ class FilterConfig:
         max_history_steps: earlier steps that can be candidates.
         max_candidates: earlier steps that one step may take blocks from.
         max_blocks_per_step: block pairs proposed for one step.
-        encoder: what similarity compares: counts of ``tokens``, or vectors of ``embedding`` or
-            ``sentence-bert``, for which :class:`RequestFilter` takes a :class:`StepEncoder`.
+        encoder: one of ``filter.encoder.ENCODERS``.
         random_ratio: probability with which a block is paired with a random earlier one,
             nothing else being compared; an ablation. None: off.
         seed: of the random pairs.
@@ -42,7 +39,7 @@ class FilterConfig:
 
     Raises:
         ValueError: a block that is not the page.
-        RuntimeError: a structure tolerance without ``zss``.
+        RuntimeError: a structure tolerance without the package ``zss``.
     """
 
     strict: float = 0.9

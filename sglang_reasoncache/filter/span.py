@@ -4,23 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
-
-
-class Place(IntEnum):
-    """Where a token lies."""
-
-    INSIDE = 0
-    """It is reasoning."""
-    OUTSIDE = 1
-    """It is not, and is no marker that counts here."""
-    OPENED = 2
-    """A start marker: reasoning begins behind it, anew if it was open already."""
-    CLOSED = 3
-    """An end marker: reasoning ended before it."""
 
 
 class ReasoningSpan:
@@ -40,15 +26,12 @@ class ReasoningSpan:
         self._end_ids = end_ids
         self.inside = inside
 
-    def push(self, token_id: int) -> Place:
-        """Take the next token."""
-        if token_id in self._end_ids:
-            was_inside, self.inside = self.inside, False
-            return Place.CLOSED if was_inside else Place.OUTSIDE
-        if token_id in self._start_ids:
-            self.inside = True
-            return Place.OPENED
-        return Place.INSIDE if self.inside else Place.OUTSIDE
+    def push(self, token_id: int) -> bool:
+        """Take the next token; whether it is reasoning. One that is not ends the open step."""
+        if token_id in self._end_ids or token_id in self._start_ids:
+            self.inside = token_id not in self._end_ids
+            return False
+        return self.inside
 
 
 class ReasoningMarkers(NamedTuple):

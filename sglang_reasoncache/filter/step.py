@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_reasoncache.filter.structure import Signature
+from sglang_reasoncache.filter.structure.signature import Signature
 
 
 @dataclass(slots=True, eq=False)
 class Step:
     """One step: the tokens between two blank lines of a response.
-
-    Everything but ``text`` and ``signature`` is fixed at construction.
 
     Attributes:
         start: logical position of the first token in the request's sequence.
@@ -49,14 +47,7 @@ class Step:
         num_blank_tail: int = 0,
         in_code: bool = False,
     ) -> Step:
-        """Make a step from its tokens and their decoded text.
-
-        Args:
-            start: logical position of ``token_ids[0]``.
-            token_ids: all tokens of the step, at least one.
-            text: the decoded tokens.
-            num_blank_tail: how many tokens at the end are blank only.
-            in_code: see the class.
+        """Make a step of its tokens, whose last ``num_blank_tail`` are blank, and their text.
 
         Raises:
             ValueError: no tokens, or nothing but blank ones.

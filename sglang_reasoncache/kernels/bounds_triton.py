@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels.rotate_triton import ELEMENT, as_read, current_device, to_fp32
+from sglang_reasoncache.kernels.common_triton import ELEMENT, as_read, current_device, to_fp32
 
 #: Keys a program reads at once, at most.
 TILE = 32
@@ -73,19 +73,16 @@ def note(keys: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, page: int)
     if not len(slots):
         return
     heads, dim = keys.shape[1:]
+    tensors = as_read(keys), slots.contiguous(), ends
     with current_device(keys.device):
         bounds_kernel[(len(slots), heads)](
-            as_read(keys),
-            slots.contiguous(),
-            ends,
+            *tensors,
             len(slots),
-            keys.shape[0],
-            keys.stride(0),
-            keys.stride(1),
+            len(keys),
+            *keys.stride()[:2],
             ELEMENT=ELEMENT[keys.dtype],
             DIM=dim,
             COLS=triton.next_power_of_2(dim),
             PAGE=page,
             TILE=min(TILE, triton.next_power_of_2(page)),
-            num_warps=4,
         )

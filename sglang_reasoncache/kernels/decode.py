@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_reasoncache.kernels import attention_reference
+from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
@@ -25,34 +25,32 @@ def decode_attention(
 ) -> torch.Tensor:
     """``softmax(scale * q . k) v`` of every query over its own entries.
 
-    A key shifted by n positions is read as it lies in the pool, under the query rotated
-    back by n: the cost grows with the runs of equal shift, not with the entries.
-    The result does not depend on the number of threads, nor on the rest of the batch.
-    On a CUDA device the call only launches, and can be captured in a graph.
+    A key shifted by n positions is read as it lies in the pool, under the query rotated back by n:
+    the cost grows with the runs of equal shift, not with the entries. The result does not depend on
+    the number of threads, nor on the rest of the batch. On a CUDA device the call only launches,
+    and can be captured in a graph.
 
     Args:
         query: ``[batch, heads, k_dim]`` on the pool's device, fp32, bf16 or fp16.
-        kv: Keys and values; ``heads`` is a multiple of its heads, and query head h reads
-            KV head ``h // (heads / kv_heads)``.
+        kv: Keys and values; query head h reads KV head ``h // (heads / kv_heads)``.
         plan: What request b reads, unless ``spans`` says otherwise.
         scale: Of the logits.
         logit_cap: ``cap * tanh(logit / cap)``; 0 leaves logits as they are.
         sinks: fp32 ``[heads]``, logits that take weight and have no value.
-        spans: int32 ``[batch]`` each, first entry of each query and one past its last;
-            several queries may read the same entries.
+        spans: int32 ``[batch]`` each, first entry of each query and one past its last; several
+            queries may read the same entries.
         weights: fp32, one for each entry of query 0, then of query 1, and so on. Each entry's
             softmax weight, summed over the query heads, is added to it. "triton" takes any
             length: entries past the end are skipped, unused elements are unchanged.
-        longest: Upper bound on the entries of a query; None: all of the plan's. With
-            ``weights``, "triton" has memory for the logits of as many, and skips others.
+        longest: Upper bound on the entries of a query; None: all of the plan's. With ``weights``,
+            "triton" has memory for the logits of as many, and skips others.
 
     Returns:
         ``[batch, heads, v_dim]`` of the query's dtype; zeros where there are no entries.
 
     Raises:
-        ValueError: wrong dtype, shape or device; shifted entries without a rotation; by
-            "native" and "torch", a slot, span or shift out of range. "triton" does not
-            read values on the host: such an entry counts as if it were not there.
+        ValueError: wrong dtype, shape or device; shifted entries without a rotation; by "native"
+            and "torch", a slot, span or shift out of range, which "triton" skips.
     """
     kv.check(plan.shift, query.dtype)
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
@@ -83,7 +81,7 @@ def decode_attention(
     reads = begin, end, plan.kv_indices, plan.shift
     options = sinks, float(scale), float(logit_cap), weights
     if kv.backend == "torch":
-        attention_reference.decode(kv, query, out, *reads, *options)
+        reference.decode(kv, query, out, *reads, *options)
     elif kv.native is not None:
         queries = query, out, batch, heads, *query.stride()[:2]
         element = DTYPES.index(query.dtype)

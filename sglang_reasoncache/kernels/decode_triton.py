@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged decode attention on a GPU: chunks of a request side by side, then their merge.
 
-Two launches whose grids depend on nothing but the number of queries, so both can be
-captured in a CUDA graph. The first cuts each query's entries into at most ``SPLITS``
-chunks; a program takes one chunk and all query heads of a KV head, and writes an
-output and a log-sum-exp. The second merges these.
-
-Where a chunk ends depends on the number of entries and nothing else: a request
-has the same bits alone and in any batch.
+Two launches whose grids depend on the number of queries alone, so a CUDA graph can hold both.
+The first cuts each query's entries into at most ``SPLITS`` chunks; a program takes one chunk and
+all query heads of a KV head, and writes an output and a log-sum-exp. The second merges these.
+Where a chunk ends depends on the number of entries alone: a request has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import triton
 import triton.language as tl
 
 from sglang_reasoncache.kernels import weights_triton
-from sglang_reasoncache.kernels.rotate_triton import (
+from sglang_reasoncache.kernels.common_triton import (
     ELEMENT,
     as_read,
     current_device,
@@ -28,8 +25,10 @@ from sglang_reasoncache.kernels.rotate_triton import (
     load_entries,
     load_factors,
     pairing,
+    piece_of,
+    rotary_arguments,
     rotary_constants,
-    rotary_tables,
+    span_of,
 )
 
 if TYPE_CHECKING:
@@ -95,19 +94,6 @@ def _next(shifts):
     return tl.where(most != 0, most, tl.min(shifts, axis=0))
 
 
-@triton.jit
-def _bounds(begin, end, row, total, split, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
-    """First entry of a query and of a chunk, one past the chunk's last, and how many chunks are
-    not empty."""
-    first = tl.minimum(tl.maximum(tl.load(begin + row), 0), total)
-    last = tl.minimum(tl.maximum(tl.load(end + row), first), total)
-    size = tl.cdiv(tl.cdiv(last - first, SPLITS), CHUNK) * CHUNK
-    start = tl.minimum(first + split * size, last)
-    # A chunk of nothing would divide by 0.
-    used = tl.cdiv(last - first, tl.maximum(size, 1))
-    return first, start, tl.minimum(start + size, last), used
-
-
 @triton.jit(do_not_specialize=["total", "width", "num_slots", "table_rows"])
 def chunk_kernel(
     query,  # [rows, heads, K_DIM]
@@ -119,13 +105,13 @@ def chunk_kernel(
     shift,  # int32 [total], unused unless HALF
     cosines,  # fp32 [table_rows, HALF], likewise
     sines,
+    table_rows,
     parts,  # fp32 [rows, heads, SPLITS, V_DIM]: outputs of the chunks
     part_lse,  # fp32 [rows, heads, SPLITS]: base 2
     logits,  # fp32 [rows, heads, width]: base 2, written if LOGITS
     total,
     width,
     num_slots,
-    table_rows,
     q_row_stride,
     q_head_stride,
     k_slot_stride,
@@ -155,7 +141,8 @@ def chunk_kernel(
     kv_head = tl.program_id(0) // blocks
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    first, start, stop, _used = _bounds(begin, end, row, total, split, SPLITS, CHUNK)
+    first, count = span_of(begin, end, row, total)
+    start, stop = piece_of(count, split, SPLITS, CHUNK)
     heads = tl.num_programs(0) // blocks * GROUP
     if start < stop:
         member = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
@@ -176,7 +163,7 @@ def chunk_kernel(
             entry = at + tl.arange(0, TILE)
             inside = entry < stop
             slot, by, ok = load_entries(
-                kv_indices, shift, entry, inside, num_slots, table_rows, HALF
+                kv_indices, shift, first + entry, inside, num_slots, table_rows, HALF
             )
             k_at = keys + (slot * k_slot_stride)[None, :]
             k_mask = ok[None, :] & (k_column < K_DIM)[:, None]
@@ -208,9 +195,8 @@ def chunk_kernel(
             # Keys that were not read are 0.
             logit = logit * _LOG2E + tl.where(ok, 0.0, float("-inf"))[None, :]
             if LOGITS:
-                kept = (entry - first)[None, :]
-                l_at = logits + ((row * heads + head) * width)[:, None] + kept
-                l_mask = (member < GROUP)[:, None] & (inside[None, :] & (kept < width))
+                l_at = logits + ((row * heads + head) * width)[:, None] + entry[None, :]
+                l_mask = (member < GROUP)[:, None] & (inside & (entry < width))[None, :]
                 tl.store(l_at, logit, mask=l_mask)
             v_at = values + (slot * v_slot_stride)[:, None] + v_column[None, :]
             v_mask = ok[:, None] & (v_column < V_DIM)[None, :]
@@ -256,12 +242,14 @@ def merge_kernel(
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     unit = row * tl.num_programs(0) + head
-    _first, _start, _stop, used = _bounds(begin, end, row, total, 0, SPLITS, CHUNK)
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, V_COLS)
-    found = tl.load(part_lse + unit * SPLITS + split, mask=split < used, other=float("-inf"))
+    _first, count = span_of(begin, end, row, total)
+    start, stop = piece_of(count, split, SPLITS, CHUNK)
+    used = start < stop
+    found = tl.load(part_lse + unit * SPLITS + split, mask=used, other=float("-inf"))
     at = (unit * SPLITS + split)[:, None] * V_DIM + column[None, :]
-    mask = (split < used)[:, None] & (column < V_DIM)[None, :]
+    mask = used[:, None] & (column < V_DIM)[None, :]
     part = tl.load(parts + at, mask=mask, other=0.0)
     most = tl.max(found, axis=0)
     sink = float("-inf")
@@ -290,12 +278,6 @@ def warps(k_dim: int) -> int:
     return 4 if k_dim <= 128 else 8
 
 
-def tile(keys: torch.Tensor, values: torch.Tensor) -> int:
-    """Entries read at once, a power of 2: up to 16 KiB of K and as much of V."""
-    size = columns(max(keys.shape[2], values.shape[2])) * keys.element_size()
-    return max(16, min(64, 2**14 // size))
-
-
 def constants(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -307,6 +289,7 @@ def constants(
 ) -> dict[str, Any]:
     """Compile-time arguments of :func:`chunk_kernel`; ``rotation`` only if entries are shifted."""
     group = query.shape[1] // keys.shape[1]
+    k_cols, v_cols = columns(keys.shape[2]), columns(values.shape[2])
     return dict(
         ELEMENT=ELEMENT[keys.dtype],
         # fp8 is multiplied as fp16.
@@ -315,13 +298,14 @@ def constants(
         **rotary_constants(rotation),
         K_DIM=keys.shape[2],
         V_DIM=values.shape[2],
-        K_COLS=columns(keys.shape[2]),
-        V_COLS=columns(values.shape[2]),
+        K_COLS=k_cols,
+        V_COLS=v_cols,
         GROUP=group,
         HEADS=min(64, columns(group)),
         SPLITS=SPLITS,
         CHUNK=CHUNK,
-        TILE=tile(keys, values),
+        # Up to 16 KiB of K and as much of V.
+        TILE=max(16, min(64, 2**14 // (max(k_cols, v_cols) * keys.element_size()))),
         LOGITS=logits,
     )
 
@@ -343,10 +327,8 @@ def decode(
 ) -> None:
     """See :func:`sglang_reasoncache.kernels.decode.decode_attention`, whose arguments these are.
 
-    Waits for nothing and reads no values on the host: an entry whose slot or shift
-    is out of range counts as if it were not there, and ``begin`` and ``end`` are cut
-    to ``kv_indices``. Takes memory of ``min(batch, QUERIES) * heads * SPLITS`` outputs in
-    fp32 for the time of the call; with ``weights`` also that of logits, no more than
+    Waits for nothing. Takes memory of ``min(batch, QUERIES) * heads * SPLITS`` outputs in fp32
+    for the time of the call; with ``weights`` also that of logits, at most
     ``weights_triton.LOGITS_BYTES`` unless one query has more.
 
     Args:
@@ -356,47 +338,43 @@ def decode(
     batch, heads, _ = query.shape
     if not batch:
         return
-    keys, values = kv.keys, kv.values
+    keys, values, total = kv.keys, kv.values, len(kv_indices)
     rotation = None if shift is None else kv.rotation
     fixed = constants(
         query, keys, values, rotation, capped=logit_cap > 0, logits=weights is not None
     )
-    rows, total = min(batch, QUERIES), kv_indices.shape[0]
-    width, lse = 0, None
+    rows, width, lse = min(batch, QUERIES), 0, None
+    made = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
     if weights is not None:
         width = total if longest is None else min(longest, total)
         rows = min(rows, weights_triton.rows_of_a_launch(heads, width))
-        lse = torch.empty((batch, heads), dtype=torch.float32, device=query.device)
+        lse = made((batch, heads))
         if first is None:
             counts = (end.clamp(max=total) - begin.clamp(min=0)).clamp_(min=0)
             first = counts.cumsum(0, dtype=torch.int64) - counts
-    made = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
     parts, part_lse = made((rows, heads, SPLITS, values.shape[2])), made((rows, heads, SPLITS))
     logits = part_lse if weights is None else made((rows, heads, width))
     blocks = keys.shape[1] * triton.cdiv(fixed["GROUP"], fixed["HEADS"])
-    tables = rotary_tables(shift, rotation, kv_indices, part_lse)
+    pool = as_read(keys), as_read(values)
+    entries = kv_indices, *rotary_arguments(shift, rotation, kv_indices, part_lse)
+    strides = *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2]
     with current_device(query.device):
         for some in range(0, batch, rows):
             here = slice(some, some + rows)
-            count = min(rows, batch - some)
+            spans = begin[here], end[here]
+            count = len(spans[0])
             chunk_kernel[(blocks, SPLITS, count)](
                 query[here],
-                as_read(keys),
-                as_read(values),
-                begin[here],
-                end[here],
-                kv_indices,
-                *tables,
+                *pool,
+                *spans,
+                *entries,
                 parts,
                 part_lse,
                 logits,
                 total,
                 width,
-                keys.shape[0],
-                0 if rotation is None else len(rotation.cos),
-                *query.stride()[:2],
-                *keys.stride()[:2],
-                *values.stride()[:2],
+                len(keys),
+                *strides,
                 scale,
                 logit_cap,
                 **fixed,
@@ -406,8 +384,7 @@ def decode(
             merge_kernel[(heads, count)](
                 parts,
                 part_lse,
-                begin[here],
-                end[here],
+                *spans,
                 part_lse if sinks is None else sinks,
                 out[here],
                 part_lse if lse is None else lse[here],
@@ -415,13 +392,7 @@ def decode(
                 *out.stride()[:2],
                 SINKS=sinks is not None,
                 LSE=lse is not None,
-                V_DIM=values.shape[2],
-                V_COLS=fixed["V_COLS"],
-                SPLITS=SPLITS,
-                CHUNK=CHUNK,
-                num_warps=4,
+                **{name: fixed[name] for name in ("V_DIM", "V_COLS", "SPLITS", "CHUNK")},
             )
             if weights is not None and lse is not None and first is not None:
-                weights_triton.add(
-                    logits[:count], lse[here], begin[here], end[here], first[here], weights, total
-                )
+                weights_triton.add(logits[:count], lse[here], *spans, first[here], weights, total)

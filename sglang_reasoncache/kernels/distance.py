@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV distance of block pairs (ReasonCache, arXiv 2507.21433v3, stage 2).
 
-``dist = (1/N) sum_layers (||K_c - K_k||_2 + ||V_c - V_k||_2) / (2 d h)`` over
-flattened fp32 tensors, N layers, d tokens a block, h KV heads. Differences are
-taken before squaring: the form with cached norms, ``|x|^2 + |y|^2 - 2 x.y``, cancels
-for near-equal blocks and reads as much.
+``dist = (1/N) sum_layers (||K_c - K_k||_2 + ||V_c - V_k||_2) / (2 d h)`` over flattened fp32
+tensors, N layers, d tokens a block, h KV heads. Differences are taken before squaring: the form
+with cached norms, ``|x|^2 + |y|^2 - 2 x.y``, cancels for near-equal blocks and reads as much.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_reasoncache.kernels import distance_reference
+from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.pool import check_pool, choose_backend
 from sglang_reasoncache.native.pool import DTYPES, NativePool, cpu_threads
 
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
 #: Key and value buffer of a layer, ``[num_slots, heads, head_dim]`` each.
 Layer = tuple[torch.Tensor, torch.Tensor]
 
+#: Of destination slots, source slots and shifts.
+_DTYPES = torch.int64, torch.int64, torch.int32
+
 
 class DistanceKernel:
     """Sums over pairs of blocks, one pass over the pool for all pairs of a call.
@@ -32,9 +34,8 @@ class DistanceKernel:
     It keeps the buffers' addresses: they must be the pool's own memory, not copies.
 
     Args:
-        layers: Keys and values of every layer, fp32, bf16, fp16, fp8 e4m3fn or e5m2. Keys
-            are shaped and strided alike in all layers, so are values; their head dims may
-            differ.
+        layers: Keys and values of every layer, of a dtype of ``DTYPES``. Keys are shaped and
+            strided alike in all layers, so are values; their head dims may differ.
         rotation: The model's rotation of keys, None to compare as cached only.
         backend: See :func:`~sglang_reasoncache.kernels.pool.choose_backend`.
 
@@ -42,7 +43,7 @@ class DistanceKernel:
         backend: Of ``pool.BACKENDS``, the one that computes.
 
     Raises:
-        ValueError: buffers of unlike or unsupported layout, or see ``check_pool`` and
+        ValueError: buffers of unlike or unsupported layout; see ``check_pool`` and
             ``choose_backend``.
         sglang_reasoncache.native.NativeUnavailable: see ``choose_backend``.
     """
@@ -66,38 +67,33 @@ class DistanceKernel:
     def squares(
         self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Sums of squared differences.
-
-        On a CUDA device the call only launches, and its result stays there.
+        """Sums of squared differences; on a CUDA device the call only launches.
 
         Args:
             dst_slots: int64 ``[pairs, d]`` on the pool's device, slots of the newer blocks.
             src_slots: int64 ``[pairs, d]``, slots they would be replaced by.
-            shift: int32 ``[pairs, d]``, positions by which to rotate each source key
-                (where it would be used minus where it was cached), 0 leaves it as
-                it is. None compares keys as cached.
+            shift: int32 ``[pairs, d]``, positions by which to rotate each source key (where it
+                would be used minus where it was cached). None compares keys as cached.
 
         Returns:
-            fp64 ``[pairs, num_layers, 2]`` (key side, value side), not finite if what
-            was read is not. Additive over tensor-parallel ranks.
+            fp64 ``[pairs, num_layers, 2]`` (key side, value side) on the pool's device, not finite
+            if what was read is not. Additive over tensor-parallel ranks.
 
         Raises:
-            ValueError: wrong dtype, shape or device; ``shift`` without a rotation; a
-                slot outside the pool or a shift outside the rotary table. On CUDA
-                values are not checked: such a pair comes out as NaN.
+            ValueError: wrong dtype, shape or device; ``shift`` without a rotation; a slot outside
+                the pool or a shift outside the rotary table. On CUDA values are not checked: such
+                a pair comes out as NaN.
         """
         return self._checked(dst_slots, src_slots, shift, False)
 
     def moments(
         self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Squared norms and dot products, for :func:`cosine_distances`.
-
-        Arguments and errors: see :meth:`squares`.
+        """Squared norms and dot products, for :func:`cosine_distances`; see :meth:`squares`.
 
         Returns:
-            fp64 ``[pairs, num_layers, 2, 3]``: ``|x|^2``, ``|y|^2`` and ``x.y`` of the
-            destination x and the rotated source y. Additive over ranks.
+            fp64 ``[pairs, num_layers, 2, 3]``: ``|x|^2``, ``|y|^2`` and ``x.y`` of the destination
+            x and the rotated source y.
         """
         return self._checked(dst_slots, src_slots, shift, True)
 
@@ -111,19 +107,12 @@ class DistanceKernel:
         shape, device = dst_slots.shape, self._layers[0][0].device
         if len(shape) != 2 or not shape[1]:
             raise ValueError(f"dst_slots must be [pairs, d] with d >= 1, got {list(shape)}")
-        for name, found, dtype in (
-            ("dst_slots", dst_slots, torch.int64),
-            ("src_slots", src_slots, torch.int64),
-            ("shift", shift, torch.int32),
-        ):
-            if found is not None and (found.dtype, found.shape, found.device) != (
-                dtype,
-                shape,
-                device,
-            ):
+        sides = dict(dst_slots=dst_slots, src_slots=src_slots, shift=shift)
+        for (name, side), dtype in zip(sides.items(), _DTYPES, strict=True):
+            if side is not None and (side.dtype, side.shape, side.device) != (dtype, shape, device):
                 raise ValueError(
                     f"{name} must be {dtype} {list(shape)} on {device}, "
-                    f"got {found.dtype} {list(found.shape)} on {found.device}"
+                    f"got {side.dtype} {list(side.shape)} on {side.device}"
                 )
         if shift is not None:
             if self._rotation is None:
@@ -135,7 +124,7 @@ class DistanceKernel:
         """``(dst_slots, src_slots, shift, moments)`` to sums, by the backend."""
         layers, rotation = self._layers, self._rotation
         if self.backend == "torch":
-            return functools.partial(distance_reference.sums, layers, rotation)
+            return functools.partial(reference.distance, layers, rotation)
         if self.backend == "triton":
             from sglang_reasoncache.kernels.distance_triton import TritonDistance
 
@@ -166,21 +155,17 @@ def _native_sums(
 ) -> torch.Tensor:
     pairs, block = dst_slots.shape
     out = torch.empty((pairs, num_layers, 2, *[3] * moments), dtype=torch.float64)
-    entries = dst_slots, src_slots, shift, pairs, block
-    pool.call("distance", *entries, moments, cpu_threads(), out)
+    pool.call("distance", dst_slots, src_slots, shift, pairs, block, moments, cpu_threads(), out)
     return out
 
 
 def block_distances(squares: torch.Tensor, block: int, num_heads: int) -> torch.Tensor:
-    """The paper's distance from :meth:`DistanceKernel.squares`.
+    """The paper's distance, fp64 ``[pairs]``, 0 for equal blocks.
 
     Args:
-        squares: ``[pairs, num_layers, 2]``, summed over all ranks.
+        squares: ``[pairs, num_layers, 2]`` of :meth:`DistanceKernel.squares`, summed over all ranks.
         block: Tokens per block (d).
         num_heads: KV heads over all ranks (h).
-
-    Returns:
-        fp64 ``[pairs]``, 0 for equal blocks.
     """
     return squares.sqrt().sum(dim=-1).mean(dim=-1) / (2 * block * num_heads)
 
@@ -189,12 +174,12 @@ def cosine_distances(moments: torch.Tensor) -> torch.Tensor:
     """Angle instead of difference (an ablation of the paper): mean of ``1 - cos``.
 
     Args:
-        moments: ``[pairs, num_layers, 2, 3]`` of :meth:`DistanceKernel.moments`,
-            summed over all ranks.
+        moments: ``[pairs, num_layers, 2, 3]`` of :meth:`DistanceKernel.moments`, summed over all
+            ranks.
 
     Returns:
-        ``[pairs]``, mean over layers and both sides; a side on which both blocks
-        are zero counts as equal, one on which one of them is as orthogonal.
+        ``[pairs]``, mean over layers and both sides. Two blocks of zeros are equal, one of them
+        is orthogonal to the other.
     """
     xx, yy, xy = moments.unbind(-1)
     norms = xx.sqrt() * yy.sqrt()

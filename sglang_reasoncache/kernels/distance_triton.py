@@ -10,20 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels.rotate_triton import ELEMENT as _ELEMENT
-from sglang_reasoncache.kernels.rotate_triton import (
+from sglang_reasoncache.kernels.common_triton import (
+    ELEMENT,
     current_device,
+    load_fp32,
+    rotary_arguments,
     rotary_constants,
-    rotary_tables,
 )
-from sglang_reasoncache.kernels.rotate_triton import load_fp32 as _load
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Elements of a block that a program holds at once.
 TILE = 2048
-NUM_WARPS = 4
 
 
 @triton.jit
@@ -37,9 +36,20 @@ def _pointer(bases, index, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
         pointer = address.to(tl.pointer_type(tl.float16))
     else:
         pointer = address.to(tl.pointer_type(tl.uint8))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Sums before the first tile, and no row that is out of range."""
+    zeros = tl.zeros([ROWS, COLS], tl.float32)
+    return zeros, zeros, zeros, tl.zeros([ROWS], tl.int32)
+
+
+@triton.jit
+def _totals(a, b, c, bad):
+    a, b, c = tl.sum(a, axis=1), tl.sum(b, axis=1), tl.sum(c, axis=1)
+    return tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(c, axis=0), tl.max(bad)
 
 
 @triton.jit
@@ -76,20 +86,32 @@ def _plain(
 ):  # fmt: skip
     """Sums over elements [FIRST, DIM) of every token and head, as cached."""
     columns = FIRST + tl.arange(0, COLS)
-    a = tl.zeros([ROWS, COLS], tl.float32)
-    b = tl.zeros([ROWS, COLS], tl.float32)
-    c = tl.zeros([ROWS, COLS], tl.float32)
-    bad = tl.zeros([ROWS], tl.int32)
+    a, b, c, bad = _nothing(ROWS, COLS)
     for start in range(0, block * HEADS, ROWS):
         x_at, y_at, _, ok, outside = _rows(
             dst, src, start, block, num_slots, slot_stride, head_stride, HEADS, ROWS
         )
         bad |= outside.to(tl.int32)
         mask = ok[:, None] & (columns < DIM)[None, :]
-        x = _load(base + x_at[:, None] + columns[None, :], mask, ELEMENT)
-        y = _load(base + y_at[:, None] + columns[None, :], mask, ELEMENT)
+        x = load_fp32(base + x_at[:, None] + columns[None, :], mask, ELEMENT)
+        y = load_fp32(base + y_at[:, None] + columns[None, :], mask, ELEMENT)
         a, b, c = _add(a, b, c, x, y, MOMENTS)
-    return _total(a), _total(b), _total(c), tl.max(bad)
+    return _totals(a, b, c, bad)
+
+
+@triton.jit
+def _pairs(
+    at, ok, ELEMENT: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
+    COLS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Elements of some rows that are rotated together: the first ones, and those paired with."""
+    if NEOX:
+        angle = tl.arange(0, COLS)[None, :]
+        mask = ok[:, None] & (angle < HALF)
+        return load_fp32(at + angle, mask, ELEMENT), load_fp32(at + HALF + angle, mask, ELEMENT)
+    both = tl.arange(0, 2 * COLS)[None, :]
+    found = load_fp32(at + both, ok[:, None] & (both < 2 * HALF), ELEMENT)
+    return tl.split(tl.reshape(found, [ROWS, COLS, 2]))
 
 
 @triton.jit
@@ -100,11 +122,7 @@ def _rotated(
 ):  # fmt: skip
     """Sums over elements [0, 2 HALF) of every token and head, the source rotated by its shift."""
     angle = tl.arange(0, COLS)
-    both = tl.arange(0, 2 * COLS)
-    a = tl.zeros([ROWS, COLS], tl.float32)
-    b = tl.zeros([ROWS, COLS], tl.float32)
-    c = tl.zeros([ROWS, COLS], tl.float32)
-    bad = tl.zeros([ROWS], tl.int32)
+    a, b, c, bad = _nothing(ROWS, COLS)
     for start in range(0, block * HEADS, ROWS):
         x_row, y_row, token, ok, outside = _rows(
             dst, src, start, block, num_slots, slot_stride, head_stride, HEADS, ROWS
@@ -118,31 +136,15 @@ def _rotated(
         cosine = tl.load(cosines + entry, mask=mask, other=0.0)
         sine = tl.load(sines + entry, mask=mask, other=0.0)
         sine = tl.where((by < 0)[:, None], -sine, sine)
-        x_at = base + x_row[:, None]
-        y_at = base + y_row[:, None]
-        if NEOX:
-            x0 = _load(x_at + angle[None, :], mask, ELEMENT)
-            x1 = _load(x_at + (HALF + angle)[None, :], mask, ELEMENT)
-            y0 = _load(y_at + angle[None, :], mask, ELEMENT)
-            y1 = _load(y_at + (HALF + angle)[None, :], mask, ELEMENT)
-        else:
-            wide = ok[:, None] & (both < 2 * HALF)[None, :]
-            x = _load(x_at + both[None, :], wide, ELEMENT)
-            y = _load(y_at + both[None, :], wide, ELEMENT)
-            x0, x1 = tl.split(tl.reshape(x, [ROWS, COLS, 2]))
-            y0, y1 = tl.split(tl.reshape(y, [ROWS, COLS, 2]))
+        x0, x1 = _pairs(base + x_row[:, None], ok, ELEMENT, HALF, NEOX, COLS, ROWS)
+        y0, y1 = _pairs(base + y_row[:, None], ok, ELEMENT, HALF, NEOX, COLS, ROWS)
         # An entry without a shift stays as it is: inf * 0 would be NaN.
         still = (by == 0)[:, None]
         z0 = tl.where(still, y0, y0 * cosine - y1 * sine)
         z1 = tl.where(still, y1, y1 * cosine + y0 * sine)
         a, b, c = _add(a, b, c, x0, z0, MOMENTS)
         a, b, c = _add(a, b, c, x1, z1, MOMENTS)
-    return _total(a), _total(b), _total(c), tl.max(bad)
-
-
-@triton.jit
-def _total(sums):
-    return tl.sum(tl.sum(sums, axis=1), axis=0)
+    return _totals(a, b, c, bad)
 
 
 @triton.jit
@@ -165,8 +167,8 @@ def distance_kernel(
     shift,  # int32 [pairs, block], unused unless HALF
     cosines,  # fp32 [table_rows, HALF], unused unless HALF
     sines,
-    out,  # fp64 [pairs, layers, 2], or [pairs, layers, 2, 3] of MOMENTS
     table_rows,
+    out,  # fp64 [pairs, layers, 2], or [pairs, layers, 2, 3] of MOMENTS
     block,
     num_slots,
     k_slot_stride,
@@ -235,7 +237,7 @@ def constants(
     half = rotary["HALF"]
     rest = keys.shape[2] - 2 * half
     return dict(
-        ELEMENT=_ELEMENT[keys.dtype],
+        ELEMENT=ELEMENT[keys.dtype],
         ALIGNED=aligned,
         MOMENTS=moments,
         **rotary,
@@ -258,9 +260,7 @@ class TritonDistance:
     """
 
     def __init__(
-        self,
-        layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        rotation: KeyRotation | None,
+        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], rotation: KeyRotation | None
     ) -> None:
         self._layers, self._rotation = layers, rotation
         addresses = [[buffer.data_ptr() for buffer in layer] for layer in layers]
@@ -291,14 +291,12 @@ class TritonDistance:
                 self._bases,
                 dst_slots,
                 src_slots,
-                *rotary_tables(shift, rotation, dst_slots, self._bases),
+                *rotary_arguments(shift, rotation, dst_slots, self._bases),
                 out,
-                0 if rotation is None else len(rotation.cos),
                 block,
                 keys.shape[0],
                 *keys.stride()[:2],
                 *values.stride()[:2],
                 **constants(self._layers[0], rotation, aligned=self._aligned, moments=moments),
-                num_warps=NUM_WARPS,
             )
         return out

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Extend attention: several new tokens of a request over its prefix and themselves.
 
-A request with few new tokens (one under mixed chunked prefill) is read token by
-token as in decode, straight from the pool. One with more is gathered once,
-corrected, and goes through PyTorch's fused attention, new tokens only.
+A request with few new tokens (one under mixed chunked prefill) is read token by token as in decode,
+straight from the pool. One with more is gathered once, its keys rotated, and goes through PyTorch's
+fused attention, new tokens only.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ class ExtendPlan:
         new: New tokens of each request, the last entries of its row.
         dtype: Of the queries.
         singly: Read every token as in decode (for soft caps and sinks).
-        entries: Entries of each row of ``plan``, where the host knows them (of rows
-            without an evicted position: their lengths); None reads them back from
-            ``plan``, which waits for a device.
+        entries: Entries of each row of ``plan``, where the host knows them (their lengths where no
+            position is evicted); None reads them from ``plan``, which waits for a device.
 
     Raises:
         ValueError: more new tokens than a row has entries.
@@ -67,8 +66,8 @@ class ExtendPlan:
         self.rows = plan
         self.num_tokens = sum(new)
         self.pieces: list[Piece] = []
+        self._device = device = plan.kv_indptr.device
         self._dtype = dtype
-        self._device = plan.kv_indptr.device
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
         bounds = plan.kv_indptr.tolist() if entries is None else [0, *accumulate(entries)]
         if not len(bounds) - 1 == len(new) == len(plan.kv_indptr) - 1:
@@ -76,10 +75,7 @@ class ExtendPlan:
                 f"new and entries must have {len(plan.kv_indptr) - 1} entries, got {len(new)} "
                 f"and {len(bounds) - 1}"
             )
-        tokens: list[int] = []
-        begins: list[int] = []
-        ends: list[int] = []
-        at = 0
+        tokens, begins, ends, at = list[int](), list[int](), list[int](), 0
         for count, begin, end in zip(new, bounds, bounds[1:], strict=False):
             if not 0 <= count <= end - begin:
                 raise ValueError(f"{count} new tokens in a row of {end - begin} entries")
@@ -90,19 +86,15 @@ class ExtendPlan:
             else:
                 self.pieces.append(Piece(at, at + count, begin, end))
             at += count
-        self.singles = upload(tokens, self._device)
-        self.spans = (
-            upload(begins, self._device, torch.int32),
-            upload(ends, self._device, torch.int32),
-        )
+        self.singles = upload(tokens, device)
+        self.spans = upload(begins, device, torch.int32), upload(ends, device, torch.int32)
 
     def mask(self, new: int, total: int) -> torch.Tensor:
         """Additive ``[new, total]``: the last ``new`` entries see themselves and what is before."""
         found = self._masks.get((new, total))
         if found is None:
-            found = torch.full(
-                (new, total), float("-inf"), dtype=self._dtype, device=self._device
-            ).triu_(total - new + 1)
+            found = torch.full((new, total), -torch.inf, dtype=self._dtype, device=self._device)
+            found.triu_(total - new + 1)
             if found.numel() <= _MASK_ELEMENTS:
                 self._masks[new, total] = found
         return found
@@ -154,6 +146,7 @@ def _extend_piece(
     scale: float,
     out: torch.Tensor,
 ) -> None:
+    """Attention of a piece's new tokens over its entries, gathered."""
     entries = slice(piece.kv_begin, piece.kv_end)
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
     keys, values = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_reasoncache.kernels import attention_reference
+from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
@@ -18,16 +18,14 @@ def gather_kv(
     Args:
         kv_indices: int32 ``[count]``, slots.
         shift: int32 ``[count]``, positions by which to rotate each key; None: none.
-        dtype: Of the result, fp32, bf16 or fp16; shifted keys are rotated in fp32 and rounded
-            once.
+        dtype: Of the result, fp32, bf16 or fp16; keys are rotated in fp32 and rounded once.
 
     Returns:
         ``[heads, count, k_dim]`` and ``[heads, count, v_dim]``, contiguous.
 
     Raises:
         ValueError: wrong dtype or shape; shifted entries without a rotation; by "native" and
-            "torch", a slot or shift out of range. "triton" does not read values on the host:
-            such an entry comes out as zeros.
+            "torch", a slot or shift out of range, which comes out as zeros of "triton".
     """
     kv.check(shift, dtype)
     if kv_indices.dtype != torch.int32 or kv_indices.dim() != 1:
@@ -35,7 +33,7 @@ def gather_kv(
     if shift is not None and (shift.dtype != torch.int32 or shift.shape != kv_indices.shape):
         raise ValueError(f"shift must be int32 {list(kv_indices.shape)}, got {shift.dtype}")
     if kv.backend == "torch":
-        found = attention_reference.gather(kv, kv_indices, shift)
+        found = reference.gather(kv, kv_indices, shift)
         out_k, out_v = (side.transpose(0, 1).to(dtype).contiguous() for side in found)
         return out_k, out_v
     kv_indices = kv_indices.contiguous()
@@ -44,9 +42,8 @@ def gather_kv(
     out_k = kv.keys.new_empty((*shape, kv.keys.shape[2]), dtype=dtype)
     out_v = kv.keys.new_empty((*shape, kv.values.shape[2]), dtype=dtype)
     if kv.native is not None:
-        element = DTYPES.index(dtype)
-        sides = kv_indices, shift, len(kv_indices), out_k, out_v
-        kv.native.call("gather", *sides, element, cpu_threads())
+        entries = kv_indices, shift, len(kv_indices)
+        kv.native.call("gather", *entries, out_k, out_v, DTYPES.index(dtype), cpu_threads())
     else:
         from sglang_reasoncache.kernels import gather_triton
 

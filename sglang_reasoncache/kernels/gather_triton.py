@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels.rotate_triton import (
+from sglang_reasoncache.kernels.common_triton import (
     ELEMENT,
     as_read,
     current_device,
@@ -17,8 +17,8 @@ from sglang_reasoncache.kernels.rotate_triton import (
     load_factors,
     load_fp32,
     pairing,
+    rotary_arguments,
     rotary_constants,
-    rotary_tables,
 )
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 #: Elements a program holds at once.
 TILE = 4096
-NUM_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["count", "num_slots", "table_rows"])
@@ -37,11 +36,11 @@ def gather_kernel(
     shift,  # int32 [count], unused unless HALF
     cosines,  # fp32 [table_rows, HALF], likewise
     sines,
+    table_rows,
     out_k,  # [heads, count, K_DIM]
     out_v,  # [heads, count, V_DIM]
     count,
     num_slots,
-    table_rows,
     k_slot_stride,
     k_head_stride,
     v_slot_stride,
@@ -107,12 +106,11 @@ def gather(
             as_read(keys),
             as_read(values),
             kv_indices,
-            *rotary_tables(shift, rotation, kv_indices, out_k),
+            *rotary_arguments(shift, rotation, kv_indices, out_k),
             out_k,
             out_v,
             count,
             keys.shape[0],
-            0 if rotation is None else len(rotation.cos),
             *keys.stride()[:2],
             *values.stride()[:2],
             ELEMENT=ELEMENT[keys.dtype],
@@ -122,5 +120,4 @@ def gather(
             K_COLS=k_cols,
             V_COLS=v_cols,
             ROWS=rows,
-            num_warps=NUM_WARPS,
         )

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_reasoncache.kernels.common_triton import current_device, piece_of
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
-from sglang_reasoncache.kernels.rotate_triton import current_device
 
 #: Programs of a request.
 PIECES = 16
@@ -64,9 +64,8 @@ def note_kernel(
         count = tl.load(counts + request)
         before = tl.load(first + request)
         added_to = tl.load(added + request)
-    part = tl.cdiv(tl.cdiv(entries, PIECES), TILE) * TILE
-    start = piece * part
-    for at in range(start, tl.minimum(start + part, entries), TILE):
+    start, stop = piece_of(entries, piece, PIECES, TILE)
+    for at in range(start, stop, TILE):
         entry = at + tl.arange(0, TILE)
         inside = entry < entries
         position = tl.load(positions + begin + entry, mask=inside, other=0)
@@ -149,18 +148,14 @@ def note(
     assert plan.positions is not None, "of a plan without positions"
     if not len(requests):
         return
-    observed = prompts or Prompts(plan.counts, plan.counts, plan.counts)
+    entries = plan.kv_indptr, plan.positions, requests, lengths
+    observed = [plan.counts] * 3 if prompts is None else [*vars(prompts).values()]
     with current_device(weights.device):
         note_kernel[(PIECES, len(requests))](
             weights,
             len(weights),
-            plan.kv_indptr,
-            plan.positions,
-            requests,
-            lengths,
-            observed.counts,
-            observed.first,
-            observed.added,
+            *entries,
+            *observed,
             bases,
             sizes,
             len(bases),
@@ -170,5 +165,4 @@ def note(
             DECODE=prompts is None,
             PIECES=PIECES,
             TILE=TILE,
-            num_warps=4,
         )

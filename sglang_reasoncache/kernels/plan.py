@@ -9,21 +9,21 @@ from typing import NamedTuple
 import torch
 
 from sglang_reasoncache import native
-from sglang_reasoncache.kernels import attention_reference
+from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.native.pool import call
 
 
 class RowPlan(NamedTuple):
     """Which slots the queries of a forward read; every layer uses the same.
 
-    Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order
-    of their positions. Entries are single tokens whatever the page size of the pool.
+    Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their
+    positions, single tokens whatever the page size of the pool.
 
     Attributes:
         kv_indptr: int32 ``[batch + 1]``.
         kv_indices: int32 ``[total]``, slots.
-        shift: int32 ``[total]``, positions by which to rotate each key (where it is
-            used minus where it was cached); None where all are 0.
+        shift: int32 ``[total]``, positions by which to rotate each key (where it is used minus
+            where it was cached); None where all are 0.
     """
 
     kv_indptr: torch.Tensor
@@ -44,12 +44,11 @@ def plan_rows(
     Elsewhere by PyTorch, which waits for the device; ``plan_triton.plan_into`` does not.
 
     Args:
-        rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position;
-            below 0 where a position was evicted: no entry, later positions unchanged.
+        rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position; below 0
+            where a position was evicted: no entry, later positions unchanged.
         requests: int ``[batch]``, index of each request's row.
         lengths: int ``[batch]``, positions in use, at most ``width``.
-        cached_at: int32 ``[num_slots]``, position each slot's key was rotated for; None
-            where no slot is shifted.
+        cached_at: int32 ``[num_slots]``, position each slot's key was rotated for; None: its own.
         num_slots: Slots of the pool, the bound of every entry.
 
     Raises:
@@ -76,7 +75,7 @@ def plan_rows(
             return _native_plan(native.library(), *arguments, num_slots)
         except native.NativeUnavailable:
             pass
-    return RowPlan(*attention_reference.plan_rows(*arguments, num_slots))
+    return RowPlan(*reference.plan_rows(*arguments, num_slots))
 
 
 def _native_plan(
@@ -91,11 +90,12 @@ def _native_plan(
     kv_indptr = torch.empty(len(requests) + 1, dtype=torch.int32)
     kv_indices = torch.empty(capacity, dtype=torch.int32)
     shift = None if cached_at is None else torch.empty_like(kv_indices)
-    is_shifted = torch.zeros(1, dtype=torch.int32)
+    is_shifted = ctypes.c_int32()
     table = rows, len(rows), rows.stride(0), rows.shape[1]
     batch = requests, lengths, len(requests), cached_at, num_slots
-    call(library, "plan", *table, *batch, kv_indptr, kv_indices, shift, capacity, is_shifted)
+    outputs = kv_indptr, kv_indices, shift, capacity, ctypes.byref(is_shifted)
+    call(library, "plan", *table, *batch, *outputs)
     total = int(kv_indptr[-1])
     if shift is not None:
-        shift = shift[:total] if is_shifted else None
+        shift = shift[:total] if is_shifted.value else None
     return RowPlan(kv_indptr, kv_indices[:total], shift)

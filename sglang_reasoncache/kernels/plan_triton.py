@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row planner on a GPU: no wait for the device, so it can run inside a CUDA graph.
 
-Three launches whose grids depend on the batch alone. Each row is cut into
-``PIECES``; the first counts the entries of every piece, the second makes
-``kv_indptr`` of the counts, the third writes the entries.
+Three launches whose grids depend on the batch alone. Each row is cut into ``PIECES``; the first
+counts the entries of every piece, the second makes ``kv_indptr`` of the counts, the third writes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
+from sglang_reasoncache.kernels.common_triton import (
+    current_device,
+    first_target,
+    piece_of,
+    targets,
+)
 from sglang_reasoncache.kernels.plan import RowPlan
-from sglang_reasoncache.kernels.rotate_triton import current_device
 
 #: Programs of a row.
 PIECES = 16
@@ -23,7 +28,6 @@ PIECES = 16
 TILE = 512
 #: Requests the second launch adds up at once.
 REQUESTS = 32
-NUM_WARPS = 4
 
 _NOT_SPECIALIZED = ["num_rows", "width", "num_slots", "capacity", "batch"]
 
@@ -37,9 +41,8 @@ def _piece_of(
     length = tl.load(lengths + request).to(tl.int64)
     sound = (row >= 0) & (row < num_rows) & (length > 0)
     length = tl.where(sound, tl.minimum(length, width), 0).to(tl.int32)
-    size = tl.cdiv(tl.cdiv(length, PIECES), TILE) * TILE
-    start = tl.minimum(piece * size, length)
-    return tl.where(sound, row, 0), start, tl.minimum(start + size, length)
+    start, stop = piece_of(length, piece, PIECES, TILE)
+    return tl.where(sound, row, 0), start, stop
 
 
 @triton.jit
@@ -57,8 +60,8 @@ def count_kernel(
     counts,  # int32 [batch, PIECES], written
     num_rows,
     width,
-    num_slots,
     row_stride,
+    num_slots,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -109,9 +112,9 @@ def write_kernel(
     positions,  # int32 [capacity], written if POSITIONS
     num_rows,
     width,
+    row_stride,
     num_slots,
     capacity,
-    row_stride,
     SHIFTS: tl.constexpr,
     POSITIONS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -121,15 +124,11 @@ def write_kernel(
     piece = tl.program_id(0)
     request = tl.program_id(1)
     row, start, stop = _piece_of(requests, lengths, request, piece, num_rows, width, PIECES, TILE)
-    pieces = tl.arange(0, PIECES)
-    earlier = tl.load(counts + request * PIECES + pieces, mask=pieces < piece, other=0)
-    to = tl.load(kv_indptr + request).to(tl.int64) + tl.sum(earlier, axis=0)
+    to = first_target(kv_indptr, counts, request, piece, PIECES)
     for some in range(start, stop, TILE):
         position = some + tl.arange(0, TILE)
         slot, kept = _slots(rows + row * row_stride, position, stop, num_slots)
-        one = kept.to(tl.int32)
-        at = to + tl.cumsum(one, axis=0) - one
-        fits = kept & (at < capacity)
+        at, fits, to = targets(kept, to, capacity)
         tl.store(kv_indices + at, slot, mask=fits)
         if POSITIONS:
             tl.store(positions + at, position, mask=fits)
@@ -137,7 +136,6 @@ def write_kernel(
         if SHIFTS:
             by = position - tl.load(cached_at + slot, mask=fits, other=0)
         tl.store(shift + at, by, mask=fits)
-        to += tl.sum(one, axis=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,12 +160,16 @@ class PlanBuffers:
     def of(
         cls, batch: int, capacity: int, device: torch.device | str, *, positions: bool = False
     ) -> PlanBuffers:
-        def made(*shape: int) -> torch.Tensor:
-            # Valid from the start: an empty plan.
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        sides = made(batch + 1), made(capacity), made(capacity), made(batch, PIECES)
+        # Zeros are an empty plan.
+        made = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+        sides = made(batch + 1), made(capacity), made(capacity), made((batch, PIECES))
         return cls(*sides, made(capacity) if positions else None)
+
+    @property
+    def entries(self) -> tuple[torch.Tensor, ...]:
+        """``kv_indptr``, ``kv_indices``, ``shift`` and ``positions``, of which any may be unused."""
+        positions = self.counts if self.positions is None else self.positions
+        return self.kv_indptr, self.kv_indices, self.shift, positions
 
     @property
     def batch(self) -> int:
@@ -185,15 +187,8 @@ class PlanBuffers:
 
     def scan(self, batch: int) -> None:
         """``kv_indptr`` of ``counts``."""
-        scan_kernel[(1,)](
-            self.counts,
-            self.kv_indptr,
-            batch,
-            self.capacity,
-            PIECES=self.counts.shape[1],
-            REQUESTS=REQUESTS,
-            num_warps=NUM_WARPS,
-        )
+        fixed = dict(PIECES=self.counts.shape[1], REQUESTS=REQUESTS)
+        scan_kernel[(1,)](self.counts, self.kv_indptr, batch, self.capacity, **fixed)
 
 
 def plan_into(
@@ -207,9 +202,9 @@ def plan_into(
 ) -> RowPlan:
     """Flatten the rows of a batch into ``buffers``, without a wait.
 
-    The host reads no values, so none is refused, and none is read out of bounds: a request
-    that is not a row has no entries, a length beyond the row is cut to it, an entry that is no
-    slot is skipped, and so are entries past the capacity. Without ``cached_at`` all shifts are 0.
+    The host reads no values. A request that is not a row has no entries, a length beyond the row is
+    cut to it, an entry that is no slot is skipped, and so are entries past the capacity. Without
+    ``cached_at`` all shifts are 0.
 
     Args:
         rows, requests, lengths, cached_at, num_slots: See
@@ -226,26 +221,22 @@ def plan_into(
         raise ValueError(f"plan: {batch} requests, the buffers are for {buffers.batch}")
     if rows.stride(1) != 1:
         raise ValueError(f"plan: positions of a row must lie side by side, got {rows.stride()}")
-    unused, pieces = buffers.counts, buffers.counts.shape[1]
+    grid = (buffers.counts.shape[1], batch)
     tensors = rows, requests.contiguous(), lengths.contiguous()
-    sizes = *rows.shape, num_slots
-    fixed = dict(PIECES=pieces, TILE=TILE, num_warps=NUM_WARPS)
+    sizes = *rows.shape, rows.stride(0), num_slots
+    fixed = dict(PIECES=grid[0], TILE=TILE)
     with current_device(rows.device):
         if batch:
-            count_kernel[(pieces, batch)](*tensors, buffers.counts, *sizes, rows.stride(0), **fixed)
+            count_kernel[grid](*tensors, buffers.counts, *sizes, **fixed)
         buffers.scan(batch)
         if batch:
-            write_kernel[(pieces, batch)](
+            write_kernel[grid](
                 *tensors,
-                unused if cached_at is None else cached_at.contiguous(),
+                buffers.counts if cached_at is None else cached_at.contiguous(),
                 buffers.counts,
-                buffers.kv_indptr,
-                buffers.kv_indices,
-                buffers.shift,
-                unused if buffers.positions is None else buffers.positions,
+                *buffers.entries,
                 *sizes,
                 buffers.capacity,
-                rows.stride(0),
                 SHIFTS=cached_at is not None,
                 POSITIONS=buffers.positions is not None,
                 **fixed,

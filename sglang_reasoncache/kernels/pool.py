@@ -83,18 +83,6 @@ def choose_backend(asked: str | None, keys: torch.Tensor, values: torch.Tensor) 
     return chosen
 
 
-def check_slots(name: str, slots: torch.Tensor, num_slots: int) -> None:
-    """Raises ValueError where a slot is outside the pool; waits for the device."""
-    if slots.numel() and (slots.min() < 0 or slots.max() >= num_slots):
-        raise ValueError(f"{name} has a slot outside the pool")
-
-
-def check_shift(shift: torch.Tensor, rotation: KeyRotation) -> None:
-    """Raises ValueError where the rotary table lacks a shift; waits for the device."""
-    if shift.numel() and shift.long().abs().max() >= len(rotation.cos):
-        raise ValueError("shift has an entry beyond the rotary table")
-
-
 def read_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """fp32 ``[*slots.shape, heads, head_dim]``."""
     if buffer.dtype.itemsize == 1:
@@ -114,5 +102,4 @@ def read_keys(
     if shift is None or rotation is None:
         return found
     # Unshifted entries stay as they are even if they are not finite: inf * 0 is NaN.
-    rotated = rotation.rotate(found, rotation.angles(shift))
-    return torch.where((shift != 0)[..., None, None], rotated, found)
+    return torch.where((shift != 0)[..., None, None], rotation.rotate(found, shift), found)

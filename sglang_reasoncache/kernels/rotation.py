@@ -3,19 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sglang_reasoncache import compat
 
-
-class Angles(NamedTuple):
-    """fp32 ``[..., rotary_dim / 2]`` each; sign of the shift is in ``sin``."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
+_FLAG = "--reasoncache-positions corrected"
 
 #: Rotary modules with one table of angles that are linear in the position.
 _LINEAR_KINDS = (
@@ -27,19 +21,16 @@ _LINEAR_KINDS = (
     "DynamicNTKScalingRotaryEmbedding",
 )
 
-_FLAG = "--reasoncache-positions corrected"
-
-#: Attention modules that, where the attribute is true, scale each dim of a key by a learned
-#: weight after its rotation: what lies in the pool is no rotated key.
+#: Attention modules that, where the attribute is true, scale each dim of a key by a learned weight
+#: after its rotation.
 _SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
 
 
 class KeyRotation:
     """Rotation by whole positions.
 
-    The angle of a shift ``n`` is the table's row ``|n|``, divided by row 0: an
-    attention-scaling factor (YaRN) is already in the key and must not be
-    applied twice. The table is computed in fp32, whatever dtype serving uses.
+    The angle of a shift ``n`` is the table's row ``|n|``, divided by row 0: a key already has the
+    attention-scaling factor (YaRN). The table is computed in fp32, whatever dtype serving uses.
 
     Args:
         table: fp32 ``[max_positions, rotary_dim]``, cosines then sines.
@@ -61,10 +52,9 @@ class KeyRotation:
         """Read the rotary embedding all attention layers of ``model`` share.
 
         Raises:
-            ValueError: no rotary embedding, several different ones, a kind
-                whose angle is not linear in the position, layers without one,
-                keys changed after their rotation, or a table shorter than the
-                context.
+            ValueError: no rotary embedding, several different ones, a kind whose angle is not
+                linear in the position, layers without one, keys changed after their rotation, or
+                a table shorter than the context.
         """
         found = _rotary_modules(model)
         kinds = {type(m).__name__ for m in found}
@@ -84,23 +74,16 @@ class KeyRotation:
             )
         return cls(table, found[0].rotary_dim, found[0].is_neox_style)
 
-    def angles(self, shift: torch.Tensor) -> Angles:
-        """Cosines and sines of int ``shift`` of any shape, in positions, any sign."""
+    def rotate(self, keys: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        """Rotate ``keys`` ``[..., heads, head_dim]`` by int ``[...]`` positions; fp32 result."""
         row = shift.abs().long()
-        return Angles(self.cos[row], self.sin[row] * shift.sign()[..., None])
-
-    def rotate(self, keys: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Rotate ``keys`` ``[..., heads, head_dim]`` by ``angles`` ``[..., rotary_dim / 2]``; fp32 result."""
-        cos, sin = angles.cos[..., None, :], angles.sin[..., None, :]
+        cos = self.cos[row][..., None, :]
+        sin = (self.sin[row] * shift.sign()[..., None])[..., None, :]
         keys = keys.float()
         rotated = keys[..., : self.rotary_dim]
-        if self.is_neox:
-            half = self.rotary_dim // 2
-            x, y = rotated[..., :half], rotated[..., half:]
-            out = torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1)
-        else:
-            x, y = rotated[..., 0::2], rotated[..., 1::2]
-            out = torch.stack((x * cos - y * sin, y * cos + x * sin), dim=-1).flatten(-2)
+        x, y = rotated.chunk(2, dim=-1) if self.is_neox else (rotated[..., ::2], rotated[..., 1::2])
+        pair = x * cos - y * sin, y * cos + x * sin
+        out = torch.cat(pair, dim=-1) if self.is_neox else torch.stack(pair, dim=-1).flatten(-2)
         if self.rotary_dim == keys.shape[-1]:
             return out
         return torch.cat((out, keys[..., self.rotary_dim :]), dim=-1)

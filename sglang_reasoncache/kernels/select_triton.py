@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Some entries of a plan, by pages of their rows, on a GPU and without a wait.
 
-Layers must not read rows, which may change while a forward runs. What a layer reads is taken
-from the plan that was made of them. Grids depend on the batch alone.
+Layers read no rows, which may change while a forward runs, but the plan that was made of them.
+Grids depend on the batch alone.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_reasoncache.kernels.common_triton import (
+    current_device,
+    first_target,
+    piece_of,
+    targets,
+)
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
-from sglang_reasoncache.kernels.rotate_triton import current_device
 
 #: Entries a program reads at once.
 TILE = 512
@@ -42,9 +47,8 @@ def settle_kernel(
     length = tl.minimum(tl.load(lengths + row), pages * PAGE).to(tl.int32)
     whole = length <= budget
     newest = (length - 1) // PAGE
-    held = tl.zeros([TILE], tl.int32)
-    read = tl.zeros([TILE], tl.int32)
-    missing = tl.zeros([TILE], tl.int32)
+    zeros = tl.zeros([TILE], tl.int32)
+    held, read, missing = zeros, zeros, zeros
     for some in range(0, tl.cdiv(length, PAGE), TILE):
         page = some + tl.arange(0, TILE)
         inside = page * PAGE < length
@@ -66,11 +70,10 @@ def settle_kernel(
 
 @triton.jit
 def _span_of(kv_indptr, request, piece, PIECES: tl.constexpr, TILE: tl.constexpr):
+    """Entries of a program."""
     begin = tl.load(kv_indptr + request)
-    end = tl.load(kv_indptr + request + 1)
-    size = tl.cdiv(tl.cdiv(end - begin, PIECES), TILE) * TILE
-    start = tl.minimum(begin + piece * size, end)
-    return start, tl.minimum(start + size, end)
+    start, stop = piece_of(tl.load(kv_indptr + request + 1) - begin, piece, PIECES, TILE)
+    return begin + start, begin + stop
 
 
 @triton.jit
@@ -127,20 +130,14 @@ def write_kernel(
     request = tl.program_id(1)
     keep += request.to(tl.int64) * pages
     start, stop = _span_of(kv_indptr, request, piece, PIECES, TILE)
-    all_pieces = tl.arange(0, PIECES)
-    at_counts = counts + request * PIECES + all_pieces
-    earlier = tl.load(at_counts, mask=all_pieces < piece, other=0)
-    to = tl.load(to_indptr + request).to(tl.int64) + tl.sum(earlier, axis=0)
+    to = first_target(to_indptr, counts, request, piece, PIECES)
     for some in range(start, stop, TILE):
         entry = some + tl.arange(0, TILE)
         kept = _kept(positions, keep, entry, stop, pages, PAGE)
-        one = kept.to(tl.int32)
-        at = to + tl.cumsum(one, axis=0) - one
-        fits = kept & (at < capacity)
+        at, fits, to = targets(kept, to, capacity)
         tl.store(to_indices + at, tl.load(kv_indices + entry, mask=fits, other=0), mask=fits)
         tl.store(to_shift + at, tl.load(shift + entry, mask=fits, other=0), mask=fits)
         tl.store(to_entries + at, entry, mask=fits)
-        to += tl.sum(one, axis=0)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -186,19 +183,9 @@ def settle(
             are read, and how often the newest page was not asked for.
         budget: Positions of a row that is read whole.
     """
+    tensors = asked.view(torch.uint8), state, lengths, keep, totals
     with current_device(state.device):
-        settle_kernel[(len(lengths),)](
-            asked.view(torch.uint8),
-            state,
-            lengths,
-            keep,
-            totals,
-            state.shape[1],
-            budget,
-            PAGE=page,
-            TILE=PAGES,
-            num_warps=4,
-        )
+        settle_kernel[(len(lengths),)](*tensors, state.shape[1], budget, PAGE=page, TILE=PAGES)
 
 
 def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, page: int) -> None:
@@ -213,22 +200,16 @@ def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, pa
     """
     assert whole.positions is not None and buffers.positions is not None
     batch, pages = keep.shape
-    fixed = dict(PAGE=page, PIECES=buffers.counts.shape[1], TILE=TILE, num_warps=4)
     grid = (buffers.counts.shape[1], batch)
+    fixed = dict(PAGE=page, PIECES=grid[0], TILE=TILE)
     with current_device(keep.device):
         count_kernel[grid](whole.kv_indptr, whole.positions, keep, buffers.counts, pages, **fixed)
         buffers.scan(batch)
         write_kernel[grid](
-            whole.kv_indptr,
-            whole.kv_indices,
-            whole.shift,
-            whole.positions,
+            *whole.entries,
             keep,
             buffers.counts,
-            buffers.kv_indptr,
-            buffers.kv_indices,
-            buffers.shift,
-            buffers.positions,
+            *buffers.entries,
             pages,
             buffers.capacity,
             **fixed,
@@ -243,15 +224,7 @@ def add(weights: torch.Tensor, buffers: PlanBuffers, batch: int, whole: torch.Te
         buffers: As :func:`select_into` left it.
         whole: fp32, of the whole plan's entries.
     """
-    pieces = buffers.counts.shape[1]
+    grid = (buffers.counts.shape[1], batch)
+    selected = weights, buffers.kv_indptr, buffers.positions
     with current_device(weights.device):
-        add_kernel[(pieces, batch)](
-            weights,
-            buffers.kv_indptr,
-            buffers.positions,
-            whole,
-            len(whole),
-            PIECES=pieces,
-            TILE=TILE,
-            num_warps=4,
-        )
+        add_kernel[grid](*selected, whole, len(whole), PIECES=grid[0], TILE=TILE)

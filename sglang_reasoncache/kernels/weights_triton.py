@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_reasoncache.kernels.common_triton import piece_of, span_of
+
 #: Programs of a query.
 PIECES = 64
 #: Entries a program reads at once.
@@ -38,13 +40,11 @@ def weights_kernel(
 ):
     """Grid (PIECES, rows). An entry's weight is written by one program: always the same bits."""
     row = tl.program_id(1).to(tl.int64)
-    low = tl.minimum(tl.maximum(tl.load(begin + row), 0), total)
-    count = tl.minimum(tl.maximum(tl.load(end + row), low), total) - low
+    _first, count = span_of(begin, end, row, total)
     count = tl.minimum(count, width)
     to = tl.load(first + row).to(tl.int64)
-    piece = tl.cdiv(tl.cdiv(count, PIECES), TILE) * TILE
-    start = tl.program_id(0) * piece
-    for at in range(start, tl.minimum(start + piece, count), TILE):
+    start, stop = piece_of(count, tl.program_id(0), PIECES, TILE)
+    for at in range(start, stop, TILE):
         entry = at + tl.arange(0, TILE)
         inside = entry < count
         found = tl.zeros([TILE], tl.float32)
@@ -92,19 +92,7 @@ def add(
         total: Entries of the plan, the bound of ``begin`` and ``end``.
     """
     rows, heads, width = logits.shape
-    weights_kernel[(PIECES, rows)](
-        logits,
-        lse,
-        begin,
-        end,
-        first,
-        weights,
-        total,
-        width,
-        weights.shape[0],
-        heads=heads,
-        HEADS=min(HEADS, triton.next_power_of_2(heads)),
-        PIECES=PIECES,
-        TILE=TILE,
-        num_warps=4,
-    )
+    some = min(HEADS, triton.next_power_of_2(heads))
+    fixed = dict(heads=heads, HEADS=some, PIECES=PIECES, TILE=TILE)
+    tensors = logits, lse, begin, end, first, weights
+    weights_kernel[(PIECES, rows)](*tensors, total, width, len(weights), **fixed)

@@ -24,6 +24,8 @@ _SIGNATURES = {
     "gather": "pppqppqq",
     "distance": "ppppqqqqp",
 }
+#: Types of what is passed as it is; the others are tensors.
+_PLAIN = {int, float, bool, type(None), type(ctypes.byref(_int32()))}
 _NO_MEMORY = 9
 _MESSAGES = {
     1: "requests has an index outside the rows",
@@ -79,9 +81,7 @@ class NativePool:
     """
 
     def __init__(
-        self,
-        layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        rotation: RotaryTable | None,
+        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], rotation: RotaryTable | None
     ) -> None:
         keys, values = layers[0]
         buffers = [buffer for layer in layers for buffer in layer]
@@ -119,13 +119,13 @@ def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
     Raises:
         ValueError: a slot, length, range or shift out of bounds.
     """
-    function = getattr(library, f"reasoncache_{name}")
+    function = getattr(library, "reasoncache_" + name)
     if function.argtypes is None:
         function.argtypes = [_KINDS[kind] for kind in _SIGNATURES[name]]
-    status = function(*(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))
-    if status == _NO_MEMORY:
-        raise MemoryError(name)
+    status = function(*[x if type(x) in _PLAIN else x.data_ptr() for x in arguments])
     if status:
+        if status == _NO_MEMORY:
+            raise MemoryError(name)
         raise ValueError(f"{name}: {_MESSAGES.get(status, f'native status {status}')}")
 
 

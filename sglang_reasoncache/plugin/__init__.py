@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaches to SGLang through its own entry points; nothing is patched or copied.
-
-:func:`register` runs in every SGLang process. Without ``--enable-reasoncache``
-it adds command-line flags and, on this project's CPU platform, its attention
-backend; that is all.
-"""
+"""Attaches to SGLang through its own entry points; nothing is patched or copied."""
 
 from __future__ import annotations
 
 import os
 
-#: Set while a server with the flag starts, so that its child processes, which
-#: load plugins before they see any argument, install the rest as well.
+#: Set while a server with the flag starts, for its child processes: they load plugins before
+#: they see any argument.
 ENABLED_ENV = "SGLANG_REASONCACHE_ENABLED"
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``: add flags and backend, and the rest when switched on.
+    """Entry point ``sglang.srt.plugins``, called in every SGLang process.
 
-    SGLang swallows what a plugin raises here, so nothing is refused in this
-    function; refusals come from the flag hook and the cache factory.
+    Without ``--enable-reasoncache`` it adds command-line flags and, on this project's CPU
+    platform, its attention backend. SGLang swallows what a plugin raises here, so refusals come
+    from the flag hook and the cache factory.
     """
     from sglang_reasoncache.plugin import cpu_attention, flags, hooks
 

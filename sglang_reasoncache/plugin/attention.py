@@ -24,18 +24,13 @@ if TYPE_CHECKING:
     from sglang_reasoncache.selection.page_selection import PageSelection
 
 logger = logging.getLogger(__name__)
+_UNTRIED = "kernels that were checked without a GPU only"
 
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """What a server's attention backend can do.
-
-    Attributes:
-        rotation: Rotates keys to where they are used; None: keys are read as cached.
-        statistics: Attention statistics; None: no policy needs them.
-        selection: Which pages a decode step reads; None: all.
-        skips_evicted: Evicted positions are not read.
-    """
+    """What a server's attention backend can do. None: keys are read as cached, no policy needs
+    attention statistics, a decode step reads all pages."""
 
     rotation: KeyRotation | None = None
     statistics: AttentionStatistics | None = None
@@ -50,12 +45,9 @@ def attention_backend(
     stock: Callable[[ModelRunner], Any],
     cached: CachedPositions,
 ) -> tuple[Any, AttentionParts]:
-    """Our backend where the operator's choice allows it, else the stock one.
+    """Our backend where the operator's choice allows it, else the ``stock`` one.
 
-    Args:
-        name: One of ``compat.CORRECTABLE_BACKENDS``.
-        stock: Makes the backend of that name without correction.
-        cached: Slots' cached positions; written by our backend.
+    ``name``: one of ``compat.CORRECTABLE_BACKENDS``. ``cached`` is written by our backend.
 
     Raises:
         ValueError: our backend was requested and is not supported, or memory is missing.
@@ -63,32 +55,32 @@ def attention_backend(
     backend = _backend(model_runner, config, name, stock, cached)
     paged: PagedAttention | None = getattr(backend, "paged", None)
     if paged is None:
-        return backend, AttentionParts(rotation=getattr(backend, "rotation", None))
-    decode = model_runner.decode_attention_backend_str
-    if model_runner.prefill_attention_backend_str != decode:
+        return backend, AttentionParts(getattr(backend, "rotation", None))
+    if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
         return backend, AttentionParts(paged.rotation)
-    made = _made_for_policies(paged, config)
-    return backend, AttentionParts(paged.rotation, *made, backend.skips_evicted)
+    statistics, selection = _made_for_policies(paged, config)
+    return backend, AttentionParts(paged.rotation, statistics, selection, backend.skips_evicted)
 
 
 def _made_for_policies(
     paged: PagedAttention, config: ReasonCacheConfig
 ) -> tuple[AttentionStatistics | None, PageSelection | None]:
-    """What the policies need of attention."""
     statistics = selection = None
-    needs = needs_of(config.policies.evictors)
+    needs, selector = needs_of(config.policies.evictors), config.policies.selector
     if needs is not None:
         try:
             statistics = paged.keep_statistics(needs)
         except MemoryError as error:
-            raise ValueError(refusals.no_memory_for_weights(config, needs, error)) from error
-    selector = config.policies.selector
+            raise refusals.of_policy(
+                refusals.NO_MEMORY_FOR_WEIGHTS, config.policy, queries=needs.latest, error=error
+            ) from error
     if selector is not None:
         refusals.check_selected_page(selector.name, paged.allocator.page_size)
         try:
             selection = paged.select(*selector)
         except MemoryError as error:
-            raise ValueError(refusals.no_memory_for_bounds(selector.name, error)) from error
+            reason = refusals.NO_MEMORY_FOR_BOUNDS
+            raise refusals.of_policy(reason, selector.name, error=error) from error
     return statistics, selection
 
 
@@ -100,14 +92,14 @@ def resolve_positions(
     Raises:
         ValueError: corrected positions were requested and are not supported.
     """
-    if config.positions == "corrected" and parts.rotation is None:
-        raise ValueError(
-            "--reasoncache-positions corrected needs --attention-backend "
-            f"{', '.join(compat.CORRECTABLE_BACKENDS)}, this server runs "
-            f"{model_runner.decode_attention_backend_str}; use as-cached with it"
-        )
     resolved = config.positions.replace("auto", "corrected")
     if parts.rotation is None:
+        if config.positions == "corrected":
+            raise ValueError(
+                "--reasoncache-positions corrected needs --attention-backend "
+                f"{', '.join(compat.CORRECTABLE_BACKENDS)}, this server runs "
+                f"{model_runner.decode_attention_backend_str}; use as-cached with it"
+            )
         resolved = "as-cached"
     if resolved != config.positions:
         logger.warning("reasoncache: --reasoncache-positions auto is %s here", resolved)
@@ -117,21 +109,15 @@ def resolve_positions(
 def check_policies(
     config: ReasonCacheConfig, parts: AttentionParts, model_runner: ModelRunner
 ) -> None:
-    """Refuse policies that this server's attention does not support.
-
-    Raises:
-        ValueError: evicted positions would be read, keys cannot be un-rotated, there are no
-            attention statistics, or nothing is selected.
-    """
+    """Raises ValueError for a policy that this server's attention does not support."""
     decode = model_runner.decode_attention_backend_str
     names = " and ".join(sorted({model_runner.prefill_attention_backend_str, decode}))
-    flag = "--attention-backend"
+    both, evictors = f"--attention-backend {names}", config.policies.evictors
     selector = config.policies.selector
     if selector is not None and parts.selection is None:
-        raise ValueError(refusals.reads_everything(selector.name, flag, names))
-    evictors = config.policies.evictors
+        raise refusals.of_policy(refusals.READS_EVERYTHING, selector.name, backend=both)
     if evictors and not parts.skips_evicted:
-        raise ValueError(refusals.reads_evicted(config, flag, names))
+        raise refusals.of_policy(refusals.READS_EVICTED, config.policy, backend=both)
     for name, policy in evictors:
         if UNROTATED_KEYS in policy.needs and not config.corrected:
             raise ValueError(
@@ -139,7 +125,8 @@ def check_policies(
                 f"--reasoncache-positions corrected, got {config.positions}"
             )
         if ATTENTION in policy.needs and parts.statistics is None:
-            raise ValueError(refusals.tells_no_weights(name, flag, decode))
+            backend = f"--attention-backend {decode}"
+            raise refusals.of_policy(refusals.NO_STATISTICS, name, backend=backend)
 
 
 def _backend(
@@ -160,20 +147,17 @@ def _backend(
         # Two backends are refused by check_policies, with both names.
         if prefill != decode:
             return stock(model_runner)
-        from sglang_reasoncache.plugin import cuda_attention
-
         requested_by = f"{flag_of('policy')} {config.policy}"
-        logger.warning(
-            "reasoncache: %s asks for kernels that were checked without a GPU only", requested_by
-        )
-        return cuda_attention.make(model_runner, name, None, requested_by=requested_by)
+        logger.warning("reasoncache: %s asks for %s", requested_by, _UNTRIED)
+        return _cuda_backend(model_runner, name, None, requested_by)
     if config.positions == "as-cached":
         return stock(model_runner)
     if config.positions == "auto" and on_cuda:
         # Kernels that no GPU has run yet are not the default.
         logger.warning(
             "reasoncache: shared keys are read as cached; --reasoncache-positions corrected asks "
-            "for kernels that were checked without a GPU only"
+            "for %s",
+            _UNTRIED,
         )
         return stock(model_runner)
     if prefill != decode:
@@ -194,16 +178,21 @@ def _backend(
         return stock(model_runner)
 
 
+def _cuda_backend(
+    model_runner: ModelRunner, name: str, cached: CachedPositions | None, requested_by: str
+) -> Any:
+    from sglang_reasoncache.plugin import cuda_attention
+
+    return cuda_attention.make(model_runner, name, cached, requested_by=requested_by)
+
+
 def _corrected_backend(model_runner: ModelRunner, name: str, cached: CachedPositions) -> Any:
     if name == compat.CPU_BACKEND:
         from sglang_reasoncache.plugin import cpu_attention
 
         return cpu_attention.make(model_runner, cached)
     if name in compat.CUDA_BACKENDS:
-        from sglang_reasoncache.plugin import cuda_attention
-
-        requested_by = f"{flag_of('positions')} corrected"
-        return cuda_attention.make(model_runner, name, cached, requested_by=requested_by)
+        return _cuda_backend(model_runner, name, cached, f"{flag_of('positions')} corrected")
     from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
 
     return CorrectedTorchNativeBackend(model_runner, cached)

@@ -34,11 +34,6 @@ class Controller:
 
     Args:
         config: Resolved settings (``positions`` is not ``auto``).
-        stats: Everybody's counts.
-        tracker: Follows requests.
-        pipeline: Shares blocks.
-        eviction: Asks the evicting policies.
-        report: Tells operators.
         interval: Decode steps between two polls.
     """
 
@@ -55,13 +50,9 @@ class Controller:
         report: Report,
         interval: int = INTERVAL,
     ) -> None:
-        self.config = config
-        self.stats = stats
+        self.config, self.stats, self.report = config, stats, report
         self.forecast = SharingForecast(config.admission_credit)
-        self._report = report
-        self._tracker = tracker
-        self._pipeline = pipeline
-        self._eviction = eviction
+        self._tracker, self._pipeline, self._eviction = tracker, pipeline, eviction
         self._interval = interval
         self._decode_steps = 0
 
@@ -72,20 +63,20 @@ class Controller:
 
     @property
     def saved_positions(self) -> int:
-        """Slots that the running requests do without, less than one a position."""
+        """Those, and the evicted ones."""
         return self._pipeline.live_positions + self._eviction.positions_now
 
     # -- asked by the tree ----------------------------------------------------
 
     def keeps_prompt(self, req: Request) -> bool:
-        """Whether a running request's prompt is its own, so that positions of it may go."""
+        """Whether a running request's prompt is its own, so that positions of it may be evicted."""
         return self._eviction.evicts_prompts and takes_part(req)
 
     def after_chunk(self, req: Request, written: int) -> None:
-        """A chunk of a prompt that is the request's own has been computed; the next one has no
-        slots yet.
+        """A chunk of a prompt that is the request's own has been computed.
 
-        ``written``: positions whose KV is there when the device has done what is queued.
+        ``written``: positions whose KV is there when the device has done what is queued. The next
+        chunk has no slots yet.
         """
         start = time.perf_counter()
         self._eviction.wait()
@@ -93,12 +84,16 @@ class Controller:
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def on_release(self, req: Request) -> None:
-        """The row is gone; called for finished, aborted and retracted requests alike."""
+        """The row is gone: the request finished, was aborted or retracted."""
         state = state_of(req)
         ended = req.finished() and not isinstance(req.finished_reason, compat.FINISH_ABORT)
         if state is None:
             if ended:
-                self._count_unfollowed(req)
+                # Between two polls.
+                self._tracker.count(req)
+                if takes_part(req):
+                    positions = len(req.origin_input_ids) + len(req.output_ids)
+                    self.stats.request_finished(0, positions)
             return
         shared = state.live_positions
         self._pipeline.give_up(state, shared)
@@ -106,20 +101,12 @@ class Controller:
         if ended and state.takes_part:
             of_output = state.evicted.count_from(len(req.origin_input_ids))
             self.forecast.observe(shared + of_output, len(req.output_ids))
-            self._report.request_finished(req, state, shared, evicted)
+            self.report.request_finished(req, state, shared, evicted)
         if req.finished() and state.followed is not None:
             state.followed.close()
         state.forget_row()
         if shared + evicted and not self.saved_positions:
-            self._report.publish()
-
-    def _count_unfollowed(self, req: Request) -> None:
-        """A request that ended between two polls."""
-        self.stats.requests_seen += 1
-        if takes_part(req):
-            self.stats.request_finished(0, len(req.origin_input_ids) + len(req.output_ids))
-        else:
-            self.stats.requests_opted_out += 1
+            self.report.publish()
 
     def reset(self) -> None:
         """The cache was flushed; SGLang does that only when nothing runs."""
@@ -127,30 +114,20 @@ class Controller:
         self._tracker.reset()
         self._pipeline.reset()
         self._eviction.reset()
-        self._report.reset()
-
-    # -- asked by hooks ---------------------------------------------------------
+        self.report.reset()
 
     def describe(self) -> dict[str, Any]:
         """JSON for the endpoint."""
-        return self._report.describe(self.forecast.credit)
-
-    def log_part(self) -> str:
-        """A few words for SGLang's decode log line."""
-        return self._report.log_part()
+        return self.report.describe(self.forecast.credit)
 
     # -- a decode step --------------------------------------------------------
 
     def after_decode(self, reqs: Sequence[Request]) -> int:
-        """See what processed batches added to decoding ``reqs``; share and evict what is ready.
-
-        Returns:
-            Slots that came back to the allocator.
-        """
+        """Share and evict what is ready; return how many slots came back to the allocator."""
         self._decode_steps += 1
         publishes = self._decode_steps % (_METRICS_INTERVAL * self._interval) == 0
         if publishes:
-            self._report.publish_selection()
+            self.report.publish_selection()
         if not self.config.is_active:
             return 0
         self.stats.decode_steps += 1
@@ -162,9 +139,9 @@ class Controller:
         elapsed = time.perf_counter() - start
         self.stats.scheduler_seconds += elapsed
         if self.stats.blocks_compared > compared:
-            self._report.publish(elapsed)
+            self.report.publish(elapsed)
         elif publishes:
-            self._report.publish()
+            self.report.publish()
         self._pipeline.threshold.maybe_save()
         return self.saved_positions - before
 
@@ -194,15 +171,10 @@ class Controller:
             # need not ask for.
             reapplying = self._pipeline.reapplying()
             for req in self._eviction.in_turn(running):
-                state = self._tracker.follow(req)
-                self._evict(req, state, ask=id(req) not in reapplying)
+                self._evict(req, self._tracker.follow(req), ask=id(req) not in reapplying)
 
     def after_prefill(self, reqs: Sequence[Request], written: Sequence[int]) -> int:
-        """See requests whose prompts, or chunks of them, were computed up to ``written``.
-
-        Returns:
-            Slots that came back to the allocator.
-        """
+        """Likewise, for requests whose prompts, or chunks of them, were computed up to ``written``."""
         start, before = time.perf_counter(), self.saved_positions
         for req, positions in zip(reqs, written, strict=True):
             if is_running(req) and self.keeps_prompt(req):

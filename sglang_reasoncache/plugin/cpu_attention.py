@@ -22,12 +22,10 @@ logger = logging.getLogger(__name__)
 
 def install() -> None:
     """Register the backend where our platform is the one chosen by name. Idempotent."""
-    if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
-        return
-    if compat.CPU_BACKEND in compat.ATTENTION_BACKENDS:
-        return
-    compat.add_attention_backend_choices([compat.CPU_BACKEND])
-    compat.register_attention_backend(compat.CPU_BACKEND)(make)
+    name = compat.CPU_BACKEND
+    if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME and name not in compat.ATTENTION_BACKENDS:
+        compat.add_attention_backend_choices([name])
+        compat.register_attention_backend(name)(make)
 
 
 def default_backend() -> str:
@@ -45,8 +43,8 @@ def default_backend() -> str:
 def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
     """The backend of a scheduler process; see ``PagedCpuBackend``.
 
-    It keeps SGLang from launching Triton at page sizes above 1, as it does for names it does not
-    know. The hook comes with the backend: no other server has it.
+    It brings a hook that no other server has: at page sizes above 1 SGLang launches Triton for
+    names it does not know.
 
     Raises:
         ValueError: what is not supported, and which backend may support it.

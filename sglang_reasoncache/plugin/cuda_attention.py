@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrected positions and evicted positions over ``--attention-backend flashinfer`` and ``triton`` on CUDA.
+"""Our attention over ``--attention-backend flashinfer`` and ``triton`` on CUDA.
 
-Two hooks come with the backend and are on no other server: one reads from the prefix tree of every
-batch whether it reads shifted slots or evicted positions, one gives decode graphs two variants.
+Two hooks come with it and are on no other server: one reads from the prefix tree of every batch
+whether it reads shifted slots or evicted positions, one gives decode graphs two variants.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def make(
 
     Args:
         name: One of ``compat.CUDA_BACKENDS``.
-        cached: Slots' cached positions. None reads every key as cached.
+        cached: None reads every key as cached.
         requested_by: The flag that requests it, the beginning of every message.
 
     Raises:
@@ -42,11 +42,11 @@ def make(
         device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
         raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
     refusals.check_corrected(model_runner.server_args, requested_by)
-    # What SGLang's registry hands to its backend besides the runner.
-    stock: dict[str, Any] = {}
+    kwargs = {}
     if name == "flashinfer":
-        stock["init_new_workspace"] = model_runner.init_new_workspace
-    backend = backend_class(name)(model_runner, cached, requested_by=requested_by, **stock)
+        # SGLang's registry hands it over as well.
+        kwargs["init_new_workspace"] = model_runner.init_new_workspace
+    backend = backend_class(name)(model_runner, cached, requested_by=requested_by, **kwargs)
     if backend.paged.backend != "triton":
         raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
     backend.paged.warm_up()
@@ -67,12 +67,11 @@ def backend_class(name: str) -> type:
 
 def _install_hooks() -> None:
     targets, kind = compat.CUDA_HOOK_TARGETS, compat.HookType
-    hooking.apply(
-        {
-            targets["forward_batch"]: (_after_forward_batch, kind.AFTER),
-            targets["graph_variants"]: (_around_graph_variants, kind.AROUND),
-        }
-    )
+    hooks: dict[str, tuple[Callable[..., Any], Any]] = {
+        targets["forward_batch"]: (_after_forward_batch, kind.AFTER),
+        targets["graph_variants"]: (_around_graph_variants, kind.AROUND),
+    }
+    hooking.apply(hooks)
 
 
 def _after_forward_batch(
@@ -84,16 +83,17 @@ def _after_forward_batch(
     """
     if _backend is None or model_runner.is_draft_worker:
         return
-    tree, mark = batch.tree_cache, _backend.mark
-    if hasattr(tree, "reads_shifted"):
-        shifted = mark.corrected and tree.reads_shifted(batch.reqs)
-        mark.note(result.rids, shifted or tree.reads_evicted(batch.reqs))
-        statistics, mode = _backend.paged.statistics, result.forward_mode
-        if statistics is not None and not mode.is_idle():
-            new = None if mode.is_decode() else result.extend_seq_lens_cpu
-            prefill = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
-            if prefill is not None:
-                _backend.expect(result.rids, prefill)
+    tree = batch.tree_cache
+    if not hasattr(tree, "reads_shifted"):
+        return
+    shifted = _backend.mark.corrected and tree.reads_shifted(batch.reqs)
+    _backend.mark.note(result.rids, shifted or tree.reads_evicted(batch.reqs))
+    statistics, mode = _backend.paged.statistics, result.forward_mode
+    if statistics is not None and not mode.is_idle():
+        new = None if mode.is_decode() else result.extend_seq_lens_cpu
+        prefill = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
+        if prefill is not None:
+            _backend.expect(result.rids, prefill)
 
 
 def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:

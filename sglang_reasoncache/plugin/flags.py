@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from argparse import SUPPRESS
 from collections.abc import Callable
 from typing import Any
 
-from sglang_reasoncache import compat
+from sglang_reasoncache import compat, native
 from sglang_reasoncache.arguments import FLAGS, SET, flag_of
+from sglang_reasoncache.compat import hooking
 from sglang_reasoncache.config import (
     SETTINGS,
     ReasonCacheConfig,
@@ -18,8 +20,10 @@ from sglang_reasoncache.config import (
     parse_settings,
     type_of,
 )
-from sglang_reasoncache.plugin import ENABLED_ENV, engines, refusals
+from sglang_reasoncache.plugin import ENABLED_ENV, refusals
 from sglang_reasoncache.sharing.calibration import check_calibration
+
+logger = logging.getLogger(__name__)
 
 ENABLE = "enable_reasoncache"
 _PREFIX = "reasoncache_"
@@ -35,17 +39,16 @@ class _Moved(argparse.Action):
 
 def install() -> None:
     """Hook the two places where SGLang reads its command line, and ``Engine``'s record."""
-    registry, kind = compat.HookRegistry, compat.HookType
-    registry.register(compat.HOOK_TARGETS["add_cli_args"], add_cli_args, kind.AFTER)
-    registry.register(compat.HOOK_TARGETS["from_cli_args"], from_cli_args, kind.AROUND)
+    register, kind = compat.HookRegistry.register, compat.HookType
+    register(compat.HOOK_TARGETS["add_cli_args"], add_cli_args, kind.AFTER)
+    register(compat.HOOK_TARGETS["from_cli_args"], from_cli_args, kind.AROUND)
     compat.Engine.server_args_class = staticmethod(engine_server_args)
 
 
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
     """AFTER ``ServerArgs.add_cli_args``: one group with our flags.
 
-    Every default is None so that a value given explicitly can be told from one
-    left alone, which is what lets a preset fill in the rest.
+    Every default is None: a preset fills in what was not given.
     """
     group = parser.add_argument_group("ReasonCache: similar reasoning steps share KV memory")
     group.add_argument(
@@ -80,11 +83,8 @@ def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     """AROUND ``ServerArgs.from_cli_args``: attach the config to the record."""
-    given = {
-        name: getattr(args, _PREFIX + name)
-        for name in FLAGS
-        if getattr(args, _PREFIX + name, None) is not None
-    }
+    values = {name: getattr(args, _PREFIX + name, None) for name in FLAGS}
+    given = {name: value for name, value in values.items() if value is not None}
     server_args = original(cls, args)
     try:
         lists = getattr(args, _SET, None)
@@ -114,12 +114,7 @@ def engine_server_args(**kwargs: Any) -> Any:
 
 
 def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
-    """Put the config on the raw record and install the hooks, or refuse.
-
-    Raises:
-        ValueError: a bad value, a flag of ours without the switch, an
-            incompatible flag, or an SGLang version that was not tested.
-    """
+    """Put the config on the raw record and install the hooks; ValueError for what is refused."""
     if not enabled:
         os.environ.pop(ENABLED_ENV, None)
         if given:
@@ -138,13 +133,16 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     refusals.check_evicting(server_args, config)
     refusals.check_selector(server_args, config)
     # Imports torch, which processes without the flag need not load.
-    from sglang_reasoncache.plugin.encoder import check_encoder
+    from sglang_reasoncache.plugin.step_filter import check_encoder
 
     check_encoder(config, server_args.tp_size)
-    engines.prepare()
+    try:
+        # Before the scheduler processes want them.
+        native.prepare_for_children()
+    except native.NativeUnavailable as error:
+        logger.warning("reasoncache: no native code, kernels run in PyTorch: %s", error)
     server_args.radix_cache_backend = compat.TREE_BACKEND
-    # The record takes no new fields; an underscore attribute survives the
-    # pickling into the scheduler process.
+    # An underscore attribute survives the pickling into the scheduler process.
     server_args._reasoncache = config
     os.environ[ENABLED_ENV] = "1"
     from sglang_reasoncache.plugin import hooks
@@ -152,7 +150,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     hooks.install()
     # Children get this from load_plugins(); here it has already run.
     compat.HookRegistry.apply_hooks()
-    hooks.check_installed()
+    hooking.check_applied(compat.HOOK_TARGETS.values())
     return server_args
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
@@ -13,8 +13,6 @@ from sglang_reasoncache.compat.types import ScheduleBatch, TreeCacheBuildContext
 if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
     from sglang_reasoncache.plugin.server import ServerParts
-
-logger = logging.getLogger(__name__)
 
 _installed = False
 #: Of the scheduler process; processes without a scheduler have none.
@@ -27,26 +25,21 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    registry, kind = compat.HookRegistry, compat.HookType
-    for name, hook in (
-        ("build_allocator", _after_build_allocator),
-        ("decode_done", _after_decode),
-        ("prefill_done", _after_prefill),
-        ("count_uncached", _after_count_uncached),
-        ("decode_log_parts", _after_decode_log_parts),
-        ("internal_state", _after_internal_state),
-    ):
-        registry.register(compat.HOOK_TARGETS[name], hook, kind.AFTER)
+    hooks: dict[str, Callable[..., Any]] = {
+        "build_allocator": _after_build_allocator,
+        "decode_done": _after_decode,
+        "prefill_done": _after_prefill,
+        "count_uncached": _after_count_uncached,
+        "decode_log_parts": _after_decode_log_parts,
+        "internal_state": _after_internal_state,
+    }
+    for name, hook in hooks.items():
+        compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.CORRECTABLE_BACKENDS:
         # Our own is there on our CPU platform only.
         if name in compat.ATTENTION_BACKENDS:
             _wrap_attention_backend(name)
-
-
-def check_installed() -> None:
-    """Raises RuntimeError when SGLang could not apply one of our hooks (it only logs that)."""
-    hooking.check_applied(compat.HOOK_TARGETS.values())
 
 
 def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
@@ -63,7 +56,7 @@ def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> A
 
 def _make_tree(context: TreeCacheBuildContext) -> Any:
     """Radix-cache factory: the tree and the controller of this scheduler."""
-    check_installed()
+    hooking.check_applied(compat.HOOK_TARGETS.values())
     assert _server is not None, "SGLang builds the allocator before the prefix cache"
     return _server.tree(context)
 
@@ -83,9 +76,7 @@ def _controller() -> Controller | None:
     return None if _server is None else _server.controller
 
 
-def _after_prefill(
-    _result: None, processor: Any, batch: ScheduleBatch, *_args: Any, **_kwargs: Any
-) -> None:
+def _after_prefill(_result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any) -> None:
     """Under mixed chunk, decoding requests ride on a prefill batch, as its last ones."""
     controller = _controller()
     if controller is None:
@@ -99,9 +90,7 @@ def _after_prefill(
     _admit_again(controller, processor, freed)
 
 
-def _after_decode(
-    _result: None, processor: Any, batch: ScheduleBatch, *_args: Any, **_kwargs: Any
-) -> None:
+def _after_decode(_result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any) -> None:
     controller = _controller()
     if controller is not None:
         _admit_again(controller, processor, controller.after_decode(batch.reqs))
@@ -109,8 +98,7 @@ def _after_decode(
 
 def _admit_again(controller: Controller, processor: Any, freed: int) -> None:
     if freed and controller.config.admission_credit > 0:
-        # SGLang stops trying to admit once memory ran out and tries again when
-        # a request leaves; slots that come back in between must count as well.
+        # SGLang stops admitting once memory ran out, until a request leaves.
         processor.metrics_reporter.scheduler.running_batch.batch_is_full = False
 
 
@@ -126,7 +114,7 @@ def _after_count_uncached(result: tuple[int, int], _checker: Any) -> tuple[int, 
 
 def _after_decode_log_parts(result: list[str], _stats: Any) -> list[str] | None:
     controller = _controller()
-    return None if controller is None else [*result, controller.log_part()]
+    return None if controller is None else [*result, controller.report.log_part()]
 
 
 def _after_internal_state(_result: None, _owner: Any, state: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.arguments import flag_of
 from sglang_reasoncache.compat.types import ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 
 _OWN_TREE = "it brings its own prefix cache or KV tier, which does not count shared slots"
 _OWN_ROW = "a session keeps its row after the request"
@@ -52,31 +51,48 @@ CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_torch_compile": "our kernels would be traced",
     "enable_deterministic_inference": "a batch decides which kernel reads its requests",
 }
-_GLUE_GRAPH = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
 #: Values of a field that is not set.
 _UNSET = (None, False, "", "null", "none", compat.TREE_BACKEND)
+
+_ONE_BACKEND = f"use {', '.join(compat.EVICTION_BACKENDS)}, one for prefill and decode"
+#: What is in the way of a policy, after its name; ``backend`` is flag and name of the attention.
+READS_EVERYTHING = f"selects what a step reads, which {{backend}} does not ask; {_ONE_BACKEND}"
+READS_EVICTED = f"evicts positions, which {{backend}} would read; {_ONE_BACKEND}"
+NO_STATISTICS = "needs attention statistics, which {backend} does not give; use " + " or ".join(
+    compat.EVICTION_BACKENDS
+)
+NO_MEMORY_FOR_BOUNDS = (
+    "keeps the least and largest key of each page beside the pool: {error}; lower "
+    "--mem-fraction-static, or raise --page-size"
+)
+NO_MEMORY_FOR_WEIGHTS = (
+    "keeps the weights of the newest {queries} queries (window of snapkv, alpha of rkv) apart: "
+    "{error}; lower that, or --context-length"
+)
+_WHOLE_PAGES = (
+    "selects whole pages: --page-size must be at least 2 (the paper has 16), got {page_size}"
+)
+_OTHER_KEYS = f"knows pages by the keys that attention wrote; {flag_of('apply')}=copy writes others"
+
+
+def of_policy(reason: str, policy: str, **values: object) -> ValueError:
+    """One of the texts above with its values."""
+    return ValueError(f"{flag_of('policy')} {policy} {reason.format(**values)}")
 
 
 def check(args: ServerArgs) -> None:
     """Raises ValueError naming every flag in the way. ``args``: raw ``ServerArgs``."""
-    found = _found(args, CONFLICTS)
-    if found:
-        raise ValueError("--enable-reasoncache cannot be combined with: " + "; ".join(found))
+    _refuse("--enable-reasoncache", _found(args, CONFLICTS))
     check_page_size(args.page_size or 1)
 
 
-def check_corrected(args: ServerArgs, asked: str) -> None:
-    """Raises ValueError naming every flag in the way of corrected positions on CUDA.
-
-    ``args``: raw ``ServerArgs``. ``asked``: the beginning of the message.
-    """
+def check_corrected(args: ServerArgs, requested_by: str) -> None:
+    """Likewise, in the way of corrected positions on CUDA. ``requested_by`` begins the message."""
     found = _found(args, CORRECTED_CONFLICTS)
-    if _is_set(_GLUE_GRAPH):
-        found.append(
-            f"{_GLUE_GRAPH} (it replays one preparation for both variants of a decode graph)"
-        )
-    if found:
-        raise ValueError(f"{asked} cannot be combined with: " + "; ".join(found))
+    variable = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
+    if _is_set(variable):
+        found.append(f"{variable} (it replays one preparation for both variants of a decode graph)")
+    _refuse(requested_by, found)
 
 
 def _found(args: ServerArgs, conflicts: Mapping[str, str]) -> list[str]:
@@ -88,13 +104,15 @@ def _found(args: ServerArgs, conflicts: Mapping[str, str]) -> list[str]:
     ]
 
 
+def _refuse(subject: str, found: list[str]) -> None:
+    if found:
+        raise ValueError(f"{subject} cannot be combined with: {'; '.join(found)}")
+
+
 def check_evicting(args: ServerArgs, config: ReasonCacheConfig) -> None:
-    """Raises ValueError where a policy evicts positions and a flag asks for attention that reads them."""
-    if not config.evictions:
-        return
-    for flag, name in _backends(args):
-        if name not in compat.EVICTION_BACKENDS:
-            raise ValueError(reads_evicted(config, flag, name))
+    """Raises ValueError where a flag asks for attention that reads evicted positions."""
+    if config.evictions:
+        _check_backends(args, READS_EVICTED, config.policy)
 
 
 def check_selector(args: ServerArgs, config: ReasonCacheConfig) -> None:
@@ -104,23 +122,15 @@ def check_selector(args: ServerArgs, config: ReasonCacheConfig) -> None:
         return
     check_selected_page(selector.name, args.page_size or 1)
     if config.apply == "copy":
-        raise ValueError(
-            f"{flag_of('policy')} {selector.name} knows pages by the keys that attention wrote; "
-            f"{flag_of('apply')}=copy writes others"
-        )
-    for flag, name in _backends(args):
-        if name not in compat.EVICTION_BACKENDS:
-            raise ValueError(reads_everything(selector.name, flag, name))
+        raise of_policy(_OTHER_KEYS, selector.name)
+    _check_backends(args, READS_EVERYTHING, selector.name)
 
 
-def _backends(args: ServerArgs) -> list[tuple[str, str]]:
-    """Flag and name of the attention backends that the operator chose."""
-    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    return [
-        ("--" + field.replace("_", "-"), getattr(args, field))
-        for field in fields
-        if getattr(args, field, None) is not None
-    ]
+def _check_backends(args: ServerArgs, reason: str, policy: str) -> None:
+    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        name = getattr(args, field, None)
+        if name is not None and name not in compat.EVICTION_BACKENDS:
+            raise of_policy(reason, policy, backend=f"--{field.replace('_', '-')} {name}")
 
 
 def check_selected_page(policy: str, page_size: int) -> None:
@@ -129,52 +139,7 @@ def check_selected_page(policy: str, page_size: int) -> None:
     Asked twice: for the flag, and for the page size SGLang resolved to.
     """
     if page_size < 2:
-        raise ValueError(
-            f"{flag_of('policy')} {policy} selects whole pages: --page-size must be at least 2 "
-            f"(the paper has 16), got {page_size}"
-        )
-
-
-def reads_everything(policy: str, flag: str, name: str) -> str:
-    return (
-        f"{flag_of('policy')} {policy} selects what a step reads, which {flag} {name} does not "
-        f"ask; use {', '.join(compat.EVICTION_BACKENDS)}, one for prefill and decode"
-    )
-
-
-def no_memory_for_bounds(policy: str, error: MemoryError) -> str:
-    return (
-        f"{flag_of('policy')} {policy} keeps the least and largest key of each page beside the "
-        f"pool: {error}; lower --mem-fraction-static, or raise --page-size"
-    )
-
-
-def reads_evicted(config: ReasonCacheConfig, flag: str, name: str) -> str:
-    return (
-        f"{flag_of('policy')} {config.policy} evicts positions, which {flag} {name} would read; "
-        f"use {', '.join(compat.EVICTION_BACKENDS)}, one for prefill and decode"
-    )
-
-
-def tells_no_weights(policy: str, flag: str, name: str) -> str:
-    return (
-        f"{flag_of('policy')} {policy} needs attention statistics, which {flag} {name} does not "
-        f"give; use {' or '.join(compat.EVICTION_BACKENDS)}"
-    )
-
-
-def no_memory_for_weights(
-    config: ReasonCacheConfig, wanted: StatisticsNeeds, error: MemoryError
-) -> str:
-    return (
-        f"{flag_of('policy')} {config.policy} keeps the weights of the newest {wanted.latest} queries "
-        f"(window of snapkv, alpha of rkv) apart: {error}; lower that, or --context-length"
-    )
-
-
-def _is_set(variable: str) -> bool:
-    # The words that SGLang takes for true.
-    return os.environ.get(variable, "").lower() in ("true", "1", "yes", "y")
+        raise of_policy(_WHOLE_PAGES, policy, page_size=page_size)
 
 
 def check_page_size(page_size: int) -> None:
@@ -182,8 +147,12 @@ def check_page_size(page_size: int) -> None:
 
     Asked twice: for the flag, and for the page size SGLang resolved to.
     """
-    if page_size > 1 and _is_set("SGLANG_DEBUG_MEMORY_POOL"):
-        raise ValueError(
-            "--enable-reasoncache cannot be combined with: SGLANG_DEBUG_MEMORY_POOL at page size "
-            f"{page_size} (it counts a shared page as freed twice)"
-        )
+    variable = "SGLANG_DEBUG_MEMORY_POOL"
+    if page_size > 1 and _is_set(variable):
+        reason = f"at page size {page_size} (it counts a shared page as freed twice)"
+        _refuse("--enable-reasoncache", [f"{variable} {reason}"])
+
+
+def _is_set(variable: str) -> bool:
+    # The words that SGLang takes for true.
+    return os.environ.get(variable, "").lower() in ("true", "1", "yes", "y")

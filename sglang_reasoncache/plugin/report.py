@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators see: ``GET /reasoncache``, a part of SGLang's log line, Prometheus series."""
+"""What operators see: ``GET /reasoncache``, a part of SGLang's log line, Prometheus."""
 
 from __future__ import annotations
 
@@ -21,23 +21,13 @@ _RECENT_BLOCKS = 1024
 
 
 class Selection(Protocol):
-    """What selects pages to read, as far as it tells."""
-
     def recent(self) -> dict[str, Any]: ...
     def describe(self) -> dict[str, Any]: ...
 
 
 class Report:
-    """One per scheduler.
-
-    Args:
-        config: Resolved settings.
-        stats: Everybody's counts.
-        pipeline: Of the shared blocks.
-        eviction: Of the evicted positions.
-        metrics: Prometheus series, None without ``--enable-metrics``.
-        selection: Of the attention backend, where a policy selects what is read.
-    """
+    """One per scheduler. ``metrics`` is None without ``--enable-metrics``, ``selection`` where no
+    policy selects what is read."""
 
     def __init__(
         self,
@@ -48,12 +38,9 @@ class Report:
         metrics: SharingMetrics | None = None,
         selection: Selection | None = None,
     ) -> None:
-        self._config = config
-        self._stats = stats
-        self._pipeline = pipeline
-        self._eviction = eviction
-        self._metrics = metrics
-        self._selection = selection
+        self._config, self._stats = config, stats
+        self._pipeline, self._eviction = pipeline, eviction
+        self._metrics, self._selection = metrics, selection
         self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=_RECENT_REQUESTS)
 
     def request_finished(
@@ -77,7 +64,7 @@ class Report:
         )
 
     def publish(self, latency: float | None = None) -> None:
-        """Update the Prometheus series. ``latency``: seconds of a poll that compared blocks."""
+        """``latency``: seconds of a poll that compared blocks."""
         if self._metrics is not None:
             evicted = self._eviction.positions_now
             saved = self._pipeline.live_positions + evicted
@@ -91,10 +78,7 @@ class Report:
         self._recent.clear()
 
     def describe(self, credit: float) -> dict[str, Any]:
-        """JSON for the endpoint: settings, totals, and the last finished requests.
-
-        ``credit``: share of future output that admission counts on.
-        """
+        """JSON for the endpoint. ``credit``: share of future output that admission counts on."""
         evicted = self._eviction.positions_now
         return {
             "config": self._config.to_dict(),
@@ -105,7 +89,7 @@ class Report:
             "selection": None if self._selection is None else self._selection.describe(),
             "admission_credit": credit,
             "threshold": self._pipeline.threshold.describe(),
-            "distances": self._pipeline.distance_backend,
+            "distances": self._pipeline.meter.backend,
             "totals": self._stats.to_dict(),
             "recent": list(self._recent),
         }

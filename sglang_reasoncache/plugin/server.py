@@ -11,27 +11,23 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
-from sglang_reasoncache.compat.types import (
-    KVPool,
-    ModelRunner,
-    SlotAllocator,
-    TreeCacheBuildContext,
-)
+from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config
 from sglang_reasoncache.eviction.apply import EvictionApplier
 from sglang_reasoncache.eviction.attention import AttentionSource
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.keys import KeySource
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
-from sglang_reasoncache.filter.engine import StepEngine
 from sglang_reasoncache.filter.span import ReasoningMarkers
 from sglang_reasoncache.metrics import SharingMetrics
 from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.controller import Controller
-from sglang_reasoncache.plugin.encoder import make_encoder
-from sglang_reasoncache.plugin.engines import make_engine
 from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.plugin.span import reasoning_markers
+from sglang_reasoncache.plugin.step_filter import (
+    make_encoder,
+    make_engine,
+    reasoning_markers,
+)
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey
 from sglang_reasoncache.sharing.measure import BlockMeter
@@ -46,9 +42,7 @@ logger = logging.getLogger(__name__)
 class ServerParts:
     """One per scheduler process: allocator first, then attention, then the prefix tree.
 
-    Args:
-        config: The operator's settings.
-        stock: SGLang's allocator, just made; ours takes its place.
+    ``stock``: SGLang's allocator, just made; ours takes its place.
 
     Raises:
         ValueError: a pool whose buffers are not ``[slots, heads, head_dim]``.
@@ -56,12 +50,8 @@ class ServerParts:
 
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
         pool = stock.get_kvcache()
-        plain = (
-            type(pool) is compat.MHATokenToKVPool
-            and pool.kv_cache_layout == "nhd"
-            and not pool.is_quantized_kv_cache
-        )
-        if not plain:
+        is_plain = type(pool) is compat.MHATokenToKVPool and not pool.is_quantized_kv_cache
+        if not is_plain or pool.kv_cache_layout != "nhd":
             raise ValueError(
                 "--enable-reasoncache supports models with one plain multi-head KV pool in NHD "
                 f"layout without block quantisation, this server uses {type(pool).__name__} "
@@ -75,20 +65,15 @@ class ServerParts:
         self.controller: Controller | None = None
 
     def attention_backend(
-        self, model_runner: ModelRunner, name: str, stock: Callable[[Any], Any]
+        self, model_runner: ModelRunner, name: str, stock: Callable[[ModelRunner], Any]
     ) -> Any:
-        """See :func:`~sglang_reasoncache.plugin.attention.attention_backend`."""
         backend, self.attention = attention.attention_backend(
             model_runner, self.config, name, stock, self.cached
         )
         return backend
 
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
-        """Prefix cache with its controller.
-
-        Raises:
-            ValueError: a model, pool or policy that is not supported.
-        """
+        """With its controller. Raises ValueError for a model, pool or policy that is not supported."""
         if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
             raise ValueError(
                 "--enable-reasoncache supports full-attention models only (no sliding window, "
@@ -118,14 +103,24 @@ class ServerParts:
         reads = pool, rows.req_to_token, self.cached, rotation, num_heads, group
         meter = BlockMeter(*reads, cosine=config.distance == "cosine")
         meter.warm_up(block)
-        engine, markers = _engine(context, config, block)
+        worker, markers = context.tp_worker, _markers(context, config)
+        engine = make_engine(
+            config,
+            filter_config(config, block, params.page_size),
+            worker.tokenizer,
+            markers,
+            make_encoder(config, worker.model_runner.model, context),
+        )
         tracker = RequestTracker(engine, stats, ranks, config.shares, markers)
         acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
-        threshold = _threshold(context, config, block, pool, ranks)
+        key, model_path = self._calibration_key(context, block), context.server_args.model_path
+        writes = context.tp_rank == 0
+        threshold = CalibratedThreshold(config, key, model_path, writes, agree=ranks.first)
         pipeline = BlockPipeline(tracker, meter, acceptor, threshold, stats, ranks, block)
-        statistics = self.attention.statistics
-        heads = context.model_config.num_attention_heads * pool.layer_num
-        weights = None if statistics is None else AttentionSource(statistics, heads, group)
+        weights = None
+        if self.attention.statistics is not None:
+            heads = context.model_config.num_attention_heads * pool.layer_num
+            weights = AttentionSource(self.attention.statistics, heads, group)
         eviction = EvictionController(
             config.policies.evictors,
             EvictionApplier(self.allocator, rows),
@@ -135,40 +130,31 @@ class ServerParts:
             weights,
         )
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
-        selection = self.attention.selection
-        report = Report(config, stats, pipeline, eviction, metrics, selection)
-        logger.info(
-            "reasoncache: on, block %d, page %d, distances by %s, %s",
-            block,
-            params.page_size,
-            meter.backend,
-            config,
-        )
+        report = Report(config, stats, pipeline, eviction, metrics, self.attention.selection)
+        told = "reasoncache: on, block %d, page %d, distances by %s, %s"
+        logger.info(told, block, params.page_size, meter.backend, config)
         return Controller(config, stats, tracker, pipeline, eviction, report)
 
-
-def _engine(
-    context: TreeCacheBuildContext, config: ReasonCacheConfig, block: int
-) -> tuple[StepEngine, ReasoningMarkers | None]:
-    """What compares steps, and the markers around those that count."""
-    worker = context.tp_worker
-    markers = _markers(context, config)
-    engine = make_engine(
-        config,
-        filter_config(config, block, context.params.page_size),
-        worker.tokenizer,
-        markers,
-        make_encoder(config, worker.model_runner.model, context),
-    )
-    return engine, markers
+    def _calibration_key(self, context: TreeCacheBuildContext, block: int) -> CalibrationKey:
+        config, pool = self.config, self.allocator.get_kvcache()
+        model = context.model_config.hf_config
+        parts = (
+            getattr(model, "model_type", "unknown"),
+            f"layers{pool.layer_num}",
+            f"heads{pool.head_num * context.tp_size}",
+            f"dim{pool.head_dim}",
+            f"vocab{getattr(model, 'vocab_size', 0)}",
+            f"page{context.params.page_size}",
+            config.align,
+        )
+        # Distances of different kinds do not mix.
+        kind = "" if config.distance == "euclidean" else f"/{config.distance}"
+        dtype = str(pool.dtype).removeprefix("torch.")
+        return CalibrationKey("/".join(parts), block, config.positions + kind, dtype)
 
 
 def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> ReasoningMarkers | None:
-    """Tokens around the reasoning part, None where all output may share.
-
-    Raises:
-        ValueError: ``--reasoncache-span reasoning`` without a parser that can be followed.
-    """
+    """Tokens around the reasoning part, None where all output may share."""
     if config.span == "response":
         return None
     parser = context.server_args.reasoning_parser
@@ -179,41 +165,6 @@ def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> Reaso
             f"tokens of the model, got {parser!r}"
         )
     return markers
-
-
-def _threshold(
-    context: TreeCacheBuildContext,
-    config: ReasonCacheConfig,
-    block: int,
-    pool: KVPool,
-    ranks: Ranks,
-) -> CalibratedThreshold:
-    key = CalibrationKey(
-        model=f"{_model_key(context, pool)}/page{context.params.page_size}/{config.align}",
-        block=block,
-        # Distances of different kinds do not mix.
-        positions=config.positions
-        if config.distance == "euclidean"
-        else f"{config.positions}/{config.distance}",
-        kv_dtype=str(pool.dtype).removeprefix("torch."),
-    )
-    return CalibratedThreshold(
-        config, key, context.server_args.model_path, writes=context.tp_rank == 0, agree=ranks.first
-    )
-
-
-def _model_key(context: TreeCacheBuildContext, pool: KVPool) -> str:
-    """What distances depend on; a stored histogram is only read for the same key."""
-    config = context.model_config.hf_config
-    return "/".join(
-        (
-            getattr(config, "model_type", "unknown"),
-            f"layers{pool.layer_num}",
-            f"heads{pool.head_num * context.tp_size}",
-            f"dim{pool.head_dim}",
-            f"vocab{getattr(config, 'vocab_size', 0)}",
-        )
-    )
 
 
 def _labels(context: TreeCacheBuildContext) -> dict[str, Any]:

@@ -68,8 +68,7 @@ class HostSelection(PageSelection):
         rows = step.shift.any(dim=1).nonzero()[:, 0]
         row, page = step.held[rows].nonzero().unbind(1)
         row = rows[row]
-        angles = self._rotation.angles(-step.shift[row, page])
-        rotated = self._rotation.rotate(query[row], angles)
+        rotated = self._rotation.rotate(query[row], -step.shift[row, page])
         logits = torch.full((*step.held.shape, query.shape[1]), float("-inf"))
         found = step.first[row, page] // self._page
         logits[row, page] = bounds.largest(rotated, found) * scale

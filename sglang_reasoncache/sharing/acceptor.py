@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that decides which proposed blocks are shared, and redirects rows.
-
-The filter only proposes. Nothing here looks at text or similarity: it checks what must hold
-for the server's memory to stay right, and the distance threshold.
-"""
+"""Redirects the rows of blocks that were accepted."""
 
 from __future__ import annotations
 
@@ -14,30 +10,7 @@ import torch
 from sglang_reasoncache.cache.allocator import SharedPagedAllocator, SharedTokenAllocator
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import ReqToTokenPool
-from sglang_reasoncache.eviction.row_state import EvictedPositions
-from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
-from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
-
-
-def refusal_of(block: BlockProposal, written: int, evicted: EvictedPositions) -> Refusal | None:
-    """Why ``block`` must not be applied whatever its distance, or None.
-
-    Args:
-        block: The proposal.
-        written: Positions of the request whose KV is surely in the pool.
-        evicted: Evicted positions of the request.
-    """
-    kv = block.req.kv
-    if block.dst_start < kv.cache_protected_len:
-        # The prefix tree owns these; another request may read them.
-        return Refusal.TREE_OWNED
-    src_end = block.src_start + block.length
-    if block.dst_end > min(written, kv.kv_allocated_len) or src_end > block.dst_start:
-        return Refusal.NOT_WRITTEN
-    if evicted.any_in(block.dst_start, block.dst_end) or evicted.any_in(block.src_start, src_end):
-        return Refusal.EVICTED
-    return None
 
 
 class Acceptor:
@@ -45,12 +18,7 @@ class Acceptor:
 
     A batch in flight may still read the old slots: they are only overwritten by
     a later forward on the same stream. The freed slots can be handed out at once.
-
-    Args:
-        allocator: Ours, with reference counts.
-        req_to_token_pool: SGLang's rows.
-        meter: Reads the pool.
-        copies: Copy instead of redirecting (verification).
+    With ``copies`` it copies instead of redirecting (verification).
     """
 
     def __init__(
@@ -60,18 +28,8 @@ class Acceptor:
         meter: BlockMeter,
         copies: bool,
     ) -> None:
-        self._allocator = allocator
-        self._pool = req_to_token_pool
-        self._meter = meter
+        self._allocator, self._pool, self._meter = allocator, req_to_token_pool, meter
         self.copies = copies
-
-    def judge(
-        self, distances: Sequence[float], threshold: AdaptiveThreshold
-    ) -> list[Refusal | None]:
-        """Show the distances to the threshold and ask it about each."""
-        accepted = threshold.decide(distances)
-        refusal = Refusal.DISTANCE if threshold.is_warm else Refusal.WARMUP
-        return [None if yes else refusal for yes in accepted]
 
     def apply(self, chosen: Sequence[int], measured: Measurement) -> list[bool]:
         """Redirect (or copy) the ``chosen`` blocks of a measured batch.

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that keeps the observed distance distributions across restarts.
+"""A JSON file that keeps the observed distances across restarts, one state per key.
 
-Without it, the first requests of a fresh server meet an empty percentile. One
-JSON file holds one state per :class:`CalibrationKey`, because distances depend
-on the model, on the block size and on how keys are stored and compared.
+Without it, the first requests of a fresh server meet an empty percentile.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ MAX_ENTRIES = 32
 
 
 class CalibrationKey(NamedTuple):
-    """What a distribution is valid for.
+    """What distances depend on.
 
     Attributes:
         model: Fingerprint of the model, and how blocks are paired.
         block: Tokens per block.
         positions: ``corrected`` or ``as-cached``, and how blocks are compared.
-        kv_dtype: Data type of the KV cache, such as ``bfloat16``.
+        kv_dtype: Such as ``bfloat16``.
     """
 
     model: str
@@ -55,13 +53,9 @@ class CalibrationKey(NamedTuple):
 
 
 def load(path: Path, key: CalibrationKey) -> dict[str, object] | None:
-    """The state saved for ``key``; None if the file or the key is absent.
+    """The state saved for ``key``, not validated yet; None if the file or the key is absent.
 
-    The state itself is validated by whoever restores it.
-
-    Raises:
-        ValueError: the file is too large or not a calibration file.
-        OSError: the file exists but cannot be read.
+    Raises ValueError for a file that is too large or no calibration, OSError if it cannot be read.
     """
     state = _read(path).get(key.as_text())
     if state is None:
@@ -74,12 +68,11 @@ def load(path: Path, key: CalibrationKey) -> dict[str, object] | None:
 def save(path: Path, key: CalibrationKey, state: dict[str, object]) -> None:
     """Set the state of ``key`` and keep the other entries; replaces the file in one move.
 
-    Readers see the old file or the new one. Two writers at once are safe too,
-    but the later one may remove the entry of the other.
+    Of two writers at once, the later one may remove the entry of the other.
 
     Raises:
-        ValueError: the present file is not a calibration file (it is left
-            alone), or the new one would be too large.
+        ValueError: the present file is not a calibration file (it is left alone), or the new
+            one would be too large.
         OSError: the directory cannot be written.
     """
     entries = _read(path)
@@ -87,13 +80,14 @@ def save(path: Path, key: CalibrationKey, state: dict[str, object]) -> None:
     entries[key.as_text()] = state
     while len(entries) > MAX_ENTRIES:
         del entries[next(iter(entries))]
-    text = json.dumps({"version": _VERSION, "entries": entries}, allow_nan=False)
-    data = text.encode()
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(
-            f"calibration file {path} must be at most {MAX_FILE_BYTES} bytes, got {len(data)}"
-        )
+    data = json.dumps({"version": _VERSION, "entries": entries}, allow_nan=False).encode()
+    _check_size(path, data)
     _replace(path, data)
+
+
+def _check_size(path: Path, data: bytes) -> None:
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"calibration file {path} must be at most {MAX_FILE_BYTES} bytes")
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -103,8 +97,7 @@ def _read(path: Path) -> dict[str, object]:
             data = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         return {}
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"calibration file {path} must be at most {MAX_FILE_BYTES} bytes")
+    _check_size(path, data)
     try:
         content = json.loads(data)
     # RecursionError: brackets nested thousands deep.
@@ -119,7 +112,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _replace(target: Path, data: bytes) -> None:
-    """Write beside the target, then rename: no reader ever sees half a file."""
+    """No reader ever sees half a file."""
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -133,15 +126,12 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 class CalibratedThreshold:
-    """The distance threshold of a server, kept in a file across restarts; one per scheduler.
+    """The distance threshold of a scheduler, kept in a file across restarts.
 
     Args:
-        config: Resolved settings.
-        key: What distances depend on.
         model_path: Folder of the weights, searched for a calibration.
         writes: Whether this process writes the calibration (one rank does).
-        agree: Called with the stored histogram this rank found; returns the one
-            all ranks use.
+        agree: Called with the stored histogram of this rank; returns the one all ranks use.
     """
 
     def __init__(
@@ -152,21 +142,16 @@ class CalibratedThreshold:
         writes: bool,
         agree: Callable[[Any], Any] = lambda state: state,
     ) -> None:
-        self._config = config
-        self._key = key
+        self._config, self._key, self._writes = config, key, writes
         self._path = Path(config.calibration) if config.calibration else None
-        self._writes = writes
         self._saved_at = time.monotonic()
         self._saved_observations = 0
-        self.threshold = AdaptiveThreshold(
-            config.percentile,
-            config.warmup,
-            config.half_life or None,
-            state=agree(self._stored(Path(model_path) / CALIBRATION_FILE)),
-        )
+        state = agree(self._stored(Path(model_path) / CALIBRATION_FILE))
+        half_life = config.half_life or None
+        self.threshold = AdaptiveThreshold(config.percentile, config.warmup, half_life, state)
 
     def _stored(self, beside_model: Path) -> dict[str, object] | None:
-        """The histogram of an earlier run, from the operator's file or the model's folder."""
+        """From the operator's file or the model's folder."""
         for path in (self._path, beside_model):
             if path is None or not path.is_file():
                 continue
@@ -175,31 +160,25 @@ class CalibratedThreshold:
                 logger.info("reasoncache: distances calibrated from %s", path)
                 return stored
             logger.warning("reasoncache: %s holds no distances for %s", path, self._key)
-        logger.info(
-            "reasoncache: no calibration, nothing is shared before %d distances were seen",
-            self._config.warmup,
-        )
+        told = "reasoncache: no calibration, nothing is shared before %d distances were seen"
+        logger.info(told, self._config.warmup)
         return None
 
     def maybe_save(self) -> None:
         """Write the calibration now and then; called in each poll, so it must be cheap."""
-        if (
-            self._path is None
-            or not self._writes
-            or time.monotonic() - self._saved_at < _SAVE_INTERVAL_SECONDS
-        ):
+        now = time.monotonic()
+        if self._path is None or not self._writes or now - self._saved_at < _SAVE_INTERVAL_SECONDS:
             return
-        self._saved_at = time.monotonic()
-        if self.threshold.num_observed > self._saved_observations:
-            self._saved_observations = self.threshold.num_observed
-            try:
-                save(self._path, self._key, self.threshold.to_state())
-            except (OSError, ValueError):
-                # A full disk, or a file that was corrupted meanwhile, must not stop the
-                # server; the next interval tries again.
-                logger.exception(
-                    "reasoncache: could not write %s %s", flag_of("calibration"), self._path
-                )
+        self._saved_at = now
+        if self.threshold.num_observed <= self._saved_observations:
+            return
+        self._saved_observations = self.threshold.num_observed
+        try:
+            save(self._path, self._key, self.threshold.to_state())
+        except (OSError, ValueError):
+            # A full disk, or a file corrupted meanwhile, must not stop the server.
+            flag = flag_of("calibration")
+            logger.exception("reasoncache: could not write %s %s", flag, self._path)
 
     def describe(self) -> dict[str, Any]:
         value = self.threshold.value
@@ -214,11 +193,7 @@ class CalibratedThreshold:
 
 
 def check_calibration(config: ReasonCacheConfig) -> None:
-    """Refuse ``--reasoncache-calibration`` before a server starts on it.
-
-    Raises:
-        ValueError: not a calibration file, or a folder that cannot be written.
-    """
+    """Raises ValueError for a file that is no calibration, or a folder that cannot be written."""
     if config.calibration is None:
         return
     path, flag = Path(config.calibration), flag_of("calibration")

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain data between the filter, which proposes blocks, and the acceptor, which applies them."""
+"""A proposed block, and the rules that refuse it whatever its distance.
+
+Nothing here looks at text or similarity: it checks what must hold for the server's memory to
+stay right.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.sharing.state import is_running, state_of
 
 
 class Refusal(Enum):
@@ -29,10 +34,9 @@ class Refusal(Enum):
 class BlockProposal:
     """Redirect positions ``[dst_start, dst_start + length)`` of ``req`` to the slots of ``[src_start, ...)``.
 
-    Positions are logical: index into prompt plus output. ``req`` is SGLang's
-    request and ``row`` counts its rows: a proposal for an earlier row is void.
-    The row is read when the proposal is measured, so a source that is itself
-    shared resolves to the slot that holds its KV. ``decided`` blocks were
+    Positions are logical: index into prompt plus output. ``row`` counts the request's rows: a
+    proposal for an earlier row is void. The row is read when the proposal is measured, so a
+    source that is itself shared resolves to the slot that holds its KV. ``decided`` blocks were
     accepted before a retraction and are not judged again.
     """
 
@@ -46,3 +50,23 @@ class BlockProposal:
     @property
     def dst_end(self) -> int:
         return self.dst_start + self.length
+
+
+def refusal_of(block: BlockProposal) -> Refusal | None:
+    """Why ``block`` must not be applied now, or None."""
+    req, state = block.req, state_of(block.req)
+    # A row that is being recomputed may not even have slots yet.
+    if state is None or state.row != block.row or state.reapply or not is_running(req):
+        return Refusal.LATE
+    if block.dst_start < req.kv.cache_protected_len:
+        # The prefix tree owns these; another request may read them.
+        return Refusal.TREE_OWNED
+    # The newest token's KV is not written before the next forward.
+    written = min(len(req.origin_input_ids) + len(req.output_ids) - 1, req.kv.kv_allocated_len)
+    src_end, dst_end = block.src_start + block.length, block.dst_end
+    if dst_end > written or src_end > block.dst_start:
+        return Refusal.NOT_WRITTEN
+    evicted = state.evicted
+    if evicted.any_in(block.dst_start, dst_end) or evicted.any_in(block.src_start, src_end):
+        return Refusal.EVICTED
+    return None

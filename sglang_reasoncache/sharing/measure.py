@@ -19,11 +19,8 @@ from sglang_reasoncache.sharing.decision import BlockProposal
 class Measurement:
     """Slots and sums of a batch of block pairs, on their way from the device to the host.
 
-    Attributes:
-        rows: int64 ``[blocks, 1]``, row of each block's request.
-        dst_at: int64 ``[blocks, length]``, destination positions.
-        dst_slots: int64 ``[blocks, length]``.
-        src_slots: int64 ``[blocks, length]``.
+    ``rows``, of the requests, are int64 ``[blocks, 1]``; ``dst_at``, destination positions, and
+    ``dst_slots`` and ``src_slots`` are int64 ``[blocks, length]``.
     """
 
     def __init__(
@@ -36,10 +33,10 @@ class Measurement:
     ) -> None:
         self.rows, self.dst_at = rows, dst_at
         self.dst_slots, self.src_slots = dst_slots, src_slots
-        self._host: list[torch.Tensor] = [dst_slots, src_slots, sums]
+        self._host = [dst_slots, src_slots, sums]
         self._arrived: torch.cuda.Event | None = None
         if sums.is_cuda:
-            # Nobody waits: the copies run behind the kernels, an event tells when.
+            # Copied behind the kernels; an event tells when.
             self._host = [
                 torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
                 for t in self._host
@@ -70,13 +67,11 @@ class BlockMeter:
     """Distances over all layers, and over all heads when they are split over ranks.
 
     Args:
-        pool: SGLang's.
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
-        cached_at: Slots' cached positions.
         rotation: Keys are compared as they would be used; None: as cached.
         num_heads: KV heads over all ranks.
-        group: CPU process group of the tensor-parallel ranks, None when alone.
-            Every rank then measures the same blocks in the same order.
+        group: CPU process group of the tensor-parallel ranks, which measure the same blocks in the
+            same order; None when alone.
         cosine: Compare by angle instead of the papers' Euclidean distance.
     """
 
@@ -94,12 +89,8 @@ class BlockMeter:
         self._layers = [(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in layer_ids]
         self._kernel = DistanceKernel(self._layers, rotation)
         self._compare = self._kernel.moments if cosine else self._kernel.squares
-        self._rows = rows
-        self._cached_at = cached_at
-        self.rotation = rotation
-        self._num_heads = num_heads
-        self._group = group
-        self._cosine = cosine
+        self._rows, self._cached_at, self.rotation = rows, cached_at, rotation
+        self._num_heads, self._group, self._cosine = num_heads, group, cosine
 
     @property
     def backend(self) -> str:
@@ -113,19 +104,18 @@ class BlockMeter:
         self._compare(slots, slots, shift)
 
     def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
-        """Read the blocks' slots from their rows and compare what they hold.
-
-        All have the same length; at least one. On a GPU this only launches.
-        """
+        """Compare what one or more blocks of one length hold; on a GPU this only launches."""
         device = self._rows.device
         within = torch.arange(blocks[0].length, device=device)
         starts = upload([(b.req.kv.req_pool_idx, b.dst_start, b.src_start) for b in blocks], device)
         rows, dst, src = starts[:, 0:1], starts[:, 1:2] + within, starts[:, 2:3] + within
         dst_slots = self._rows[rows, dst].long()
         src_slots = self._rows[rows, src].long()
-        shift = None if self.rotation is None else self._cached_at.shift(src_slots, dst)
-        sums = self._compare(dst_slots, src_slots, shift)
+        sums = self._compare(dst_slots, src_slots, self._shift(src_slots, dst))
         return Measurement(rows, dst, dst_slots, src_slots, sums)
+
+    def _shift(self, src_slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor | None:
+        return None if self.rotation is None else self._cached_at.shift(src_slots, used_at)
 
     def distances(self, measured: Measurement) -> list[float]:
         """KV distance per block; under tensor parallelism all ranks call this together."""
@@ -140,9 +130,7 @@ class BlockMeter:
         """Write the source's K and V into the destination's own slots (``--reasoncache-apply copy``)."""
         index = upload(chosen, self._rows.device)
         dst_slots, src_slots = measured.dst_slots[index], measured.src_slots[index]
-        shift = None
-        if self.rotation is not None:
-            shift = self._cached_at.shift(src_slots, measured.dst_at[index])
+        shift = self._shift(src_slots, measured.dst_at[index])
         for keys, values in self._layers:
             # Slots used where they were cached are copied bit for bit.
             keys[dst_slots] = read_keys(keys, src_slots, shift, self.rotation).to(keys.dtype)

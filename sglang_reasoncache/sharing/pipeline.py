@@ -9,47 +9,30 @@ from __future__ import annotations
 import bisect
 import collections
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.sharing.acceptor import Acceptor, refusal_of
+from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold
-from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
+from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.ranks import Ranks
-from sglang_reasoncache.sharing.state import RequestState, is_running, state_of
+from sglang_reasoncache.sharing.state import RequestState, state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Finished steps taken from the engine at once, unless their blocks fill a batch before.
 _TAKE_LIMIT = 256
-#: Blocks measured at once, and about as many applied in one poll: the scheduler must not
-#: stall when many steps end together.
+#: Blocks measured at once, and about as many applied in one poll: many steps may end together.
 _MAX_BATCH = 256
 
 Batch = list[BlockProposal]
 
 
-class _InFlight(NamedTuple):
-    """A batch whose distances are on their way."""
-
-    batch: Batch
-    measured: Measurement
-
-
 class BlockPipeline:
-    """One per scheduler.
-
-    Args:
-        tracker: Gives the steps that were compared.
-        meter: Reads the pool.
-        acceptor: Applies decisions.
-        threshold: Judges distances.
-        stats: Counts blocks and refusals.
-        ranks: A batch is applied when its distances have arrived on all of them.
-        block: Tokens per block.
+    """One per scheduler. A batch is applied when its distances have arrived on all ranks.
 
     Attributes:
+        block: Tokens per block.
         live_positions: Slots that the running requests do without by sharing.
     """
 
@@ -63,20 +46,12 @@ class BlockPipeline:
         ranks: Ranks,
         block: int,
     ) -> None:
-        self.threshold = threshold
-        self.block = block
+        self.threshold, self.meter, self.block = threshold, meter, block
         self.live_positions = 0
-        self._tracker = tracker
-        self._meter = meter
-        self._acceptor = acceptor
-        self._stats = stats
-        self._ranks = ranks
+        self._tracker, self._acceptor = tracker, acceptor
+        self._stats, self._ranks = stats, ranks
         self._waiting: collections.deque[Batch] = collections.deque()
-        self._in_flight: _InFlight | None = None
-
-    @property
-    def distance_backend(self) -> str:
-        return self._meter.backend
+        self._in_flight: tuple[Batch, Measurement] | None = None
 
     def advance(self) -> None:
         """Bring block pairs as far as they come without waiting, or ``_MAX_BATCH`` of them.
@@ -86,14 +61,13 @@ class BlockPipeline:
         """
         done = 0
         while True:
-            flying = self._in_flight
-            if flying is not None:
-                measured = flying.measured
+            if self._in_flight is not None:
+                batch, measured = self._in_flight
                 if not measured.is_immediate and not self._ranks.least(measured.ready()):
                     return
                 self._in_flight = None
-                self._apply(flying)
-                done += len(flying.batch)
+                self._apply(batch, measured)
+                done += len(batch)
             if done >= _MAX_BATCH:
                 return
             if not self._waiting and not self._collect():
@@ -114,16 +88,15 @@ class BlockPipeline:
 
     def reapplying(self) -> set[int]:
         """``id`` of the requests with blocks that are yet to be applied again."""
-        batches = [*self._waiting, *([self._in_flight.batch] if self._in_flight else [])]
+        batches = [*self._waiting, self._in_flight[0] if self._in_flight else []]
         return {id(block.req) for batch in batches for block in batch if block.decided}
 
     def give_up(self, state: RequestState, positions: int) -> None:
-        """As many positions of a row share no slot any more."""
+        """As many positions share no slot any more."""
         state.live_positions -= positions
         self.live_positions -= positions
 
     def reset(self) -> None:
-        """The cache was flushed; nothing runs."""
         self.live_positions = 0
         self._waiting.clear()
         self._in_flight = None
@@ -137,13 +110,13 @@ class BlockPipeline:
             if req is None or state is None:
                 self._stats.refusals[Refusal.LATE.value] += len(result.pairs)
                 continue
-            # Refused here as well as later: which requests still exist may differ
-            # between ranks, and the batches they make must not.
+            # Asked here as well as later: which requests still exist may differ between
+            # ranks, and the batches they make must not.
             blocks = per_request.setdefault(result.request, [])
-            for block in self._allowed(
-                BlockProposal(req, pair.dst_start, pair.src_start, self.block, state.row)
-                for pair in result.pairs
-            ):
+            for pair in result.pairs:
+                block = BlockProposal(req, pair.dst_start, pair.src_start, self.block, state.row)
+                if not self._allows(block):
+                    continue
                 if state.claim(block.dst_start, block.length):
                     blocks.append(block)
                 else:
@@ -156,68 +129,46 @@ class BlockPipeline:
         for blocks in requests:
             in_batches(blocks, batches)
         for batch in batches:
-            self._waiting.extend(
-                batch[i : i + _MAX_BATCH] for i in range(0, len(batch), _MAX_BATCH)
-            )
+            parts = range(0, len(batch), _MAX_BATCH)
+            self._waiting.extend(batch[i : i + _MAX_BATCH] for i in parts)
 
     def _launch(self) -> bool:
         """Measure the next batch; False when none waits."""
         while self._waiting:
-            batch = self._allowed(self._waiting.popleft())
+            batch = [block for block in self._waiting.popleft() if self._allows(block)]
             if batch:
-                self._in_flight = _InFlight(batch, self._meter.measure(batch))
+                self._in_flight = batch, self.meter.measure(batch)
                 return True
         return False
 
-    def _apply(self, flying: _InFlight) -> None:
+    def _apply(self, batch: Batch, measured: Measurement) -> None:
         """Judge a measured batch and apply what is accepted."""
-        batch, measured = flying
         # Every rank adds up the sums of the whole batch before any block is left out.
-        distances = self._meter.distances(measured)
-        chosen, fresh = [], []
-        for i, block in enumerate(batch):
-            refusal = self._refusal(block)
-            if refusal is not None:
-                self._refuse(block, refusal)
-            elif block.decided:
-                chosen.append(i)
-            else:
-                fresh.append(i)
+        distances = self.meter.distances(measured)
+        allowed = [i for i, block in enumerate(batch) if self._allows(block)]
+        chosen = [i for i in allowed if batch[i].decided]
+        fresh = [i for i in allowed if not batch[i].decided]
         self._stats.blocks_compared += len(fresh)
-        verdicts = self._acceptor.judge([distances[i] for i in fresh], self.threshold.threshold)
-        for i, refusal in zip(fresh, verdicts, strict=True):
-            if refusal is None:
+        threshold = self.threshold.threshold
+        accepted = threshold.decide([distances[i] for i in fresh])
+        too_far = Refusal.DISTANCE if threshold.is_warm else Refusal.WARMUP
+        for i, yes in zip(fresh, accepted, strict=True):
+            if yes:
                 chosen.append(i)
             else:
-                self._refuse(batch[i], refusal)
+                self._refuse(batch[i], too_far)
         for i, changed in zip(chosen, self._acceptor.apply(chosen, measured), strict=True):
             if changed:
                 self._count_shared(batch[i])
             else:
                 self._refuse(batch[i], Refusal.SAME_SLOTS)
 
-    def _allowed(self, blocks: Iterable[BlockProposal]) -> Batch:
-        allowed = []
-        for block in blocks:
-            refusal = self._refusal(block)
-            if refusal is None:
-                allowed.append(block)
-            else:
-                self._refuse(block, refusal)
-        return allowed
-
-    def _refusal(self, block: BlockProposal) -> Refusal | None:
-        req = block.req
-        state = state_of(req)
-        if (
-            state is None
-            or state.row != block.row
-            # Being recomputed: positions may not even have slots yet.
-            or state.reapply
-            or not is_running(req)
-        ):
-            return Refusal.LATE
-        return refusal_of(block, len(req.origin_input_ids) + len(req.output_ids) - 1, state.evicted)
+    def _allows(self, block: BlockProposal) -> bool:
+        """Ask the rules; what they refuse is counted."""
+        refusal = refusal_of(block)
+        if refusal is not None:
+            self._refuse(block, refusal)
+        return refusal is None
 
     def _refuse(self, block: BlockProposal, refusal: Refusal) -> None:
         self._stats.refusals[refusal.value] += 1
@@ -231,10 +182,8 @@ class BlockPipeline:
         assert state is not None, "only requests with state propose blocks"
         state.shared.append((block.dst_start, block.src_start))
         state.mark_shared(block.dst_start)
-        if block.decided:
-            self._stats.blocks_reapplied += 1
-        else:
-            self._stats.blocks_shared += 1
+        self._stats.blocks_reapplied += block.decided
+        self._stats.blocks_shared += not block.decided
         if not self._acceptor.copies:
             state.slot_aliases.share(block.dst_start, block.src_start, block.length)
             self.give_up(state, -block.length)

@@ -16,7 +16,6 @@ class Ranks:
         self._group = group
 
     def least(self, value: int) -> int:
-        """The least ``value`` of all ranks."""
         if self._group is None:
             return value
         box = torch.tensor(int(value), dtype=torch.int64)

@@ -24,8 +24,6 @@ class Followed:
     close: the garbage collector may run in any thread.
     """
 
-    __slots__ = ("_engine", "_orphans", "id")
-
     def __init__(
         self, engine: StepEngine, start_position: int, inside: bool, orphans: deque[int]
     ) -> None:
@@ -35,7 +33,7 @@ class Followed:
         self._engine = engine
 
     def close(self) -> None:
-        """Forget the request. Called by the thread that feeds the engine."""
+        """Called by the thread that feeds the engine."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close(self.id)
@@ -51,17 +49,16 @@ class Followed:
 
 @dataclass
 class RequestState(RowState):
-    """Mutable, owned by the controller.
+    """Owned by the controller.
 
     Attributes:
         followed: The request in the step engine; None when it opted out, or nothing shares.
         takes_part: False when it opted out: its row is never touched.
         fed: Output tokens already handed to the engine.
-        row: Counts the rows this request has had; a proposal made for an earlier
-            one is late.
+        row: Counts the rows this request has had.
         reapply: The row was recomputed after a retraction and holds nothing shared.
-        shared: Accepted ``(dst_start, src_start)`` blocks, in order. Kept over
-            a retraction, after which they are applied again.
+        shared: Accepted ``(dst_start, src_start)`` blocks, in order. Kept over a retraction,
+            after which they are applied again.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         first_shared: Lowest redirected position, None while there is none.
     """
@@ -76,10 +73,7 @@ class RequestState(RowState):
     first_shared: int | None = None
 
     def claim(self, start: int, length: int) -> bool:
-        """Keep ``[start, start + length)`` for one block; False where another one overlaps.
-
-        All of a request's blocks have the same length.
-        """
+        """Keep positions for one block; False where another one, of the same length, overlaps."""
         at = bisect.bisect_right(self.claimed, start - length)
         if at < len(self.claimed) and self.claimed[at] < start + length:
             return False

@@ -12,16 +12,14 @@ from sglang_reasoncache.eviction.apply import EvictionStats
 
 @dataclass
 class SharingStats(EvictionStats):
-    """Plain totals since start or the last flush; every number in tokens, steps or blocks.
+    """Totals since start or the last flush; every number in tokens, steps or blocks.
 
     ``filter_restarts`` and ``filter_given_up`` (0 or 1) count since the start, flushed or not.
-    ``filter_seconds`` is CPU time of comparing steps, wherever that runs;
-    ``scheduler_seconds`` is what the scheduler's thread spent on all of sharing.
-    ``saved``/``logical`` sums run over polls, one in a few decode steps: slots not needed
-    and positions of the running requests of that step; an evicted position needs none.
-    ``finished_positions`` and ``finished_redirected`` add up the requests that finished, each
-    at its end: all positions, prompt included, and those that referred to a slot owned
-    elsewhere or, ``finished_evicted``, to none.
+    ``filter_seconds`` is CPU time of comparing steps, wherever that runs; ``scheduler_seconds``
+    is what the scheduler's thread spent on all of sharing. The sums run over polls: ``saved``
+    slots of the ``logical`` positions of the running requests. ``finished_positions`` of finished
+    requests include the prompt; ``finished_redirected`` ones referred to a slot owned elsewhere,
+    ``finished_evicted`` ones to none.
     """
 
     steps_seen: int = 0
@@ -53,7 +51,7 @@ class SharingStats(EvictionStats):
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
 
     def reset(self) -> None:
-        """Begin anew. The object stays: every part of a scheduler counts into this one."""
+        """In place: every part of a scheduler counts into this one."""
         vars(self).update(vars(SharingStats()))
 
     def poll(self, running: int, saved: int, logical: int) -> None:
@@ -77,29 +75,22 @@ class SharingStats(EvictionStats):
     @property
     def memory_saving_ratio(self) -> float:
         """Slots saved over logical slots, averaged over decode steps."""
-        return self.sum_step_ratio / self.polls if self.polls else 0.0
-
-    @property
-    def final_saving_ratio(self) -> float:
-        """Slots saved over logical slots at the end of a response, averaged over requests."""
-        return self.sum_final_ratio / self.requests_finished if self.requests_finished else 0.0
-
-    @property
-    def affected_ratio(self) -> float:
-        """Redirected or evicted positions of finished requests over all: long ones count more."""
-        affected = self.finished_redirected + self.finished_evicted
-        return affected / self.finished_positions if self.finished_positions else 0.0
+        return self.sum_step_ratio / max(self.polls, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        out = {
-            name: value
-            for name, value in vars(self).items()
-            if not name.startswith("sum_") and not isinstance(value, collections.Counter)
+        """All but the sums, and what follows from them.
+
+        ``final_saving_ratio``: slots saved over logical slots at the end of a response, averaged
+        over requests. ``affected_ratio``: redirected or evicted positions of finished requests
+        over all, so long ones count more.
+        """
+        affected = self.finished_redirected + self.finished_evicted
+        return {
+            **{name: value for name, value in vars(self).items() if not name.startswith("sum_")},
+            "refusals": dict(self.refusals),
+            "eviction_refusals": dict(self.eviction_refusals),
+            "memory_saving_ratio": self.memory_saving_ratio,
+            "final_saving_ratio": self.sum_final_ratio / max(self.requests_finished, 1),
+            "affected_ratio": affected / max(self.finished_positions, 1),
+            "mean_running": self.sum_running / max(self.polls, 1),
         }
-        out["refusals"] = dict(self.refusals)
-        out["eviction_refusals"] = dict(self.eviction_refusals)
-        out["memory_saving_ratio"] = self.memory_saving_ratio
-        out["final_saving_ratio"] = self.final_saving_ratio
-        out["affected_ratio"] = self.affected_ratio
-        out["mean_running"] = self.sum_running / self.polls if self.polls else 0.0
-        return out

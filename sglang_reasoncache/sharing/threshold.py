@@ -2,38 +2,29 @@
 """Percentile-based adaptive threshold on block distances (ReasonCache, stage 2).
 
 A block pair may share memory if its distance is at most the p-th percentile of
-the distances observed so far, after a warm-up without sharing. The distances
-live in a histogram of fixed size, so memory does not grow with the traffic.
+the distances observed so far, after a warm-up without sharing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_reasoncache.sharing.histogram import Histogram
 
-Distances = Sequence[float] | npt.NDArray[np.floating]
 
-
-class AdaptiveThreshold:
-    """Streaming p-th percentile with a warm-up; see :class:`Histogram` for its error.
-
-    One object judges all requests of a model at one block size, because
-    distances depend on both. Not thread safe.
+class AdaptiveThreshold(Histogram):
+    """Streaming p-th percentile with a warm-up; of one model and block size. Not thread safe.
 
     Args:
         percentile: p, 0 to 100. 0 accepts nothing; 100 accepts every finite
             distance after the warm-up.
         warmup: Observed distances before anything is accepted.
-        half_life: Observations after which one counts half; None never forgets.
-        state: Of an earlier run; see :meth:`to_state`. The three above are not part of it.
-
-    Raises:
-        ValueError: a state that is corrupt, of another version or of another bin layout.
+        half_life: See :class:`Histogram`, as for ``state``.
+        state: Of an earlier run; the three above are not part of it.
     """
 
     def __init__(
@@ -43,21 +34,13 @@ class AdaptiveThreshold:
         half_life: float | None = None,
         state: object | None = None,
     ) -> None:
+        super().__init__(half_life, state)
         self._percentile = percentile
         self._warmup = warmup
-        self._histogram = (
-            Histogram(half_life) if state is None else Histogram.from_state(state, half_life)
-        )
         self._value: float | None = None
 
     @property
-    def num_observed(self) -> int:
-        """Distances observed, those of a restored state included."""
-        return self._histogram.num_observed
-
-    @property
     def is_warm(self) -> bool:
-        """The warm-up is over."""
         return self.num_observed >= self._warmup
 
     @property
@@ -69,25 +52,20 @@ class AdaptiveThreshold:
             return math.inf
         if self._value is None:
             # The scan over all bins is paid once for a run of decisions.
-            self._value = self._histogram.percentile(self._percentile)
+            self._value = self.percentile(self._percentile)
         return self._value
 
     def observe(self, distance: float) -> None:
-        """Take a distance into account. NaN, infinite and negative ones are ignored."""
-        self._histogram.add(distance)
+        super().observe(distance)
         self._value = None
 
     def accepts(self, distance: float) -> bool:
         """Whether a pair at this distance may share; never for NaN or infinity."""
         return math.isfinite(distance) and 0 <= distance <= self.value
 
-    def decide(self, distances: Distances) -> npt.NDArray[np.bool_]:
+    def decide(self, distances: Iterable[float]) -> npt.NDArray[np.bool_]:
         """Observe all distances of a step, which belong to the distribution; then judge them."""
         values = [float(distance) for distance in distances]
         for value in values:
             self.observe(value)
         return np.array([self.accepts(value) for value in values], dtype=np.bool_)
-
-    def to_state(self) -> dict[str, object]:
-        """The observed distribution as JSON values."""
-        return self._histogram.to_state()

@@ -21,14 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class RequestTracker:
-    """One per scheduler.
+    """One per scheduler. The engines of all ranks give the same results at the same time.
 
-    Args:
-        engine: Compares steps.
-        stats: Counts requests and steps.
-        ranks: The engines of all ranks give the same results at the same time.
-        shares: False where no policy shares: no request is followed then.
-        markers: Tokens around the reasoning part; None: all output may share.
+    Requests are followed where a policy ``shares``. ``markers``: around the reasoning part.
     """
 
     def __init__(
@@ -39,11 +34,8 @@ class RequestTracker:
         shares: bool = True,
         markers: ReasoningMarkers | None = None,
     ) -> None:
-        self._engine = engine
-        self._stats = stats
-        self._ranks = ranks
-        self._shares = shares
-        self._markers = markers
+        self._engine, self._stats, self._ranks = engine, stats, ranks
+        self._shares, self._markers = shares, markers
         self._shed_before = 0
         # Engine ids of requests that disappeared; any thread may append one.
         self._orphans: collections.deque[int] = collections.deque()
@@ -55,11 +47,8 @@ class RequestTracker:
         state = state_of(req)
         if state is not None:
             return state
-        self._stats.requests_seen += 1
-        state = attach(req, RequestState(takes_part=takes_part(req)))
-        if not state.takes_part:
-            self._stats.requests_opted_out += 1
-        elif self._shares and not self._engine.given_up:
+        state = attach(req, RequestState(takes_part=self.count(req)))
+        if state.takes_part and self._shares and not self._engine.given_up:
             prompt = req.origin_input_ids
             inside = self._markers is None or self._markers.inside_after(prompt)
             try:
@@ -69,6 +58,13 @@ class RequestTracker:
             else:
                 self._requests[state.followed.id] = req
         return state
+
+    def count(self, req: Request) -> bool:
+        """A request that is new; whether it takes part."""
+        yes = takes_part(req)
+        self._stats.requests_seen += 1
+        self._stats.requests_opted_out += not yes
+        return yes
 
     def feed(self, reqs: Iterable[Request]) -> None:
         """Hand the new tokens of followed requests to the engine."""
@@ -93,10 +89,7 @@ class RequestTracker:
         self._stats.filter_given_up = int(self._engine.given_up)
 
     def take(self, limit: int, max_pairs: int) -> list[tuple[Request | None, StepResult]]:
-        """Steps that the engines of all ranks have compared, and whose they are.
-
-        None in place of a request that disappeared.
-        """
+        """Steps that the engines of all ranks have compared; None for a request that disappeared."""
         if not self._engine.outstanding:
             return []
         ready = self._ranks.least(self._engine.ready())
@@ -128,5 +121,4 @@ class RequestTracker:
         self._engine.restart()
 
     def reset(self) -> None:
-        """Counts begin anew."""
         self._shed_before = self._engine.steps_shed

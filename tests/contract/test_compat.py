@@ -6,161 +6,291 @@ A failure here names what changed; ``sglang_reasoncache/compat`` is the place to
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import pkgutil
+import re
+from typing import Any
 
 import pytest
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.plugin import refusals
+
+STOCK = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}
 
 
-def _parameters(target: str) -> list[str]:
-    return list(inspect.signature(pkgutil.resolve_name(target)).parameters)
+def _parameters(target: Any) -> str:
+    target = pkgutil.resolve_name(target) if isinstance(target, str) else target
+    return " ".join(inspect.signature(target).parameters)
 
 
 def test_installed_version_is_supported() -> None:
-    """The tests run on a version we claim to support."""
     assert compat.installed_version() in compat.SUPPORTED_SGLANG
 
 
 @pytest.mark.parametrize("name", sorted(compat.NAMES))
 def test_name_exists(name: str) -> None:
-    """Every name of the table resolves."""
     assert compat.resolve(name) is not None
 
 
-@pytest.mark.parametrize(
-    ("hook", "parameters"),
-    [
-        ("add_cli_args", ["parser"]),
-        ("from_cli_args", ["args"]),
-        (
-            "build_allocator",
-            [
-                "self",
-                "sizes",
-                "token_to_kv_pool",
-                "is_dsv4_model",
-                "req_to_token_pool",
-                "token_to_kv_pool_allocator",
-            ],
-        ),
-        ("decode_done", ["self", "batch", "result"]),
-        ("prefill_done", ["self", "batch", "result"]),
-        ("count_uncached", ["self"]),
-        ("decode_log_parts", ["self"]),
-        ("internal_state", ["self", "state"]),
-    ],
-)
-def test_hook_target_signature(hook: str, parameters: list[str]) -> None:
-    """Hooked functions exist under the parameters our hooks are called with."""
-    assert _parameters(compat.HOOK_TARGETS[hook]) == parameters
+_ALLOCATOR = "sizes token_to_kv_pool is_dsv4_model req_to_token_pool token_to_kv_pool_allocator"
+HOOKS = {
+    "add_cli_args": "parser",
+    "from_cli_args": "args",
+    "build_allocator": f"self {_ALLOCATOR}",
+    "decode_done": "self batch result",
+    "prefill_done": "self batch result",
+    "count_uncached": "self",
+    "decode_log_parts": "self",
+    "internal_state": "self state",
+}
+CUDA_HOOKS = {"forward_batch": "batch model_runner", "graph_variants": "hf_config"}
 
 
-def test_last_loc_signature() -> None:
-    """The hook of the CPU platform hands all arguments on to SGLang's torch version."""
+def test_hook_target_signatures() -> None:
+    """Every hooked function exists under the parameters our hooks are called with.
+
+    ``last_loc`` hands all arguments on to SGLang's torch version.
+    """
+    assert {name: _parameters(at) for name, at in compat.HOOK_TARGETS.items()} == HOOKS
+    cuda = {name: _parameters(at) for name, at in compat.CUDA_HOOK_TARGETS.items()}
+    assert cuda.keys() == CUDA_HOOKS.keys()
+    assert cuda["graph_variants"] == CUDA_HOOKS["graph_variants"]
+    assert f"{cuda['forward_batch']} ".startswith(CUDA_HOOKS["forward_batch"] + " ")
     hooked = _parameters(compat.CPU_HOOK_TARGETS["last_loc"])
-    assert hooked == ["req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"]
+    assert hooked == "req_to_token req_pool_indices_tensor prefix_lens_tensor"
     assert _parameters(compat.NAMES["get_last_loc_torch"]) == hooked
 
 
-def test_every_hook_has_a_signature_test() -> None:
-    """The list above is complete."""
-    marks = test_hook_target_signature.pytestmark  # type: ignore[attr-defined]
-    assert {case[0] for case in marks[0].args[1]} == set(compat.HOOK_TARGETS)
+_REQUEST = "extend_input_len total_tokens max_new_tokens input_tokens swa_host_hit_length"
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "parameters"),
+    ("method", "parameters"),
     [
-        ("RadixCache", "checkpoint", ["self", "req", "up_to"]),
-        ("RadixCache", "on_release", ["self", "req", "checkpointed"]),
+        ("RadixCache.checkpoint", "self req up_to"),
+        ("RadixCache.on_release", "self req checkpointed"),
+        ("RadixCache._insert_helper", "self node key value priority inserted_len"),
+        ("RadixCache._split_node", "self key child split_len"),
+        ("RadixCache._delete_leaf", "self node"),
+        ("RadixCache.inc_lock_ref", "self node"),
+        ("RadixCache.dec_lock_ref", "self node params"),
+        ("RadixCache.evict", "self params"),
+        ("RadixCache.path_device_indices", "self node"),
+        ("TokenToKVPoolAllocator.free", "self free_index"),
+        ("TokenToKVPoolAllocator.free_page_ids", "self page_ids"),
+        ("PagedTokenToKVPoolAllocator._release_page_ids", "self page_ids"),
+        ("PagedTokenToKVPoolAllocator.free_page_ids", "self page_ids"),
         (
-            "RadixCache",
-            "_insert_helper",
-            ["self", "node", "key", "value", "priority", "inserted_len"],
+            "PrefillBudget.check_prefill",
+            f"self {_REQUEST} chunk_limit auxiliary_swa_host_hit_length",
         ),
-        ("RadixCache", "_split_node", ["self", "key", "child", "split_len"]),
-        ("RadixCache", "_delete_leaf", ["self", "node"]),
-        ("RadixCache", "inc_lock_ref", ["self", "node"]),
-        ("RadixCache", "dec_lock_ref", ["self", "node", "params"]),
-        ("RadixCache", "evict", ["self", "params"]),
-        ("RadixCache", "path_device_indices", ["self", "node"]),
-        ("TokenToKVPoolAllocator", "free", ["self", "free_index"]),
-        ("PagedTokenToKVPoolAllocator", "_release_page_ids", ["self", "page_ids"]),
-        (
-            "PrefillBudget",
-            "check_prefill",
-            [
-                "self",
-                "extend_input_len",
-                "total_tokens",
-                "max_new_tokens",
-                "input_tokens",
-                "swa_host_hit_length",
-                "chunk_limit",
-                "auxiliary_swa_host_hit_length",
-            ],
-        ),
-        ("PrefillBudget", "_available_and_evictable", ["self"]),
-        ("TokenToKVPoolAllocator", "free_page_ids", ["self", "page_ids"]),
-        ("PagedTokenToKVPoolAllocator", "free_page_ids", ["self", "page_ids"]),
-        ("RotaryEmbedding", "_compute_cos_sin_cache", ["self"]),
+        ("PrefillBudget._available_and_evictable", "self"),
+        ("RotaryEmbedding._compute_cos_sin_cache", "self"),
     ],
 )
-def test_overridden_method_signature(name: str, method: str, parameters: list[str]) -> None:
+def test_overridden_method_signature(method: str, parameters: str) -> None:
     """Methods we override or call beyond the public interface kept their parameters."""
-    assert _parameters(f"{compat.NAMES[name]}.{method}") == parameters
+    name, _, of_class = method.partition(".")
+    assert _parameters(f"{compat.NAMES[name]}.{of_class}") == parameters
 
 
-@pytest.mark.parametrize("method", ["_run_sdpa_forward_extend", "_run_sdpa_forward_decode"])
-def test_attention_loop_signature(method: str) -> None:
-    """The stock loops still take query, output and the key cache first."""
-    names = _parameters(f"{compat.NAMES['TorchNativeAttnBackend']}.{method}")
-    assert names[:5] == ["self", "query", "output", "k_cache", "v_cache"]
-    assert {"scaling", "sliding_window_size"} <= set(names)
+_FORWARD = "self q k v layer forward_batch save_kv_cache"
+IN_FRONT_OF = {
+    "init_forward_metadata": "self forward_batch",
+    "init_forward_metadata_out_graph": "self forward_batch in_capture",
+    "init_forward_metadata_in_graph": "self forward_batch",
+    "init_cuda_graph_state": "self max_bs max_num_tokens",
+    "shared_read_ends": "self fm",
+    "forward_decode": _FORWARD,
+    "forward_extend": _FORWARD,
+}
+_LOOP = "self query output k_cache v_cache"
+_WRITE = "self layer loc_info cache_k cache_v k_scale v_scale"
 
 
-def test_scheduler_reachable_from_result_processor() -> None:
-    """The flag that stops admission is reset through the metrics reporter's scheduler."""
-    reporter = pkgutil.resolve_name("sglang.srt.managers.scheduler_components.metrics_reporter")
-    assert "self.scheduler" in inspect.getsource(reporter)
-    batch = pkgutil.resolve_name("sglang.srt.managers.schedule_batch.ScheduleBatch")
-    assert "batch_is_full" in {field.name for field in batch.__dataclass_fields__.values()}
+@pytest.mark.parametrize(
+    ("name", "method", "first"),
+    [
+        *((name, *method) for name in STOCK.values() for method in IN_FRONT_OF.items()),
+        ("TorchNativeAttnBackend", "_run_sdpa_forward_extend", _LOOP),
+        ("TorchNativeAttnBackend", "_run_sdpa_forward_decode", _LOOP),
+        ("MHATokenToKVPool", "set_kv_buffer", _WRITE),
+        ("KVWriteLoc", "for_batch", "forward_batch"),
+    ],
+)
+def test_first_parameters(name: str, method: str, first: str) -> None:
+    """Methods we stand in front of, or call, take what we hand on; more may follow."""
+    found = _parameters(getattr(compat.resolve(name), method))
+    assert f"{found} ".startswith(f"{first} ")
+    if name == "TorchNativeAttnBackend":
+        assert {"scaling", "sliding_window_size"} <= set(found.split())
 
 
-def test_a_chunk_is_published_before_the_next_one_gets_slots() -> None:
-    """Between the two we evict positions of a prompt; where its last chunk is published, not."""
-    scheduler = "sglang.srt.managers.scheduler.Scheduler."
-    source = inspect.getsource(pkgutil.resolve_name(scheduler + "get_next_batch_to_run"))
-    assert source.index("self.stash_chunked_request(") < source.index("self.get_new_batch_prefill(")
-    source = inspect.getsource(pkgutil.resolve_name(scheduler + "stash_chunked_request"))
-    assert "checkpoint_kv_cache(req, self.tree_cache)" in source
-    source = inspect.getsource(
-        pkgutil.resolve_name("sglang.srt.mem_cache.common.checkpoint_kv_cache")
-    )
-    assert "tree_cache.checkpoint(req, up_to=req.extend_end)" in source
-    assert "req.prefix_len = req.extend_end" in source
-    allocator = pkgutil.resolve_name(
-        "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator"
-    )
-    assert "self.free_group = self.free_group, None" in inspect.getsource(allocator.free_group_end)
+#: Objects, and behind them what their source says, in this order. ``>``: what comes before it
+#: does not count.
+STEPS = """
+# The flag that stops admission is reset through the metrics reporter's scheduler.
+managers.scheduler_components.metrics_reporter
+    self.scheduler
+# Between the two we evict positions of a prompt; where its last chunk is published, not.
+managers.scheduler.Scheduler.get_next_batch_to_run
+    self.stash_chunked_request(
+    self.get_new_batch_prefill(
+managers.scheduler.Scheduler.stash_chunked_request
+    checkpoint_kv_cache(req, self.tree_cache)
+mem_cache.common.checkpoint_kv_cache
+    tree_cache.checkpoint(req, up_to=req.extend_end)
+    req.prefix_len = req.extend_end
+mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free_group_end
+    self.free_group = self.free_group, None
+# A processed prefill says what it computed; decoding requests that ride on it come last.
+managers.schedule_batch.ScheduleBatch.copy
+    reqs=self.reqs
+    extend_lens=self.extend_lens
+    prefix_lens=self.prefix_lens
+    decoding_reqs=self.decoding_reqs
+managers.schedule_batch.ScheduleBatch.mix_with_running
+    self.prefix_lens = self.prefix_lens + running_prefix_lens
+# A later chunk's prefix is read from its row, evicted positions and all, and written back.
+mem_cache.allocation._prefix_kv_indices
+    if req.kv.holds_kv:
+    row[: req.prefix_len]
+# The registry makes backends from what we hand them.
+layers.attention.attention_registry.create_flashinfer_backend
+    FlashInferAttnBackend( runner, init_new_workspace=runner
+layers.attention.attention_registry.create_triton_backend
+    return TritonAttnBackend(runner)
+# The decode runner selects a variant before it prepares a replay, and captures every one.
+model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch
+    > buffers = self.buffers
+    self._resolve_attention_variant(forward_batch, bs)
+    self.buffer_registry.fill_from(
+    self._init_replay_attn_metadata(
+model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._init_replay_attn_metadata_from_view
+    init_forward_metadata_out_graph(fb_view)
+model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._capture_one_stream
+    variants.capture_labels if variants is not None
+    _set_capture_attention_variant(attention_variant)
+    self.capture_one_shape(
+    _set_capture_attention_variant(None)
+model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape
+    init_forward_metadata_out_graph(forward_batch, in_capture=True)
+    self._run_in_graph_metadata_prep(attn_backend, forward_batch)
+    out = forward(
+    self.backend.capture_one(
+model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.__init__
+    create_attention_graph_variants(model_runner.model_config.hf_config)
+    init_cuda_graph_state(self.max_bs
+    self.capture()
+# SGLang fences result processing, where blocks are redirected, behind a forward's reads.
+managers.scheduler.Scheduler.event_loop_overlap
+    > # Launch the current batch
+    self.run_batch(batch)
+    self._apply_war_barrier()
+    pop_and_process()
+model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner
+    _record_in_graph_metadata_prep_done()
+model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner
+    getattr(model_runner.attn_backend, "can_run_prefill_cuda_graph", None)
+    not backend_can_run(forward_batch)
+# A batch names its requests through copies.
+model_executor.forward_batch_info.ForwardBatch.init_new
+    rids=[req.rid for req in batch.reqs]
+model_executor.cuda_graph_buffer_registry.CudaGraphBufferRegistry.extract_buffer
+    dataclasses.replace(forward_batch_template
+# A request keeps the node its prefix ends in.
+managers.schedule_batch.Req
+    self.last_node
+mem_cache.radix_cache.RadixCache.checkpoint
+    req.last_node = new_last_node
+layers.radix_attention.RadixAttention
+    self.k_scale_float
+    self.v_scale_float
+# What attention statistics are reserved by: the host knows rows and lengths of every batch;
+# lengths on the device are new tensors each step.
+managers.schedule_batch.ScheduleBatch.prepare_for_decode
+    self.seq_lens = self.seq_lens + 1
+    self.seq_lens_cpu = self.seq_lens_cpu + 1
+managers.schedule_batch.ScheduleBatch.merge_batch
+    self.req_pool_indices_cpu =
+    self.seq_lens_cpu =
+managers.schedule_batch.ScheduleBatch.filter_batch
+    self.req_pool_indices_cpu =
+    self.seq_lens_cpu =
+managers.schedule_batch.ScheduleBatch.prepare_for_extend
+    self.seq_lens_cpu =
+    self.req_pool_indices_cpu =
+# A batch is built on the stream of its forward.
+managers.scheduler.Scheduler.run_batch
+    with self.forward_stream_ctx:
+    self.forward_stream.wait_stream(self.schedule_stream)
+    self.model_worker.forward_batch_generation(
+managers.tp_worker.TpModelWorker.forward_batch_generation
+    ForwardBatch.init_new(
+"""
 
 
-def test_a_processed_prefill_says_what_it_computed() -> None:
-    """Decoding requests that ride on it come last."""
-    batch = "sglang.srt.managers.schedule_batch.ScheduleBatch."
-    copied = inspect.getsource(pkgutil.resolve_name(batch + "copy"))
-    for field in ("reqs", "prefix_lens", "extend_lens", "decoding_reqs"):
-        assert f"{field}=self.{field}" in copied
-    mixed = inspect.getsource(pkgutil.resolve_name(batch + "mix_with_running"))
-    assert "self.prefix_lens = self.prefix_lens + running_prefix_lens" in mixed
+CASES = re.findall(r"^\w.*\n(?: .*\n)+", STEPS, re.MULTILINE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.split()[0])
+def test_source_has_steps_in_order(case: str) -> None:
+    target, *steps = (" ".join(line.split()) for line in case.splitlines())
+    source = " ".join(inspect.getsource(pkgutil.resolve_name(f"sglang.srt.{target}")).split())
+    if steps[0].startswith("> "):
+        source = source.partition(steps.pop(0)[2:])[2]
+    at = [source.find(step) for step in steps]
+    assert -1 not in at and at == sorted(at), dict(zip(steps, at, strict=True))
+
+
+_FIELDS = "rids seq_lens_cpu extend_seq_lens_cpu extend_prefix_lens_cpu out_cache_loc"
+
+
+@pytest.mark.parametrize(
+    ("target", "fields"),
+    [
+        ("managers.schedule_batch.ScheduleBatch", "batch_is_full tree_cache"),
+        (
+            "model_executor.forward_batch_info.ForwardBatch",
+            f"{_FIELDS} out_cache_loc_is_physical positions req_pool_indices",
+        ),
+    ],
+)
+def test_fields_exist(target: str, fields: str) -> None:
+    found = {
+        field.name for field in dataclasses.fields(pkgutil.resolve_name(f"sglang.srt.{target}"))
+    }
+    assert found >= set(fields.split())
+
+
+def test_refused_flags_exist() -> None:
+    args = compat.ServerArgs(model_path="none", device="cpu")
+    for field in (*refusals.CONFLICTS, *refusals.CORRECTED_CONFLICTS):
+        assert hasattr(args, field), field
+
+
+def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
+    """Graph preparation goes through the three methods we stand in front of, and no other."""
+    assert set(STOCK) == set(compat.CUDA_BACKENDS)
+    base = pkgutil.resolve_name("sglang.srt.layers.attention.base_attn_backend.AttentionBackend")
+    for stock in map(compat.resolve, STOCK.values()):
+        assert not stock.use_captured_forward_metadata_for_breakable_cuda_graph
+        assert not stock.supports_full_cuda_graph_chunked_prefix
+        for method in ("init_forward_metadata_in_graph", "_snapshot_prefill_shared_reads"):
+            assert getattr(stock, method) is getattr(base, method)
+        assert stock.forward is base.forward
+    ends = compat.SharedReadEnds
+    assert ends.max_of((ends.PRE_REPLAY, ends.IN_REPLAY)) is ends.IN_REPLAY
 
 
 def test_a_row_counts_the_requests_that_got_it() -> None:
     """Attention statistics tell by it that a row has another request."""
     rows = compat.ReqToTokenPool(3, 8, "cpu", False)
+    before = rows.req_generation.clone()
     [first] = rows.alloc_rows(1)
+    assert int(rows.req_generation[first] - before[first]) == 1
     before = rows.req_generation.clone()
     rows.free_rows([first])
     assert rows.req_generation.device.type == "cpu"
@@ -168,11 +298,3 @@ def test_a_row_counts_the_requests_that_got_it() -> None:
     assert (rows.req_generation - before).nonzero().tolist() == [[first]]
     rows.clear()
     assert rows.req_generation[first] > before[first]
-
-
-def test_a_later_chunk_keeps_its_row() -> None:
-    """Its prefix is read from the row, evicted positions and all, and written back there."""
-    source = inspect.getsource(
-        pkgutil.resolve_name("sglang.srt.mem_cache.allocation._prefix_kv_indices")
-    )
-    assert "if req.kv.holds_kv:" in source and "row[: req.prefix_len]" in source

@@ -1,33 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP peer that answers every chat completion alike, and the server of a run that speaks for it."""
+"""An HTTP peer that answers chat completions, and the server of a run that speaks for it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from eval.runs.servers import Server
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def raw(text: str) -> bytes:
+    """One server-sent event as an HTTP chunk."""
+    data = (text + "\n\n").encode()
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def event(delta: dict[str, Any] | None = None, **fields: Any) -> bytes:
+    """A piece of a streamed completion."""
+    finish = fields.pop("finish_reason", None)
+    choices = [{"index": 0, "delta": delta, "finish_reason": finish}] if delta is not None else []
+    body = {"id": "r1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+    return raw("data: " + json.dumps({**body, "choices": choices, **fields}))
+
+
+END = raw("data: [DONE]") + b"0\r\n\r\n"
+
+
+def answer(text: str, finish_reason: str = "stop", tokens: int = 7) -> bytes:
+    """A whole response."""
+    usage = {"prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens}
+    end = event({}, finish_reason=finish_reason) + event(usage=usage) + END
+    return HEAD + event({"content": text}) + end
+
 
 class Peer:
-    """Streams one text to whoever asks.
+    """Sends each request the next script; the last one again and again.
 
     Attributes:
         url: where, while it is :meth:`serving`.
         bodies: of the requests, in order of arrival.
         pages: what a GET of a path says; 404 elsewhere.
-        text, finish_reason, output_tokens: of each answer.
+        most_open: requests that were open at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *scripts: bytes, pause: float = 0.0, endless: bool = False) -> None:
         self.url = ""
         self.bodies: list[dict[str, Any]] = []
-        self.pages: dict[str, Callable[[], Any]] = {
-            "/v1/models": lambda: {"data": [{"id": "m"}]},
-        }
-        self.text, self.finish_reason, self.output_tokens = "a", "stop", 7
+        self.pages: dict[str, Callable[[], Any]] = {"/v1/models": lambda: {"data": [{"id": "m"}]}}
+        self.scripts = scripts or (answer("a"),)
+        self.most_open = self._open = 0
+        self._pause, self._endless, self._lock = pause, endless, threading.Lock()
 
     @contextmanager
     def serving(self) -> Iterator[Peer]:
@@ -36,29 +66,24 @@ class Peer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 page = peer.pages.get(self.path)
-                self._say(404 if page is None else 200, json.dumps(page() if page else {}))
+                self.send_response(404 if page is None else 200)
+                self.end_headers()
+                self.wfile.write(json.dumps(page() if page else {}).encode())
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                peer.bodies.append(json.loads(body))
-                self._say(200, peer.stream(), "text/event-stream")
-
-            def _say(self, status: int, text: str, kind: str = "application/json") -> None:
-                data = text.encode()
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+                with contextlib.suppress(ConnectionError):
+                    for piece in peer._pieces(json.loads(body)):
+                        self.wfile.write(piece)
 
             def log_message(self, *_: object) -> None:
                 return None
 
-        class Server(ThreadingHTTPServer):
+        class Listener(ThreadingHTTPServer):
             # The requests of a run all come at once.
             request_queue_size = 256
 
-        server = Server(("127.0.0.1", 0), Handler)
+        server = Listener(("127.0.0.1", 0), Handler)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         self.url = f"http://127.0.0.1:{server.server_port}"
@@ -69,23 +94,23 @@ class Peer:
             server.server_close()
             thread.join()
 
-    def stream(self) -> str:
-        usage = {
-            "prompt_tokens": 5,
-            "completion_tokens": self.output_tokens,
-            "total_tokens": 5 + self.output_tokens,
-        }
-        events: list[dict[str, Any]] = [
-            {"choices": [{"index": 0, "delta": {"content": self.text}, "finish_reason": None}]},
-            {"choices": [{"index": 0, "delta": {}, "finish_reason": self.finish_reason}]},
-            {"choices": [], "usage": usage},
-        ]
-        head = {"id": "r", "object": "chat.completion.chunk", "created": 0, "model": "m"}
-        lines = [f"data: {json.dumps({**head, **event})}\n\n" for event in events]
-        return "".join(lines) + "data: [DONE]\n\n"
+    def _pieces(self, body: dict[str, Any]) -> Iterator[bytes]:
+        with self._lock:
+            self.bodies.append(body)
+            script = self.scripts[min(len(self.bodies), len(self.scripts)) - 1]
+            self._open += 1
+            self.most_open = max(self.most_open, self._open)
+        try:
+            time.sleep(self._pause)
+            yield script
+            while self._endless:
+                yield event({"content": "x" * 1000})
+        finally:
+            with self._lock:
+                self._open -= 1
 
 
-class PeerServer:
+class PeerServer(Server):
     """A peer as what a cell is measured on; every fault can be had on demand.
 
     Attributes:
@@ -94,10 +119,8 @@ class PeerServer:
         log: what it has written; an OSError is raised instead.
     """
 
-    model = "m"
-
     def __init__(self, peer: Peer, *flags: str) -> None:
-        self.url = peer.url
+        super().__init__(url=peer.url)
         self.command = ["serve", *flags]
         self.totals: dict[str, Any] = {}
         self.settling: Exception | None = None
@@ -116,13 +139,7 @@ class PeerServer:
     def clear(self) -> int | None:
         return 0
 
-    def log_size(self) -> int:
-        return 0
-
     def log_text(self, since: int) -> str:
         if isinstance(self.log, OSError):
             raise self.log
         return self.log[since:]
-
-    def check(self) -> None:
-        return None

@@ -4,52 +4,45 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from matplotlib.image import imread
 
 from eval.bench import attention
-from eval.bench.attention_cpu import CpuRig
-from eval.bench.attention_growth import curves, draw, settings
-from eval.bench.attention_rig import (
+from eval.bench.attention_cases import (
     BLOCK,
-    Rig,
+    Setting,
     Shape,
     cached_positions,
     lay_rows,
     shared_blocks,
-    spread,
-    take_turns,
-    text,
 )
+from eval.bench.attention_cpu import CpuRig
+from eval.bench.attention_picture import curves, draw
+from eval.bench.attention_rig import measure, point
+from eval.bench.turns import as_text, spread, take_turns
 from sglang_reasoncache.kernels.plan import plan_rows
 from tests.triton_runs import interpreted
 
 SHAPE = Shape(3, 989, 4, 2, 64)
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 17, 33, 48, 989])
 @pytest.mark.parametrize("percent", [0, 22, 75, 90])
-def test_shared_blocks_lie_at_earlier_blocks_of_the_row(percent: int) -> None:
-    pairs = shared_blocks(989, percent / 100, random.Random(1))
-    shared = {block for block, _ in pairs}
-    assert len(shared) == len(pairs) == min(round(percent / 100 * 989 / BLOCK), 60)
-    last = (989 - 1) // BLOCK
-    for block, source in pairs:
-        assert 0 <= source < block < last
-        assert source not in shared
-
-
-@pytest.mark.parametrize("tokens", [1, 16, 17, 33, 48])
-def test_short_rows_share_what_they_can(tokens: int) -> None:
-    pairs = shared_blocks(tokens, 0.9, random.Random(1))
-    assert all(0 <= source < block < (tokens - 1) // BLOCK for block, source in pairs)
+def test_shared_blocks_lie_at_earlier_blocks_of_the_row(tokens: int, percent: int) -> None:
+    blocks, sources = shared_blocks(tokens, percent / 100, np.random.default_rng(1))
+    last = (tokens - 1) // BLOCK
+    wanted = min(round(percent / 100 * tokens / BLOCK), max(0, last - 1))
+    assert len(np.unique(blocks)) == len(blocks) == wanted
+    assert all(sources >= 0) and all(sources < blocks) and all(blocks < last)
+    assert not set(sources) & set(blocks)
 
 
 @pytest.mark.parametrize("percent", [0, 22, 50])
@@ -88,7 +81,7 @@ def test_sides_take_turns_and_the_first_round_warms_up() -> None:
         return [{"ms": 2.0}]
 
     sides = {name: partial(side, name) for name in ("a", "b")}
-    samples = take_turns(sides, lambda: 7.0, rounds=2, warm_up_rounds=1)
+    samples = take_turns(sides, 2, 1, lambda: {"bandwidth": 7.0})
     assert "".join(order) == "abbaab"
     assert samples["round"].tolist() == [1, 1, 2, 2] and set(samples["bandwidth"]) == {7.0}
 
@@ -96,45 +89,41 @@ def test_sides_take_turns_and_the_first_round_warms_up() -> None:
 def test_text_of_figures() -> None:
     figure = spread(pd.Series([1.0, 2.0, 3.0, 4.0, 5.0]))
     assert figure == {"median": 3.0, "low": 2.0, "high": 4.0}
-    assert text(figure, 1) == "3.0 (2.0 to 4.0)"
-    assert [text(one, 2) for one in (None, "x", 1.0)] == ["", "x", "1.00"]
+    assert as_text(figure, 1) == "3.0 (2.0 to 4.0)"
+    assert [as_text(one, 2) for one in (None, "x", 1.0)] == ["", "x", "1.00"]
 
 
 def flat(value: float) -> dict[str, float]:
     return {"median": value, "low": value * 0.9, "high": value * 1.2}
 
 
-def made(rig: type[Rig]) -> list[dict[str, Any]]:
+def made() -> list[dict[str, Any]]:
     """Points of curves, with times that rise with their number."""
-    wanted = settings(
-        [Shape(8, tokens, 32, 8, 128) for tokens in (4000, 250)],
-        [Shape(requests, 1000, 32, 8, 128) for requests in (1, 64)],
-        (Shape(32, 1000, 32, 8, 128), (0, 50)),
-    )
-    points = []
-    for index, setting in enumerate(wanted):
-        row = dict.fromkeys(rig.times, flat(1.0 + index)) | {rig.bandwidth: flat(20.0)}
-        points.append(attention._point(rig, setting, row))
-    return points
+    settings = [Setting("tokens", Shape(8, n), share) for n in (4000, 250) for share in (0, 22)]
+    settings += [Setting("requests", Shape(n, 1000), share) for n in (1, 64) for share in (0, 22)]
+    settings += [Setting("shared_percent", Shape(32, 1000), share) for share in (0, 50)]
+    rate = {"read_gb_per_s": flat(20.0)}
+    return [
+        point(CpuRig, setting, dict.fromkeys(CpuRig.times, flat(1.0 + index)) | rate)
+        for index, setting in enumerate(settings)
+    ]
 
 
 def test_curves_run_by_rising_value() -> None:
-    points = made(CpuRig)
-    tokens = dict(list(curves(points, "tokens").groupby("curve", sort=False)))
+    tokens = dict(list(curves(made(), "tokens").groupby("curve", sort=False)))
     assert set(tokens) == {"ours", "torch-native", "ours, 22% shared"}
     assert tokens["ours"]["value"].tolist() == [250, 4000]
     assert tokens["ours, 22% shared"]["median"].tolist() == [4.0, 2.0]
-    requests, shared = (curves(points, axis) for axis in ("requests", "shared_percent"))
+    requests, shared = (curves(made(), axis) for axis in ("requests", "shared_percent"))
     assert requests.query("curve == 'torch-native'")["value"].tolist() == [1, 64]
     assert shared.query("curve == 'ours'")["value"].tolist() == [0, 50]
-    read_ms = Shape(8, 250, 32, 8, 128).layer_bytes / 20 / 1e6
+    read_ms = Shape(8, 250).layer_bytes / 20 / 1e6
     assert tokens["ours"]["read_ms"].iloc[0] == pytest.approx(read_ms)
 
 
 def test_the_picture_has_a_row_for_each_device(tmp_path: Path) -> None:
-    points = made(CpuRig)
-    draw({"CPU": points}, tmp_path / "one.png")
-    draw({"CPU": points, "A GPU with $ in its name": points}, tmp_path / "two.png")
+    draw({"CPU": made()}, tmp_path / "one.png")
+    draw({"CPU": made(), "A GPU with $ in its name": made()}, tmp_path / "two.png")
     one, two = (imread(tmp_path / name) for name in ("one.png", "two.png"))
     assert two.shape[0] == 2 * one.shape[0] and one.shape[1] == two.shape[1]
     assert float(one[..., :3].std()) > 0.01
@@ -143,7 +132,7 @@ def test_the_picture_has_a_row_for_each_device(tmp_path: Path) -> None:
 def test_figures_of_a_gpu() -> None:
     cuda = pytest.importorskip("eval.bench.attention_cuda")
     rig = object.__new__(cuda.CudaRig)
-    rig.shape = cuda.SHAPES[0]
+    rig.shape = Shape(64, 16_000)
     size, rows = rig.shape.layer_bytes / 1e6, []
     for percent, ours in ((0, 1.25), (22, 1.0), (50, 0.8)):
         times = {"ours": ours, "flashinfer": 1.2, "plan": 0.32, "gather": 3.0}
@@ -151,21 +140,22 @@ def test_figures_of_a_gpu() -> None:
         samples = [{"side": name, "ms": ms, "bandwidth": 4000.0} for name, ms in times.items()]
         row = {"shared_percent": percent, "copy_gb_per_s": flat(4000.0)}
         rows.append(row | rig.row(pd.DataFrame(samples)))
-    found = rig.key_figures(rows)
-    assert found["decode_vs_flashinfer"] == pytest.approx(1.2 / 1.25)
-    assert found["decode_shared22_vs_flashinfer"] == pytest.approx(1.0 / 1.2)
-    assert found["decode_fraction_of_copy"] == pytest.approx(size / 1.25 / 4000)
-    assert found["gather_fraction_of_copy"] == pytest.approx(2 * size / 3 / 4000)
-    assert found["plan_fraction_of_step"] == pytest.approx(0.32 / (0.32 + 32))
+    assert rig.key_figures(rows) == {
+        "decode_vs_flashinfer": pytest.approx(1.2 / 1.25),
+        "decode_shared22_vs_flashinfer": pytest.approx(1.0 / 1.2),
+        "decode_fraction_of_copy": pytest.approx(size / 1.25 / 4000),
+        "gather_fraction_of_copy": pytest.approx(2 * size / 3 / 4000),
+        "plan_fraction_of_step": pytest.approx(0.32 / (0.32 + 32)),
+    }
     assert rows[0]["flashinfer_as_cached"] is None and rows[0]["plan_us"] == pytest.approx(320)
 
 
 def test_key_figures_of_the_cpu_are_those_of_the_worse_heads() -> None:
-    def row(shape: str, speedup: float, of_read: float) -> dict[str, Any]:
-        return {"shape": shape, "shared_percent": 0, "speedup": flat(speedup), "of_read": of_read}
-
-    rows = [row("32x1000-4/2x64", 9.0, 0.5), row("32x1000-32/8x128", 3.0, 0.7)]
-    rows.append(row("8x16000-32/8x128", 1.0, 0.1))
+    shapes = (("32x1000-4/2x64", 9.0, 0.5), ("32x1000-32/8x128", 3.0, 0.7), ("8x16000-", 1.0, 0.1))
+    rows = [
+        {"shape": shape, "shared_percent": 0, "speedup": flat(speedup), "of_read": of_read}
+        for shape, speedup, of_read in shapes
+    ]
     assert CpuRig.key_figures(rows) == {
         "decode_speedup_vs_torch_native": 3.0,
         "decode_fraction_of_bandwidth": 0.5,
@@ -174,15 +164,14 @@ def test_key_figures_of_the_cpu_are_those_of_the_worse_heads() -> None:
 
 
 def test_results_are_written_part_by_part(tmp_path: Path) -> None:
-    path = tmp_path / "made" / "kernels.json"
-    attention.Results(path).write(rounds=3)
-    results = attention.Results(path)
-    results.add("cpu", {"device": "CPU, 2 threads"})
-    results.add("cpu", {"growth": made(CpuRig)})
-    attention.Results(path).add("cuda", {"device": "GPU", "decode_vs_flashinfer": 1.0})
+    path = tmp_path / "kernels.json"
+    path.write_text('{"rounds": 3}')
+    attention.record(path, "cpu", {"device": "CPU, 2 threads"})
+    attention.record(path, "cpu", {"growth": made()})
+    attention.record(path, "cuda", {"device": "GPU", "decode_vs_flashinfer": 1.0})
     found = json.loads(path.read_text())
     assert found["rounds"] == 3 and found["cuda"]["decode_vs_flashinfer"] == 1.0
-    assert found["cpu"]["growth"] == made(CpuRig)
+    assert found["cpu"]["device"] == "CPU, 2 threads" and found["cpu"]["growth"] == made()
     assert path.with_suffix(".png").stat().st_size > 10_000
 
 
@@ -190,8 +179,8 @@ def test_results_are_written_part_by_part(tmp_path: Path) -> None:
     ("argument", "message"),
     [
         ("--shapes=7x7", "--shapes: unknown 7x7"),
-        ("--shared=91", "--shared: must be whole numbers from 0 to 90"),
-        ("--shared=a", "--shared: must be whole numbers"),
+        ("--shared=91", "--shared: unknown 91; there are whole numbers from 0 to 90"),
+        ("--shared=a", "--shared: unknown a; there are whole numbers"),
         ("--growth-rounds=0", "--growth-rounds: must be at least 1"),
         ("--threads=0", "--threads: must be at least 1"),
         ("--devices=tpu", "--devices: unknown tpu; there are cpu, cuda"),
@@ -216,17 +205,16 @@ def test_a_gpu_that_is_not_there_is_said_so(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_small_batch_on_a_gpu() -> None:
     from eval.bench.attention_cuda import CudaRig
-    from eval.bench.attention_growth import Setting
 
-    table = [Setting("", Shape(4, 500, 32, 8, 128), percent) for percent in (0, 22)]
-    for row in attention.measure(CudaRig, table, rounds=1):
+    table = [Setting("", Shape(4, 500), percent) for percent in (0, 22)]
+    for row in measure(CudaRig, table, rounds=1):
         assert 0 < row["ours"]["low"] <= row["ours"]["median"] and row["flashinfer"]["median"] > 0
 
 
 GPU_RIG = """
 import torch
 from eval.bench.attention_cuda import CudaRig
-from eval.bench.attention_rig import Shape
+from eval.bench.attention_cases import Shape
 
 with torch.inference_mode():
     rig = CudaRig(Shape(3, 70, 8, 2, 32), "cpu")

@@ -32,10 +32,11 @@ from eval.bench.policies_speed import LIMIT, PIECES, matched_step_ms, timing
 from eval.methods import find_method
 from eval.replay.pieces import write_pieces
 from eval.runs.folder import Cell
-from eval.runs.records import Leg, Moment, Response, Result
-from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
+from eval.runs.records import Moment
+from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 from eval.tiny_reasoner.task import generate
 from eval.tokenizers import load_tokenizer
+from tests.eval.rows import leg, moment, response, result
 
 PROBLEMS = 6
 
@@ -48,7 +49,7 @@ def test_every_setting_is_a_method_that_the_server_takes() -> None:
     methods = [point.method for point in found]
     assert len(set(methods)) == len(methods)
     for point in found:
-        assert find_method(point.method, EMBEDDED_FLAGS).shares
+        assert find_method(point.method, EMBEDDED_SETTINGS).shares
     assert {point.policy for point in found} == set(installed())
     assert {"reasoncache", "streamingllm", "keydiff", "random", "random_eviction"} <= set(
         installed()
@@ -59,18 +60,36 @@ def test_every_setting_is_a_method_that_the_server_takes() -> None:
     assert len(told) == 2 and "40%" in told[0] and "60%" in told[1]
 
 
-def test_random_sharing_and_random_eviction_are_two_things() -> None:
-    assert method_of("random", 0.2) == "random:random_ratio=0.24"
-    assert method_of("random_eviction", 0.2) == "reasoncache:policy=random:budget=321:slack=8"
-    assert method_of("random", 0.9) == "random:random_ratio=1"
-
-
-def test_snapkv_can_save_prompts_only() -> None:
-    assert method_of("snapkv", 0.1) == "reasoncache:policy=snapkv:share=0.5"
-    assert method_of("reasoncache+snapkv", 0.1, replayed=True) == (
-        "reasoncache:policy=reasoncache+snapkv:share=0.5,block=8,warmup=32"
-    )
-    assert method_of("snapkv", 0.2) is None and method_of("reasoncache+snapkv", 0.2) is None
+@pytest.mark.parametrize(
+    ("policy", "saving", "replayed", "method"),
+    [
+        # Random sharing and random eviction are two things.
+        ("random", 0.2, False, "random:random_ratio=0.24"),
+        ("random_eviction", 0.2, False, "policy=random:budget=321:slack=8"),
+        ("random", 0.9, False, "random:random_ratio=1"),
+        # SnapKV saves prompts only.
+        ("snapkv", 0.1, False, "policy=snapkv:share=0.5"),
+        (
+            *("reasoncache+snapkv", 0.1, True),
+            "policy=reasoncache+snapkv:share=0.5,block=8,warmup=32",
+        ),
+        ("snapkv", 0.2, False, None),
+        ("reasoncache+snapkv", 0.2, False, None),
+        # A pair has its evictor's budget.
+        ("keydiff", 0.4, False, "policy=keydiff:budget=214:slack=8"),
+        ("reasoncache+keydiff", 0.4, False, "policy=reasoncache+keydiff:budget=214:slack=8"),
+        (
+            *("reasoncache+random_eviction", 0.6, True),
+            "policy=reasoncache+random:budget=344:slack=32,block=8,warmup=32",
+        ),
+    ],
+)
+def test_settings(policy: str, saving: float, replayed: bool, method: str | None) -> None:
+    found = method_of(policy, saving, replayed)
+    if method is not None:
+        method = method if method.startswith("random:") else f"reasoncache:{method}"
+        assert find_method(method).values.get("block") == (8 if replayed else None)
+    assert found == method
 
 
 def test_a_budget_leaves_out_what_is_aimed_at() -> None:
@@ -82,15 +101,6 @@ def test_a_budget_leaves_out_what_is_aimed_at() -> None:
         budget = int(method.split("budget=")[1].split(":")[0])
         left_out = sum(max(0, length - budget) for length in lengths)
         assert left_out / sum(lengths) == pytest.approx(saving, abs=0.005)
-
-
-def test_a_pair_has_its_evictors_budget() -> None:
-    assert method_of("keydiff", 0.4) == "reasoncache:policy=keydiff:budget=214:slack=8"
-    pair = method_of("reasoncache+keydiff", 0.4)
-    assert pair == "reasoncache:policy=reasoncache+keydiff:budget=214:slack=8"
-    method = method_of("reasoncache+random_eviction", 0.6, replayed=True)
-    assert method == "reasoncache:policy=reasoncache+random:budget=344:slack=32,block=8,warmup=32"
-    assert method is not None and "8" in find_method(method).flags
 
 
 @pytest.mark.parametrize(
@@ -157,7 +167,7 @@ def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) ->
         *(("random_eviction", pytest.approx(0.36)), ("random_eviction", 0.75)),
     ]
     for point in options.prompts:
-        assert find_method(point.method, EMBEDDED_FLAGS).shares
+        assert find_method(point.method, EMBEDDED_SETTINGS).shares
     assert options.prompts[0].method == (
         "reasoncache:policy=keydiff:budget=384:prompt=true:slack=0:recent=1"
     )
@@ -279,21 +289,21 @@ def fill(
     **parts: Any,
 ) -> None:
     """What a run leaves; ``rate`` in tokens/s of a batch of ``running``."""
-    name = [f"p{i}" for i in range(len(right))]
-    for problem in name:
-        cell.append(Response(problem, 0, "r", "", 30, 50, 0.0, 1.0, 500 / rate, "stop"))
-    grades = [Result(p, ok, float(ok), None, "", "", 50) for p, ok in zip(name, right, strict=True)]
-    cell.write_results(grades)
-    for step in range(20):
-        cell.append(Moment(0, step, running, 0, 100, 10, rate))
-    shares = bool(totals)
-    command = ["serve", *(["--enable-reasoncache"] if shares else [])]
-    tokens, seconds = 50 * len(right), 50 * len(right) / rate
-    report: dict[str, Any] = {
-        "totals": {"polls": 20, "requests_finished": len(right), **totals},
-        **parts,
-    }
-    cell.append(Leg(0, seconds, tokens, len(right), 200, 1, report if shares else {}, 0, command))
+    names = [f"p{i}" for i in range(len(right))]
+    cell.append(*(response(name, output_tokens=50, ended=500 / rate) for name in names))
+    cell.write_results([result(name, ok) for name, ok in zip(names, right, strict=True)])
+    cell.append(*(moment(step, running, rate=rate) for step in range(20)))
+    command = ["serve", *(["--enable-reasoncache"] if totals else [])]
+    counts = {"polls": 20, "requests_finished": len(right), **totals}
+    cell.append(
+        leg(
+            seconds=50 * len(right) / rate,
+            output_tokens=50 * len(right),
+            responses=len(right),
+            report={"totals": counts, **parts} if totals else {},
+            command=command,
+        )
+    )
 
 
 def filled(runs: Runs, point: Point, totals: dict[str, float] | None = None, **parts: Any) -> Runs:
@@ -306,7 +316,7 @@ def filled(runs: Runs, point: Point, totals: dict[str, float] | None = None, **p
 def test_a_row_says_what_was_counted_and_not_what_was_set(tmp_path: Path) -> None:
     point = Point("keydiff", 0.2, str(method_of("keydiff", 0.2)))
     runs = filled(Runs(tmp_path, PROBLEMS), point)
-    row = row_of(point, runs, None)
+    row = row_of(point, runs, {})
     assert {"policy", "saved", "accuracy", "accuracy_error", "throughput_ratio", "step_ms"} <= set(
         row
     )
@@ -331,7 +341,7 @@ def test_selection_saves_reads_and_no_memory(tmp_path: Path) -> None:
     assert (
         "--page-size 16" in runs.command(method)[runs.command(method).index("--server-flags") + 1]
     )
-    row = row_of(point, runs, None)
+    row = row_of(point, runs, {})
     assert (row["saved"], row["reads_saved"]) == (0.0, 0.38)
 
 
@@ -349,18 +359,18 @@ def test_throughput_is_the_median_of_rounds_and_steps_are_compared_at_equal_batc
     mine = [replayed(tmp_path, "x", seed, rate=rate) for seed, rate in enumerate((120.0, 160.0))]
     found = timing(mine, dense)
     assert found is not None
-    assert found.throughput_ratios == pytest.approx([1.2, 1.6])
-    assert found.throughput_ratio == pytest.approx(1.4)
+    assert found["throughput_ratios"] == pytest.approx([1.2, 1.6])
+    assert found["throughput_ratio"] == pytest.approx(1.4)
     # 4 requests at 100 tokens/s are 40 ms a step; 120 and 160 are 33.3 and 25.
-    assert found.dense_step_ms == pytest.approx(40)
-    assert found.step_ms == pytest.approx((1000 * 4 / 120 + 25) / 2)
-    assert found.scheduler_ms == pytest.approx(0.5)
-    assert (found.saved, found.reproduced, found.leaked_slots) == (0.2, 1.0, 0)
+    assert found["dense_step_ms"] == pytest.approx(40)
+    assert found["step_ms"] == pytest.approx((1000 * 4 / 120 + 25) / 2)
+    assert found["scheduler_ms"] == pytest.approx(0.5)
+    assert (found["saved"], found["reproduced"], found["leaked_slots"]) == (0.2, 1.0, 0)
 
 
 def test_batches_that_only_one_server_had_do_not_count() -> None:
     def line(running: int, ms: float) -> Moment:
-        return Moment(0, 0, running, 0, 0, 0, 1000 * running / ms)
+        return moment(0, running, rate=1000 * running / ms)
 
     theirs = [line(4, 10)] * 10 + [line(2, 8)] * 6
     mine = [line(6, 30)] * 50 + [line(4, 12)] * 5 + [line(2, 9)] * 30
@@ -446,11 +456,11 @@ def test_the_table_goes_by_saving_and_then_by_policy(tmp_path: Path) -> None:
         runs = filled(Runs(tmp_path / "home" / point.policy, PROBLEMS), point)
         assert rows([point], runs, {})
     found = [
-        row_of(point, Runs(tmp_path / "home" / point.policy, PROBLEMS), None) for point in chosen
+        row_of(point, Runs(tmp_path / "home" / point.policy, PROBLEMS), {}) for point in chosen
     ]
     dense = {"accuracy": None, "accuracy_error": None, "problems": 0}
     lines = table(found, dense).rows
-    names = [(line[0], line[1]) for line in lines[1:]]
+    names = [(line["aim"], line["policy"]) for line in lines[1:]]
     order = [*POLICIES[:5], "reasoncache+new"]
     assert names == [(aim, name) for aim in ("10%", "40%") for name in order]
-    assert os.linesep not in "".join(text for line in lines for text in line)
+    assert os.linesep not in "".join(text for line in lines for text in line.values())

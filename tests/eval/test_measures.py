@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from eval.measures.accuracy import Key, compare, differ, keyed, mean
+from eval.measures.accuracy import Estimate, Key, compare, differ, keyed, mean
 from eval.measures.figures import figures
-from eval.runs.records import Leg, Moment, Response, Result
+from eval.runs.records import Leg
+from tests.eval.rows import leg, moment, response, result
 
 # The machine may be busy with servers.
 _SETTINGS = settings(deadline=None, max_examples=40)
@@ -26,57 +27,32 @@ def values(*seeds: Any) -> dict[Key, float]:
     return {(str(i), s): float(v) for s, row in enumerate(seeds) for i, v in enumerate(row)}
 
 
-def result(problem: str, right: bool, score: float | None = None) -> Result:
-    return Result(problem, right, float(right) if score is None else score, None, "", "", 5)
-
-
-def response(problem: str, **changes: Any) -> Response:
-    row: dict[str, Any] = {
-        "started": 0.5,
-        "first_token": 1.0,
-        "ended": 2.0,
-        "error": None,
-        "leg": 0,
-    }
-    row |= {"output_tokens": 11, **changes}
-    return Response(problem_id=problem, request_id="r", text="", prompt_tokens=5, **row)
-
-
-def leg(number: int = 0, totals: dict[str, float] | None = None, **changes: Any) -> Leg:
-    row: dict[str, Any] = {"seconds": 10.0, "output_tokens": 100, "responses": 4, "decode_steps": 9}
-    row |= {"retractions": 1, "leaked_slots": 0, "command": ["serve"], **changes}
-    return Leg(leg=number, report={"totals": totals} if totals else {}, **row)
-
-
-def moment(step: int, running: int = 1, used: int = 10) -> Moment:
-    return Moment(0, step, running, 0, used, 3, 100.0)
+def limits(found: Estimate | None) -> tuple[float, float]:
+    assert found is not None and found.low is not None and found.high is not None
+    return found.low, found.high
 
 
 @_SETTINGS
 @given(st.integers(1, 300), st.data())
 def test_one_seed_has_wilsons_interval(n: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(0, n))
-    found = mean(values([1] * k + [0] * (n - k)))
     reference = stats.binomtest(k, n).proportion_ci(method="wilson")
-    assert found is not None
-    assert (found.low, found.high) == pytest.approx((reference.low, reference.high), abs=1e-12)
+    found = limits(mean(values([1] * k + [0] * (n - k))))
+    assert found == pytest.approx((reference.low, reference.high), abs=1e-12)
 
 
 @_SETTINGS
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=50), st.integers(1, 4))
 def test_copies_of_every_answer_add_nothing(answers: list[int], seeds: int) -> None:
     once, copied = mean(values(answers)), mean(values(*[answers] * seeds))
-    assert once is not None and copied is not None
-    assert (copied.low, copied.high) == (pytest.approx(once.low), pytest.approx(once.high))
+    assert limits(copied) == pytest.approx(limits(once))
 
 
 def test_independent_seeds_narrow_the_interval() -> None:
     draw = np.random.default_rng(1)
-    many = mean(values(*draw.integers(0, 2, (4, 200))))
-    one = mean(values(draw.integers(0, 2, 200)))
-    assert many is not None and one is not None
-    widths = [x.high - x.low for x in (many, one) if x.high is not None and x.low is not None]
-    assert 0.45 < widths[0] / widths[1] < 0.65
+    many = limits(mean(values(*draw.integers(0, 2, (4, 200)))))
+    one = limits(mean(values(draw.integers(0, 2, 200))))
+    assert 0.45 < (many[1] - many[0]) / (one[1] - one[0]) < 0.65
 
 
 @pytest.mark.parametrize(
@@ -93,23 +69,20 @@ def test_difference_of_shares_as_published(
     cells: tuple[int, int, int, int], interval: tuple[float, float]
 ) -> None:
     both, only_x, only_y, neither = cells
-    found = differ(
-        values([1] * both + [1] * only_x + [0] * only_y + [0] * neither),
-        values([1] * both + [0] * only_x + [1] * only_y + [0] * neither),
-    )
-    assert found is not None
-    assert (found.low, found.high) == pytest.approx(interval, abs=2e-4)
+    x = [1] * both + [1] * only_x + [0] * only_y + [0] * neither
+    y = [1] * both + [0] * only_x + [1] * only_y + [0] * neither
+    assert limits(differ(values(x), values(y))) == pytest.approx(interval, abs=2e-4)
 
 
 @_SETTINGS
 @given(_PAIRS)
 def test_intervals_of_shares_agree_with_each_other(rows: list[tuple[int, int]]) -> None:
     x, y = (values([row[i] for row in rows]) for i in (0, 1))
-    one, other = differ(x, y), differ(y, x)
-    assert one is not None and other is not None and one.low is not None and one.high is not None
-    assert -1 <= one.low <= one.value <= one.high <= 1
-    assert one.low < one.high, "never certain"
-    assert other.low == pytest.approx(-one.high)
+    one = differ(x, y)
+    low, high = limits(one)
+    assert one is not None and -1 <= low <= one.value <= high <= 1
+    assert low < high, "never certain"
+    assert limits(differ(y, x))[0] == pytest.approx(-high)
 
 
 @pytest.mark.parametrize("share", [0.7, 0.98])
@@ -122,20 +95,20 @@ def test_intervals_cover_the_truth_with_seeds_that_resemble_each_other(share: fl
         chance = draw.beta(3.0 * share, 3.0 * (1 - share), problems)
         x, y = (values(*(draw.random((seeds, problems)) < chance)) for _ in range(2))
         for name, found, truth in (("mean", mean(x), share), ("difference", differ(x, y), 0)):
-            assert found is not None and found.low is not None and found.high is not None
-            hits[name] += found.low <= truth <= found.high
+            low, high = limits(found)
+            hits[name] += low <= truth <= high
     # Three standard errors below 95%.
     assert all(count / repeats > 0.912 for count in hits.values()), hits
 
 
 def test_other_values_have_students_interval() -> None:
     x, y = [3.0, 5.5, 9.0, 4.0], [2.0, 5.0, 7.0, 4.5]
-    alone, both = mean(values(x)), differ(values(x), values(y))
-    assert alone is not None and both is not None
-    reference = stats.ttest_1samp(x, 0).confidence_interval()
-    assert (alone.low, alone.high) == pytest.approx((reference.low, reference.high))
-    reference = stats.ttest_rel(x, y).confidence_interval()
-    assert (both.low, both.high) == pytest.approx((reference.low, reference.high))
+    for found, test in (
+        (mean(values(x)), stats.ttest_1samp(x, 0)),
+        (differ(values(x), values(y)), stats.ttest_rel(x, y)),
+    ):
+        reference = test.confidence_interval()
+        assert limits(found) == pytest.approx((reference.low, reference.high))
     assert mean({}) is None and differ({}, {}) is None
     single = mean(values([3.5]))
     assert single is not None and single.low is None
@@ -200,14 +173,10 @@ def test_a_resumed_cell_has_no_throughput() -> None:
 
 
 def test_saving_weighs_legs_by_what_they_counted() -> None:
-    first = {
-        "memory_saving_ratio": 0.1, "polls": 10, "final_saving_ratio": 0.2,
-        "requests_finished": 1, "affected_ratio": 0.5, "finished_positions": 100,
-    }  # fmt: skip
-    second = {
-        "memory_saving_ratio": 0.3, "polls": 30, "final_saving_ratio": 0.4,
-        "requests_finished": 3, "affected_ratio": 0.1, "finished_positions": 300,
-    }  # fmt: skip
+    names = ["memory_saving_ratio", "polls", "final_saving_ratio", "requests_finished"]
+    names += ["affected_ratio", "finished_positions"]
+    first = dict(zip(names, (0.1, 10, 0.2, 1, 0.5, 100), strict=True))
+    second = dict(zip(names, (0.3, 30, 0.4, 3, 0.1, 300), strict=True))
     found = figures([], [leg(0, first), leg(1, second)], [moment(0, used=5), moment(1, used=9)])
     assert found.saving == pytest.approx(0.25)
     assert found.final_saving == pytest.approx(0.35)

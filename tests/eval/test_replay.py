@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 from eval.redundancy.rows import texts_of
 from eval.replay.__main__ import main
 from eval.replay.forcing import FORCED, forced_request
-from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE, build, kv_bytes_per_token
+from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE, build
 from eval.replay.pieces import cut, write_pieces
 from eval.runs.client import Request, ask_all
 from eval.server_log import retractions
@@ -139,8 +139,10 @@ def test_proportion_of_weights_to_kv(tmp_path: Path, recorded: Path) -> None:
     """A step's weights against a token's KV, as the module says."""
     folder = build(tmp_path, texts_of([recorded]))
     config = AutoConfig.from_pretrained(folder)
+    heads, size = config.num_key_value_heads, config.head_dim
+    kv_bytes = 4 * config.num_hidden_layers * heads * size
     weights = (folder / "model.safetensors").stat().st_size
-    assert weights / kv_bytes_per_token(config) == pytest.approx(130_000, rel=0.05)
+    assert weights / kv_bytes == pytest.approx(130_000, rel=0.05)
     assert config.max_position_embeddings == CONTEXT_LENGTH
 
 

@@ -18,8 +18,9 @@ from matplotlib import image
 from eval.report.__main__ import main
 from eval.report.data import load
 from eval.runs.folder import Cell, write_config
-from eval.runs.records import Leg, Moment, Response, Result
+from eval.runs.records import Response
 from eval.tiny_reasoner import task as reasoner
+from tests.eval.rows import leg, moment, response, result
 
 HOSTILE = "500 | <script>alert(1)</script> `x` [a](http://evil.example)\n# heading\n| a | b |\ud800"
 
@@ -63,28 +64,24 @@ def fill(cell: Cell, problems: int, saving: float, wrong: int = 1) -> None:
     tokens, results = 0, []
     for i, problem in enumerate(reasoner.generate(cell.seed, problems)):
         name, length = f"tiny_reasoner-{cell.seed}-{i}", len(problem.response.split(" "))
-        end = 1 + 0.01 * length
-        cell.append(
-            Response(name, 0, "r", problem.response, 30, length, 0.0, draw.random(), end, "stop")
-        )
-        right = i >= wrong
+        times = {"started": 0.0, "first_token": draw.random(), "ended": 1 + 0.01 * length}
+        cell.append(response(name, text=problem.response, output_tokens=length, **times))
         group = "error" if problem.error else "clean"
-        results.append(Result(name, right, float(right), problem.answer, "", group, length))
+        results.append(result(name, i >= wrong, group, length))
         tokens += length
     cell.write_results(results)
-    for step in range(40):
-        used = min(4000, 200 * step)
-        cell.append(Moment(0, step, 1 + step // 4, 0, used, int(saving * used), 100.0))
+    used = [min(4000, 200 * step) for step in range(40)]
+    cell.append(*(moment(i, 1 + i // 4, n, int(saving * n)) for i, n in enumerate(used)))
     totals = {
         "memory_saving_ratio": saving,
         "polls": 40,
         "final_saving_ratio": 1.5 * saving,
         "requests_finished": problems,
     }
-    flags = ["--enable-reasoncache"] if saving else []
-    report = {"totals": totals} if saving else {}
+    command = ["serve", *(["--enable-reasoncache"] if saving else [])]
     seconds = 10 * (1 - saving) * draw.uniform(0.95, 1.05)
-    cell.append(Leg(0, seconds, tokens, problems, 400, 2, report, 0, ["serve", *flags]))
+    row = {"output_tokens": tokens, "responses": problems, "command": command}
+    cell.append(leg(0, totals if saving else None, seconds=seconds, **row))
 
 
 def report(*arguments: str | Path) -> tuple[str, dict[str, Any], Path]:
@@ -149,9 +146,9 @@ def test_an_unfinished_run_has_gaps(tmp_path: Path) -> None:
 def test_a_resumed_cell_is_called_so(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"dense": 0.0, "reasoncache": 0.2}, seeds=(0,), problems=3)
     cell = Cell(run, "tiny_reasoner", "reasoncache", 0)
-    first, (leg,) = cell.responses()[0], cell.legs()
+    first, (only,) = cell.responses()[0], cell.legs()
     cell.append(dataclasses.replace(first, problem_id="late", leg=1))
-    cell.append(dataclasses.replace(leg, leg=1, responses=1))
+    cell.append(dataclasses.replace(only, leg=1, responses=1))
     _, tables, _ = report(run)
     row = row_of(tables, "methods", "ReasonCache")
     assert (row["tokens/s"], row["saved, decode steps"]) == ("resumed", "20.0%")
@@ -168,8 +165,8 @@ def test_runs_with_other_budgets_make_a_sweep(tmp_path: Path) -> None:
         for budget, saving in budgets
     ]  # fmt: skip
     path = runs[3] / "tiny_reasoner" / "dense" / "seed-0" / "legs.jsonl"
-    leg = json.loads(path.read_text())
-    path.write_text(json.dumps({**leg, "kv_slots": 1500}) + "\n")
+    had = json.loads(path.read_text())
+    path.write_text(json.dumps({**had, "kv_slots": 1500}) + "\n")
     out = tmp_path / "out"
     text, tables, _ = report(*runs, "--out", out)
     rows = [row for row in tables["budgets"] if row["method"] == "ReasonCache"]

@@ -18,10 +18,11 @@ from eval.runs.matching import PILOT_PROBLEMS
 from eval.runs.options import RunOptions
 from eval.runs.plan import Plan
 from eval.runs.progress import Display
-from eval.runs.records import Leg, Response
+from eval.runs.records import Leg
 from eval.runs.servers import Servers
 from eval.runs.session import Session
-from tests.eval.peer import Peer, PeerServer
+from tests.eval.peer import Peer, PeerServer, answer
+from tests.eval.rows import leg, response
 
 SAVING = {"requests_finished": 2, "final_saving_ratio": 0.2, "polls": 4, "memory_saving_ratio": 0.1}
 CUT = (
@@ -156,7 +157,7 @@ def test_pilots_are_as_long_as_what_they_match(peer: Peer, tmp_path: Path) -> No
 def test_responses_that_cannot_be_whole_are_told(
     peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    peer.finish_reason = "length"
+    peer.scripts = (answer("a", "length"),)
     servers = PeerServers(peer)
     assert session(tmp_path, servers, "dense", kv_budget=4100).work()
     told = capsys.readouterr().out
@@ -166,16 +167,12 @@ def test_responses_that_cannot_be_whole_are_told(
 
 
 def test_cut_short_is_less_than_what_was_asked_for() -> None:
-    def response(problem: str, tokens: int, reason: str, error: str | None = None) -> Response:
-        return Response(problem, 0, "r", "", 5, tokens, 0.0, 0.1, 1.0, reason, error)
-
     rows = [
-        response("a", 99, "length"),
-        response("b", 100, "length"),
-        response("c", 50, "stop"),
-        response("d", 50, "length", "broken"),
-        response("unknown", 50, "length"),
+        response("a", output_tokens=99, finish_reason="length"),
+        response("b", output_tokens=100, finish_reason="length"),
+        response("c", output_tokens=50),
+        response("d", output_tokens=50, finish_reason="length", error="broken"),
+        response("unknown", output_tokens=50, finish_reason="length"),
     ]
-    leg = Leg(0, 1.0, 1, 4, 1, 0, {}, 0, [])
-    (told,) = faults(leg, rows, dict.fromkeys("abcd", 100))
+    (told,) = faults(leg(), rows, dict.fromkeys("abcd", 100))
     assert told.startswith("1 responses were cut")

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -14,83 +11,17 @@ import pytest
 from eval.runs import client
 from eval.runs.client import Request, ask_all, send_all
 from eval.runs.records import Response
-from tests.eval.peer import Peer as ManyPeer
+from tests.eval.peer import END, HEAD, Peer, answer, event, raw
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-def event(delta: dict[str, Any] | None = None, **fields: Any) -> bytes:
-    """One server-sent event as an HTTP chunk."""
-    finish = fields.pop("finish_reason", None)
-    choices = [{"index": 0, "delta": delta, "finish_reason": finish}] if delta is not None else []
-    body = {"id": "r1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
-    return raw("data: " + json.dumps({**body, "choices": choices, **fields}))
-
-
-def raw(text: str) -> bytes:
-    data = (text + "\n\n").encode()
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-USAGE = event(usage={"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12})
-END = raw("data: [DONE]") + b"0\r\n\r\n"
-STOP = event({}, finish_reason="stop")
-
-
-class Peer:
-    """Sends each request the next script; the last one again and again.
-
-    Attributes:
-        bodies: of the requests, in order of arrival.
-        most_open: requests that were open at once.
-    """
-
-    def __init__(self, *scripts: bytes, pause: float = 0.0, endless: bool = False) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.most_open = 0
-        self._open = 0
-        self._scripts = scripts
-        self._pause = pause
-        self._endless = endless
-
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
-        server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        async with server:
-            yield f"http://127.0.0.1:{port}"
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        size = int(head.split("content-length:")[1].split("\r\n")[0])
-        self.bodies.append(json.loads(await reader.readexactly(size)))
-        script = self._scripts[min(len(self.bodies), len(self._scripts)) - 1]
-        self._open += 1
-        self.most_open = max(self.most_open, self._open)
-        await asyncio.sleep(self._pause)
-        try:
-            writer.write(script)
-            while self._endless:
-                writer.write(event({"content": "x" * 1000}))
-                await writer.drain()
-            await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            self._open -= 1
-            writer.close()
+HALF = HEAD + event({"content": "half"})
 
 
 def ask(peer: Peer, count: int = 1, **options: Any) -> list[Response]:
     """All responses in the order they ended."""
     ended: list[Response] = []
-
-    async def run() -> None:
-        async with peer.serving() as url:
-            requests = [Request(f"p{i}", f"prompt {i}", {"top_k": 4}) for i in range(count)]
-            await send_all(url, "m", requests, 3, ended.append, 10.0, **options)
-
-    asyncio.run(run())
+    requests = [Request(f"p{i}", f"prompt {i}", {"top_k": 4}) for i in range(count)]
+    with peer.serving():
+        asyncio.run(send_all(peer.url, "m", requests, 3, ended.append, 10.0, **options))
     return ended
 
 
@@ -98,8 +29,7 @@ def test_reasoning_comes_before_the_answer() -> None:
     script = HEAD + event({"role": "assistant", "content": ""})
     for delta in ({"reasoning_content": "so "}, {"reasoning_content": "be it"}, {"content": "4"}):
         script += event(delta)
-    peer = Peer(script + STOP + USAGE + END)
-    (response,) = ask(peer)
+    (response,) = ask(Peer(script + answer("")[len(HEAD) :]))
     assert response.error is None
     assert response.text == "<think>so be it</think>4"
     assert (response.prompt_tokens, response.output_tokens) == (5, 7)
@@ -110,7 +40,7 @@ def test_reasoning_comes_before_the_answer() -> None:
 
 
 def test_the_body_is_what_was_asked_for() -> None:
-    peer = Peer(HEAD + event({"content": "a"}) + STOP + USAGE + END)
+    peer = Peer(answer("a"))
     (response,) = ask(peer)
     assert response.text == "a"
     (body,) = peer.bodies
@@ -120,20 +50,17 @@ def test_the_body_is_what_was_asked_for() -> None:
 
 
 BROKEN = {
-    "breaks off": HEAD + event({"content": "half"}),
-    "ends without a finish reason": HEAD + event({"content": "half"}) + END,
-    "is aborted": HEAD + event({"content": "half"}) + event({}, finish_reason="abort") + END,
-    "is no JSON": HEAD + event({"content": "half"}) + raw("data: {nope") + END,
-    "tells of an error": HEAD
-    + event({"content": "half"})
-    + raw('data: {"error": {"message": "no memory", "code": 500}}')
-    + END,
+    "breaks off": b"",
+    "ends without a finish reason": END,
+    "is aborted": event({}, finish_reason="abort") + END,
+    "is no JSON": raw("data: {nope") + END,
+    "tells of an error": raw('data: {"error": {"message": "no memory", "code": 500}}') + END,
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_stream_that_goes_wrong(name: str) -> None:
-    (response,) = ask(Peer(BROKEN[name]))
+    (response,) = ask(Peer(HALF + BROKEN[name]))
     assert response.error
     assert response.text == "half"
 
@@ -154,8 +81,7 @@ def test_no_answer_at_all(script: bytes) -> None:
 
 
 def test_failures_are_recorded_and_tried_again() -> None:
-    good = HEAD + event({"content": "a"}) + STOP + USAGE + END
-    first, second = ask(Peer(BROKEN["breaks off"], good), attempts=3)
+    first, second = ask(Peer(HALF, answer("a")), attempts=3)
     assert first.error
     assert (second.error, second.text) == (None, "a")
     assert len(ask(Peer(b""), attempts=3)) == 3
@@ -171,8 +97,7 @@ def test_an_endless_response_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("in_flight", "expected"), [(2, 2), (None, 150)])
 def test_requests_in_flight(in_flight: int | None, expected: int) -> None:
     """Without a bound all are open at once, whatever the client's library is used to."""
-    good = HEAD + event({"content": "a"}) + STOP + USAGE + END
-    peer = Peer(good, pause=0.01 if in_flight else 2.0)
+    peer = Peer(answer("a"), pause=0.01 if in_flight else 2.0)
     count = expected if in_flight is None else 10
     responses = ask(peer, count, in_flight=in_flight)
     assert not [row.error for row in responses if row.error]
@@ -181,7 +106,7 @@ def test_requests_in_flight(in_flight: int | None, expected: int) -> None:
 
 
 def test_responses_in_the_order_of_the_requests() -> None:
-    with ManyPeer().serving() as peer:
+    with Peer().serving() as peer:
         requests = [Request(f"p{i}", f"prompt {i}", {"top_k": 4}) for i in range(5)]
         answers = ask_all(peer.url, "m", requests)
     assert [row.problem_id for row in answers] == [f"p{i}" for i in range(5)]
@@ -189,14 +114,8 @@ def test_responses_in_the_order_of_the_requests() -> None:
 
 
 def test_what_a_listener_raises_comes_through() -> None:
-    good = HEAD + event({"content": "a"}) + STOP + USAGE + END
-
     def full(_: Response) -> None:
         raise OSError("disk full")
 
-    async def run(ended: Callable[[Response], None]) -> None:
-        async with Peer(good).serving() as url:
-            await send_all(url, "m", [Request("p", "q")], 0, ended, 10.0)
-
-    with pytest.raises(OSError, match="disk full"):
-        asyncio.run(run(full))
+    with Peer().serving() as peer, pytest.raises(OSError, match="disk full"):
+        asyncio.run(send_all(peer.url, "m", [Request("p", "q")], 0, full, 10.0))

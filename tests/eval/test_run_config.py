@@ -17,7 +17,7 @@ from eval.runs.config import default_folder, make_config, options_of, settle_con
 from eval.runs.folder import RunError, locked, read_config
 from eval.runs.options import RunOptions
 from eval.runs.plan import Plan, request_body
-from eval.tiny_reasoner import EMBEDDED_FLAGS
+from eval.tiny_reasoner import EMBEDDED_FLAGS, EMBEDDED_SETTINGS
 
 OPTIONS = RunOptions(tasks=("tiny_reasoner",), seeds=(0, 1), limit=3, device="cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def config_of(options: RunOptions) -> dict[str, Any]:
     plan = Plan(options, request_body(options))
-    return make_config(plan, find_methods(options.methods, EMBEDDED_FLAGS), False)
+    return make_config(plan, find_methods(options.methods, EMBEDDED_SETTINGS), False)
 
 
 def test_says_what_is_run(tmp_path: Path) -> None:
     settle_config(tmp_path, config_of(OPTIONS))
     config = read_config(tmp_path)
     assert config["methods"] == ["dense", "reasoncache"]
-    assert config["method_details"]["reasoncache"]["flags"][-2:] == list(EMBEDDED_FLAGS)
+    assert config["method_details"]["reasoncache"]["flags"][-2:] == EMBEDDED_FLAGS
     assert config["problems"]["tiny_reasoner/1"]["count"] == 3
     assert config["sampling"]["temperature"] == 0.0
     assert config["machine"]["cores"] > 0

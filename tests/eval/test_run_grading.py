@@ -15,14 +15,10 @@ from eval.runs.config import make_config, options_of, settle_config
 from eval.runs.folder import Cell, read_config
 from eval.runs.options import RunOptions
 from eval.runs.plan import Plan
-from eval.runs.records import Response
-from eval.runs.session import grade, texts_of
+from eval.runs.session import grade
 from eval.tasks.harness import EvalTask, Source
 from eval.tasks.sandbox import SandboxError
-
-
-def response(problem: str, text: str, error: str | None = None) -> Response:
-    return Response(problem, 0, "r", text, 5, 9, 0.0, 0.1, 1.0, "length", error)
+from tests.eval.rows import response
 
 
 def write(path: Path, *answers: int) -> Path:
@@ -35,11 +31,11 @@ def test_reasoning_that_the_prompt_opened_holds_no_answer(tmp_path: Path) -> Non
     """A response cut off within it has neither tag; a request that failed is a wrong answer."""
     cell = Cell(tmp_path, "aime24", "dense", 0)
     task = EvalTask("aime24", Source(file=str(write(tmp_path / "x.jsonl", 7, 7, 7, 7))))
-    cell.append(response("0", "Perhaps \\boxed{7}? No,"))
-    cell.append(response("1", "Perhaps 8? No.</think> \\boxed{7}"))
-    cell.append(response("2", "", "timed out"))
+    cell.append(response("0", text="Perhaps \\boxed{7}? No,"))
+    cell.append(response("1", text="Perhaps 8? No.</think> \\boxed{7}"))
+    cell.append(response("2", error="timed out"))
     for opens, right in ((True, [False, True, False]), (False, [True, True, False])):
-        results = grade(cell, task, lambda asked: texts_of(cell, asked), opens)
+        results = grade(cell, task, opens)
         assert [row.correct for row in results] == right
         assert results[2].note == "no response: timed out" and results == cell.results()
 
@@ -54,7 +50,7 @@ def run(tmp_path: Path) -> Path:
     for name in data:
         cell = Cell(folder, name, "dense", 0)
         for i in range(2 if name == "aime24" else 1):
-            cell.append(response(str(i), f"\\boxed{{{i + 1}}}"))
+            cell.append(response(str(i), text=f"\\boxed{{{i + 1}}}"))
     return folder
 
 
@@ -65,7 +61,7 @@ def test_what_is_not_answered_is_told(run: Path, capsys: pytest.CaptureFixture[s
     assert "aime25, dense, seed 0: 1 problems are not answered" in told
     cell = Cell(run, "aime25", "dense", 0)
     assert options_of(read_config(run)).tasks == ("aime24", "aime25")
-    cell.append(response("1", "\\boxed{0}"))
+    cell.append(response("1", text="\\boxed{0}"))
     assert main(["--grade", str(run)]) == 0
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from eval.runs.records import Moment
+import pytest
+
 from eval.server_log import cut_prompts, moments, retractions
 
 STOCK = """\
@@ -20,35 +21,28 @@ cpu graph: False, gen throughput (token/s): 456.49, #queue-req: 4
 [2026-11-21 16:57:10] Decode batch, #running-req: 7, #token: 1053, token usage: 0.44, #shared token: 152, \
 cpu graph: False, gen throughput (token/s): 265.57, #queue-req: 3
 """
-DROPPING = """\
+EVICTING = """\
 [2026-11-21 21:11:35] Decode batch, #running-req: 1, #token: 448, token usage: 0.19, #shared token: 16, \
 #evicted token: 288, cpu graph: False, gen throughput (token/s): 170.57, #queue-req: 0
 """
 
 
-def test_stock_lines() -> None:
-    assert moments(STOCK, 2) == [
-        Moment(leg=2, step=0, running=4, queued=6, used=180, saved=0, tokens_per_s=5.92),
-        Moment(leg=2, step=1, running=4, queued=6, used=220, saved=0, tokens_per_s=290.61),
-    ]
-
-
-def test_sharing_lines() -> None:
-    assert moments(SHARING, 0) == [
-        Moment(leg=0, step=0, running=6, queued=4, used=1016, saved=88, tokens_per_s=456.49),
-        Moment(leg=0, step=1, running=7, queued=3, used=1053, saved=152, tokens_per_s=265.57),
-    ]
-
-
-def test_evicted_positions_are_saved_too() -> None:
-    [found] = moments(DROPPING, 1)
-    assert (found.used, found.saved) == (448, 304)
-
-
-def test_a_cut_line_is_no_moment() -> None:
-    assert moments("[2026-11-21 16:57:10] Decode batch, #running-req: 6, #tok", 0) == []
-    (half,) = moments("Decode batch, #running-req: 6, #full token: 10, cpu gra", 0)
-    assert (half.used, half.queued, half.tokens_per_s) == (10, 0, 0.0)
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (STOCK, [(4, 6, 180, 0, 5.92), (4, 6, 220, 0, 290.61)]),
+        (SHARING, [(6, 4, 1016, 88, 456.49), (7, 3, 1053, 152, 265.57)]),
+        # Evicted positions are saved too.
+        (EVICTING, [(1, 0, 448, 304, 170.57)]),
+        ("[2026-11-21 16:57:10] Decode batch, #running-req: 6, #tok", []),
+        ("Decode batch, #running-req: 6, #full token: 10, cpu gra", [(6, 0, 10, 0, 0.0)]),
+    ],
+)
+def test_decode_lines(log: str, expected: list[tuple[float, ...]]) -> None:
+    found = moments(log, 2)
+    figures = [(m.running, m.queued, m.used, m.saved, m.tokens_per_s) for m in found]
+    assert figures == expected
+    assert [(m.leg, m.step) for m in found] == [(2, step) for step in range(len(expected))]
 
 
 def test_retractions_add_up() -> None:

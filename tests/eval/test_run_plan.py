@@ -17,28 +17,22 @@ from eval.runs.plan import Plan, Step, order, samples, sampling_seed
 from eval.tasks.harness import Problem
 
 
-def names(specs: list[str], seeds: list[int], tasks: tuple[str, ...] = ("t",)) -> list[str]:
-    steps = order(tasks, find_methods(specs), seeds)
-    return [f"{step.task}{step.seed}:{step.method.name}" for step in steps]
-
-
-def test_methods_turn_round_between_seeds() -> None:
-    assert names(["dense", "reasoncache", "p20"], [4, 5, 6]) == [
-        "t4:dense", "t4:reasoncache", "t4:p20",
-        "t5:p20", "t5:reasoncache", "t5:dense",
-        "t6:dense", "t6:reasoncache", "t6:p20",
-    ]  # fmt: skip
-
-
-def test_tasks_come_one_after_the_other() -> None:
-    assert names(["dense"], [0, 1], ("a", "b")) == ["a0:dense", "a1:dense", "b0:dense", "b1:dense"]
-
-
-def test_a_matched_method_comes_after_what_it_matches() -> None:
-    assert names(["random", "dense", "reasoncache"], [0, 1]) == [
-        "t0:dense", "t0:reasoncache", "t0:random",
-        "t1:reasoncache", "t1:dense", "t1:random",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("tasks", "specs", "seeds", "expected"),
+    [
+        # Methods turn round between seeds.
+        ("t", "dense,reasoncache,p20", (4, 5, 6),
+         "t4:dense t4:reasoncache t4:p20 t5:p20 t5:reasoncache t5:dense t6:dense t6:reasoncache t6:p20"),
+        ("ab", "dense", (0, 1), "a0:dense a1:dense b0:dense b1:dense"),
+        # One that is matched comes before what matches it.
+        ("t", "random,dense,reasoncache", (0, 1),
+         "t0:dense t0:reasoncache t0:random t1:reasoncache t1:dense t1:random"),
+    ],
+)  # fmt: skip
+def test_order(tasks: str, specs: str, seeds: tuple[int, ...], expected: str) -> None:
+    steps = order(tasks, find_methods(specs.split(",")), seeds)
+    names = [f"{step.task}{step.seed}:{step.method.name}" for step in steps]
+    assert names == expected.split()
 
 
 class Asked:

@@ -102,10 +102,7 @@ def test_how_a_program_ends(program: str, note: str | None) -> None:
         ("x = []\nwhile True: x.append(bytearray(1 << 20))", ""),
         ("9 ** 9 ** 9 ** 9", "ended before"),
         ("import os\nwhile True: os.fork()", "PermissionError"),
-        (
-            "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
-            "",
-        ),
+        ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", ""),
         ("import os\nos.setsid()\nif os.fork(): raise ValueError\nwhile True: pass", ""),
         ("while True: print('x' * 10000)", ""),
         ("import sys\nwhile True: sys.stderr.write('x' * 10000)", ""),

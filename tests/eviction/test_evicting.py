@@ -22,7 +22,7 @@ from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy,
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff, similarity
 from sglang_reasoncache.eviction.policies.random_eviction import RandomEviction
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
-from sglang_reasoncache.kernels import attention_reference
+from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
@@ -567,7 +567,7 @@ def test_evicted_kv_is_not_read(backend: str, setup: Setup) -> None:
     read = torch.tensor([req.kv.req_pool_idx]), torch.tensor([len(row)])
     plan = plan_rows(world.rows.req_to_token, *read, num_slots=len(keys))
     if backend == "torch":
-        found = attention_reference.plan_rows(world.rows.req_to_token, *read, None, len(keys))
+        found = reference.plan_rows(world.rows.req_to_token, *read, None, len(keys))
         plan = RowPlan(*found)
     kv = PagedKv(keys, values, None, backend=backend)
     out = decode_attention(query, kv, plan, scale=0.5)

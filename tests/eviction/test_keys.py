@@ -67,7 +67,7 @@ def test_unrotated_keys_are_those_before_rotary_embedding(is_neox: bool) -> None
     rotated = [layer.clone() for layer in plain]
     for before, after in zip(plain, rotated, strict=True):
         for slot, cached_at in ((3, 0), (9, 1), (14, 3), (30, 7), (1, 8)):
-            after[slot] = rotation.rotate(before[slot], rotation.angles(torch.tensor(cached_at)))
+            after[slot] = rotation.rotate(before[slot], torch.tensor(cached_at))
     keys = source(rotated, rotation=rotation).of(1, HELD)
     for layer in keys.layers:
         expected = plain[layer - 2][[ROW[at] for at in HELD]]

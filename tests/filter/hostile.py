@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_reasoncache.filter.structure import scan, vocabulary
+from sglang_reasoncache.filter.structure import signs
 
 NUM_MUTANTS = 17_000
 _SEED = 20_240_607
@@ -123,17 +123,17 @@ _UNICODE = (
     "👩‍👩‍👧 = 1", "🇩🇪", "数学 = 1", "かな x", "한글 2", "x′′ = 1", "x’s = 1", "don’t", "f′(x)", "°C", "50%",
     "x⁰¹²³⁴⁵⁶⁷⁸⁹", "x₀₁₂₃₄₅₆₇₈₉", "xⁿ⁺¹", "x⁽ⁿ⁾", "xₙ₋₁", "ᵢ", "⁻", "₊", "$x⁻¹$", "$⁾⁽$", "x²₁³",
     "²", "ªx²", "_x_", "__x__", "x__2", "−1 – 2 ‐ 3", "∑∏∫∞°%∠△∅|!", "a!b ! c !", "|x| = |y|",
-    *(f"x {sign} y" for sign in (*scan.LONG_OPERATORS, *scan.SHORT_OPERATORS)),
-    *(f"$x{sign}y$ word{sign}word" for sign in (*scan.LONG_OPERATORS, *scan.SHORT_OPERATORS)),
-    scan.SHORT_OPERATORS, " ".join(scan.SHORT_OPERATORS), " ".join(scan.LONG_OPERATORS * 3),
-    f"${scan.SHORT_OPERATORS}$", f"`{scan.SHORT_OPERATORS}`", _HOMOGLYPH_DIGITS,
+    *(f"x {sign} y" for sign in (*signs.LONG_OPERATORS, *signs.SHORT_OPERATORS)),
+    *(f"$x{sign}y$ word{sign}word" for sign in (*signs.LONG_OPERATORS, *signs.SHORT_OPERATORS)),
+    signs.SHORT_OPERATORS, " ".join(signs.SHORT_OPERATORS), " ".join(signs.LONG_OPERATORS * 3),
+    f"${signs.SHORT_OPERATORS}$", f"`{signs.SHORT_OPERATORS}`", _HOMOGLYPH_DIGITS,
     " + ".join(_HOMOGLYPH_DIGITS), f"`{_HOMOGLYPH_DIGITS}`", _WHITE, f"x{_WHITE}1", f"${_WHITE}x$",
     "x".join(_WHITE), f"`x{_WHITE}y`", "```\n" + "y\n".join(_WHITE), "$x" + _WHITE[-1] + "$",
     f"$x{_WHITE[8]}$", f"\\text{{{_WHITE}cm{_WHITE}}}", "`a\rb\tc`", "```\na\n\t \tb\n  \r\tc\n```",
-    *(rf"$\{name} x$" for name in (*vocabulary.COMMANDS, *vocabulary.LATEX_OPERATORS)),
-    *(rf"$\{name}{{a}}{{b}}$ \{name}" for name in vocabulary.COMMANDS),
-    *(rf"\({name} \{name} 2\)" for name in (*vocabulary.FUNCTIONS, *vocabulary.LATEX_NAMES)),
-    *(rf"$a \{name} b$" for name in sorted(vocabulary.LATEX_IGNORED)),
+    *(rf"$\{name} x$" for name in (*signs.COMMANDS, *signs.LATEX_OPERATORS)),
+    *(rf"$\{name}{{a}}{{b}}$ \{name}" for name in signs.COMMANDS),
+    *(rf"\({name} \{name} 2\)" for name in (*signs.FUNCTIONS, *signs.LATEX_NAMES)),
+    *(rf"$a \{name} b$" for name in sorted(signs.LATEX_IGNORED)),
     *(f"a {name} 2, A {name} I" for name in ("is", "or", "equals", "of", "mod", "minus", "day")),
 )  # fmt: skip
 

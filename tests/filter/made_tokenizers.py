@@ -12,6 +12,8 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
+
 _ROOT = Path(__file__).parents[2]
 _VOCAB_SIZE = 6000
 _SPECIAL = ["<unk>", "<eos>"]
@@ -83,55 +85,50 @@ def _corpus() -> list[str]:
     return [TEXT] * 40 + list(traces()[::8])
 
 
-def _wrap(tokenizer: Tokenizer, **knobs: Any) -> PreTrainedTokenizerFast:
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", **knobs
-    )
+def _train(model: Any, split: Any, decoder: Any, trainer: type, **knobs: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoder
+    knobs = {"vocab_size": _VOCAB_SIZE, "special_tokens": _SPECIAL, "show_progress": False} | knobs
+    tokenizer.train_from_iterator(_corpus(), trainer(**knobs))
+    return tokenizer
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
     fast.add_tokens(_REASONING, special_tokens=True)
     return fast
 
 
-def _byte_level(split: Any) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = split
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=_VOCAB_SIZE,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=_SPECIAL,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_corpus(), trainer)
-    return _wrap(tokenizer)
-
-
-def _split(pattern: str) -> Any:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+def _byte_level(pattern: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE; an empty pattern is GPT-2's own."""
+    split: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
+    if pattern:
+        isolated = pre_tokenizers.Split(Regex(pattern), "isolated")
+        split = pre_tokenizers.Sequence([isolated, split])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe, decoder, trainer = models.BPE(), decoders.ByteLevel(), trainers.BpeTrainer
+    return _wrap(_train(bpe, split, decoder, trainer, initial_alphabet=alphabet))
 
 
 def gpt2() -> PreTrainedTokenizerFast:
     """White space and newlines never merge with anything visible behind them but one space."""
-    return _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    return _byte_level("")
 
 
 def cl100k() -> PreTrainedTokenizerFast:
     """Tokens such as ``.\\n\\n`` and ``)\\n\\n\\n``."""
-    return _byte_level(_split(_CL100K))
+    return _byte_level(_CL100K)
 
 
 def o200k() -> PreTrainedTokenizerFast:
     """As ``cl100k``, and slashes go on behind the newlines."""
-    return _byte_level(_split(_O200K))
+    return _byte_level(_O200K)
 
 
 def no_split() -> PreTrainedTokenizerFast:
     """Merges across everything: tokens with text on both sides of a blank line."""
-    return _byte_level(_split(r".{1,12}?\n\n\p{L}+|\s|\S+"))
+    return _byte_level(r".{1,12}?\n\n\p{L}+|\s|\S+")
 
 
 def llama2() -> PreTrainedTokenizerFast:
@@ -154,17 +151,10 @@ def llama2() -> PreTrainedTokenizerFast:
             fuse_unk=True,
         )
     )
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    prepend, space = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([prepend, space])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     tokenizer.add_special_tokens(_SPECIAL)
     return _wrap(tokenizer)
 
@@ -183,20 +173,12 @@ def unigram() -> PreTrainedTokenizerFast:
 
 def wordpiece() -> PreTrainedTokenizerFast:
     """Words and ``##`` pieces; each newline is kept as a word of its own."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split("\n", "isolated"),
-            pre_tokenizers.Split(Regex("[ \t\r]+"), "removed"),
-            pre_tokenizers.Punctuation(),
-        ]
-    )
-    tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=_VOCAB_SIZE, special_tokens=_SPECIAL, show_progress=False
-    )
-    tokenizer.train_from_iterator(_corpus(), trainer)
-    return _wrap(tokenizer)
+    newlines = pre_tokenizers.Split("\n", "isolated")
+    spaces = pre_tokenizers.Split(Regex("[ \t\r]+"), "removed")
+    split = pre_tokenizers.Sequence([newlines, spaces, pre_tokenizers.Punctuation()])
+    decoder = decoders.WordPiece(cleanup=False)
+    model = models.WordPiece(unk_token="<unk>")
+    return _wrap(_train(model, split, decoder, trainers.WordPieceTrainer))
 
 
 def embedded() -> Any:
@@ -207,7 +189,16 @@ def embedded() -> Any:
 MAKERS = (gpt2, cl100k, o200k, no_split, llama2, unigram, wordpiece, embedded)
 
 
+NAMES = [make.__name__ for make in MAKERS]
+
+
 @functools.cache
 def made(name: str) -> Any:
     """The tokenizer of that name, made once."""
-    return next(make for make in MAKERS if make.__name__ == name)()
+    return MAKERS[NAMES.index(name)]()
+
+
+@functools.cache
+def read(name: str) -> Vocabulary:
+    """Its vocabulary, read once."""
+    return vocabulary_of(made(name))

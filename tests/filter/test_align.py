@@ -105,17 +105,14 @@ def test_whole_pages_only() -> None:
 
 def test_a_covered_token_takes_its_whole_page_out() -> None:
     step = step_of([7] * 12, start=16)
-    covered = bytearray(12)
-    covered[1] = 1
-    found = align_blocks(step, step_of([7] * 12), 4, 4, covered=covered)
+    found = align_blocks(step, step_of([7] * 12), 4, 4, covered=b"\0\1" + bytes(10))
     assert found == [BlockPair(20, 4), BlockPair(24, 8)]
 
 
 def test_index_mode_pairs_the_kth_blocks_whatever_they_hold() -> None:
     src, dst = step_of(list(range(7)), start=5), step_of(list(range(90, 100)), start=30)
     assert align_blocks(dst, src, 3, mode="index") == [BlockPair(30, 5), BlockPair(33, 8)]
-    covered = bytearray(10)
-    covered[1] = 1
+    covered = b"\0\1" + bytes(8)
     assert align_blocks(dst, src, 3, mode="index", covered=covered) == [BlockPair(33, 8)]
 
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.filter.dense import DenseIndex
 from sglang_reasoncache.filter.encoder import (
     SENTENCE_MODEL,
+    DenseIndex,
     EmbeddingEncoder,
     EncoderChoice,
     SentenceEncoder,
@@ -29,8 +29,8 @@ from sglang_reasoncache.filter.encoder import (
 from sglang_reasoncache.filter.lexical import dynamic_threshold
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
 from sglang_reasoncache.filter.step import Step
-from sglang_reasoncache.plugin.encoder import check_encoder, make_encoder
-from tests.filter.words import Words, step_of
+from sglang_reasoncache.plugin.step_filter import check_encoder, make_encoder
+from tests.filter.words import Words, check_index, step_of
 
 _MATRIX = np.random.default_rng(0).normal(size=(13, 5)).astype(np.float32)
 
@@ -41,14 +41,6 @@ def slow_vector(token_ids: Sequence[int], matrix: Vector) -> list[float]:
     mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)] if rows else []
     norm = math.sqrt(sum(value * value for value in mean))
     return [value / norm for value in mean] if norm else [0.0] * matrix.shape[1]
-
-
-def slow_similarity(a: Step, b: Step, matrix: Vector, length_factor: bool) -> float:
-    """The formula, straight from the tokens and the text."""
-    vectors = (slow_vector(step.token_ids, matrix) for step in (a, b))
-    cosine = sum(x * y for x, y in zip(*vectors, strict=True))
-    factor = min(a.num_chars, b.num_chars) / max(a.num_chars, b.num_chars)
-    return cosine * (factor if length_factor else 1.0)
 
 
 _STEPS = st.lists(
@@ -64,19 +56,13 @@ def test_similarities_equal_the_formula(
     drawn: list[tuple[list[int], int]], length_factor: bool, max_history_steps: int
 ) -> None:
     """While the rows grow, and after the oldest step has made room many times."""
+
+    def cosine(a: Step, b: Step) -> float:
+        vectors = (slow_vector(step.token_ids, _MATRIX) for step in (a, b))
+        return sum(x * y for x, y in zip(*vectors, strict=True))
+
     index = DenseIndex(EmbeddingEncoder(_MATRIX), max_history_steps, length_factor)
-    history: list[Step] = []
-    for token_ids, num_chars in drawn:
-        step = step_of(token_ids, text="x" * num_chars)
-        kept = history[-max_history_steps:]
-        sims = index.similarities(step)
-        expected = [slow_similarity(step, earlier, _MATRIX, length_factor) for earlier in kept]
-        assert (len(index), sims.shape, sims.dtype) == (len(kept), (len(kept),), np.float64)
-        assert sims == pytest.approx(expected, abs=2e-6)
-        assert all(-1.0 <= sim <= 1.0 for sim in sims)
-        assert all(index[i] is earlier for i, earlier in enumerate(kept))
-        index.add(step)
-        history.append(step)
+    check_index(index, drawn, cosine, length_factor, max_history_steps, 2e-6)
 
 
 @given(st.lists(st.integers(-5, 30), max_size=3000))
@@ -84,16 +70,6 @@ def test_embedding_is_the_normalised_mean_of_known_rows(token_ids: list[int]) ->
     vector = EmbeddingEncoder(_MATRIX).encode(token_ids, "")
     assert (vector.shape, vector.dtype) == ((5,), np.float32)
     assert vector == pytest.approx(slow_vector(token_ids, _MATRIX), abs=1e-5)
-
-
-def test_hand_computed() -> None:
-    """(1,0) and (0,1) against (1,0): cosine 1/sqrt(2); lengths 8 and 10."""
-    matrix = np.array([[2, 0], [0, 2]], dtype=np.float32)
-    for length_factor, factor in ((False, 1.0), (True, 0.8)):
-        index = DenseIndex(EmbeddingEncoder(matrix), 10, length_factor)
-        index.add(step_of([0, 1], text="x" * 8))
-        sims = index.similarities(step_of([0], text="y" * 10))
-        assert sims == pytest.approx([factor / math.sqrt(2)], abs=1e-6)
 
 
 def test_copies_are_exactly_one_wherever_their_row_is() -> None:
@@ -118,24 +94,31 @@ def test_opposite_steps_count_as_they_are() -> None:
     assert dynamic_threshold(index.similarities(step_of([0])), 0.9, 0.7) == pytest.approx(0.9)
 
 
+class Spy:
+    """Gives the same vector to all steps and notes what it is asked."""
+
+    def __init__(self, vector: Sequence[float] = (1.0,)) -> None:
+        self._vector = np.array(vector, dtype=np.float32)
+        self.seen: list[tuple[Sequence[int], str]] = []
+
+    def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
+        self.seen.append((step_token_ids, text))
+        return self._vector
+
+
 def test_blank_tokens_at_the_end_are_not_encoded() -> None:
-    seen: list[Sequence[int]] = []
-
-    class Spy:
-        def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
-            seen.append(step_token_ids)
-            return np.ones(1, dtype=np.float32)
-
+    spy = Spy()
     step = Step.build(0, [4, 4, 7, 8], "ab\n\n\n", num_blank_tail=2)
-    index = DenseIndex(Spy(), 10)
+    index = DenseIndex(spy, 10)
     index.similarities(step)
     index.add(step)
     # Once, although two calls needed it.
-    assert seen == [(4, 4)]
+    assert [ids for ids, _ in spy.seen] == [(4, 4)]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_no_number_is_similar_to_nothing(bad: float) -> None:
+def test_what_is_no_number_is_similar_to_nothing(bad: float) -> None:
+    """A row of the matrix, or what an encoder that breaks its promise gives."""
     matrix = _MATRIX.copy()
     matrix[3, 2] = bad
     index = DenseIndex(EmbeddingEncoder(matrix), 10)
@@ -144,17 +127,9 @@ def test_a_row_that_is_no_number_is_similar_to_nothing(bad: float) -> None:
     index.add(sound)
     assert index.similarities(spoilt).tolist() == [0.0, 0.0]
     assert index.similarities(sound).tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_encoder_that_breaks_its_promise_is_similar_to_nothing(value: float) -> None:
-    class Broken:
-        def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
-            return np.full(4, value, dtype=np.float32)
-
-    index = DenseIndex(Broken(), 10)
-    index.add(step_of([1]))
-    assert index.similarities(step_of([1])).tolist() == [0.0]
+    index = DenseIndex(Spy([bad] * 4), 10)
+    index.add(spoilt)
+    assert index.similarities(spoilt).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("token_ids", [[], [-1], [13], [2**70, -(2**70), 99]])
@@ -201,21 +176,14 @@ def test_synonyms_are_candidates_only_where_their_embeddings_are_close() -> None
 
 
 def test_the_text_is_there_when_it_is_encoded_and_gone_afterwards() -> None:
-    texts: list[str] = []
-
-    class Spy:
-        def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
-            texts.append(text.strip())
-            return np.ones(1, dtype=np.float32)
-
     words = Words()
     for use_structure in (True, False):
-        request = make(words, Spy(), use_structure=use_structure)
+        spy = Spy()
+        request = make(words, spy, use_structure=use_structure)
         request.push(words.encode("one two \n\n"))
         step = request.push(words.encode("two now \n\n"))[-1].step
-        assert texts == ["one two", "two now"]
+        assert [text.strip() for _, text in spy.seen] == ["one two", "two now"]
         assert step.text == ""
-        texts.clear()
 
 
 def test_a_filter_without_the_encoder_it_was_configured_for_is_refused() -> None:
@@ -231,13 +199,12 @@ def test_a_filter_without_the_encoder_it_was_configured_for_is_refused() -> None
 @pytest.mark.parametrize(
     ("text", "kind", "model"),
     [
-        ("tokens", "tokens", ""),
-        ("embedding", "embedding", ""),
+        ("tokens", "tokens", ""), ("embedding", "embedding", ""),
         ("sentence-bert", "sentence-bert", SENTENCE_MODEL),
         ("sentence-bert:/a/folder", "sentence-bert", "/a/folder"),
         ("sentence-bert:C:/folder", "sentence-bert", "C:/folder"),
     ],
-)
+)  # fmt: skip
 def test_choices(text: str, kind: str, model: str) -> None:
     assert EncoderChoice.parse(text) == (kind, model)
 
@@ -257,9 +224,12 @@ def _make(encoder: str, model: object = None, tp_size: int = 1, **fields: Any) -
     return make_encoder(config, model, SimpleNamespace(tp_size=tp_size))
 
 
-def test_counts_of_tokens_and_random_sharing_need_no_encoder() -> None:
+def test_who_needs_no_encoder_and_who_is_refused_one() -> None:
     assert _make("tokens", tp_size=8) is None
     assert _make("embedding", random_ratio=0.3) is None
+    for kind in ("embedding", "sentence-bert"):
+        with pytest.raises(ValueError, match=f"-encoder {kind} must run .* got --tp-size 2"):
+            _make(kind, tp_size=2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -282,21 +252,13 @@ def _wants_ids(input_ids: object) -> None:
     [
         (SimpleNamespace(), r"needs a model with get_input_embeddings\(\), got SimpleNamespace"),
         (SimpleNamespace(get_input_embeddings=_wants_ids), "needs a model with get_input_embed"),
-        (
-            SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=b"packed")),
-            "needs an unquantised embedding layer, got bytes",
-        ),
+        (SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=b"packed")),
+         "needs an unquantised embedding layer, got bytes"),
     ],
-)
+)  # fmt: skip
 def test_a_model_without_a_plain_embedding_is_refused(model: object, message: str) -> None:
     with pytest.raises(ValueError, match="--reasoncache-encoder embedding " + message):
         _make("embedding", model)
-
-
-@pytest.mark.parametrize("encoder", ["embedding", "sentence-bert"])
-def test_tensor_parallelism_is_refused(encoder: str) -> None:
-    with pytest.raises(ValueError, match=f"--reasoncache-encoder {encoder} .* got --tp-size 2"):
-        _make(encoder, tp_size=2)
 
 
 # -- Sentence-BERT ---------------------------------------------------------------
@@ -346,6 +308,9 @@ def test_a_real_sentence_model(sentence_model: Path) -> None:
     assert float(vector @ vector) == pytest.approx(1.0)
     assert encoder.encode([], " the cat sat .\n\n").tolist() == vector.tolist()
     assert float(encoder.encode([], "dog dog dog") @ vector) < 0.999
+    words = Words()
+    (_, again) = make(words, encoder).push(words.encode("one two now here \n\n " * 2))
+    assert [pair.similarity for pair in again.pairs] == [1.0, 1.0]
 
 
 def test_no_text_and_too_much_text_are_similar_to_nothing(sentence_model: Path) -> None:
@@ -355,13 +320,6 @@ def test_no_text_and_too_much_text_are_similar_to_nothing(sentence_model: Path) 
     assert encoder.encode([], "the cat the cat sat.").any()
     # Beyond the model's own bound of 32 pieces and made of unknown ones.
     assert SentenceEncoder(str(sentence_model), 8192).encode([], "\x00 zz \ufffd" * 500).any()
-
-
-def test_a_sentence_model_in_the_filter(sentence_model: Path) -> None:
-    words = Words()
-    request = make(words, SentenceEncoder(str(sentence_model), 8192))
-    (_, again) = request.push(words.encode("one two now here \n\n one two now here \n\n"))
-    assert [pair.similarity for pair in again.pairs] == [1.0, 1.0]
 
 
 def test_a_sentence_model_that_is_not_there(

@@ -19,9 +19,10 @@ from sglang_reasoncache.filter.request_filter import (
     Proposal,
     RequestFilter,
 )
-from sglang_reasoncache.filter.structure import Limits, SignatureKind, same_structure, signature
-from tests.filter.test_lexical import slow_similarity
-from tests.filter.words import Words, filter_knobs
+from sglang_reasoncache.filter.structure.signature import same_structure, signature
+from sglang_reasoncache.filter.structure.tree import Limits
+from tests.filter.test_lexical import slow_cosine
+from tests.filter.words import Words, filter_knobs, with_length_factor
 
 _PHRASES = (
     "line c = a + 3 . here a 4 . 4 + 3 = 7 , so c 7 , now next .",
@@ -55,7 +56,9 @@ def slow_filter(
         # Without the delimiter, as the papers split: one token of each step.
         earlier = [_without_delimiter(step, words) for step in steps[:k]]
         this = _without_delimiter(step, words)
-        sims = [slow_similarity(this, other, config.length_factor) for other in earlier]
+        sims = [slow_cosine(this, other) for other in earlier]
+        if config.length_factor:
+            sims = [with_length_factor(*each, this) for each in zip(sims, earlier, strict=True)]
         tau = config.fixed_tau
         if tau is None:
             mean = sum(sims) / len(sims) if sims else 0.0
@@ -152,17 +155,9 @@ def test_the_most_recent_of_equal_candidates_wins() -> None:
 
 def test_a_later_candidate_fills_what_the_first_left_open() -> None:
     words = Words()
-    near = "a b c d e f g h i j k l"
-    other = "a b c d e f X h i j k l"
-    step = "a b c d e f g h i j k l"
     request = make(words, block=6, use_structure=False, soft=0.5, strict=0.5)
-    source, tail, dst = (
-        proposal.step for proposal in request.push(words.encode(response([near, other, step])))
-    )
-    assert len(source) == len(tail) == len(dst) == 13
-    request = make(words, block=6, use_structure=False, soft=0.5, strict=0.5)
-    changed = "a b c d e f g h X j k l"
-    pairs = request.push(words.encode(response([other, changed, near])))[-1].pairs
+    steps = ["a b c d e f X h i j k l", "a b c d e f g h X j k l", "a b c d e f g h i j k l"]
+    pairs = request.push(words.encode(response(steps)))[-1].pairs
     # The more recent of the two equally similar steps gives its first block,
     # the other one nothing more: its only other equal block is covered.
     assert [(pair.dst_start, pair.src_start) for pair in pairs] == [(26, 13), (33, 7)]
@@ -207,7 +202,7 @@ def test_a_step_over_a_bound_shares_nothing() -> None:
     assert proposals[1].counters.dropped_over_bound == 1
     assert proposals[1].counters.over_bound == 2
     found = proposals[1].step.signature
-    assert found is not None and found.kind is SignatureKind.OVER_BOUND
+    assert found is not None and found.bound
 
 
 def test_code_after_a_blank_line_inside_a_fence_is_code() -> None:
@@ -219,16 +214,16 @@ def test_code_after_a_blank_line_inside_a_fence_is_code() -> None:
     proposals = request.push(words.encode(text))
     assert [proposal.step.in_code for proposal in proposals] == [False, True, True, True]
     found = proposals[2].step.signature
-    assert found is not None and found.kind is SignatureKind.FORMAL
+    assert found is not None and found.digest
     assert not request.push(words.encode(response(["after"])))[0].step.in_code
 
 
 def test_structure_tolerance_reaches_the_filter() -> None:
-    for tolerance, num_pairs in ((1, 0), (2, 3)):
-        words = Words()
+    words = Words()
+    for tolerance, shares in ((1, False), (2, True)):
         request = make(words, block=4, structure_tolerance=tolerance)
         request.push(words.encode(response([_PHRASES[0], _PHRASES[1]])))
-        assert (request.counters.pairs > 0) == (num_pairs > 0)
+        assert (request.counters.pairs > 0) is shares
 
 
 def test_random_sharing_is_seeded_in_range_and_of_the_given_ratio() -> None:

@@ -18,15 +18,13 @@ from tests.filter.words import Words, filter_knobs
 
 _DEFAULTS = ReasonCacheConfig().to_dict()
 
+_MEMSHARE = {"length_factor": False, "use_structure": False, "align": "index"}
+
 #: What each row of the papers' tables changes in ReasonCache.
 _EXPECTED: dict[str, dict[str, Any]] = {
     "reasoncache": {},
-    "memshare": {
-        "fixed_tau": 0.8, "length_factor": False, "use_structure": False, "align": "index",
-    },
-    "memshare-0.9": {
-        "fixed_tau": 0.9, "length_factor": False, "use_structure": False, "align": "index",
-    },
+    "memshare": _MEMSHARE | {"fixed_tau": 0.8},
+    "memshare-0.9": _MEMSHARE | {"fixed_tau": 0.9},
     "cosine": {"use_structure": False, "percentile": 100.0, "warmup": 0},
     "cosine-structure": {"percentile": 100.0, "warmup": 0},
     "p20": {"percentile": 20.0},
@@ -42,16 +40,12 @@ _EXPECTED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*PRESETS, *_EXPECTED])
 def test_a_preset_changes_what_its_row_says_and_nothing_else(name: str) -> None:
     resolved = ReasonCacheConfig.from_mapping({"preset": name}).to_dict()
     assert resolved.pop("preset") == name
     changed = {field: value for field, value in resolved.items() if value != _DEFAULTS[field]}
     assert changed == _EXPECTED[name]
-
-
-def test_every_row_has_a_preset() -> None:
-    assert list(PRESETS) == list(_EXPECTED)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -86,23 +80,23 @@ def test_at_percentile_100_the_first_finite_distance_may_share() -> None:
         assert decided == [row["percentile"] == 100.0, False]
 
 
-def test_memshare_differs_from_reasoncache_where_the_papers_say() -> None:
-    """Fixed 0.8 on the plain cosine: a step three times as long is still a candidate."""
+@pytest.mark.parametrize(
+    ("preset", "text", "is_candidate"),
+    [
+        # Fixed 0.8 on the plain cosine: a step three times as long is still a candidate.
+        ("memshare", "p q r s \n\n p q r s p q r s p q r s \n\n", True),
+        ("fixed-0.8", "p q r s \n\n p q r s p q r s p q r s \n\n", False),
+        ("reasoncache", "p q r s \n\n p q r s p q r s p q r s \n\n", False),
+        # Five of six tokens in common: a cosine of 0.83.
+        ("memshare", "a b c d e f \n\n a b c d e g \n\n", True),
+        ("memshare-0.9", "a b c d e f \n\n a b c d e g \n\n", False),
+    ],
+)
+def test_lexical_thresholds(preset: str, text: str, is_candidate: bool) -> None:
     words = Words()
-    for preset, is_candidate in (("memshare", True), ("fixed-0.8", False), ("reasoncache", False)):
-        knobs: dict[str, Any] = filter_knobs(preset)
-        request = RequestFilter(FilterConfig(block=2, **knobs), words.classes, words.vocabulary, 0)
-        request.push(words.encode("p q r s \n\n p q r s p q r s p q r s \n\n"))
-        assert bool(request.counters.candidates) is is_candidate
-
-
-@pytest.mark.parametrize(("preset", "is_candidate"), [("memshare", True), ("memshare-0.9", False)])
-def test_the_two_thresholds_of_memshare(preset: str, is_candidate: bool) -> None:
-    """Five of six tokens in common: a cosine of 0.83."""
-    words = Words()
-    knobs: dict[str, Any] = filter_knobs(preset)
-    request = RequestFilter(FilterConfig(**knobs), words.classes, words.vocabulary, 0)
-    request.push(words.encode("a b c d e f \n\n a b c d e g \n\n"))
+    config = FilterConfig(block=2, **filter_knobs(preset))
+    request = RequestFilter(config, words.classes, words.vocabulary, 0)
+    request.push(words.encode(text))
     assert bool(request.counters.candidates) is is_candidate
 
 

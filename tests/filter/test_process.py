@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -27,10 +28,9 @@ from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.span import ReasoningSpan
-from sglang_reasoncache.filter.structure import Limits
-from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
+from sglang_reasoncache.filter.structure.tree import Limits
 from sglang_reasoncache.filter.vocabulary import Vocabulary
-from tests.filter.made_tokenizers import gpt2, traces
+from tests.filter.made_tokenizers import made, read, traces
 from tests.filter.words import Words
 
 _ROOT = Path(__file__).parents[2]
@@ -46,8 +46,10 @@ def make() -> Iterator[Make]:
     """Starts processes and ends them."""
     made: list[FilterProcess] = []
 
-    def start(config: FilterConfig = _CONFIG, *args: Any, **knobs: Any) -> FilterProcess:
-        made.append(FilterProcess(config, Words.vocabulary, *args, **knobs))
+    def start(
+        config: FilterConfig = _CONFIG, vocabulary: Vocabulary = Words.vocabulary, **knobs: Any
+    ) -> FilterProcess:
+        made.append(FilterProcess(config, vocabulary, **knobs))
         return made[-1]
 
     yield start
@@ -55,17 +57,27 @@ def make() -> Iterator[Make]:
         one.shut_down()
 
 
-def feed(engine: FilterProcess, requests: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
-    counts, joined = array("q", map(len, tokens)), array("q")
-    for new in tokens:
-        joined.extend(new)
-    engine.feed(array("q", requests), counts, joined)
+def feed(engine: FilterProcess, requests: Sequence[int], *tokens: Sequence[int]) -> None:
+    joined = array("q", itertools.chain.from_iterable(tokens))
+    engine.feed(array("q", requests), array("q", map(len, tokens)), joined)
+
+
+def feed_new(engine: FilterProcess, tokens: Sequence[int] = _STEP) -> int:
+    """One feed, of a new request."""
+    request = engine.open(0, True)
+    feed(engine, [request], tokens)
+    return request
 
 
 def take_all(engine: FilterProcess) -> list[StepResult]:
     engine.wait()
     assert engine.ready() == engine.outstanding
     return engine.take(1 << 20, 1 << 30)
+
+
+def check_it_works(engine: FilterProcess) -> None:
+    feed_new(engine)
+    assert len(take_all(engine)) == 1
 
 
 def wait_until(found: Callable[[], object], seconds: float = 20.0) -> None:
@@ -84,7 +96,7 @@ def instead_of_the_child(engine: FilterProcess) -> socket.socket:
     engine._socket.close()
     engine._socket, theirs = socket.socketpair()
     engine._socket.setblocking(False)
-    feed(engine, [engine.open(0, True)], [_STEP])
+    feed_new(engine)
     return theirs
 
 
@@ -106,7 +118,7 @@ def in_child(engine: FilterProcess, tokens: Sequence[int]) -> list[tuple[object,
     request = engine.open(5, True)
     at, size = 0, 1
     while at < len(tokens):
-        feed(engine, [request], [tokens[at : at + size]])
+        feed(engine, [request], tokens[at : at + size])
         at, size = at + size, size + 1
     engine.close(request)
     return [(r.start, r.end, [*map(tuple, r.pairs)], r.counters) for r in take_all(engine)]
@@ -135,7 +147,7 @@ def test_same_results_as_the_filter_in_this_process(
 ) -> None:
     config = FilterConfig(block=2, **knobs)
     tokens = Words().encode(f"{_TEXT} \n\n " * 3)
-    engine = make(config, markers or None)
+    engine = make(config, markers=markers or None)
     assert in_child(engine, tokens) == in_process(config, Words.vocabulary, tokens, markers)
 
 
@@ -148,22 +160,17 @@ def test_same_results_with_an_embedding(make: Make) -> None:
     assert in_child(make(config, embedding=matrix), tokens) == expected
 
 
-def test_same_results_on_real_responses() -> None:
+def test_same_results_on_real_responses(make: Make) -> None:
     if not traces():
         pytest.skip("no traces: set REASONCACHE_TRACES to a folder of JSONL files")
-    tokenizer = gpt2()
-    vocabulary = vocabulary_of(tokenizer)
-    config = FilterConfig(block=8)
-    engine = FilterProcess(config, vocabulary, max_pending=1 << 20)
+    config, vocabulary = FilterConfig(block=8), read("gpt2")
+    engine = make(config, vocabulary, max_pending=1 << 20)
     steps = 0
-    try:
-        for text in sorted(traces(), key=len)[:: len(traces()) // 12]:
-            tokens = tokenizer.encode(text)
-            expected = in_process(config, vocabulary, tokens)
-            assert in_child(engine, tokens) == expected
-            steps += len(expected)
-    finally:
-        engine.shut_down()
+    for text in sorted(traces(), key=len)[:: len(traces()) // 12]:
+        tokens = made("gpt2").encode(text)
+        expected = in_process(config, vocabulary, tokens)
+        assert in_child(engine, tokens) == expected
+        steps += len(expected)
     assert steps > 500
 
 
@@ -171,7 +178,7 @@ def test_many_requests_come_back_in_order(make: Make) -> None:
     engine = make(max_pending=1 << 20)
     requests = [engine.open(i, True) for i in range(50)]
     for _ in range(20):
-        feed(engine, requests, [_STEP] * len(requests))
+        feed(engine, requests, *[_STEP] * len(requests))
     found = take_all(engine)
     assert [result.request for result in found] == requests * 20
     for request in requests:
@@ -182,40 +189,30 @@ def test_many_requests_come_back_in_order(make: Make) -> None:
 def test_closed_and_unknown_requests(make: Make) -> None:
     engine = make()
     request = engine.open(0, True)
-    feed(engine, [request], [_STEP * 3])
+    feed(engine, [request], _STEP * 3)
     engine.close(request)
     engine.close(request)
-    feed(engine, [request], [_STEP])
-    feed(engine, [12345, engine.open(0, True)], [_STEP, _STEP])
-    feed(engine, [], [])
+    feed(engine, [request], _STEP)
+    feed(engine, [12345, engine.open(0, True)], _STEP, _STEP)
+    feed(engine, [])
     assert engine.outstanding == 4
     assert [result.request for result in take_all(engine)] == [request] * 3 + [request + 1]
     assert engine.outstanding == 0
 
 
-def test_what_is_outstanding_does_not_depend_on_time(make: Make) -> None:
+def test_takes_so_many_replies_or_enough_pairs(make: Make) -> None:
+    """What is outstanding does not depend on time."""
     engine = make()
     assert (engine.outstanding, engine.ready()) == (0, 0)
     request = engine.open(0, True)
-    for expected in (1, 2, 3):
-        feed(engine, [request], [_STEP])
+    for expected in range(1, 7):
+        feed(engine, [request], _STEP)
         assert engine.outstanding == expected
     engine.wait()
-    assert (engine.ready(), engine.outstanding) == (3, 3)
-    assert len(engine.take(2, 99)) == 2
-    assert (engine.ready(), engine.outstanding) == (1, 1)
-
-
-def test_takes_no_more_replies_than_give_enough_pairs(make: Make) -> None:
-    engine = make()
-    request = engine.open(0, True)
-    for _ in range(6):
-        feed(engine, [request], [_STEP])
-    engine.wait()
-    assert engine.ready() == 6
+    assert (engine.ready(), engine.outstanding) == (6, 6)
     assert [len(result.pairs) for result in engine.take(100, max_pairs=3)] == [0, 2, 2]
     assert [len(result.pairs) for result in engine.take(2, 99)] == [2, 2]
-    assert engine.outstanding == 1
+    assert (engine.ready(), engine.outstanding) == (1, 1)
 
 
 @pytest.mark.parametrize("hurried", [False, True])
@@ -223,13 +220,13 @@ def test_sheds_by_what_was_fed_and_taken(make: Make, hurried: bool) -> None:
     """Not by how fast the process is."""
     engine = make(max_pending=10)
     request = engine.open(0, True)
-    feed(engine, [request], [_STEP * 100])
+    feed(engine, [request], _STEP * 100)
     if not hurried:
         engine.wait()
-    feed(engine, [request], [_STEP])
+    feed(engine, [request], _STEP)
     taken = take_all(engine)
     assert (len(taken), engine.steps_shed) == (10, 91)
-    feed(engine, [request], [_STEP * 12])
+    feed(engine, [request], _STEP * 12)
     taken = take_all(engine)
     assert (len(taken), engine.steps_shed) == (10, 93)
     # Steps that were shed are no candidates.
@@ -242,12 +239,12 @@ def test_a_fence_is_followed_through_shed_steps(make: Make) -> None:
     code, fence = Words().encode("p x = 1 \n\n"), Words().encode("``` one \n\n")
     engine = make(max_pending=1)
     request = engine.open(0, True)
-    feed(engine, [request], [code])
-    feed(engine, [request], [fence])
+    feed(engine, [request], code)
+    feed(engine, [request], fence)
     take_all(engine)
-    feed(engine, [request], [fence])
+    feed(engine, [request], fence)
     take_all(engine)
-    feed(engine, [request], [code])
+    feed(engine, [request], code)
     (last,) = take_all(engine)
     assert engine.steps_shed == 1
     assert [pair.src_start for pair in last.pairs] == [0, 2]
@@ -262,11 +259,11 @@ def test_a_killed_process_is_started_anew(
 ) -> None:
     engine = make()
     request = engine.open(0, True)
-    feed(engine, [request], [_STEP * (20_000 if when == "busy" else 1)])
+    feed(engine, [request], _STEP * (20_000 if when == "busy" else 1))
     if when == "idle":
         take_all(engine)
     os.kill(engine.pid, signal.SIGKILL)
-    feed(engine, [request], [_STEP])
+    feed(engine, [request], _STEP)
     wait_until(lambda: failed(engine))
     assert engine.outstanding == (2 if when == "busy" else 1)
     with caplog.at_level(logging.WARNING):
@@ -275,14 +272,14 @@ def test_a_killed_process_is_started_anew(
     assert (engine.outstanding, engine.restarts, engine.given_up) == (0, 1, False)
     # It knows nothing of the request that ran, and follows new ones.
     other = engine.open(0, True)
-    feed(engine, [request, other], [_STEP, _STEP * 2])
+    feed(engine, [request, other], _STEP, _STEP * 2)
     assert [(r.request, len(r.pairs)) for r in take_all(engine)] == [(other, 0), (other, 2)]
 
 
 def test_a_rank_that_did_not_fail_restarts_with_the_others(make: Make) -> None:
     engine = make()
     before = engine.pid
-    feed(engine, [engine.open(0, True)], [_STEP])
+    feed_new(engine)
     engine.wait()
     engine.restart()
     assert (engine.outstanding, engine.ready(), engine.restarts) == (0, 0, 1)
@@ -295,13 +292,13 @@ def test_after_three_restarts_it_is_given_up_and_says_so_once(
     engine = make()
     for restarts in (1, 2, 3, 3):
         os.kill(engine.pid, signal.SIGKILL)
-        feed(engine, [engine.open(0, True)], [_STEP])
+        feed_new(engine)
         wait_until(lambda: failed(engine))
         engine.restart()
         assert (engine.restarts, engine.given_up) == (restarts, caplog.text.count("given up") > 0)
     assert engine.given_up and engine.pid == 0
     assert caplog.text.count("given up") == 1
-    feed(engine, [engine.open(0, True)], [_STEP])
+    feed_new(engine)
     engine.close(0)
     assert (engine.outstanding, engine.ready(), engine.take(9, 9)) == (0, 0, [])
 
@@ -314,7 +311,7 @@ def test_a_stopped_process_holds_nobody_up(make: Make) -> None:
     slowest = 0.0
     for i in range(4000):
         start = time.monotonic()
-        feed(engine, [request], [_STEP * 100])
+        feed(engine, [request], _STEP * 100)
         ready = engine.ready()
         slowest = max(slowest, time.monotonic() - start)
         if ready < 0:
@@ -323,8 +320,7 @@ def test_a_stopped_process_holds_nobody_up(make: Make) -> None:
     assert 1500 < i < 3999, "8 MiB of tokens and not more"
     assert slowest < 1.0
     engine.restart()
-    feed(engine, [engine.open(0, True)], [_STEP])
-    assert len(take_all(engine)) == 1
+    check_it_works(engine)
 
 
 def test_a_process_that_says_nothing_is_hung(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,46 +328,35 @@ def test_a_process_that_says_nothing_is_hung(make: Make, monkeypatch: pytest.Mon
     monkeypatch.setattr(process, "SILENT_SECONDS", 0.3)
     os.kill(engine.pid, signal.SIGSTOP)
     assert not failed(engine), "nothing is asked of it"
-    feed(engine, [engine.open(0, True)], [_STEP])
+    feed_new(engine)
     start = time.monotonic()
     wait_until(lambda: failed(engine))
     assert time.monotonic() - start > 0.25
     # A pause of the scheduler itself is no silence of the process.
     engine.restart()
-    feed(engine, [engine.open(0, True)], [_STEP])
+    feed_new(engine)
     time.sleep(0.5)
     assert not failed(engine)
 
 
-_GOOD = (REPLY := [9 + 10 + 2, 1, 0, 1]) + [0, 0, 5, 7, 1] + [0] * 10 + [2, 0]
+_GOOD = [21, 1, 0, 1, 0, 0, 5, 7, 1, *[0] * 10, 2, 0]
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        [0, 1, 0, 0],
-        [-7, 1, 0, 0],
-        [1 << 40, 1, 0, 0],
-        [4, 2, 0, 0],
-        [4, 1, 0, 1],
-        [4, 1, 0, -1],
-        [4, 1, 0, 1 << 60],
-        [*_GOOD[:8], 2, *_GOOD[9:]],
-        [*_GOOD[:8], -1, *_GOOD[9:]],
-        [*_GOOD[:8], 1 << 60, *_GOOD[9:]],
-        [*_GOOD[:6], 0, *_GOOD[7:]],
-        [4, 1, 0, 0, 4, 2, 0, 0],
-        [0x6F72206E6F206E6F] * 9,
+        [0, 1, 0, 0], [-7, 1, 0, 0], [1 << 40, 1, 0, 0], [4, 2, 0, 0], [4, 1, 0, 1], [4, 1, 0, -1],
+        [4, 1, 0, 1 << 60], [4, 1, 0, 0, 4, 2, 0, 0], [0x6F72206E6F206E6F] * 9,
+        [*_GOOD[:6], 0, *_GOOD[7:]], *([*_GOOD[:8], pairs, *_GOOD[9:]] for pairs in (2, -1, 1 << 60)),
     ],
-)
+)  # fmt: skip
 def test_a_reply_that_cannot_be_is_a_failure(make: Make, words: list[int]) -> None:
     engine = make()
     with instead_of_the_child(engine) as theirs:
         theirs.sendall(array("q", words).tobytes())
         assert engine.ready() == -1
         engine.restart()
-    feed(engine, [engine.open(0, True)], [_STEP])
-    assert len(take_all(engine)) == 1
+    check_it_works(engine)
 
 
 def test_a_reply_in_pieces_is_read(make: Make) -> None:
@@ -395,7 +380,7 @@ def test_a_process_that_cannot_be_started_is_a_failure(
 
     monkeypatch.setattr(process.subprocess, "Popen", refuse)
     engine.restart()
-    feed(engine, [engine.open(0, True)], [_STEP])
+    feed_new(engine)
     assert engine.ready() == -1
     with pytest.raises(RuntimeError, match="cannot be started: no memory"):
         make()
@@ -413,8 +398,7 @@ def test_a_sentence_model_that_is_not_there_is_told_at_the_start(make: Make) -> 
 def test_a_terminals_interrupt_does_not_end_it(make: Make) -> None:
     engine = make()
     os.kill(engine.pid, signal.SIGINT)
-    feed(engine, [engine.open(0, True)], [_STEP])
-    assert len(take_all(engine)) == 1
+    check_it_works(engine)
 
 
 def test_it_ends_when_its_input_does(make: Make) -> None:
@@ -465,5 +449,5 @@ def test_it_loads_neither_torch_nor_sglang(make: Make) -> None:
 def test_waiting_polls(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(process.WAIT_ENV, "1")
     engine = make()
-    feed(engine, [engine.open(0, True)], [_STEP * 500])
+    feed_new(engine, _STEP * 500)
     assert engine.ready() == 1

@@ -8,14 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
-from sglang_reasoncache.filter.span import (
-    Place,
-    ReasoningMarkers,
-    ReasoningSpan,
-)
+from sglang_reasoncache.filter.span import ReasoningMarkers, ReasoningSpan
 from tests.filter.words import Words
 
-_IN, _OUT, _OPENED, _CLOSED = Place.INSIDE, Place.OUTSIDE, Place.OPENED, Place.CLOSED
 _START, _END = frozenset({1}), frozenset({2})
 _PHRASE = "we look at that again because it was not clear at all before , wait ."
 
@@ -23,47 +18,44 @@ _PHRASE = "we look at that again because it was not clear at all before , wait .
 @pytest.mark.parametrize(
     ("inside", "tokens", "expected"),
     [
-        (True, [5, 2, 6], [_IN, _CLOSED, _OUT]),
-        (False, [5, 1, 6, 2, 7], [_OUT, _OPENED, _IN, _CLOSED, _OUT]),
+        (True, [5, 2, 6], [True, False, False]),
+        (False, [5, 1, 6, 2, 7], [False, False, True, False, False]),
         # Forced reasoning whose model writes the marker nevertheless.
-        (True, [1, 5, 2], [_OPENED, _IN, _CLOSED]),
+        (True, [1, 5, 2], [False, True, False]),
         # A second end changes nothing.
-        (True, [2, 2, 5], [_CLOSED, _OUT, _OUT]),
-        (False, [2, 1, 5, 2, 1, 5], [_OUT, _OPENED, _IN, _CLOSED, _OPENED, _IN]),
+        (True, [2, 2, 5], [False, False, False]),
+        (False, [2, 1, 5, 2, 1, 5], [False, False, True, False, False, True]),
+        # A token that is both closes.
+        (True, [3, 5], [False, False]),
     ],
 )
-def test_places(inside: bool, tokens: list[int], expected: list[Place]) -> None:
-    span = ReasoningSpan(_START, _END, inside)
+def test_reasoning(inside: bool, tokens: list[int], expected: list[bool]) -> None:
+    span = ReasoningSpan(_START | {3}, _END | {3}, inside)
     assert [span.push(token) for token in tokens] == expected
-
-
-def test_a_token_that_is_both_closes() -> None:
-    span = ReasoningSpan(_START, _START, True)
-    assert [span.push(1), span.push(1)] == [_CLOSED, _OUT]
 
 
 @pytest.mark.parametrize(
     ("prompt", "force", "expected"),
     [
-        ([], False, False),
-        ([], True, True),
-        ([7, 8], True, True),
-        ([7, 1], False, True),
-        ([7, 1, 2, 9], True, False),
-        ([1, 2, 9, 1, 9], False, True),
+        ([], False, False), ([], True, True), ([7, 8], True, True), ([7, 1], False, True),
+        ([7, 1, 2, 9], True, False), ([1, 2, 9, 1, 9], False, True),
     ],
-)
+)  # fmt: skip
 def test_the_last_marker_of_the_prompt_decides(
     prompt: list[int], force: bool, expected: bool
 ) -> None:
     assert ReasoningMarkers(_START, _END, force).inside_after(prompt) is expected
 
 
-def _spans(text: str, inside: bool, chunk: int = 1000) -> list[tuple[int, int, str]]:
+def _request(inside: bool, start: int = 100, block: int = 16) -> RequestFilter:
     words = Words()
-    (start,), (end,) = words.encode("<think>"), words.encode("</think>")
-    span = ReasoningSpan(frozenset({start}), frozenset({end}), inside)
-    request = RequestFilter(FilterConfig(), words.classes, words.vocabulary, 100, span)
+    opens, closes = (frozenset(words.encode(marker)) for marker in ("<think>", "</think>"))
+    span, config = ReasoningSpan(opens, closes, inside), FilterConfig(block=block)
+    return RequestFilter(config, words.classes, words.vocabulary, start, span)
+
+
+def _spans(text: str, inside: bool, chunk: int = 1000) -> list[tuple[int, int, str]]:
+    words, request = Words(), _request(inside)
     token_ids = words.encode(text)
     found = []
     for at in range(0, len(token_ids), chunk):
@@ -74,33 +66,29 @@ def _spans(text: str, inside: bool, chunk: int = 1000) -> list[tuple[int, int, s
     return found
 
 
-def test_the_end_marker_finishes_the_open_step() -> None:
-    assert _spans("a b \n\n c d </think> the value \n\n is 5 \n\n", inside=True) == [
-        (100, 103, "a b \n\n"),
-        (103, 105, "c d"),
-    ]
-
-
-def test_nothing_outside_is_a_step_and_positions_go_on() -> None:
-    text = "a \n\n <think> \n\n b \n\n c </think> d \n\n <think> e </think>"
-    assert _spans(text, inside=False) == [
-        (104, 106, "b \n\n"),
-        (106, 107, "c"),
-        (111, 112, "e"),
-    ]
-
-
-def test_a_marker_after_a_finished_step_finishes_nothing() -> None:
-    assert _spans("a \n\n </think> b", inside=True) == [(100, 102, "a \n\n")]
+@pytest.mark.parametrize(
+    ("inside", "text", "expected"),
+    [
+        # The end marker finishes the open step.
+        (True, "a b \n\n c d </think> the value \n\n is 5 \n\n",
+         [(100, 103, "a b \n\n"), (103, 105, "c d")]),
+        # Nothing outside is a step, and positions go on.
+        (False, "a \n\n <think> \n\n b \n\n c </think> d \n\n <think> e </think>",
+         [(104, 106, "b \n\n"), (106, 107, "c"), (111, 112, "e")]),
+        # A marker after a finished step finishes nothing.
+        (True, "a \n\n </think> b", [(100, 102, "a \n\n")]),
+        # A second start marker begins anew.
+        (True, "a b <think> c </think>", [(100, 102, "a b"), (103, 104, "c")]),
+    ],
+)  # fmt: skip
+def test_steps(inside: bool, text: str, expected: list[tuple[int, int, str]]) -> None:
+    assert _spans(text, inside) == expected
 
 
 def test_the_step_before_the_marker_can_be_a_source_and_share() -> None:
-    words = Words()
-    (start,), (end,) = words.encode("<think>"), words.encode("</think>")
-    span = ReasoningSpan(frozenset({start}), frozenset({end}), True)
-    request = RequestFilter(FilterConfig(block=4), words.classes, words.vocabulary, 0, span)
+    request = _request(True, 0, block=4)
     text = f"{_PHRASE} </think> {_PHRASE} \n\n <think> {_PHRASE} </think>"
-    first, second = request.push(words.encode(text))
+    first, second = request.push(Words().encode(text))
     assert first.pairs == ()
     assert [pair.src_start for pair in second.pairs] == [0, 4, 8, 12]
     assert request.counters.steps == 2

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 import sglang_reasoncache.filter
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
-from sglang_reasoncache.filter.structure import Limits, SignatureKind, same_structure, signature
 from sglang_reasoncache.filter.structure.scan import regions
+from sglang_reasoncache.filter.structure.signature import same_structure, signature
+from sglang_reasoncache.filter.structure.tree import Limits
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from tests.filter import hostile
 
@@ -35,81 +36,43 @@ _WIDE = Limits(max_chars=1 << 20, max_depth=64, max_nodes=1 << 16)
 @pytest.mark.parametrize(
     ("text", "bound"),
     [
-        ("x" * 1_000_000, "max_chars"),
-        ("1 + " * 10_000, "max_chars"),
-        ("(1" * 4000, "max_nodes"),
-        ("(1" * 100 + ")" * 100, "max_depth"),
-        ("[1" * 100 + "}" * 100, "max_depth"),
+        ("x" * 1_000_000, "max_chars"), ("1 + " * 10_000, "max_chars"), ("(1" * 4000, "max_nodes"),
+        ("(1" * 100 + ")" * 100, "max_depth"), ("[1" * 100 + "}" * 100, "max_depth"),
         ("$" + "{" * 100 + "x" + "}" * 100 + "$", "max_depth"),
-        ("$" + r"\frac" * 100 + "$", "max_depth"),
-        ("$" + r"\sqrt[" * 100 + "$", "max_depth"),
-        ("$" + "x^{" * 100 + "$", "max_depth"),
-        ("$" + r"\sin " * 100 + "$", "max_depth"),
-        ("sin " * 100, "max_depth"),
-        ("$1 " + "- " * 100 + "1$", "max_depth"),
-        ("2^-" * 100 + "2", "max_depth"),
-        ("2" + "^-√" * 40, None),
+        ("$" + r"\frac" * 100 + "$", "max_depth"), ("$" + r"\sqrt[" * 100 + "$", "max_depth"),
+        ("$" + "x^{" * 100 + "$", "max_depth"), ("$" + r"\sin " * 100 + "$", "max_depth"),
+        ("sin " * 100, "max_depth"), ("$1 " + "- " * 100 + "1$", "max_depth"),
+        ("2^-" * 100 + "2", "max_depth"), ("2" + "^-√" * 40, ""),
         ("`" + "(" * 100 + "`", "max_depth"),
         ("```\n" + "".join(" " * i + "x\n" for i in range(80)) + "```", "max_depth"),
-        ("1," * 2000, "max_nodes"),
-        ("$x$" * 1500, "max_nodes"),
-        ("`x`" * 1500, "max_nodes"),
-        ("$" + "abc" * 1000 + "$", "max_nodes"),
-        ("⁻" * 2000, "max_nodes"),
+        ("1," * 2000, "max_nodes"), ("$x$" * 1500, "max_nodes"), ("`x`" * 1500, "max_nodes"),
+        ("$" + "abc" * 1000 + "$", "max_nodes"), ("⁻" * 2000, "max_nodes"),
         ("$" + "₁₊" * 1000 + "$", "max_nodes"),
     ],
-)
+)  # fmt: skip
 def test_every_bound_holds(text: str, bound: str | None) -> None:
     found = signature(text)
-    if bound is None:
-        assert found.kind is SignatureKind.FORMAL
-    else:
-        assert (found.kind, found.bound) == (SignatureKind.OVER_BOUND, bound)
-        assert not same_structure(found, found)
+    assert (found.bound, bool(found.digest)) == (bound, not bound)
+    assert same_structure(found, found) == (not bound)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "9" * 8000,
-        "9**9**9**9**9**9",
-        "9^" * 400 + "9",
-        "10^(10^(10^(10^10)))",
-        r"\(" * 4000,
-        "`" * 8001,
-        "```" * 2001,
-        "$" * 8001,
-        "$$$" * 2000,
-        "'" * 900,
-        '`"' + '\\"' * 3000,
-        "f" + "'" * 8000,
-        "a'" * 4000,
-        r"\text{" * 40,
-        r"\text{" + "x" * 8000,
-        "\\" * 900,
-        ")" * 900 + "(" * 60,
-        "**a" * 300,
-        ",000" * 250,
-        "1,000" + ",000" * 1500,
-        "." * 900,
-        "\x00\ud800\udfff\u202e\ufeff" * 100,
-        "é" * 8000,
-        "x\u0301" * 400,
-        "²" * 900,
-        "x₋" * 300,
-        "١٢٣ + ४",
-        '__import__("os").system("true")',
-        "```\nimport os; os.abort()\n```",
-        "`[[[[[[[[[[" * 3,
-        "\n" * 8000,
-        "&" * 900,
+        "9" * 8000, "9**9**9**9**9**9", "9^" * 400 + "9", "10^(10^(10^(10^10)))", r"\(" * 4000,
+        "`" * 8001, "```" * 2001, "$" * 8001, "$$$" * 2000, "'" * 900, '`"' + '\\"' * 3000,
+        "f" + "'" * 8000, "a'" * 4000, r"\text{" * 40, r"\text{" + "x" * 8000, "\\" * 900,
+        ")" * 900 + "(" * 60, "**a" * 300, ",000" * 250, "1,000" + ",000" * 1500, "." * 900,
+        "\x00\ud800\udfff\u202e\ufeff" * 100, "é" * 8000, "x\u0301" * 400, "²" * 900, "x₋" * 300,
+        "١٢٣ + ४", '__import__("os").system("true")', "```\nimport os; os.abort()\n```",
+        "`[[[[[[[[[[" * 3, "\n" * 8000, "&" * 900,
     ],
-)
+)  # fmt: skip
 def test_odd_text_is_read(text: str) -> None:
     """Read twice to the same result: the reading is a function of the text."""
     first = signature(text, _WIDE, keep_trees=True)
     assert first == signature(text, _WIDE, keep_trees=True)
-    assert first.kind in (SignatureKind.FORMAL, SignatureKind.PROSE)
+    assert not first.bound
 
 
 _SHARDS = st.sampled_from(
@@ -125,8 +88,8 @@ _SHARDS = st.sampled_from(
 def test_any_text_is_read_without_an_error(text: str, in_code: bool) -> None:
     for limits in (_SMALL, Limits()):
         found = signature(text, limits, in_code=in_code, keep_trees=True)
-        assert bool(found.bound) == (found.kind is SignatureKind.OVER_BOUND)
-        assert bool(found.trees) == bool(found.digest) == (found.kind is SignatureKind.FORMAL)
+        assert bool(found.trees) == bool(found.digest)
+        assert not (found.bound and found.digest)
 
 
 @settings(deadline=None)
@@ -149,20 +112,18 @@ def test_recursion_stays_far_below_the_interpreter_limit() -> None:
         depth, frame = depth + 1, frame.f_back
     sys.setrecursionlimit(depth + 800)
     try:
-        assert signature(nested, deepest).kind is SignatureKind.FORMAL
-        assert signature("(1 = 1 + 2 * -" * 500, deepest).kind is SignatureKind.OVER_BOUND
+        assert signature(nested, deepest).digest
+        assert signature("(1 = 1 + 2 * -" * 500, deepest).bound
     finally:
         sys.setrecursionlimit(limit)
 
 
 def test_a_megabyte_is_read_when_the_bounds_allow_it() -> None:
     """Linear work: quadratic reading of these would not end."""
-    unit = {"prose ": SignatureKind.PROSE, "(": SignatureKind.OVER_BOUND}
-    for text, kind in unit.items():
-        size = 200_000 // len(text) if text == "prose " else 1 << 19
-        assert signature(text * size, _WIDE).kind is kind
+    assert signature("prose " * 33_333, _WIDE) == signature("")
+    assert signature("(" * (1 << 19), _WIDE).bound
     for text in ('`"' + '\\"' * 400_000, "a'" * 400_000, r"\(" * 60_000, "$" * 60_000):
-        assert signature(text, _WIDE).kind in SignatureKind
+        signature(text, _WIDE)
 
 
 # Every way from a text to running it that the standard library offers by name.
@@ -223,8 +184,8 @@ def test_steps_of_the_largest_size_and_beyond() -> None:
         text = (shape * (max_chars // len(shape) + 1))[:max_chars]
         assert seconds_to_read(text) < _MAX_SECONDS
     for line in hostile.long_lines():
-        assert signature(line).kind is SignatureKind.OVER_BOUND
-        assert signature(line[:100_000], _WIDE).kind in SignatureKind
+        assert signature(line).bound
+        signature(line[:100_000], _WIDE)
 
 
 _OPERATORS = ("−", "+", "·", "=", "<", "≤", "∈", "~", "->", "±")

@@ -11,11 +11,9 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reasoncache.filter.tokenizer_bytes import vocabulary_of
-from sglang_reasoncache.filter.vocabulary import Vocabulary
-from tests.filter.made_tokenizers import MAKERS, TEXT, made
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
+from tests.filter.made_tokenizers import NAMES, TEXT, made, read
 
-_NAMES = [make.__name__ for make in MAKERS]
 _BYTE_EXACT = ["gpt2", "cl100k", "o200k", "no_split", "llama2"]
 
 
@@ -31,30 +29,28 @@ def test_text_is_the_concatenation(pieces: list[bytes], token_ids: list[int]) ->
 
 def test_ids_outside_are_empty() -> None:
     vocabulary = Vocabulary([b"a", b"", b"c"])
-    assert [vocabulary.bytes_of(i) for i in (-1, 0, 1, 2, 3, 1 << 40)] == [
-        b"", b"a", b"", b"c", b"", b"",
-    ]  # fmt: skip
+    assert [*map(vocabulary.bytes_of, (-1, 0, 1, 2, 3, 1 << 40))] == [
+        b"",
+        b"a",
+        b"",
+        b"c",
+        b"",
+        b"",
+    ]
     assert vocabulary.text([-1, 2, 3, 0]) == "ca"
     assert Vocabulary([]).text([0]) == ""
 
 
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_same_text_as_the_tokenizer(name: str) -> None:
     """But for the space before the first word."""
-    tokenizer = made(name)
-    vocabulary = vocabulary_of(tokenizer)
+    tokenizer, vocabulary = made(name), read(name)
     assert vocabulary.size == len(tokenizer)
     token_ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert vocabulary.text(token_ids).lstrip(" ") == tokenizer.decode(token_ids).lstrip(" ")
     # Llama 2 puts a space behind a special token.
     if name in _BYTE_EXACT and name != "llama2":
         assert vocabulary.text(token_ids) == TEXT
-
-
-@pytest.mark.parametrize("name", _NAMES)
-def test_markers_of_reasoning_have_their_text(name: str) -> None:
-    tokenizer = made(name)
-    vocabulary = vocabulary_of(tokenizer)
     for marker in ("<think>", "</think>"):
         piece = vocabulary.bytes_of(tokenizer.convert_tokens_to_ids(marker))
         assert piece.decode().strip() == marker
@@ -63,8 +59,7 @@ def test_markers_of_reasoning_have_their_text(name: str) -> None:
 @pytest.mark.parametrize("name", _BYTE_EXACT)
 def test_any_bytes_can_be_spelled(name: str) -> None:
     """Half characters too: reading each token through ``decode`` would lose them."""
-    vocabulary = vocabulary_of(made(name))
-    single = {vocabulary.bytes_of(i) for i in range(vocabulary.size)}
+    single = set(read(name).pieces)
     valid = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
     assert all(bytes([byte]) in single for byte in valid)
 
@@ -72,18 +67,9 @@ def test_any_bytes_can_be_spelled(name: str) -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.text(max_size=60), st.sampled_from(_BYTE_EXACT))
 def test_any_text_comes_back(text: str, name: str) -> None:
-    vocabulary, tokenizer = _vocabulary(name), made(name)
+    vocabulary, tokenizer = read(name), made(name)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert vocabulary.text(token_ids).lstrip(" ") == tokenizer.decode(token_ids).lstrip(" ")
-
-
-_VOCABULARIES: dict[str, Vocabulary] = {}
-
-
-def _vocabulary(name: str) -> Vocabulary:
-    if name not in _VOCABULARIES:
-        _VOCABULARIES[name] = vocabulary_of(made(name))
-    return _VOCABULARIES[name]
 
 
 class _Custom:
@@ -124,9 +110,8 @@ def test_a_tiktoken_tokenizer_is_read_exactly() -> None:
     vocabulary = vocabulary_of(tokenizer)
     assert vocabulary.text(tokenizer.encode(TEXT)) == TEXT
     assert vocabulary.bytes_of(258) == b".\n\n"
-    assert [vocabulary.bytes_of(i) for i in (0xE6, 280, 300, 301)] == [
-        b"\xe6", b"", b"<eos>", b"</think>",
-    ]  # fmt: skip
+    found = [vocabulary.bytes_of(i) for i in (0xE6, 280, 300, 301)]
+    assert found == [b"\xe6", b"", b"<eos>", b"</think>"]
 
 
 def test_a_tokenizer_that_misstates_its_pieces_is_read_by_decoding(

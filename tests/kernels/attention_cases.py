@@ -14,7 +14,7 @@ import torch
 
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from tests.kernels.rotary import TABLE, make_rotation
+from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation
 from tests.triton_runs import INTERPRETED
 
 #: (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
@@ -33,8 +33,7 @@ class Case:
     Attributes:
         shared: Share of the entries whose slot was cached at another position.
         evicted: Share of the positions that were evicted; 1 leaves one entry a row.
-        layout: As SGLang has it; K and V of a slot side by side; with room between
-            heads; at an odd address.
+        layout: Of ``LAYOUTS``.
     """
 
     lengths: tuple[int, ...] = (0, 1, 19, 989)
@@ -59,7 +58,6 @@ class Case:
         )
 
 
-LAYOUTS = ("halves", "slot", "gaps", "odd")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 CASES = [
@@ -187,7 +185,12 @@ def make(case: Case, seed: int = 3) -> Rig:
     total = sum(case.lengths)
     num_slots = total + 40
     width = max((1, *case.lengths)) + 3
-    keys, values = _buffers(case, num_slots, generator)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    sizes = num_slots, case.kv_heads, case.k_dim, case.v_dim
+    keys, values = lay_out(case.layout, made, *sizes)
     # Stale entries of earlier requests beyond every row's end, and rows of nobody.
     rows = torch.randint(0, num_slots, (len(case.lengths) + 2, width), generator=generator)
     cached_at = torch.randint(0, 3000, (num_slots,), generator=generator)
@@ -249,26 +252,3 @@ def assert_attention(found: torch.Tensor, expected: torch.Tensor) -> None:
     if INTERPRETED and found.dtype == torch.bfloat16:
         relative *= 2  # the interpreter cuts bf16, a GPU rounds
     torch.testing.assert_close(found.cpu().double(), expected, rtol=relative, atol=absolute)
-
-
-def _buffers(
-    case: Case, num_slots: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    heads, k_dim, v_dim = case.kv_heads, case.k_dim, case.v_dim
-
-    def made(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(case.dtype)
-
-    match case.layout:
-        case "halves":
-            return made(num_slots, heads, k_dim), made(num_slots, heads, v_dim)
-        case "slot":
-            both = made(num_slots, 2, heads, k_dim)
-            return both[:, 0], both[:, 1]
-        case "gaps":
-            both = made(2, num_slots, heads, k_dim + 5)
-            return both[0, :, :, :k_dim], both[1, :, :, 3 : k_dim + 3]
-        case "odd":
-            flat = made(2, num_slots * heads * k_dim + 1)[:, 1:]
-            return flat[0].view(num_slots, heads, k_dim), flat[1].view(num_slots, heads, k_dim)
-    raise AssertionError(case.layout)

@@ -9,17 +9,11 @@ import itertools
 import torch
 
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from tests.kernels.rotary import TABLE, make_rotation
+from sglang_reasoncache.native.pool import DTYPES
+from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
 
 #: Relative tolerance of sums in fp32 over up to 19 * 8 * 256 products; stored values are
 #: read exactly, so it does not depend on their dtype.
@@ -51,10 +45,6 @@ class Case:
         )
 
 
-#: How a pool may lay out a layer: halves of one allocation (SGLang), K and V of a slot
-#: side by side, heads in front of slots, heads with room between them, an odd address.
-LAYOUTS = ("halves", "slot", "head-major", "gaps", "odd")
-
 CASES = [
     *(Case(pairs=pairs, block=block) for pairs in (0, 1, 5) for block in (1, 8, 16, 19)),
     *(
@@ -76,32 +66,11 @@ def make_layers(case: Case, slots: int = 48, seed: int = 7) -> Layers:
     """Random buffers ``[slots, heads, dim]`` in the case's layout."""
     generator = torch.Generator().manual_seed(seed)
 
-    def buffer(shape: tuple[int, ...]) -> torch.Tensor:
+    def made(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(case.dtype)
 
-    def layer() -> tuple[torch.Tensor, torch.Tensor]:
-        heads, k_dim, v_dim = case.heads, case.k_dim, case.v_dim
-        match case.layout:
-            case "halves" if k_dim == v_dim:
-                both = buffer((2, slots, heads, k_dim))
-                return both[0], both[1]
-            case "halves":
-                return buffer((slots, heads, k_dim)), buffer((slots, heads, v_dim))
-            case "slot":
-                both = buffer((slots, 2, heads, k_dim))
-                return both[:, 0], both[:, 1]
-            case "head-major":
-                both = buffer((2, heads, slots, k_dim))
-                return both[0].transpose(0, 1), both[1].transpose(0, 1)
-            case "gaps":
-                both = buffer((2, slots, heads, k_dim + 5))
-                return both[0, :, :, :k_dim], both[1, :, :, 3 : k_dim + 3]
-            case "odd":
-                flat = buffer((2, slots * heads * k_dim + 1))[:, 1:]
-                return flat[0].view(slots, heads, k_dim), flat[1].view(slots, heads, k_dim)
-        raise AssertionError(case.layout)
-
-    return [layer() for _ in range(case.layers)]
+    sizes = slots, case.heads, case.k_dim, case.v_dim
+    return [lay_out(case.layout, made, *sizes) for _ in range(case.layers)]
 
 
 def make_entries(
@@ -141,9 +110,7 @@ def expected_moments(
             values = buffer.float()
             x, y = values[dst], values[src]
             if side == 0 and rotation is not None and shift is not None:
-                y = torch.where(
-                    (shift != 0)[..., None, None], rotation.rotate(y, rotation.angles(shift)), y
-                )
+                y = torch.where((shift != 0)[..., None, None], rotation.rotate(y, shift), y)
             x, y = x.double().flatten(1), y.double().flatten(1)
             for k, product in enumerate((x * x, y * y, x * y, (x - y) ** 2)):
                 result[:, index, side, k] = product.sum(-1)

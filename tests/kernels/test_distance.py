@@ -11,15 +11,11 @@ import pytest
 import torch
 
 from sglang_reasoncache import native
-from sglang_reasoncache.kernels.distance import (
-    DistanceKernel,
-    block_distances,
-    cosine_distances,
-)
+from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances, cosine_distances
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.native.pool import DTYPES
 from tests.kernels.distance_cases import (
     CASES,
-    DTYPES,
     SUM,
     Case,
     Layers,
@@ -34,7 +30,7 @@ from tests.kernels.distance_cases import (
 from tests.kernels.engines import backend as backend
 from tests.kernels.engines import host_backend as host_backend
 from tests.kernels.engines import unavailable
-from tests.kernels.rotary import TABLE
+from tests.kernels.pools import TABLE
 from tests.triton_runs import DEVICE, INTERPRETED, run_interpreted, starts_interpreter, there
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -204,26 +200,42 @@ def loop_distance(layers: Layers, dst: list[int], src: list[int], heads: int) ->
     return total / len(layers)
 
 
-def test_one_layer_by_hand(host_backend: str) -> None:
-    """Keys differ by (3, 4), values by (0, 5): (5 + 5) / (2 * 1 * 1) = 5."""
-    keys = torch.tensor([[[1.0, 1.0]], [[4.0, 5.0]]])
-    values = torch.tensor([[[2.0, -3.0]], [[2.0, 2.0]]])
-    kernel = DistanceKernel([(keys, values)], backend=host_backend)
-    squares = kernel.squares(torch.tensor([[0]]), torch.tensor([[1]]))
-    assert squares.tolist() == [[[25.0, 25.0]]]
-    assert block_distances(squares, block=1, num_heads=1).tolist() == [5.0]
+_ONES, _ZEROS = torch.ones(2, 2, 1), torch.zeros(2, 2, 1)
 
 
-def test_layers_tokens_and_heads_by_hand(host_backend: str) -> None:
-    """Two tokens, two heads of dim 1, two layers; every difference of the first layer is 1."""
-    ones, zeros = torch.ones(2, 2, 1), torch.zeros(2, 2, 1)
-    first = (torch.cat((zeros, ones)), torch.cat((ones, zeros)))
-    second = (torch.cat((zeros, zeros)), torch.cat((zeros, 3 * ones)))
-    kernel = DistanceKernel([first, second], backend=host_backend)
-    squares = kernel.squares(torch.tensor([[0, 1]]), torch.tensor([[2, 3]]))
-    assert squares.tolist() == [[[4.0, 4.0], [0.0, 36.0]]]
-    # Layer 1: (2 + 2) / 8, layer 2: (0 + 6) / 8; their mean.
-    assert block_distances(squares, block=2, num_heads=2).tolist() == [0.625]
+@pytest.mark.parametrize(
+    ("layers", "squares", "distance"),
+    [
+        # Keys differ by (3, 4), values by (0, 5): (5 + 5) / (2 * 1 * 1).
+        (
+            [([[[1.0, 1.0]], [[4.0, 5.0]]], [[[2.0, -3.0]], [[2.0, 2.0]]])],
+            [[25.0, 25.0]],
+            5.0,
+        ),
+        # Two tokens, two heads, two layers: (2 + 2) / 8 and (0 + 6) / 8; their mean.
+        (
+            [
+                (torch.cat((_ZEROS, _ONES)), torch.cat((_ONES, _ZEROS))),
+                (torch.cat((_ZEROS, _ZEROS)), torch.cat((_ZEROS, 3 * _ONES))),
+            ],
+            [[4.0, 4.0], [0.0, 36.0]],
+            0.625,
+        ),
+        # Large values that differ in their last bits: the expanded square would give 0 or worse.
+        (
+            [([[[1000.0] * 4], [[1000.0 + 2**-10] * 4]],) * 2],
+            [[4 * 2.0**-20] * 2],
+            2 * 2.0**-9 / 2,
+        ),
+    ],
+)
+def test_by_hand(host_backend: str, layers: Any, squares: Any, distance: float) -> None:
+    pool = [(torch.as_tensor(keys), torch.as_tensor(values)) for keys, values in layers]
+    tokens, heads = len(pool[0][0]) // 2, pool[0][0].shape[1]
+    dst, src = torch.arange(2 * tokens).view(2, 1, tokens)
+    found = DistanceKernel(pool, backend=host_backend).squares(dst, src)
+    assert found.tolist() == [squares]
+    assert block_distances(found, tokens, heads).tolist() == [distance]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
@@ -247,15 +259,6 @@ def test_agrees_with_a_loop(
     assert found.tolist() == pytest.approx(expected, rel=1e-5)
     assert torch.equal(squares, squares_of(layers, src, dst))
     assert not squares_of(layers, dst, dst).any()
-
-
-def test_near_equal_blocks_do_not_cancel(host_backend: str) -> None:
-    """Large values that differ in their last bits: the expanded square would give 0 or worse."""
-    keys = torch.full((2, 1, 4), 1000.0)
-    keys[1] += 2**-10
-    kernel = DistanceKernel([(keys, keys)], backend=host_backend)
-    squares = kernel.squares(torch.tensor([[0]]), torch.tensor([[1]]))
-    assert squares.tolist() == [[[4 * 2.0**-20, 4 * 2.0**-20]]]
 
 
 @pytest.mark.parametrize("split", [1, 2, 5])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of a plan and their bounds: on a GPU if there is one, interpreted, compiled for three."""
+"""Pages of a plan and their bounds: on a GPU if there is one, or interpreted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from sglang_reasoncache.selection import page_bounds
 from sglang_reasoncache.selection.device_selection import DeviceSelection
 from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.quest import Quest
-from tests.kernels.ahead_of_time import NAMES, STRIDES, compile_for
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -257,52 +256,3 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.kv_indptr.tolist() == ends
         assert found.kv_indices[: ends[-1]].tolist() == expected
     assert selection.describe()["refusals"] == {}
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
-@pytest.mark.parametrize("arch", [80, 90, 100])
-def test_kernels_compile_ahead_of_time(arch: int) -> None:
-    ints = dict.fromkeys(
-        ("kv_indptr", "kv_indices", "shift", "positions", "counts", "to_indptr", "to_indices",
-         "to_shift", "to_entries", "entries"), "i32",
-    )  # fmt: skip
-    bytes_ = dict.fromkeys(("asked", "state", "keep"), "u8")
-    longs = dict.fromkeys(("slots", "lengths", "totals"), "i64")
-    pointers = ints | bytes_ | longs | dict.fromkeys(("weights", "whole"), "fp32")
-    piece = dict(PIECES=plan_triton.PIECES, TILE=select_triton.TILE)
-    bounds = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
-    aligned = {*pointers, "keys", "ends", "slot_stride", "head_stride"}
-    bf16 = dict(keys="bf16", ends="bf16")
-    for kernel, more, constants in (
-        (select_triton.settle_kernel, {}, dict(PAGE=16, TILE=select_triton.PAGES)),
-        (select_triton.count_kernel, {}, piece | dict(PAGE=16)),
-        (select_triton.write_kernel, {}, piece | dict(PAGE=16)),
-        (select_triton.add_kernel, {}, piece),
-        (bounds_triton.bounds_kernel, bf16, bounds | dict(ELEMENT="bf16")),
-        (bounds_triton.bounds_kernel, dict(keys="u8", ends="bf16"), bounds | dict(ELEMENT="e4m3")),
-    ):
-        assert ".local" not in compile_for(kernel, arch, pointers | more, aligned, constants)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_decode_over_bounds_compiles_ahead_of_time(arch: int, dim: int) -> None:
-    """Pages in place of slots: keys twice as wide, values of one element."""
-    ends, query = (torch.empty(1, n, 2 * dim, dtype=torch.bfloat16) for n in (8, 32))
-    constants = decode_triton.constants(query, ends, ends[..., :1], None, logits=True)
-    pointers: dict[str, Any] = dict.fromkeys(("query", "keys", "values"), NAMES[torch.bfloat16])
-    pointers |= dict.fromkeys(("begin", "end", "kv_indices", "shift"), "i32")
-    pointers |= dict.fromkeys(("cosines", "sines", "parts", "part_lse", "logits"), "fp32")
-    ptx = compile_for(
-        decode_triton.chunk_kernel,
-        arch,
-        pointers,
-        {*pointers, *STRIDES} - {"end"},
-        constants,
-        {"scale", "logit_cap"},
-        num_warps=decode_triton.warps(2 * dim),
-        num_stages=decode_triton.NUM_STAGES,
-    )
-    assert "mma" in ptx
-    assert ".local" not in ptx

@@ -306,6 +306,8 @@ class Memory:
             written = row[: len(track.shows)]
             shown = np.where(written < 0, EVICTED, stored[written])
             assert shown.tolist() == track.shows, f"the row of {track.req.rid} shows wrong content"
+            assert tree.reads_shifted([track.req]) or not world.has_shifted(track.req)
+            assert tree.reads_evicted([track.req]) or EVICTED not in track.shows
             mine = row[kv.cache_protected_len :]
             named.append(self._page_ids(mine))
             private += kv_private_tokens(kv, page)
@@ -325,7 +327,8 @@ class Memory:
         self._check_pages(named)
 
         live = world.controller.live_positions
-        assert live == allocator.references.extra * page - tree.alias_positions
+        extra = sum(allocator.references.values()) - len(allocator.references)
+        assert live == extra * page - tree.alias_positions
         assert live == expected_live
         assert world.controller.saved_positions == live + num_evicted
         books = (allocator.available_size(), evictable, protected, private, -live, -num_evicted)
@@ -389,7 +392,7 @@ class Memory:
         assert (frees <= 1).all(), "a page is free twice"
         many = np.flatnonzero(uses > 1)
         recounted = dict(zip(many.tolist(), uses[many].tolist(), strict=True))
-        assert world.allocator.references.snapshot() == recounted, "reference counts differ"
+        assert world.allocator.references == recounted, "reference counts differ"
         # Whoever still reads a freed slot shall see it.
         slots = free if world.page == 1 else self._slots_of(free)
         world.write(slots, [NOTHING] * len(slots))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.allocation import (
     alloc_paged_token_slots_decode,
     alloc_paged_token_slots_extend,
@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.allocation import (
 )
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -284,6 +285,8 @@ class World:
             for buffer, sign in ((self.pool.k_buffer[layer], 1), (self.pool.v_buffer[layer], -1))
         ]
         self.row_table = self.rows.req_to_token.numpy()
+        #: Position at which each slot was written.
+        self.written_at = np.zeros(setup.slots + setup.page, dtype=np.int64)
         self.write(np.arange(setup.slots + setup.page), [NOTHING] * (setup.slots + setup.page))
 
     def request(self, name: str, prompt: Sequence[int], exact_only: bool, salt: str | None) -> Req:
@@ -339,6 +342,7 @@ class World:
         req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end
         req.is_retracted = False
         self._lowest_free = min(self._lowest_free, self.allocator.available_size())
+        self.written_at[out.numpy()] = np.arange(req.prefix_len, req.extend_end)
         return out.numpy()
 
     def can_decode(self, reqs: Sequence[Req]) -> bool:
@@ -362,14 +366,14 @@ class World:
                 last_loc=self.rows.req_to_token[rows, lengths - 1],
             )
         self.rows.write((rows, lengths), out.to(torch.int32))
+        self.written_at[out.numpy()] = lengths.numpy()
         for req in reqs:
             req.kv.kv_allocated_len += 1
             req.kv.kv_committed_len += 1
         return out.numpy()
 
     def free_pages(self) -> np.ndarray:
-        pages = self.allocator.get_all_free_pages()
-        return pages.numpy()
+        return self.allocator.get_all_free_pages().numpy()
 
     def lowest_free(self) -> int:
         """The fewest free slots right after an allocation for a prefill; see :meth:`extend`."""
@@ -378,3 +382,65 @@ class World:
     def row(self, req: Req) -> np.ndarray:
         """Slots of the request's allocated positions."""
         return self.row_table[req.kv.req_pool_idx, : req.kv.kv_allocated_len]
+
+    def has_shifted(self, req: Req) -> bool:
+        """Whether the row names a slot that was written for another position."""
+        row = self.row(req)
+        return bool(((self.written_at[row] != np.arange(len(row))) & (row >= 0)).any())
+
+
+PROMPT = list(range(1, 7))
+OUTPUT = 24
+
+
+def start(world: World, name: str = "r", first: int = 100) -> Req:
+    """A request with its prompt and most of its output computed."""
+    req = world.request(name, PROMPT, False, None)
+    prefill(world, req)
+    req.output_ids.append(first)
+    for i in range(OUTPUT):
+        decode(world, req, first + 1 + i)
+    world.controller.after_decode([req])
+    return req
+
+
+def prefill(world: World, req: Req, up_to: int | None = None) -> None:
+    """Compute the prompt, and what was generated before a retraction; or a first chunk of it."""
+    req.init_next_round_input(world.tree)
+    req.extend_end = up_to or len(req.full_untruncated_fill_ids)
+    req.lock = world.tree.lock(req.last_node)
+    slots = world.extend(req)
+    world.write(slots, [1] * len(slots))
+    checkpoint_kv_cache(req, world.tree)
+
+
+def decode(world: World, req: Req, token: int = 7) -> None:
+    assert world.can_decode([req])
+    world.write(world.decode([req]), [token])
+    req.output_ids.append(token)
+
+
+def propose(world: World, req: Req, *pairs: Pair) -> None:
+    """The next token completes a step, and the engine compares it."""
+    state: Any = world.controller.state_of(req)
+    world.engine.waiting[state.followed.id] += pairs
+    decode(world, req)
+    assert world.controller.after_decode([req]) == 0
+
+
+def finish(world: World, req: Req) -> None:
+    req.finished_reason = FINISH_LENGTH(len(req.output_ids))
+    release_kv_cache(req, world.tree, checkpoint=True)
+
+
+def retract(world: World, req: Req) -> None:
+    release_kv_cache(req, world.tree, checkpoint=False)
+    req.reset_for_retract()
+
+
+def assert_empty(world: World) -> None:
+    """Every slot comes back once nothing runs and the tree is flushed."""
+    world.tree.reset()
+    world.allocator.clear()
+    assert world.allocator.available_size() == world.total
+    assert world.controller.live_positions == 0

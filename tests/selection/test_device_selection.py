@@ -14,11 +14,11 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, GraphVariants
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.kernels import decode_triton, plan_triton, select_triton, weights_triton
-from sglang_reasoncache.kernels.attention_reference import plan_rows
 from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+from sglang_reasoncache.kernels.reference import plan_rows
 from sglang_reasoncache.selection import page_bounds
 from sglang_reasoncache.selection.device_selection import DeviceSelection
 from sglang_reasoncache.selection.host_selection import HostSelection

@@ -19,7 +19,7 @@ from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.quest import Quest
-from tests.kernels.rotary import make_rotation
+from tests.kernels.pools import make_rotation
 from tests.selection.selectors import NONSENSE, wrong
 from tests.unit.attention_rig import Rig, supported_runner
 
@@ -128,7 +128,7 @@ class World:
                 continue
             whole = self.keys[slots[0] // PAGE * PAGE :][:PAGE]
             shift = torch.tensor([page * PAGE - int(self.cached_at[slots[0]])])
-            rotated = self.rotation.rotate(query[None], self.rotation.angles(-shift))[0]
+            rotated = self.rotation.rotate(query[None], -shift)[0]
             low, high = (
                 side.repeat_interleave(2, dim=0) for side in (whole.amin(0), whole.amax(0))
             )

@@ -32,12 +32,14 @@ class ServerSpec:
         flags: command-line flags, one string each.
         env: environment variables as pairs, on top of :data:`STRICT_CHECKS`.
         long: its tests have the marker ``long`` and are left out of ``make test``.
+        group: tests of one group run in one process; empty: those of this spec alone.
     """
 
     name: str
     flags: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     long: bool = False
+    group: str = ""
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
         """Return a spec with more flags and variables, called ``<this>-<name>``.
@@ -52,12 +54,15 @@ class ServerSpec:
         """Return the spec as one that ``make test`` does without."""
         return replace(self, long=True)
 
+    def beside(self, other: ServerSpec) -> ServerSpec:
+        """Return the spec as one whose tests use ``other`` too, which starts once for all."""
+        return replace(self, group=other.name)
+
 
 #: SGLang without our flag, and with it.
 STOCK = ServerSpec("stock")
-STOCK_PAGE16 = STOCK.having("page16", "--page-size", "16")
+STOCK_PAGE16 = STOCK.having("page16", "--page-size 16").beside(STOCK)
 SHARED = ServerSpec("shared", ("--enable-reasoncache",))
-SHARED_PAGE16 = SHARED.having("page16", "--page-size", "16")
 
 
 class ServerPool:

@@ -32,7 +32,7 @@ def retracting(interval: int) -> dict[str, str]:
 
 
 EXACT = SHARED.having("exact", TIGHT, *EAGER, CHUNKED, "--enable-metrics")
-ALIASED = SHARED.having("aliased", TIGHT, *EAGER, CHUNKED, ALIASING, **retracting(25))
+ALIASED = SHARED.having("aliased", TIGHT, *EAGER, CHUNKED, ALIASING, **retracting(25)).beside(STOCK)
 #: Whole pages.
 PAGED = SHARED.having(
     "page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, "--schedule-conservativeness 0.1"
@@ -108,17 +108,16 @@ EVICTING_WHEN_SHORT = SHARED.having(
     *(POLICY, "streamingllm:budget=160:slack=8:when=0.8:until=0.7"),
 ).for_long_runs()
 #: SGLang's own attention.
-STOCK_TORCH = STOCK.having("torch-native", "--attention-backend torch_native")
-NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile 0")
+STOCK_TORCH = STOCK.having("torch-native", "--attention-backend torch_native").beside(STOCK)
+NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile 0").beside(STOCK)
 #: Polls wait for the filter, so that a response shares at the same tokens on every server.
 WAITING = {WAIT_ENV: "1"}
 #: Shared KV is written to own slots.
 COPY = "--reasoncache-set apply=copy"
-CORRECTED = SHARED.having("corrected", *EAGER, **WAITING)
-CORRECTED_COPY = CORRECTED.having("copy", COPY)
-AS_CACHED = SHARED.having("as-cached", *EAGER, "--reasoncache-positions as-cached", **WAITING)
-AS_CACHED_COPY = AS_CACHED.having("copy", COPY)
 #: The model marks its reasoning; blocks are compared by angle, an ablation.
-REASONING = SHARED.having(
-    "reasoning", *EAGER, "--reasoning-parser qwen3 --reasoncache-set distance=cosine"
+CORRECTED = SHARED.having(
+    "corrected", *EAGER, "--reasoning-parser qwen3 --reasoncache-set distance=cosine", **WAITING
 )
+CORRECTED_COPY = CORRECTED.having("copy", COPY).beside(CORRECTED)
+AS_CACHED = SHARED.having("as-cached", *EAGER, "--reasoncache-positions as-cached", **WAITING)
+AS_CACHED_COPY = AS_CACHED.having("copy", COPY).beside(AS_CACHED)

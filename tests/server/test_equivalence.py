@@ -7,6 +7,7 @@ from itertools import takewhile
 
 import pytest
 
+from eval.serving import ServerProcess
 from eval.tiny_reasoner.task import grade
 from sglang_reasoncache.compat import CPU_BACKEND
 from tests.server.harness import STOCK, ServerPool, ServerSpec
@@ -25,22 +26,16 @@ _PROBLEMS = problems(4, seed=11)
 _PROMPTS = [problem.prompt for problem in _PROBLEMS]
 
 
-def _run(servers: ServerPool, spec: ServerSpec, extra: dict[str, object] | None = None):
+def _answers(server: ServerProcess, **extra: object):
+    chats = ([{"role": "user", "content": prompt}] for prompt in _PROMPTS)
+    return [tokens_and_logprobs(chat_once(server, chat, extra_body=extra)) for chat in chats]
+
+
+def _run(servers: ServerPool, spec: ServerSpec):
     """Each prompt alone on a server: tokens and log-probabilities do not depend on a batch."""
     server = servers.get(spec)
     server.post("/flush_cache")
-    out = []
-    for prompt in _PROMPTS:
-        response = chat_once(server, [{"role": "user", "content": prompt}], extra_body=extra or {})
-        out.append(tokens_and_logprobs(response))
-    return out
-
-
-def _assert_alike(one, other) -> None:
-    """Equal tokens; log-probabilities within what rounding attention to bf16 changes, 0.05."""
-    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(one, other, strict=True):
-        assert tokens == other_tokens
-        assert logprobs == pytest.approx(other_logprobs, abs=0.05)
+    return _answers(server)
 
 
 def _assert_same_answers(one, other) -> None:
@@ -58,50 +53,48 @@ def _assert_same_answers(one, other) -> None:
         assert grade("".join(tokens), problem) and grade("".join(other_tokens), problem)
 
 
-def test_percentile_zero_equals_stock(servers: ServerPool) -> None:
+@pytest.mark.parametrize("spec", [NOTHING_SHARED])
+def test_percentile_zero_equals_stock(servers: ServerPool, spec: ServerSpec) -> None:
     """With the flag on and nothing shared, tokens and log-probabilities are stock SGLang's, bit for bit."""
-    assert _run(servers, STOCK) == _run(servers, NOTHING_SHARED)
+    assert _run(servers, spec) == _run(servers, STOCK)
 
 
-def test_our_attention_answers_as_sglangs(servers: ServerPool) -> None:
+@pytest.mark.parametrize("spec", [STOCK_TORCH])
+def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: ServerSpec) -> None:
     """Without our flag, through ``torch_native`` and through ``reasoncache_cpu``."""
+    _assert_same_answers(_run(servers, spec), _run(servers, STOCK))
     assert servers.get(STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
-    _assert_same_answers(_run(servers, STOCK_TORCH), _run(servers, STOCK))
 
 
-def test_opted_out_request_is_stock(servers: ServerPool) -> None:
+@pytest.mark.parametrize("spec", [ALIASED])
+def test_opted_out_request_is_stock(servers: ServerPool, spec: ServerSpec) -> None:
     """An opted-out request gets stock results, also where others left approximations in the cache.
 
     But for rounding: this server prefills in pieces and recomputes after retractions.
     """
-    server = servers.get(ALIASED)
-    for prompt in _PROMPTS:
-        chat_once(server, [{"role": "user", "content": prompt}])
+    server = servers.get(spec)
+    _answers(server)
     assert report(server)["totals"]["blocks_shared"] > 0
-    first = [
-        tokens_and_logprobs(
-            chat_once(server, [{"role": "user", "content": prompt}], extra_body=OPT_OUT)
-        )
-        for prompt in _PROMPTS
-    ]
-    _assert_same_answers(first, _run(servers, STOCK))
+    _assert_same_answers(_answers(server, **OPT_OUT), _run(servers, STOCK))
 
 
 @pytest.mark.parametrize(
-    ("alias", "copy"), [(AS_CACHED, AS_CACHED_COPY), (CORRECTED, CORRECTED_COPY)]
+    ("spec", "copy"), [(AS_CACHED, AS_CACHED_COPY), (CORRECTED, CORRECTED_COPY)]
 )
-def test_sharing_equals_copying(servers: ServerPool, alias: ServerSpec, copy: ServerSpec) -> None:
+def test_sharing_equals_copying(servers: ServerPool, spec: ServerSpec, copy: ServerSpec) -> None:
     """Redirecting a row reads what copying K and V (rotated, when corrected) into own slots reads.
 
     As cached both read the same values, so log-probabilities are identical.
     Corrected, one turns the query in fp32, the other reads rotated copies of
-    the keys, rounded to bf16: see :func:`_assert_alike`.
+    the keys, rounded to bf16: attention changes log-probabilities by up to 0.05.
     """
-    shared = _run(servers, alias)
-    assert report(servers.get(alias))["totals"]["blocks_shared"] > 0
     copied = _run(servers, copy)
     assert report(servers.get(copy))["totals"]["blocks_shared"] > 0
-    if alias is AS_CACHED:
+    shared = _run(servers, spec)
+    assert report(servers.get(spec))["totals"]["blocks_shared"] > 0
+    if spec is AS_CACHED:
         assert shared == copied
         return
-    _assert_alike(shared, copied)
+    for (tokens, logprobs), (copy_tokens, copy_logprobs) in zip(shared, copied, strict=True):
+        assert tokens == copy_tokens
+        assert logprobs == pytest.approx(copy_logprobs, abs=0.05)

@@ -3,36 +3,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from eval.serving import ServerProcess
 from sglang_reasoncache.native import NativeUnavailable, library
+from tests.server.harness import generate
 from tests.server.problems import MAX_TOKENS, problems, report
-from tests.server.specs import REASONING
+from tests.server.specs import CORRECTED
 
 THINK, END_OF_THINKING = "<think>", "</think>"
 THINK_ID = "4"
-SERVER = pytest.mark.parametrize("server", [REASONING], indirect=True)
+SERVER = pytest.mark.parametrize("server", [CORRECTED], indirect=True)
 
 
-def _respond(
-    server: ServerProcess, prompt: str, **sampling: object
-) -> tuple[str, dict[str, object]]:
+def _respond(server: ServerProcess, prompt: str, **sampling: object) -> tuple[str, Any]:
     """Output text, and what the endpoint tells of the request."""
-    response = server.post(
-        "/generate",
-        json={
-            "text": prompt,
-            "sampling_params": {
-                "temperature": 0.0,
-                "max_new_tokens": MAX_TOKENS,
-                "skip_special_tokens": False,
-                **sampling,
-            },
-        },
-    )
-    response.raise_for_status()
-    body = response.json()
+    sampling = {"skip_special_tokens": False, **sampling}
+    body = generate(server, prompt, MAX_TOKENS, sampling_params=sampling)
     recent = {entry["rid"]: entry for entry in report(server)["recent"]}
     return body["text"], recent[body["meta_info"]["id"]]
 
@@ -50,9 +39,9 @@ def test_blocks_end_before_the_reasoning_does(server: ServerProcess) -> None:
         assert end, "the embedded model closes its reasoning"
         # One token a word: the tokenizer of the embedded model splits at white space.
         tokens = server.post("/tokenize", json={"prompt": reasoning}).json()["count"]
-        last = max((dst + 8 for dst, _src in entry["blocks"]), default=0)  # type: ignore[attr-defined]
+        last = max((dst + 8 for dst, _src in entry["blocks"]), default=0)
         assert last <= entry["prompt_tokens"] + tokens
-        found += len(entry["blocks"])  # type: ignore[arg-type]
+        found += len(entry["blocks"])
     assert found > 0
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +13,6 @@ import torch
 import transformers
 from sglang.srt.layers.rotary_embedding import base, factory
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
-from transformers.models.cohere import modeling_cohere
-from transformers.models.glm4 import modeling_glm4
-from transformers.models.gpt_oss import modeling_gpt_oss
-from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense
-from transformers.models.llama import modeling_llama
-from transformers.models.phi import modeling_phi
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.stablelm import modeling_stablelm
 
 from sglang_reasoncache.cpu_platform import TorchCpuPlatform
 from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -27,17 +20,6 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 HEADS = 2
 #: Half the distance between 1 and the next fp32 number.
 UNIT = 2.0**-24
-
-_MODELING = {
-    "Cohere": modeling_cohere,
-    "Glm4": modeling_glm4,
-    "GptOss": modeling_gpt_oss,
-    "HunYuanDenseV1": modeling_hunyuan_v1_dense,
-    "Llama": modeling_llama,
-    "Phi": modeling_phi,
-    "Qwen2": modeling_qwen2,
-    "StableLm": modeling_stablelm,
-}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +114,8 @@ class Embedding:
         self.model = model
         self.rotary_dim = int(model.head_dim * model.partial)
         config = model.config()
-        self._modeling = _MODELING[model.family]
+        module = type(config).__module__.replace("configuration_", "modeling_")
+        self._modeling = importlib.import_module(module)
         self._module = getattr(self._modeling, f"{model.family}RotaryEmbedding")(config)
         self.sglang = self.made_by_sglang(torch.float32)
         self.rotation = KeyRotation.from_model(torch.nn.ModuleList([self.sglang]), model.positions)
@@ -172,13 +155,10 @@ class Embedding:
         distance = (used - cached_at).abs()
         positions = cached_at + used + distance + 8 * distance
         angle = positions[:, None] * self._module.inv_freq.double()
-        neox = self.model.is_neox
-        pairs = (
-            expected[..., : self.rotary_dim].double().unflatten(-1, (2, -1) if neox else (-1, 2))
-        )
-        length = pairs.norm(dim=-2 if neox else -1)
-        bound = length * ((angle + 16) * UNIT)[:, None]
-        bound = torch.cat((bound, bound), -1) if neox else bound.repeat_interleave(2, -1)
+        pairs, at = ((2, -1), -2) if self.model.is_neox else ((-1, 2), -1)
+        rotated = expected[..., : self.rotary_dim].double().unflatten(-1, pairs)
+        bound = rotated.norm(dim=at, keepdim=True) * ((angle + 16) * UNIT)[:, None].unsqueeze(at)
+        bound = bound.expand(rotated.shape).flatten(-2)
         error = (found.double() - expected.double()).abs()
         assert torch.equal(found[..., self.rotary_dim :], raw[..., self.rotary_dim :])
         excess = error[..., : self.rotary_dim] / bound

@@ -132,6 +132,7 @@ def test_more_credit_never_admits_less() -> None:
 
 
 ENDED, RUNNING = SharingForecast.observe, SharingForecast.poll
+_FADED = [0.4 * 0.9**n * (1 - 0.9**50) / (1 - 0.9 ** (50 + n)) for n in range(1, 51)]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,8 @@ ENDED, RUNNING = SharingForecast.observe, SharingForecast.poll
                 (RUNNING, 0, 0, 0.4),
             ],
         ),
+        # It follows a change: each request fades those before it by 0.9.
+        (0.9, 1000, [*[(ENDED, 40, 100, 0.4)] * 50, *((ENDED, 0, 100, at) for at in _FADED)]),
         (0.4, 20_000, [(ENDED, 90, 100, 0.4)]),
         (0.0, 20_000, [(ENDED, 50, 100, 0.0)]),
         # A request longer than the horizon replaces what was seen.
@@ -168,16 +171,3 @@ def test_forecast(
     for tell, shared, tokens, credit in seen:
         tell(forecast, shared, tokens)
         assert forecast.credit == pytest.approx(credit)
-
-
-def test_forecast_follows_a_change() -> None:
-    forecast = SharingForecast(limit=0.9, horizon=1000)
-    for _ in range(50):
-        forecast.observe(40, 100)
-    assert forecast.credit == pytest.approx(0.4)
-    credits = []
-    for _ in range(50):
-        forecast.observe(0, 100)
-        credits.append(forecast.credit)
-    assert credits == sorted(credits, reverse=True)
-    assert 0 <= credits[-1] < 0.01

@@ -38,16 +38,6 @@ def need_sort(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-@pytest.fixture
-def token(need_sort: bool) -> Allocator:
-    return make(1, need_sort)
-
-
-@pytest.fixture
-def paged(need_sort: bool) -> Allocator:
-    return make(PAGE, need_sort)
-
-
 @pytest.fixture(params=[1, PAGE], ids=["page1", "page4"])
 def either(request: pytest.FixtureRequest, need_sort: bool) -> Allocator:
     return make(request.param, need_sort)
@@ -63,9 +53,9 @@ def slots(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def page_slots(*pages: int) -> torch.Tensor:
+def page_slots(page: int, *pages: int) -> torch.Tensor:
     """All slots of ``pages``, as a row names them."""
-    return (slots(*pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+    return (slots(*pages)[:, None] * page + torch.arange(page)).flatten()
 
 
 def free_list(allocator: Allocator) -> list[int]:
@@ -109,128 +99,72 @@ def test_an_eviction_does_not_wait_for_the_device(either: Allocator) -> None:
     assert len(free_list(either)) == SLOTS // page
 
 
-# -- page size 1 ----------------------------------------------------------------
+#: Of pages a, b and c: those that get one more reference each, what is freed call by call, and
+#: what is then in use.
+@pytest.mark.parametrize(
+    ("shared", "freed", "left"),
+    [
+        ("", ["ab"], "c"),
+        # A shared page comes back with its last reference.
+        ("aa", ["a", "a"], "abc"),
+        ("aa", ["a", "a", "a"], "bc"),
+        # A page named twice in one call loses two references.
+        ("a", ["aab"], "c"),
+        ("a", ["aba"], "c"),
+        ("a", ["baa"], "c"),
+        # It survives one of two rows.
+        ("a", ["ab"], "ac"),
+        ("a", ["ab", "ac"], ""),
+        ("aab", ["ac", "ab", "b"], "a"),
+        ("a", [""], "abc"),
+    ],
+)
+@pytest.mark.parametrize("grouped", [False, True], ids=["each", "grouped"])
+@pytest.mark.parametrize("how", ["free", "free_segment", "free_page_ids", "cut-1", "cut-3"])
+def test_pages_come_back_with_their_last_reference(
+    either: Allocator, shared: str, freed: list[str], left: str, grouped: bool, how: str
+) -> None:
+    """SGLang frees a batch's finished requests in one group; rows may be cut at their ends."""
+    page = either.page_size
+    ids = dict(zip("abc", take(either, 3), strict=True))
+    either.share([ids[name] for name in shared])
+    counted = dict(either.references)
+    if grouped:
+        either.free_group_begin()
+    for names in freed:
+        pages = [ids[name] for name in names]
+        row = page_slots(page, *pages)
+        if how == "free_page_ids":
+            either.free_page_ids(slots(*pages))
+        elif how == "free_segment":
+            either.free_segment(row, start_pos=4 * page)
+        else:
+            cut = int(how.partition("-")[2] or 0) if page > 1 else 0
+            either.free(row[: len(row) - cut])
+    if grouped:
+        if how != "free_page_ids":
+            assert either.available_size() == SLOTS - 3 * page
+            assert either.references == counted
+        either.free_group_end()
+    in_use = sorted(ids[name] for name in left)
+    assert free_list(either) == [at for at in range(1, SLOTS // page + 1) if at not in in_use]
+    counts = {ids[n]: 1 + shared.count(n) - "".join(freed).count(n) for n in left}
+    assert either.references == {at: n for at, n in counts.items() if n > 1}
 
 
-def test_unshared_slots_come_back_at_once(token: Allocator) -> None:
-    taken = token.alloc(5)
-    assert token.available_size() == SLOTS - 5
-    token.free(taken)
-    assert free_list(token) == list(range(1, SLOTS + 1))
-
-
-def test_shared_slot_comes_back_with_its_last_reference(token: Allocator) -> None:
-    first, second = token.alloc(2).tolist()
-    token.share([first, first])
-    for _ in range(2):
-        token.free(slots(first))
-        assert token.available_size() == SLOTS - 2
-    token.free(slots(first))
-    assert free_list(token) == [s for s in range(1, SLOTS + 1) if s != second]
-
-
-def test_slot_named_twice_in_one_call_loses_two_references(token: Allocator) -> None:
-    first, second = token.alloc(2).tolist()
-    token.share([first])
-    token.free(slots(first, second, first))
-    assert free_list(token) == list(range(1, SLOTS + 1))
-    assert len(token.references) == 0
-
-
-def test_free_group_counts_references_across_its_calls(token: Allocator) -> None:
-    """SGLang frees a batch's finished requests in one group."""
-    first, second, third = token.alloc(3).tolist()
-    token.share([first, first, third])
-    token.free_group_begin()
-    token.free(slots(first, second))
-    token.free(slots(first, third))
-    assert token.available_size() == SLOTS - 3
-    assert token.references.snapshot() == {first: 3, third: 2}
-    token.free_group_end()
-    assert free_list(token) == [s for s in range(1, SLOTS + 1) if s not in (first, third)]
-    assert len(token.references) == 0
-    token.free(slots(first, third))
-    assert token.available_size() == SLOTS
-
-
-def test_double_free_is_noticed_while_anything_is_shared(token: Allocator) -> None:
+def test_double_free_is_noticed_while_anything_is_shared() -> None:
+    token = make(1)
     first, second = token.alloc(2).tolist()
     token.share([first])
     with pytest.raises(ReferenceCountError):
         token.free(slots(first, second, second))
 
 
-def test_free_page_ids_counts_too(token: Allocator) -> None:
-    first, second = token.alloc(2).tolist()
-    token.share([first])
-    token.free_page_ids(slots(first, second))
-    assert token.available_size() == SLOTS - 1
-
-
-# -- page size above 1 ------------------------------------------------------------
-
-
-def test_segment_frees_each_page_of_a_row(paged: Allocator) -> None:
-    a, b = take(paged, 2)
-    paged.share([a])
-    # A row whose second page was redirected to its first; the last page is cut.
-    paged.free_segment(page_slots(a, a, b)[: 2 * PAGE + 1], start_pos=0)
-    assert free_list(paged) == [1, 2, 3, 4]
-    assert len(paged.references) == 0
-
-
-def test_shared_page_survives_one_of_two_rows(paged: Allocator) -> None:
-    a, b = take(paged, 2)
-    paged.share([a])
-    paged.free_segment(page_slots(a, b), start_pos=4 * PAGE)
-    assert free_list(paged) == sorted({1, 2, 3, 4} - {a})
-    paged.free_segment(page_slots(a), start_pos=0)
-    assert free_list(paged) == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("order", [("a", "a", "b"), ("a", "b", "a"), ("b", "a", "a")])
-@pytest.mark.parametrize("cut", [0, 1, PAGE - 1])
-def test_free_counts_a_page_named_twice(paged: Allocator, order: tuple[str, ...], cut: int) -> None:
-    """Stock ``free`` would deduplicate and lose the second reference."""
-    a, b = take(paged, 2)
-    paged.share([a])
-    pages = [{"a": a, "b": b}[name] for name in order]
-    paged.free(page_slots(*pages)[: 3 * PAGE - cut])
-    assert free_list(paged) == [1, 2, 3, 4]
-
-
-def test_free_without_shared_pages_is_the_stock_one(paged: Allocator) -> None:
+def test_free_without_shared_pages_is_the_stock_one() -> None:
     """Any order and any part of a page, as SGLang allows."""
-    a, b = take(paged, 2)
-    paged.free(page_slots(a, b)[[7, 0, 5, 2]])
+    paged = make(PAGE)
+    paged.free(page_slots(PAGE, *take(paged, 2))[[7, 0, 5, 2]])
     assert free_list(paged) == [1, 2, 3, 4]
-
-
-def test_free_group_counts_pages_of_both_kinds_of_free(paged: Allocator) -> None:
-    a, b, c = take(paged, 3)
-    paged.share([a, a, b])
-    paged.free_group_begin()
-    paged.free(page_slots(a, c))
-    paged.free_segment(page_slots(a, b), start_pos=0)
-    paged.free_segment(page_slots(b), start_pos=0)
-    assert paged.available_size() == SLOTS - 3 * PAGE
-    paged.free_group_end()
-    assert free_list(paged) == sorted({1, 2, 3, 4} - {a})
-    assert len(paged.references) == 0
-    paged.free_page_ids(slots(a))
-    assert free_list(paged) == [1, 2, 3, 4]
-
-
-def test_nothing_freed_is_nothing_changed(paged: Allocator) -> None:
-    taken = paged.alloc(PAGE)
-    paged.share([int(taken[0]) // PAGE])
-    paged.free(slots())
-    paged.free_segment(slots(), start_pos=0)
-    paged.free_page_ids(slots())
-    assert paged.available_size() == SLOTS - PAGE
-
-
-# -- both ---------------------------------------------------------------------------
 
 
 def test_freed_pages_can_all_be_allocated_again(either: Allocator) -> None:

@@ -23,21 +23,23 @@ from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 _KEY = CalibrationKey("model-a", 16, "corrected", "bfloat16")
 
 
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of the file; a running server saves at once."""
+    monkeypatch.setattr(calibration, "_SAVE_INTERVAL_SECONDS", 0.0)
+    return tmp_path / calibration.CALIBRATION_FILE
+
+
 def state_of(num_distances: int) -> dict[str, object]:
     threshold = AdaptiveThreshold()
     threshold.decide([0.1 + 0.01 * i for i in range(num_distances)])
     return threshold.to_state()
 
 
-def test_states_are_kept_apart_by_every_part_of_the_key(tmp_path: Path) -> None:
-    path = tmp_path / "calibration.json"
-    keys = [
-        _KEY,
-        CalibrationKey("model-b", 16, "corrected", "bfloat16"),
-        CalibrationKey("model-a", 8, "corrected", "bfloat16"),
-        CalibrationKey("model-a", 16, "as-cached", "bfloat16"),
-        CalibrationKey("model-a", 16, "corrected", "float16"),
-    ]
+def test_states_are_kept_apart_by_every_part_of_the_key(path: Path) -> None:
+    others = ("model-b", 8, "as-cached", "float16")
+    changes = zip(_KEY._fields, others, strict=True)
+    keys = [_KEY, *(_KEY._replace(**{name: value}) for name, value in changes)]
     for count, key in enumerate(keys, start=1):
         assert load(path, key) is None
         save(path, key, state_of(count))
@@ -46,11 +48,7 @@ def test_states_are_kept_apart_by_every_part_of_the_key(tmp_path: Path) -> None:
         assert AdaptiveThreshold(state=state).num_observed == count
     save(path, _KEY, state_of(9))
     assert AdaptiveThreshold(state=load(path, _KEY)).num_observed == 9
-    assert [entry.name for entry in tmp_path.iterdir()] == ["calibration.json"]
-
-
-def test_absent_file_gives_none(tmp_path: Path) -> None:
-    assert load(tmp_path / "none.json", _KEY) is None
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
@@ -67,39 +65,38 @@ def test_absent_file_gives_none(tmp_path: Path) -> None:
         b"[" * 100_000,
     ],
 )
-def test_corrupt_file_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "calibration.json"
+def test_corrupt_file_is_refused_and_left_alone(path: Path, content: bytes) -> None:
+    """Also by a running server, which only logs it."""
+    threshold = _threshold(_config(path), path.parent)
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"calibration file .*calibration\.json"):
+    with pytest.raises(ValueError, match=f"calibration file .*{path.name}"):
         load(path, _KEY)
     with pytest.raises(ValueError, match="calibration file"):
         save(path, _KEY, state_of(1))
+    threshold.threshold.decide([0.1])
+    threshold.maybe_save()
+    with pytest.raises(ValueError, match="--reasoncache-calibration"):
+        check_calibration(_config(path))
     assert path.read_bytes() == content
 
 
-def test_entry_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "calibration.json"
+def test_entry_that_is_no_object_is_refused(path: Path) -> None:
     path.write_text(json.dumps({"version": 1, "entries": {_KEY.as_text(): 7}}))
     with pytest.raises(ValueError, match="is not an object"):
         load(path, _KEY)
 
 
-def test_file_size_is_bounded(tmp_path: Path) -> None:
-    path = tmp_path / "calibration.json"
+def test_file_size_is_bounded(path: Path) -> None:
     with pytest.raises(ValueError, match="must be at most"):
         save(path, _KEY, {"padding": "x" * calibration.MAX_FILE_BYTES})
-    assert list(tmp_path.iterdir()) == []
+    assert not list(path.parent.iterdir())
     path.write_bytes(b" " * (calibration.MAX_FILE_BYTES + 1))
     with pytest.raises(ValueError, match="must be at most"):
         load(path, _KEY)
 
 
-def test_oldest_entries_make_room(tmp_path: Path) -> None:
-    path = tmp_path / "calibration.json"
-    keys = [
-        CalibrationKey(f"model-{i}", 16, "corrected", "bfloat16")
-        for i in range(calibration.MAX_ENTRIES + 1)
-    ]
+def test_oldest_entries_make_room(path: Path) -> None:
+    keys = [_KEY._replace(model=f"model-{i}") for i in range(calibration.MAX_ENTRIES + 1)]
     for key in keys[:-1]:
         save(path, key, state_of(1))
     save(path, keys[0], state_of(2))  # now the newest
@@ -109,8 +106,7 @@ def test_oldest_entries_make_room(tmp_path: Path) -> None:
     assert load(path, keys[-1]) == state_of(3)
 
 
-def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "calibration.json"
+def test_failed_write_leaves_the_old_file(path: Path) -> None:
     save(path, _KEY, state_of(1))
     with pytest.raises(ValueError, match="JSON"):
         save(path, _KEY, {"weight": float("nan")})
@@ -124,13 +120,11 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == ["calibration.json"]
+    assert list(path.parent.iterdir()) == [path]
 
 
-def _factory(
-    config: ReasonCacheConfig, model_path: Path, writes: bool = True
-) -> CalibratedThreshold:
-    return CalibratedThreshold(config, _KEY, str(model_path), writes)
+def _threshold(config: ReasonCacheConfig, model_path: Path) -> CalibratedThreshold:
+    return CalibratedThreshold(config, _KEY, str(model_path), True)
 
 
 def _config(path: Path | None) -> ReasonCacheConfig:
@@ -139,49 +133,22 @@ def _config(path: Path | None) -> ReasonCacheConfig:
     )
 
 
-def test_restart_is_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one server saw, the next one starts with."""
-    monkeypatch.setattr(calibration, "_SAVE_INTERVAL_SECONDS", 0.0)
-    config = _config(tmp_path / "seen.json")
-    first = _factory(config, tmp_path)
+def test_restart_is_warm(path: Path) -> None:
+    """What one server saw, the next one starts with. Without the flag a file in the model's
+    folder is used and never written."""
+    first = _threshold(_config(path), path.parent)
     assert not first.threshold.is_warm
     first.threshold.decide([0.1, 0.2, 0.3, 0.4, 0.5])
     first.maybe_save()
-    second = _factory(config, tmp_path)
-    assert second.threshold.is_warm
-    assert second.threshold.value == pytest.approx(first.threshold.value)
-
-
-def test_calibration_beside_the_model_is_read_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the flag a file in the model's folder is used and never written."""
-    monkeypatch.setattr(calibration, "_SAVE_INTERVAL_SECONDS", 0.0)
-    beside = tmp_path / calibration.CALIBRATION_FILE
-    writer = _factory(_config(beside), tmp_path)
-    writer.threshold.decide([0.1] * 8)
-    writer.maybe_save()
-    written = beside.read_bytes()
-    reader = _factory(_config(None), tmp_path)
-    assert reader.threshold.is_warm
+    written = path.read_bytes()
+    elsewhere = _threshold(_config(path), path.parent / "none")
+    reader = _threshold(_config(None), path.parent)
+    for second in (elsewhere, reader):
+        assert second.threshold.is_warm
+        assert second.threshold.value == pytest.approx(first.threshold.value)
     reader.threshold.decide([0.9] * 8)
     reader.maybe_save()
-    assert beside.read_bytes() == written
-
-
-def test_spoilt_file_does_not_stop_a_running_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is refused before a start, and only logged while serving."""
-    monkeypatch.setattr(calibration, "_SAVE_INTERVAL_SECONDS", 0.0)
-    path = tmp_path / "seen.json"
-    factory = _factory(_config(path), tmp_path)
-    path.write_text("{]")
-    factory.threshold.decide([0.1])
-    factory.maybe_save()
-    assert path.read_text() == "{]"
-    with pytest.raises(ValueError, match="--reasoncache-calibration"):
-        check_calibration(_config(path))
+    assert path.read_bytes() == written
 
 
 def test_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -13,19 +13,34 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
-from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_reasoncache.sharing.decision import BlockProposal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.ranks import Ranks
-from tests.property.world import Pair, Setup, World
+from tests.property.world import (
+    OUTPUT as OUTPUT,
+)
+from tests.property.world import (
+    PROMPT as PROMPT,
+)
+from tests.property.world import (
+    Pair,
+    Setup,
+    World,
+    assert_empty,
+    decode,
+    finish,
+    prefill,
+    propose,
+    retract,
+    start,
+)
 
 pytestmark = pytest.mark.usefixtures("published_config")
 
 SETUP = Setup(page=1, block=4, slots=120, publish="exact")
-PROMPT = list(range(1, 7))
-OUTPUT = 24
 
 
 class SlowMeter(BlockMeter):
@@ -77,56 +92,8 @@ def arrive(world: World, yes: bool) -> None:
     world.meter.arrived = yes
 
 
-def start(world: World, name: str = "r", first: int = 100) -> Req:
-    """A request with its prompt and most of its output computed."""
-    req = world.request(name, PROMPT, False, None)
-    prefill(world, req)
-    req.output_ids.append(first)
-    for i in range(OUTPUT):
-        decode(world, req, first + 1 + i)
-    world.controller.after_decode([req])
-    return req
-
-
-def prefill(world: World, req: Req, up_to: int | None = None) -> None:
-    """Compute the prompt, and what was generated before a retraction; or a first chunk of it."""
-    req.init_next_round_input(world.tree)
-    req.extend_end = up_to or len(req.full_untruncated_fill_ids)
-    req.lock = world.tree.lock(req.last_node)
-    slots = world.extend(req)
-    world.write(slots, [1] * len(slots))
-    checkpoint_kv_cache(req, world.tree)
-
-
-def decode(world: World, req: Req, token: int = 7) -> None:
-    assert world.can_decode([req])
-    slots = world.decode([req])
-    world.write(slots, [token])
-    req.output_ids.append(token)
-
-
-def propose(world: World, req: Req, *pairs: Pair) -> None:
-    """The next token completes a step, and the engine compares it."""
-    world.engine.waiting[state(world, req).followed.id] += pairs
-    decode(world, req)
-    assert world.controller.after_decode([req]) == 0
-
-
 def state(world: World, req: Req) -> Any:
     return world.controller.state_of(req)
-
-
-def finish(world: World, req: Req) -> None:
-    req.finished_reason = FINISH_LENGTH(len(req.output_ids))
-    release_kv_cache(req, world.tree, checkpoint=True)
-
-
-def assert_empty(world: World) -> None:
-    """Every slot comes back once nothing runs and the tree is flushed."""
-    world.tree.reset()
-    world.allocator.clear()
-    assert world.allocator.available_size() == world.total
-    assert world.controller.live_positions == 0
 
 
 def used(world: World) -> int:
@@ -213,11 +180,6 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     assert slow.controller.stats.blocks_reapplied == 1
     row = slow.row(req).tolist()
     assert row[20:24] == row[8:12] and row[26:30] != row[14:18]
-
-
-def retract(world: World, req: Req) -> None:
-    release_kv_cache(req, world.tree, checkpoint=False)
-    req.reset_for_retract()
 
 
 def test_a_row_being_recomputed_is_left_alone() -> None:

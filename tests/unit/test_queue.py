@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,26 +18,21 @@ def _block(dst: int, src: int, length: int = 4) -> BlockProposal:
     return BlockProposal(nobody, dst, src, length)
 
 
-def test_independent_blocks_share_one_batch() -> None:
+@pytest.mark.parametrize(
+    ("requests", "sizes"),
+    [
+        ([[(20, 0), (24, 4), (40, 8)]], [3]),
+        # The second block reads slots that the first one gives away.
+        ([[(20, 0), (40, 22)]], [1, 1]),
+        # Another request's blocks go into the same passes.
+        ([[(20, 0), (40, 20)], [(8, 0)]], [2, 1]),
+    ],
+)
+def test_batches(requests: list[list[tuple[int, int]]], sizes: list[int]) -> None:
     batches: list[list[BlockProposal]] = []
-    in_batches([_block(20, 0), _block(24, 4), _block(40, 8)], batches)
-    assert [len(batch) for batch in batches] == [3]
-
-
-def test_source_redirected_in_the_same_call_waits() -> None:
-    """The second block reads slots that the first one gives away."""
-    batches: list[list[BlockProposal]] = []
-    first, second = _block(20, 0), _block(40, 22)
-    in_batches([first, second], batches)
-    assert batches == [[first], [second]]
-
-
-def test_requests_share_batches() -> None:
-    """Another request's blocks go into the same passes."""
-    batches: list[list[BlockProposal]] = []
-    in_batches([_block(20, 0), _block(40, 20)], batches)
-    in_batches([_block(8, 0)], batches)
-    assert [len(batch) for batch in batches] == [2, 1]
+    for pairs in requests:
+        in_batches([_block(*pair) for pair in pairs], batches)
+    assert [len(batch) for batch in batches] == sizes
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 15)), max_size=12))

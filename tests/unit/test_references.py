@@ -4,69 +4,40 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_reasoncache.cache.references import PageReferences, ReferenceCountError
 
-
-@pytest.fixture
-def references() -> PageReferences:
-    return PageReferences()
+_PAGES = st.lists(st.integers(1, 4), max_size=6)
 
 
-def test_page_that_nobody_shares_has_one_reference(references: PageReferences) -> None:
-    assert 7 not in references
-    assert len(references) == references.extra == 0
+@given(st.lists(st.tuples(st.booleans(), _PAGES), max_size=12))
+def test_counts_are_those_of_a_plain_dict(calls: list[tuple[bool, list[int]]]) -> None:
+    """Every occurrence counts; pages come back in the order of their last references.
 
-
-def test_add_counts_every_occurrence(references: PageReferences) -> None:
-    references.add([3, 5, 3])
-    assert references.snapshot() == {3: 3, 5: 2}
-    assert references.extra == 3
-    assert 3 in references
-
-
-def test_evict_returns_pages_in_the_order_of_their_last_reference(
-    references: PageReferences,
-) -> None:
-    references.add([3])
-    assert references.drop([3, 9, 4]) == [9, 4]
-    assert references.drop([8, 3]) == [8, 3]
-
-
-def test_evict_counts_every_occurrence_in_one_call(references: PageReferences) -> None:
-    """A row that names a page twice gives both references back at once."""
-    references.add([3, 3])
-    assert references.drop([3, 3]) == []
-    assert references.snapshot() == {}
-    references.add([3])
-    assert references.drop([3, 3]) == [3]
-    assert len(references) == 0
-
-
-def test_page_that_lost_all_but_one_reference_is_forgotten(references: PageReferences) -> None:
-    references.add([3, 6])
-    references.drop([3])
-    assert references.snapshot() == {6: 2}
-    assert not references.touches([3, 1])
-    assert references.touches([1, 6])
-
-
-@pytest.mark.parametrize(("added", "dropped"), [([], [2, 2]), ([2], [2, 2, 2]), ([2], [2, 5, 5])])
-def test_evict_beyond_the_last_reference_raises(
-    references: PageReferences, added: list[int], dropped: list[int]
-) -> None:
-    references.add(added)
-    with pytest.raises(ReferenceCountError, match="page [25] freed more often"):
-        references.drop(dropped)
-
-
-def test_nothing_evicted_is_nothing_freed(references: PageReferences) -> None:
-    references.add([1])
-    assert references.drop([]) == []
-    assert references.snapshot() == {1: 2}
-
-
-def test_snapshot_is_a_copy(references: PageReferences) -> None:
-    references.add([1])
-    references.snapshot()[1] = 9
-    assert references.snapshot() == {1: 2}
+    A page with one reference is not in the books. A call that takes more than there are raises.
+    """
+    references, counts = PageReferences(), dict.fromkeys(range(1, 5), 1)
+    for adds, pages in calls:
+        if adds:
+            references.add(pages)
+            for page in pages:
+                counts[page] += 1
+        elif all(pages.count(page) <= counts[page] for page in pages):
+            gone = []
+            for page in pages:
+                counts[page] -= 1
+                gone += [page] * (counts[page] == 0)
+            assert references.drop(pages) == gone
+            # They are handed out again.
+            counts |= dict.fromkeys(gone, 1)
+        else:
+            with pytest.raises(ReferenceCountError, match="page [1-4] freed more often"):
+                references.drop(pages)
+            return
+        shared = {page: count for page, count in counts.items() if count > 1}
+        assert references == shared
+        assert len(references) == len(shared)
+        assert [page for page in counts if page in references] == list(shared)
+        assert [page for page in counts if references.touches([page, 9])] == list(shared)

@@ -43,7 +43,7 @@ def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: 
     raw = embedding.keys(len(cached_at))
     cached = getattr(embedding, cached_by)(raw, cached_at)
     rotation = embedding.rotation
-    rotated = rotation.rotate(cached, rotation.angles(used - cached_at))
+    rotated = rotation.rotate(cached, used - cached_at)
     assert rotated.dtype == torch.float32
     embedding.assert_close(rotated, raw, cached_at, used)
 
@@ -53,7 +53,7 @@ def test_the_bound_sees_a_shift_of_one_position_less(embedding: Embedding) -> No
     raw, rotation = embedding.keys(3), embedding.rotation
     cached = embedding.by_hugging_face(raw, cached_at)
     with pytest.raises(AssertionError, match="of what fp32 allows"):
-        rotated = rotation.rotate(cached, rotation.angles(used - cached_at - 1))
+        rotated = rotation.rotate(cached, used - cached_at - 1)
         embedding.assert_close(rotated, raw, cached_at, used)
 
 
@@ -61,7 +61,7 @@ def test_rotated_bf16_key_is_off_by_its_roundings(embedding: Embedding) -> None:
     cached_at, used = pairs(NEAR)
     raw, rotation = embedding.keys(len(cached_at)), embedding.rotation
     cached = embedding.by_hugging_face(raw, cached_at).bfloat16()
-    rotated = rotation.rotate(cached, rotation.angles(used - cached_at)).bfloat16().float()
+    rotated = rotation.rotate(cached, used - cached_at).bfloat16().float()
     expected = embedding.by_hugging_face(raw, used)
     bound = (BF16 + 3 * 4096 * UNIT) * float(expected.abs().max())
     torch.testing.assert_close(rotated, expected, rtol=0, atol=bound)
@@ -74,12 +74,12 @@ def test_what_rotation_keeps(embedding: Embedding) -> None:
     last = embedding.model.positions - 1
     shift = torch.tensor([3, -3, last, -last, 1, -19], dtype=torch.int32)
     keys = embedding.keys(len(shift))
-    assert torch.equal(rotation.rotate(keys, rotation.angles(shift * 0)), keys)
-    rotated = rotation.rotate(keys, rotation.angles(shift))
+    assert torch.equal(rotation.rotate(keys, shift * 0), keys)
+    rotated = rotation.rotate(keys, shift)
     assert torch.equal(rotated[..., rotary:], keys[..., rotary:])
     assert not torch.equal(rotated[..., :rotary], keys[..., :rotary])
     torch.testing.assert_close(rotated.norm(dim=-1), keys.norm(dim=-1), rtol=1e-6, atol=0)
-    back = rotation.rotate(rotated, rotation.angles(-shift))
+    back = rotation.rotate(rotated, -shift)
     torch.testing.assert_close(back, keys, rtol=0, atol=1e-6)
 
 
@@ -127,7 +127,7 @@ def test_attention_factor_is_in_the_key_once(embedding: Embedding) -> None:
     rotary = embedding.rotary_dim
     raw = embedding.keys(1)
     cached = embedding.by_sglang(raw, torch.tensor([17]))
-    rotated = embedding.rotation.rotate(cached, embedding.rotation.angles(torch.tensor([900])))
+    rotated = embedding.rotation.rotate(cached, torch.tensor([900]))
     lengths = [float(keys[..., :rotary].norm()) for keys in (raw, cached, rotated)]
     assert lengths[2] == pytest.approx(lengths[1], rel=1e-6)
     factor = float(getattr(embedding.sglang, "mscale", 1.0))
@@ -149,8 +149,6 @@ def test_shapes() -> None:
     rotation = embedding.rotation
     both = embedding.keys(12).view(3, 2, 2, HEADS, -1)
     shift = torch.tensor([[0, 5], [-7, 9], [11, -13]], dtype=torch.int32)
-    angles = rotation.angles(shift)
-    assert angles.cos.shape == angles.sin.shape == (3, 2, embedding.model.head_dim // 2)
-    rotated = rotation.rotate(both[:, :, 1], angles)
-    assert torch.equal(rotated, rotation.rotate(both[:, :, 1].clone(), angles))
-    assert torch.equal(rotated[2, 1], rotation.rotate(both[2, 1, 1], rotation.angles(shift[2, 1])))
+    rotated = rotation.rotate(both[:, :, 1], shift)
+    assert torch.equal(rotated, rotation.rotate(both[:, :, 1].clone(), shift))
+    assert torch.equal(rotated[2, 1], rotation.rotate(both[2, 1, 1], shift[2, 1]))

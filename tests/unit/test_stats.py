@@ -8,25 +8,24 @@ import pytest
 from sglang_reasoncache.sharing.stats import SharingStats
 
 
-def test_affected_ratio_counts_tokens_final_ratio_requests() -> None:
+@pytest.mark.parametrize(
+    ("finished", "affected", "final"),
+    [
+        # One counts tokens, the other one requests.
+        ([(50, 100, 0), (0, 900, 0)], 0.05, 0.25),
+        # Evicted positions are saved too.
+        ([(10, 100, 30)], 0.4, 0.4),
+        ([], 0.0, 0.0),
+    ],
+)
+def test_ratios(finished: list[tuple[int, int, int]], affected: float, final: float) -> None:
     stats = SharingStats()
-    stats.request_finished(50, 100)
-    stats.request_finished(0, 900)
+    for redirected, positions, evicted in finished:
+        stats.request_finished(redirected, positions, evicted=evicted)
     seen = stats.to_dict()
-    assert (seen["finished_redirected"], seen["finished_positions"]) == (50, 1000)
-    assert seen["affected_ratio"] == pytest.approx(0.05)
-    assert seen["final_saving_ratio"] == pytest.approx(0.25)
-
-
-def test_evicted_positions_are_saved_too() -> None:
-    stats = SharingStats()
-    stats.request_finished(10, 100, evicted=30)
-    seen = stats.to_dict()
-    assert (seen["finished_redirected"], seen["finished_evicted"]) == (10, 30)
-    assert seen["affected_ratio"] == seen["final_saving_ratio"] == pytest.approx(0.4)
+    sums = [sum(column) for column in zip(*finished, strict=True)] or [0, 0, 0]
+    names = ("finished_redirected", "finished_positions", "finished_evicted")
+    assert [seen[name] for name in names] == sums
+    assert seen["affected_ratio"] == pytest.approx(affected)
+    assert seen["final_saving_ratio"] == pytest.approx(final)
     assert seen["eviction_refusals"] == {} and "sum_saved" not in seen
-
-
-def test_nothing_finished_is_no_ratio() -> None:
-    seen = SharingStats().to_dict()
-    assert seen["affected_ratio"] == seen["final_saving_ratio"] == 0.0

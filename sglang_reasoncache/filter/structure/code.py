@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 
-from sglang_reasoncache.filter.structure.limits import Limits, OverBound
-from sglang_reasoncache.filter.structure.tree import Tree, leaf
+from sglang_reasoncache.filter.structure.tree import Limits, OverBound, Tree, leaf
 
 # A string that is not closed ends with its line: a pattern that could fail
 # here would be tried again at each later quote.
@@ -81,5 +80,4 @@ def _lines(text: str, limits: Limits) -> list[_Line]:
             stack[-1].append(leaf(value))
     while brackets:
         close("")
-    found.append((indent, stack[0]))
-    return [line for line in found if line[1]]
+    return [line for line in [*found, (indent, stack[0])] if line[1]]

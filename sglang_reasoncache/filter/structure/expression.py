@@ -2,31 +2,24 @@
 """Operator precedence parser for mathematics: tokens to labelled ordered trees.
 
 Total: every token list has exactly one reading, and no number, name or operator is ever
-dropped. A missing operand becomes the empty leaf. Chains of one precedence level are one node
+left out. A missing operand becomes the empty leaf. Chains of one precedence level are one node
 labelled with their operators, so ``a + b - c`` is ``("+ -", a, b, c)``; neighbouring operands
 multiply.
 """
 
 from __future__ import annotations
 
-from sglang_reasoncache.filter.structure.limits import Limits, OverBound
-from sglang_reasoncache.filter.structure.tree import Tree, leaf
-from sglang_reasoncache.filter.structure.vocabulary import (
+from sglang_reasoncache.filter.structure.signs import (
     COMMANDS,
     LEVELS,
     PREFIXES,
     PRODUCT_LEVEL,
-    Kind,
     Token,
 )
+from sglang_reasoncache.filter.structure.tree import Limits, OverBound, Tree, leaf
 
-_EMPTY: Tree = leaf("")
-_END: Token = (Kind.CLOSE, "")
-
-_NUMBER, _NAME, _OPERATOR, _SCRIPT = Kind.NUMBER, Kind.NAME, Kind.OPERATOR, Kind.SCRIPT
-_OPEN, _CLOSE, _SEPARATOR = Kind.OPEN, Kind.CLOSE, Kind.SEPARATOR
-_FUNCTION, _COMMAND = Kind.FUNCTION, Kind.COMMAND
-_OPERAND_STARTS = frozenset({_NUMBER, _NAME, _OPEN, _FUNCTION, _COMMAND})
+_EMPTY = leaf("")
+_OPERAND_STARTS = frozenset({"number", "name", "open", "function", "command"})
 
 
 def parse(tokens: list[Token], limits: Limits, latex: bool) -> list[Tree]:
@@ -47,7 +40,7 @@ class _Parser:
     __slots__ = ("_depth", "_latex", "_max_depth", "_pos", "_tokens")
 
     def __init__(self, tokens: list[Token], max_depth: int, latex: bool) -> None:
-        self._tokens = [*tokens, _END]
+        self._tokens = [*tokens, ("close", "")]
         self._pos = 0
         self._depth = 0
         self._max_depth = max_depth
@@ -63,48 +56,41 @@ class _Parser:
     def _items(self) -> list[Tree]:
         """Parts up to the next closing bracket, which is not consumed."""
         found: list[Tree] = []
-        while True:
-            kind = self._tokens[self._pos][0]
-            if kind is _CLOSE:
-                return found
-            if kind is _SEPARATOR:
+        while (kind := self._tokens[self._pos][0]) != "close":
+            if kind == "separator":
                 self._pos += 1
             else:
                 found.append(self._chain(1))
+        return found
 
     def _level_ahead(self) -> int:
         """Binding strength of what comes next; 0 where the expression ends."""
         kind, value = self._tokens[self._pos]
-        if kind is _OPERATOR:
+        if kind == "operator":
             return LEVELS.get(value, PRODUCT_LEVEL)
         return PRODUCT_LEVEL if kind in _OPERAND_STARTS else 0
 
     def _chain(self, level: int) -> Tree:
         """Expression whose operators bind at least as strongly as ``level``."""
         left = self._prefixed()
-        while True:
-            here = self._level_ahead()
-            if here < level:
-                return left
+        while (here := self._level_ahead()) >= level:
             operators: list[str] = []
             operands = [left]
             while self._level_ahead() == here:
                 kind, value = self._tokens[self._pos]
-                if kind is _OPERATOR and value in LEVELS:
-                    operators.append(value)
-                    self._pos += 1
-                else:
-                    operators.append("*")
-                operands.append(
-                    self._prefixed() if here == PRODUCT_LEVEL else self._chain(here + 1)
-                )
+                is_written = kind == "operator" and value in LEVELS
+                operators.append(value if is_written else "*")
+                self._pos += is_written
+                is_product = here == PRODUCT_LEVEL
+                operands.append(self._prefixed() if is_product else self._chain(here + 1))
             left = (" ".join(operators), tuple(operands))
+        return left
 
     def _prefixed(self) -> Tree:
         signs: list[str] = []
         while True:
             kind, value = self._tokens[self._pos]
-            if kind is not _OPERATOR or value not in PREFIXES:
+            if kind != "operator" or value not in PREFIXES:
                 break
             signs.append("sqrt" if value == "√" else f"unary {value}")
             self._pos += 1
@@ -124,14 +110,14 @@ class _Parser:
         """An atom with its scripts; the empty leaf where there is none."""
         self._descend()
         kind, value = self._tokens[self._pos]
-        if kind is _NUMBER or kind is _NAME:
+        if kind == "number" or kind == "name":
             self._pos += 1
             node = leaf(value)
-        elif kind is _OPEN:
+        elif kind == "open":
             node = self._group()
-        elif kind is _FUNCTION:
+        elif kind == "function":
             node = self._function(value)
-        elif kind is _COMMAND:
+        elif kind == "command":
             node = self._command(value)
         else:
             node = _EMPTY
@@ -141,16 +127,16 @@ class _Parser:
 
     def _scripted(self, base: Tree) -> Tree:
         """Scripts in canonical order, so that x_1^2 equals x^2_1."""
-        if self._tokens[self._pos][0] is not _SCRIPT:
-            return base
         scripts: list[tuple[str, Tree]] = []
-        while self._tokens[self._pos][0] is _SCRIPT:
+        while self._tokens[self._pos][0] == "script":
             label = self._tokens[self._pos][1]
             self._pos += 1
             scripts.append((label, self._argument() if self._latex else self._exponent()))
+        if not scripts:
+            return base
         scripts.sort(key=lambda script: script[0])  # stable: repeated ones keep their order
-        label = " ".join(script[0] for script in scripts)
-        return label, (base, *(script[1] for script in scripts))
+        labels, nodes = zip(*scripts, strict=True)
+        return " ".join(labels), (base, *nodes)
 
     def _group(self) -> Tree:
         opened = self._tokens[self._pos][1]
@@ -165,6 +151,13 @@ class _Parser:
             return _EMPTY
         return opened + closed, tuple(items)
 
+    def _nested_group(self) -> Tree:
+        """A bracket group that is not an operand; counts as one level all the same."""
+        self._descend()
+        node = self._group()
+        self._depth -= 1
+        return node
+
     def _function(self, label: str) -> Tree:
         """``sin x``, ``max(a, b)``, ``\\log_2 8``; a leaf where nothing follows."""
         self._pos += 1
@@ -178,31 +171,22 @@ class _Parser:
         """``\\frac{a}{b}``, ``\\sqrt[3]{x}`` and other braced commands."""
         self._pos += 1
         label, num_arguments = COMMANDS[name]
-        arguments: list[Tree] = []
-        if self._tokens[self._pos] == (_OPEN, "[") and label == "sqrt":
-            arguments.append(self._nested_group())
-        for _ in range(num_arguments):
-            arguments.append(self._argument())
+        has_index = label == "sqrt" and self._tokens[self._pos] == ("open", "[")
+        arguments = [self._nested_group()] if has_index else []
+        arguments += [self._argument() for _ in range(num_arguments)]
         return label, tuple(arguments)
-
-    def _nested_group(self) -> Tree:
-        """A bracket group that is not an operand; counts as one level all the same."""
-        self._descend()
-        node = self._group()
-        self._depth -= 1
-        return node
 
     def _argument(self) -> Tree:
         """What TeX takes as an argument: a group, a command or one character."""
         kind, value = self._tokens[self._pos]
-        if kind is _OPEN and value == "{":
+        if kind == "open" and value == "{":
             return self._nested_group()
-        if kind is _NUMBER and len(value) > 1:
-            self._tokens[self._pos] = (_NUMBER, value[1:])
+        if kind == "number" and len(value) > 1:
+            self._tokens[self._pos] = ("number", value[1:])
             return leaf(value[0])
-        if kind is _FUNCTION or kind is _COMMAND:
+        if kind == "function" or kind == "command":
             return self._operand()
-        if kind in (_CLOSE, _SEPARATOR, _SCRIPT):
+        if kind in ("close", "separator", "script"):
             return _EMPTY
         self._pos += 1
         return leaf(value)
@@ -210,13 +194,13 @@ class _Parser:
     def _exponent(self) -> Tree:
         """Script in plain text: signs, then a whole number, name or group."""
         kind, value = self._tokens[self._pos]
-        if kind is _OPEN:
+        if kind == "open":
             return self._nested_group()
-        if kind is _OPERATOR and value in PREFIXES:
+        if kind == "operator" and value in PREFIXES:
             return self._prefixed()
-        if kind is _FUNCTION or kind is _COMMAND:
+        if kind == "function" or kind == "command":
             return self._operand()
-        if kind is _NUMBER or kind is _NAME:
+        if kind == "number" or kind == "name":
             self._pos += 1
             return leaf(value)
         return _EMPTY

@@ -3,53 +3,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+from typing import NamedTuple
 
 from sglang_reasoncache.filter.structure.code import code_tree
-from sglang_reasoncache.filter.structure.emit import latex_tokens
 from sglang_reasoncache.filter.structure.expression import parse
-from sglang_reasoncache.filter.structure.formal import plain_tokens
-from sglang_reasoncache.filter.structure.limits import Limits, OverBound
-from sglang_reasoncache.filter.structure.scan import RegionKind, regions
+from sglang_reasoncache.filter.structure.scan import regions
+from sglang_reasoncache.filter.structure.tokens import parser_tokens
 from sglang_reasoncache.filter.structure.tree import (
+    Limits,
+    OverBound,
     Tree,
     digest,
     edit_distance,
     label_distance,
-    labels,
+    preorder,
 )
 
-
-class SignatureKind(Enum):
-    """What a step turned out to be."""
-
-    PROSE = "prose"
-    """Nothing formal: the structure check passes."""
-    FORMAL = "formal"
-    OVER_BOUND = "over_bound"
-    """Too large to read: equals nothing, itself included."""
+_DEFAULT_LIMITS = Limits()
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(NamedTuple):
     """Formal content of one step.
 
     Attributes:
-        kind: see :class:`SignatureKind`.
-        digest: canonical hash of the trees; empty unless FORMAL.
+        digest: canonical hash of the trees; empty for prose, and over a bound.
         trees: the trees, kept only where edit distances are wanted.
-        bound: the field of :class:`Limits` exceeded; empty unless OVER_BOUND.
+        bound: the field of :class:`Limits` exceeded. Such a step equals nothing, not even
+            itself.
     """
 
-    kind: SignatureKind
     digest: bytes = b""
     trees: tuple[Tree, ...] = ()
     bound: str = ""
-
-
-_PROSE = Signature(SignatureKind.PROSE)
-_DEFAULT_LIMITS = Limits()
 
 
 def signature(
@@ -63,17 +48,15 @@ def signature(
 
     Args:
         text: any text; nothing in it can raise or be run.
-        limits: bounds; a step over one of them is OVER_BOUND.
+        limits: bounds of reading.
         in_code: the step begins inside a code fence.
         keep_trees: keep the trees for :func:`same_structure` with a tolerance.
     """
     try:
         trees = _trees(text, limits, in_code)
     except OverBound as over:
-        return Signature(SignatureKind.OVER_BOUND, bound=over.bound)
-    if not trees:
-        return _PROSE
-    return Signature(SignatureKind.FORMAL, digest(trees), tuple(trees) if keep_trees else ())
+        return Signature(bound=over.args[0])
+    return Signature(digest(trees), tuple(trees) if keep_trees else ()) if trees else Signature()
 
 
 def _trees(text: str, limits: Limits, in_code: bool) -> list[Tree]:
@@ -82,20 +65,23 @@ def _trees(text: str, limits: Limits, in_code: bool) -> list[Tree]:
     found: list[Tree] = []
     num_nodes = 0
     for kind, part in regions(text, in_code):
-        if kind is RegionKind.CODE:
+        if kind == "code":
             tree = code_tree(part, limits)
             if tree[1]:
                 found.append(tree)
-                num_nodes += len(labels((tree,)))
+                num_nodes += _size((tree,))
         else:
-            is_latex = kind is RegionKind.LATEX
-            tokens = (latex_tokens if is_latex else plain_tokens)(part, limits)
+            tokens = parser_tokens(part, limits, kind == "latex")
             num_nodes += len(tokens)
-            found += parse(tokens, limits, is_latex)
+            found += parse(tokens, limits, kind == "latex")
         # Each part is below the bound on its own; so must be the whole.
         if num_nodes > limits.max_nodes:
             raise OverBound("max_nodes")
     return found
+
+
+def _size(trees: tuple[Tree, ...]) -> int:
+    return sum(1 for _ in preorder(trees))
 
 
 def same_structure(
@@ -103,29 +89,27 @@ def same_structure(
 ) -> bool:
     """Whether two steps pass the structure check (ReasonCache, stage 1, item 4).
 
-    Checked only where both steps are formal; prose passes. A step over a bound passes with
-    nothing.
+    Prose passes with all but a step over a bound, which passes with nothing.
 
     Args:
-        tolerance: largest tree edit distance allowed, in unit operations. At 0 equality of the
-            canonical hashes decides; above, trees with more than ``limits.max_edit_nodes``
-            nodes match only if they are equal.
+        tolerance: largest tree edit distance allowed, in unit operations. At 0 the hashes
+            decide; above, trees with more than ``limits.max_edit_nodes`` nodes match only if
+            they are equal.
 
     Raises:
         ValueError: a tolerance above 0 with signatures made without trees.
         RuntimeError: a tolerance above 0 without the package ``zss``.
     """
-    if SignatureKind.OVER_BOUND in (a.kind, b.kind):
+    if a.bound or b.bound:
         return False
-    if SignatureKind.PROSE in (a.kind, b.kind) or a.digest == b.digest:
+    if not a.digest or not b.digest or a.digest == b.digest:
         return True
     if tolerance <= 0:
         return False
     if not a.trees or not b.trees:
         raise ValueError("a structure tolerance above 0 needs signatures with keep_trees=True")
-    labels_a, labels_b = labels(a.trees), labels(b.trees)
-    if max(len(labels_a), len(labels_b)) > limits.max_edit_nodes:
+    if max(_size(a.trees), _size(b.trees)) > limits.max_edit_nodes:
         return False
-    if label_distance(labels_a, labels_b) > tolerance:
+    if label_distance(a.trees, b.trees) > tolerance:
         return False
     return edit_distance(a.trees, b.trees) <= tolerance

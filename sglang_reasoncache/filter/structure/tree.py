@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labelled ordered trees, their canonical hash and their edit distance."""
+"""Labelled ordered trees, their bounds, their canonical hash and their edit distance."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import cast
 
@@ -12,14 +13,38 @@ from typing import cast
 # compared and hashed by the interpreter's own code.
 Tree = tuple[str, tuple["Tree", ...]]
 
-_DIGEST_BYTES = 16
+
+class OverBound(Exception):
+    """A step exceeds a field of :class:`Limits`, its only argument. Never leaves the package."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of a step is read before it is given up.
+
+    A step over a bound gets a signature that matches nothing: it may be formal content that
+    nobody has compared, so sharing it would not be safe.
+
+    Attributes:
+        max_chars: characters of the decoded step.
+        max_depth: nesting of brackets, arguments, prefixes and indentation; at most 128, for
+            the parser recurses.
+        max_nodes: lexical tokens, hence tree nodes, of all trees together.
+        max_edit_nodes: nodes of either step when a tree edit distance is computed (tolerance
+            above 0); its cost grows faster than the product.
+    """
+
+    max_chars: int = 8192
+    max_depth: int = 64
+    max_nodes: int = 1024
+    max_edit_nodes: int = 32
 
 
 def leaf(label: str) -> Tree:
     return label, ()
 
 
-def _preorder(trees: Iterable[Tree]) -> Iterator[Tree]:
+def preorder(trees: Iterable[Tree]) -> Iterator[Tree]:
     """All nodes. Keeps its own stack: depth costs no recursion."""
     stack = [*trees][::-1]
     while stack:
@@ -28,33 +53,26 @@ def _preorder(trees: Iterable[Tree]) -> Iterator[Tree]:
         stack.extend(tree[1][::-1])
 
 
-def labels(trees: Iterable[Tree]) -> list[str]:
-    """All labels in preorder."""
-    return [label for label, _ in _preorder(trees)]
-
-
 def serialise(trees: Iterable[Tree]) -> bytes:
     """One spelling for every sequence of trees: equal bytes mean equal trees.
 
     Preorder of (number of children, label length in characters, label), UTF-8.
     """
-    parts = [f"{len(children)},{len(label)}:{label}" for label, children in _preorder(trees)]
+    parts = [f"{len(children)},{len(label)}:{label}" for label, children in preorder(trees)]
     # surrogatepass: decoded text may hold lone surrogates, and must not raise.
     return "".join(parts).encode("utf-8", "surrogatepass")
 
 
 def digest(trees: Iterable[Tree]) -> bytes:
-    """Canonical hash; equal ones mean equal trees but for collisions of blake2b."""
-    return blake2b(serialise(trees), digest_size=_DIGEST_BYTES).digest()
+    """Canonical hash, 16 bytes; equal ones mean equal trees but for collisions of blake2b."""
+    return blake2b(serialise(trees), digest_size=16).digest()
 
 
-def label_distance(a: Sequence[str], b: Sequence[str]) -> int:
-    """Lower bound of the tree edit distance from the labels alone.
-
-    One operation with unit cost changes at most one label, so the distance is at least the
-    size of the larger multiset minus the common part.
-    """
-    return max(len(a), len(b)) - (Counter(a) & Counter(b)).total()
+def label_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:
+    """Lower bound of the edit distance: one operation changes at most one label."""
+    labels = [Counter(label for label, _ in preorder(trees)) for trees in (a, b)]
+    common = labels[0] & labels[1]
+    return max(counts.total() for counts in labels) - common.total()
 
 
 def edit_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:

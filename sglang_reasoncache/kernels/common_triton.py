@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton kernels share: elements of a pool as numbers, and rotation."""
+"""What the Triton kernels share: elements of a pool as numbers, rotation, pieces of a plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
-# Names of element types inside the kernels. fp8 is read as bytes: GPUs before
-# sm_89 have no conversion for it.
+# Element types inside the kernels. fp8 is read as bytes: GPUs before sm_89 cannot convert it.
 ELEMENT = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -41,16 +40,47 @@ def rotary_constants(rotation: KeyRotation | None) -> dict[str, Any]:
     return dict(HALF=rotation.rotary_dim // 2, NEOX=rotation.is_neox)
 
 
-def rotary_tables(
+def rotary_arguments(
     shift: torch.Tensor | None,
     rotation: KeyRotation | None,
     ints: torch.Tensor,
     unused: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Shift, cosines and sines; in place of those that are not read, tensors that are there."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Shift, cosines, sines and their rows; in place of what is not read, tensors that are there."""
     if rotation is None or shift is None:
-        return ints, unused, unused
-    return shift.contiguous(), rotation.cos, rotation.sin
+        return ints, unused, unused, 0
+    return shift.contiguous(), rotation.cos, rotation.sin, len(rotation.cos)
+
+
+@triton.jit
+def piece_of(count, piece, PIECES: tl.constexpr, TILE: tl.constexpr):
+    """Where in ``count`` elements one of PIECES programs starts, at a multiple of TILE, and stops."""
+    size = tl.cdiv(tl.cdiv(count, PIECES), TILE) * TILE
+    start = tl.minimum(piece * size, count)
+    return start, tl.minimum(start + size, count)
+
+
+@triton.jit
+def span_of(begin, end, row, total):
+    """First entry of a query and how many it has, cut to the plan's ``total``."""
+    first = tl.minimum(tl.maximum(tl.load(begin + row), 0), total)
+    return first, tl.minimum(tl.maximum(tl.load(end + row), first), total) - first
+
+
+@triton.jit
+def first_target(kv_indptr, counts, request, piece, PIECES: tl.constexpr):
+    """Where the first entry goes that a program writes, by the ``counts`` of all pieces."""
+    pieces = tl.arange(0, PIECES)
+    earlier = tl.load(counts + request * PIECES + pieces, mask=pieces < piece, other=0)
+    return tl.load(kv_indptr + request).to(tl.int64) + tl.sum(earlier, axis=0)
+
+
+@triton.jit
+def targets(kept, to, capacity):
+    """Where the kept elements of a tile go one by one, which of them fit, and where the next go."""
+    one = kept.to(tl.int32)
+    at = to + tl.cumsum(one, axis=0) - one
+    return at, kept & (at < capacity), to + tl.sum(one, axis=0)
 
 
 @triton.jit

@@ -1,16 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention in plain PyTorch: the reference of the kernels, and their stand-in.
+"""Every kernel in plain PyTorch: the reference of the others, and their stand-in.
 
-Gathers every row, rotates its keys in fp32, then attends densely: no tiles, no
-running softmax, no rotated queries.
+Attention gathers every row, rotates its keys in fp32, then attends densely: no tiles, no running
+softmax, no rotated queries. Distance gathers both blocks, rotates the source keys and subtracts in
+fp32; it takes memory for a few copies of one layer's blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
-from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.pool import check_shift, check_slots, read_keys, read_rows
+from sglang_reasoncache.kernels.pool import read_keys, read_rows
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.kernels.paged import PagedKv
+    from sglang_reasoncache.kernels.rotation import KeyRotation
+
+
+def _check_slots(name: str, slots: torch.Tensor, num_slots: int) -> None:
+    """Raises ValueError where a slot is outside the pool; waits for the device."""
+    if slots.numel() and (slots.min() < 0 or slots.max() >= num_slots):
+        raise ValueError(f"{name} has a slot outside the pool")
+
+
+def _check_shift(shift: torch.Tensor, rotation: KeyRotation) -> None:
+    """Raises ValueError where the rotary table lacks a shift; waits for the device."""
+    if shift.numel() and shift.long().abs().max() >= len(rotation.cos):
+        raise ValueError("shift has an entry beyond the rotary table")
 
 
 def plan_rows(
@@ -34,7 +53,7 @@ def plan_rows(
     slots = rows[requests]
     used = (at < lengths[:, None]) & (slots >= 0)
     kv_indices = slots[used]
-    check_slots("rows", kv_indices, num_slots)
+    _check_slots("rows", kv_indices, num_slots)
     kv_indptr = torch.nn.functional.pad(used.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
     if cached_at is None:
         return kv_indptr, kv_indices, None
@@ -51,9 +70,9 @@ def gather(
         ValueError: a slot or shift out of range.
     """
     slots = kv_indices.long()
-    check_slots("kv_indices", slots, kv.num_slots)
+    _check_slots("kv_indices", slots, kv.num_slots)
     if shift is not None and kv.rotation is not None:
-        check_shift(shift, kv.rotation)
+        _check_shift(shift, kv.rotation)
     return read_keys(kv.keys, slots, shift, kv.rotation), read_rows(kv.values, slots)
 
 
@@ -94,3 +113,33 @@ def decode(
         if weight_sums is not None:
             weight_sums[at : at + last - first] += weights.sum(dim=0)
         at += last - first
+
+
+def distance(
+    layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    rotation: KeyRotation | None,
+    dst_slots: torch.Tensor,
+    src_slots: torch.Tensor,
+    shift: torch.Tensor | None,
+    moments: bool,
+) -> torch.Tensor:
+    """See ``DistanceKernel.squares`` and, with ``moments``, ``DistanceKernel.moments``.
+
+    Raises:
+        ValueError: on the CPU, a slot or shift out of range; checking waits for other devices.
+    """
+    if dst_slots.device.type == "cpu":
+        _check_slots("dst_slots", dst_slots, len(layers[0][0]))
+        _check_slots("src_slots", src_slots, len(layers[0][0]))
+        if shift is not None and rotation is not None:
+            _check_shift(shift, rotation)
+    found = []
+    for keys, values in layers:
+        for x, y in (
+            (read_rows(keys, dst_slots), read_keys(keys, src_slots, shift, rotation)),
+            (read_rows(values, dst_slots), read_rows(values, src_slots)),
+        ):
+            terms = (x * x, y * y, x * y) if moments else ((x - y).square_(),)
+            found.append(torch.stack([term.sum(dim=(1, 2, 3)) for term in terms], dim=-1))
+    shape = (len(dst_slots), len(layers), 2, *[3] * moments)
+    return torch.stack(found, dim=1).view(shape).double()

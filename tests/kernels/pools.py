@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of a layer and the rotary table of the kernels' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sglang_reasoncache.kernels.rotation import KeyRotation
+
+#: How a pool may lay out a layer: halves of one allocation (SGLang), K and V of a slot side by side,
+#: heads in front of slots, heads with room between them, an odd address.
+LAYOUTS = ("halves", "slot", "head-major", "gaps", "odd")
+#: Positions in the table.
+TABLE = 40_000
+
+
+def make_rotation(rotary_dim: int, is_neox: bool) -> KeyRotation | None:
+    """Plain rotation of the first ``rotary_dim`` dims, base 10,000; None for 0 of them."""
+    if not rotary_dim:
+        return None
+    powers = torch.arange(0, rotary_dim, 2).double() / rotary_dim
+    angles = torch.arange(TABLE).double()[:, None] * 10_000.0**-powers
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+    return KeyRotation(table, rotary_dim, is_neox)
+
+
+def lay_out(
+    layout: str, made: Callable[..., torch.Tensor], slots: int, heads: int, k_dim: int, v_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[slots, heads, dim]``, strided views of what ``made`` makes of a shape."""
+    match layout:
+        case "halves" if k_dim == v_dim:
+            keys, values = made(2, slots, heads, k_dim)
+        case "halves":
+            keys, values = made(slots, heads, k_dim), made(slots, heads, v_dim)
+        case "slot":
+            keys, values = made(slots, 2, heads, k_dim).unbind(1)
+        case "head-major":
+            keys, values = made(2, heads, slots, k_dim).transpose(1, 2)
+        case "gaps":
+            both = made(2, slots, heads, k_dim + 5)
+            keys, values = both[0, :, :, :k_dim], both[1, :, :, 3 : k_dim + 3]
+        case "odd":
+            flat = made(2, slots * heads * k_dim + 1)[:, 1:]
+            keys, values = (side.view(slots, heads, k_dim) for side in flat)
+        case _:
+            raise AssertionError(layout)
+    return keys, values
