@@ -17,7 +17,7 @@ _COUNTERS = {
     "steps_shed": "Finished steps not compared, because too many were waiting.",
     "filter_restarts": "Times the process that compares steps failed and was started anew.",
     "structure_refusals": "Candidates refused because their formal content differs.",
-    "blocks_compared": "Block pairs whose KV distance was measured.",
+    "blocks_compared": "Block pairs judged by their KV distance.",
     "blocks_shared": "Blocks redirected to earlier slots.",
     "slots_saved_total": "Slots returned to the allocator by sharing.",
     "requests_opted_out": "Requests that opted out: neither shared nor evicted.",
@@ -69,8 +69,8 @@ class SharingMetrics:
             for name, text in _GAUGES.items()
         }
         self._latency = Histogram(
-            _PREFIX + "filter_seconds",
-            "Scheduler time spent on a poll that had blocks to share.",
+            _PREFIX + "poll_seconds",
+            "Scheduler time of a poll that judged blocks.",
             names,
             buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
         )

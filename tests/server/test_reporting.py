@@ -25,7 +25,7 @@ def test_prometheus_counts_what_the_endpoint_counts(server: ServerProcess) -> No
         grown = after[name] - before.get(name, 0.0)
         # The last steps without a candidate may not have been published yet.
         assert 0 < grown <= seen[field] - seen_before[field]
-    assert after["sglang:reasoncache_filter_seconds_count"] > 0
+    assert after["sglang:reasoncache_poll_seconds_count"] > 0
     assert 0 < after["sglang:reasoncache_memory_saving_ratio"] < 1
     assert "sglang:reasoncache_slots_saved_now" in after
 
