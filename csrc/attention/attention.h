@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// C interface of paged attention; `Native` in sglang_reasoncache/native/pool.py calls it.
+// C interface of paged attention; `NativePool` in sglang_reasoncache/native/pool.py calls it.
 #pragma once
 
 #include <cstdint>

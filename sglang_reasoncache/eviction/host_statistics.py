@@ -78,6 +78,8 @@ class HostStatistics(AttentionStatistics):
             if memory is not None:
                 self._add(memory, weights[at : at + count, :length], length, added)
             at += count
+        # As on a device: what was brought to the rows counts once.
+        update.weights.zero_()
 
     def _add(self, memory: torch.Tensor, weights: torch.Tensor, length: int, added: int) -> None:
         """``weights``: ``[queries, length]`` of a row's last queries."""

@@ -45,6 +45,11 @@ _LONGEST_PAUSE = 1.0
 _MAX_REPLY_WORDS = 1 << 24
 _RECEIVE_BYTES = 1 << 18
 
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from sglang_reasoncache.filter.worker import main; main()"
+)
+
 
 class FilterProcess:
     """The :class:`StepEngine` of one scheduler.
@@ -95,6 +100,7 @@ class FilterProcess:
         self._waits = os.environ.get(WAIT_ENV) == "1"
         self._next_request = 0
         self._child: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
         self._reset()
         self._start()
         self._wait_for(0, START_SECONDS)
@@ -202,27 +208,27 @@ class FilterProcess:
         self._failure: str = ""
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._socket = ours
-        package = Path(__file__).resolve().parents[2]
-        path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
-        # One thread: small arrays gain nothing from more.
-        env = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
-        with theirs:
-            try:
+        # The current folder's modules are nobody's business, and ours come last.
+        package = str(Path(__file__).resolve().parents[2])
+        command = [sys.executable, "-P", "-c", _PROGRAM, package, *map(str, self._files)]
+        try:
+            self._socket, theirs = socket.socketpair()
+            self._socket.setblocking(False)
+            with theirs:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-m", "sglang_reasoncache.filter.worker"]
-                    + [str(file) for file in self._files],
+                    command,
                     stdin=theirs.fileno(),
                     pass_fds=self._files,
-                    env=env,
+                    # Small arrays gain nothing from more threads.
+                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 )
-            except OSError as error:
-                self._fail(f"it cannot be started: {error}")
+        except OSError as error:
+            self._fail(f"it cannot be started: {error}")
 
     def _stop(self) -> None:
-        self._socket.close()
+        ours, self._socket = self._socket, None
+        if ours is not None:
+            ours.close()
         child, self._child = self._child, None
         if child is not None:
             child.kill()
@@ -233,7 +239,7 @@ class FilterProcess:
         self._failure = self._failure or reason
 
     def _send(self) -> None:
-        if self._failure or not self._unsent:
+        if self._failure or self._socket is None or not self._unsent:
             return
         try:
             sent = self._socket.send(self._unsent)
@@ -246,7 +252,7 @@ class FilterProcess:
             self._fail(f"it left {len(self._unsent)} bytes unread")
 
     def _receive(self) -> None:
-        while not self._failure:
+        while not self._failure and self._socket is not None:
             try:
                 received = self._socket.recv(_RECEIVE_BYTES)
             except BlockingIOError:
@@ -279,8 +285,11 @@ class FilterProcess:
             left = deadline - time.monotonic()
             if left <= 0:
                 return self._fail(f"no reply within {seconds:.0f} seconds")
-            wants = [self._socket] if self._unsent else []
-            select.select([self._socket], wants, [], left)
+            assert self._socket is not None, "it has not failed"
+            # Not select(): a scheduler may have more than 1,024 files open.
+            events = select.poll()
+            events.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            events.poll(1000 * left)
             self._send()
             self._receive()
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m sglang_reasoncache.filter.worker``: compares steps in a process of its own.
+"""Compares steps in a process of its own.
 
 :mod:`sglang_reasoncache.filter.process` starts it, with a socket as standard input and the
 setup in an inherited file.
@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from array import array
 
 import numpy as np
@@ -80,15 +81,25 @@ class Worker:
             if step_filter is None:
                 continue
             began = time.thread_time()
-            for step in step_filter.steps(tokens):
-                if self._num_compared - feed.steps_taken >= self._max_pending:
-                    num_shed += 1
-                    continue
-                self._num_compared += 1
-                _, pairs, counters = step_filter.propose(step)
-                now = time.thread_time()
-                seconds, began = now - began, now
-                results.append(StepResult(request, step.start, step.end, pairs, counters, seconds))
+            try:
+                for step in step_filter.steps(tokens):
+                    if self._num_compared - feed.steps_taken >= self._max_pending:
+                        num_shed += 1
+                        continue
+                    _, pairs, counters = step_filter.propose(step)
+                    self._num_compared += 1
+                    now = time.thread_time()
+                    seconds, began = now - began, now
+                    results.append(
+                        StepResult(request, step.start, step.end, pairs, counters, seconds)
+                    )
+            except MemoryError:
+                # The other ranks may have had enough: all of them start anew.
+                raise
+            except Exception:
+                # The same on all ranks. This request shares nothing more, the others go on.
+                traceback.print_exc()
+                del self._filters[request]
         return pack_reply(number, num_shed, results)
 
 
@@ -99,6 +110,11 @@ def _send(message: bytes) -> None:
 
 def main() -> None:
     """Answer until the parent closes its end."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        _answer()
+
+
+def _answer() -> None:
     # Where the kernel can; else the socket's end says that the parent is gone.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -117,8 +133,3 @@ def main() -> None:
         rest = int.from_bytes(head, sys.byteorder) * WORD - WORD
         feed = Feed.unpack(array("q", head + sys.stdin.buffer.read(rest)))
         _send(worker.answer(feed, number))
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        main()

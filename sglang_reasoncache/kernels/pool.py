@@ -75,7 +75,11 @@ def choose_backend(asked: str | None, keys: torch.Tensor, values: torch.Tensor) 
         if chosen == "native":
             native.library()
         elif chosen == "triton":
-            import triton  # noqa: F401
+            from sglang_reasoncache.kernels import (  # noqa: F401
+                decode_triton,
+                distance_triton,
+                gather_triton,
+            )
     except (native.NativeUnavailable, ImportError) as error:
         if asked is None:
             return "torch"

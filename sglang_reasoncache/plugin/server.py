@@ -104,14 +104,16 @@ class ServerParts:
         meter = BlockMeter(*reads, cosine=config.distance == "cosine")
         meter.warm_up(block)
         worker, markers = context.tp_worker, _markers(context, config)
-        engine = make_engine(
-            config,
-            filter_config(config, block, params.page_size),
-            worker.tokenizer,
-            markers,
-            make_encoder(config, worker.model_runner.model, context),
-        )
-        tracker = RequestTracker(engine, stats, ranks, config.shares, markers)
+        engine = None
+        if config.shares:
+            engine = make_engine(
+                config,
+                filter_config(config, block, params.page_size),
+                worker.tokenizer,
+                markers,
+                make_encoder(config, worker.model_runner.model, context),
+            )
+        tracker = RequestTracker(engine, stats, ranks, markers)
         acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
         key, model_path = self._calibration_key(context, block), context.server_args.model_path
         writes = context.tp_rank == 0

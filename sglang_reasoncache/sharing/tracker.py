@@ -23,19 +23,19 @@ logger = logging.getLogger(__name__)
 class RequestTracker:
     """One per scheduler. The engines of all ranks give the same results at the same time.
 
-    Requests are followed where a policy ``shares``. ``markers``: around the reasoning part.
+    Without an ``engine`` nothing is shared and nobody followed. ``markers``: around the reasoning
+    part.
     """
 
     def __init__(
         self,
-        engine: StepEngine,
+        engine: StepEngine | None,
         stats: SharingStats,
         ranks: Ranks,
-        shares: bool = True,
         markers: ReasoningMarkers | None = None,
     ) -> None:
         self._engine, self._stats, self._ranks = engine, stats, ranks
-        self._shares, self._markers = shares, markers
+        self._markers = markers
         self._shed_before = 0
         # Engine ids of requests that disappeared; any thread may append one.
         self._orphans: collections.deque[int] = collections.deque()
@@ -48,11 +48,12 @@ class RequestTracker:
         if state is not None:
             return state
         state = attach(req, RequestState(takes_part=self.count(req)))
-        if state.takes_part and self._shares and not self._engine.given_up:
+        engine = self._engine
+        if state.takes_part and engine is not None and not engine.given_up:
             prompt = req.origin_input_ids
             inside = self._markers is None or self._markers.inside_after(prompt)
             try:
-                state.followed = Followed(self._engine, len(prompt), inside, self._orphans)
+                state.followed = Followed(engine, len(prompt), inside, self._orphans)
             except MemoryError:
                 logger.warning("reasoncache: no memory to follow request %s", req.rid)
             else:
@@ -68,6 +69,8 @@ class RequestTracker:
 
     def feed(self, reqs: Iterable[Request]) -> None:
         """Hand the new tokens of followed requests to the engine."""
+        if self._engine is None:
+            return
         while self._orphans:
             self._engine.close(self._orphans.popleft())
         ids, counts, tokens = array("q"), array("q"), array("q")
@@ -84,17 +87,15 @@ class RequestTracker:
                 state.fed = ready
         if ids:
             self._engine.feed(ids, counts, tokens)
-        self._stats.steps_shed = self._engine.steps_shed - self._shed_before
-        self._stats.filter_restarts = self._engine.restarts
-        self._stats.filter_given_up = int(self._engine.given_up)
+        self._count(self._engine)
 
     def take(self, limit: int, max_pairs: int) -> list[tuple[Request | None, StepResult]]:
         """Steps that the engines of all ranks have compared; None for a request that disappeared."""
-        if not self._engine.outstanding:
+        if self._engine is None or not self._engine.outstanding:
             return []
         ready = self._ranks.least(self._engine.ready())
         if ready < 0:
-            self._lose_engine()
+            self._lose(self._engine)
             return []
         results = self._engine.take(min(ready, limit), max_pairs)
         for result in results:
@@ -106,7 +107,7 @@ class RequestTracker:
             self._stats.over_bound_steps += seen.over_bound
         return [(self._requests.get(result.request), result) for result in results]
 
-    def _lose_engine(self) -> None:
+    def _lose(self, engine: StepEngine) -> None:
         """The engine of some rank failed: all start theirs anew, or give up, at the same poll.
 
         What it knew of the running requests is lost, so they are not followed any more.
@@ -118,7 +119,15 @@ class RequestTracker:
                 state.followed = None
         self._requests.clear()
         self._orphans.clear()
-        self._engine.restart()
+        engine.restart()
+
+    def _count(self, engine: StepEngine) -> None:
+        self._stats.steps_shed = engine.steps_shed - self._shed_before
+        self._stats.filter_restarts = engine.restarts
+        self._stats.filter_given_up = int(engine.given_up)
 
     def reset(self) -> None:
-        self._shed_before = self._engine.steps_shed
+        """The cache was flushed, and the counts with it; failures of the engine still count."""
+        if self._engine is not None:
+            self._shed_before = self._engine.steps_shed
+            self._count(self._engine)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 
-from sglang_reasoncache.filter import process
+from sglang_reasoncache.filter import messages, process, worker
 from sglang_reasoncache.filter.encoder import EmbeddingEncoder
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import StepResult
@@ -93,6 +94,7 @@ def failed(engine: FilterProcess) -> bool:
 
 def instead_of_the_child(engine: FilterProcess) -> socket.socket:
     """The other end of the engine's socket, after one feed."""
+    assert engine._socket is not None
     engine._socket.close()
     engine._socket, theirs = socket.socketpair()
     engine._socket.setblocking(False)
@@ -386,6 +388,69 @@ def test_a_process_that_cannot_be_started_is_a_failure(
         make()
 
 
+def test_no_socket_is_a_failure_and_not_an_exception(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    monkeypatch.setattr(socket, "socketpair", _no_socket)
+    engine.restart()
+    feed_new(engine)
+    assert engine.ready() == -1
+    monkeypatch.undo()
+    engine.restart()
+    feed_new(engine)
+    take_all(engine)
+
+
+def _no_socket() -> None:
+    raise OSError(24, "Too many open files")
+
+
+def test_more_open_files_than_select_knows(make: Make) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1100:
+        pytest.skip(f"this process may have {hard} files open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    try:
+        feed_new(engine := make())
+        assert len(take_all(engine)) == 1
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_modules_of_the_current_folder_are_not_imported(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "random.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    feed_new(engine := make())
+    assert len(take_all(engine)) == 1
+
+
+def test_a_request_whose_step_raises_costs_no_other(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = worker.Worker(f"/proc/self/fd/{make()._files[0]}")
+    propose = RequestFilter.propose
+
+    def fails(self: RequestFilter, step: Any) -> Any:
+        if step.start >= 100:
+            raise IndexError
+        return propose(self, step)
+
+    monkeypatch.setattr(RequestFilter, "propose", fails)
+    none = array("q")
+    opened = array("q", (0, 100, 1, 1, 0, 1))
+    news = array("q", (0, 1)), array("q", [len(_STEP)] * 2), array("q", [*_STEP, *_STEP])
+    for number, opening in enumerate((opened, none), start=1):
+        answer = array("q", one.answer(messages.Feed(0, opening, none, *news), number))
+        _, _, shed, steps = answer[: messages.REPLY_HEADER]
+        assert (shed, steps, answer[messages.REPLY_HEADER]) == (0, 1, 1)
+
+
 def test_a_sentence_model_that_is_not_there_is_told_at_the_start(make: Make) -> None:
     with pytest.raises(ValueError, match="^--reasoncache-encoder sentence-bert ") as caught:
         make(FilterConfig(encoder="sentence-bert"), sentence_model="/nowhere")
@@ -404,6 +469,7 @@ def test_a_terminals_interrupt_does_not_end_it(make: Make) -> None:
 def test_it_ends_when_its_input_does(make: Make) -> None:
     engine = make()
     child = psutil.Process(engine.pid)
+    assert engine._socket is not None
     engine._socket.close()
     assert child.wait(timeout=20) == 0
 
