@@ -317,16 +317,26 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.running) < MAX_ROWS)
     @rule(
-        draws=st.tuples(PICK, st.integers(0, 48), BITS, st.integers(1, 12)),
+        origin=PICK,
+        keep=st.integers(0, 48),
+        bits=BITS,
+        length=st.integers(1, 12),
         exact_only=st.sampled_from((False, False, True)),
         salt=SALT,
         chunk=st.integers(0, 3),
     )
     def admit(
-        self, draws: tuple[int, int, int, int], exact_only: bool, salt: str | None, chunk: int
+        self,
+        origin: int,
+        keep: int,
+        bits: int,
+        length: int,
+        exact_only: bool,
+        salt: str | None,
+        chunk: int,
     ) -> None:
         """A new prompt, an earlier one, part of one, or a follow-up turn."""
-        prompt = self._prompt(*draws)
+        prompt = self._prompt(origin, keep, bits, length)
         if self._start(self._track(prompt, exact_only, salt), chunk):
             self.seen = [*self.seen[-15:], prompt]
 
