@@ -137,9 +137,11 @@ def llama2() -> PreTrainedTokenizerFast:
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[^▁\n]+|▁+|\n"), "isolated")
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCAB_SIZE, limit_alphabet=100, special_tokens=_SPECIAL, show_progress=False
+        vocab_size=_VOCAB_SIZE, special_tokens=_SPECIAL, show_progress=False
     )
-    trained.train_from_iterator([text.replace("\n", "") for text in _corpus()], trainer)
+    # Of characters that are equally rare a trainer keeps others in every run.
+    texts = [text.encode("ascii", "ignore").decode().replace("\n", "") for text in _corpus()]
+    trained.train_from_iterator(texts, trainer)
     model = json.loads(trained.to_str())["model"]
     pieces = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
     tokenizer = Tokenizer(
