@@ -25,7 +25,7 @@ import torch
 from eval.bench.attention_cases import TABLE, Setting, Shape, growth
 from eval.bench.attention_picture import draw
 from eval.bench.attention_rig import Rig, measure
-from eval.runs.machine import describe_machine, describe_versions
+from eval.runs.config import describe_machine, describe_versions
 from sglang_reasoncache.platform import PLATFORM_NAME
 
 _SHAPES = {str(shape): shape for shape in TABLE["cpu"]}
