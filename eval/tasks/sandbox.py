@@ -146,10 +146,12 @@ def _command(limits: Limits, rules: int, alive: int) -> list[str]:
     command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
     command += ["--new-session", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
     command += ["--clearenv", "--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev"]
+    # Before the folders that are shown: a Python below /tmp would be hidden else.
+    command += ["--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
     for folder in dict.fromkeys(("/usr", "/lib", "/lib64", "/etc/ld.so.cache", *_python())):
         command += ["--ro-bind-try", folder, folder]
     command += ["--seccomp", str(rules), "--sync-fd", str(alive)]
-    return [*command, "--size", str(limits.disk_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    return [*command, "--chdir", "/tmp"]
 
 
 def _filter() -> bytes:

@@ -94,13 +94,17 @@ def test_shares_and_evicts_on_the_same_rows(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("server", [EVICTING_PAGES, SHARING_AND_EVICTING], indirect=True)
 def test_retracted_requests_evict_again(server: ServerProcess) -> None:
-    solve(server, problems(10, seed=25))
-    rows = [row for row in report(server)["recent"] if row["retractions"]]
-    assert rows
-    # More was evicted than is gone at the end: some of it twice.
-    assert any(
-        sum(run[2] for run in row["evictions"]) > row["evicted_positions"] > 0 for row in rows
-    )
+    # Which requests are retracted depends on time, and not each had evicted positions by then.
+    for seed in range(25, 29):
+        solve(server, problems(10, seed=seed))
+        rows = [row for row in report(server)["recent"] if row["retractions"]]
+        assert rows
+        # More was evicted than is gone at the end: some of it twice.
+        if any(
+            sum(run[2] for run in row["evictions"]) > row["evicted_positions"] > 0 for row in rows
+        ):
+            return
+    pytest.fail(f"no retracted row was evicted from again: {rows}")
 
 
 @ALL
