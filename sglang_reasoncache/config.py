@@ -50,7 +50,7 @@ class ReasonCacheConfig:
 
     policy: str = _setting(
         "reasoncache",
-        "What is done with the rows of running requests: reasoncache shares similar steps; "
+        "What is done with the rows of running requests: reasoncache shares what repeats; "
         f"{', '.join(BUILT_IN)} evict positions beyond budget=N or share=F, with when=F only "
         "while more of the pool is in use, or (quest) read fewer in a step; none; several "
         "joined by +. See docs/eviction.md.",
