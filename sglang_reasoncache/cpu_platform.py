@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A platform on which a stock SGLang server runs without a GPU, for tests and the demo.
-
-Operators are torch's, but for attention.
-"""
+"""A platform on which a stock SGLang server runs without a GPU, for tests and the demo."""
 
 from typing import Any
 
@@ -15,7 +12,7 @@ _ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_a
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """CPU without SGLang's CPU kernel package."""
+    """CPU without SGLang's CPU kernel package: operators are torch's, but for attention."""
 
     _enum = PlatformEnum.OOT
     # With Triton declared, the paged allocator would launch its kernels on CPU tensors.
@@ -24,8 +21,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Our own attention, or SGLang's ``torch_native`` where C++ cannot be compiled.
 
-        SGLang has settled on what its CPU engine would take by now, so what the operator
-        said is looked up in the input. ``get_default_attention_backend`` is not asked on a CPU.
+        SGLang has settled on a backend by now, so what the operator said is in the input.
         """
         from sglang_reasoncache.plugin import cpu_attention
 

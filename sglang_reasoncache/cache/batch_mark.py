@@ -1,32 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the forward about to run reads shifted slots or evicted positions.
-
-The scheduler redirects and evicts on the host, so nothing is asked of a device. An unknown
-batch counts as reading some: a false positive is slow, a false negative is incorrect.
-"""
+"""Whether the forward about to run reads shifted slots or evicted positions, known on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
-
-
-class SlotFlags(Protocol):
-    """Of our allocators; both are False while nothing was ever shared or evicted."""
-
-    has_shifted_slots: bool
-    has_evicted: bool
+from typing import Any
 
 
 class BatchMark:
-    """What is known about the batch built last.
+    """What is known about the batch built last. An unknown one counts as reading some.
 
-    ``corrected``: shifted slots count; keys that are read as cached need no rotation.
+    ``allocator``: ours. ``corrected``: shifted slots count; else keys are read as cached.
     """
 
-    def __init__(self, allocator: SlotFlags, *, corrected: bool = True) -> None:
-        self._allocator = allocator
-        self.corrected = corrected
+    def __init__(self, allocator: Any, *, corrected: bool = True) -> None:
+        self._allocator, self.corrected = allocator, corrected
         self._rids: Sequence[str] | None = None
         self._shifted = True
 

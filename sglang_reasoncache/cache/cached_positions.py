@@ -10,10 +10,7 @@ import torch
 
 
 class CachedPositions:
-    """int32 tensor ``[num_slots]`` on the pool's device; row i belongs to slot i.
-
-    Written by attention together with the slot, read when a row is gathered.
-    """
+    """``positions``, int32 ``[num_slots]`` on the pool's device, written together with the slot."""
 
     def __init__(self, num_slots: int, device: str | torch.device) -> None:
         self.positions = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -23,5 +20,5 @@ class CachedPositions:
         self.positions[slots.long()] = positions.to(torch.int32)
 
     def shift(self, slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor:
-        """Rotation each entry needs, in positions: ``used_at - cached_at``, int32, same shape as ``slots``."""
+        """``used_at - cached_at``, the rotation each entry needs: int32, shaped as ``slots``."""
         return used_at.to(torch.int32) - self.positions[slots.long()]

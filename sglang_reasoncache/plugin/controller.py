@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One per scheduler process: polls the running requests and has each feature do its part.
-
-Called after each decode step has been processed, between two forwards.
-"""
+"""One per scheduler process: polls the running requests and has each feature do its part."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ from sglang_reasoncache.sharing.state import RequestState, is_running, state_of,
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
-#: Decode steps between two polls. A step of a response has some 25 tokens, so little is lost;
-#: a poll costs the scheduler a microsecond a request.
+#: Decode steps between two polls.
 INTERVAL = 4
 #: Polls between two updates of the Prometheus series when nothing is shared.
 _METRICS_INTERVAL = 8
@@ -32,9 +28,7 @@ _METRICS_INTERVAL = 8
 class Controller:
     """What SGLang's scheduler and our tree call.
 
-    Args:
-        config: Resolved settings (``positions`` is not ``auto``).
-        interval: Decode steps between two polls.
+    ``config`` is resolved (``positions`` is not ``auto``), ``interval`` in decode steps.
     """
 
     state_of = staticmethod(request_state.state_of)
@@ -53,8 +47,7 @@ class Controller:
         self.config, self.stats, self.report = config, stats, report
         self.forecast = SharingForecast(config.admission_credit)
         self._tracker, self._pipeline, self._eviction = tracker, pipeline, eviction
-        self._interval = interval
-        self._decode_steps = 0
+        self._interval, self._decode_steps = interval, 0
 
     @property
     def live_positions(self) -> int:
@@ -64,19 +57,16 @@ class Controller:
     @property
     def saved_positions(self) -> int:
         """Those, and the evicted ones."""
-        return self._pipeline.live_positions + self._eviction.positions_now
-
-    # -- asked by the tree ----------------------------------------------------
+        return self.report.slots_saved
 
     def keeps_prompt(self, req: Request) -> bool:
         """Whether a running request's prompt is its own, so that positions of it may be evicted."""
         return self._eviction.evicts_prompts and takes_part(req)
 
     def after_chunk(self, req: Request, written: int) -> None:
-        """A chunk of a prompt that is the request's own has been computed.
+        """A chunk of a prompt that is the request's own was computed; the next one has no slots.
 
-        ``written``: positions whose KV is there when the device has done what is queued. The next
-        chunk has no slots yet.
+        ``written``: positions whose KV is there when the device has done what is queued.
         """
         start = time.perf_counter()
         self._eviction.wait()
@@ -89,7 +79,6 @@ class Controller:
         ended = req.finished() and not isinstance(req.finished_reason, compat.FINISH_ABORT)
         if state is None:
             if ended:
-                # Between two polls.
                 self._tracker.count(req)
                 if takes_part(req):
                     positions = len(req.origin_input_ids) + len(req.output_ids)
@@ -120,10 +109,9 @@ class Controller:
         """JSON for the endpoint."""
         return self.report.describe(self.forecast.credit)
 
-    # -- a decode step --------------------------------------------------------
-
     def after_decode(self, reqs: Sequence[Request]) -> int:
-        """Share and evict what is ready; return how many slots came back to the allocator."""
+        """Share and evict what is ready, between two forwards; return how many slots came back to
+        the allocator."""
         self._decode_steps += 1
         publishes = self._decode_steps % (_METRICS_INTERVAL * self._interval) == 0
         if publishes:
@@ -146,11 +134,7 @@ class Controller:
         return self.saved_positions - before
 
     def _poll(self, reqs: Sequence[Request]) -> None:
-        """Share, feed, evict.
-
-        In this order the engine has had some decode steps for what it was fed, so a
-        response is shared at the same tokens in every run, unless the machine is short.
-        """
+        """Share, feed, evict: the engine then has some decode steps for what it is fed."""
         self._pipeline.advance()
         running = [req for req in reqs if is_running(req)]
         logical = output = 0
@@ -167,8 +151,7 @@ class Controller:
         self.stats.poll(len(running), self.saved_positions, logical)
         self.forecast.poll(saved, output)
         if self._eviction.is_active:
-            # Until all blocks of a recomputed row are applied again it takes slots that policies
-            # need not ask for.
+            # A recomputed row takes more slots until all its blocks are applied again.
             reapplying = self._pipeline.reapplying()
             for req in self._eviction.in_turn(running):
                 self._evict(req, self._tracker.follow(req), ask=id(req) not in reapplying)

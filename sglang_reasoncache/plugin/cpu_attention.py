@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offers ``--attention-backend reasoncache_cpu`` on this project's CPU platform.
-
-With or without ``--enable-reasoncache``: without it, rows are read as they are.
-"""
+"""Offers ``--attention-backend reasoncache_cpu`` on this project's CPU platform, always."""
 
 from __future__ import annotations
 
@@ -41,17 +38,13 @@ def default_backend() -> str:
 
 
 def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
-    """The backend of a scheduler process; see ``PagedCpuBackend``.
+    """The backend of a scheduler process. Without ``cached`` rows are read as they are.
 
-    It brings a hook that no other server has: at page sizes above 1 SGLang launches Triton for
-    names it does not know.
-
-    Raises:
-        ValueError: what is not supported, and which backend may support it.
-        RuntimeError: SGLang could not apply the hook (it only logs that).
+    Raises ValueError for what is not supported, RuntimeError where SGLang could not apply a hook.
     """
     from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 
+    # At page sizes above 1 SGLang launches Triton for backends it does not know.
     target = compat.CPU_HOOK_TARGETS["last_loc"]
     hooking.apply({target: (_around_last_loc, compat.HookType.AROUND)})
     try:

@@ -27,14 +27,9 @@ def make(
 ) -> Any:
     """The backend of a scheduler process.
 
-    Args:
-        name: One of ``compat.CUDA_BACKENDS``.
-        cached: None reads every key as cached.
-        requested_by: The flag that requests it, the beginning of every message.
-
-    Raises:
-        ValueError: a device, model, pool, flag or mode that is not supported, by name.
-        RuntimeError: SGLang could not apply a hook (it only logs that).
+    ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: None reads every key as cached.
+    ``requested_by``: the flag that does, the beginning of every message. Raises ValueError for
+    what is not supported, by name, RuntimeError where SGLang could not apply a hook.
     """
     global _backend
     requested_by = f"{requested_by} over --attention-backend {name}"
@@ -44,7 +39,7 @@ def make(
     refusals.check_corrected(model_runner.server_args, requested_by)
     kwargs = {}
     if name == "flashinfer":
-        # SGLang's registry hands it over as well.
+        # As SGLang's registry does.
         kwargs["init_new_workspace"] = model_runner.init_new_workspace
     backend = backend_class(name)(model_runner, cached, requested_by=requested_by, **kwargs)
     if backend.paged.backend != "triton":
@@ -60,32 +55,28 @@ def backend_class(name: str) -> type:
     from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 
     stock = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}[name]
-    return type(
-        f"Corrected{stock}", (SharedSlotReads, getattr(compat, stock)), {"__module__": __name__}
-    )
+    bases = (SharedSlotReads, getattr(compat, stock))
+    return type(f"Corrected{stock}", bases, {"__module__": __name__})
 
 
 def _install_hooks() -> None:
-    targets, kind = compat.CUDA_HOOK_TARGETS, compat.HookType
-    hooks: dict[str, tuple[Callable[..., Any], Any]] = {
-        targets["forward_batch"]: (_after_forward_batch, kind.AFTER),
-        targets["graph_variants"]: (_around_graph_variants, kind.AROUND),
-    }
-    hooking.apply(hooks)
+    batch, variants = (compat.CUDA_HOOK_TARGETS[key] for key in ("forward_batch", "graph_variants"))
+    hooking.apply(
+        {
+            batch: (_after_forward_batch, compat.HookType.AFTER),
+            variants: (_around_graph_variants, compat.HookType.AROUND),
+        }
+    )
 
 
 def _after_forward_batch(
     result: Any, _cls: type, batch: Any, model_runner: ModelRunner, **_kwargs: Any
 ) -> None:
-    """Batches without our tree (SGLang's own trial runs) stay unknown.
-
-    SGLang builds a batch on the stream that its forward runs on.
-    """
-    if _backend is None or model_runner.is_draft_worker:
-        return
+    """Batches without our tree (SGLang's own trial runs) stay unknown."""
     tree = batch.tree_cache
-    if not hasattr(tree, "reads_shifted"):
+    if _backend is None or model_runner.is_draft_worker or not hasattr(tree, "reads_shifted"):
         return
+    # SGLang builds a batch on the stream that its forward runs on.
     shifted = _backend.mark.corrected and tree.reads_shifted(batch.reqs)
     _backend.mark.note(result.rids, shifted or tree.reads_evicted(batch.reqs))
     statistics, mode = _backend.paged.statistics, result.forward_mode

@@ -18,16 +18,13 @@ from sglang_reasoncache.eviction.attention import AttentionSource
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.keys import KeySource
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
+from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.span import ReasoningMarkers
-from sglang_reasoncache.metrics import SharingMetrics
+from sglang_reasoncache.filter.vocabulary import vocabulary_of
 from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.controller import Controller
-from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.plugin.step_filter import (
-    make_encoder,
-    make_engine,
-    reasoning_markers,
-)
+from sglang_reasoncache.plugin.report import Report, SharingMetrics
+from sglang_reasoncache.plugin.step_filter import make_encoder, reasoning_markers
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey
 from sglang_reasoncache.sharing.measure import BlockMeter
@@ -42,10 +39,8 @@ logger = logging.getLogger(__name__)
 class ServerParts:
     """One per scheduler process: allocator first, then attention, then the prefix tree.
 
-    ``stock``: SGLang's allocator, just made; ours takes its place.
-
-    Raises:
-        ValueError: a pool whose buffers are not ``[slots, heads, head_dim]``.
+    ``stock``: SGLang's allocator, just made; ours takes its place. Raises ValueError for a pool
+    whose buffers are not ``[slots, heads, head_dim]``.
     """
 
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
@@ -67,9 +62,8 @@ class ServerParts:
     def attention_backend(
         self, model_runner: ModelRunner, name: str, stock: Callable[[ModelRunner], Any]
     ) -> Any:
-        backend, self.attention = attention.attention_backend(
-            model_runner, self.config, name, stock, self.cached
-        )
+        made = attention.attention_backend(model_runner, self.config, name, stock, self.cached)
+        backend, self.attention = made
         return backend
 
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
@@ -97,7 +91,6 @@ class ServerParts:
         group = params.tp_cache_group if context.tp_size > 1 else None
         ranks, stats = Ranks(group), SharingStats()
         block = params.page_size if params.page_size > 1 else config.block
-        # What is read of the pool's keys, and with whom sums are shared.
         rotation = self.attention.rotation if config.corrected else None
         num_heads = pool.head_num * context.tp_size
         reads = pool, rows.req_to_token, self.cached, rotation, num_heads, group
@@ -106,18 +99,20 @@ class ServerParts:
         worker, markers = context.tp_worker, _markers(context, config)
         engine = None
         if config.shares:
-            engine = make_engine(
-                config,
+            model, matrix = make_encoder(config, worker.model_runner.model, context) or ("", None)
+            engine = FilterProcess(
                 filter_config(config, block, params.page_size),
-                worker.tokenizer,
-                markers,
-                make_encoder(config, worker.model_runner.model, context),
+                vocabulary_of(worker.tokenizer),
+                None if markers is None else markers[:2],
+                config.max_pending,
+                model,
+                matrix,
             )
         tracker = RequestTracker(engine, stats, ranks, markers)
         acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
-        key, model_path = self._calibration_key(context, block), context.server_args.model_path
+        key, path = self._calibration_key(context, block), context.server_args.model_path
         writes = context.tp_rank == 0
-        threshold = CalibratedThreshold(config, key, model_path, writes, agree=ranks.first)
+        threshold = CalibratedThreshold(config, key, path, writes, agree=ranks.first)
         pipeline = BlockPipeline(tracker, meter, acceptor, threshold, stats, ranks, block)
         weights = None
         if self.attention.statistics is not None:

@@ -21,7 +21,7 @@ LAYERS = (
     ("registry",),
     ("config",),
     ("sharing",),
-    ("metrics", "settings_table"),
+    ("settings_table",),
     ("plugin",),
     ("cpu_platform",),
 )

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reasoncache.cache.admission import SharingBudget
 from sglang_reasoncache.cache.allocator import (
+    ReferenceCountError,
     SharedPagedAllocator,
     SharedTokenAllocator,
     shared_allocator_of,
 )
-from sglang_reasoncache.cache.references import ReferenceCountError
 
 SLOTS = 16
 PAGE = 4

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_reasoncache import metrics
+from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.contract.test_layers import LAYER
@@ -91,8 +91,8 @@ def test_refused_flags_and_series_are_in_their_pages() -> None:
     for page, fields in ((index, CONFLICTS), (architecture, CORRECTED_CONFLICTS)):
         missing = [flag for field in fields if (flag := _flag(field)) not in page]
         assert not missing
-    selected = (f"selection_{field}" for field in metrics._SELECTION)
-    series = [*(field.removesuffix("_total") for field in metrics._COUNTERS), *selected]
+    selected = (f"selection_{field}" for field in report._SELECTION)
+    series = [*(field.removesuffix("_total") for field in report._COUNTERS), *selected]
     assert not [name for name in series if f"`{name}`" not in index]
     totals = set(re.findall(r"`(\w+)`", _table(evaluation, "total")))
     assert totals == SharingStats().to_dict().keys()
