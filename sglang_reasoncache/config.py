@@ -34,8 +34,7 @@ def _setting(
     bounds: tuple[float, float] | None = None,
     values: str = "",
 ) -> Any:
-    """A field, its help text, its only values or least and largest one, and what stands for the
-    value in help texts. None is allowed where it is the default."""
+    """``values`` stands for the value in help texts. None is allowed where it is the default."""
     values = values or "|".join(choices) or {int: "N", bool: "true|false"}.get(type(default), "X")
     metadata = dict(help=text, choices=choices, bounds=bounds, values=values)
     return dataclasses.field(default=default, metadata=metadata)
@@ -177,10 +176,6 @@ class ReasonCacheConfig:
                 raise ConfigError(name, f"at most {most} ({bound})", value)
 
     @property
-    def corrected(self) -> bool:
-        return self.positions == "corrected"
-
-    @property
     def policies(self) -> PolicyChoice:
         return registry.parse(self.policy)
 
@@ -190,13 +185,9 @@ class ReasonCacheConfig:
         return self.policies.shares and self.percentile > 0
 
     @property
-    def evictions(self) -> bool:
-        return bool(self.policies.evictors)
-
-    @property
     def is_active(self) -> bool:
         """False when rows are never touched."""
-        return self.shares or self.evictions
+        return self.shares or bool(self.policies.evictors)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -204,9 +195,8 @@ class ReasonCacheConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ReasonCacheConfig:
         """Build from explicitly given values; the preset fills in the rest."""
-        for name in values:
-            if name not in SETTINGS:
-                raise ConfigError(name, "a known option", values[name])
+        for name in values.keys() - SETTINGS.keys():
+            raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
         # sglang.Engine takes keywords of any type; the constructor refuses other ones.
         row = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
@@ -263,7 +253,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
-    """The filter's knobs. Raises ValueError for a block that is not the page, or without ``zss``."""
+    """The filter's knobs. Raises ValueError for a block that is no page, or without ``zss``."""
     same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
     kind = EncoderChoice.parse(config.encoder).kind

@@ -7,7 +7,6 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-#: Any of them is the operator's choice.
 _ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
@@ -19,12 +18,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities(supports_triton=False)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Our own attention, or SGLang's ``torch_native`` where C++ cannot be compiled.
-
-        SGLang has settled on a backend by now, so what the operator said is in the input.
-        """
+        """The attention backend, where the operator named none."""
         from sglang_reasoncache.plugin import cpu_attention
 
+        # SGLang has settled on one by now.
         given = getattr(server_args, "_raw_input", None) or {}
         if not any(given.get(name) for name in _ATTENTION_FIELDS):
             server_args.attention_backend = cpu_attention.default_backend()

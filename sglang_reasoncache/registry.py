@@ -45,7 +45,6 @@ BUILT_IN: Mapping[str, str] = {
 ENTRY_POINTS = "sglang_reasoncache.policies"
 #: Sharing between similar steps, and nothing at all.
 SHARING, NOTHING = "reasoncache", "none"
-_KNOWN = (NOTHING, SHARING, *BUILT_IN)
 _LONGEST = 1000
 _NEEDS = frozenset({KEYS, UNROTATED_KEYS, ATTENTION})
 
@@ -102,7 +101,10 @@ def _make(name: str, options: str) -> Any:
             raise PolicyError(f"with options of {name} among {', '.join(fields)}, not {key!r}")
         if key in given:
             raise PolicyError(f"with {key} of {name} once")
-        given[key] = _value(name, key, types_of[key], value)
+        try:
+            given[key] = _value(types_of[key], value)
+        except ValueError as error:
+            raise PolicyError(f"with {key} of {name} {error}, not {value!r}") from error
     try:
         policy = kind(**given)
     except OptionError as error:
@@ -140,7 +142,7 @@ def _class_of(name: str) -> Any:
         return pkgutil.resolve_name(BUILT_IN[name])
     others = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     if name not in others:
-        known = ", ".join((*_KNOWN, *sorted(others)))
+        known = ", ".join((NOTHING, SHARING, *BUILT_IN, *sorted(others)))
         raise PolicyError(f"with every NAME one of {known}, not {name!r}")
     try:
         kind = others[name].load()
@@ -153,14 +155,11 @@ def _class_of(name: str) -> Any:
     return kind
 
 
-def _value(name: str, key: str, kind: Any, text: str) -> Any:
+def _value(kind: Any, text: str) -> Any:
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         kind = next(part for part in typing.get_args(kind) if part is not type(None))
     if kind not in (bool, int, float, str):
-        raise PolicyError(f"with options that can be written; {key} of {name} is a {kind}")
-    try:
-        # Python reads 1_0 as 10.
-        is_plain = kind is str or (text.isascii() and "_" not in text)
-        return value_of(text if is_plain else "", kind)
-    except ValueError as error:
-        raise PolicyError(f"with {key} of {name} {error}, not {text!r}") from error
+        raise ValueError(f"of a type that can be written; it is a {kind}")
+    # Python reads 1_0 as 10.
+    is_plain = kind is str or (text.isascii() and "_" not in text)
+    return value_of(text if is_plain else "", kind)

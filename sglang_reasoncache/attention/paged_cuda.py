@@ -19,8 +19,7 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.attention.supported import check_supported
-from sglang_reasoncache.cache.batch_mark import BatchMark
-from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.cached_positions import BatchMark, CachedPositions
 from sglang_reasoncache.kernels.batch import BatchRows
 
 if TYPE_CHECKING:

@@ -7,12 +7,9 @@ end up shared; after too generous a guess SGLang retracts, as after its own esti
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
-CreditSource = Callable[[], float]
 #: Output tokens of the running requests from which on their share says something.
 _LEAST_RUNNING = 512
 

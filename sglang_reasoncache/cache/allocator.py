@@ -7,13 +7,13 @@ occurrence, and stays in use until its last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.cache.admission import CreditSource, SharingBudget
+from sglang_reasoncache.cache.admission import SharingBudget
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
@@ -52,20 +52,17 @@ class PageReferences(dict[int, int]):
 
 
 class _Shared(compat.BaseTokenToKVPoolAllocator):
-    """What both allocators add.
-
-    Attributes:
-        references: Of pages (slots at page size 1).
-        has_shifted_slots: Whether any slot may be used away from its cached position. True until
-            the cache is flushed: the tree can hold a shifted slot with one reference.
-        has_evicted: Likewise, whether rows may have entries below 0, evicted positions.
-    """
+    """What both allocators add. A page is a slot at page size 1."""
 
     page_size: int
     references: PageReferences
+    #: Any slot may be used away from its cached position, until the cache is flushed: the tree can
+    #: hold a shifted slot with one reference.
     has_shifted_slots: bool
+    #: Likewise, rows may have entries below 0, evicted positions.
     has_evicted: bool
-    credit_source: CreditSource | None = None
+    credit_source: Callable[[], float] | None = None
+    _release_unreferenced: Callable[[torch.Tensor], None]
 
     def clear(self) -> None:
         super().clear()
@@ -84,10 +81,7 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
             self._release_unreferenced(upload(last, self.device))
 
     def evict(self, pages: torch.Tensor) -> int:
-        """Take one reference away per entry (int64, pages in use), of evicted positions.
-
-        Returns how many slots came back: those of pages with no other reference.
-        """
+        """Likewise, for the pages (int64) of evicted positions; return how many slots came back."""
         self.has_evicted = True
         before: int = self.available_size()
         last = self._last_references(pages)
@@ -99,9 +93,6 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         """SGLang frees rows as they are. On a GPU this waits for it."""
         return ids[ids >= 0] if self.has_evicted else ids
 
-    def _release_unreferenced(self, pages: torch.Tensor) -> None:
-        raise NotImplementedError
-
     def _last_references(self, pages: torch.Tensor) -> torch.Tensor:
         """Those of ``pages`` (int64, one entry per reference) that nothing refers to any more."""
         # Only while something is shared: this waits for a GPU.
@@ -110,11 +101,8 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
             return pages
         return torch.tensor(self.references.drop(ids), dtype=pages.dtype, device=pages.device)
 
-    def create_prefill_budget(
-        self, tree_cache: PrefixTree, *, num_mixed_decode_tokens: int = 0
-    ) -> Any:
+    def create_prefill_budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
         credit = 0.0 if self.credit_source is None else self.credit_source()
-        mixed = dict(num_mixed_decode_tokens=num_mixed_decode_tokens)
         if credit <= 0:
             return super().create_prefill_budget(tree_cache, **mixed)
         return SharingBudget(self, tree_cache, credit=credit, **mixed)
@@ -161,10 +149,7 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
 
 
 def shared_allocator_of(stock: SlotAllocator) -> SharedTokenAllocator | SharedPagedAllocator:
-    """Rebuild a freshly made stock allocator as ours, same size and pool.
-
-    Raises ValueError for one whose pool layout is not supported.
-    """
+    """Rebuild a freshly made stock allocator as ours. Raises ValueError for other pool layouts."""
     where: dict[str, Any] = dict(dtype=stock.dtype, device=stock.device)
     where |= dict(kvcache=stock.get_kvcache(), need_sort=stock.need_sort)
     if type(stock) is compat.TokenToKVPoolAllocator:

@@ -14,7 +14,7 @@ class SlotAliases:
         self._of = np.zeros(0, dtype=np.int64)
 
     def share(self, dst: int, src: int, length: int) -> None:
-        """Positions from ``dst`` on now have the slots of those from ``src`` on, which end before."""
+        """Positions from ``dst`` on now have the slots of those from ``src`` on."""
         end = dst + length
         if end > len(self._of):
             grown = np.arange(max(end, 2 * len(self._of), 256))

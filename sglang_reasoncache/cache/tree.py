@@ -9,23 +9,10 @@ and leaf-first eviction run along paths: the topmost holder is locked with any, 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import CacheInitParams, RadixKey, Request, TreeNode
-
-
-class RowController(Protocol):
-    """Its states have ``first_shared``, the lowest redirected position, and ``evicted``."""
-
-    def state_of(self, req: Request) -> Any: ...
-    def allows(self, req: Request) -> bool: ...
-    def keeps_prompt(self, req: Request) -> bool: ...
-    def after_chunk(self, req: Request, written: int) -> None: ...
-    def on_release(self, req: Request) -> None: ...
-    def reset(self) -> None: ...
 
 
 class SharedRadixCache(compat.RadixCache):
@@ -36,7 +23,8 @@ class SharedRadixCache(compat.RadixCache):
 
     def __init__(self, params: CacheInitParams, *, publish_aliased: bool) -> None:
         self.publish_aliased = publish_aliased
-        self.controller: RowController | None = None
+        # ``plugin/controller.py``, once it is made.
+        self.controller: Any = None
         super().__init__(params)
 
     def reset(self) -> None:
@@ -102,10 +90,8 @@ class SharedRadixCache(compat.RadixCache):
         if self.controller is not None:
             self.controller.on_release(req)
 
-    def _insert_helper(
-        self, node: TreeNode, key: RadixKey, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        matched, last = super()._insert_helper(node, key, value, *args, **kwargs)
+    def _insert_helper(self, node: TreeNode, key: RadixKey, *args: Any, **kwargs: Any) -> Any:
+        matched, last = super()._insert_helper(node, key, *args, **kwargs)
         # A leaf was added exactly when the key was not matched to its end.
         if matched < len(key):
             self._count_new_leaf(last)
@@ -177,11 +163,8 @@ class SharedRadixCache(compat.RadixCache):
         self._inexact.pop(node, None)
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
-        """Whether the row of any of ``reqs`` may name a slot away from its cached position.
-
-        A shifted slot lies behind the first inexact position, and what is below an inexact
-        node is inexact.
-        """
+        """Whether the row of any of ``reqs`` may name a slot away from its cached position: behind
+        its first inexact position, and what is below an inexact node is inexact."""
         return self.token_to_kv_pool_allocator.has_shifted_slots and any(
             req.last_node in self._inexact
             or ((state := self._state_of(req)) is not None and state.first_shared is not None)

@@ -26,15 +26,14 @@ def install() -> None:
 
 
 def default_backend() -> str:
-    """The default of ``--attention-backend``; compiles it if need be."""
-    if compat.CPU_BACKEND not in compat.ATTENTION_BACKENDS:
-        return "torch_native"
-    try:
-        native.prepare_for_children()
-    except native.NativeUnavailable as error:
-        logger.warning("reasoncache: --attention-backend torch_native, the slow one: %s", error)
-        return "torch_native"
-    return compat.CPU_BACKEND
+    """Ours, compiled if need be, or SGLang's ``torch_native`` where C++ cannot be compiled."""
+    if compat.CPU_BACKEND in compat.ATTENTION_BACKENDS:
+        try:
+            native.prepare_for_children()
+            return compat.CPU_BACKEND
+        except native.NativeUnavailable as error:
+            logger.warning("reasoncache: --attention-backend torch_native, the slow one: %s", error)
+    return "torch_native"
 
 
 def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
@@ -54,9 +53,6 @@ def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> An
         raise ValueError(f"{error}; SGLang's own is --attention-backend torch_native") from error
 
 
-def _around_last_loc(
-    original: Callable[..., Any], req_to_token: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if req_to_token.device.type != "cpu":
-        return original(req_to_token, *args, **kwargs)
-    return compat.get_last_loc_torch(req_to_token, *args, **kwargs)
+def _around_last_loc(original: Callable[..., Any], req_to_token: Any, *args: Any, **kw: Any) -> Any:
+    on_cpu = req_to_token.device.type == "cpu"
+    return (compat.get_last_loc_torch if on_cpu else original)(req_to_token, *args, **kw)

@@ -48,7 +48,10 @@ def install() -> None:
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
     """AFTER ``ServerArgs.add_cli_args``. Every default is None: a preset fills in the rest."""
     group = parser.add_argument_group("ReasonCache: similar reasoning steps share KV memory")
-    text = "Let a finished reasoning step share the KV slots of an earlier, similar step of its response."
+    text = (
+        "Let a finished reasoning step share the KV slots of an earlier, similar step of its "
+        "response."
+    )
     group.add_argument("--enable-reasoncache", action="store_true", help=text)
     for name in FLAGS:
         field = SETTINGS[name]

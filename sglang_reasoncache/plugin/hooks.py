@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +17,13 @@ if TYPE_CHECKING:
 
 #: What sharing did, as JSON, one entry per scheduler.
 _ROUTE = "/reasoncache"
-_installed = False
 #: Of the scheduler process; processes without a scheduler have none.
 _server: ServerParts | None = None
 
 
+@functools.cache
 def install() -> None:
     """Register hooks, tree and attention backend with SGLang; it applies them. Idempotent."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     hooks: dict[str, Callable[..., Any]] = {
         "decode_done": _after_decode,
         "prefill_done": _after_prefill,
@@ -41,7 +38,8 @@ def install() -> None:
     for name in compat.CORRECTABLE_BACKENDS:
         # Our own is there on our CPU platform only.
         if name in compat.ATTENTION_BACKENDS:
-            _wrap_attention_backend(name)
+            make = functools.partial(_make_attention, name, compat.ATTENTION_BACKENDS[name])
+            compat.register_attention_backend(name)(make)
 
 
 def add_route() -> None:
@@ -75,15 +73,10 @@ def _make_tree(context: TreeCacheBuildContext) -> Any:
     return _server.tree(context)
 
 
-def _wrap_attention_backend(name: str) -> None:
-    stock = compat.ATTENTION_BACKENDS[name]
-
-    def make(model_runner: Any) -> Any:
-        if _server is None:
-            return stock(model_runner)
-        return _server.attention_backend(model_runner, name, stock)
-
-    compat.register_attention_backend(name)(make)
+def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -> Any:
+    if _server is None:
+        return stock(model_runner)
+    return _server.attention_backend(model_runner, name, stock)
 
 
 def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -56,16 +56,19 @@ _UNSET = (None, False, "", "null", "none", compat.TREE_BACKEND)
 _ONE_BACKEND = f"use {', '.join(compat.EVICTION_BACKENDS)}, one for prefill and decode"
 
 
+def of_policy(policy: str, reason: str) -> ValueError:
+    return ValueError(f"{flag_of('policy')} {policy} {reason}")
+
+
 def reads_everything(selector: str, backend: str) -> ValueError:
     """``backend``: flag and name of the attention."""
     reason = f"selects what a step reads, which {backend} does not ask; {_ONE_BACKEND}"
-    return ValueError(f"{flag_of('policy')} {selector} {reason}")
+    return of_policy(selector, reason)
 
 
 def reads_evicted(policy: str, backend: str) -> ValueError:
     """Likewise."""
-    reason = f"evicts positions, which {backend} would read; {_ONE_BACKEND}"
-    return ValueError(f"{flag_of('policy')} {policy} {reason}")
+    return of_policy(policy, f"evicts positions, which {backend} would read; {_ONE_BACKEND}")
 
 
 def check(args: ServerArgs) -> None:
@@ -103,7 +106,7 @@ def _refuse(subject: str, found: list[str]) -> None:
 
 def check_evicting(args: ServerArgs, config: ReasonCacheConfig) -> None:
     """Raises ValueError where a flag asks for attention that reads evicted positions."""
-    for backend in _other_backends(args) if config.evictions else ():
+    for backend in _other_backends(args) if config.policies.evictors else ():
         raise reads_evicted(config.policy, backend)
 
 
@@ -114,10 +117,10 @@ def check_selector(args: ServerArgs, config: ReasonCacheConfig) -> None:
         return
     check_selected_page(selector.name, args.page_size or 1)
     if config.apply == "copy":
-        raise ValueError(
-            f"{flag_of('policy')} {selector.name} knows pages by the keys that attention wrote; "
-            f"{flag_of('apply')}=copy writes others"
+        reason = (
+            f"knows pages by the keys that attention wrote; {flag_of('apply')}=copy writes others"
         )
+        raise of_policy(selector.name, reason)
     for backend in _other_backends(args):
         raise reads_everything(selector.name, backend)
 
@@ -133,10 +136,8 @@ def _other_backends(args: ServerArgs) -> list[str]:
 def check_selected_page(policy: str, page_size: int) -> None:
     """Raises ValueError for the flag, or what SGLang made of it, where a page is a position."""
     if page_size < 2:
-        raise ValueError(
-            f"{flag_of('policy')} {policy} selects whole pages: --page-size must be at least 2 "
-            f"(the paper has 16), got {page_size}"
-        )
+        must = f"--page-size must be at least 2 (the paper has 16), got {page_size}"
+        raise of_policy(policy, f"selects whole pages: {must}")
 
 
 def check_page_size(page_size: int) -> None:

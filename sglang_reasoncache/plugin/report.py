@@ -3,26 +3,23 @@
 
 from __future__ import annotations
 
-import collections
+from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
-
-if TYPE_CHECKING:
-    from sglang_reasoncache.selection.page_selection import PageSelection
 
 #: Finished requests whose shared runs the endpoint can show.
 _RECENT_REQUESTS = 32
 #: Shared blocks listed for one of them.
 _RECENT_BLOCKS = 1024
-
-
 _PREFIX = "sglang:reasoncache_"
 
 #: Stats field -> help of the counter ``sglang:reasoncache_<field>_total``.
@@ -58,6 +55,7 @@ _GAUGES = {
     "filter_given_up": "1 when the process that compares steps failed too often: no further blocks "
     "are shared.",
 }
+_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 class SharingMetrics:
@@ -80,24 +78,18 @@ class SharingMetrics:
             name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent")
             for name, text in _GAUGES.items()
         }
-        self._latency = Histogram(
-            _PREFIX + "poll_seconds",
-            "Scheduler time of a poll that judged blocks.",
-            names,
-            buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
-        )
+        text = "Scheduler time of a poll that judged blocks."
+        self._latency = Histogram(_PREFIX + "poll_seconds", text, names, buckets=_BUCKETS)
         self._seen: dict[tuple[str, ...], int] = {}
 
-    def update(
-        self, stats: SharingStats, saved_now: int, evicted_now: int, latency: float | None
-    ) -> None:
+    def update(self, stats: SharingStats, saved: int, evicted: int, latency: float | None) -> None:
         """``latency`` in seconds, None where nothing was compared."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
         for name in ("refusals", "eviction_refusals"):
             for reason, total in getattr(stats, name).items():
                 self._count(name, total, reason=reason)
-        now = (saved_now, evicted_now, stats.memory_saving_ratio, stats.filter_given_up)
+        now = (saved, evicted, stats.memory_saving_ratio, stats.filter_given_up)
         for gauge, value in zip(self._gauges.values(), now, strict=True):
             gauge.labels(**self._labels).set(value)
         if latency is not None:
@@ -118,35 +110,30 @@ class SharingMetrics:
         self._counters[name].labels(**self._labels, **reason).inc(added)
 
 
+@dataclass(eq=False)
 class Report:
     """One per scheduler. ``metrics`` is None without ``--enable-metrics``."""
 
-    def __init__(
-        self,
-        config: ReasonCacheConfig,
-        stats: SharingStats,
-        pipeline: BlockPipeline,
-        eviction: EvictionController,
-        metrics: SharingMetrics | None = None,
-        selection: PageSelection | None = None,
-    ) -> None:
-        self._config, self._stats = config, stats
-        self._pipeline, self._eviction = pipeline, eviction
-        self._metrics, self._selection = metrics, selection
-        self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=_RECENT_REQUESTS)
+    config: ReasonCacheConfig
+    stats: SharingStats
+    pipeline: BlockPipeline
+    eviction: EvictionController
+    metrics: SharingMetrics | None = None
+    selection: PageSelection | None = None
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_REQUESTS))
 
     @property
     def slots_saved(self) -> int:
         """Slots that the running requests do without by sharing, and by evicting."""
-        return self._pipeline.live_positions + self._eviction.positions_now
+        return self.pipeline.live_positions + self.eviction.positions_now
 
     def request_finished(
         self, req: Request, state: RequestState, shared: int, evicted: int
     ) -> None:
         """``shared``, ``evicted``: positions of its row."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
-        self._stats.request_finished(shared, prompt + output, evicted)
-        self._recent.append(
+        self.stats.request_finished(shared, prompt + output, evicted)
+        self.recent.append(
             {
                 "rid": req.rid,
                 "prompt_tokens": prompt,
@@ -154,7 +141,7 @@ class Report:
                 "shared_positions": shared,
                 "evicted_positions": evicted,
                 "retractions": req.retraction_count,
-                "block": self._pipeline.block,
+                "block": self.pipeline.block,
                 "blocks": state.shared[:_RECENT_BLOCKS],
                 "evictions": list(state.evicted.history),
             }
@@ -162,34 +149,31 @@ class Report:
 
     def publish(self, latency: float | None = None) -> None:
         """``latency``: seconds of a poll that compared blocks."""
-        if self._metrics is not None:
-            evicted = self._eviction.positions_now
-            self._metrics.update(self._stats, self.slots_saved, evicted, latency)
+        if self.metrics is not None:
+            evicted = self.eviction.positions_now
+            self.metrics.update(self.stats, self.slots_saved, evicted, latency)
 
     def publish_selection(self) -> None:
-        if self._metrics is not None and self._selection is not None:
-            self._metrics.update_selection(self._selection.recent())
-
-    def reset(self) -> None:
-        self._recent.clear()
+        if self.metrics is not None and self.selection is not None:
+            self.metrics.update_selection(self.selection.recent())
 
     def describe(self, credit: float) -> dict[str, Any]:
         """JSON for the endpoint. ``credit``: share of future output that admission counts on."""
         return {
-            "config": self._config.to_dict(),
-            "block": self._pipeline.block,
+            "config": self.config.to_dict(),
+            "block": self.pipeline.block,
             "slots_saved_now": self.slots_saved,
-            "positions_evicted_now": self._eviction.positions_now,
-            "evictors": self._eviction.describe(),
-            "selection": None if self._selection is None else self._selection.describe(),
+            "positions_evicted_now": self.eviction.positions_now,
+            "evictors": self.eviction.describe(),
+            "selection": None if self.selection is None else self.selection.describe(),
             "admission_credit": credit,
-            "threshold": self._pipeline.threshold.describe(),
-            "distances": self._pipeline.meter.backend,
-            "totals": self._stats.to_dict(),
-            "recent": list(self._recent),
+            "threshold": self.pipeline.threshold.describe(),
+            "distances": self.pipeline.meter.backend,
+            "totals": self.stats.to_dict(),
+            "recent": list(self.recent),
         }
 
     def log_part(self) -> str:
         """A few words for SGLang's decode log line."""
-        shared, evicted = self._pipeline.live_positions, self._eviction.positions_now
+        shared, evicted = self.pipeline.live_positions, self.eviction.positions_now
         return f"#shared token: {shared}, #evicted token: {evicted}"

@@ -67,7 +67,7 @@ class ServerParts:
         return backend
 
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
-        """With its controller. Raises ValueError for a model, pool or policy that is not supported."""
+        """With its controller. Raises ValueError for what is not supported."""
         if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
             raise ValueError(
                 "--enable-reasoncache supports full-attention models only (no sliding window, "
@@ -90,8 +90,9 @@ class ServerParts:
         pool, rows = self.allocator.get_kvcache(), params.req_to_token_pool
         group = params.tp_cache_group if context.tp_size > 1 else None
         ranks, stats = Ranks(group), SharingStats()
-        block = params.page_size if params.page_size > 1 else config.block
-        rotation = self.attention.rotation if config.corrected else None
+        page = params.page_size
+        block = page if page > 1 else config.block
+        rotation = self.attention.rotation if config.positions == "corrected" else None
         num_heads = pool.head_num * context.tp_size
         reads = pool, rows.req_to_token, self.cached, rotation, num_heads, group
         meter = BlockMeter(*reads, cosine=config.distance == "cosine")
@@ -99,15 +100,11 @@ class ServerParts:
         worker, markers = context.tp_worker, _markers(context, config)
         engine = None
         if config.shares:
-            model, matrix = make_encoder(config, worker.model_runner.model, context) or ("", None)
-            engine = FilterProcess(
-                filter_config(config, block, params.page_size),
-                vocabulary_of(worker.tokenizer),
-                None if markers is None else markers[:2],
-                config.max_pending,
-                model,
-                matrix,
-            )
+            knobs = filter_config(config, block, page)
+            vocabulary = vocabulary_of(worker.tokenizer)
+            ids = None if markers is None else markers[:2]
+            encoder = make_encoder(config, worker.model_runner.model, context) or ("", None)
+            engine = FilterProcess(knobs, vocabulary, ids, config.max_pending, *encoder)
         tracker = RequestTracker(engine, stats, ranks, markers)
         acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
         key, path = self._calibration_key(context, block), context.server_args.model_path
@@ -118,18 +115,14 @@ class ServerParts:
         if self.attention.statistics is not None:
             heads = context.model_config.num_attention_heads * pool.layer_num
             weights = AttentionSource(self.attention.statistics, heads, group)
-        eviction = EvictionController(
-            config.policies.evictors,
-            EvictionApplier(self.allocator, rows),
-            KeySource(*reads),
-            params.page_size,
-            PoolPressure(lambda: pool_use(self.allocator, tree)),
-            weights,
-        )
+        applier, keys = EvictionApplier(self.allocator, rows), KeySource(*reads)
+        pressure = PoolPressure(lambda: pool_use(self.allocator, tree))
+        evictors = config.policies.evictors
+        eviction = EvictionController(evictors, applier, keys, page, pressure, weights)
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
         report = Report(config, stats, pipeline, eviction, metrics, self.attention.selection)
         told = "reasoncache: on, block %d, page %d, distances by %s, %s"
-        logger.info(told, block, params.page_size, meter.backend, config)
+        logger.info(told, block, page, meter.backend, config)
         return Controller(config, stats, tracker, pipeline, eviction, report)
 
     def _calibration_key(self, context: TreeCacheBuildContext, block: int) -> CalibrationKey:

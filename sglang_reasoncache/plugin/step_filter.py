@@ -33,12 +33,9 @@ def check_encoder(config: ReasonCacheConfig, tp_size: int) -> None:
     if kind == "tokens":
         return
     if tp_size > 1:
-        reason = (
-            "each rank holds a part of the vocabulary"
-            if kind == "embedding"
-            # Ranks that differ in the last bit would share different blocks.
-            else "its results may differ between ranks"
-        )
+        reason = "each rank holds a part of the vocabulary"
+        if kind == "sentence-bert":
+            reason = "its results may differ between ranks"
         must = f"must run with --tp-size 1 ({reason}), got --tp-size {tp_size}"
         raise ValueError(f"{_FLAG} {kind} {must}")
     if kind == "sentence-bert":
@@ -99,16 +96,13 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
             raise ValueError(f"{both} are not single tokens here")
     except Exception as error:
         # Detectors encode, and check, in ways of their own; SGLang refuses what it cannot use.
-        told = (
-            "reasoncache: --reasoning-parser %s cannot be followed (%s), the whole response counts "
-            "as reasoning"
-        )
-        logger.warning(told, parser, error)
+        why = f"--reasoning-parser {parser} cannot be followed ({error})"
+        logger.warning("reasoncache: %s, the whole response counts as reasoning", why)
         return None
     others = getattr(detector, "request_selectable_think_end_tokens", ())
     others = (*others, getattr(detector, "tool_start_token", None))
     more = {_single(tokenizer, text) for text in others if text}
-    ends = frozenset({end, *more} - {None})
+    ends = frozenset({end} | {token for token in more if token is not None})
     markers = ReasoningMarkers(frozenset({start}), ends, bool(detector.force_reasoning))
     logger.info("reasoncache: reasoning as of --reasoning-parser %s, %s", parser, markers)
     return markers

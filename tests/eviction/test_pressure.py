@@ -135,7 +135,7 @@ def test_a_flush_ends_it() -> None:
     world.controller.after_decode([req])
     for i in range(20):
         decode(world, req, i)
-    pressure = world.controller._eviction._pressure
+    pressure = world.controller.eviction._pressure
     assert pressure is not None and pressure.lets("policy0")
     world.controller.reset()
     assert not pressure.lets("policy0")

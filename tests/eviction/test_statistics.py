@@ -26,7 +26,7 @@ from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels import note_triton, plan_triton
 from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
-from sglang_reasoncache.plugin import attention, cuda_attention
+from sglang_reasoncache.plugin import attention
 from tests.eviction.statistics_world import ROWS, WANTED, DeviceWorld, World, dense_weights
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import LENGTHS, Rig, supported_runner
@@ -360,14 +360,14 @@ def backend(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made = triton_backend(rig, monkeypatch)
         # Who gets which row is SGLang's to count.
         rig.rows.req_generation += 1
-        monkeypatch.setattr(cuda_attention, "_backend", made)
+        monkeypatch.setattr(attention, "_backend", made)
         yield made
 
 
 def announced(backend: Any, batch: Any) -> Any:
     """The batch as the hook lets the backend know it."""
     tree = SimpleNamespace(reads_shifted=lambda _reqs: False, reads_evicted=lambda _reqs: False)
-    cuda_attention._after_forward_batch(
+    attention._after_forward_batch(
         batch,
         type(batch),
         SimpleNamespace(

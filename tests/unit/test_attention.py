@@ -41,7 +41,7 @@ OURS = pytest.mark.parametrize("kind", ["reasoncache_cpu", "cuda"])
 
 
 class Backend(SharedSlotReads, TorchNativeAttnBackend):
-    """As ``cuda_attention.backend_class`` makes them."""
+    """As ``attention.backend_class`` makes them."""
 
 
 def backend_of(kind: str, rig: Rig, corrected: bool = True) -> Any:

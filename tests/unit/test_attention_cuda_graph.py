@@ -30,7 +30,7 @@ from transformers import Qwen3Config
 from sglang_reasoncache.attention import paged
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.plugin import cuda_attention
+from sglang_reasoncache.plugin import attention
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import DIM, TOLERANCE, Rig
 from tests.unit.test_attention import REQUESTED_BY
@@ -73,7 +73,7 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     config.get_num_kv_heads = lambda *_: rig.kv_heads
     # On a device this is what a pool gets.
     monkeypatch.setattr(paged, "PagedKv", functools.partial(PagedKv, backend="triton"))
-    backend = cuda_attention.backend_class("triton")(
+    backend = attention.backend_class("triton")(
         runner, rig.cached_at if corrected else None, requested_by=REQUESTED_BY
     )
     before = [buffer.clone() for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
@@ -295,8 +295,8 @@ def test_a_graph_of_no_known_variant_is_refused(rig: Rig, backend: Any) -> None:
 @pytest.fixture
 def hooked(backend: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """SGLang with our two hooks, which stay: this process ends with these tests."""
-    cuda_attention._install_hooks()
-    monkeypatch.setattr(cuda_attention, "_backend", backend)
+    attention._install_hooks()
+    monkeypatch.setattr(attention, "_backend", backend)
     yield backend
 
 
@@ -322,7 +322,7 @@ def test_hooks_reach_the_runner_and_every_batch(rig: Rig, hooked: Any) -> None:
     tree = SimpleNamespace(reads_shifted=reads_shifted, reads_evicted=lambda _reqs: len(asked) == 2)
     for expected in (True, True, False):
         reqs = [object()]
-        cuda_attention._after_forward_batch(
+        attention._after_forward_batch(
             batch,
             ForwardBatch,
             SimpleNamespace(tree_cache=tree, reqs=reqs),

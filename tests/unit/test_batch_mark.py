@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_reasoncache.cache.batch_mark import BatchMark
+from sglang_reasoncache.cache.cached_positions import BatchMark
 from sglang_reasoncache.eviction.policies.contract import Eviction
 from tests.property.world import (
     PROMPT,
