@@ -195,7 +195,7 @@ class ReasonCacheConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ReasonCacheConfig:
         """Build from explicitly given values; the preset fills in the rest."""
-        for name in values.keys() - SETTINGS.keys():
+        for name in sorted(values.keys() - SETTINGS.keys()):
             raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
         # sglang.Engine takes keywords of any type; the constructor refuses other ones.
