@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -16,20 +15,22 @@ import pytest
 from matplotlib.image import imread
 
 from eval.bench import policies, policies_accuracy, policies_speed
-from eval.bench.policies_accuracy import DENSE, Runs, carry_out
+from eval.bench.policies_accuracy import Runs, carry_out
 from eval.bench.policies_points import (
+    _EMBEDDED,
+    _REPLAYED,
     POLICIES,
     SAVINGS,
     Point,
-    PointError,
     installed,
     method_of,
     points,
     prompt_points,
+    timed_points,
 )
 from eval.bench.policies_results import dense_row, row_of, rows, table
 from eval.bench.policies_speed import LIMIT, PIECES, matched_step_ms, timing
-from eval.methods import find_method
+from eval.methods import DENSE, find_method
 from eval.replay.pieces import write_pieces
 from eval.runs.folder import Cell
 from eval.runs.records import Moment
@@ -85,7 +86,7 @@ def test_every_setting_is_a_method_that_the_server_takes() -> None:
     ],
 )
 def test_settings(policy: str, saving: float, replayed: bool, method: str | None) -> None:
-    found = method_of(policy, saving, replayed)
+    found = method_of(policy, saving, _REPLAYED if replayed else _EMBEDDED)
     if method is not None:
         method = method if method.startswith("random:") else f"reasoncache:{method}"
         assert find_method(method).values.get("block") == (8 if replayed else None)
@@ -129,14 +130,17 @@ def test_bad_commands_are_refused(
     assert told in capsys.readouterr().err
 
 
-def test_policies_of_another_version_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policies_of_another_version_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from sglang_reasoncache import registry
 
     others = {name: kind for name, kind in registry.BUILT_IN.items() if name != "keydiff"}
     monkeypatch.setattr(registry, "BUILT_IN", others)
     assert "keydiff" not in installed() and "random_eviction" in installed()
-    with pytest.raises(PointError, match="no policy 'keydiff'"):
-        points(["keydiff"], [0.2])
+    with pytest.raises(SystemExit):
+        policies.parse(["traces", "--policies", "keydiff"])
+    assert "no policy 'keydiff'" in capsys.readouterr().err
 
 
 def test_a_plan_tells_settings_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +191,7 @@ def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) ->
 
 def test_replays_measure_a_policy_where_it_gets_to() -> None:
     asked = ["reasoncache+keydiff", "snapkv", "reasoncache", "random"]
-    found = policies.timed(asked, [0.2, 0.4])
+    found = timed_points(asked, [0.2, 0.4])
     chosen = found[0.2]
     assert [point.policy for point in chosen] == ["reasoncache+keydiff", "snapkv", "reasoncache"]
     assert [point.aim for point in chosen] == [0.2, 0.1, 0.2]
@@ -441,26 +445,19 @@ def test_results_are_written_from_what_there_is(tmp_path: Path) -> None:
     assert replayed_row["step_ms"] == pytest.approx(1000 * 4 / 150)
     assert result["left_out"] == options.left_out != []
     text = (tmp_path / "policies.md").read_text()
-    assert "| 20% | keydiff | 17.0% | 19.0% | 0.667 | -33.3 ±" in text
-    assert "1.50 (1.50 to 1.50)" in text and "Left out: reasoncache at 40%" in text
+    [line] = [[cell.strip() for cell in x.split("|")] for x in text.split("\n") if "keydiff" in x]
+    assert line[1:7] == ["0.200", "keydiff", "0.170", "0.190", "0.667", "-0.333"]
+    assert line[9] == "1.500" and "Left out: reasoncache at 40%" in text
     assert imread(tmp_path / "policies.png").shape[0] > 300
 
 
 def test_the_table_goes_by_saving_and_then_by_policy(tmp_path: Path) -> None:
-    chosen = [
-        Point(policy, aim, f"{policy}{aim}")
-        for policy in ("reasoncache+new", *reversed(POLICIES[:5]))
-        for aim in (0.4, 0.1)
-    ]
+    names, runs = [*POLICIES[:5], "reasoncache+new"], Runs(tmp_path, PROBLEMS)
+    chosen = [Point(name, aim, f"{name}{aim}") for name in reversed(names) for aim in (0.4, 0.1)]
+    assert rows(chosen, runs, {}) == []
     for point in chosen:
-        runs = filled(Runs(tmp_path / "home" / point.policy, PROBLEMS), point)
-        assert rows([point], runs, {})
-    found = [
-        row_of(point, Runs(tmp_path / "home" / point.policy, PROBLEMS), {}) for point in chosen
-    ]
+        filled(runs, point)
     dense = {"accuracy": None, "accuracy_error": None, "problems": 0}
-    lines = table(found, dense).rows
-    names = [(line["aim"], line["policy"]) for line in lines[1:]]
-    order = [*POLICIES[:5], "reasoncache+new"]
-    assert names == [(aim, name) for aim in ("10%", "40%") for name in order]
-    assert os.linesep not in "".join(text for line in lines for text in line.values())
+    text = table(rows(chosen, runs, {}), dense, "Title").split("\n")
+    cells = [[cell.strip() for cell in line.split("|")][1:3] for line in text[5:] if line]
+    assert cells == [[aim, name] for aim in ("0.100", "0.400") for name in names]
