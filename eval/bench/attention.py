@@ -50,10 +50,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def record(path: Path, device: str, figures: dict[str, Any]) -> None:
-    """Add to the results on disk, so that a part that fails later loses none.
-
-    Draws the curves of all devices where there are new ones.
-    """
+    """Add to the results on disk; draws the curves of all devices where there are new ones."""
     found = json.loads(path.read_text())
     found.setdefault(device, {}).update(figures)
     write_whole(path, json.dumps(found, indent=1) + "\n")

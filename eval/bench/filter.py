@@ -105,9 +105,7 @@ def p99(times: pd.Series) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.bench.filter", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m eval.bench.filter")
     parser.add_argument("traces", type=Path, help="JSONL file, or folder of aime*.jsonl.")
     parser.add_argument("--rounds", type=int, default=32, help="Server rounds; 0: no servers.")
     parser.add_argument("--output", type=Path, default=Path("build/bench/filter.json"))

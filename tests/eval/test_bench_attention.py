@@ -18,7 +18,7 @@ from matplotlib.image import imread
 from eval.bench import attention
 from eval.bench.attention_batch import BLOCK, Shape, cached_positions, lay_rows, shared_blocks
 from eval.bench.attention_cpu import CpuBatch
-from eval.bench.attention_curves import curves, draw, measure, point
+from eval.bench.attention_curves import curves, measure, point
 from eval.bench.turns import as_text, spread, take_turns
 from sglang_reasoncache.kernels.plan import plan_rows
 from tests.triton_runs import interpreted
@@ -41,14 +41,9 @@ def test_shared_blocks_lie_at_earlier_blocks_of_the_row(tokens: int, percent: in
 def test_rows_are_shared_by_so_much_and_shifted_by_whole_blocks(percent: int) -> None:
     rows, cached_at = lay_rows(SHAPE, percent), cached_positions(SHAPE)
     assert rows.dtype == cached_at.dtype == torch.int32
-    assert cached_at.shape == (SHAPE.slots,)
-    plan = plan_rows(
-        rows,
-        torch.arange(SHAPE.requests),
-        torch.full((SHAPE.requests,), SHAPE.tokens),
-        cached_at,
-        num_slots=SHAPE.slots,
-    )
+    assert cached_at.shape == (SHAPE.slots,) and SHAPE.layer_bytes == 3 * 989 * 2 * 2 * 64 * 2
+    requests, lengths = torch.arange(3), torch.full((3,), SHAPE.tokens)
+    plan = plan_rows(rows, requests, lengths, cached_at, num_slots=SHAPE.slots)
     shift = torch.zeros(rows.numel()) if plan.shift is None else plan.shift
     shifted = float((shift != 0).float().mean())
     assert shifted == pytest.approx(percent / 100, abs=BLOCK / SHAPE.tokens)
@@ -59,10 +54,6 @@ def test_rows_are_shared_by_so_much_and_shifted_by_whole_blocks(percent: int) ->
     assert len(unshared.unique()) == unshared.numel() == SHAPE.slots - 1
     assert torch.equal(rows[:, :BLOCK], unshared[:, :BLOCK])
     assert torch.equal(rows[:, -1], unshared[:, -1])
-
-
-def test_bytes_count_each_key_and_value_once() -> None:
-    assert SHAPE.layer_bytes == 3 * 989 * 2 * 2 * 64 * 2
 
 
 def test_sides_take_turns_and_the_first_round_warms_up() -> None:
@@ -115,14 +106,6 @@ def test_curves_have_median_and_quartiles_at_each_value() -> None:
     assert middle["tokens", "reading K and V once", 250] == pytest.approx(read_ms)
 
 
-def test_the_picture_has_a_row_for_each_device(tmp_path: Path) -> None:
-    draw({"CPU": made()}, tmp_path / "one.png")
-    draw({"CPU": made(), "A GPU with $ in its name": made()}, tmp_path / "two.png")
-    one, two = (imread(tmp_path / name) for name in ("one.png", "two.png"))
-    assert two.shape[0] == 2 * one.shape[0] and one.shape[1] == two.shape[1]
-    assert float(one[..., :3].std()) > 0.01
-
-
 def test_figures_of_a_gpu() -> None:
     cuda = pytest.importorskip("eval.bench.attention_cuda")
     batch = object.__new__(cuda.CudaBatch)
@@ -158,15 +141,19 @@ def test_key_figures_of_the_cpu_are_those_of_the_worse_heads() -> None:
 
 
 def test_results_are_written_part_by_part(tmp_path: Path) -> None:
+    """And the picture has a row for each device."""
     path = tmp_path / "kernels.json"
     path.write_text('{"rounds": 3}')
     attention.record(path, "cpu", {"device": "CPU, 2 threads"})
     attention.record(path, "cpu", {"growth": made()})
-    attention.record(path, "cuda", {"device": "GPU", "decode_vs_flashinfer": 1.0})
+    one = imread(path.with_suffix(".png"))
+    attention.record(path, "cuda", {"device": "A GPU with $ in its name", "growth": made()})
+    two = imread(path.with_suffix(".png"))
+    assert two.shape[0] == 2 * one.shape[0] and one.shape[1] == two.shape[1]
+    assert float(one[..., :3].std()) > 0.01
     found = json.loads(path.read_text())
-    assert found["rounds"] == 3 and found["cuda"]["decode_vs_flashinfer"] == 1.0
-    assert found["cpu"]["device"] == "CPU, 2 threads" and found["cpu"]["growth"] == made()
-    assert path.with_suffix(".png").stat().st_size > 10_000
+    assert found["rounds"] == 3 and found["cuda"]["growth"] == found["cpu"]["growth"] == made()
+    assert found["cpu"]["device"] == "CPU, 2 threads"
 
 
 @pytest.mark.parametrize(
