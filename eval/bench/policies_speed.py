@@ -20,8 +20,7 @@ from eval.runs.folder import Cell
 from eval.runs.records import Moment
 
 TASK = "aime24_replay"
-#: Tokens of the pieces that responses are cut into: of unlike lengths, so that requests do not
-#: run in waves.
+#: Tokens of the pieces of responses: of unlike lengths, so that requests do not run in waves.
 PIECES = (1000, 1300, 1600)
 LIMIT = 8
 #: Two or three requests of a stock server: memory must decide how many run.
