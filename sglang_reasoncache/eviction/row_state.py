@@ -44,9 +44,8 @@ class EvictedPositions:
     def add(self, evict: Eviction, written: int) -> None:
         """Add a run of held positions, evicted when ``written`` positions had their KV."""
         if evict.end > len(self._mask):
-            grown = np.zeros(max(evict.end, 2 * len(self._mask), 256), dtype=bool)
-            grown[: len(self._mask)] = self._mask
-            self._mask = grown
+            size = max(evict.end, 2 * len(self._mask), 256)
+            self._mask = np.pad(self._mask, (0, size - len(self._mask)))
         self._mask[evict.start : evict.end] = True
         self.count += evict.length
         self.first = evict.start if self.first is None else min(self.first, evict.start)

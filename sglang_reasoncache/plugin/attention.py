@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
-from sglang_reasoncache.eviction.attention import needs_of
-from sglang_reasoncache.eviction.policies.contract import ATTENTION, UNROTATED_KEYS
+from sglang_reasoncache.eviction.policies.contract import ATTENTION, UNROTATED_KEYS, needs_of
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.plugin import refusals
 

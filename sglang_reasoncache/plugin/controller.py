@@ -186,6 +186,6 @@ class Controller:
         self, req: Request, state: RequestState, written: int | None = None, ask: bool = True
     ) -> None:
         if state.takes_part:
-            done = self._eviction.poll(req, state, self.stats, written, ask)
+            named = self._eviction.poll(req, state, self.stats, written, ask)
             # What did not come back has another name: one reference less to count.
-            self._pipeline.give_up(state, done.positions - done.freed)
+            self._pipeline.give_up(state, named)

@@ -13,11 +13,9 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config
-from sglang_reasoncache.eviction.apply import EvictionApplier
-from sglang_reasoncache.eviction.attention import AttentionSource
 from sglang_reasoncache.eviction.controller import EvictionController
-from sglang_reasoncache.eviction.keys import KeySource
-from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
+from sglang_reasoncache.eviction.held import AttentionSource, KeySource
+from sglang_reasoncache.eviction.pressure import pool_use
 from sglang_reasoncache.filter.span import ReasoningMarkers
 from sglang_reasoncache.metrics import SharingMetrics
 from sglang_reasoncache.plugin import attention, refusals
@@ -125,10 +123,10 @@ class ServerParts:
             weights = AttentionSource(self.attention.statistics, heads, group)
         eviction = EvictionController(
             config.policies.evictors,
-            EvictionApplier(self.allocator, rows),
+            self.allocator,
+            rows,
             KeySource(*reads),
-            params.page_size,
-            PoolPressure(lambda: pool_use(self.allocator, tree)),
+            lambda: pool_use(self.allocator, tree),
             weights,
         )
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None

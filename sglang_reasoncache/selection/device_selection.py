@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection on a GPU: nothing waits for the device.
+"""Selection on a GPU: nothing waits for the device, and a step can be captured in a CUDA graph.
 
-Shapes depend on the batch and on how long rows may be, so a step can be captured in a CUDA
-graph. Layers read the step and its plan, never rows. Unlike in host memory, a page that a row
-uses with a position shift is always read (its bounds are those of keys as cached), and rows
-within the budget do not count.
-"""
+Unlike in host memory, a page that a row uses with a position shift is always read (its bounds
+are those of keys as cached), and rows within the budget do not count."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +33,7 @@ class SelectionBuffers(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What all layers of a decode step choose from."""
+    """What all layers of a decode step choose from; they never read rows."""
 
     lengths: torch.Tensor  # int64 [rows]
     # Entries are the pages of one row after the other, [rows * pages]; below 0 where bounds say
@@ -59,7 +56,14 @@ class DeviceSelection(PageSelection):
     _graph_buffers: tuple[SelectionBuffers, ...] = ()
     _trying = False
 
-    # -- a step -----------------------------------------------------------------
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._host = torch.zeros(3, dtype=torch.int64, pin_memory=self._rows.is_cuda)
+
+    def recent(self) -> dict[str, Any]:
+        described = self._described(self._host)
+        self._host.copy_(self._totals, non_blocking=True)
+        return described
 
     def allocate_graphs(self, batch: int, *, weighs: bool) -> None:
         """Have capacity for the graphs of up to ``batch`` requests."""
@@ -114,14 +118,16 @@ class DeviceSelection(PageSelection):
             strict=strict,
         )
 
-    # -- a layer ----------------------------------------------------------------
-
     def _shares(
         self, step: _Step, bounds: PageBounds, query: torch.Tensor, scale: float
     ) -> torch.Tensor:
         pages = step.held.shape[1]
         found = bounds.shares(query, step.pages, scale, spans=step.spans, longest=pages)
         return found[step.share_index].masked_fill_(~step.held, 0.0)
+
+    def _kept(self, step: _Step, shares: torch.Tensor) -> torch.Tensor | None:
+        with waits.refused(shares.device) if self._trying else contextlib.nullcontext():
+            return super()._kept(step, shares)
 
     def _entries(self, step: _Step, keep: torch.Tensor) -> tuple[RowPlan, torch.Tensor | None]:
         settled = torch.empty_like(step.state)
@@ -145,13 +151,8 @@ class DeviceSelection(PageSelection):
         assert weights is not None, "of a step with weights"
         select_triton.add(weights, plan, len(self._step.state), whole)
 
-    def _during(self, device: torch.device) -> AbstractContextManager[Any]:
-        return waits.refused(device) if self._trying else super()._during(device)
-
-    # -- at the start -------------------------------------------------------------
-
     def try_out(self, plan: PlanBuffers, queries: dict[int, torch.Tensor]) -> None:
-        """Run the selector once a layer on row 0, which is no request's, and compile.
+        """At the start, run the selector once a layer on row 0, which is no request's, and compile.
 
         Args:
             plan: Of that row, with ``positions``.

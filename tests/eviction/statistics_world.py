@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
-from sglang_reasoncache.eviction.host_statistics import HostStatistics
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels.batch import BatchRows
@@ -41,7 +40,7 @@ class World:
 
     def made(self) -> AttentionStatistics:
         """What is tested."""
-        return HostStatistics(self.rows, self.generations, self.wanted)
+        return AttentionStatistics(self.rows, self.generations, self.wanted)
 
     def begin_forward(
         self, requests: torch.Tensor, lengths: torch.Tensor, new: list[int] | None
@@ -53,12 +52,12 @@ class World:
         if prefill is None:
             self.update = self.statistics.decode(read)
         else:
-            self.update, _ = self.statistics.prefill(read, prefill)
+            self.update = self.statistics.prefill(read, prefill)
         return self.update.weights
 
     def done(self) -> None:
         """All layers have run."""
-        self.statistics.apply(self.update)
+        self.update.apply()
 
     def forward(self, requests: list[int], new: list[int] | None) -> None:
         counts = new or [1] * len(requests)
@@ -159,8 +158,9 @@ class DeviceWorld(World):
             self.update = self.statistics.decode(read, self.weights)
         else:
             read = BatchRows(self.buffers, requests, lengths, int(lengths.max()))
-            self.update, queries = self.statistics.prefill(read, prefill)
-            spans = queries.spans[1] - queries.spans[0]
+            self.update = self.statistics.prefill(read, prefill)
+            [(_, (begin, end), _)] = self.update.parts
+            spans = end - begin
             assert len(self.update.weights) >= spans.sum()
             assert not len(spans) or spans.max() <= self.update.longest
         return self.update.weights

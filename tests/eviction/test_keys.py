@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.eviction.keys import KeySource
+from sglang_reasoncache.eviction.held import HeldKeys, KeySource
 from sglang_reasoncache.eviction.policies.keydiff import similarity
 from sglang_reasoncache.eviction.policies.l2norm import relative_norms
 from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -48,7 +48,7 @@ def source(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_stored_keys_are_fp32_of_the_slots(dtype: torch.dtype) -> None:
     layers = buffers(dtype)
-    keys = source(layers).of(1, HELD)
+    keys = HeldKeys(source(layers), 1, HELD)
     assert keys.layers == range(2, 2 + LAYERS)
     for layer in keys.layers:
         found = keys.stored(layer)
@@ -68,7 +68,7 @@ def test_unrotated_keys_are_those_before_rotary_embedding(is_neox: bool) -> None
     for before, after in zip(plain, rotated, strict=True):
         for slot, cached_at in ((3, 0), (9, 1), (14, 3), (30, 7), (1, 8)):
             after[slot] = rotation.rotate(before[slot], torch.tensor(cached_at))
-    keys = source(rotated, rotation=rotation).of(1, HELD)
+    keys = HeldKeys(source(rotated, rotation=rotation), 1, HELD)
     for layer in keys.layers:
         expected = plain[layer - 2][[ROW[at] for at in HELD]]
         torch.testing.assert_close(keys.unrotated(layer), expected)
@@ -76,7 +76,7 @@ def test_unrotated_keys_are_those_before_rotary_embedding(is_neox: bool) -> None
 
 def test_scores_are_averaged_over_layers_and_heads() -> None:
     layers = buffers()
-    found = source(layers).of(1, HELD).token_scores(lambda keys: keys[..., 0])
+    found = HeldKeys(source(layers), 1, HELD).token_scores(lambda keys: keys[..., 0])
     slots = [ROW[at] for at in HELD]
     expected = torch.stack([layer[slots][..., 0] for layer in layers]).mean(dim=(0, 2))
     assert found.dtype == np.float64
@@ -90,7 +90,7 @@ def _rank(rank: int, rendezvous: str, answers: Any) -> None:
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
     )
     mine = [layer[:, rank * 2 : rank * 2 + 2].contiguous() for layer in buffers()]
-    keys = source(mine, group=torch.distributed.group.WORLD).of(1, HELD)
+    keys = HeldKeys(source(mine, group=torch.distributed.group.WORLD), 1, HELD)
     scores = [
         keys.token_scores(relative_norms),
         keys.token_scores(lambda k: similarity(k, "mean_raw")),
@@ -116,7 +116,7 @@ def test_ranks_agree_on_the_scores_of_all_heads(tmp_path: Path) -> None:
             process.join(30)
             process.kill()
     assert found[0] == found[1]
-    whole = source(buffers()).of(1, HELD)
+    whole = HeldKeys(source(buffers()), 1, HELD)
     for function, scores in zip(
         (relative_norms, lambda k: similarity(k, "mean_raw")), found[0], strict=True
     ):

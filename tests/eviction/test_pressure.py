@@ -90,16 +90,16 @@ def test_it_stops_later_than_it_began() -> None:
 )
 def test_hysteresis(uses: list[float], acts: list[int]) -> None:
     left = iter(uses)
-    pressure = PoolPressure(lambda: next(left))
-    pressure.watch([NamedPolicy("one", StreamingLLM(budget=16, when=0.7, until=0.5))])
+    named = NamedPolicy("one", StreamingLLM(budget=16, when=0.7, until=0.5))
+    pressure = PoolPressure([named], lambda: next(left))
     assert [pressure.lets("one") for _ in uses] == [bool(yes) for yes in acts]
 
 
 def test_it_ends_while_nobody_has_too_much() -> None:
     """A poll or a release sees that the pool emptied, though no policy ran meanwhile."""
     now = 0.9
-    pressure = PoolPressure(lambda: now)
-    pressure.watch([NamedPolicy("one", StreamingLLM(budget=16, when=0.7, until=0.5))])
+    named = NamedPolicy("one", StreamingLLM(budget=16, when=0.7, until=0.5))
+    pressure = PoolPressure([named], lambda: now)
     assert pressure.lets("one")
     now = 0.1
     pressure.poll()
@@ -143,10 +143,10 @@ def test_a_flush_ends_it() -> None:
 
 def test_policies_have_bounds_of_their_own() -> None:
     now = 0.8
-    pressure = PoolPressure(lambda: now)
     gentle, harsh = StreamingLLM(budget=16, when=0.7), StreamingLLM(budget=16, when=0.9)
     policies = (gentle, harsh, StreamingLLM(budget=16))
-    pressure.watch([NamedPolicy(str(i), policy) for i, policy in enumerate(policies)])
+    named = [NamedPolicy(str(i), policy) for i, policy in enumerate(policies)]
+    pressure = PoolPressure(named, lambda: now)
     assert [pressure.lets(name) for name in "012"] == [True, False, True]
     now = 0.67
     assert pressure.lets("0"), "5% of the pool is the default"

@@ -17,11 +17,15 @@ from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SHIFTED
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.eviction import host_statistics, statistics
-from sglang_reasoncache.eviction.attention import AttentionSource, needs_of
-from sglang_reasoncache.eviction.device_statistics import DeviceStatistics, DeviceUpdate
-from sglang_reasoncache.eviction.host_statistics import HostStatistics
-from sglang_reasoncache.eviction.policies.contract import ATTENTION, NamedPolicy, StatisticsNeeds
+from sglang_reasoncache.eviction import statistics
+from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
+from sglang_reasoncache.eviction.held import AttentionSource, HeldAttention
+from sglang_reasoncache.eviction.policies.contract import (
+    ATTENTION,
+    NamedPolicy,
+    StatisticsNeeds,
+    needs_of,
+)
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels import note_triton, plan_triton
 from sglang_reasoncache.kernels.batch import BatchRows
@@ -38,7 +42,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpr
 on_host = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")
 
 #: What this process tests.
-KIND: type[AttentionStatistics] = DeviceStatistics if INTERPRETED else HostStatistics
+KIND: type[AttentionStatistics] = DeviceStatistics if INTERPRETED else AttentionStatistics
 TESTED: type[World] = DeviceWorld if INTERPRETED else World
 
 
@@ -181,7 +185,7 @@ def test_memory_is_that_of_the_requests_and_not_of_every_row(
     monkeypatch.setattr(AttentionStatistics, "_allocated", counted)
     rows = torch.zeros(1, dtype=torch.int32).expand(2049, 131_076)
     needs = StatisticsNeeds(latest=32, total=True, prompt=2)
-    found = HostStatistics(rows, torch.zeros(2049, dtype=torch.int64), needs)
+    found = AttentionStatistics(rows, torch.zeros(2049, dtype=torch.int64), needs)
     assert max(taken) == 33 * 131_076, "whether one request of the whole context has memory"
     taken.clear()
     assert found.begin([7, 9], [1000, 30], [1000, 30]) is not None
@@ -200,7 +204,7 @@ def test_no_memory_ends_the_start_by_name() -> None:
 
         def keep_statistics(self, needs: StatisticsNeeds) -> AttentionStatistics:
             rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
-            return HostStatistics(rows, torch.zeros(2, dtype=torch.int64), needs)
+            return AttentionStatistics(rows, torch.zeros(2, dtype=torch.int64), needs)
 
     runner: Any = SimpleNamespace(
         is_draft_worker=False,
@@ -221,7 +225,7 @@ def test_backend_gives_weights_and_computes_the_same(
     entries: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_statistics, "_ENTRIES", entries)
+    monkeypatch.setattr(statistics, "_ENTRIES", entries)
     rig = Rig(shifted=0.0, heads=6)
     batch = rig.batch(new)
     decode = batch.forward_mode.is_decode()
@@ -264,7 +268,7 @@ def test_weights_are_averaged_over_heads() -> None:
     world.forward([2], [5])
     world.forward([2], None)
     held = np.array([0, 2, 5])
-    found = AttentionSource(world.statistics, heads=24).of(2, held)
+    found = HeldAttention(AttentionSource(world.statistics, heads=24), 2, held)
     by_hand: list[torch.Tensor] = [
         torch.nn.functional.pad(w, (0, 5 - q)) for q, w in world.given[2].items()
     ]
@@ -329,7 +333,7 @@ def test_rows_and_positions_out_of_range_are_left_alone() -> None:
     buffers.positions[15:615] = torch.arange(600)
     weights = torch.ones(700)
     requests, lengths = torch.tensor([2, 0, 9, -1]), torch.tensor([1000, 5, 5, 600])
-    found.apply(DeviceUpdate(weights, 600, BatchRows(buffers, requests, lengths, 600)))
+    found.decode(BatchRows(buffers, requests, lengths, 600), weights).apply()
     assert not weights[:615].any() and weights[615:].all()
     changed = (memory != 7).nonzero().tolist()
     assert changed == [[999 % 4, 0], [999 % 4, 255], [4, 0], [4, 255]]
@@ -345,7 +349,7 @@ def test_without_positions_nothing_is_written() -> None:
     buffers = PlanBuffers.of(2, 20, "cpu", positions=True)
     for length in (0, -1, -300):
         read = BatchRows(buffers, torch.tensor([2, 2]), torch.tensor([length, length]), 20)
-        found.apply(DeviceUpdate(torch.zeros(20), 20, read))
+        found.decode(read, torch.zeros(20)).apply()
         assert (around == 7).all(), length
 
 

@@ -21,8 +21,8 @@ from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.kernels.reference import plan_rows
 from sglang_reasoncache.selection import page_bounds
 from sglang_reasoncache.selection.device_selection import DeviceSelection
-from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.page_bounds import PageBounds
+from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.selection.quest import Quest
 from tests.selection.selectors import NONSENSE, wrong
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
@@ -56,7 +56,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen_on_host(
-    host: HostSelection, rows: torch.Tensor, request: int, length: int, layer: int, query: Any
+    host: PageSelection, rows: torch.Tensor, request: int, length: int, layer: int, query: Any
 ) -> torch.Tensor:
     """bool, which entries of one row the CPU reads."""
     host._rows = rows
@@ -82,7 +82,7 @@ class World:
         self.device = DeviceSelection(
             "quest", self.policy, self.keys, PAGE, self.rows, self.cached_at if shifted else None
         )
-        self.host = HostSelection("quest", self.policy, self.keys, PAGE, self.rows, None)
+        self.host = PageSelection("quest", self.policy, self.keys, PAGE, self.rows, None)
         # Bounds are those of pages as they lie, on both sides.
         for bounds in self.host._bounds.values():
             bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
@@ -332,7 +332,7 @@ def noted(rig: Rig, backend: Any) -> Any:
 def read_of(rig: Rig) -> list[torch.Tensor]:
     """bool ``[length]`` of each row: what the layer reads, by the CPU's selection over the pool."""
     keys = {0: rig.pool.k_buffer[0], 1: rig.pool.k_buffer[1]}
-    host = HostSelection("quest", POLICY, keys, 8, rig.rows.req_to_token, None)
+    host = PageSelection("quest", POLICY, keys, 8, rig.rows.req_to_token, None)
     bounds = host._bounds[1]
     bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
     read = []

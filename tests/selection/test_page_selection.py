@@ -16,8 +16,8 @@ from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
-from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.page_bounds import PageBounds
+from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.selection.quest import Quest
 from tests.kernels.pools import make_rotation
 from tests.selection.selectors import NONSENSE, wrong
@@ -108,7 +108,7 @@ class World:
         self.query = torch.randn(2, HEADS, DIM) * 3
         self.policy = policy or Quest(budget=16, whole_layers=0)
         read = "quest", self.policy, {7: self.keys}, PAGE, self.rows, self.cached_at
-        self.selection = HostSelection(*read, rotation=self.rotation)
+        self.selection = PageSelection(*read, self.rotation)
         self.selection.update(7, torch.arange(SLOTS))
         self.plan = plan_rows(
             self.rows, self.requests, self.lengths, self.cached_at, num_slots=SLOTS
@@ -237,10 +237,10 @@ def test_a_selector_must_say_what_it_reads_whole(key: str, value: Any) -> None:
     rows = torch.zeros(1, 8, dtype=torch.int32)
     setattr(Odd, key, value)
     with pytest.raises(ValueError, match=f"--reasoncache-policy odd: {key} .* got {value!r}"):
-        HostSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
+        PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
     delattr(Odd, key)
     with pytest.raises(ValueError, match=f"{key} .* got AttributeError"):
-        HostSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
+        PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
 
 
 def test_attention_and_weights_over_what_was_selected(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -181,3 +181,12 @@ class NamedPolicy(NamedTuple):
 
     name: str
     policy: Policy
+
+
+def needs_of(evictors: Iterable[NamedPolicy]) -> StatisticsNeeds | None:
+    """What all ``evictors`` together read; None: nothing."""
+    policies: list[Any] = [policy for _, policy in evictors if ATTENTION in policy.needs]
+    if not policies:
+        return None
+    latest, total, prompt = zip(*(policy.statistics_needs for policy in policies), strict=True)
+    return StatisticsNeeds(max(latest), any(total), max(prompt))
