@@ -18,7 +18,6 @@ import torch
 
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import ReqToTokenPool, Request
-from sglang_reasoncache.eviction.apply import EvictionRefusal, EvictionStats, refusal_of_eviction
 from sglang_reasoncache.eviction.held import AttentionSource, HeldAttention, HeldKeys, KeySource
 from sglang_reasoncache.eviction.policies.contract import (
     Eviction,
@@ -26,8 +25,13 @@ from sglang_reasoncache.eviction.policies.contract import (
     NoAttention,
     RequestView,
 )
-from sglang_reasoncache.eviction.pressure import PoolPressure, waits_for
-from sglang_reasoncache.eviction.row_state import RowState
+from sglang_reasoncache.eviction.pressure import PoolPressure
+from sglang_reasoncache.eviction.row_state import (
+    EvictionRefusal,
+    EvictionStats,
+    RowState,
+    refusal_of_eviction,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +48,9 @@ class EvictionController:
         weights: Attention statistics, None where no policy needs them.
 
     Attributes:
+        described: Name and options of every policy, for the endpoint.
         positions_now: Positions that the running requests have evicted.
-        evicts_prompts: Positions of prompts may go, so running requests keep theirs to
-            themselves.
+        evicts_prompts: Those of prompts may go, so running requests keep theirs to themselves.
     """
 
     def __init__(
@@ -62,18 +66,13 @@ class EvictionController:
         self._rows, self._keys, self._weights = rows, keys, weights
         # Read once: errors of another package's policy cannot be caught everywhere.
         self._of_prompts = {name for name, policy in evictors if getattr(policy, "prompt", False)}
-        self._longest_first = any(waits_for(policy) for _, policy in evictors)
         self._pressure = PoolPressure(evictors, use)
         self._reads = any(policy.needs for _, policy in evictors)
         self._slack = {name: operator.index(policy.slack) for name, policy in evictors}
-        self._described = [{"name": name, **_options(policy)} for name, policy in evictors]
-        self.evicts_prompts = bool(self._of_prompts)
+        self.described = [{"name": name, **_options(policy)} for name, policy in evictors]
+        self.is_active, self.evicts_prompts = bool(evictors), bool(self._of_prompts)
         self._failed: set[str] = set()
         self.positions_now = 0
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._evictors)
 
     def wait(self) -> None:
         """Until the KV that is being computed is there, where a policy reads any."""
@@ -83,7 +82,7 @@ class EvictionController:
     def in_turn(self, reqs: Iterable[Request]) -> list[Request]:
         """The order of polling: the longest row first where that decides who gives."""
         self._pressure.poll()
-        if not self._longest_first:
+        if not self._pressure.bounds:
             return list(reqs)
         return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)
 
@@ -98,15 +97,13 @@ class EvictionController:
         """Evict what was evicted before a retraction, then what the policies give up now.
 
         Args:
-            req: Holds its row.
-            state: Its evicted positions grow by what is applied.
-            stats: Counts what was evicted, and refusals by their value.
+            req: Holds its row. ``state`` and ``stats`` change by what is applied.
             written: Positions whose KV is there; None: all but that of the newest token, which
                 the next forward writes.
             decide: Run the policies, too.
 
         Returns:
-            How many positions were evicted whose slots did not come back: they have other names.
+            How many evicted positions' slots did not come back: they have other names.
         """
         if written is None:
             written = len(req.origin_input_ids) + len(req.output_ids) - 1
@@ -222,15 +219,9 @@ class EvictionController:
         self.positions_now = 0
         self._pressure.reset()
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Name and options of every policy, for the endpoint."""
-        return self._described
-
 
 def _options(policy: Any) -> dict[str, Any]:
     """As plain values: another package's may be anything."""
-    if not dataclasses.is_dataclass(policy):
-        return {}
     names = [field.name for field in dataclasses.fields(policy) if field.init]
     values = {name: getattr(policy, name, None) for name in names}
     return {

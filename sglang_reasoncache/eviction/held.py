@@ -19,10 +19,10 @@ from sglang_reasoncache.kernels.pool import read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 
-class KeySource:
+class KeySource(NamedTuple):
     """One per scheduler.
 
-    Args:
+    Attributes:
         pool: SGLang's ``MHATokenToKVPool``.
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
         cached_at: Slots' cached positions.
@@ -31,26 +31,20 @@ class KeySource:
         group: CPU process group of the tensor-parallel ranks, None when alone.
     """
 
-    def __init__(
-        self,
-        pool: Any,
-        rows: torch.Tensor,
-        cached_at: CachedPositions,
-        rotation: KeyRotation | None,
-        num_heads: int,
-        group: Any = None,
-    ) -> None:
-        self.layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
-        self.buffers = [pool.get_key_buffer(layer) for layer in self.layers]
-        self.rows, self.cached_at, self.rotation = rows, cached_at, rotation
-        self.num_heads, self.group = num_heads, group
+    pool: Any
+    rows: torch.Tensor
+    cached_at: CachedPositions
+    rotation: KeyRotation | None
+    num_heads: int
+    group: Any = None
 
 
 class HeldKeys:
     """See :class:`~sglang_reasoncache.eviction.policies.contract.Keys`."""
 
     def __init__(self, source: KeySource, row: int, held: np.ndarray) -> None:
-        self.layers, self._source, self._row = source.layers, source, row
+        self._source, self._row, pool = source, row, source.pool
+        self.layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         # Whatever a policy does to its view.
         self._held = held.copy()
         self._slots: torch.Tensor | None = None
@@ -65,7 +59,7 @@ class HeldKeys:
         return self._source.cached_at.positions[self._where()].long()
 
     def stored(self, layer: int) -> torch.Tensor:
-        return read_rows(self._source.buffers[layer - self.layers.start], self._where())
+        return read_rows(self._source.pool.get_key_buffer(layer), self._where())
 
     def unrotated(self, layer: int) -> torch.Tensor:
         rotation = self._source.rotation

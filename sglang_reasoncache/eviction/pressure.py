@@ -6,39 +6,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from sglang_reasoncache.eviction.policies.contract import NamedPolicy, Policy
+from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 
 
 class PoolPressure:
     """Which policies with ``when`` above 0 may act now.
 
-    In use is neither free nor evictable, by SGLang's own counts, the same on all ranks; read at
-    every poll and release: what filled the pool may be gone before a request has too much again.
+    Its use is read at every poll and release: what filled the pool may be gone before a request
+    has too much again.
     """
 
     def __init__(self, evictors: Iterable[NamedPolicy], use: Callable[[], float]) -> None:
         self._use = use
         #: ``when`` and ``until`` of the policies that wait; others may always act.
-        self._bounds = {
+        self.bounds = {
             name: (when, float(getattr(policy, "until", when)))
             for name, policy in evictors
-            if (when := waits_for(policy))
+            if (when := float(getattr(policy, "when", 0.0)))
         }
         self._acting: set[str] = set()
 
     def poll(self) -> None:
         """See which policies begin or end to act."""
-        if self._bounds:
+        if self.bounds:
             use = self._use()
-            for name in self._bounds:
+            for name in self.bounds:
                 self._acts(name, use)
 
     def lets(self, name: str) -> bool:
         """Whether the policy may act now. Called when it would: evictions change the use."""
-        return name not in self._bounds or self._acts(name, self._use())
+        return name not in self.bounds or self._acts(name, self._use())
 
     def _acts(self, name: str, use: float) -> bool:
-        when, until = self._bounds[name]
+        when, until = self.bounds[name]
         if use > (until if name in self._acting else when):
             self._acting.add(name)
         else:
@@ -48,11 +48,6 @@ class PoolPressure:
     def reset(self) -> None:
         """The pool is empty."""
         self._acting.clear()
-
-
-def waits_for(policy: Policy) -> float:
-    """The share of the pool above which the policy acts; 0: at any."""
-    return float(getattr(policy, "when", 0.0))
 
 
 def pool_use(allocator: Any, tree: Any) -> float:

@@ -38,35 +38,29 @@ _SPARE = 512 << 20
 
 
 class Prefill(NamedTuple):
-    """Which queries of a prefill count. A number per request each.
-
-    Attributes:
-        counts: Queries, the last ones.
-        added: Positions whose totals go on; those behind begin anew.
-        lengths: Positions, new ones included.
-        new: New tokens.
-    """
+    """Which queries of a prefill count. A number per request each."""
 
     counts: list[int]
+    """Queries, the last ones."""
     added: list[int]
+    """Positions whose totals go on; those behind begin anew."""
     lengths: list[int]
+    """Positions, new ones included."""
     new: list[int]
+    """New tokens."""
 
 
 class StatisticsUpdate(NamedTuple):
-    """Weights of one forward. Every layer adds to ``weights``.
-
-    Attributes:
-        weights: fp32, one for each entry of the first query, then of the next, and so on.
-        longest: Most entries of a query.
-        apply: Brings the weights of all layers to the rows, and zeroes them.
-        parts: The queries of a prefill, for calls of decode attention.
-    """
+    """Weights of one forward. Every layer adds to ``weights``."""
 
     weights: torch.Tensor
+    """fp32, one for each entry of the first query, then of the next, and so on."""
     longest: int
+    """Most entries of a query."""
     apply: Callable[[], None]
+    """Brings the weights of all layers to the rows, and zeroes them."""
     parts: Sequence[Part] = ()
+    """The queries of a prefill, for calls of decode attention."""
 
 
 class AttentionStatistics:
@@ -105,9 +99,9 @@ class AttentionStatistics:
         self._first, self._covered, self._capacity = np.zeros((3, len(rows)), dtype=np.int64)
         self._warned = False
         if self._allocated(self._width) is None:
+            size = self._bytes(self._width)
             raise MemoryError(
-                f"no {self._bytes(self._width)} bytes for attention statistics of a request "
-                f"on {rows.device}"
+                f"no {size} bytes for attention statistics of a request on {rows.device}"
             )
 
     # -- before a forward, on the host -------------------------------------------
@@ -208,9 +202,8 @@ class AttentionStatistics:
         ``weights``: of a CUDA graph, zeros as long as the plan. ``rows`` then names the graph's
         buffers, read when it is replayed.
         """
-        counts, added = [1] * len(rows.lengths), (rows.lengths - 1).tolist()
-        weights = torch.zeros(len(rows.plan.kv_indices))
-        return self._update(rows, weights, rows.requests, rows.lengths, counts, added)
+        ends, ones = rows.lengths.tolist(), [1] * len(rows.lengths)
+        return self.prefill(rows, Prefill(ones, [end - 1 for end in ends], ends, ones))
 
     def prefill(self, rows: BatchRows, prefill: Prefill) -> StatisticsUpdate:
         """The update by a prefill, without waiting for a GPU.
@@ -237,10 +230,12 @@ class AttentionStatistics:
     ) -> StatisticsUpdate:
         """``order``: requests of the queries, and how many queries of these come after each."""
         (begin, end), (of, left) = spans, order
-        ends = (end - begin).cumsum(0).tolist()
-        weights = torch.zeros(ends[-1] if ends else 0)
-        seen = rows.lengths[of] - left
-        update = self._update(rows, weights, rows.requests[of], seen, prefill.counts, prefill.added)
+        ends, seen = (end - begin).cumsum(0).tolist(), rows.lengths[of] - left
+        weights, most = torch.zeros(max(ends, default=0)), int(seen.max()) if len(seen) else 0
+        # Now, as the plan: rows may change before the weights are there.
+        held = self._rows[rows.requests[of].long(), :most] >= 0
+        held &= torch.arange(most) < seen[:, None]
+        each = rows.requests.tolist(), rows.lengths.tolist(), prefill.counts, prefill.added
         # Some queries at a time: a call keeps the logits of all its entries.
         parts, first, at = [], 0, 0
         for stop, entries in enumerate(ends, 1):
@@ -248,33 +243,14 @@ class AttentionStatistics:
                 some = slice(first, stop)
                 parts.append((tokens[some], (begin[some], end[some]), weights[at:entries]))
                 first, at = stop, entries
-        return update._replace(parts=parts)
+        apply = functools.partial(self._apply, weights, held, *each)
+        return StatisticsUpdate(weights, rows.longest, apply, parts)
 
-    def _update(
-        self,
-        rows: BatchRows,
-        weights: torch.Tensor,
-        of: torch.Tensor,
-        seen: torch.Tensor,
-        counts: list[int],
-        added: list[int],
-    ) -> StatisticsUpdate:
-        """``of``, ``seen``: int ``[queries]``, row and positions of each."""
-        most = int(seen.max()) if len(seen) else 0
-        # Now, as the plan: rows may change before the weights are there.
-        held = (self._rows[of.long(), :most] >= 0) & (torch.arange(most) < seen[:, None])
-        requests, ends = rows.requests.tolist(), rows.lengths.tolist()
-        each = list(zip(requests, ends, counts, added, strict=True))
-        apply = functools.partial(self._apply, weights, held, each)
-        return StatisticsUpdate(weights, rows.longest, apply)
-
-    def _apply(
-        self, given: torch.Tensor, held: torch.Tensor, each: list[tuple[int, int, int, int]]
-    ) -> None:
-        """``each``: a request's row, positions, queries, and positions whose totals go on."""
+    def _apply(self, given: torch.Tensor, held: torch.Tensor, *each: list[int]) -> None:
+        """``each``: requests' rows, positions, queries, and positions whose totals go on."""
         weights = torch.zeros(held.shape).masked_scatter_(held, given)
         at = 0
-        for row, length, count, added in each:
+        for row, length, count, added in zip(*each, strict=True):
             memory = self._memory.get(row)
             if memory is not None:
                 self._add(memory, weights[at : at + count, :length], length, added)
@@ -310,10 +286,7 @@ class AttentionStatistics:
         """
         if not self.needs.total:
             raise LookupError("no policy announced that it reads total weights")
-        memory = self._known(row)
-        if memory is None:
-            return torch.zeros(len(positions), dtype=torch.float64)
-        return memory[self.needs.latest, positions.to(self._device)].cpu().double()
+        return self._mean(row, positions, [self.needs.latest])
 
     def latest(self, row: int, positions: torch.Tensor, queries: int) -> torch.Tensor:
         """fp64 ``[positions]`` in host memory: mean of the weights by the ``queries`` newest ones,
@@ -323,16 +296,16 @@ class AttentionStatistics:
         """
         if not 0 < queries <= self.needs.latest:
             raise LookupError(f"no policy announced that it reads the latest {queries} queries")
-        memory, covered = self._known(row), int(self._covered[row])
+        covered = int(self._covered[row])
         first = max(int(self._first[row]), covered - queries)
-        if memory is None or first >= covered:
-            return torch.zeros(len(positions), dtype=torch.float64)
-        at = torch.arange(first, covered) % self.needs.latest
-        found = memory[at[:, None].to(self._device), positions.to(self._device)]
-        return found.cpu().double().mean(dim=0)
+        return self._mean(
+            row, positions, [query % self.needs.latest for query in range(first, covered)]
+        )
 
-    def _known(self, row: int) -> torch.Tensor | None:
-        """Weights of the request that has the row; None: there are none."""
-        if self._owner[row] != int(self._generations[row]):
-            return None
-        return self._memory.get(row)
+    def _mean(self, row: int, positions: torch.Tensor, lines: list[int]) -> torch.Tensor:
+        """Of some lines of the row's memory; zeros where its request has none."""
+        memory = self._memory.get(row)
+        if memory is None or not lines or self._owner[row] != int(self._generations[row]):
+            return torch.zeros(len(positions), dtype=torch.float64)
+        at = torch.tensor(lines, device=self._device)[:, None]
+        return memory[at, positions.to(self._device)].cpu().double().mean(dim=0)

@@ -85,7 +85,7 @@ class Report:
             "block": self._pipeline.block,
             "slots_saved_now": self._pipeline.live_positions + evicted,
             "positions_evicted_now": evicted,
-            "evictors": self._eviction.describe(),
+            "evictors": self._eviction.described,
             "selection": None if self._selection is None else self._selection.describe(),
             "admission_credit": credit,
             "threshold": self._pipeline.threshold.describe(),

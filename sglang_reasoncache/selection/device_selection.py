@@ -21,24 +21,17 @@ from sglang_reasoncache.selection.page_selection import PageSelection
 
 
 class SelectionBuffers(NamedTuple):
-    """Where the selected entries of a layer go, layer after layer.
+    """Where the selected entries of a layer go, layer after layer."""
 
-    Attributes:
-        plan: Its ``positions`` are where entries are in the whole plan.
-        weights: fp32, of these entries, zeros between layers; None: nobody needs them.
-    """
-
-    plan: PlanBuffers
-    weights: torch.Tensor | None
+    plan: PlanBuffers  # its positions are where entries are in the whole plan
+    weights: torch.Tensor | None  # fp32, of these entries, zeros between layers; None: not needed
 
 
 class _Step(NamedTuple):
     """What all layers of a decode step choose from; they never read rows."""
 
     lengths: torch.Tensor  # int64 [rows]
-    # Entries are the pages of one row after the other, [rows * pages]; below 0 where bounds say
-    # nothing.
-    pages: RowPlan
+    pages: RowPlan  # entries are pages, row after row; below 0 where bounds say nothing
     spans: tuple[torch.Tensor, torch.Tensor]  # int32 [rows] each, entries within a row's length
     share_index: torch.Tensor  # int64 [rows, pages], where a page's share is among theirs
     held: torch.Tensor  # bool [rows, pages], which pages the rows have

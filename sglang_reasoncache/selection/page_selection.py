@@ -205,38 +205,31 @@ class PageSelection:
 
     def _kept(self, step: Any, shares: torch.Tensor) -> torch.Tensor | None:
         """bool ``[rows, pages]``, what the selector keeps; None: it failed or gave nonsense."""
-        held = step.held
+        held, failure = step.held, None
         try:
             # Copies: later layers read the same, whatever a selector does to its own.
             keep = self._selector.keep(shares, held.clone(), step.newest.clone(), self._page)
         except Exception as error:
-            if step.strict:
-                raise ValueError(
-                    f"{self._flag}: keep of a selector failed on {shares.device}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            self._refusals[SelectionRefusal.POLICY_FAILED.value] += 1
-            if not self._failed:
-                self._failed = True
-                logger.exception(
-                    "reasoncache: policy %s failed, further failures count only", self._name
-                )
-            return None
-        if (
-            type(keep) is not torch.Tensor
-            or keep.dtype != torch.bool
-            or keep.shape != held.shape
-            or keep.device != held.device
-            or keep.layout != torch.strided
-        ):
-            if step.strict:
-                raise ValueError(
-                    f"{self._flag}: keep of a selector must give a plain bool tensor "
-                    f"{list(held.shape)} on {held.device}, got {_named(keep)}"
-                )
-            self._refusals[SelectionRefusal.MALFORMED.value] += 1
-            return None
-        return keep
+            failure, refusal = error, SelectionRefusal.POLICY_FAILED
+            problem = f"failed on {shares.device}: {type(error).__name__}: {error}"
+        else:
+            if (
+                type(keep) is torch.Tensor
+                and (keep.dtype, keep.shape) == (torch.bool, held.shape)
+                and (keep.device, keep.layout) == (held.device, torch.strided)
+            ):
+                return keep
+            refusal = SelectionRefusal.MALFORMED
+            problem = f"must give a plain bool tensor {list(held.shape)} on {held.device}, got "
+            problem += _named(keep)
+        if step.strict:
+            raise ValueError(f"{self._flag}: keep of a selector {problem}") from failure
+        self._refusals[refusal.value] += 1
+        if failure is not None and not self._failed:
+            self._failed = True
+            told = "reasoncache: policy %s failed, further failures count only"
+            logger.error(told, self._name, exc_info=failure)
+        return None
 
     def _entries(self, step: Any, keep: torch.Tensor) -> tuple[RowPlan, torch.Tensor | None]:
         newest = step.newest[:, None]

@@ -17,11 +17,11 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_reasoncache import native
-from sglang_reasoncache.eviction.apply import EvictionRefusal
 from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy, RequestView
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff, similarity
 from sglang_reasoncache.eviction.policies.random_eviction import RandomEviction
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
+from sglang_reasoncache.eviction.row_state import EvictionRefusal
 from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.gather import gather_kv

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sglang_reasoncache.eviction.policies import rkv
 from sglang_reasoncache.eviction.policies.contract import ATTENTION, RequestView, StatisticsNeeds
-from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest, pooled, runs
+from sglang_reasoncache.eviction.policies.evictor import Evictor, ScoringEvictor, pooled, runs
 from sglang_reasoncache.eviction.policies.h2o import H2O
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.l2norm import L2Norm
@@ -35,6 +35,17 @@ from tests.eviction.views import (
     random_weights,
     view,
 )
+
+@dataclasses.dataclass(frozen=True)
+class Scored(ScoringEvictor):
+    """Scores that are given, and no budget."""
+
+    given: Any = None
+    budget: int | None = 1
+
+    def scores(self, view: RequestView) -> np.ndarray:
+        return np.asarray(self.given)
+
 
 # -- candidates and picking by score ------------------------------------------------
 
@@ -83,7 +94,7 @@ def test_positions_that_share_a_slot_go_together() -> None:
     # By age, where 5 counts as 13, and 4 as 15, the last ones with their slots.
     order = [[2], [3], *([at] for at in range(6, 12)), [5, 13], [14], [4, 12, 15], [16], [17]]
     for count in range(1, len(order) + 1):
-        found = positions(evict_highest(now, now.candidates(), scores, count))
+        found = positions(Scored(given=scores, recent=1).evict(now, count))
         assert found == sorted(at for slot in order[:count] for at in slot)
 
 
@@ -91,8 +102,8 @@ def test_a_slot_without_a_score_stays_longest() -> None:
     """One of the positions that have it is enough."""
     now = view(8, owned=1, shared=[(5, 2, 1)])
     scores = np.array([9, 1, 9, 1, 1, np.nan, 1, 9.0])
-    assert positions(evict_highest(now, now.candidates(), scores, 4)) == [1, 3, 4, 6]
-    assert positions(evict_highest(now, now.candidates(), scores, 5)) == [1, 2, 3, 4, 5, 6]
+    assert positions(Scored(given=scores, recent=1).evict(now, 4)) == [1, 3, 4, 6]
+    assert positions(Scored(given=scores, recent=1).evict(now, 5)) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("page", [1, 4])
@@ -121,7 +132,7 @@ def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -
     by_page = {at: scores[now.held // page == at].mean() for v in whole.values() for at in v}
     wanted = sorted(whole, key=lambda k: (-min(by_page[at] for at in whole[k]), k))
     for excess in (1, page, 7, 5 * page, 1000):
-        found = positions(evict_highest(now, now.candidates(recent), scores, excess))
+        found = positions(Scored(given=scores, recent=recent).evict(now, excess))
         going = sorted(at for k in wanted[: math.ceil(excess / page)] for at in whole[k])
         assert found == [at * page + i for at in going for i in range(page)]
 
