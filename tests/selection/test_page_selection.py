@@ -10,18 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
-from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.kernels.batch import BatchRows
-from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.selection.quest import Quest
 from tests.kernels.pools import make_rotation
 from tests.selection.selectors import NONSENSE, wrong
-from tests.unit.attention_rig import Rig, supported_runner
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 4, 64, 4, 2, 8
 SLOTS = PAGE * PAGES
@@ -243,32 +238,10 @@ def test_a_selector_must_say_what_it_reads_whole(key: str, value: Any) -> None:
         PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
 
 
-def test_attention_and_weights_over_what_was_selected(
-    published_config: None, out_of_tree_platform: None
-) -> None:
-    """The backend reads the selected entries; what it left out weighs nothing."""
-    rig = Rig(shifted=0.0, lengths=[70, 12], heads=4)
-    rig.runner.token_to_kv_pool_allocator.page_size = 8
-    # Pages of 8 slots side by side, filled from the first one on.
-    for row, first in zip(rig.row_of.tolist(), (0, 80), strict=True):
-        slots = torch.arange(96)[: rig.lengths[row - 1]] + first
-        rig.rows.req_to_token[row, : len(slots)] = slots.to(torch.int32)
-        rig.cached_at.record(slots, torch.arange(len(slots)))
-    for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer):
-        buffer.copy_(torch.randn(buffer.shape, generator=rig.generator))
-    backend = PagedCpuBackend(supported_runner(rig), rig.cached_at)
-    statistics = backend.paged.keep_statistics(StatisticsNeeds(latest=1))
-    # A request is known from its prefill on.
-    statistics.begin([1, 2], [69, 11], [69, 11])
-    selection: Any = backend.paged.select("quest", Quest(budget=24, whole_layers=1))
-    selection.update(1, torch.arange(92))
-    batch = rig.batch([1, 1])
-    found = rig.forward(backend, batch)
-    chosen = selection.plan(1, rig.query, rig.layer.scaling)
-    assert chosen is not None and 24 + 12 - 8 < len(chosen[0].kv_indices) <= 24 + 12
-    kv = PagedKv(rig.pool.k_buffer[1], rig.pool.v_buffer[1])
-    right = decode_attention(rig.query, kv, chosen[0], scale=rig.layer.scaling)
-    assert torch.equal(found, right)
-    weights = statistics.latest(1, torch.arange(70), 1)
-    assert float(weights.sum()) == pytest.approx(4)
-    assert ((weights > 0) == selection._among[:70]).all()
+def test_bounds_without_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(PageBounds, "__init__", none)
+    with pytest.raises(MemoryError, match="Tried to allocate"):
+        World(shifted=False)
