@@ -4,6 +4,7 @@ interpreter. What both must do is tested once, for the one that this process run
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +30,9 @@ from sglang_reasoncache.eviction.policies.contract import (
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels import note_triton, plan_triton
 from sglang_reasoncache.kernels.batch import BatchRows
-from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.plugin import attention, cuda_attention
-from tests.eviction.statistics_world import ROWS, WANTED, DeviceWorld, World, dense_weights
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import LENGTHS, Rig, supported_runner
 from tests.unit.test_attention_cuda_graph import LENGTHS as SHORT
@@ -40,6 +41,158 @@ from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
 on_host = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")
+
+ROWS, WIDTH, SLOTS = 5, 90, 600
+WANTED = StatisticsNeeds(latest=4, total=True, prompt=6)
+
+
+class World:
+    """Rows that are built, grow, get evicted positions and are built anew, and all weights ever given."""
+
+    def __init__(self, seed: int, wanted: StatisticsNeeds) -> None:
+        self.random = random.Random(seed)
+        self.torch = torch.Generator().manual_seed(seed)
+        self.rows = torch.randint(-1, SLOTS, (ROWS, WIDTH), dtype=torch.int32)
+        self.wanted = wanted
+        #: Of each row, how many requests got it.
+        self.generations = torch.zeros(ROWS, dtype=torch.int64)
+        self.statistics: Any = self.made()
+        self.length = [0] * ROWS
+        #: Rows of requests some of whose positions were computed.
+        self.begun: set[int] = set()
+        #: Of each row: query position -> weights of the positions it saw.
+        self.given: list[dict[int, torch.Tensor]] = [{} for _ in range(ROWS)]
+
+    #: Of decode steps on a device, in buffers that stay.
+    weights: torch.Tensor | None = None
+
+    def made(self) -> AttentionStatistics:
+        """What is tested."""
+        return AttentionStatistics(self.rows, self.generations, self.wanted)
+
+    def planned(self, requests: torch.Tensor, lengths: torch.Tensor, decodes: bool) -> BatchRows:
+        """What a forward reads."""
+        plan = plan_rows(self.rows, requests, lengths, num_slots=SLOTS)
+        return BatchRows(plan, requests, lengths, int(lengths.max()))
+
+    def forward(self, requests: list[int], new: list[int] | None) -> None:
+        counts = new or [1] * len(requests)
+        for row, count in zip(requests, counts, strict=True):
+            self.length[row] += count
+            at = slice(self.length[row] - count, self.length[row])
+            self.rows[row, at] = torch.randint(0, SLOTS, (count,), dtype=torch.int32)
+        lengths = torch.tensor([self.length[row] for row in requests])
+        indices = torch.tensor(requests)
+        prefill = self.statistics.begin(indices.tolist(), lengths.tolist(), new)
+        read = self.planned(indices, lengths, prefill is None)
+        if prefill is None:
+            update = self.statistics.decode(read, self.weights)
+        else:
+            update = self.statistics.prefill(read, prefill)
+            for _, (begin, end), part in update.parts:
+                assert len(part) >= (end - begin).sum()
+                assert not len(begin) or (end - begin).max() <= update.longest
+        # As SGLang does with its own.
+        lengths += 1
+        indices.zero_()
+        expected = []
+        for row, count in zip(requests, counts, strict=True):
+            told = 1 if new is None else min(count, self.wanted.prompt)
+            if row in self.begun and count == 1:
+                told = 1
+            self.begun.add(row)
+            for query in range(self.length[row] - told, self.length[row]):
+                weights = torch.rand(query + 1, generator=self.torch)
+                weights[self.rows[row, : query + 1] < 0] = 0
+                self.given[row][query] = weights
+                expected.append(weights[self.rows[row, : query + 1] >= 0])
+        found = torch.cat([torch.zeros(0), *expected])
+        # As two layers do.
+        update.weights[: len(found)] += found / 4
+        update.weights[: len(found)] += found * 3 / 4
+        update.apply()
+        assert not update.weights.any(), "ready for the next step"
+
+    def step(self) -> None:
+        kind = self.random.random()
+        if kind < 0.2:  # a request begins, with some of its prompt from the prefix cache
+            row = self.random.randrange(ROWS)
+            self.begin(row, self.random.choice([self.random.randrange(0, 20), self.length[row]]))
+        elif kind < 0.3:  # the next chunk of a long prompt: what came before is forgotten
+            row = self.random.randrange(ROWS)
+            if 0 < self.length[row] < WIDTH - 20:
+                count = self.random.choice([2, 6, 7, 15])
+                if count > self.wanted.prompt:
+                    self.given[row].clear()
+                self.forward([row], [count])
+        elif kind < 0.4:  # evicted positions
+            row = self.random.randrange(ROWS)
+            if self.length[row] > 4:
+                start = self.random.randrange(self.length[row] - 2)
+                self.rows[row, start : start + 2] = -1
+        else:
+            some = [r for r in range(ROWS) if 0 < self.length[r] < WIDTH]
+            some = self.random.sample(some, self.random.randint(0, len(some)))
+            if some:
+                mixed = self.random.random() < 0.2
+                self.forward(some, [1] * len(some) if mixed else None)
+
+    def begin(self, row: int, cached: int) -> None:
+        """Another request gets the row and finds its first ``cached`` positions computed."""
+        self.given[row].clear()
+        self.begun.discard(row)
+        self.generations[row] += 1
+        self.length[row] = min(cached, WIDTH - 40)
+        self.rows[row, : self.length[row]] = 7
+        self.forward([row], [self.random.randrange(1, 20)])
+
+    def check(self, row: int) -> None:
+        length = self.length[row]
+        held = (self.rows[row, :length] >= 0).nonzero()[:, 0]
+        queries = sorted(self.given[row])
+        padded = [
+            torch.nn.functional.pad(self.given[row][q], (0, length - q - 1))[held].double()
+            for q in queries
+        ]
+        if self.wanted.total:
+            found = self.statistics.total(row, held)
+            torch.testing.assert_close(found, sum(padded), rtol=1e-5, atol=1e-6)
+        for newest in range(1, self.wanted.latest + 1):
+            some = padded[-newest:]
+            found = self.statistics.latest(row, held, newest)
+            torch.testing.assert_close(found, sum(some) / len(some), rtol=1e-5, atol=1e-6)
+
+
+class DeviceWorld(World):
+    """Its weights go the way of a GPU, decode steps in buffers that stay."""
+
+    def made(self) -> DeviceStatistics:
+        self.buffers = PlanBuffers.of(8, 8 * self.rows.shape[1], "cpu", positions=True)
+        self.weights = torch.zeros(8 * self.rows.shape[1])
+        return DeviceStatistics(self.rows, self.generations, self.wanted)
+
+    def planned(self, requests: torch.Tensor, lengths: torch.Tensor, decodes: bool) -> BatchRows:
+        plan_into(self.buffers, self.rows, requests, lengths, num_slots=SLOTS)
+        if not decodes:
+            return BatchRows(self.buffers, requests, lengths, int(lengths.max()))
+        # As in a graph: SGLang's buffers, written anew before each replay.
+        return BatchRows(self.buffers, requests.clone(), lengths.clone(), self.rows.shape[1])
+
+
+def dense_weights(rig: Rig, batch: Any, queries: int) -> list[torch.Tensor]:
+    """fp64 sums over heads and the last ``queries`` of each row, by position."""
+    keys = rig.pool.k_buffer[1].double()
+    found, query = [], iter(rig.query.double().split(batch.extend_seq_lens.tolist()))
+    for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True):
+        k = keys[rig.rows.req_to_token[row, :length].long()].repeat_interleave(
+            rig.heads // rig.kv_heads, dim=1
+        )
+        q = next(query)[-queries:]
+        logits = torch.einsum("qhd,nhd->hqn", q, k) * rig.layer.scaling
+        behind = torch.arange(length) > torch.arange(length - len(q), length)[:, None]
+        found.append(logits.masked_fill(behind, float("-inf")).softmax(-1).sum(dim=(0, 1)))
+    return found
+
 
 #: What this process tests.
 KIND: type[AttentionStatistics] = DeviceStatistics if INTERPRETED else AttentionStatistics
@@ -138,10 +291,14 @@ def test_without_memory_positions_count_as_never_looked_at(
     world.check(2)
 
 
-def test_no_memory_at_the_start_is_an_error() -> None:
+def without_memory(needs: StatisticsNeeds) -> AttentionStatistics:
     rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
+    return KIND(rows, torch.zeros(2, dtype=torch.int64), needs)
+
+
+def test_no_memory_at_the_start_is_an_error() -> None:
     with pytest.raises(MemoryError, match="bytes for attention statistics of a request"):
-        KIND(rows, torch.zeros(2, dtype=torch.int64), WANTED)
+        without_memory(WANTED)
 
 
 def test_only_what_was_announced_can_be_read() -> None:
@@ -194,27 +351,14 @@ def test_memory_is_that_of_the_requests_and_not_of_every_row(
 
 @on_host
 def test_no_memory_ends_the_start_by_name() -> None:
-    class Large:
-        skips_evicted = True
-        rotation = None
-
-        @property
-        def paged(self) -> Any:
-            return self
-
-        def keep_statistics(self, needs: StatisticsNeeds) -> AttentionStatistics:
-            rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
-            return AttentionStatistics(rows, torch.zeros(2, dtype=torch.int64), needs)
-
-    runner: Any = SimpleNamespace(
-        is_draft_worker=False,
-        prefill_attention_backend_str="any",
-        decode_attention_backend_str="any",
-    )
+    large = SimpleNamespace(rotation=None, keep_statistics=without_memory)
+    backend = SimpleNamespace(paged=large, skips_evicted=True)
+    names = dict.fromkeys(("prefill_attention_backend_str", "decode_attention_backend_str"), "any")
+    runner: Any = SimpleNamespace(is_draft_worker=False, **names)
     config = ReasonCacheConfig(policy="snapkv:budget=64:window=48", positions="as-cached")
     cached = CachedPositions(1, "cpu")
     with pytest.raises(ValueError, match=r"--reasoncache-policy snapkv.* newest 48 queries"):
-        attention.attention_backend(runner, config, "any", lambda _runner: Large(), cached)
+        attention.attention_backend(runner, config, "any", lambda _runner: backend, cached)
 
 
 @pytest.mark.parametrize("entries", [1, 700, 1 << 19])
@@ -387,61 +531,21 @@ def announced(backend: Any, batch: Any) -> Any:
     return batch
 
 
-def assert_weights(rig: Rig, found: Any, batch: Any, new: list[int], queries: int) -> None:
-    """After a forward of rows without a past."""
-    for row, length, count, right in zip(
-        rig.row_of.tolist(), rig.lengths, new, dense_weights(rig, batch, queries), strict=True
-    ):
-        held, last = torch.arange(length), min(count, queries)
-        latest = found.latest(row, held, last) * last
-        torch.testing.assert_close(latest, right, rtol=1e-3, atol=1e-5)
-
-
 @interpreted
 @pytest.mark.parametrize("shifts", [False, True], ids=["stock", "ours"])
-def test_prefill_then_decode(rig: Rig, backend: Any, shifts: bool) -> None:
-    """SGLang's kernels or ours for the prefill; graphs and eager forwards for what follows."""
+def test_prefill_then_some_of_the_requests(rig: Rig, backend: Any, shifts: bool) -> None:
+    """SGLang's kernels or ours for the prefill; then graphs of two sizes, padded or not, eager
+    steps and a batch with prompts take turns."""
     plain = rig.forward(backend, announced(backend, rig.batch([1, 7, 30])))
     found = backend.paged.keep_statistics(StatisticsNeeds(latest=5, total=True, prompt=5))
     assert backend.paged.keep_statistics(StatisticsNeeds()) is found
     graphs = Graphs(rig, backend)
     assert {label for _, label in graphs.graphs} == {SHIFTED}
-    batch = announced(backend, rig.batch([1, 7, 30]))
-    backend.mark.note(batch.rids, shifts)
-    assert not backend.can_run_prefill_cuda_graph(batch)
-    out = rig.forward(backend, batch)
-    if not shifts:
-        assert torch.equal(out, plain)
-    assert_weights(rig, found, batch, [1, 7, 30], 5)
-    total = [
-        found.total(row, torch.arange(length))
-        for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True)
-    ]
-    nobodys = rig.pool.k_buffer[0].isnan().all(dim=(1, 2)).nonzero()[:, 0].split(3)
-    for runner, slots in zip((graphs, backend, graphs), nobodys, strict=False):
-        rig.lengths = [length + 1 for length in rig.lengths]
-        batch = announced(backend, rig.batch([1, 1, 1]))
-        rig.rows.req_to_token[batch.req_pool_indices, batch.seq_lens - 1] = slots.int()
-        batch.out_cache_loc = slots
-        rig.forward(runner, batch)
-        assert_weights(rig, found, batch, [1, 1, 1], 1)
-        for b, (row, length) in enumerate(zip(rig.row_of.tolist(), rig.lengths, strict=True)):
-            held = torch.arange(length)
-            total[b] = torch.nn.functional.pad(total[b], (0, 1)) + found.latest(row, held, 1)
-            torch.testing.assert_close(found.total(row, held), total[b], rtol=1e-4, atol=1e-6)
-    assert set(graphs.replayed) == {SHIFTED}
-
-
-@interpreted
-def test_some_of_the_requests_in_graphs_and_without(rig: Rig, backend: Any) -> None:
-    """Graphs of two sizes, padded or not, eager steps and a batch with prompts take turns."""
-    found = backend.paged.keep_statistics(StatisticsNeeds(latest=3, total=True, prompt=4))
-    graphs = Graphs(rig, backend)
     rows, lengths = rig.row_of, list(rig.lengths)
+    total = [torch.zeros(length - new) for length, new in zip(lengths, (1, 7, 30), strict=True)]
     free = rig.pool.k_buffer[0].isnan().all(dim=(1, 2)).nonzero()[:, 0].tolist()
-    rig.forward(backend, announced(backend, rig.batch(lengths)))
-    total = [found.total(int(row), torch.arange(n)) for row, n in zip(rows, lengths, strict=True)]
     for runner, some, new in (
+        (backend, [0, 1, 2], [1, 7, 30]),
         (graphs, [0, 1], [1, 1]),
         (graphs, [2], [1]),
         (backend, [0, 1, 2], [1, 1, 1]),
@@ -450,20 +554,29 @@ def test_some_of_the_requests_in_graphs_and_without(rig: Rig, backend: Any) -> N
         (graphs, [1], [1]),
         (graphs, [0, 1, 2], [1, 1, 1]),
     ):
-        for b, count in zip(some, new, strict=True):
+        first = new == [1, 7, 30]
+        for b, count in zip(some, [] if first else new, strict=not first):
             for at in range(lengths[b], lengths[b] + count):
                 rig.rows.req_to_token[rows[b], at] = free.pop(0)
             lengths[b] += count
         rig.row_of, rig.lengths = rows[some], [lengths[b] for b in some]
         batch = announced(backend, rig.batch(new))
-        rig.forward(runner, batch)
-        for b, count, right in zip(some, new, dense_weights(rig, batch, 4), strict=True):
+        if first:
+            backend.mark.note(batch.rids, shifts)
+            assert not backend.can_run_prefill_cuda_graph(batch)
+        out = rig.forward(runner, batch)
+        assert not first or shifts or torch.equal(out, plain)
+        for b, count, right in zip(some, new, dense_weights(rig, batch, 5), strict=True):
             row, held = int(rows[b]), torch.arange(lengths[b])
             total[b] = torch.nn.functional.pad(total[b], (0, count)) + right
-            torch.testing.assert_close(found.total(row, held), total[b], rtol=1e-3, atol=1e-5)
-            if count == 1:
-                torch.testing.assert_close(found.latest(row, held, 1), right, rtol=1e-3, atol=1e-5)
-        assert not backend._graphs[-1][1].any()
+            torch.testing.assert_close(
+                found.total(row, held), total[b].double(), rtol=1e-3, atol=1e-5
+            )
+            last = min(count, 5)
+            latest = found.latest(row, held, last) * last
+            torch.testing.assert_close(latest, right, rtol=1e-3, atol=1e-5)
+        assert first or not backend._graphs[-1][1].any()
+    assert set(graphs.replayed) == {SHIFTED}
     # Of the padding.
     assert int(found._bases[0]) == 0
 

@@ -4,22 +4,48 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
 import pytest
 import torch
 
+from sglang_reasoncache import registry
 from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.policy_options import OptionError
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.selection.quest import Quest
 from tests.kernels.pools import make_rotation
-from tests.selection.selectors import NONSENSE, wrong
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 4, 64, 4, 2, 8
 SLOTS = PAGE * PAGES
+
+
+class Wrong(Quest):
+    """Answers something else."""
+
+    answer: Any = None
+
+    def keep(self, shares: Any, held: Any, newest: Any, page: int) -> Any:
+        return self.answer(super().keep(shares, held, newest, page), newest)
+
+
+def wrong(answer: Any, budget: int = 16) -> Wrong:
+    policy = Wrong(budget=budget, whole_layers=0)
+    object.__setattr__(policy, "answer", answer)
+    return policy
+
+
+NONSENSE = [
+    (lambda keep, _newest: None, "malformed", "must give a plain bool tensor .*, got NoneType"),
+    (lambda keep, _newest: keep.float(), "malformed", "got Tensor torch.float32"),
+    (lambda keep, _newest: keep[:, :-1], "malformed", "must give a plain bool tensor"),
+    (lambda keep, _newest: keep.to_sparse(), "malformed", "must give a plain bool tensor"),
+    (lambda keep, _newest: 1 / 0, "policy_failed", "ZeroDivisionError: division by zero"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -245,3 +271,41 @@ def test_bounds_without_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(PageBounds, "__init__", none)
     with pytest.raises(MemoryError, match="Tried to allocate"):
         World(shifted=False)
+
+
+# -- Quest's choice, on random shares and by hand ---------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("budget", [1, 4, 5, 12, 28, 500])
+def test_the_newest_page_and_the_best_are_read(seed: int, budget: int) -> None:
+    shares = torch.rand(3, 7, generator=torch.Generator().manual_seed(seed))
+    held = torch.ones(3, 7, dtype=torch.bool)
+    held[0, 3] = held[1, 5:] = False
+    newest = torch.tensor([6, 4, 6])
+    keep = Quest(budget=budget).keep(shares, held, newest, PAGE)
+    assert keep.dtype == torch.bool
+    for row, last in enumerate(newest.tolist()):
+        others = [page for page in held[row].nonzero()[:, 0].tolist() if page != last]
+        others.sort(key=lambda page: -float(shares[row, page]))
+        expected = {last, *others[: math.ceil(budget / PAGE) - 1]}
+        assert set(keep[row].nonzero()[:, 0].tolist()) == expected
+
+
+def test_by_hand() -> None:
+    shares = torch.tensor([[0.9, 0.7, 1.1, 0.1]])
+    held, newest = torch.ones(1, 4, dtype=torch.bool), torch.tensor([3])
+    keep = Quest(budget=40).keep(shares, held, newest, 16)
+    assert keep.tolist() == [[True, False, True, True]]
+
+
+def test_options() -> None:
+    choice = registry.parse("reasoncache+quest:budget=64:whole_layers=0+keydiff:budget=9")
+    assert choice.selector == ("quest", Quest(budget=64, whole_layers=0))
+    assert choice.shares and [name for name, _ in choice.evictors] == ["keydiff"]
+    for options, key in (({"budget": 0}, "budget"), ({"whole_layers": -1}, "whole_layers")):
+        with pytest.raises(OptionError) as error:
+            Quest(**options)
+        assert error.value.key == key
+    with pytest.raises(registry.PolicyError, match="budget of quest between"):
+        registry.parse("quest:budget=0")
