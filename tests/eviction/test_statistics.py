@@ -531,21 +531,61 @@ def announced(backend: Any, batch: Any) -> Any:
     return batch
 
 
+def assert_weights(rig: Rig, found: Any, batch: Any, new: list[int], queries: int) -> None:
+    """After a forward of rows without a past."""
+    for row, length, count, right in zip(
+        rig.row_of.tolist(), rig.lengths, new, dense_weights(rig, batch, queries), strict=True
+    ):
+        held, last = torch.arange(length), min(count, queries)
+        latest = found.latest(row, held, last) * last
+        torch.testing.assert_close(latest, right, rtol=1e-3, atol=1e-5)
+
+
 @interpreted
 @pytest.mark.parametrize("shifts", [False, True], ids=["stock", "ours"])
-def test_prefill_then_some_of_the_requests(rig: Rig, backend: Any, shifts: bool) -> None:
-    """SGLang's kernels or ours for the prefill; then graphs of two sizes, padded or not, eager
-    steps and a batch with prompts take turns."""
+def test_prefill_then_decode(rig: Rig, backend: Any, shifts: bool) -> None:
+    """SGLang's kernels or ours for the prefill; graphs and eager forwards for what follows."""
     plain = rig.forward(backend, announced(backend, rig.batch([1, 7, 30])))
     found = backend.paged.keep_statistics(StatisticsNeeds(latest=5, total=True, prompt=5))
     assert backend.paged.keep_statistics(StatisticsNeeds()) is found
     graphs = Graphs(rig, backend)
     assert {label for _, label in graphs.graphs} == {SHIFTED}
+    batch = announced(backend, rig.batch([1, 7, 30]))
+    backend.mark.note(batch.rids, shifts)
+    assert not backend.can_run_prefill_cuda_graph(batch)
+    out = rig.forward(backend, batch)
+    if not shifts:
+        assert torch.equal(out, plain)
+    assert_weights(rig, found, batch, [1, 7, 30], 5)
+    total = [
+        found.total(row, torch.arange(length))
+        for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True)
+    ]
+    nobodys = rig.pool.k_buffer[0].isnan().all(dim=(1, 2)).nonzero()[:, 0].split(3)
+    for runner, slots in zip((graphs, backend, graphs), nobodys, strict=False):
+        rig.lengths = [length + 1 for length in rig.lengths]
+        batch = announced(backend, rig.batch([1, 1, 1]))
+        rig.rows.req_to_token[batch.req_pool_indices, batch.seq_lens - 1] = slots.int()
+        batch.out_cache_loc = slots
+        rig.forward(runner, batch)
+        assert_weights(rig, found, batch, [1, 1, 1], 1)
+        for b, (row, length) in enumerate(zip(rig.row_of.tolist(), rig.lengths, strict=True)):
+            held = torch.arange(length)
+            total[b] = torch.nn.functional.pad(total[b], (0, 1)) + found.latest(row, held, 1)
+            torch.testing.assert_close(found.total(row, held), total[b], rtol=1e-4, atol=1e-6)
+    assert set(graphs.replayed) == {SHIFTED}
+
+
+@interpreted
+def test_some_of_the_requests_in_graphs_and_without(rig: Rig, backend: Any) -> None:
+    """Graphs of two sizes, padded or not, eager steps and a batch with prompts take turns."""
+    found = backend.paged.keep_statistics(StatisticsNeeds(latest=3, total=True, prompt=4))
+    graphs = Graphs(rig, backend)
     rows, lengths = rig.row_of, list(rig.lengths)
-    total = [torch.zeros(length - new) for length, new in zip(lengths, (1, 7, 30), strict=True)]
     free = rig.pool.k_buffer[0].isnan().all(dim=(1, 2)).nonzero()[:, 0].tolist()
+    rig.forward(backend, announced(backend, rig.batch(lengths)))
+    total = [found.total(int(row), torch.arange(n)) for row, n in zip(rows, lengths, strict=True)]
     for runner, some, new in (
-        (backend, [0, 1, 2], [1, 7, 30]),
         (graphs, [0, 1], [1, 1]),
         (graphs, [2], [1]),
         (backend, [0, 1, 2], [1, 1, 1]),
@@ -554,29 +594,20 @@ def test_prefill_then_some_of_the_requests(rig: Rig, backend: Any, shifts: bool)
         (graphs, [1], [1]),
         (graphs, [0, 1, 2], [1, 1, 1]),
     ):
-        first = new == [1, 7, 30]
-        for b, count in zip(some, [] if first else new, strict=not first):
+        for b, count in zip(some, new, strict=True):
             for at in range(lengths[b], lengths[b] + count):
                 rig.rows.req_to_token[rows[b], at] = free.pop(0)
             lengths[b] += count
         rig.row_of, rig.lengths = rows[some], [lengths[b] for b in some]
         batch = announced(backend, rig.batch(new))
-        if first:
-            backend.mark.note(batch.rids, shifts)
-            assert not backend.can_run_prefill_cuda_graph(batch)
-        out = rig.forward(runner, batch)
-        assert not first or shifts or torch.equal(out, plain)
-        for b, count, right in zip(some, new, dense_weights(rig, batch, 5), strict=True):
+        rig.forward(runner, batch)
+        for b, count, right in zip(some, new, dense_weights(rig, batch, 4), strict=True):
             row, held = int(rows[b]), torch.arange(lengths[b])
             total[b] = torch.nn.functional.pad(total[b], (0, count)) + right
-            torch.testing.assert_close(
-                found.total(row, held), total[b].double(), rtol=1e-3, atol=1e-5
-            )
-            last = min(count, 5)
-            latest = found.latest(row, held, last) * last
-            torch.testing.assert_close(latest, right, rtol=1e-3, atol=1e-5)
-        assert first or not backend._graphs[-1][1].any()
-    assert set(graphs.replayed) == {SHIFTED}
+            torch.testing.assert_close(found.total(row, held), total[b], rtol=1e-3, atol=1e-5)
+            if count == 1:
+                torch.testing.assert_close(found.latest(row, held, 1), right, rtol=1e-3, atol=1e-5)
+        assert not backend._graphs[-1][1].any()
     # Of the padding.
     assert int(found._bases[0]) == 0
 
