@@ -16,11 +16,9 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.supported import attention_layers
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.eviction.host_statistics import HostStatistics
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.eviction.statistics import (
     AttentionStatistics,
-    LastQueries,
     Prefill,
     StatisticsUpdate,
 )
@@ -32,7 +30,6 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.selection.contract import Selector
-from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.page_selection import PageSelection
 
 if TYPE_CHECKING:
@@ -98,7 +95,7 @@ class PagedAttention:
         if self.statistics is None:
             arguments = self._rows.req_to_token, self._rows.req_generation, needs
             if self.backend != "triton":
-                self.statistics = HostStatistics(*arguments)
+                self.statistics = AttentionStatistics(*arguments)
             else:
                 from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
 
@@ -118,7 +115,7 @@ class PagedAttention:
         page, rows = self.allocator.page_size, self._rows.req_to_token
         arguments = name, selector, keys, page, rows, self._cached_at
         if self.backend != "triton":
-            self.selection = HostSelection(*arguments, rotation=self.rotation)
+            self.selection = PageSelection(*arguments, self.rotation)
             return self.selection
         from sglang_reasoncache.selection.device_selection import DeviceSelection
 
@@ -218,7 +215,7 @@ class PagedAttention:
         self.rows: RowPlan | None = None
         self.extend_plan: ExtendPlan | None = None
         self._update: StatisticsUpdate | None = None
-        self._queries: tuple[LastQueries, RowPlan] | None = None
+        self._weighed: RowPlan | None = None
         if self.selection is not None:
             self.selection.forget()
 
@@ -263,8 +260,7 @@ class PagedAttention:
         longest = 0 if prefill is None else max(prefill.lengths, default=0)
         rows, read = self._plan(batch, longest)
         if prefill is not None and self.statistics is not None:
-            self._update, queries = self.statistics.prefill(read, prefill)
-            self._queries = queries, rows
+            self._update, self._weighed = self.statistics.prefill(read, prefill), rows
         if computes:
             self.extend_plan = self._planned_extend(rows, batch)
 
@@ -334,11 +330,10 @@ class PagedAttention:
 
     def weigh(self, q: torch.Tensor, layer: AttentionLayer, sinks: torch.Tensor | None) -> None:
         """Weights of a prefill's last queries, which fused attention does not give."""
-        update = self._update
-        if self._queries is None or update is None or self.statistics is None:
+        update, rows = self._update, self._weighed
+        if update is None or rows is None:
             return
-        queries, rows = self._queries
-        for tokens, spans, weights in self.statistics.parts(queries, update):
+        for tokens, spans, weights in update.parts:
             some = q.view(len(q), -1)[tokens]
             options = {"spans": spans, "weights": weights, "longest": update.longest}
             self._attend(decode_attention, some, layer, rows, sinks, **options)
@@ -347,8 +342,7 @@ class PagedAttention:
     def _updated(self, layer: AttentionLayer) -> None:
         """After the last layer of this rank: weights go to their rows."""
         if self._update is not None and layer.layer_id == self._last_layer:
-            assert self.statistics is not None
-            self.statistics.apply(self._update)
+            self._update.apply()
 
     def _attend(
         self,

@@ -17,8 +17,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat import hooking
 from sglang_reasoncache.compat.types import ModelRunner
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
-from sglang_reasoncache.eviction.attention import needs_of
-from sglang_reasoncache.eviction.policies.contract import ATTENTION, UNROTATED_KEYS
+from sglang_reasoncache.eviction.policies.contract import ATTENTION, UNROTATED_KEYS, needs_of
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.plugin import cpu_attention, refusals

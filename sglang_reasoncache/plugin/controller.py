@@ -163,6 +163,6 @@ class Controller:
         self, req: Request, state: RequestState, written: int | None = None, ask: bool = True
     ) -> None:
         if state.takes_part:
-            done = self.eviction.poll(req, state, self.stats, written, ask)
+            named = self.eviction.poll(req, state, self.stats, written, ask)
             # What did not come back has another name: one reference less to count.
-            self.pipeline.give_up(state, done.positions - done.freed)
+            self.pipeline.give_up(state, named)

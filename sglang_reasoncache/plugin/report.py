@@ -164,7 +164,7 @@ class Report:
             "block": self.pipeline.block,
             "slots_saved_now": self.slots_saved,
             "positions_evicted_now": self.eviction.positions_now,
-            "evictors": self.eviction.describe(),
+            "evictors": self.eviction.described,
             "selection": None if self.selection is None else self.selection.describe(),
             "admission_credit": credit,
             "threshold": self.pipeline.threshold.describe(),

@@ -13,11 +13,9 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config
-from sglang_reasoncache.eviction.apply import EvictionApplier
-from sglang_reasoncache.eviction.attention import AttentionSource
 from sglang_reasoncache.eviction.controller import EvictionController
-from sglang_reasoncache.eviction.keys import KeySource
-from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
+from sglang_reasoncache.eviction.held import AttentionSource, KeySource
+from sglang_reasoncache.eviction.pressure import pool_use
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.span import ReasoningMarkers
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
@@ -115,10 +113,14 @@ class ServerParts:
         if self.attention.statistics is not None:
             heads = context.model_config.num_attention_heads * pool.layer_num
             weights = AttentionSource(self.attention.statistics, heads, group)
-        applier, keys = EvictionApplier(self.allocator, rows), KeySource(*reads)
-        pressure = PoolPressure(lambda: pool_use(self.allocator, tree))
-        evictors = config.policies.evictors
-        eviction = EvictionController(evictors, applier, keys, page, pressure, weights)
+        eviction = EvictionController(
+            config.policies.evictors,
+            self.allocator,
+            rows,
+            KeySource(*reads),
+            lambda: pool_use(self.allocator, tree),
+            weights,
+        )
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
         report = Report(config, stats, pipeline, eviction, metrics, self.attention.selection)
         told = "reasoncache: on, block %d, page %d, distances by %s, %s"

@@ -33,11 +33,10 @@ from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.eviction.apply import EvictionApplier
 from sglang_reasoncache.eviction.controller import EvictionController
-from sglang_reasoncache.eviction.keys import KeySource
+from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, RequestView
-from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
+from sglang_reasoncache.eviction.pressure import pool_use
 from sglang_reasoncache.filter.proposal import CandidatePair, FilterCounters, StepResult
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.report import Report
@@ -261,10 +260,10 @@ class World:
         keys = KeySource(self.pool, self.rows.req_to_token, cached_at, None, num_heads=1)
         eviction = NamingEvictor(
             evictors or [NamedPolicy("scripted", self.evictor)],
-            EvictionApplier(self.allocator, self.rows),
+            self.allocator,
+            self.rows,
             keys,
-            setup.page,
-            PoolPressure(lambda: pool_use(self.allocator, self.tree)),
+            lambda: pool_use(self.allocator, self.tree),
         )
         stats = SharingStats()
         tracker = RequestTracker(self.engine, stats, self.ranks)

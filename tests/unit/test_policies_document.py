@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from sglang_reasoncache import registry
-from sglang_reasoncache.eviction.apply import EvictionRefusal
+from sglang_reasoncache.eviction.row_state import EvictionRefusal
 from sglang_reasoncache.selection.page_selection import SelectionRefusal
 from sglang_reasoncache.sharing.decision import Refusal
 from tests.eviction.views import positions, view
