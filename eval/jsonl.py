@@ -8,11 +8,8 @@ from typing import Any
 
 
 def read_object(line: bytes) -> dict[str, Any]:
-    """The object that one line holds.
-
-    Raises:
-        ValueError: says what is wrong with the line; who calls knows its file and number.
-    """
+    """The object that one line holds. Raises ValueError: says what is wrong with the line; who
+    calls knows its file and number."""
     try:
         content = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -112,11 +112,8 @@ def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
 
 
 def find_methods(specs: Sequence[str], defaults: Mapping[str, Any] | None = None) -> list[Method]:
-    """All methods of a run, each random one with the method that it matches.
-
-    Raises:
-        MethodError: as :func:`find_method`; a name given twice; a match that is not in the run.
-    """
+    """All methods of a run, each random one with the method that it matches. Raises MethodError: as
+    :func:`find_method`; a name given twice; a match that is not in the run."""
     methods = [find_method(spec, defaults) for spec in specs]
     names = [method.name for method in methods]
     for name in names:

@@ -32,11 +32,8 @@ def cut_prompts(log: str) -> int:
 
 
 def moments(log: str, leg: int) -> list[Moment]:
-    """One :class:`Moment` for each decode line of a stretch of log, in its order.
-
-    A stock server's lines have nothing saved. With several data-parallel schedulers each
-    writes lines of its own.
-    """
+    """One :class:`Moment` for each decode line of a stretch of log, in its order. A stock server's
+    lines have nothing saved. With several data-parallel schedulers each writes lines of its own."""
     found: list[Moment] = []
     for line in log.splitlines():
         decode = _DECODE.search(line)

@@ -99,11 +99,8 @@ class ServerProcess:
         self.close()
 
     def start(self) -> Self:
-        """Launch and wait until the server has generated its first token.
-
-        Raises:
-            ServerError: it died or was not ready within ``start_timeout_s``.
-        """
+        """Launch and wait until the server has generated its first token. Raises ServerError: it
+        died or was not ready within ``start_timeout_s``."""
         if self._process is not None:
             raise RuntimeError(f"the server on port {self.port} was already started")
         deadline = time.monotonic() + self.start_timeout_s
@@ -211,11 +208,9 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago.
-
-    A server binds it a minute later. In the kernel's ephemeral range any outgoing
-    connection could take it meanwhile, so the search stays below that range.
-    """
+    """A TCP port that was free a moment ago. A server binds it a minute later. In the kernel's
+    ephemeral range any outgoing connection could take it meanwhile, so the search stays below that
+    range."""
     top = 32768
     with contextlib.suppress(OSError, ValueError):
         top = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -280,10 +275,8 @@ def _other_architectures(model_path: str) -> str:
 
 
 def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
-    """Start a shell that kills a process group once this process is gone, however it ended.
-
-    It waits for the end of a pipe that only we hold, which even SIGKILL closes.
-    """
+    """Start a shell that kills a process group once this process is gone, however it ended. It
+    waits for the end of a pipe that only we hold, which even SIGKILL closes."""
     return subprocess.Popen(
         ["/bin/sh", "-c", f"read line; kill -s KILL -- -{group}"],
         stdin=subprocess.PIPE,

@@ -20,10 +20,8 @@ _AT_ONCE = (2, 130)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one budget after the other; exit status of the first run that was not whole.
-
-    Only a bad command line and Ctrl-C keep later budgets from being tried.
-    """
+    """Run one budget after the other; exit status of the first run that was not whole. Only a bad
+    command line and Ctrl-C keep later budgets from being tried."""
     parser = argparse.ArgumentParser(
         prog="python -m eval.sweep",
         description=__doc__.splitlines()[0],

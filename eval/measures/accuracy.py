@@ -43,12 +43,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method against dense, over the problems and seeds that both have.
-
-    ``difference`` is of means, method less dense; ``kept`` the method's mean over dense's, None if
-    that is 0. ``only_dense`` and ``only_method`` are pairs that one alone has right (McNemar's b
-    and c); the exact two-sided McNemar ``p_value`` takes pairs as independent.
-    """
+    """A method against dense, over the problems and seeds that both have. ``difference`` is of
+    means, method less dense; ``kept`` the method's mean over dense's, None if that is 0.
+    ``only_dense`` and ``only_method`` are pairs that one alone has right (McNemar's b and c); the
+    exact two-sided McNemar ``p_value`` takes pairs as independent."""
 
     pairs: int
     difference: Estimate

@@ -53,11 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _measure(
     args: argparse.Namespace, speller: Speller
 ) -> tuple[dict[str, dict[bool | None, Totals]], int]:
-    """Totals by dataset and correctness, and how many lines were left out.
-
-    Datasets beyond the 50th go together. What is wrong with a line is said with file and
-    number, for not more than a screenful of lines.
-    """
+    """Totals by dataset and correctness, and how many lines were left out. Datasets beyond the 50th
+    go together. What is wrong with a line is said with file and number, for not more than a
+    screenful of lines."""
     found: dict[str, dict[bool | None, Totals]] = {}
     left_out = itertools.count()
 

@@ -52,11 +52,8 @@ def read_rows(
 
 
 def texts_of(paths: Iterable[Path]) -> list[str]:
-    """The responses of JSONL files.
-
-    Raises:
-        ValueError: a bad line, or no response at all; names the file.
-    """
+    """The responses of JSONL files. Raises ValueError: a bad line, or no response at all; names the
+    file."""
 
     def complain(path: Path, number: int, fault: str) -> None:
         raise ValueError(f"{path}:{number}: {fault}")

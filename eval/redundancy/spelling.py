@@ -48,11 +48,9 @@ class Speller(Protocol):
 
 
 class WordSpeller:
-    r"""Tokens ``\w+|[^\w\s]``, the ids fresh for each response: no table that grows.
-
-    In a bag a word counts as the same with and without a space before it, and white
-    space not at all; blocks have to agree in the space as well.
-    """
+    r"""Tokens ``\w+|[^\w\s]``, the ids fresh for each response: no table that grows. In a bag a
+    word counts as the same with and without a space before it, and white space not at all; blocks
+    have to agree in the space as well."""
 
     name = WORDS
 
@@ -66,11 +64,8 @@ class WordSpeller:
 
 
 class TokenizerSpeller:
-    """The tokens of a Hugging Face tokenizer in a local folder.
-
-    Raises:
-        ValueError: no tokenizer there, or one that cannot be read.
-    """
+    """The tokens of a Hugging Face tokenizer in a local folder. Raises ValueError: no tokenizer
+    there, or one that cannot be read."""
 
     def __init__(self, folder: str) -> None:
         path = Path(folder)

@@ -75,9 +75,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 def build(folder: Path, texts: Sequence[str], seed: int = 0) -> Path:
     """Write model and tokenizer to a folder of their own under ``folder``; kept if it is there.
-
-    ``texts`` train the tokenizer and name the folder. Returns the model's folder.
-    """
+    ``texts`` train the tokenizer and name the folder. Returns the model's folder."""
     config = replay_config()
     key = hashlib.sha256(repr((config.to_dict(), seed)).encode())
     for text in texts:

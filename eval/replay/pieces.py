@@ -20,10 +20,8 @@ _STEP_END = "\n\n"
 
 
 def cut(response: str, tokenizer: Any, tokens: int) -> list[str]:
-    """Whole steps of a response in pieces of about ``tokens`` tokens; the remainder is left out.
-
-    A piece ends with the step that reaches so many.
-    """
+    """Whole steps of a response in pieces of about ``tokens`` tokens; the remainder is left out. A
+    piece ends with the step that reaches so many."""
     pieces: list[str] = []
     begun: list[str] = []
     length = 0
@@ -44,9 +42,7 @@ def write_pieces(
     path: Path,
 ) -> int:
     """Write the pieces of all records of at least ``least`` tokens as JSONL; return how many.
-
-    ``tokens`` are lengths of pieces, in turn for each record.
-    """
+    ``tokens`` are lengths of pieces, in turn for each record."""
     long = [record for record in records if record["max_tokens"] >= least]
     lines = [
         {"id": f"{record['id']}.{at}", "question": record["prompt"], "response": piece}

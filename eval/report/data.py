@@ -40,11 +40,8 @@ class Data:
 
 
 def load(folders: Sequence[Path]) -> Data:
-    """Read run folders, in the order of their KV slots.
-
-    Raises:
-        RunError: one is no run folder, or has a broken file.
-    """
+    """Read run folders, in the order of their KV slots. Raises RunError: one is no run folder, or
+    has a broken file."""
     rows: list[dict[str, Any]] = []
     moments: list[dict[str, Any]] = []
     results: dict[tuple[str, str, str], dict[Key, Result]] = {}

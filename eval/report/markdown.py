@@ -19,9 +19,7 @@ _MAX_CHARS = 160
 @dataclass(frozen=True)
 class Table:
     """A table of a document; ``rows`` by column, and ``notes`` under it, are safe Markdown.
-
-    ``name`` is its key in ``summary.json``.
-    """
+    ``name`` is its key in ``summary.json``."""
 
     name: str
     title: str

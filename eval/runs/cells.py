@@ -31,11 +31,8 @@ def next_leg(cell: Cell) -> int:
 def warm_up(
     server: Server, requests: Sequence[Request], options: RunOptions, advance: Callable[[], None]
 ) -> None:
-    """Send requests whose answers are not kept.
-
-    Raises:
-        ServerError: the server died, or answered none.
-    """
+    """Send requests whose answers are not kept. Raises ServerError: the server died, or answered
+    none."""
     responses: list[Response] = []
 
     def ended(response: Response) -> None:
@@ -54,15 +51,10 @@ def measure(
     options: RunOptions,
     advance: Callable[[], None],
 ) -> Leg:
-    """One leg of a cell: every response is on disk the moment it ends, the rest follows.
-
-    However this ends, what the log and a living server tell about the leg is kept.
-
-    Raises:
-        ServerError: the server died.
-        RunError: requests still run after the last response, or the flush is refused.
-        OSError: something cannot be written.
-    """
+    """One leg of a cell: every response is on disk the moment it ends, the rest follows. However
+    this ends, what the log and a living server tell about the leg is kept. Raises ServerError: the
+    server died; RunError: requests still run after the last response, or the flush is refused;
+    OSError: something cannot be written."""
     leg = next_leg(cell)
     server.clear()
     slots, offset = server.kv_slots(), server.log_size()
@@ -131,10 +123,8 @@ def warnings(slots: int, wanted: int | None, longest: int) -> list[str]:
 
 
 def faults(leg: Leg, responses: Sequence[Response], limits: Mapping[str, int]) -> list[str]:
-    """What did not fit into a leg, and what its server did not give back.
-
-    ``responses`` are the cell's, ``limits`` the ``max_tokens`` by problem.
-    """
+    """What did not fit into a leg, and what its server did not give back. ``responses`` are the
+    cell's, ``limits`` the ``max_tokens`` by problem."""
     found = []
     if leg.leaked_slots:
         found.append(f"{leg.leaked_slots} KV slots leaked")

@@ -37,11 +37,9 @@ Ended = Callable[[Response], None]
 
 
 def connect(url: str, timeout_s: float) -> AsyncOpenAI:
-    """A client of the server at ``url`` (without ``/v1``), with room for any number of requests.
-
-    A request may wait for memory for hours before its first byte, so ``timeout_s`` of
-    silence is the only limit besides that of connecting.
-    """
+    """A client of the server at ``url`` (without ``/v1``), with room for any number of requests. A
+    request may wait for memory for hours before its first byte, so ``timeout_s`` of silence is the
+    only limit besides that of connecting."""
     # A connection is an open file; many systems allow 1,024 unless asked for more.
     with contextlib.suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -65,10 +63,8 @@ def connect(url: str, timeout_s: float) -> AsyncOpenAI:
 async def send(
     client: AsyncOpenAI, model: str, request: Request, leg: int, began: float
 ) -> Response:
-    """One chat completion; what goes wrong is in the record, not raised.
-
-    ``model`` is the server's name of its model, ``began`` the monotonic time of the leg's begin.
-    """
+    """One chat completion; what goes wrong is in the record, not raised. ``model`` is the server's
+    name of its model, ``began`` the monotonic time of the leg's begin."""
     started = time.monotonic() - began
     first: float | None = None
     thought: list[str] = []
@@ -135,9 +131,7 @@ async def send_all(
     attempts: int = 1,
 ) -> None:
     """All requests, at most ``in_flight`` at a time, each up to ``attempts`` times if it fails.
-
-    Times begin now. ``ended`` is called for every attempt.
-    """
+    Times begin now. ``ended`` is called for every attempt."""
     gate = asyncio.Semaphore(in_flight or max(len(requests), 1))
 
     async def one(client: AsyncOpenAI, request: Request, began: float) -> None:
@@ -172,11 +166,8 @@ def ask_all(
 
 
 def tokens_per_s(answers: Sequence[Response]) -> float:
-    """Output tokens of requests sent together over the time that all took.
-
-    Raises:
-        RuntimeError: a request failed.
-    """
+    """Output tokens of requests sent together over the time that all took. Raises RuntimeError: a
+    request failed."""
     failed = [answer.error for answer in answers if answer.error]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")

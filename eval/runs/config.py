@@ -64,11 +64,8 @@ def make_config(plan: Plan, methods: Sequence[Method], opens_thinking: bool) -> 
 
 
 def options_of(config: Mapping[str, Any]) -> RunOptions:
-    """The options that a run folder's configuration was made of.
-
-    Raises:
-        RunError: a field is missing or has a bad value.
-    """
+    """The options that a run folder's configuration was made of. Raises RunError: a field is
+    missing or has a bad value."""
     values = {**config, "methods": config.get("method_specs")}
     try:
         values["data"] = {task: entry["path"] for task, entry in config["data"].items()}

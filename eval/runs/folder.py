@@ -94,11 +94,8 @@ class Cell:
 
 
 def cells(run: Path) -> list[Cell]:
-    """The cells of a run that have been begun, in the order of its configuration.
-
-    Raises:
-        RunError: not a run folder.
-    """
+    """The cells of a run that have been begun, in the order of its configuration. Raises RunError:
+    not a run folder."""
     config = read_config(run)
     found = [
         Cell(run, task, method, seed)
@@ -110,11 +107,8 @@ def cells(run: Path) -> list[Cell]:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """``config.json``; ``tasks``, ``methods`` and ``seeds`` are lists of names and numbers.
-
-    Raises:
-        RunError: missing or broken.
-    """
+    """``config.json``; ``tasks``, ``methods`` and ``seeds`` are lists of names and numbers. Raises
+    RunError: missing or broken."""
     path = run / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -142,11 +136,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_records(path: Path, kind: type[_R]) -> list[_R]:
-    """The lines of a file, [] if there is none; an unfinished last line is passed over.
-
-    Raises:
-        RunError: a line that is no such record; names file and line.
-    """
+    """The lines of a file, [] if there is none; an unfinished last line is passed over. Raises
+    RunError: a line that is no such record; names file and line."""
     if not path.is_file():
         return []
     rows = []
@@ -168,11 +159,8 @@ def _line(record: Record) -> str:
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Hold a run's folder, made if need be; the kernel lets go however the process ends.
-
-    Raises:
-        RunError: another process holds it.
-    """
+    """Hold a run's folder, made if need be; the kernel lets go however the process ends. Raises
+    RunError: another process holds it."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / LOCK).open("a+", encoding="utf-8") as file:
         try:

@@ -24,11 +24,9 @@ class NothingToMatch(RunError):
 
 
 def match(target: float, pilot: Callable[[float], float]) -> dict[str, Any]:
-    """Find the ratio whose saving is ``target``, by pilots and the rule of three.
-
-    Savings are final ones, 0 to 1. Returns ``ratio``, ``target``, and ``pilots``: ratio and saving
-    of each, in order.
-    """
+    """Find the ratio whose saving is ``target``, by pilots and the rule of three. Savings are final
+    ones, 0 to 1. Returns ``ratio``, ``target``, and ``pilots``: ratio and saving of each, in
+    order."""
     ratio = _bounded(target * _FIRST_FACTOR)
     pilots: list[tuple[float, float]] = []
     for _ in range(_MOST_PILOTS):

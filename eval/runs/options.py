@@ -78,14 +78,9 @@ def _option(
 
 @dataclass(frozen=True)
 class RunOptions:
-    """A run as asked for; every field is part of ``config.json`` and must match on resuming.
-
-    None: all problems, all requests at once, SGLang's or the model family's own. ``data`` is made
-    absolute.
-
-    Raises:
-        RunError: names the flag, its bound and the value.
-    """
+    """A run as asked for; every field is part of ``config.json`` and must match on resuming. None:
+    all problems, all requests at once, SGLang's or the model family's own. ``data`` is made
+    absolute. Raises RunError: names the flag, its bound and the value."""
 
     model: str = _option(
         EMBEDDED, str, "M", f"Folder or hub name (default {EMBEDDED}, the embedded model)."
@@ -145,11 +140,9 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Command:
-    """What ``python -m eval.run`` is to do.
-
-    ``options`` are None with ``resume`` or ``grade``, whose folder has them; ``out`` is None for a
-    folder named after the options; ``allow_code_execution`` is that of ``grade``.
-    """
+    """What ``python -m eval.run`` is to do. ``options`` are None with ``resume`` or ``grade``,
+    whose folder has them; ``out`` is None for a folder named after the options;
+    ``allow_code_execution`` is that of ``grade``."""
 
     options: RunOptions | None
     out: Path | None = None
@@ -159,10 +152,8 @@ class Command:
 
 
 def parse(argv: Sequence[str] | None = None) -> Command:
-    """Read the command line, and the file of ``--config`` below it.
-
-    Exits with status 2 and a message that names flag (or file), bound and value.
-    """
+    """Read the command line, and the file of ``--config`` below it. Exits with status 2 and a
+    message that names flag (or file), bound and value."""
     parser = _parser()
     words = with_values(sys.argv[1:] if argv is None else argv, ("--server-flags",))
     given = vars(parser.parse_args(words))
@@ -186,11 +177,8 @@ def parse(argv: Sequence[str] | None = None) -> Command:
 
 
 def with_values(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """A command line in which each of ``flags`` is joined to the word after it.
-
-    Their values are flags of a server: left apart, argparse would take ``--tp=2`` for a flag
-    of its own.
-    """
+    """A command line in which each of ``flags`` is joined to the word after it. Their values are
+    flags of a server: left apart, argparse would take ``--tp=2`` for a flag of its own."""
     joined: list[str] = []
     for word in argv:
         if joined and joined[-1] in flags:
@@ -221,11 +209,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _words(path: Path) -> list[str]:
-    """A TOML file as a command line.
-
-    Raises:
-        RunError: it cannot be read, or has an unknown name.
-    """
+    """A TOML file as a command line. Raises RunError: it cannot be read, or has an unknown name."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -44,12 +44,10 @@ class Step:
 
 
 def order(tasks: Sequence[str], methods: Sequence[Method], seeds: Sequence[int]) -> list[Step]:
-    """For each task and seed each method, backwards in every second seed.
-
-    What drifts over hours (a warm machine, other users) then hits all methods alike, and two
-    neighbouring cells often need the same server. In a task's first seed a method that must
-    reach another's saving comes after it.
-    """
+    """For each task and seed each method, backwards in every second seed. What drifts over hours (a
+    warm machine, other users) then hits all methods alike, and two neighbouring cells often need
+    the same server. In a task's first seed a method that must reach another's saving comes after
+    it."""
     steps = []
     for task in tasks:
         for number, seed in enumerate(seeds):
@@ -74,13 +72,9 @@ def request_body(options: RunOptions) -> dict[str, Any]:
 
 
 class Plan:
-    """The problems of a run, those that are measured and others to warm up with.
-
-    ``body`` is the sampling part of each request.
-
-    Raises:
-        TaskError, RunError: a task cannot be loaded, or a replay cannot fit into the KV budget.
-    """
+    """The problems of a run, those that are measured and others to warm up with. ``body`` is the
+    sampling part of each request. Raises TaskError, RunError: a task cannot be loaded, or a replay
+    cannot fit into the KV budget."""
 
     def __init__(self, options: RunOptions, body: Mapping[str, Any]) -> None:
         self.options = options
@@ -99,10 +93,8 @@ class Plan:
         return self.tasks[task, seed].problems
 
     def others(self, task: str, seed: int, count: int, generic: bool = True) -> list[Problem]:
-        """Up to ``count`` problems that no cell of the task measures.
-
-        With ``generic``, plain sums fill up what the task does not have.
-        """
+        """Up to ``count`` problems that no cell of the task measures. With ``generic``, plain sums
+        fill up what the task does not have."""
         if (task, seed) not in self._others:
             asked = [
                 p.messages
@@ -150,11 +142,8 @@ class Plan:
         return [*flags, *task_flags, *options.server_flags, *method.flags]
 
     def refuse_what_cannot_fit(self, task: str, slots: int) -> None:
-        """A replay cut short would be no replay.
-
-        Raises:
-            RunError: prompt and forced tokens of one need more than ``slots``.
-        """
+        """A replay cut short would be no replay. Raises RunError: prompt and forced tokens of one
+        need more than ``slots``."""
         seeds = self.options.seeds
         replayed = {p.id: p for seed in seeds for p in self.measured(task, seed) if p.forced}
         if not replayed:

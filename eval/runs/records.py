@@ -17,11 +17,8 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read a row; fields that a later version added are passed over.
-
-        Raises:
-            ValueError: a field is missing.
-        """
+        """Read a row; fields that a later version added are passed over. Raises ValueError: a field
+        is missing."""
         known = {f.name for f in dataclasses.fields(cls)}
         try:
             return cls(**{name: value for name, value in values.items() if name in known})

@@ -49,10 +49,7 @@ class Server:
 
     def report(self) -> dict[str, Any]:
         """``GET /reasoncache`` as of :func:`merge`, {} for stock; of a given server :func:`since`.
-
-        Raises:
-            ServerError: it cannot be had.
-        """
+        Raises ServerError: it cannot be had."""
         try:
             response = self._get("/reasoncache")
             if response.status_code == 404:
@@ -75,10 +72,8 @@ class Server:
             _wait(self._idle, f"{self.url}: requests still run")
 
     def clear(self) -> int | None:
-        """Flush its caches once it is idle, so that its totals restart; slots in use after.
-
-        None of a given server: what that has counted so far is taken off later reports.
-        """
+        """Flush its caches once it is idle, so that its totals restart; slots in use after. None of
+        a given server: what that has counted so far is taken off later reports."""
         if self.process is None:
             self._before = {}
             self._before = self.report()
@@ -134,11 +129,9 @@ class Server:
 
 
 class Servers:
-    """Started servers, by their flags. A context manager.
-
-    Where idle servers cost nothing (a CPU, with ``--sleep-on-idle``) ``keep`` can stay up and
-    take turns; the one that was used longest ago is closed. Logs go into the run's folder.
-    """
+    """Started servers, by their flags. A context manager. Where idle servers cost nothing (a CPU,
+    with ``--sleep-on-idle``) ``keep`` can stay up and take turns; the one that was used longest ago
+    is closed. Logs go into the run's folder."""
 
     def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
         self._logs = run / LOGS
@@ -154,14 +147,9 @@ class Servers:
         self.close()
 
     def get(self, name: str, flags: Sequence[str], starting: Callable[[], None]) -> Server:
-        """The running server with these flags, else a new one.
-
-        ``name`` is for its log's file; ``starting`` is called before a start, which takes a
-        minute or, for large models, many.
-
-        Raises:
-            ServerError: it does not start.
-        """
+        """The running server with these flags, else a new one. ``name`` is for its log's file;
+        ``starting`` is called before a start, which takes a minute or, for large models, many.
+        Raises ServerError: it does not start."""
         process = self._up.pop(tuple(flags), None)
         if process is not None and not process.alive:
             process.close()
@@ -198,9 +186,7 @@ def _wait(ready: Callable[[], bool], problem: str) -> None:
 
 def merge(schedulers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     """One report of all data-parallel schedulers: totals added up, ratios averaged by weight.
-
-    Settings are the first scheduler's, which all share. {} where nothing shares.
-    """
+    Settings are the first scheduler's, which all share. {} where nothing shares."""
     reports = [dict(report) for report in schedulers if report]
     if len(reports) < 2:
         return reports[0] if reports else {}

@@ -24,11 +24,9 @@ from eval.tasks.sandbox import SandboxError
 
 @dataclass(frozen=True)
 class Session:
-    """Runs what is left of a run.
-
-    The folder ``run`` is locked by the caller; random ratios that are found are added to ``config``
-    and to its ``config.json``. ``methods`` are in the order of ``plan.options.methods``.
-    """
+    """Runs what is left of a run. The folder ``run`` is locked by the caller; random ratios that
+    are found are added to ``config`` and to its ``config.json``. ``methods`` are in the order of
+    ``plan.options.methods``."""
 
     run: Path
     config: dict[str, Any]
@@ -175,12 +173,10 @@ def grade(
     opens_thinking: bool,
     ask: Callable[[Sequence[Problem]], None] = lambda problems: None,
 ) -> list[Result]:
-    """Have lm-eval grade a cell; one result for each problem that was sent, in their order.
-
-    A request that failed for good is a wrong answer: leaving it out would flatter the method that
+    """Have lm-eval grade a cell; one result for each problem that was sent, in their order. A
+    request that failed for good is a wrong answer: leaving it out would flatter the method that
     fails most. ``ask`` is called before, with all problems of the task; ``opens_thinking`` is of
-    :meth:`EvalTask.evaluate`.
-    """
+    :meth:`EvalTask.evaluate`."""
 
     def answer(problems: Sequence[Problem]) -> list[str]:
         ask(problems)

@@ -21,12 +21,9 @@ from eval.tiny_reasoner import EMBEDDED_SETTINGS
 
 
 def carry_out(command: Command) -> bool:
-    """Run, resume or grade; True when every request was answered and graded.
-
-    Raises:
-        RunError, TaskError, MethodError: the command or the folder is wrong.
-        ServerError: a server did not start, or died.
-    """
+    """Run, resume or grade; True when every request was answered and graded. Raises RunError,
+    TaskError, MethodError: the command or the folder is wrong; ServerError: a server did not start,
+    or died."""
     if command.grade is not None:
         return grade_again(command.grade, command.allow_code_execution)
     if command.resume is not None:
@@ -37,9 +34,7 @@ def carry_out(command: Command) -> bool:
 
 def run(options: RunOptions, out: Path | None, methods: Sequence[Method] | None = None) -> bool:
     """Begin or go on with a run in ``out``, by default a folder named after the options.
-
-    ``methods`` take the place of those that ``options.methods`` stand for, one for each.
-    """
+    ``methods`` take the place of those that ``options.methods`` stand for, one for each."""
     options = dataclasses.replace(options, device=resolve_device(options.device))
     methods = methods or _methods(options)
     plan = Plan(options, request_body(options))
@@ -58,10 +53,8 @@ def run(options: RunOptions, out: Path | None, methods: Sequence[Method] | None 
 
 
 def grade_again(folder: Path, allow_code: bool) -> bool:
-    """Grade the responses of a run again; no server is needed.
-
-    True when every problem of every cell is answered and could be graded.
-    """
+    """Grade the responses of a run again; no server is needed. True when every problem of every
+    cell is answered and could be graded."""
     there = read_config(folder)
     options = options_of(there)
     allowed = options.allow_code_execution or allow_code

@@ -37,10 +37,8 @@ def reasoner(seed: int = 0, limit: int | None = None, **_: Any) -> Split:
 
 
 def reasoner_long(seed: int = 0, limit: int | None = None, **_: Any) -> Split:
-    """The same, each with its response up to the last verification round.
-
-    The server continues the response: prompts have 470 to 740 tokens.
-    """
+    """The same, each with its response up to the last verification round. The server continues the
+    response: prompts have 470 to 740 tokens."""
     rows = []
     given = transcripts(seed, _DEFAULT_COUNT if limit is None else limit)
     for i, (problem, begun) in enumerate((one.problem, one.begun) for one in given):
@@ -54,10 +52,8 @@ def reasoner_long(seed: int = 0, limit: int | None = None, **_: Any) -> Split:
 
 
 def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any) -> Split:
-    """Rows ``{id, question, answer}``; with ``largest`` answers are integers from 0 to it.
-
-    A worked answer ends in ``#### ANSWER``, as GSM8K's do.
-    """
+    """Rows ``{id, question, answer}``; with ``largest`` answers are integers from 0 to it. A worked
+    answer ends in ``#### ANSWER``, as GSM8K's do."""
     rows = []
     for where, number, row in _lines(file):
         if type(row.get("answer")) is int and abs(row["answer"]) < 10**30:
@@ -75,11 +71,9 @@ def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any)
 
 
 def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
-    """Rows ``{id, question, response}``: each next token is forced to be the record's.
-
-    With a limit, responses are taken evenly from short to long. The longest are sent first,
-    as offline loads are, so that a run does not end with one long response alone in a batch.
-    """
+    """Rows ``{id, question, response}``: each next token is forced to be the record's. With a
+    limit, responses are taken evenly from short to long. The longest are sent first, as offline
+    loads are, so that a run does not end with one long response alone in a batch."""
     # Brings SGLang in, which whoever only lists tasks need not load.
     from eval.replay.forcing import forced_request
 

@@ -67,11 +67,9 @@ def equal_mathematics(doc: Mapping[str, Any], results: Sequence[str]) -> dict[st
 
 
 def passes_tests(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Run the problem's tests in the sandbox.
-
-    The prompt comes first: its imports and helpers hold, and what the response defines again
-    replaces them. Only imports from ``__future__`` must stand before everything.
-    """
+    """Run the problem's tests in the sandbox. The prompt comes first: its imports and helpers hold,
+    and what the response defines again replaces them. Only imports from ``__future__`` must stand
+    before everything."""
     code = results[0]
     if not code.strip() or len(code) > _MAX_CODE_CHARS:
         return {"score": 0.0}
@@ -119,10 +117,8 @@ def extract_code(text: str, entry_point: str) -> str:
 
 class MathGrader:
     """math-verify in a child process, started when first needed and again after it was killed.
-
-    Answers are hostile: an exponent tower ends in C code that no signal handler interrupts,
-    or eats all memory.
-    """
+    Answers are hostile: an exponent tower ends in C code that no signal handler interrupts, or eats
+    all memory."""
 
     def __init__(self, limit_s: float = _COMPARE_S, memory_bytes: int = _MEMORY_BYTES) -> None:
         self.limit_s = limit_s
@@ -130,11 +126,8 @@ class MathGrader:
         self._process: subprocess.Popen[bytes] | None = None
 
     def equal(self, reference: str, answer: str) -> bool:
-        """False also for what cannot be compared within the limits.
-
-        Raises:
-            SandboxError: the child does not start.
-        """
+        """False also for what cannot be compared within the limits. Raises SandboxError: the child
+        does not start."""
         if self._process is None:
             self._start()
         reply = self._ask({"reference": reference, "answer": answer}, self.limit_s)

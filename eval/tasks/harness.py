@@ -58,11 +58,9 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from, and how many: a local JSONL or the Hugging Face hub.
-
-    ``seed`` chooses problems where a task generates or shuffles them; ``model`` is for tasks
-    that must know its tokens; ``allow_code`` is the operator's word on code that a model wrote.
-    """
+    """Where documents come from, and how many: a local JSONL or the Hugging Face hub. ``seed``
+    chooses problems where a task generates or shuffles them; ``model`` is for tasks that must know
+    its tokens; ``allow_code`` is the operator's word on code that a model wrote."""
 
     file: str = ""
     seed: int = 0
@@ -74,10 +72,8 @@ class Source:
 @dataclass(frozen=True)
 class Problem:
     """One request; ``body`` has further fields of it, ``max_tokens`` None is the run's own limit.
-
-    The id is unique within task and seed and the same in each run. ``group`` is a class of
-    problems with an accuracy of its own, "" for none.
-    """
+    The id is unique within task and seed and the same in each run. ``group`` is a class of problems
+    with an accuracy of its own, "" for none."""
 
     id: str
     messages: list[dict[str, str]]
@@ -96,11 +92,9 @@ Answer = Callable[[Sequence[Problem]], Sequence[str]]
 
 
 class ServedModel(LocalChatCompletion):
-    """lm-eval's chat model; how requests are sent and responses kept is the caller's.
-
-    lm-eval's own client sends requests of equal settings together, longest prompt first, and
-    keeps neither times nor token counts.
-    """
+    """lm-eval's chat model; how requests are sent and responses kept is the caller's. lm-eval's own
+    client sends requests of equal settings together, longest prompt first, and keeps neither times
+    nor token counts."""
 
     def __init__(self, name: str, answer: Answer) -> None:
         super().__init__(model=name, base_url="", num_concurrent=2)
@@ -135,11 +129,8 @@ class Grade:
 
 
 class EvalTask:
-    """A task of lm-eval or of ours with its problems.
-
-    Raises:
-        TaskError: no such task or data, or it runs code and that is not allowed.
-    """
+    """A task of lm-eval or of ours with its problems. Raises TaskError: no such task or data, or it
+    runs code and that is not allowed."""
 
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
@@ -210,10 +201,8 @@ class EvalTask:
 
 
 def opens_thinking(model: str) -> bool:
-    """Whether a chat template's generation prompt ends in ``<think>``, as QwQ's and R1 distills' do.
-
-    False also if there is no tokenizer or no template that can be used.
-    """
+    """Whether a chat template's generation prompt ends in ``<think>``, as QwQ's and R1 distills'
+    do. False also if there is no tokenizer or no template that can be used."""
     # Templates fail, as tokenizers do, in as many ways as there are kinds of them.
     with contextlib.suppress(Exception):
         prompt = load_tokenizer(model).apply_chat_template(

@@ -34,11 +34,9 @@ _FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def sampling_for(model_name: str) -> dict[str, Any]:
-    """The official settings of a model's family, else temperature 0.6 and top-p 0.95.
-
-    The family's name may stand anywhere in the last part of a hub name or folder, not in the
-    owner's name or a folder's above.
-    """
+    """The official settings of a model's family, else temperature 0.6 and top-p 0.95. The family's
+    name may stand anywhere in the last part of a hub name or folder, not in the owner's name or a
+    folder's above."""
     name = re.sub(r"[-_ ]+", "-", _own_name(model_name).lower())
     own = next((own for expression, own in _FAMILIES if re.search(expression, name)), {})
     return {**_DEFAULT, **own}

@@ -66,14 +66,10 @@ class Outcome:
 
 
 def run(program: str, limits: Limits = Limits()) -> Outcome:
-    """Run a Python program to its end and say whether it got there without an exception.
-
-    Ending early by ``exit()`` is no pass. A program made to fool this check can (it shares an
-    interpreter with what reports the end); it cannot do anything else.
-
-    Raises:
-        SandboxError: bubblewrap is missing or cannot make namespaces.
-    """
+    """Run a Python program to its end and say whether it got there without an exception. Ending
+    early by ``exit()`` is no pass. A program made to fool this check can (it shares an interpreter
+    with what reports the end); it cannot do anything else. Raises SandboxError: bubblewrap is
+    missing or cannot make namespaces."""
     token = secrets.token_hex(16)
     # Output goes to a file, whose size is limited as that of any other.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as rules:
@@ -128,11 +124,8 @@ def run(program: str, limits: Limits = Limits()) -> Outcome:
 
 
 def check() -> None:
-    """Find out whether programs can be run, and whether they are cut off from the network.
-
-    Raises:
-        SandboxError: they cannot, or are not.
-    """
+    """Find out whether programs can be run, and whether they are cut off from the network. Raises
+    SandboxError: they cannot, or are not."""
     probe = "import socket\ntry:\n    socket.socket()\nexcept PermissionError:\n    pass\n"
     outcome = run(probe + "else:\n    raise RuntimeError('sockets can be made')\n")
     if not outcome.passed:

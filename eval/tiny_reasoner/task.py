@@ -248,9 +248,7 @@ def grade(text: str, problem: Problem) -> bool:
 
 def follows_prompt(text: str, problem: Problem) -> bool:
     """Whether every assignment that a step of ``text`` starts with is one of the prompt's.
-
-    ``grade`` cannot see this: sums commute, so mixed-up lines can still give the right answer.
-    """
+    ``grade`` cannot see this: sums commute, so mixed-up lines can still give the right answer."""
     facts = {fact.strip() for part in problem.prompt.split(" . ") for fact in part.split(",")}
     starts = [step.split()[:5] for step in text.split(STEP_END)]
     return all(" ".join(words) in facts for words in starts if words[1:2] == ["="])

@@ -130,10 +130,8 @@ def collate(
 
 
 def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between embedding and head, AdamW for the rest.
-
-    On this task Muon needs about half the steps of AdamW alone.
-    """
+    """Muon for the matrices between embedding and head, AdamW for the rest. On this task Muon needs
+    about half the steps of AdamW alone."""
     inner = {n: p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n}
     tables = [p for n, p in model.named_parameters() if p.dim() == 2 and n not in inner]
     vectors = [p for p in model.parameters() if p.dim() < 2]
