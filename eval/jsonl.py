@@ -4,12 +4,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+MAX_LINE_BYTES = 16 << 20
 
-def read_object(line: bytes) -> dict[str, Any]:
+
+def read_lines(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
+    """Numbers and bytes of the lines that are not blank, one in memory at a time; of one that is
+    too long for :func:`read_object` only the beginning."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(max_bytes + 1):
+            number += 1
+            if line.strip():
+                yield number, line
+            while line and not line.endswith(b"\n"):
+                line = file.readline(1 << 20)
+
+
+def read_object(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> dict[str, Any]:
     """The object that one line holds. Raises ValueError: says what is wrong with the line; who
     calls knows its file and number."""
+    if len(line.removesuffix(b"\n")) > max_bytes:
+        raise ValueError(f"longer than {max_bytes} bytes")
     try:
         content = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

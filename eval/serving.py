@@ -45,21 +45,10 @@ class ServerError(RuntimeError):
 
 
 class ServerProcess:
-    """One ``python -m sglang.launch_server``, from start to the death of its last child.
-
-    Use as a context manager, or call :meth:`start` and :meth:`close`.
-
-    Args:
-        model_path: directory or hub name of the model.
-        flags: further command-line flags, which win over ours.
-        env: further environment variables; None removes one.
-        port: TCP port on 127.0.0.1; a free one by default.
-        log_path: where the output goes; a temporary file by default.
-        device: ``"cpu"`` hides every GPU and runs on this project's CPU platform,
-            so that a result does not depend on the machine; ``"cuda"`` leaves
-            platform and attention backend to SGLang.
-        start_timeout_s: seconds until :meth:`start` gives up.
-    """
+    """One ``python -m sglang.launch_server``, from start to the death of its last child: a context
+    manager, or :meth:`start` and :meth:`close`. ``flags`` win over ours, ``env`` removes what is
+    None. The device ``"cpu"`` hides every GPU and runs on this project's CPU platform, so that a
+    result does not depend on the machine; ``"cuda"`` leaves platform and backend to SGLang."""
 
     def __init__(
         self,
@@ -67,7 +56,6 @@ class ServerProcess:
         *,
         flags: Sequence[str] = (),
         env: Mapping[str, str | None] | None = None,
-        port: int | None = None,
         log_path: str | Path | None = None,
         device: Literal["cpu", "cuda"] = "cpu",
         start_timeout_s: float = 600.0,
@@ -75,7 +63,7 @@ class ServerProcess:
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device must be 'cpu' or 'cuda', not {device!r}")
         self.model_path = str(model_path)
-        self.port = free_port() if port is None else port
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start_timeout_s = start_timeout_s
         self.command = _command(self.model_path, self.port, device, flags)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.sweep --budgets 48000,12000,3000 --out DIR [flags of eval.run]``: one run a KV budget.
 
-From "everything fits" down to "two requests fit": ``python -m eval.report DIR/kv-*`` then
-shows where the gain of sharing starts, peaks and ends. A sweep that was stopped goes on.
-"""
+``python -m eval.report DIR/kv-*`` then shows where the gain of sharing starts, peaks and ends.
+A sweep that was stopped goes on."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from pathlib import Path
 from eval import run
 from eval.runs.options import with_values
 
-#: Statuses of a bad command line and of Ctrl-C.
-_AT_ONCE = (2, 130)
+_AT_ONCE = (2, 130)  # statuses of a bad command line and of Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many answers are right, and how that differs from dense on the same problems.
 
-Answers to one problem under several seeds resemble each other, so a problem is a cluster. Shares
-of right answers get Wilson's interval at the effective number of answers, which has a width even
-at 0 and 1; other values (F1, lengths) the interval of Student's t over problems. The difference
-of two shares combines their Wilson limits with the correlation of the pairs (MOVER, Newcombe's
-square-and-add), that of other values is the paired t interval. Ratios take dense's mean as known.
-"""
+A problem is a cluster over its seeds: shares get Wilson's interval at the effective number of
+answers, other values (F1, lengths) Student's t over problems, differences of shares Newcombe's
+square-and-add (MOVER), those of other values paired t. Ratios take dense's mean as known."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from eval.tokenizers import TokenizerError, load_tokenizer
 from sglang_reasoncache.filter.segment import TokenClasses
@@ -18,16 +18,12 @@ _PIECES = re.compile(r"[ ]?(?:\w+|[^\w\s])|\s", re.UNICODE)
 
 
 class Spelled(NamedTuple):
-    """A response as tokens.
-
-    Attributes:
-        bag_ids: what a token counts as in a bag of tokens, by id, negative for
-            nothing; None: as itself.
-    """
+    """A response as tokens."""
 
     token_ids: list[int]
     vocabulary: Vocabulary
     classes: TokenClasses
+    # What a token counts as in a bag of tokens, by id, negative for nothing; None: as itself.
     bag_ids: list[int] | None
 
     def bagged(self, step: Step) -> Step:
@@ -37,14 +33,6 @@ class Spelled(NamedTuple):
         bag = [kind for i in step.token_ids if (kind := self.bag_ids[i]) >= 0]
         text = self.vocabulary.text(step.token_ids)
         return Step.build(step.start, bag, text) if bag else step
-
-
-class Speller(Protocol):
-    """Turns text into tokens."""
-
-    name: str
-
-    def spell(self, text: str) -> Spelled: ...
 
 
 class WordSpeller:

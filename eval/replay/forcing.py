@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forces the next token of a request to be that of a recorded response.
 
-The server needs ``--enable-custom-logit-processor`` and must be able to import
-this module; what a request carries is its name, not its code.
-"""
+The server needs ``--enable-custom-logit-processor`` and must be able to import this module; what a
+request carries is its name, not its code."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model for replays: real proportions and a real tokenizer, weights that know nothing.
 
-Since every next token is forced, the weights decide nothing but K and V. What
-matters is what a decode step costs: a large model's step reads its weights once
-for all requests, and each request's KV beside them. QwQ-32B in bf16 has 65.5 GB of
-weights and 262 KB of KV a token, 250,000 to 1; this one 130,000 to 1, so that
-throughput follows the number of running requests on a CPU as it does on a GPU.
-"""
+A decode step reads the weights once for all requests and each request's KV beside them. QwQ-32B in
+bf16 has 65.5 GB of weights and 262 KB of KV a token, 250,000 to 1; this one 130,000 to 1, so that
+throughput follows the number of running requests on a CPU as it does on a GPU."""
 
 from __future__ import annotations
 

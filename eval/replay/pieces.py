@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long recorded responses cut into shorter ones, for replays that have no hour to run.
 
-A response of 30,000 tokens takes as many decode steps however fast a server is. Its
-consecutive pieces, cut at the ends of steps, repeat themselves nearly as much: of the
-looping AIME responses 54% of the tokens could share memory over time, of their pieces
-of 4,000 tokens 48% (docs/benchmarks.md).
-"""
+Pieces repeat themselves nearly as much: of the looping AIME responses 54% of the tokens could share
+memory over time, of their pieces of 4,000 tokens 48% (docs/benchmarks.md)."""
 
 from __future__ import annotations
 

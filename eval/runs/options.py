@@ -14,8 +14,7 @@ from typing import Any
 
 from eval.runs.folder import RunError
 
-#: ``--model`` of the embedded checkpoint.
-EMBEDDED = "tiny_reasoner"
+EMBEDDED = "tiny_reasoner"  # --model of the embedded checkpoint
 #: Sampling parameters that can be set by hand, by the names of the request's body.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -42,21 +41,17 @@ def _integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"must be numbers, got {text!r}") from None
 
 
-def _pair(text: str) -> tuple[str, str]:
-    return _split(text, "=", "NAME=VALUE")
-
-
-def _url(text: str) -> tuple[str, str]:
-    # A method's name may hold an equals sign: the address begins at its scheme.
-    key, value = _split(text, "=http", "METHOD=http://...")
-    return key, "http" + value
-
-
-def _split(text: str, mark: str, form: str) -> tuple[str, str]:
+def _pair(text: str, mark: str = "=", form: str = "NAME=VALUE") -> tuple[str, str]:
     key, _, value = text.partition(mark)
     if not key or not value:
         raise argparse.ArgumentTypeError(f"must be {form}, got {text!r}")
     return key, value
+
+
+def _url(text: str) -> tuple[str, str]:
+    # A method's name may hold an equals sign: the address begins at its scheme.
+    key, value = _pair(text, "=http", "METHOD=http://...")
+    return key, "http" + value
 
 
 def _option(
@@ -68,11 +63,12 @@ def _option(
     most: float | None = None,
 ) -> Any:
     """A field that is a flag; ``least`` without ``most`` bounds integers."""
-    argument: dict[str, Any] = {"help": text, "type": read, "metavar": metavar}
-    if read in (_pair, _url):
-        argument["action"] = "append"
+    argument: dict[str, Any] = {"type": read, "metavar": metavar}
     if read is bool:
-        argument = {"help": text, "action": "store_true"}
+        argument = {"action": "store_true"}
+    elif read in (_pair, _url):
+        argument["action"] = "append"
+    argument["help"] = text
     return field(default=default, metadata={"argument": argument, "bounds": (least, most)})
 
 

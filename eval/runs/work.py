@@ -12,18 +12,16 @@ from eval.runs.config import check_same, default_folder, make_config, options_of
 from eval.runs.folder import RunError, cells, locked, read_config
 from eval.runs.options import Command, RunOptions
 from eval.runs.plan import Plan, model_path, request_body
-from eval.runs.progress import Display
 from eval.runs.servers import Servers
-from eval.runs.session import Session, grade, summary
+from eval.runs.session import Display, Session, grade, summary
 from eval.tasks.harness import opens_thinking
 from eval.tasks.sandbox import SandboxError
 from eval.tiny_reasoner import EMBEDDED_SETTINGS
 
 
 def carry_out(command: Command) -> bool:
-    """Run, resume or grade; True when every request was answered and graded. Raises RunError,
-    TaskError, MethodError: the command or the folder is wrong; ServerError: a server did not start,
-    or died."""
+    """Run, resume or grade; True when every request was answered and graded. Raises ValueError:
+    the command or the folder is wrong; ServerError: a server did not start, or died."""
     if command.grade is not None:
         return grade_again(command.grade, command.allow_code_execution)
     if command.resume is not None:

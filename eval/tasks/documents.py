@@ -10,15 +10,13 @@ from typing import Any
 
 from datasets import Dataset
 
-from eval.jsonl import kind_of, read_object, valid_text
+from eval.jsonl import kind_of, read_lines, read_object, valid_text
 from eval.tiny_reasoner import task as tiny
-from eval.tiny_reasoner.transcript import transcripts
 from eval.tokenizers import load_tokenizer
 
 # As the cards of DeepSeek-R1 and QwQ-32B recommend for mathematics.
 _INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 _MAX_ANSWER_CHARS = 1000
-_MAX_LINE_BYTES = 16 << 20
 _DEFAULT_COUNT = 500
 #: Longest responses of the embedded reasoner; what a long prompt leaves to say has 180 tokens.
 _REASONER_TOKENS, _LONG_TOKENS = 1500, 400
@@ -40,11 +38,11 @@ def reasoner_long(seed: int = 0, limit: int | None = None, **_: Any) -> Split:
     """The same, each with its response up to the last verification round. The server continues the
     response: prompts have 470 to 740 tokens."""
     rows = []
-    given = transcripts(seed, _DEFAULT_COUNT if limit is None else limit)
-    for i, (problem, begun) in enumerate((one.problem, one.begun) for one in given):
+    count = _DEFAULT_COUNT if limit is None else limit
+    for i, problem in enumerate(tiny.generate(seed, count, difficulty=tiny.LONGEST)):
         messages = [
             {"role": "user", "content": problem.prompt},
-            {"role": "assistant", "content": begun},
+            {"role": "assistant", "content": tiny.begin(problem.response)},
         ]
         body = {"messages": messages, "continue_final_message": True}
         rows.append(_reasoner_row(f"tiny_reasoner_long-{seed}-{i}", problem, body, _LONG_TOKENS))
@@ -59,10 +57,9 @@ def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any)
         if type(row.get("answer")) is int and abs(row["answer"]) < 10**30:
             row["answer"] = str(row["answer"])
         answer = _text(where, row, "answer", "Answer").rpartition("####")[2].strip()
-        if largest:
-            if not answer.isdecimal() or len(answer) > 6 or int(answer) > largest:
-                raise ValueError(f"{where}: answers are integers from 0 to {largest}: {answer!r}")
-            answer = str(int(answer))
+        if largest and not (answer.isdecimal() and len(answer) < 7 and int(answer) <= largest):
+            raise ValueError(f"{where}: answers are integers from 0 to {largest}: {answer!r}")
+        answer = str(int(answer)) if largest else answer
         if not 0 < len(answer) <= _MAX_ANSWER_CHARS:
             raise ValueError(f"{where}: an answer has 1 to {_MAX_ANSWER_CHARS} characters")
         question = _text(where, row, "question", "problem", "Problem")
@@ -104,19 +101,12 @@ def _reasoner_row(name: str, one: tiny.Problem, body: Any, max_tokens: int) -> d
 
 def _lines(file: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """``file:line``, number and object of each line that is not blank."""
-    with Path(file).open("rb") as lines:
-        number = 0
-        while line := lines.readline(_MAX_LINE_BYTES + 1):
-            number += 1
-            where = f"{file}:{number}"
-            if len(line) > _MAX_LINE_BYTES:
-                raise ValueError(f"{where}: line longer than {_MAX_LINE_BYTES} bytes")
-            if not line.strip():
-                continue
-            try:
-                yield where, number, read_object(line)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
+    for number, line in read_lines(Path(file)):
+        where = f"{file}:{number}"
+        try:
+            yield where, number, read_object(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
 
 def _text(where: str, row: Mapping[str, Any], *names: str) -> str:

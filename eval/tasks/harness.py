@@ -171,13 +171,9 @@ class EvalTask:
         return found
 
     def evaluate(self, answer: Answer, opens_thinking: bool) -> dict[str, Grade]:
-        """Ask and grade, by problem.
-
-        Args:
-            answer: of :class:`ServedModel`; "" for a problem that has none.
-            opens_thinking: whether the chat template begins each response with ``<think>``,
-                which then is in no response.
-        """
+        """Ask and grade, by problem. ``answer`` gives "" for a problem that has none;
+        ``opens_thinking``: whether the chat template begins each response with ``<think>``, which
+        then is in no response."""
 
         def answers(_problems: Sequence[Problem]) -> list[str]:
             texts = zip(self.problems, answer(self.problems), strict=True)

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The task of the tiny reasoner: a chain of assignments modulo 10, solved once and then verified.
 
-The user message lists the chain in shuffled order, may carry a draft value for one variable (right
-or wrong), and names the verification rounds. The reference response solves the chain, adopting the
-draft, then works through the rounds: ``redo`` (derive again, in order, and compare), ``back``
-(backwards) and ``brief`` (one short line each). The first round is always ``redo``: there a wrong
-draft is corrected.
-
-Every word is one token, words are separated by one space, and "\\n\\n" is a word that ends a step.
+README.md beside this describes it. Every word is one token, words are separated by one space, and
+"\\n\\n" is a word that ends a step.
 """
 
 from __future__ import annotations
@@ -76,25 +71,12 @@ VOCABULARY = _vocabulary()
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem with its reference response.
+    """One problem with its reference response."""
 
-    Attributes:
-        prompt: content of the user message.
-        answer: the right final answer, one digit.
-        error: whether the prompt carries a wrong draft value, which the response has to correct.
-        response: from ``<think>`` to the sentence with the answer.
-        variables: assignments that have to be worked out.
-        plan: the verification rounds.
-        draft: whether the prompt carries a draft value, right or wrong.
-    """
-
-    prompt: str
-    answer: str
-    error: bool
-    response: str
-    variables: int
-    plan: tuple[str, ...]
-    draft: bool
+    prompt: str  # content of the user message
+    answer: str  # the right final answer, one digit
+    error: bool  # whether the prompt carries a wrong draft value, which the response has to correct
+    response: str  # from <think> to the sentence with the answer
 
 
 @dataclass(frozen=True)
@@ -107,6 +89,10 @@ class Difficulty:
     max_rounds: int = 4
     draft_rate: float = 0.8
     wrong_rate: float = 0.5
+
+
+#: The longest responses that the model was trained on.
+LONGEST = Difficulty(min_variables=5, min_rounds=4, draft_rate=1.0)
 
 
 @dataclass(frozen=True)
@@ -208,7 +194,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     steps += [f"{FINAL_STEP.format(v=target, r=answer)} {THINK_END}", ANSWER.format(r=answer)]
     response = f" {STEP_END} ".join(steps)
     prompt = " . ".join(parts) + " ."
-    return Problem(prompt, answer, error, response, len(lines), plan, bool(drafted))
+    return Problem(prompt, answer, error, response)
 
 
 def split_of(prompt: str) -> str:
@@ -229,6 +215,16 @@ def generate(
         if split_of(problem.prompt) == split:
             problems.setdefault(problem.prompt, problem)
     return list(problems.values())
+
+
+def begin(response: str) -> str:
+    """A reference response up to its last verification round. With its problem it makes a long
+    prompt that the model can read: lines of other problems or words without meaning leave it at
+    chance, since it has never seen a prompt of over 60 tokens but its own responses."""
+    steps = response.split(f" {STEP_END} ")
+    rounds = ("wait", "now check", "check")
+    last = max(number for number, step in enumerate(steps) if step.startswith(rounds))
+    return f" {STEP_END} ".join(steps[:last]) + f" {STEP_END}"
 
 
 def extract_answer(text: str) -> str | None:
