@@ -49,6 +49,12 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else kinds.get(type(value), "a number")
 
 
+def one_line(text: str, most: int) -> str:
+    """Text of any content in one line of at most so many characters."""
+    flat = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return flat if len(flat) <= most else flat[: most - 1] + "…"
+
+
 def valid_text(text: str) -> str:
     """Half surrogates, which pass through JSON and nothing else, become question marks."""
     return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -33,9 +33,7 @@ DEFAULT_KV_SLOTS = 16384
 MODEL_NAME = "default"
 
 _LEAN_START = Path(__file__).with_name("lean_start")
-_POLL_S = 0.25
-_TAIL_LINES = 60
-_LINE_WIDTH = 300
+_TAIL_LINES, _LINE_WIDTH = 60, 300
 # After this line a server only looks alive: SGLang waits for itself for two minutes.
 _PORT_TAKEN = "error while attempting to bind on address"
 
@@ -73,12 +71,8 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         # trust_env: a proxy from the environment must not see loopback traffic.
-        self._http = httpx.Client(
-            base_url=self.url,
-            timeout=600.0,
-            trust_env=False,
-            limits=httpx.Limits(max_connections=None),
-        )
+        limits = httpx.Limits(max_connections=None)
+        self._http = httpx.Client(base_url=self.url, timeout=600.0, trust_env=False, limits=limits)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -100,8 +94,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # A process group of its own, so that close() reaches every child
-                # and a terminal's Ctrl-C reaches only us.
+                # So that close() reaches every child, and a terminal's Ctrl-C only us.
                 start_new_session=True,
             )
         self._guard = kill_when_we_die(self._process.pid)
@@ -111,9 +104,9 @@ class ServerProcess:
                 if _PORT_TAKEN in self.log_text():
                     raise ServerError(self._report(f"failed: {_PORT_TAKEN}"))
                 if time.monotonic() > deadline:
-                    after = f"{self.start_timeout_s:g} s"
-                    raise ServerError(self._report(f"was not ready after {after}"))
-                time.sleep(_POLL_S)
+                    late = f"was not ready after {self.start_timeout_s:g} s"
+                    raise ServerError(self._report(late))
+                time.sleep(0.25)
         except BaseException:
             self.close()
             raise
@@ -275,24 +268,18 @@ def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
 
 
 def _kill_group(group: int, timeout_s: float = 10.0) -> None:
-    """Kill what is left of a process group and wait until it is gone."""
+    """Kill what is left of a process group and wait until it is gone, except zombies, which their
+    parent may never collect."""
     deadline = time.monotonic() + timeout_s
-    with contextlib.suppress(ProcessLookupError):
-        while True:
+    living = [group]
+    while living:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-            living = _living_members(group)
-            if not living:
-                return
-            if time.monotonic() > deadline:
-                raise ServerError(f"processes {living} survived SIGKILL")
-            time.sleep(0.05)
-
-
-def _living_members(group: int) -> list[int]:
-    """The group's processes except zombies, which their parent may never collect."""
-    living = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                living.append(process.pid)
-    return living
+        living = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                    living.append(process.pid)
+        if living and time.monotonic() > deadline:
+            raise ServerError(f"processes {living} survived SIGKILL")
+        time.sleep(0.05 if living else 0)

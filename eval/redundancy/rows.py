@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from eval.jsonl import MAX_LINE_BYTES, kind_of, read_lines, read_object, valid_text
+from eval.jsonl import MAX_LINE_BYTES, kind_of, one_line, read_lines, read_object, valid_text
 
 _MAX_NAME_CHARS = 40
 
@@ -58,6 +58,6 @@ def _row(line: bytes, max_bytes: int, field: str, file_name: str) -> Row:
     correct = content["correct"] if isinstance(content.get("correct"), bool) else None
     given = content.get("dataset")
     # A name that fits a table cell and a figure.
-    name = "".join(c if c.isprintable() else " " for c in given) if isinstance(given, str) else ""
-    name = (" ".join(name.split()) or file_name)[:_MAX_NAME_CHARS]
+    name = one_line(given, _MAX_NAME_CHARS) if isinstance(given, str) else ""
+    name = name or one_line(file_name, _MAX_NAME_CHARS)
     return Row(name, correct, valid_text(response))

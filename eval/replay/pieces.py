@@ -7,13 +7,14 @@ memory over time, of their pieces of 4,000 tokens 48% (docs/benchmarks.md)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eval.runs.folder import write_whole
 
-_STEP_END = "\n\n"
+_STEP = re.compile(r".*?\n\n|.+\Z", re.DOTALL)
 
 
 def cut(response: str, tokenizer: Any, tokens: int) -> list[str]:
@@ -22,7 +23,7 @@ def cut(response: str, tokenizer: Any, tokens: int) -> list[str]:
     pieces: list[str] = []
     begun: list[str] = []
     length = 0
-    for step in _steps(response):
+    for step in _STEP.findall(response):
         begun.append(step)
         length += len(tokenizer.encode(step, add_special_tokens=False, verbose=False))
         if length >= tokens:
@@ -48,12 +49,3 @@ def write_pieces(
     ]
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
     return len(lines)
-
-
-def _steps(response: str) -> Iterator[str]:
-    start = 0
-    while start < len(response):
-        end = response.find(_STEP_END, start)
-        end = len(response) if end < 0 else end + len(_STEP_END)
-        yield response[start:end]
-        start = end

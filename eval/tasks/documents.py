@@ -24,28 +24,24 @@ _REASONER_TOKENS, _LONG_TOKENS = 1500, 400
 Split = dict[str, Dataset]
 
 
-def reasoner(seed: int = 0, limit: int | None = None, **_: Any) -> Split:
-    """Held-out problems of the embedded reasoner, in groups "error" (a wrong draft) and "clean"."""
-    problems = tiny.generate(seed, _DEFAULT_COUNT if limit is None else limit)
-    rows = [
-        _reasoner_row(f"tiny_reasoner-{seed}-{i}", one, {}, _REASONER_TOKENS)
-        for i, one in enumerate(problems)
-    ]
-    return {"test": Dataset.from_list(rows)}
-
-
-def reasoner_long(seed: int = 0, limit: int | None = None, **_: Any) -> Split:
-    """The same, each with its response up to the last verification round. The server continues the
-    response: prompts have 470 to 740 tokens."""
-    rows = []
-    count = _DEFAULT_COUNT if limit is None else limit
-    for i, problem in enumerate(tiny.generate(seed, count, difficulty=tiny.LONGEST)):
-        messages = [
-            {"role": "user", "content": problem.prompt},
-            {"role": "assistant", "content": tiny.begin(problem.response)},
-        ]
-        body = {"messages": messages, "continue_final_message": True}
-        rows.append(_reasoner_row(f"tiny_reasoner_long-{seed}-{i}", problem, body, _LONG_TOKENS))
+def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Split:
+    """Held-out problems of the embedded reasoner, in groups "error" (a wrong draft) and "clean"; of
+    ``tiny_reasoner_long`` with the response up to the last verification round, which the server
+    continues: prompts have 470 to 740 tokens."""
+    long, rows = name.endswith("_long"), []
+    size = tiny.LONGEST if long else tiny.Difficulty()
+    problems = tiny.generate(seed, _DEFAULT_COUNT if limit is None else limit, difficulty=size)
+    for i, one in enumerate(problems):
+        body: dict[str, Any] = {}
+        if long:
+            parts = {"user": one.prompt, "assistant": tiny.begin(one.response)}
+            messages = [{"role": role, "content": text} for role, text in parts.items()]
+            body = {"messages": messages, "continue_final_message": True}
+        more = {"group": "error" if one.error else "clean"}
+        most = _LONG_TOKENS if long else _REASONER_TOKENS
+        rows.append(
+            _row(f"{name}-{seed}-{i}", one.prompt, one.answer, body, max_tokens=most, **more)
+        )
     return {"test": Dataset.from_list(rows)}
 
 
@@ -92,11 +88,6 @@ def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
 def _row(name: str, prompt: str, target: str, body: Any = None, **more: Any) -> dict[str, Any]:
     row = {"id": name, "prompt": prompt, "target": target, "body": json.dumps(body or {})}
     return {**row, "group": "", "max_tokens": 0, **more}
-
-
-def _reasoner_row(name: str, one: tiny.Problem, body: Any, max_tokens: int) -> dict[str, Any]:
-    group = "error" if one.error else "clean"
-    return _row(name, one.prompt, one.answer, body, group=group, max_tokens=max_tokens)
 
 
 def _lines(file: str) -> Iterator[tuple[str, int, dict[str, Any]]]:

@@ -9,11 +9,11 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Its bars count what it prepares, not what servers answer.
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -41,13 +41,12 @@ HUB = {
 }
 #: Local JSONL of ours -> largest answer, 0 for anything in LaTeX.
 _MATHEMATICS = {"aime24": 999, "aime25": 999, "math500": 0, "gsm8k": 0}
-_GENERATED = {"tiny_reasoner": "local_reasoner", "tiny_reasoner_long": "local_reasoner_long"}
+_GENERATED = ("tiny_reasoner", "tiny_reasoner_long")
 _REPLAY = "_replay"
-# Parsing each token's piece in the client takes as much of a small machine as the decode step.
+# Parsing each token's piece takes as much of a small machine as the decode step.
 _REPLAY_FLAGS = ("--enable-custom-logit-processor", "--stream-interval", "16")
 _THINK, _THINK_END = "<think>", "</think>"
-# What graders see of a response; answers stand at its end.
-_MAX_GRADED_CHARS = 100_000
+_MAX_GRADED_CHARS = 100_000  # what graders see of a response; answers stand at its end
 _GRADE_S = 30.0
 _OURS = Path(__file__).parent
 
@@ -120,8 +119,7 @@ class ServedModel(LocalChatCompletion):
         )
 
 
-@dataclass(frozen=True)
-class Grade:
+class Grade(NamedTuple):
     """What lm-eval says of a response: its task's first metric, and what a filter found in it."""
 
     score: float
@@ -155,20 +153,15 @@ class EvalTask:
             raise TaskError(f"--tasks {name}: cannot be loaded ({reason}){hint}") from error
         if self._task.OUTPUT_TYPE != "generate_until" or getattr(self._task, "UNSAFE_CODE", False):
             raise TaskError(f"--tasks {name}: only tasks that generate text and run no code")
-        self._task.process_results = _bounded(
-            self._task.process_results, list(self._task.aggregation())
-        )
-        self.problems = self._all_problems()
-
-    def _all_problems(self) -> list[Problem]:
-        found: list[Problem] = []
+        grade, metrics = self._task.process_results, list(self._task.aggregation())
+        self._task.process_results = _bounded(grade, metrics)
+        self.problems: list[Problem] = []
 
         def keep(problems: Sequence[Problem]) -> list[str]:
-            found.extend(problems)
+            self.problems.extend(problems)
             return [""] * len(problems)
 
         self._evaluate(keep)
-        return found
 
     def evaluate(self, answer: Answer, opens_thinking: bool) -> dict[str, Grade]:
         """Ask and grade, by problem. ``answer`` gives "" for a problem that has none;
@@ -182,10 +175,8 @@ class EvalTask:
                 for problem, text in texts
             ]
 
-        samples: dict[int, dict[str, Any]] = {}
         # Of several filters the last is the most lenient.
-        for sample in self._evaluate(answers):
-            samples[sample["doc_id"]] = sample
+        samples = {sample["doc_id"]: sample for sample in self._evaluate(answers)}
         return {problem.id: _grade(samples[number]) for number, problem in enumerate(self.problems)}
 
     def _evaluate(self, answer: Answer) -> list[dict[str, Any]]:
@@ -216,26 +207,26 @@ def _manager(ours: bool) -> TaskManager:
 
 def _spec(name: str, source: Source) -> dict[str, Any]:
     """The task file's name with what is given to it."""
+    file = source.file
     metadata: dict[str, Any] = {"version": 1.0, "seed": source.seed, "limit": source.limit}
     if name in _GENERATED:
-        if source.file:
-            raise TaskError(f"--data {name}={source.file}: this task's problems are generated")
-        return {"task": _GENERATED[name], "metadata": metadata}
+        if file:
+            raise TaskError(f"--data {name}={file}: this task's problems are generated")
+        return {"task": "local_reasoner", "metadata": metadata | {"name": name}}
     if name.endswith(_REPLAY):
-        if not source.file:
+        if not file:
             raise TaskError(f"--tasks {name}: needs records, --data {name}=FILE.jsonl")
-        metadata |= {"file": source.file, "model": source.model}
-        return {"task": "local_replay", "metadata": metadata}
-    if source.file and name in _MATHEMATICS:
-        metadata |= {"file": source.file, "largest": _MATHEMATICS[name]}
-        return {"task": "local_math", "metadata": metadata}
-    spec: dict[str, Any] = {"task": HUB.get(name, name)}
-    if source.file:
-        # Rows as the data set on the hub has them.
-        splits = dict.fromkeys(("train", "validation", "test"), source.file)
-        spec |= {"dataset_path": "json", "dataset_name": None}
-        spec["dataset_kwargs"] = {"data_files": splits}
-    return spec
+        own = {"file": file, "model": source.model}
+        return {"task": "local_replay", "metadata": metadata | own}
+    if not file:
+        return {"task": HUB.get(name, name)}
+    if name in _MATHEMATICS:
+        own = {"file": file, "largest": _MATHEMATICS[name]}
+        return {"task": "local_math", "metadata": metadata | own}
+    # Rows as the data set on the hub has them.
+    files = {"data_files": dict.fromkeys(("train", "validation", "test"), file)}
+    data = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}
+    return {"task": HUB.get(name, name), **data}
 
 
 def _allow_code(name: str, source: Source) -> None:
@@ -270,27 +261,22 @@ def _bounded(
 ) -> Callable[..., dict[str, float]]:
     """A grader that no response can hold up or break: what it cannot grade is wrong."""
 
+    def out_of_time(*_: Any) -> None:
+        raise TimeoutError
+
     def within_time(doc: Any, results: Any) -> dict[str, float]:
+        before = signal.signal(signal.SIGALRM, out_of_time)
         try:
-            with _time_limit(_GRADE_S):
+            signal.setitimer(signal.ITIMER_REAL, _GRADE_S)
+            try:
                 return grade(doc, results)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
         except sandbox.SandboxError:
             raise
         except Exception:
             return dict.fromkeys(metrics, 0.0)
+        finally:
+            signal.signal(signal.SIGALRM, before)
 
     return within_time
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    def out_of_time(*_: Any) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, out_of_time)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
