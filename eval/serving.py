@@ -162,10 +162,8 @@ class ServerProcess:
         process.wait()
 
     def log_text(self, since: int = 0) -> str:
-        """Return the output so far, from byte ``since`` on (see :meth:`log_size`)."""
-        with self.log_path.open("rb") as log:
-            log.seek(since)
-            return log.read().decode(errors="replace")
+        """The output so far, from byte ``since`` on (see :meth:`log_size`)."""
+        return self.log_path.read_bytes()[since:].decode(errors="replace")
 
     def log_size(self) -> int:
         """Return the output's size in bytes, to read only what follows."""
@@ -189,9 +187,8 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago. A server binds it a minute later. In the kernel's
-    ephemeral range any outgoing connection could take it meanwhile, so the search stays below that
-    range."""
+    """A TCP port that was free a moment ago. A server binds it a minute later: below the kernel's
+    ephemeral range, where any outgoing connection could take it meanwhile."""
     top = 32768
     with contextlib.suppress(OSError, ValueError):
         top = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

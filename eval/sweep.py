@@ -45,12 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _budgets(text: str) -> list[int]:
-    try:
-        budgets = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers of KV slots, got {text!r}") from None
-    if min(budgets) < 1 or len(set(budgets)) < len(budgets):
-        raise argparse.ArgumentTypeError(f"must be different and at least 1, got {text!r}")
+    parts = text.split(",")
+    budgets = [int(part) for part in parts if part.strip().isdecimal()]
+    if len(set(budgets)) < len(parts) or min(budgets) < 1:
+        what = "must be different numbers of KV slots of at least 1"
+        raise argparse.ArgumentTypeError(f"{what}, got {text!r}")
     return budgets
 
 

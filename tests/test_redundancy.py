@@ -79,7 +79,7 @@ def test_groups(tmp_path: Path) -> None:
         ('{"response": 3}', "no text but a number"),
         ('{"response": null}', "no text but null"),
         ('{"response": " \\n "}', "is empty"),
-        ('{"response": "' + "x" * 5000 + '"}', "longer than --max-line-bytes 4000"),
+        ('{"response": "' + "x" * 5000 + '"}', "longer than 4000 bytes"),
     ],
 )
 def test_a_bad_line_is_named_and_left_out(

@@ -68,13 +68,10 @@ def mean(values: Mapping[Key, float]) -> Estimate | None:
     if not values:
         return None
     series = _series(values)
-    value, problems = float(series.mean()), series.groupby(level=0).mean()
+    value = float(series.mean())
     if series.isin((0.0, 1.0)).all():
         return Estimate(value, *_wilson(value, _effective(series)), len(series))
-    if len(problems) < 2:
-        return Estimate(value, None, None, len(series))
-    low, high = stats.ttest_1samp(problems, 0).confidence_interval()
-    return Estimate(value, float(low), float(high), len(series))
+    return _student(value, series)
 
 
 def compare(method: Mapping[Key, Result], dense: Mapping[Key, Result]) -> Comparison | None:
@@ -105,11 +102,15 @@ def differ(one: Mapping[Key, float], other: Mapping[Key, float]) -> Estimate | N
         down = _combine(float(x.mean()) - l1, u2 - float(y.mean()), r)
         up = _combine(u1 - float(x.mean()), float(y.mean()) - l2, r)
         return Estimate(value, value - down, value + up, n)
-    problems = (x - y).groupby(level=0).mean()
+    return _student(value, x - y)
+
+
+def _student(value: float, series: pd.Series) -> Estimate:
+    problems = series.groupby(level=0).mean()
     if len(problems) < 2:
-        return Estimate(value, None, None, n)
+        return Estimate(value, None, None, len(series))
     low, high = stats.ttest_1samp(problems, 0).confidence_interval()
-    return Estimate(value, float(low), float(high), n)
+    return Estimate(value, float(low), float(high), len(series))
 
 
 def _series(values: Mapping[Key, float]) -> pd.Series:

@@ -62,12 +62,9 @@ def figures(
     timed = only if only and only.ended and only.seconds > 0 else None
     ttft = tpot = pd.Series(dtype=float)
     if len(complete):
-        told = complete.dropna(subset="first_token")
-        ttft = (told["first_token"] - told["started"]).astype(float)
-        later = told[told["output_tokens"] > 1]
-        tpot = ((later["ended"] - later["first_token"]) / (later["output_tokens"] - 1)).astype(
-            float
-        )
+        told = complete.dropna(subset="first_token").astype(float)
+        ttft, later = told["first_token"] - told["started"], told[told["output_tokens"] > 1]
+        tpot = (later["ended"] - later["first_token"]) / (later["output_tokens"] - 1)
     leaks = [leg.leaked_slots for leg in legs if leg.leaked_slots is not None]
     used = [moment.used for moment in timeline]
     return Figures(

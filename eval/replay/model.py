@@ -16,15 +16,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from eval.tiny_reasoner.model import chat_template
+from eval.tiny_reasoner.task import ASSISTANT, USER
+
 VOCABULARY_SIZE = 16_000
 CONTEXT_LENGTH = 65_536
-_PAD, _USER, _ASSISTANT = "<|pad|>", "<|user|>", "<|assistant|>"
-_CHAT_TEMPLATE = (
-    "{%- for m in messages -%}"
-    f"{{{{- ('{_USER}' if m['role'] == 'user' else '{_ASSISTANT}') + m['content'] -}}}}"
-    "{%- endfor -%}"
-    f"{{%- if add_generation_prompt -%}}{{{{- '{_ASSISTANT}' -}}}}{{%- endif -%}}"
-)
+_PAD = "<|pad|>"
 
 
 def replay_config() -> Any:
@@ -56,7 +53,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[_PAD, _USER, _ASSISTANT],
+        special_tokens=[_PAD, USER, ASSISTANT],
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
@@ -65,7 +62,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         eos_token=_PAD,
         pad_token=_PAD,
         clean_up_tokenization_spaces=False,
-        chat_template=_CHAT_TEMPLATE,
+        chat_template=chat_template(""),
         model_max_length=CONTEXT_LENGTH,
     )
 

@@ -76,10 +76,7 @@ class Cell:
         for name in ("responses", "timeline", "legs"):
             path = self.folder / f"{name}.jsonl"
             if path.is_file():
-                data = path.read_bytes()
-                whole = data.rfind(b"\n") + 1
-                if whole < len(data):
-                    os.truncate(path, whole)
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def cells(run: Path) -> list[Cell]:

@@ -136,12 +136,10 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Command:
-    """What ``python -m eval.run`` is to do. ``options`` are None with ``resume`` or ``grade``,
-    whose folder has them; ``out`` is None for a folder named after the options;
-    ``allow_code_execution`` is that of ``grade``."""
+    """What ``python -m eval.run`` is to do; ``allow_code_execution`` is that of ``grade``."""
 
-    options: RunOptions | None
-    out: Path | None = None
+    options: RunOptions | None  # None with resume or grade, whose folder has them
+    out: Path | None = None  # None for a folder named after the options
     resume: Path | None = None
     grade: Path | None = None
     allow_code_execution: bool = False

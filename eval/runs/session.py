@@ -62,9 +62,8 @@ class Display(Progress):
 
 @dataclass(frozen=True)
 class Session:
-    """Runs what is left of a run. The folder ``run`` is locked by the caller; random ratios that
-    are found are added to ``config`` and to its ``config.json``. ``methods`` are in the order of
-    ``plan.options.methods``."""
+    """Runs what is left of a run, whose folder the caller has locked; random ratios that are found
+    are added to ``config`` and to its file. ``methods`` are in the order of the options'."""
 
     run: Path
     config: dict[str, Any]
@@ -210,10 +209,9 @@ def grade(
     opens_thinking: bool,
     ask: Callable[[Sequence[Problem]], None] = lambda problems: None,
 ) -> list[Result]:
-    """Have lm-eval grade a cell; one result for each problem that was sent, in their order. A
-    request that failed for good is a wrong answer: leaving it out would flatter the method that
-    fails most. ``ask`` is called before, with all problems of the task; ``opens_thinking`` is of
-    :meth:`EvalTask.evaluate`."""
+    """Have lm-eval grade a cell, ``ask`` called before with all problems; a result for each that was
+    sent, in their order. A request that failed for good is a wrong answer: leaving it out would
+    flatter the method that fails most. ``opens_thinking`` is of :meth:`EvalTask.evaluate`."""
 
     def answer(problems: Sequence[Problem]) -> list[str]:
         ask(problems)

@@ -33,7 +33,11 @@ def carry_out(command: Command) -> bool:
 def run(options: RunOptions, out: Path | None, methods: Sequence[Method] | None = None) -> bool:
     """Begin or go on with a run in ``out``, by default a folder named after the options.
     ``methods`` take the place of those that ``options.methods`` stand for, one for each."""
-    options = dataclasses.replace(options, device=resolve_device(options.device))
+    if options.device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        options = dataclasses.replace(options, device=device)
     methods = methods or _methods(options)
     plan = Plan(options, request_body(options))
     config = make_config(plan, methods, opens_thinking(model_path(options)))
@@ -79,15 +83,6 @@ def grade_again(folder: Path, allow_code: bool) -> bool:
                 display.say(f"{title}: {missing} problems are not answered", "yellow")
                 whole = False
     return whole
-
-
-def resolve_device(device: str) -> str:
-    """``cuda`` if asked for, or if torch sees a GPU and nothing was asked for."""
-    if device != "auto":
-        return device
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _methods(options: RunOptions) -> list[Method]:

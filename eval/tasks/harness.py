@@ -91,9 +91,8 @@ Answer = Callable[[Sequence[Problem]], Sequence[str]]
 
 
 class ServedModel(LocalChatCompletion):
-    """lm-eval's chat model; how requests are sent and responses kept is the caller's. lm-eval's own
-    client sends requests of equal settings together, longest prompt first, and keeps neither times
-    nor token counts."""
+    """lm-eval's chat model; how requests are sent and responses kept is the caller's: lm-eval's own
+    client keeps neither times nor token counts."""
 
     def __init__(self, name: str, answer: Answer) -> None:
         super().__init__(model=name, base_url="", num_concurrent=2)
@@ -104,11 +103,9 @@ class ServedModel(LocalChatCompletion):
         return list(self._answer([self._problem(instance) for instance in requests]))
 
     def _problem(self, instance: Instance) -> Problem:
-        context, settings = instance.args
-        payload = self._create_payload(
-            self.create_message([context]), generate=True, gen_kwargs=dict(settings)
-        )
-        doc = instance.doc
+        (context, settings), doc = instance.args, instance.doc
+        asked = self.create_message([context])
+        payload = self._create_payload(asked, generate=True, gen_kwargs=dict(settings))
         own = json.loads(doc["body"]) if "body" in doc else {}
         return Problem(
             id=str(doc["id"] if "body" in doc else instance.doc_id),

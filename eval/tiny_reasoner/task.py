@@ -21,10 +21,9 @@ SPECIAL = (PAD, EOS, USER, ASSISTANT, THINK, THINK_END, STEP_END, BOX, BOX_END)
 FORMAL = frozenset((*DIGITS, *LETTERS, *OPERATORS, "="))
 ORDINALS = ("one", "two", "three", "four")
 
-# The wording of a step follows from the letter it defines, never from chance, so that greedy
-# decoding has one right continuation. Letters of one problem have distinct styles: otherwise the
-# steps of the first pass would already resemble each other. Each step starts with what its line
-# says, ``v = u o y``; x is the value of u, and r the result.
+# The wording of a step follows from the letter it defines, so that greedy decoding has one right
+# continuation; letters of one problem have distinct styles, so that steps of the first pass do not
+# resemble each other. Each starts with its line, ``v = u o y``; x is u's value, r the result.
 LONG_STYLES = (
     "{v} = {u} {o} {y} . here {u} {x} , so work it out : {x} {o} {y} = {r} , now {v} {r} .",
     "{v} = {u} {o} {y} ; we know {u} {x} which then makes {x} {o} {y} = {r} "

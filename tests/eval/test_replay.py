@@ -15,8 +15,8 @@ from eval.replay.__main__ import main
 from eval.replay.forcing import FORCED, forced_request
 from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE, build
 from eval.replay.pieces import cut, write_pieces
+from eval.runs.cells import retractions
 from eval.runs.client import Request, ask_all
-from eval.server_log import retractions
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tasks.documents import replay
 from eval.tasks.harness import EvalTask, Problem, Source, TaskError

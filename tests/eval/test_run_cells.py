@@ -14,13 +14,11 @@ from eval.methods import find_methods
 from eval.runs.cells import faults, measure
 from eval.runs.client import Request
 from eval.runs.folder import Cell, RunError, cells, write_config
-from eval.runs.matching import PILOT_PROBLEMS
 from eval.runs.options import RunOptions
 from eval.runs.plan import Plan
-from eval.runs.progress import Display
 from eval.runs.records import Leg
 from eval.runs.servers import Servers
-from eval.runs.session import Session
+from eval.runs.session import PILOT_PROBLEMS, Display, Session
 from tests.eval.peer import Peer, PeerServer, answer
 from tests.eval.rows import leg, response
 

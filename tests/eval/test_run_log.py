@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from eval.server_log import cut_prompts, moments, retractions
+from eval.runs.cells import cut_prompts, moments, retractions
 
 STOCK = """\
 [2026-11-21 16:57:55] Prefill batch, #new-seq: 4, #new-token: 180, #cached-token: 0, token usage: 0.00

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from eval.runs.folder import Cell
-from eval.runs.matching import TOLERANCE, final_saving, match
 from eval.runs.records import Leg
 from eval.runs.servers import Server, merge, since
+from eval.runs.session import TOLERANCE, final_saving, match
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eval.peer import Peer
 from tests.eval.rows import leg

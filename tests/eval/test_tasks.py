@@ -19,8 +19,7 @@ from eval.tasks.harness import EvalTask, Problem, Source, TaskError, opens_think
 from eval.tasks.sampling import sampling_for
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.model import build_tokenizer
-from eval.tiny_reasoner.task import BOX
-from eval.tiny_reasoner.transcript import transcripts
+from eval.tiny_reasoner.task import BOX, LONGEST, begin, generate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,15 +56,16 @@ def test_long_prompts_are_responses_up_to_their_last_round() -> None:
     """What is left of the reference response finishes what was begun, and is graded right."""
     task = EvalTask("tiny_reasoner_long", Source(seed=3, limit=12))
     tokenizer, rests, begun = build_tokenizer(), [], []
-    for problem, given in zip(task.problems, transcripts(3, 12), strict=True):
+    for problem, given in zip(task.problems, generate(3, 12, "test", LONGEST), strict=True):
         user, assistant = problem.messages
-        assert user == {"role": "user", "content": given.problem.prompt}
+        assert user == {"role": "user", "content": given.prompt}
         assert problem.body == {"continue_final_message": True}
         begun.append(assistant["content"])
-        assert given.problem.response.startswith(begun[-1] + " ") and BOX not in begun[-1]
+        assert begun[-1] == begin(given.response) and BOX not in begun[-1]
+        assert given.response.startswith(begun[-1] + " ")
         ids = tokenizer(user["content"])["input_ids"] + tokenizer(begun[-1])["input_ids"]
         assert 450 < len(ids) < 760 and tokenizer.pad_token_id not in ids
-        rests.append(given.problem.response[len(begun[-1]) :].strip())
+        rests.append(given.response[len(begun[-1]) :].strip())
         assert problem.max_tokens is not None
         assert len(rests[-1].split(" ")) < problem.max_tokens / 2
     assert scores(task, rests) == [1.0] * 12
