@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.tasks import grading, sandbox
+from eval.tasks import grading
 from eval.tasks.grading import MATHEMATICS, MathGrader, extract_code, last_boxed
 from eval.tasks.harness import _after_thinking
 from eval.tasks.sandbox import SandboxError
@@ -28,86 +28,70 @@ def _grade(reference: str, response: str) -> bool:
     return found == 1.0
 
 
-@pytest.mark.parametrize(
-    ("reference", "answer"),
-    [
-        ("204", "204"),
-        ("25", "025"),
-        ("204", " 204 "),
-        ("204", "204."),
-        ("204", "\\text{204}"),
-        ("204", "n = 204"),
-        ("1002", "1,002"),
-        ("18", "\\$18.00"),
-        ("\\frac{14}{3}", "\\dfrac{14}{3}"),
-        ("\\frac{14}{3}", "14/3"),
-        ("\\frac{1}{2}", "0.5"),
-        ("p - q", "-q+p"),
-        ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3, \\pi/2)"),
-        ("\\text{Evelyn}", "Evelyn"),
-        ("\\text{(C)}", "(C)"),
-        ("2\\sqrt{3}", "\\sqrt{12}"),
-        ("\\{1, 2\\}", "\\{2, 1\\}"),
-        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
-        ("5", "x \\in \\{5\\}"),
-    ],
-)
-def test_right_answers(reference: str, answer: str) -> None:
-    assert _grade(reference, f"<think>\\boxed{{0}}</think>So \\boxed{{{answer}}}.")
+RIGHT = {
+    "204": ["204", " 204 ", "204.", "\\text{204}", "n = 204"],
+    "25": ["025"],
+    "1002": ["1,002"],
+    "18": ["\\$18.00"],
+    "\\frac{14}{3}": ["\\dfrac{14}{3}", "14/3"],
+    "\\frac{1}{2}": ["0.5"],
+    "p - q": ["-q+p"],
+    "\\left( 3, \\frac{\\pi}{2} \\right)": ["(3, \\pi/2)"],
+    "\\text{Evelyn}": ["Evelyn"],
+    "\\text{(C)}": ["(C)"],
+    "2\\sqrt{3}": ["\\sqrt{12}"],
+    "\\{1, 2\\}": ["\\{2, 1\\}"],
+    "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}": ["\\begin{pmatrix}1\\\\2\\end{pmatrix}"],
+    "5": ["x \\in \\{5\\}"],
+}
+WRONG = {
+    "204": ["205", "-204", "204x"],
+    "\\frac{14}{3}": ["\\frac{3}{14}"],
+    "\\frac{1}{3}": ["0.33"],
+    "p - q": ["q - p"],
+    "\\left( 3, \\frac{\\pi}{2} \\right)": ["(\\frac{\\pi}{2}, 3)"],
+    "\\text{Evelyn}": ["Evan"],
+    "(1,2)": ["[1,2]"],
+    "3": ["\\frac{1}{", "3, 4", "\\infty", "__import__('os')"],
+}
 
 
-@pytest.mark.parametrize(
-    ("reference", "answer"),
-    [
-        ("204", "205"),
-        ("204", "-204"),
-        ("204", "204x"),
-        ("\\frac{14}{3}", "\\frac{3}{14}"),
-        ("\\frac{1}{3}", "0.33"),
-        ("p - q", "q - p"),
-        ("\\left( 3, \\frac{\\pi}{2} \\right)", "(\\frac{\\pi}{2}, 3)"),
-        ("\\text{Evelyn}", "Evan"),
-        ("(1,2)", "[1,2]"),
-        ("3", "\\frac{1}{"),
-        ("3", "3, 4"),
-        ("3", "\\infty"),
-        ("3", "__import__('os')"),
-    ],
-)
-def test_wrong_answers(reference: str, answer: str) -> None:
-    assert not _grade(reference, f"\\boxed{{{answer}")
-    if answer.count("{") == answer.count("}"):
-        assert not _grade(reference, f"\\boxed{{{reference}}} or \\boxed{{{answer}}}")
+@pytest.mark.parametrize("reference", RIGHT)
+def test_right_answers(reference: str) -> None:
+    for answer in RIGHT[reference]:
+        assert _grade(reference, f"<think>\\boxed{{0}}</think>So \\boxed{{{answer}}}."), answer
 
 
-@pytest.mark.parametrize(
-    ("response", "found"),
-    [
-        ("\\boxed{1} then \\boxed{2}", "2"),
-        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-        ("\\boxed{\\left\\{1\\right\\}}", "\\left\\{1\\right\\}"),
-        ("\\boxed{\\boxed{7}}", "7"),
-        ("\\fbox{8}", "8"),
-        ("\\boxed {9}", "9"),
-        ("\\boxed{1} \\boxed{2", "1"),
-        ("\\boxed{1} \\boxed{ } \\boxed{}", "1"),
-        ("\\boxed{1} or \\boxed{\\boxed{}", "1"),
-        ("\\boxed{1} in an \\fbox{2}", "1"),
-        ("in \\boxed form: \\fbox{2}", "2"),
-        ("\\boxed{} \\fbox{2}", ""),
-        ("\\boxed{", ""),
-        ("\\boxed{1}" + "\\boxed{" * 1000, ""),
-        ("\\boxed{" + "1" * 1001 + "}", ""),
-        ("", ""),
-    ],
-)
-def test_last_box(response: str, found: str) -> None:
-    assert last_boxed(response) == found
+@pytest.mark.parametrize("reference", WRONG)
+def test_wrong_answers(reference: str) -> None:
+    for answer in WRONG[reference]:
+        assert not _grade(reference, f"\\boxed{{{answer}"), answer
+        if answer.count("{") == answer.count("}"):
+            assert not _grade(reference, f"\\boxed{{{reference}}} or \\boxed{{{answer}}}"), answer
 
 
-@pytest.mark.parametrize(
-    ("response", "opened", "answer"),
-    [
+def test_last_box() -> None:
+    for response, found in {
+        "\\boxed{1} then \\boxed{2}": "2",
+        "\\boxed{\\frac{1}{2}}": "\\frac{1}{2}",
+        "\\boxed{\\left\\{1\\right\\}}": "\\left\\{1\\right\\}",
+        "\\boxed{\\boxed{7}}": "7",
+        "\\fbox{8}": "8",
+        "\\boxed {9}": "9",
+        "\\boxed{1} \\boxed{2": "1",
+        "\\boxed{1} \\boxed{ } \\boxed{}": "1",
+        "\\boxed{1} or \\boxed{\\boxed{}": "1",
+        "\\boxed{1} in an \\fbox{2}": "1",
+        "in \\boxed form: \\fbox{2}": "2",
+        **dict.fromkeys(("\\boxed{} \\fbox{2}", "\\boxed{", ""), ""),
+        "\\boxed{1}" + "\\boxed{" * 1000: "",
+        "\\boxed{" + "1" * 1001 + "}": "",
+    }.items():
+        assert last_boxed(response) == found, response[:99]
+
+
+def test_a_response_that_was_cut_off_within_its_reasoning_has_no_answer() -> None:
+    for response, opened, answer in (
         ("hm \\boxed{1}, no", True, ""),
         ("hm \\boxed{1}, no", False, "hm \\boxed{1}, no"),
         ("", True, ""),
@@ -116,65 +100,39 @@ def test_last_box(response: str, found: str) -> None:
         ("\n<think>\\boxed{1}", False, ""),
         ("a</think>\\boxed{3}</think>done", False, "done"),
         ("\\boxed{3}</think>", False, ""),
-    ],
-)
-def test_a_response_that_was_cut_off_within_its_reasoning_has_no_answer(
-    response: str, opened: bool, answer: str
-) -> None:
-    assert _after_thinking(response, opened) == answer
+    ):
+        assert _after_thinking(response, opened) == answer, response
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        (
-            "```python\ndef f(x):\n    return x\n```\nor\n```\nf(1)\n```",
-            "def f(x):\n    return x\n",
-        ),
-        ("```\na\n```\n```\nb\n```", "b\n"),
-        ("so:\n  ```py\n  def f(x):\n    pass\n  ```", "def f(x):\n  pass\n"),
-        ("```python\ndef f(x): pass", "def f(x): pass"),
-        ("def f(x): pass", "def f(x): pass"),
-        ("", ""),
-    ],
-)
-def test_code_is_found(text: str, code: str) -> None:
-    assert extract_code(text, "f").strip() == code.strip()
+def test_code_is_found() -> None:
+    two = "```python\ndef f(x):\n    return x\n```\nor\n```\nf(1)\n```"
+    for text, code in {
+        two: "def f(x):\n    return x",
+        "```\na\n```\n```\nb\n```": "b",
+        "so:\n  ```py\n  def f(x):\n    pass\n  ```": "def f(x):\n  pass",
+        "```python\ndef f(x): pass": "def f(x): pass",
+        "def f(x): pass": "def f(x): pass",
+        "": "",
+    }.items():
+        assert extract_code(text, "f").strip() == code, text
     assert len(extract_code("```\nx\n" * 50_000 + "```", "f")) < 10
 
 
-def test_functions_are_judged_by_their_tests() -> None:
-    try:
-        sandbox.check()
-    except sandbox.SandboxError as error:
-        pytest.skip(str(error))
-    doc = {"prompt": "import math\ndef f(x):\n    pass\n", "entry_point": "f"}
-    doc["test"] = "def check(f):\n    assert f(4) == 2\n"
-    future = "from __future__ import annotations\ndef f(x):\n    return math.isqrt(x)\n"
-    for code, score in (
-        (future, 1.0),
-        ("def f(x): return 1", 0.0),
-        ("", 0.0),
-        ("#" * 200_000, 0.0),
-    ):
-        assert grading.passes_tests(doc, [code]) == {"score": score}
-
-
 HOSTILE = {
-    "braces": "\\boxed{" + "{" * 100_000,
-    "closed braces": "\\boxed{" + "{" * 100_000 + "}" * 100_001,
+    "braces": "{" * 100_000,
+    "closed braces": "{" * 100_000 + "}" * 100_001,
     "boxes": "\\boxed{" * 100_000,
-    "thoughts": "</think>" * 100_000 + "\\boxed{",
-    "backslashes": "\\boxed{" + "\\" * 999 + "}",
-    "depth": "\\boxed{" + "\\sqrt{" * 150 + "2" + "}" * 151,
-    "tower": "\\boxed{9^{9^{9^{9}}}}",
-    "factorial": "\\boxed{(10^{9})!}",
-    "digits": "\\boxed{" + "9" * 1000 + "}",
-    "null bytes": "\\boxed{1\x002}",
-    "lone surrogates": "\\boxed{\ud800\udfff}",
-    "lines": "\\boxed{1\n2\r\n3}",
-    "dollars": "\\boxed{$$$1$$}",
-    "code": "\\boxed{__import__('os').system('exit 1')}",
+    "thoughts": "}" + "</think>" * 100_000 + "\\boxed{",
+    "backslashes": "\\" * 999 + "}",
+    "depth": "\\sqrt{" * 150 + "2" + "}" * 151,
+    "tower": "9^{9^{9^{9}}}}",
+    "factorial": "(10^{9})!}",
+    "digits": "9" * 1000 + "}",
+    "null bytes": "1\x002}",
+    "lone surrogates": "\ud800\udfff}",
+    "lines": "1\n2\r\n3}",
+    "dollars": "$$$1$$}",
+    "code": "__import__('os').system('exit 1')}",
     "huge": "x" * 20_000_000 + "\\boxed{4}",
 }
 
@@ -182,7 +140,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_answers_are_wrong_and_in_time(name: str) -> None:
     begin = time.monotonic()
-    assert not _grade("3", HOSTILE[name])
+    assert not _grade("3", "\\boxed{" + HOSTILE[name])
     # A parse, a comparison and a process killed and started again, on a busy machine.
     assert time.monotonic() - begin < 30
     assert _grade("3", "\\boxed{\\frac{6}{2}}")
@@ -202,8 +160,7 @@ def test_every_reference_equals_itself(name: str) -> None:
     if not path.is_file():
         pytest.skip(f"{path} is not there")
     answers = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
-    wrong = [a for a in answers if not MATHEMATICS.equal(a, a)]
-    assert not wrong
+    assert not [a for a in answers if not MATHEMATICS.equal(a, a)]
 
 
 @pytest.fixture
@@ -213,16 +170,12 @@ def grader() -> Iterator[MathGrader]:
     grader.close()
 
 
-def test_a_process_that_takes_too_long_is_replaced(grader: MathGrader) -> None:
+def test_a_process_that_takes_too_long_or_dies_is_replaced(grader: MathGrader) -> None:
     assert grader.equal("1", "1.0")
     first, grader.limit_s = grader._process, 0.3
     assert not grader.equal("3", "9^{9^{9^{9}}}")
     assert first is not None and first.poll() is not None
     grader.limit_s = 15.0
-    assert grader.equal("1", "1.0")
-
-
-def test_a_process_that_dies_is_replaced(grader: MathGrader) -> None:
     assert grader.equal("1", "1.0")
     assert grader._process is not None
     grader._process.kill()

@@ -15,16 +15,14 @@ from sglang_reasoncache.filter.presets import PRESETS
 from sglang_reasoncache.plugin.flags import add_cli_args
 
 
-def test_dense_is_stock() -> None:
-    method = find_method("dense", EMBEDDED_SETTINGS)
-    assert (method.name, method.flags, method.shares) == ("dense", [], False)
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_is_a_method(name: str) -> None:
-    method = find_method(name)
-    assert method.flags == ["--enable-reasoncache", "--reasoncache-preset", name]
-    assert method.title
+def test_every_preset_is_a_method_and_dense_is_stock() -> None:
+    dense = find_method("dense", EMBEDDED_SETTINGS)
+    assert (dense.name, dense.flags, dense.shares) == ("dense", [], False)
+    for name in PRESETS:
+        method = find_method(name)
+        assert method.flags == ["--enable-reasoncache", "--reasoncache-preset", name]
+    assert [find_method(name).title for name in METHODS] == list(METHODS.values())
+    assert all(METHODS.values())
 
 
 def test_options_become_values_and_flags() -> None:
@@ -40,15 +38,13 @@ def test_options_become_values_and_flags() -> None:
     assert args.enable_reasoncache and args.reasoncache_preset == "reasoncache"
     (others,) = args.reasoncache_set
     assert {"block": args.reasoncache_block, **parse_settings(others)} == own
-
-
-def test_a_name_is_a_folder() -> None:
+    # A name is a folder.
     assert "/" not in find_method("reasoncache:calibration=a/b.json").name
-
-
-def test_embedded_settings_unless_set() -> None:
     assert find_method("memshare", EMBEDDED_SETTINGS).flags[-2:] == ["--reasoncache-block", "8"]
     assert find_method("memshare:block=4", EMBEDDED_SETTINGS).values["block"] == 4
+    # Further words come last.
+    method = dataclasses.replace(find_method("p50"), more=("--page-size", "8"))
+    assert method.flags == [*find_method("p50").flags, "--page-size", "8"]
 
 
 @pytest.mark.parametrize(
@@ -78,49 +74,21 @@ def test_refusals_name_the_fault(spec: str, told: str) -> None:
     assert told in str(refused.value)
 
 
-def test_random_matches_reasoncache_by_default() -> None:
+def test_what_random_matches() -> None:
     methods = find_methods(["random", "dense", "reasoncache"])
     assert methods[0].match == "reasoncache"
-    assert with_ratio(methods[0], 0.43211).flags[-2:] == [
-        "--reasoncache-set",
-        "random_ratio=0.4321",
-    ]
+    ratio = ["--reasoncache-set", "random_ratio=0.4321"]
+    assert with_ratio(methods[0], 0.43211).flags[-2:] == ratio
     assert find_methods(["memshare", "random:match=memshare"])[1].match == "memshare"
-
-
-def test_what_is_matched_can_have_options() -> None:
+    # What is matched can have options, and a given ratio matches nothing.
     target = "reasoncache:block=32,percentile=50"
     methods = find_methods([target, f"random:block=8,match={target}", f"random:match={target}"])
     assert [method.match for method in methods] == ["", target, target]
     assert methods[1].values == {"preset": "random", "block": 8}
     assert methods[2].flags == find_method("random").flags
-
-
-def test_a_given_ratio_matches_nothing() -> None:
-    (method,) = find_methods(["random:random_ratio=0.4"])
-    assert method.match == ""
-    assert method.flags[-2:] == ["--reasoncache-set", "random_ratio=0.4"]
-
-
-@pytest.mark.parametrize(
-    "specs",
-    [
-        ["dense", "random"],
-        ["random:match=dense", "dense"],
-        ["random:match=random"],
-        ["reasoncache", "random:match=nothing"],
-        ["dense", "dense"],
-    ],
-)
-def test_what_random_cannot_match(specs: list[str]) -> None:
-    with pytest.raises(MethodError, match="--methods"):
-        find_methods(specs)
-
-
-def test_every_method_is_a_valid_configuration() -> None:
-    assert [find_method(name).title for name in METHODS] == list(METHODS.values())
-
-
-def test_further_words_come_last() -> None:
-    method = dataclasses.replace(find_method("p50"), more=("--page-size", "8"))
-    assert method.flags == [*find_method("p50").flags, "--page-size", "8"]
+    (method,) = find_methods(["random:random_ratio=0.4321"])
+    assert (method.match, method.flags[-2:]) == ("", ratio)
+    refused = "dense random|random:match=dense dense|random:match=random|dense dense"
+    for specs in (*refused.split("|"), "reasoncache random:match=nothing"):
+        with pytest.raises(MethodError, match="--methods"):
+            find_methods(specs.split())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -28,56 +29,39 @@ HOSTILE = "500 | <script>alert(1)</script> `x` [a](http://evil.example)\n# headi
 def write_run(
     run: Path,
     methods: dict[str, float],
-    *,
     tasks: Sequence[str] = ("tiny_reasoner",),
-    seeds: Sequence[int] = (0, 1),
-    problems: int = 8,
+    seeds: Sequence[int] = (0,),
+    problems: int = 3,
     **config: Any,
 ) -> Path:
     """A whole run; ``methods`` with their saving, which also makes them that much faster."""
     titles = {"dense": "Dense", "reasoncache": "ReasonCache"}
-    write_config(
-        run,
-        {
-            "model": "tiny_reasoner",
-            "tasks": list(tasks),
-            "methods": list(methods),
-            "method_details": {m: {"title": titles.get(m, m)} for m in methods},
-            "seeds": list(seeds),
-            "kv_budget": 4000,
-            "decode_log_interval": 10,
-            "machine": {"cpu": "A CPU", "cores": 2, "gpus": []},
-            "versions": {"commit": "0123456789abcdef"},
-            "date": "2026-01-02T03:04:05+00:00",
-            **config,
-        },
-    )
-    for task in tasks:
-        for seed in seeds:
-            for method, saving in methods.items():
-                fill(Cell(run, task, method, seed), problems, saving)
+    details = {method: {"title": titles.get(method, method)} for method in methods}
+    asked = {"tasks": list(tasks), "methods": list(methods), "seeds": list(seeds)}
+    asked |= {"method_details": details, "kv_budget": 4000, "decode_log_interval": 10}
+    where = {"machine": {"cpu": "A CPU", "cores": 2}, "date": "2026-01-02T03:04:05+00:00"}
+    where |= {"model": "tiny_reasoner", "versions": {"commit": "0123456789abcdef"}}
+    write_config(run, {**asked, **where, **config})
+    for task, seed, (method, saving) in itertools.product(tasks, seeds, methods.items()):
+        fill(Cell(run, task, method, seed), problems, saving)
     return run
 
 
-def fill(cell: Cell, problems: int, saving: float, wrong: int = 1) -> None:
+def fill(cell: Cell, problems: int, saving: float) -> None:
+    """All answers but the first are right."""
     draw = random.Random(f"{cell.method}{cell.seed}")
     tokens, results = 0, []
     for i, problem in enumerate(reasoner.generate(cell.seed, problems)):
         name, length = f"tiny_reasoner-{cell.seed}-{i}", len(problem.response.split(" "))
         times = {"started": 0.0, "first_token": draw.random(), "ended": 1 + 0.01 * length}
         cell.append(response(name, text=problem.response, output_tokens=length, **times))
-        group = "error" if problem.error else "clean"
-        results.append(result(name, i >= wrong, group, length))
+        results.append(result(name, i >= 1, "error" if problem.error else "clean", length))
         tokens += length
     cell.write_results(results)
     used = [min(4000, 200 * step) for step in range(40)]
     cell.append(*(moment(i, 1 + i // 4, n, int(saving * n)) for i, n in enumerate(used)))
-    totals = {
-        "memory_saving_ratio": saving,
-        "polls": 40,
-        "final_saving_ratio": 1.5 * saving,
-        "requests_finished": problems,
-    }
+    totals = {"memory_saving_ratio": saving, "polls": 40}
+    totals |= {"final_saving_ratio": 1.5 * saving, "requests_finished": problems}
     command = ["serve", *(["--enable-reasoncache"] if saving else [])]
     seconds = 10 * (1 - saving) * draw.uniform(0.95, 1.05)
     row = {"output_tokens": tokens, "responses": problems, "command": command}
@@ -87,9 +71,7 @@ def fill(cell: Cell, problems: int, saving: float, wrong: int = 1) -> None:
 def report(*arguments: str | Path) -> tuple[str, dict[str, Any], Path]:
     """Markdown, tables and folder."""
     assert main([*map(str, arguments)]) == 0
-    out = Path(arguments[0]) / "report"
-    if "--out" in arguments:
-        out = Path(arguments[arguments.index("--out") + 1])
+    out = Path(arguments[-1] if "--out" in arguments else Path(arguments[0]) / "report")
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return (out / "REPORT.md").read_text(encoding="utf-8"), summary["tables"], out
 
@@ -99,7 +81,12 @@ def row_of(tables: dict[str, Any], table: str, method: str) -> dict[str, str]:
 
 
 def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "full", {"dense": 0.0, "random": 0.21, "reasoncache": 0.2})
+    run = write_run(
+        tmp_path / "full",
+        {"dense": 0.0, "random": 0.21, "reasoncache": 0.2},
+        seeds=(0, 1),
+        problems=8,
+    )
     text, tables, out = report(run)
     own = row_of(tables, "methods", "ReasonCache")
     assert (own["saved, decode steps"], own["saved, end of response"]) == ("20.0%", "30.0%")
@@ -126,7 +113,7 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
 def test_an_unfinished_run_has_gaps(tmp_path: Path) -> None:
     savings = {"dense": 0.0, "reasoncache": 0.2}
     tasks = ("tiny_reasoner", "other")
-    run = write_run(tmp_path / "half", savings, seeds=(0,), problems=4, tasks=tasks)
+    run = write_run(tmp_path / "half", savings, tasks, problems=4)
     config = json.loads((run / "config.json").read_text())
     config["methods"].append("memshare")
     write_config(run, config)
@@ -144,7 +131,7 @@ def test_an_unfinished_run_has_gaps(tmp_path: Path) -> None:
 
 
 def test_a_resumed_cell_is_called_so(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"dense": 0.0, "reasoncache": 0.2}, seeds=(0,), problems=3)
+    run = write_run(tmp_path / "run", {"dense": 0.0, "reasoncache": 0.2})
     cell = Cell(run, "tiny_reasoner", "reasoncache", 0)
     first, (only,) = cell.responses()[0], cell.legs()
     cell.append(dataclasses.replace(first, problem_id="late", leg=1))
@@ -158,12 +145,9 @@ def test_a_resumed_cell_is_called_so(tmp_path: Path) -> None:
 def test_runs_with_other_budgets_make_a_sweep(tmp_path: Path) -> None:
     budgets = ((4000, 0.2), (1000, 0.3), (16000, 0.01), (2000, 0.25))
     runs = [
-        write_run(
-            tmp_path / f"kv{budget}", {"dense": 0.0, "reasoncache": saving}, seeds=(0,),
-            problems=3, kv_budget=budget,
-        )
-        for budget, saving in budgets
-    ]  # fmt: skip
+        write_run(tmp_path / f"kv{slots}", {"dense": 0.0, "reasoncache": share}, kv_budget=slots)
+        for slots, share in budgets
+    ]
     path = runs[3] / "tiny_reasoner" / "dense" / "seed-0" / "legs.jsonl"
     had = json.loads(path.read_text())
     path.write_text(json.dumps({**had, "kv_slots": 1500}) + "\n")
@@ -179,8 +163,7 @@ def test_runs_with_other_budgets_make_a_sweep(tmp_path: Path) -> None:
 
 
 def test_a_replay_is_cut_where_it_differs_from_the_record(tmp_path: Path) -> None:
-    tasks = ("aime24_replay",)
-    run = write_run(tmp_path / "run", {"dense": 0.0}, seeds=(0,), problems=3, tasks=tasks)
+    run = write_run(tmp_path / "run", {"dense": 0.0}, ("aime24_replay",))
     cell = Cell(run, "aime24_replay", "dense", 0)
     rows = [dataclasses.replace(row, finish_reason="length") for row in cell.responses()]
     (cell.folder / "responses.jsonl").unlink()
@@ -191,10 +174,8 @@ def test_a_replay_is_cut_where_it_differs_from_the_record(tmp_path: Path) -> Non
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
-    run = write_run(
-        tmp_path / "run|<b>", {"dense": 0.0, "x<i>|[y](z)": 0.1}, seeds=(0,), problems=3,
-        model="$\\frac{<img src=x>|", command_line="echo `id` | sh",
-    )  # fmt: skip
+    named = {"model": "$\\frac{<img src=x>|", "command_line": "echo `id` | sh"}
+    run = write_run(tmp_path / "run|<b>", {"dense": 0.0, "x<i>|[y](z)": 0.1}, **named)
     cell = Cell(run, "tiny_reasoner", "dense", 0)
     cell.append(Response("p", 0, HOSTILE, HOSTILE * 50, 1, 1, 0.0, None, 1.0, error=HOSTILE))
     cell.append(Response("q", 0, HOSTILE, HOSTILE, 1, 1, 0.0, 0.5, 1.0, HOSTILE))

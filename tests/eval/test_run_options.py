@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of ``python -m eval.run`` and its file."""
+"""Command lines of ``eval.run``, ``eval.sweep`` and ``eval.demo``, and ``eval.run``'s file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from eval import demo, run, sweep
 from eval.runs.config import options_of
+from eval.runs.folder import read_config
 from eval.runs.options import RunOptions, parse
+from eval.serving import free_port
 
 
 def options(*argv: str) -> RunOptions:
@@ -34,36 +37,25 @@ def test_lists_and_pairs(tmp_path: Path) -> None:
         "--url", "dense=http://h:1/x=1",
         "--url", "reasoncache:block=8,percentile=50=http://h:2",
         "--server-flags", "--tp 2 --mem-fraction-static '0.8'",
-        "--top-k", "20",
-        "--temperature", "0.6",
+        "--top-k", "20", "--temperature", "0.6",
     )  # fmt: skip
-    assert found.methods == (
-        "dense",
-        "reasoncache:block=8,percentile=50",
-        "random:match=memshare",
-        "p20",
-    )
+    own = "reasoncache:block=8,percentile=50"
+    assert found.methods == ("dense", own, "random:match=memshare", "p20")
     assert found.seeds == (2, 0)
     assert found.data == {"a": f"{tmp_path}/x=y.jsonl"}
-    assert found.urls == {
-        "dense": "http://h:1/x=1",
-        "reasoncache:block=8,percentile=50": "http://h:2",
-    }
+    assert found.urls == {"dense": "http://h:1/x=1", own: "http://h:2"}
     assert found.server_flags == ("--tp", "2", "--mem-fraction-static", "0.8")
     assert found.sampling_overrides == {"top_k": 20, "temperature": 0.6}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--server-flags", "--enable-deterministic-inference"],
-        ["--server-flags=--enable-deterministic-inference"],
-    ],
-)
-def test_a_single_server_flag_is_a_value(words: list[str]) -> None:
-    found = options("--tasks", "a", *words, "--seeds", "3")
-    assert found.server_flags == ("--enable-deterministic-inference",)
-    assert found.seeds == (3,)
+def test_a_single_server_flag_is_a_value() -> None:
+    flag = "--enable-deterministic-inference"
+    for words in (["--server-flags", flag], [f"--server-flags={flag}"]):
+        found = options("--tasks", "a", *words, "--seeds", "3")
+        assert (found.server_flags, found.seeds) == ((flag,), (3,))
+    args = demo.parse(["--both", "--tp=2", "--shared", "--reasoncache-admission-credit 0"])
+    assert args.shared == ["--reasoncache-admission-credit", "0"]
+    assert demo.run_options(args).server_flags == ("--tp=2",)
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
@@ -82,9 +74,8 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 
 
 def test_back_from_a_folder() -> None:
-    found = options(
-        "--tasks", "a", "--methods", "dense,p20:block=4", "--seeds", "0,1", "--top-p", "1"
-    )
+    argv = ("--tasks", "a", "--methods", "dense,p20:block=4", "--seeds", "0,1", "--top-p", "1")
+    found = options(*argv)
     config = {**found.to_dict(), "method_specs": found.methods, "data": {}}
     assert options_of(json.loads(json.dumps(config))) == found
 
@@ -95,55 +86,101 @@ def test_resume_and_grade_stand_alone() -> None:
     assert (command.grade, command.allow_code_execution) == (Path("x"), True)
 
 
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
-        ([], "--tasks must name at least one, none twice"),
-        (["--tasks", "a,a"], "--tasks must name at least one, none twice, got ['a', 'a']"),
-        (["--tasks", "a", "--seeds", "0,x"], "--seeds: must be numbers, got '0,x'"),
-        (["--tasks", "a", "--limit", "0"], "--limit must be an integer of at least 1, got 0"),
-        (["--tasks", "a", "--in-flight", "-1"], "--in-flight must be"),
-        (["--tasks", "a", "--attempts", "0"], "--attempts must be"),
-        (["--tasks", "a", "--temperature", "-1"], "--temperature must be between 0 and 100"),
-        (["--tasks", "a", "--top-p", "nan"], "--top-p must be between 0 and 1, got nan"),
-        (["--tasks", "a", "--request-timeout", "inf"], "--request-timeout must be between"),
-        (["--tasks", "a", "--device", "tpu"], "--device must be auto, cpu or cuda, got 'tpu'"),
-        (["--tasks", "a", "--data", "b=c"], "--data b=...: 'b' is not among --tasks"),
-        (["--tasks", "a", "--url", "p20=http://h"], "'p20' is not among --methods"),
-        (["--tasks", "a", "--url", "dense=ftp://h"], "METHOD=http://"),
-        (["--tasks", "a", "--data", "a"], "must be NAME=VALUE, got 'a'"),
-        (["--resume", "x", "--limit", "3"], "--resume goes without --limit"),
-        (["--grade", "x", "--config", "y"], "--grade goes without --config"),
-        (["--tasks", "a", "--config", "/nowhere.toml"], "--config /nowhere.toml"),
-        (["--task", "a"], "unrecognized arguments"),
-        (["--tasks", "a", "--server-flags"], "--server-flags: expected one argument"),
-    ],
-)
-def test_bad_flags_are_named(
-    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+BAD_FLAGS = {
+    "": "--tasks must name at least one, none twice",
+    "--tasks a,a": "--tasks must name at least one, none twice, got ['a', 'a']",
+    "--tasks a --seeds 0,x": "--seeds: must be numbers, got '0,x'",
+    "--tasks a --limit 0": "--limit must be an integer of at least 1, got 0",
+    "--tasks a --in-flight -1": "--in-flight must be",
+    "--tasks a --attempts 0": "--attempts must be",
+    "--tasks a --temperature -1": "--temperature must be between 0 and 100",
+    "--tasks a --top-p nan": "--top-p must be between 0 and 1, got nan",
+    "--tasks a --request-timeout inf": "--request-timeout must be between",
+    "--tasks a --device tpu": "--device must be auto, cpu or cuda, got 'tpu'",
+    "--tasks a --data b=c": "--data b=...: 'b' is not among --tasks",
+    "--tasks a --url p20=http://h": "'p20' is not among --methods",
+    "--tasks a --url dense=ftp://h": "METHOD=http://",
+    "--tasks a --data a": "must be NAME=VALUE, got 'a'",
+    "--resume x --limit 3": "--resume goes without --limit",
+    "--grade x --config y": "--grade goes without --config",
+    "--tasks a --config /nowhere.toml": "--config /nowhere.toml",
+    "--task a": "unrecognized arguments",
+    "--tasks a --server-flags": "--server-flags: expected one argument",
+}
+BAD_FILES = {
+    "tasks = 'a'\nlimit = 'x'": "--limit: invalid int value: 'x'",
+    "tasks = 'a'\nseeds = 'x'": "--seeds: must be numbers",
+    "tasks = 'a'\nseeds = []": "--seeds must name at least one",
+    "task = 'a'": "unknown name 'task'",
+    "tasks = [": "--config",
+    "tasks = 'a'\ndata = 3": "--data: must be NAME=VALUE, got '3'",
+}
+
+
+@pytest.mark.parametrize("words", [*BAD_FLAGS, *BAD_FILES])
+def test_what_is_bad_is_named(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "run.toml").write_text(words)
+    argv = words.split() if words in BAD_FLAGS else ["--config", str(tmp_path / "run.toml")]
     with pytest.raises(SystemExit) as refused:
         parse(argv)
     assert refused.value.code == 2
-    assert told in capsys.readouterr().err
+    assert (BAD_FLAGS | BAD_FILES)[words] in capsys.readouterr().err
+
+
+def test_a_dead_server_is_told_and_the_next_cell_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = [f"{name}=http://127.0.0.1:{free_port()}" for name in ("dense", "reasoncache")]
+    argv = ["--tasks", "tiny_reasoner", "--limit", "2", "--device", "cpu"]
+    argv += ["--out", str(tmp_path), "--url", urls[0], "--url", urls[1]]
+    assert run.main(argv) == 1
+    told = capsys.readouterr().out
+    for url in urls:
+        assert f"--url {url.partition('=')[2]}: /v1/models says" in told
+    assert read_config(tmp_path)["methods"] == ["dense", "reasoncache"]
+    assert list(tmp_path.glob("tiny_reasoner/*")) == []
+
+
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--tasks", "nothing", "--out", str(tmp_path)]) == 1
+    assert run.main(["--tasks", "tiny_reasoner", "--methods", "sparse", "--device", "cpu"]) == 1
+    assert run.main(["--resume", str(tmp_path / "no")]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith("eval.run: error: ") for line in lines] == [True] * 3
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("tasks = 'a'\nlimit = 'x'", "--limit: invalid int value: 'x'"),
-        ("tasks = 'a'\nseeds = 'x'", "--seeds: must be numbers"),
-        ("tasks = 'a'\nseeds = []", "--seeds must name at least one"),
-        ("task = 'a'", "unknown name 'task'"),
-        ("tasks = [", "--config"),
-        ("tasks = 'a'\ndata = 3", "--data: must be NAME=VALUE, got '3'"),
-    ],
+    ("statuses", "tried", "status"),
+    [([0, 0, 0], 3, 0), ([0, 1, 0], 3, 1), ([1, 0, 0], 3, 1), ([0, 130, 0], 2, 130), ([2], 1, 2)],
 )
-def test_bad_files_are_named(
-    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_is_not_whole_does_not_stop_the_sweep(
+    statuses: list[int], tried: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(text)
+    commands: list[list[str]] = []
+
+    def main(argv: list[str]) -> int:
+        commands.append(argv)
+        return statuses[len(commands) - 1]
+
+    monkeypatch.setattr(run, "main", main)
+    rest = ["--tasks", "tiny_reasoner", "--server-flags", "--tp=2"]
+    assert sweep.main(["--budgets", "900,300,100", "--out", str(tmp_path), *rest]) == status
+    assert len(commands) == tried
+    given = ["--tasks", "tiny_reasoner", "--server-flags=--tp=2", "--kv-budget", "900"]
+    assert commands[0] == [*given, "--out", str(tmp_path / "kv-900")]
+
+
+def test_bad_budgets_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for budgets in ("9,9", "0,3", "x", "9,x", ""):
+        with pytest.raises(SystemExit):
+            sweep.main(["--budgets", budgets, "--out", "o"])
+        assert (
+            f"--budgets: must be different numbers of KV slots of at least 1, got {budgets!r}"
+            in (capsys.readouterr().err)
+        )
     with pytest.raises(SystemExit):
-        parse(["--config", str(file)])
-    assert told in capsys.readouterr().err
+        sweep.main(["--budgets", "9", "--out", "o", "--kv-budget=4"])
+    assert "--kv-budget=4 does not go with --budgets" in capsys.readouterr().err

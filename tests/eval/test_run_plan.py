@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of the cells, flags of their servers, and what is derived from seeds."""
+"""What a run asks, in which order, what its folder refuses and remembers, and grading again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,26 @@ import pytest
 
 from eval.methods import find_methods
 from eval.replay.model import train_tokenizer
-from eval.runs.folder import RunError
+from eval.run import main
+from eval.runs import work
+from eval.runs.config import default_folder, make_config, options_of, settle_config
+from eval.runs.folder import Cell, RunError, locked, read_config
 from eval.runs.options import RunOptions
-from eval.runs.plan import Plan, Step, order, samples, sampling_seed
-from eval.tasks.harness import Problem
+from eval.runs.plan import Plan, Step, order, request_body, samples, sampling_seed
+from eval.runs.session import grade
+from eval.tasks.harness import EvalTask, Problem, Source
+from eval.tasks.sandbox import SandboxError
+from eval.tiny_reasoner import EMBEDDED_FLAGS, EMBEDDED_SETTINGS
+from tests.eval.rows import response
+
+OPTIONS = RunOptions(tasks=("tiny_reasoner",), seeds=(0, 1), limit=3, device="cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(path: Path, *answers: int) -> str:
+    rows = [{"id": i, "problem": f"{i} + 1", "answer": str(a)} for i, a in enumerate(answers)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -42,55 +62,55 @@ class Asked:
         self.server_flags, self.problems = tuple(flags), list(problems)
 
 
-def planned(options: RunOptions, task: Asked, body: Mapping[str, Any]) -> Plan:
+def planned(options: RunOptions, task: Asked, **body: Any) -> Plan:
     """A plan of a task ``t`` that needs no loading."""
     plan = object.__new__(Plan)
-    plan.options, plan.body = options, dict(body)
+    plan.options, plan.body = options, body
     plan.tasks = {("t", seed): task for seed in options.seeds}  # type: ignore[misc]
     return plan
 
 
 def flags_of(
-    options: RunOptions, task_flags: Sequence[str], spec: str, seed: int, body: Mapping[str, Any]
+    options: RunOptions, task_flags: Sequence[str], spec: str, seed: int, **body: Any
 ) -> list[str]:
-    method = find_methods([spec])[0]
-    plan = planned(options, Asked(task_flags), body)
-    return plan.server_flags(Step("t", seed, method), method)
+    (method,) = find_methods([spec])
+    return planned(options, Asked(task_flags), **body).server_flags(Step("t", seed, method), method)
 
 
 def test_flags_of_a_server() -> None:
-    options = RunOptions(
-        model="m",
-        tasks=("t",),
-        seeds=(3,),
-        kv_budget=500,
-        server_flags=("--tp", "2"),
-        decode_log_interval=5,
-    )
-    assert flags_of(options, ["--of-task"], "reasoncache", 3, {"temperature": 0.0}) == [
+    own = {"kv_budget": 500, "server_flags": ("--tp", "2"), "decode_log_interval": 5}
+    options = RunOptions(model="m", tasks=("t",), seeds=(3,), **own)  # type: ignore[arg-type]
+    assert flags_of(options, ["--of-task"], "reasoncache", 3, temperature=0.0) == [
         "--decode-log-interval", "5", "--allow-auto-truncate", "--stream-interval", "8",
         "--max-total-tokens", "500", "--of-task", "--tp", "2",
         *find_methods(["reasoncache"])[0].flags,
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("of", ["task", "run"])
-def test_one_stream_interval(of: str) -> None:
+def test_one_stream_interval() -> None:
     """A replay's own, or the operator's, takes the place of ours."""
-    own = ["--stream-interval", "16"] if of == "task" else ["--stream-interval=16"]
-    options = RunOptions(model="m", tasks=("t",), server_flags=tuple(own) if of == "run" else ())
-    flags = flags_of(options, own if of == "task" else [], "dense", 0, {})
-    assert [flag for flag in flags if flag.startswith("--stream-interval")] == own[:1]
-    assert flags[-len(own) :] == own
+    for of_task, of_run in (
+        (["--stream-interval", "16"], []),
+        ([], ["--stream-interval=16"]),
+    ):
+        options = RunOptions(model="m", tasks=("t",), server_flags=tuple(of_run))
+        flags, own = flags_of(options, of_task, "dense", 0), of_task + of_run
+        assert [flag for flag in flags if flag.startswith("--stream-interval")] == own[:1]
+        assert flags[-len(own) :] == own
 
 
 def test_sampling_draws_other_numbers_with_each_seed() -> None:
     """Greedy servers serve every seed; others begin with numbers of the seed."""
     for body, same in (({"temperature": 0.0}, True), ({"temperature": 0.6}, False), ({}, False)):
         options = RunOptions(tasks=("t",), seeds=(0, 1))
-        flags = [flags_of(options, [], "dense", seed, body) for seed in (0, 1)]
+        flags = [flags_of(options, [], "dense", seed, **body) for seed in (0, 1)]
         assert (flags[0] == flags[1]) == same
         assert samples(body) != same
+    seeds = {sampling_seed(seed, f"p-{i}") for seed in (0, 1) for i in range(100)}
+    assert len(seeds) == 200
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert sampling_seed(0, "p-1") == sampling_seed(0, "p-1")
+    assert sampling_seed(0, "\ud800") >= 0
 
 
 def test_a_replay_needs_room_for_prompt_and_record(tmp_path: Path) -> None:
@@ -98,7 +118,7 @@ def test_a_replay_needs_room_for_prompt_and_record(tmp_path: Path) -> None:
     free = Problem("free", [{"role": "user", "content": "x" * 999}], {})
     forced = Problem("p", [{"role": "user", "content": "abc"}], {"custom_logit_processor": ""}, 100)
     options = RunOptions(model=str(tmp_path), tasks=("t",))
-    plan = planned(options, Asked(problems=[free, forced]), {})
+    plan = planned(options, Asked(problems=[free, forced]))
     # <|user|>, a, b, c, <|assistant|>, 100 forced tokens, and two slots that SGLang keeps.
     plan.refuse_what_cannot_fit("t", 107)
     told = r"--kv-budget: t: problem 'p' needs at least 107 .* got 106"
@@ -106,9 +126,145 @@ def test_a_replay_needs_room_for_prompt_and_record(tmp_path: Path) -> None:
         plan.refuse_what_cannot_fit("t", 106)
 
 
-def test_seeds_of_requests() -> None:
-    seeds = {sampling_seed(seed, f"p-{i}") for seed in (0, 1) for i in range(100)}
-    assert len(seeds) == 200
-    assert all(0 <= seed < 2**31 for seed in seeds)
-    assert sampling_seed(0, "p-1") == sampling_seed(0, "p-1")
-    assert sampling_seed(0, "\ud800") >= 0
+def test_other_problems_are_not_the_measured_ones(tmp_path: Path) -> None:
+    plan = Plan(OPTIONS, {})
+    measured = [p.messages for task in plan.tasks.values() for p in task.problems]
+    others = plan.others("tiny_reasoner", 0, 8)
+    assert len(others) == 8
+    assert not [p for p in others if p.messages in measured]
+    # Sums fill up what a file lacks.
+    data = {"aime24": write(tmp_path / "aime.jsonl", 1, 2, 3)}
+    plan = Plan(RunOptions(tasks=("aime24",), data=data, limit=2, device="cpu"), {})
+    others = plan.others("aime24", 0, 3)
+    assert [p.id.startswith("sum-") for p in others] == [False, True, True]
+    assert len(plan.others("aime24", 0, 3, generic=False)) == 1
+
+
+def config_of(options: RunOptions) -> dict[str, Any]:
+    plan = Plan(options, request_body(options))
+    return make_config(plan, find_methods(options.methods, EMBEDDED_SETTINGS), False)
+
+
+def test_a_folder_says_what_is_run_and_goes_on(tmp_path: Path) -> None:
+    settle_config(tmp_path, config_of(OPTIONS))
+    config = read_config(tmp_path)
+    assert config["methods"] == ["dense", "reasoncache"]
+    assert config["method_details"]["reasoncache"]["flags"][-2:] == EMBEDDED_FLAGS
+    assert config["problems"]["tiny_reasoner/1"]["count"] == 3
+    assert config["sampling"]["temperature"] == 0.0
+    assert config["machine"]["cores"] > 0 and config["machine"]["ram_bytes"] > 0
+    assert config["versions"]["sglang"]
+    assert options_of(config) == OPTIONS
+    config, changed = settle_config(tmp_path, config_of(OPTIONS))
+    assert changed == []
+    assert len(config["resumed"]) == len(read_config(tmp_path)["resumed"]) == 1
+    # Another machine is told, not refused.
+    config = config_of(OPTIONS)
+    config["machine"]["cores"] = 1024
+    settle_config(tmp_path / "other", config)
+    _, changed = settle_config(tmp_path / "other", config_of(OPTIONS))
+    assert [what for what in changed if what.startswith("machine.cores was 1024, is ")]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("limit", 4),
+        ("seeds", (0, 2)),
+        ("methods", ("reasoncache", "dense")),
+        ("methods", ("dense", "reasoncache:block=4")),
+        ("in_flight", 2),
+        ("kv_budget", 4000),
+        ("max_tokens", 100),
+        ("server_flags", ("--tp", "2")),
+        ("temperature", 0.5),
+    ],
+)
+def test_another_command_is_refused(tmp_path: Path, field: str, value: Any) -> None:
+    settle_config(tmp_path, config_of(OPTIONS))
+    before = (tmp_path / "config.json").read_bytes()
+    other = config_of(dataclasses.replace(OPTIONS, **{field: value}))
+    with pytest.raises(RunError, match=rf"config.json: {field} is .* in this run, now "):
+        settle_config(tmp_path, other)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "aime.jsonl"
+    options = RunOptions(tasks=("aime24",), data={"aime24": write(data, 2)}, device="cpu")
+    settle_config(tmp_path / "run", config_of(options))
+    data.write_text(data.read_text() + "\n")
+    with pytest.raises(RunError, match=r"config.json: data is .*sha256"):
+        settle_config(tmp_path / "run", config_of(options))
+    with pytest.raises(ValueError, match=str(tmp_path / "no")):
+        config_of(dataclasses.replace(options, data={"aime24": str(tmp_path / "no")}))
+
+
+def test_default_folder_is_the_commands_own() -> None:
+    folder = default_folder(config_of(OPTIONS))
+    assert folder == default_folder(config_of(OPTIONS))
+    assert folder.parent == Path("out")
+    assert folder.name.startswith("tiny_reasoner-tiny_reasoner-")
+    assert folder != default_folder(config_of(dataclasses.replace(OPTIONS, limit=2)))
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    """Another process is refused and told who holds the folder; the kernel frees a dead one's."""
+    script = (
+        "import sys, pathlib\nfrom eval.runs.folder import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n    print('in', flush=True)\n    sys.stdin.read()\n"
+    )
+    command, pipe = [sys.executable, "-c", script, str(tmp_path)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "in\n"
+        with pytest.raises(RunError, match=f"lock: process {holder.pid} "), locked(tmp_path):
+            pass
+        holder.kill()
+    with locked(tmp_path):
+        pass
+
+
+def test_reasoning_that_the_prompt_opened_holds_no_answer(tmp_path: Path) -> None:
+    """A response cut off within it has neither tag; a request that failed is a wrong answer."""
+    cell = Cell(tmp_path, "aime24", "dense", 0)
+    task = EvalTask("aime24", Source(file=write(tmp_path / "x.jsonl", 7, 7, 7, 7)))
+    cell.append(response("0", text="Perhaps \\boxed{7}? No,"))
+    cell.append(response("1", text="Perhaps 8? No.</think> \\boxed{7}"))
+    cell.append(response("2", error="timed out"))
+    for opens, right in ((True, [False, True, False]), (False, [True, True, False])):
+        results = grade(cell, task, opens)
+        assert [row.correct for row in results] == right
+        assert results[2].note == "no response: timed out" and results == cell.results()
+
+
+def test_grading_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both problems of the first task are answered, one of the second; one grader cannot run."""
+    data = {name: write(tmp_path / f"{name}.jsonl", 1, 2) for name in ("aime24", "aime25")}
+    options = RunOptions(tasks=tuple(data), methods=("dense",), data=data, device="cpu")
+    run = tmp_path / "run"
+    settle_config(run, make_config(Plan(options, {}), find_methods(["dense"]), False))
+    one, other = (Cell(run, name, "dense", 0) for name in data)
+    for cell, i in ((one, 0), (one, 1), (other, 0)):
+        cell.append(response(str(i), text=f"\\boxed{{{i + 1}}}"))
+    assert main(["--grade", str(run)]) == 1
+    told = capsys.readouterr().out
+    assert "aime24, dense, seed 0: 2 graded, score 1.000" in told
+    assert "aime25, dense, seed 0: 1 problems are not answered" in told
+
+    def lacking(cell: Cell, *rest: Any) -> Any:
+        if cell.task == "aime24":
+            raise SandboxError("no user namespaces")
+        return grade(cell, *rest)
+
+    monkeypatch.setattr(work, "grade", lacking)
+    assert main(["--grade", str(run)]) == 1
+    told = capsys.readouterr().out
+    assert "aime24, dense, seed 0: not graded: no user namespaces" in told
+    assert "aime25, dense, seed 0: 1 graded" in told
+    monkeypatch.undo()
+    assert options_of(read_config(run)).tasks == ("aime24", "aime25")
+    other.append(response("1", text="\\boxed{0}"))
+    assert main(["--grade", str(run)]) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.tasks import sandbox
+from eval.tasks import grading, sandbox
 from eval.tasks.sandbox import Limits, Outcome, SandboxError, run
 
 LIMITS = Limits(wall_s=6.0, cpu_s=1)
@@ -67,60 +67,45 @@ print("noise")
 open("/tmp/mine", "w").write("x")
 assert hashlib.md5(b"x").hexdigest().startswith("9dd4") and Point(1).x == 1
 """
-    assert _run(source) == Outcome(True)
+    assert _run(source) == _run("") == Outcome(True)
 
 
-@pytest.mark.parametrize(
-    ("program", "note"),
-    [
-        ("assert 1 == 2, 'unequal'", "AssertionError"),
-        ("def broken(:", "SyntaxError"),
-        ("raise SystemExit(0)", "SystemExit"),
-        ("import os; os._exit(0)", "ended before"),
-        ("import ctypes; ctypes.string_at(0)", "ended before"),
-        ("import os; os.abort()", "ended before"),
-        ("def f(): f()\nf()", "RecursionError"),
-        ("x = '\x00'", ""),
-        ("x = '\ud800'", ""),
-        ("input()", "EOFError"),
-        ("", None),
-    ],
-    ids=range(11),
-)
-def test_how_a_program_ends(program: str, note: str | None) -> None:
-    outcome = _run(program)
-    assert outcome.passed == (note is None)
-    assert (note or "") in outcome.note
+ENDS = [
+    ("assert 1 == 2, 'unequal'", "AssertionError"),
+    ("def broken(:", "SyntaxError"),
+    ("raise SystemExit(0)", "SystemExit"),
+    ("import os; os._exit(0)", "ended before"),
+    ("import ctypes; ctypes.string_at(0)", "ended before"),
+    ("import os; os.abort()", "ended before"),
+    ("def f(): f()\nf()", "RecursionError"),
+    ("x = '\x00'", ""),
+    ("x = '\ud800'", ""),
+    ("input()", "EOFError"),
+    ("import os, signal\nos.kill(0, signal.SIGKILL)", ""),
+    ("import os, signal\nos.kill(-1, signal.SIGKILL)", ""),
+    ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", ""),
+    # Greed.
+    ("while True: pass", "ended before"),
+    ("import threading\nwhile True: threading.Thread(target=lambda: 9**9**9).start()", ""),
+    ("x = bytearray(1 << 34)", "MemoryError"),
+    ("x = []\nwhile True: x.append(bytearray(1 << 20))", ""),
+    ("9 ** 9 ** 9 ** 9", "ended before"),
+    ("import os\nwhile True: os.fork()", "PermissionError"),
+    ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", ""),
+    ("import os\nos.setsid()\nif os.fork(): raise ValueError\nwhile True: pass", ""),
+    ("while True: print('x' * 10000)", ""),
+    ("import sys\nwhile True: sys.stderr.write('x' * 10000)", ""),
+    ("open('/tmp/big', 'wb').write(bytes(64 << 20))", "OSError"),
+    ("for i in range(99): open(f'/tmp/{i}', 'wb').write(bytes(8 << 20))", "OSError"),
+    ("f = [open('/dev/null') for _ in range(999)]", "OSError"),
+]
 
 
-@pytest.mark.parametrize(
-    ("program", "note"),
-    [
-        ("while True: pass", "ended before"),
-        ("import threading\nwhile True: threading.Thread(target=lambda: 9**9**9).start()", ""),
-        ("x = bytearray(1 << 34)", "MemoryError"),
-        ("x = []\nwhile True: x.append(bytearray(1 << 20))", ""),
-        ("9 ** 9 ** 9 ** 9", "ended before"),
-        ("import os\nwhile True: os.fork()", "PermissionError"),
-        ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", ""),
-        ("import os\nos.setsid()\nif os.fork(): raise ValueError\nwhile True: pass", ""),
-        ("while True: print('x' * 10000)", ""),
-        ("import sys\nwhile True: sys.stderr.write('x' * 10000)", ""),
-        ("open('/tmp/big', 'wb').write(bytes(64 << 20))", "OSError"),
-        ("for i in range(99): open(f'/tmp/{i}', 'wb').write(bytes(8 << 20))", "OSError"),
-        ("f = [open('/dev/null') for _ in range(999)]", "OSError"),
-    ],
-    ids=range(13),
-)
-def test_greed_fails(program: str, note: str) -> None:
+@pytest.mark.parametrize(("program", "note"), ENDS, ids=range(len(ENDS)))
+def test_a_program_that_fails(program: str, note: str) -> None:
     outcome = _run(program)
     assert not outcome.passed
     assert note in outcome.note
-
-
-@pytest.mark.parametrize("target", ["0", "-1", "os.getpid()"], ids=lambda target: target)
-def test_killing_reaches_only_the_program(target: str) -> None:
-    assert not _run(f"import os, signal\nos.kill({target}, signal.SIGKILL)").passed
 
 
 def test_waiting_fails() -> None:
@@ -187,21 +172,25 @@ def test_programs_do_not_see_each_other() -> None:
     assert _run("import os\nassert 'left' not in os.listdir('/tmp')").passed
 
 
-def test_without_bubblewrap_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SandboxError, match="bubblewrap is not installed"):
-        run("print('ran')")
-
-
 def test_what_cannot_be_locked_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the kernel refuses namespaces bubblewrap ends before the program is read."""
-    refusing = tmp_path / "bwrap"
-    refusing.write_text(
-        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n"
-    )
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxError, match="bubblewrap is not installed"):
+        run("print('ran')")
+    refusing, fault = tmp_path / "bwrap", "No permissions to create new namespace"
+    refusing.write_text(f"#!/bin/sh\necho 'bwrap: {fault}' >&2; exit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(SandboxError, match="No permissions to create new namespace"):
+    with pytest.raises(SandboxError, match=fault):
         run("print('ran')")
+
+
+def test_functions_are_judged_by_their_tests() -> None:
+    doc = {"prompt": "import math\ndef f(x):\n    pass\n", "entry_point": "f"}
+    doc["test"] = "def check(f):\n    assert f(4) == 2\n"
+    future = "from __future__ import annotations\ndef f(x):\n    return math.isqrt(x)\n"
+    wrong = dict.fromkeys(("def f(x): return 1", "", "#" * 200_000), 0.0)
+    for code, score in ({future: 1.0} | wrong).items():
+        assert grading.passes_tests(doc, [code]) == {"score": score}
