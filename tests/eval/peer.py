@@ -42,21 +42,15 @@ def answer(text: str, finish_reason: str = "stop", tokens: int = 7) -> bytes:
 
 
 class Peer:
-    """Sends each request the next script; the last one again and again.
-
-    Attributes:
-        url: where, while it is :meth:`serving`.
-        bodies: of the requests, in order of arrival.
-        pages: what a GET of a path says; 404 elsewhere.
-        most_open: requests that were open at once.
-    """
+    """Sends each request the next script; the last one again and again."""
 
     def __init__(self, *scripts: bytes, pause: float = 0.0, endless: bool = False) -> None:
-        self.url = ""
-        self.bodies: list[dict[str, Any]] = []
+        self.url = ""  # while it is serving
+        self.bodies: list[dict[str, Any]] = []  # of the requests, in order of arrival
+        # What a GET of a path says; 404 elsewhere.
         self.pages: dict[str, Callable[[], Any]] = {"/v1/models": lambda: {"data": [{"id": "m"}]}}
         self.scripts = scripts or (answer("a"),)
-        self.most_open = self._open = 0
+        self.most_open = self._open = 0  # requests at once
         self._pause, self._endless, self._lock = pause, endless, threading.Lock()
 
     @contextmanager
@@ -111,20 +105,14 @@ class Peer:
 
 
 class PeerServer(Server):
-    """A peer as what a cell is measured on; every fault can be had on demand.
-
-    Attributes:
-        totals: of its report.
-        settling: raised when it is to settle.
-        log: what it has written; an OSError is raised instead.
-    """
+    """A peer as what a cell is measured on; every fault can be had on demand."""
 
     def __init__(self, peer: Peer, *flags: str) -> None:
         super().__init__(url=peer.url)
         self.command = ["serve", *flags]
-        self.totals: dict[str, Any] = {}
-        self.settling: Exception | None = None
-        self.log: str | OSError = ""
+        self.totals: dict[str, Any] = {}  # of its report
+        self.settling: Exception | None = None  # raised when it is to settle
+        self.log: str | OSError = ""  # what it has written; an OSError is raised instead
 
     def report(self) -> dict[str, Any]:
         return {"totals": dict(self.totals)} if self.totals else {}
