@@ -34,10 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def stand_in(tmp_path: Path, code: str, **options: float) -> ServerProcess:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells and sessions where servers misbehave, what logs and reports say, random at equal saving."""
+"""Cells and requests where servers misbehave, what logs and reports say, random at equal saving."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -12,17 +13,17 @@ from typing import Any, cast
 import pytest
 
 from eval.methods import find_methods
+from eval.runs import client
 from eval.runs.cells import cut_prompts, faults, measure, moments, retractions
-from eval.runs.client import Request
+from eval.runs.client import Request, ask_all, send_all
 from eval.runs.folder import Cell, RunError, cells, write_config
 from eval.runs.options import RunOptions
 from eval.runs.plan import Plan
-from eval.runs.records import Leg
+from eval.runs.records import Leg, Response
 from eval.runs.servers import Server, Servers, merge, since
 from eval.runs.session import PILOT_PROBLEMS, TOLERANCE, Display, Session, final_saving, match
 from sglang_reasoncache.sharing.stats import SharingStats
-from tests.eval.peer import Peer, PeerServer, answer
-from tests.eval.rows import leg, response
+from tests.eval.peer import END, HEAD, Peer, PeerServer, answer, event, leg, raw, response
 
 SAVING = {"requests_finished": 2, "final_saving_ratio": 0.2, "polls": 4, "memory_saving_ratio": 0.1}
 # As stock and sharing servers of version 0.5.23 wrote them.
@@ -283,3 +284,89 @@ def test_a_given_server_counts_from_the_cells_begin(peer: Peer) -> None:
     assert server.kv_slots() == 321
     server.clear()
     assert server.report()["totals"] == {"requests_finished": 5, "final_saving_ratio": 0.5}
+
+
+HALF = HEAD + event({"content": "half"})
+
+
+def ask(peer: Peer, count: int = 1, **options: Any) -> list[Response]:
+    """All responses in the order they ended."""
+    ended: list[Response] = []
+    requests = [Request(f"p{i}", f"prompt {i}", {"top_k": 4}) for i in range(count)]
+    with peer.serving():
+        asyncio.run(send_all(peer.url, "m", requests, 3, ended.append, 10.0, **options))
+    return ended
+
+
+def test_reasoning_comes_before_the_answer() -> None:
+    script = HEAD + event({"role": "assistant", "content": ""})
+    for delta in ({"reasoning_content": "so "}, {"reasoning_content": "be it"}, {"content": "4"}):
+        script += event(delta)
+    (response,) = ask(Peer(script + answer("")[len(HEAD) :]))
+    assert response.error is None
+    assert response.text == "<think>so be it</think>4"
+    assert (response.prompt_tokens, response.output_tokens) == (5, 7)
+    assert (response.problem_id, response.leg, response.request_id) == ("p0", 3, "r1")
+    assert response.finish_reason == "stop"
+    assert response.first_token is not None
+    assert response.started <= response.first_token <= response.ended
+
+
+def test_a_stream_that_goes_wrong() -> None:
+    for rest in (
+        b"",
+        END,
+        event({}, finish_reason="abort") + END,
+        raw("data: {nope") + END,
+        raw('data: {"error": {"message": "no memory", "code": 500}}') + END,
+    ):
+        (response,) = ask(Peer(HALF + rest))
+        assert response.error and response.text == "half", rest
+
+
+def test_no_answer_at_all() -> None:
+    oops = b"HTTP/1.1 500 Oops\r\nContent-Length: 4\r\n\r\noops"
+    for script in (oops, b"HTTP/1.1 400 Bad\r\nContent-Length: 2\r\n\r\n{}", b"what?", b""):
+        (response,) = ask(Peer(script))
+        assert response.error and (response.text, response.first_token) == ("", None), script
+    first, second = ask(Peer(HALF, answer("a")), attempts=3)
+    assert first.error and (second.error, second.text) == (None, "a")
+    assert len(ask(Peer(b""), attempts=3)) == 3
+
+
+def test_an_endless_response_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MAX_CHARACTERS", 10_000)
+    (response,) = ask(Peer(HEAD, endless=True))
+    assert response.error == "the response has more than 10000 characters"
+    assert len(response.text) < 20_000
+
+
+@pytest.mark.parametrize(("in_flight", "expected"), [(2, 2), (None, 150)])
+def test_requests_in_flight(in_flight: int | None, expected: int) -> None:
+    """Without a bound all are open at once, whatever the client's library is used to."""
+    peer = Peer(answer("a"), pause=0.01 if in_flight else 2.0)
+    count = expected if in_flight is None else 10
+    responses = ask(peer, count, in_flight=in_flight)
+    assert not [row.error for row in responses if row.error]
+    assert len({row.problem_id for row in responses}) == count
+    assert peer.most_open == expected
+
+
+def test_responses_in_the_order_of_the_requests() -> None:
+    with Peer().serving() as peer:
+        requests = [Request(f"p{i}", f"prompt {i}", {"top_k": 4}) for i in range(5)]
+        answers = ask_all(peer.url, "m", requests)
+    assert [(row.problem_id, row.text) for row in answers] == [(f"p{i}", "a") for i in range(5)]
+    for body in peer.bodies:
+        assert (body["top_k"], body["stream"], body["model"]) == (4, True, "m")
+        assert body["stream_options"] == {"include_usage": True}
+    asked = sorted(body["messages"][0]["content"] for body in peer.bodies)
+    assert asked == [request.prompt for request in requests]
+
+
+def test_what_a_listener_raises_comes_through() -> None:
+    def full(_: Response) -> None:
+        raise OSError("disk full")
+
+    with Peer().serving() as peer, pytest.raises(OSError, match="disk full"):
+        asyncio.run(send_all(peer.url, "m", [Request("p", "q")], 0, full, 10.0))

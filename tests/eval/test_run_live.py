@@ -28,23 +28,18 @@ BASE = ("--tasks", "tiny_reasoner", "--limit", str(PROBLEMS), "--warm-up", "2")
 
 
 def start(*argv: str) -> subprocess.Popen[str]:
+    command, pipe = [sys.executable, "-m", "eval.run", *argv], subprocess.PIPE
+    # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
+    heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     return subprocess.Popen(
-        [sys.executable, "-m", "eval.run", *argv],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, preexec_fn=heeded
     )
 
 
-def run(*argv: str) -> str:
-    """Run to the end; what it printed."""
+def run(*argv: str) -> None:
     process = start(*argv)
     out, _ = process.communicate(timeout=1800)
     assert process.returncode == 0, out
-    return out
 
 
 def wait_for_responses(cell: Cell, count: int, process: subprocess.Popen[str]) -> None:
@@ -59,8 +54,7 @@ def assert_complete(cell: Cell) -> None:
     """Every problem was answered once, and nothing is left in the server."""
     rows = cell.responses()
     counts = collections.Counter(row.problem_id for row in rows if row.error is None)
-    assert len(counts) == PROBLEMS
-    assert set(counts.values()) == {1}
+    assert len(counts) == PROBLEMS and set(counts.values()) == {1}
     assert all(row.output_tokens > 0 and row.text for row in rows if row.error is None)
     legs = cell.legs()
     assert legs[-1].responses == sum(row.leg == legs[-1].leg for row in rows)
@@ -98,11 +92,9 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     for found in begun:
         assert_complete(found)
         leg = found.legs()[-1]
-        assert leg.leaked_slots == 0
-        assert leg.decode_steps > 0
+        assert leg.leaked_slots == 0 and leg.decode_steps > 0
         assert found.log_path(leg.leg).is_file()
         timeline = found.timeline()
-        assert timeline
         # A step that ends the last request is logged after its slots came back.
         assert all(0 <= moment.used <= 4000 and moment.running <= 4 for moment in timeline)
         assert max(moment.used for moment in timeline) > 0

@@ -25,7 +25,7 @@ from eval.runs.session import grade
 from eval.tasks.harness import EvalTask, Problem, Source
 from eval.tasks.sandbox import SandboxError
 from eval.tiny_reasoner import EMBEDDED_FLAGS, EMBEDDED_SETTINGS
-from tests.eval.rows import response
+from tests.eval.peer import response
 
 OPTIONS = RunOptions(tasks=("tiny_reasoner",), seeds=(0, 1), limit=3, device="cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,60 +55,44 @@ def test_order(tasks: str, specs: str, seeds: tuple[int, ...], expected: str) ->
     assert names == expected.split()
 
 
-class Asked:
-    """A task as a plan needs it."""
-
-    def __init__(self, flags: Sequence[str] = (), problems: Sequence[Problem] = ()) -> None:
-        self.server_flags, self.problems = tuple(flags), list(problems)
-
-
-def planned(options: RunOptions, task: Asked, **body: Any) -> Plan:
-    """A plan of a task ``t`` that needs no loading."""
-    plan = object.__new__(Plan)
-    plan.options, plan.body = options, body
-    plan.tasks = {("t", seed): task for seed in options.seeds}  # type: ignore[misc]
+def planned(task_flags: Sequence[str] = (), model: str = "m", **options: Any) -> Plan:
+    """A plan of one problem, of a task with these flags."""
+    asked = RunOptions(model=model, tasks=("tiny_reasoner",), limit=1, **options)
+    plan = Plan(asked, {"temperature": 0.0})
+    for task in plan.tasks.values():
+        task.server_flags = tuple(task_flags)
     return plan
 
 
-def flags_of(
-    options: RunOptions, task_flags: Sequence[str], spec: str, seed: int, **body: Any
-) -> list[str]:
+def flags_of(plan: Plan, spec: str, seed: int = 0) -> list[str]:
     (method,) = find_methods([spec])
-    return planned(options, Asked(task_flags), **body).server_flags(Step("t", seed, method), method)
+    return plan.server_flags(Step("tiny_reasoner", seed, method), method)
 
 
 def test_flags_of_a_server() -> None:
     own = {"kv_budget": 500, "server_flags": ("--tp", "2"), "decode_log_interval": 5}
-    options = RunOptions(model="m", tasks=("t",), seeds=(3,), **own)  # type: ignore[arg-type]
-    assert flags_of(options, ["--of-task"], "reasoncache", 3, temperature=0.0) == [
+    assert flags_of(planned(["--of-task"], **own), "reasoncache") == [
         "--decode-log-interval", "5", "--allow-auto-truncate", "--stream-interval", "8",
         "--max-total-tokens", "500", "--of-task", "--tp", "2",
         *find_methods(["reasoncache"])[0].flags,
     ]  # fmt: skip
-
-
-def test_one_stream_interval() -> None:
-    """A replay's own, or the operator's, takes the place of ours."""
-    for of_task, of_run in (
-        (["--stream-interval", "16"], []),
-        ([], ["--stream-interval=16"]),
-    ):
-        options = RunOptions(model="m", tasks=("t",), server_flags=tuple(of_run))
-        flags, own = flags_of(options, of_task, "dense", 0), of_task + of_run
-        assert [flag for flag in flags if flag.startswith("--stream-interval")] == own[:1]
-        assert flags[-len(own) :] == own
+    # A replay's own stream interval, or the operator's, takes the place of ours.
+    one, other = ["--stream-interval", "16"], ["--stream-interval=16"]
+    for plan, own_flags in ((planned(one), one), (planned(server_flags=tuple(other)), other)):
+        flags = flags_of(plan, "dense")
+        assert [flag for flag in flags if flag.startswith("--stream-interval")] == own_flags[:1]
+        assert flags[-len(own_flags) :] == own_flags
 
 
 def test_sampling_draws_other_numbers_with_each_seed() -> None:
     """Greedy servers serve every seed; others begin with numbers of the seed."""
+    plan = planned(seeds=(0, 1))
     for body, same in (({"temperature": 0.0}, True), ({"temperature": 0.6}, False), ({}, False)):
-        options = RunOptions(tasks=("t",), seeds=(0, 1))
-        flags = [flags_of(options, [], "dense", seed, **body) for seed in (0, 1)]
-        assert (flags[0] == flags[1]) == same
+        plan.body = body
+        assert (flags_of(plan, "dense", 0) == flags_of(plan, "dense", 1)) == same
         assert samples(body) != same
     seeds = {sampling_seed(seed, f"p-{i}") for seed in (0, 1) for i in range(100)}
-    assert len(seeds) == 200
-    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert len(seeds) == 200 and all(0 <= seed < 2**31 for seed in seeds)
     assert sampling_seed(0, "p-1") == sampling_seed(0, "p-1")
     assert sampling_seed(0, "\ud800") >= 0
 
@@ -117,13 +101,13 @@ def test_a_replay_needs_room_for_prompt_and_record(tmp_path: Path) -> None:
     train_tokenizer(["zzz"]).save_pretrained(tmp_path)
     free = Problem("free", [{"role": "user", "content": "x" * 999}], {})
     forced = Problem("p", [{"role": "user", "content": "abc"}], {"custom_logit_processor": ""}, 100)
-    options = RunOptions(model=str(tmp_path), tasks=("t",))
-    plan = planned(options, Asked(problems=[free, forced]))
+    plan = planned(model=str(tmp_path))
+    plan.tasks["tiny_reasoner", 0].problems = [free, forced]
     # <|user|>, a, b, c, <|assistant|>, 100 forced tokens, and two slots that SGLang keeps.
-    plan.refuse_what_cannot_fit("t", 107)
-    told = r"--kv-budget: t: problem 'p' needs at least 107 .* got 106"
+    plan.refuse_what_cannot_fit("tiny_reasoner", 107)
+    told = r"--kv-budget: tiny_reasoner: problem 'p' needs at least 107 .* got 106"
     with pytest.raises(RunError, match=told):
-        plan.refuse_what_cannot_fit("t", 106)
+        plan.refuse_what_cannot_fit("tiny_reasoner", 106)
 
 
 def test_other_problems_are_not_the_measured_ones(tmp_path: Path) -> None:
@@ -164,29 +148,24 @@ def test_a_folder_says_what_is_run_and_goes_on(tmp_path: Path) -> None:
     settle_config(tmp_path / "other", config)
     _, changed = settle_config(tmp_path / "other", config_of(OPTIONS))
     assert [what for what in changed if what.startswith("machine.cores was 1024, is ")]
+    # The default folder is the command's own.
+    folder = default_folder(config_of(OPTIONS))
+    assert folder == default_folder(config_of(OPTIONS)) and folder.parent == Path("out")
+    assert folder.name.startswith("tiny_reasoner-tiny_reasoner-")
+    assert folder != default_folder(config_of(dataclasses.replace(OPTIONS, limit=2)))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("limit", 4),
-        ("seeds", (0, 2)),
-        ("methods", ("reasoncache", "dense")),
-        ("methods", ("dense", "reasoncache:block=4")),
-        ("in_flight", 2),
-        ("kv_budget", 4000),
-        ("max_tokens", 100),
-        ("server_flags", ("--tp", "2")),
-        ("temperature", 0.5),
-    ],
-)
-def test_another_command_is_refused(tmp_path: Path, field: str, value: Any) -> None:
+def test_another_command_is_refused(tmp_path: Path) -> None:
     settle_config(tmp_path, config_of(OPTIONS))
     before = (tmp_path / "config.json").read_bytes()
-    other = config_of(dataclasses.replace(OPTIONS, **{field: value}))
-    with pytest.raises(RunError, match=rf"config.json: {field} is .* in this run, now "):
-        settle_config(tmp_path, other)
-    assert (tmp_path / "config.json").read_bytes() == before
+    others: list[dict[str, Any]] = [{"limit": 4}, {"seeds": (0, 2)}, {"in_flight": 2}]
+    others += [{"kv_budget": 4000}, {"max_tokens": 100}, {"temperature": 0.5}]
+    others += [{"server_flags": ("--tp", "2")}, {"methods": ("reasoncache", "dense")}]
+    for other in (*others, {"methods": ("dense", "reasoncache:block=4")}):
+        (field,) = other
+        with pytest.raises(RunError, match=rf"config.json: {field} is .* in this run, now "):
+            settle_config(tmp_path, config_of(dataclasses.replace(OPTIONS, **other)))
+        assert (tmp_path / "config.json").read_bytes() == before
 
 
 def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
@@ -198,14 +177,6 @@ def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
         settle_config(tmp_path / "run", config_of(options))
     with pytest.raises(ValueError, match=str(tmp_path / "no")):
         config_of(dataclasses.replace(options, data={"aime24": str(tmp_path / "no")}))
-
-
-def test_default_folder_is_the_commands_own() -> None:
-    folder = default_folder(config_of(OPTIONS))
-    assert folder == default_folder(config_of(OPTIONS))
-    assert folder.parent == Path("out")
-    assert folder.name.startswith("tiny_reasoner-tiny_reasoner-")
-    assert folder != default_folder(config_of(dataclasses.replace(OPTIONS, limit=2)))
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -14,7 +16,6 @@ from eval.tasks import grading, sandbox
 from eval.tasks.sandbox import Limits, Outcome, SandboxError, run
 
 LIMITS = Limits(wall_s=6.0, cpu_s=1)
-SLACK_S = 20.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,15 +29,10 @@ def _available() -> None:
 def _jailed() -> set[str]:
     """Processes in a process namespace below ours."""
     found = set()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                status = (folder / "status").read_text()
-            except OSError:
-                continue
-            ids = [line.split()[1:] for line in status.splitlines() if line.startswith("NSpid")]
-            if ids and len(ids[0]) > 1:
-                found.add(folder.name)
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            if re.search(r"^NSpid:\s+\d+\s+\d", status.read_text(), re.MULTILINE):
+                found.add(status.parent.name)
     return found
 
 
@@ -53,7 +49,7 @@ def _nothing_left() -> Iterator[None]:
 def _run(program: str) -> Outcome:
     begin = time.monotonic()
     outcome = run(program, LIMITS)
-    assert time.monotonic() - begin < LIMITS.wall_s + SLACK_S
+    assert time.monotonic() - begin < LIMITS.wall_s + 20
     return outcome
 
 
@@ -68,6 +64,11 @@ open("/tmp/mine", "w").write("x")
 assert hashlib.md5(b"x").hexdigest().startswith("9dd4") and Point(1).x == 1
 """
     assert _run(source) == _run("") == Outcome(True)
+    outcome = run("import time; time.sleep(1000)", Limits(wall_s=1.5))
+    assert outcome == Outcome(False, "ran longer than 1.5 s")
+    # Programs do not see each other.
+    assert _run("open('/tmp/left', 'w')").passed
+    assert _run("import os\nassert 'left' not in os.listdir('/tmp')").passed
 
 
 ENDS = [
@@ -108,11 +109,6 @@ def test_a_program_that_fails(program: str, note: str) -> None:
     assert note in outcome.note
 
 
-def test_waiting_fails() -> None:
-    outcome = run("import time; time.sleep(1000)", Limits(wall_s=1.5))
-    assert outcome == Outcome(False, "ran longer than 1.5 s")
-
-
 def test_network_is_denied() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -138,10 +134,8 @@ def test_files_outside_cannot_be_seen_or_written(tmp_path: Path) -> None:
     for path in ("/usr/made", "/lib/made"):
         assert not _run(f"open({path!r}, 'w')").passed
         assert not Path(path).exists()
-    hidden = (
-        "import os\nassert not any(map(os.path.exists, ('/sys', '/home', '/var', '/etc/passwd')))"
-    )
-    assert _run(hidden) == Outcome(True)
+    hidden = ("/sys", "/home", "/var", "/etc/passwd")
+    assert _run(f"import os\nassert not any(map(os.path.exists, {hidden}))") == Outcome(True)
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 
@@ -155,21 +149,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 assert libc.unshare(0x10000000) == -1                        # a user namespace of its own
 assert libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, b"") == -1
 assert libc.setuid(0) == -1
-open_files = []
 for number in range(3, 64):
     try:
         os.fstat(number)
-        open_files.append(number)
     except OSError:
-        pass
-assert not open_files, open_files
+        continue
+    raise ValueError(f"{number} is open")
 """
     assert _run(source) == Outcome(True)
-
-
-def test_programs_do_not_see_each_other() -> None:
-    assert _run("open('/tmp/left', 'w')").passed
-    assert _run("import os\nassert 'left' not in os.listdir('/tmp')").passed
 
 
 def test_what_cannot_be_locked_does_not_run(
