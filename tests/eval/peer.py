@@ -7,10 +7,9 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 from eval.runs.records import Leg, Moment, Response, Result
 from eval.runs.servers import Server
@@ -35,74 +34,63 @@ def event(delta: dict[str, Any] | None = None, **fields: Any) -> bytes:
 END = raw("data: [DONE]") + b"0\r\n\r\n"
 
 
-def answer(text: str, finish_reason: str = "stop", tokens: int = 7) -> bytes:
+def answer(text: str, finish_reason: str = "stop") -> bytes:
     """A whole response."""
-    usage = {"prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens}
+    usage = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
     end = event({}, finish_reason=finish_reason) + event(usage=usage) + END
     return HEAD + event({"content": text}) + end
 
 
-class Peer:
-    """Sends each request the next script; the last one again and again."""
+class Peer(ThreadingHTTPServer):
+    """Sends each request the next script; the last one again and again. A context manager."""
+
+    request_queue_size = 256  # the requests of a run all come at once
 
     def __init__(self, *scripts: bytes, pause: float = 0.0, endless: bool = False) -> None:
-        self.url = ""  # while it is serving
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.bodies: list[dict[str, Any]] = []  # of the requests, in order of arrival
         # What a GET of a path says; 404 elsewhere.
         self.pages: dict[str, Callable[[], Any]] = {"/v1/models": lambda: {"data": [{"id": "m"}]}}
         self.scripts = scripts or (answer("a"),)
-        self.most_open = self._open = 0  # requests at once
-        self._pause, self._endless, self._lock = pause, endless, threading.Lock()
+        self.open = self.most_open = 0  # requests at once
+        self.pause, self.endless, self.lock = pause, endless, threading.Lock()
 
-    @contextmanager
-    def serving(self) -> Iterator[Peer]:
-        peer = self
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                page = peer.pages.get(self.path)
-                self.send_response(404 if page is None else 200)
-                self.end_headers()
-                self.wfile.write(json.dumps(page() if page else {}).encode())
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
 
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                with contextlib.suppress(ConnectionError):
-                    for piece in peer._pieces(json.loads(body)):
-                        self.wfile.write(piece)
 
-            def log_message(self, *_: object) -> None:
-                return None
+class _Handler(BaseHTTPRequestHandler):
+    server: Peer
 
-        class Listener(ThreadingHTTPServer):
-            # The requests of a run all come at once.
-            request_queue_size = 256
+    def do_GET(self) -> None:
+        page = self.server.pages.get(self.path)
+        self.send_response(404 if page is None else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(page() if page else {}).encode())
 
-        server = Listener(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        self.url = f"http://127.0.0.1:{server.server_port}"
-        try:
-            yield self
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+    def do_POST(self) -> None:
+        body, peer = self.rfile.read(int(self.headers["Content-Length"])), self.server
+        with peer.lock:
+            peer.bodies.append(json.loads(body))
+            script = peer.scripts[min(len(peer.bodies), len(peer.scripts)) - 1]
+            peer.open += 1
+            peer.most_open = max(peer.most_open, peer.open)
+        with contextlib.suppress(ConnectionError):
+            time.sleep(peer.pause)
+            self.wfile.write(script)
+            while peer.endless:
+                self.wfile.write(event({"content": "x" * 1000}))
+        with peer.lock:
+            peer.open -= 1
 
-    def _pieces(self, body: dict[str, Any]) -> Iterator[bytes]:
-        with self._lock:
-            self.bodies.append(body)
-            script = self.scripts[min(len(self.bodies), len(self.scripts)) - 1]
-            self._open += 1
-            self.most_open = max(self.most_open, self._open)
-        try:
-            time.sleep(self._pause)
-            yield script
-            while self._endless:
-                yield event({"content": "x" * 1000})
-        finally:
-            with self._lock:
-                self._open -= 1
+    def log_message(self, *_: object) -> None:
+        return None
 
 
 class PeerServer(Server):
@@ -151,7 +139,5 @@ def leg(number: int = 0, totals: dict[str, Any] | None = None, **changes: Any) -
     return Leg(leg=number, **{**row, **changes})
 
 
-def moment(
-    step: int, running: int = 1, used: int = 10, saved: int = 3, rate: float = 100
-) -> Moment:
-    return Moment(0, step, running, 0, used, saved, rate)
+def moment(step: int, running: int = 1, used: int = 10, saved: int = 3) -> Moment:
+    return Moment(0, step, running, 0, used, saved, 100.0)

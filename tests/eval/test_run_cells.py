@@ -45,7 +45,7 @@ STOCK = (
 
 @pytest.fixture
 def peer() -> Iterator[Peer]:
-    with Peer().serving() as serving:
+    with Peer() as serving:
         yield serving
 
 
@@ -110,8 +110,7 @@ def test_a_leg_that_went_to_its_end(peer: Peer, tmp_path: Path) -> None:
 def test_a_leg_that_goes_wrong_keeps_the_report(peer: Peer, tmp_path: Path, stopped: bool) -> None:
     """While requests ran, or once all had ended."""
     server = PeerServer(peer, "--enable-reasoncache")
-    server.totals = dict(SAVING)
-    server.settling = RunError("requests still run")
+    server.totals, server.settling = dict(SAVING), RunError("requests still run")
     cell = Cell(tmp_path, "t", "m", 0)
     if stopped:
         (cell.folder / "responses.jsonl").mkdir(parents=True)
@@ -119,16 +118,11 @@ def test_a_leg_that_goes_wrong_keeps_the_report(peer: Peer, tmp_path: Path, stop
         run_cell(cell, server)
     (leg,) = cell.legs()
     assert (leg.ended, leg.leaked_slots, leg.report) == (not stopped, None, {"totals": SAVING})
-
-
-@pytest.mark.parametrize("under_way", [True, False])
-def test_a_log_that_cannot_be_read_is_told(peer: Peer, tmp_path: Path, under_way: bool) -> None:
-    """Unless something else is being told already."""
-    server = PeerServer(peer)
+    # A log that cannot be read is told, unless something else is being told already.
     server.log = OSError("no such disk")
-    server.settling = RunError("requests still run") if under_way else None
-    with pytest.raises(RunError if under_way else OSError, match="still run|no such disk"):
-        run_cell(Cell(tmp_path, "t", "m", 0), server)
+    server.settling = server.settling if stopped else None
+    with pytest.raises(RunError if stopped else OSError, match="still run|no such disk"):
+        run_cell(Cell(tmp_path, "t", "other", 0), server)
 
 
 def test_one_cell_does_not_cost_the_others(
@@ -293,7 +287,7 @@ def ask(peer: Peer, count: int = 1, **options: Any) -> list[Response]:
     """All responses in the order they ended."""
     ended: list[Response] = []
     requests = [Request(f"p{i}", f"prompt {i}", {"top_k": 4}) for i in range(count)]
-    with peer.serving():
+    with peer:
         asyncio.run(send_all(peer.url, "m", requests, 3, ended.append, 10.0, **options))
     return ended
 
@@ -303,28 +297,20 @@ def test_reasoning_comes_before_the_answer() -> None:
     for delta in ({"reasoning_content": "so "}, {"reasoning_content": "be it"}, {"content": "4"}):
         script += event(delta)
     (response,) = ask(Peer(script + answer("")[len(HEAD) :]))
-    assert response.error is None
+    assert (response.error, response.finish_reason) == (None, "stop")
     assert response.text == "<think>so be it</think>4"
     assert (response.prompt_tokens, response.output_tokens) == (5, 7)
     assert (response.problem_id, response.leg, response.request_id) == ("p0", 3, "r1")
-    assert response.finish_reason == "stop"
     assert response.first_token is not None
     assert response.started <= response.first_token <= response.ended
 
 
-def test_a_stream_that_goes_wrong() -> None:
-    for rest in (
-        b"",
-        END,
-        event({}, finish_reason="abort") + END,
-        raw("data: {nope") + END,
-        raw('data: {"error": {"message": "no memory", "code": 500}}') + END,
-    ):
+def test_a_stream_that_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = raw('data: {"error": {"message": "no memory", "code": 500}}') + END
+    aborted = event({}, finish_reason="abort") + END
+    for rest in (b"", END, aborted, raw("data: {nope") + END, told):
         (response,) = ask(Peer(HALF + rest))
         assert response.error and response.text == "half", rest
-
-
-def test_no_answer_at_all() -> None:
     oops = b"HTTP/1.1 500 Oops\r\nContent-Length: 4\r\n\r\noops"
     for script in (oops, b"HTTP/1.1 400 Bad\r\nContent-Length: 2\r\n\r\n{}", b"what?", b""):
         (response,) = ask(Peer(script))
@@ -332,9 +318,7 @@ def test_no_answer_at_all() -> None:
     first, second = ask(Peer(HALF, answer("a")), attempts=3)
     assert first.error and (second.error, second.text) == (None, "a")
     assert len(ask(Peer(b""), attempts=3)) == 3
-
-
-def test_an_endless_response_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One that never ends is cut.
     monkeypatch.setattr(client, "MAX_CHARACTERS", 10_000)
     (response,) = ask(Peer(HEAD, endless=True))
     assert response.error == "the response has more than 10000 characters"
@@ -344,7 +328,7 @@ def test_an_endless_response_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("in_flight", "expected"), [(2, 2), (None, 150)])
 def test_requests_in_flight(in_flight: int | None, expected: int) -> None:
     """Without a bound all are open at once, whatever the client's library is used to."""
-    peer = Peer(answer("a"), pause=0.01 if in_flight else 2.0)
+    peer = Peer(pause=0.01 if in_flight else 2.0)
     count = expected if in_flight is None else 10
     responses = ask(peer, count, in_flight=in_flight)
     assert not [row.error for row in responses if row.error]
@@ -352,10 +336,9 @@ def test_requests_in_flight(in_flight: int | None, expected: int) -> None:
     assert peer.most_open == expected
 
 
-def test_responses_in_the_order_of_the_requests() -> None:
-    with Peer().serving() as peer:
-        requests = [Request(f"p{i}", f"prompt {i}", {"top_k": 4}) for i in range(5)]
-        answers = ask_all(peer.url, "m", requests)
+def test_responses_in_the_order_of_the_requests(peer: Peer) -> None:
+    requests = [Request(f"p{i}", f"prompt {i}", {"top_k": 4}) for i in range(5)]
+    answers = ask_all(peer.url, "m", requests)
     assert [(row.problem_id, row.text) for row in answers] == [(f"p{i}", "a") for i in range(5)]
     for body in peer.bodies:
         assert (body["top_k"], body["stream"], body["model"]) == (4, True, "m")
@@ -363,10 +346,9 @@ def test_responses_in_the_order_of_the_requests() -> None:
     asked = sorted(body["messages"][0]["content"] for body in peer.bodies)
     assert asked == [request.prompt for request in requests]
 
-
-def test_what_a_listener_raises_comes_through() -> None:
     def full(_: Response) -> None:
         raise OSError("disk full")
 
-    with Peer().serving() as peer, pytest.raises(OSError, match="disk full"):
-        asyncio.run(send_all(peer.url, "m", [Request("p", "q")], 0, full, 10.0))
+    # What a listener raises comes through.
+    with pytest.raises(OSError, match="disk full"):
+        asyncio.run(send_all(peer.url, "m", requests, 0, full, 10.0))
