@@ -58,9 +58,7 @@ def test_groups(tmp_path: Path) -> None:
     assert groups["all of them"]["responses"] == 3
 
 
-def test_a_bad_line_is_named_and_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_lines_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     faults = {
         "{": "not JSON",
         "[" * 100_000: "not JSON",

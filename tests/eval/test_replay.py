@@ -96,7 +96,7 @@ def test_no_file_no_tokenizer_no_token(tmp_path: Path, capsys: pytest.CaptureFix
         forced_request([])
 
 
-def test_the_model_is_built_once_and_spells_exactly(
+def test_the_model_spells(
     tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main([str(recorded), "--out", str(tmp_path)])

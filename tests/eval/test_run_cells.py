@@ -125,7 +125,7 @@ def test_a_leg_that_goes_wrong_keeps_the_report(peer: Peer, tmp_path: Path, stop
         run_cell(Cell(tmp_path, "t", "other", 0), server)
 
 
-def test_one_cell_does_not_cost_the_others(
+def test_one_bad_cell_of_two(
     peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fault: dict[str, Exception] = {"dense": RunError("/flush_cache was refused")}
@@ -148,7 +148,7 @@ def test_pilots_are_as_long_as_what_they_match(peer: Peer, tmp_path: Path) -> No
     assert lengths.count(5000) == len(lengths) - 6 == 4 + PILOT_PROBLEMS
 
 
-def test_responses_that_cannot_be_whole_are_told(
+def test_cut_responses_are_told(
     peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peer.scripts = (answer("a", "length"),)

@@ -118,9 +118,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("words", [*BAD_FLAGS, *BAD_FILES])
-def test_what_is_bad_is_named(
-    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_bad_is_named(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").write_text(words)
     argv = words.split() if words in BAD_FLAGS else ["--config", str(tmp_path / "run.toml")]
     with pytest.raises(SystemExit) as refused:
@@ -129,9 +127,7 @@ def test_what_is_bad_is_named(
     assert (BAD_FLAGS | BAD_FILES)[words] in capsys.readouterr().err
 
 
-def test_a_dead_server_is_told_and_the_next_cell_tried(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dead_servers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     urls = [f"{name}=http://127.0.0.1:{free_port()}" for name in ("dense", "reasoncache")]
     argv = ["--tasks", "tiny_reasoner", "--limit", "2", "--device", "cpu"]
     argv += ["--out", str(tmp_path), "--url", urls[0], "--url", urls[1]]

@@ -159,9 +159,7 @@ for number in range(3, 64):
     assert _run(source) == Outcome(True)
 
 
-def test_what_cannot_be_locked_does_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_locked_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel refuses namespaces bubblewrap ends before the program is read."""
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxError, match="bubblewrap is not installed"):

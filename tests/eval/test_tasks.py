@@ -91,9 +91,7 @@ CLASS = {"question": "?", "context": "c", "answers": ["Number"], "all_classes": 
         ("trec", CLASS, "Number", "P"),
     ],
 )
-def test_local_files(
-    name: str, row: dict[str, Any], right: str, wrong: str, tmp_path: Path
-) -> None:
+def test_a_file(name: str, row: dict[str, Any], right: str, wrong: str, tmp_path: Path) -> None:
     """Ours in our own words, those of lm-eval's tasks as the data set on the hub has them."""
     task = EvalTask(name, Source(file=write(tmp_path / "x.jsonl", row, {**row, "id": 7}), limit=2))
     assert len(task.problems) == 2
