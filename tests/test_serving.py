@@ -92,14 +92,12 @@ def test_a_start_that_fails_tells_why_and_ends_all(code: str, told: str, tmp_pat
     assert not psutil.pid_exists(int(server.log_text().split()[1]))
 
 
-def test_flags_of_the_caller_win() -> None:
+def test_flags_and_variables_of_the_caller_win(monkeypatch: pytest.MonkeyPatch) -> None:
     command = ServerProcess("m", flags=["--max-total-tokens=99", "--random-seed", "7"]).command
     assert command.count("--random-seed") == 1
     assert not any(part == "--max-total-tokens" for part in command)
     assert command[-3:] == ["--max-total-tokens=99", "--random-seed", "7"]
-
-
-def test_cpu_hides_gpus_and_names_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A CPU's server hides GPUs and names the platform.
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     env = ServerProcess("m", env={"OMP_NUM_THREADS": "2", "HOME": None}).env
     assert env["SGLANG_PLATFORM"] == "reasoncache_cpu"

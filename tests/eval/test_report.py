@@ -24,7 +24,7 @@ from eval.measures.accuracy import Estimate, Key, compare, differ, keyed, mean
 from eval.measures.figures import figures
 from eval.report.__main__ import main
 from eval.report.data import load
-from eval.runs.folder import Cell, write_config
+from eval.runs.folder import Cell, read_config, write_config
 from eval.runs.records import Response
 from eval.tiny_reasoner import task as reasoner
 from tests.eval.peer import leg, moment, response, result
@@ -115,9 +115,8 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
 def test_an_unfinished_run_has_gaps(tmp_path: Path) -> None:
     savings, tasks = {"dense": 0.0, "reasoncache": 0.2}, ("tiny_reasoner", "other")
     run = write_run(tmp_path / "half", savings, tasks, problems=4)
-    config = json.loads((run / "config.json").read_text())
-    config["methods"].append("memshare")
-    write_config(run, config)
+    config = read_config(run)
+    write_config(run, {**config, "methods": [*config["methods"], "memshare"]})
     cell = Cell(run, "tiny_reasoner", "reasoncache", 0)
     for name in ("legs", "results", "timeline"):
         (cell.folder / f"{name}.jsonl").unlink()
@@ -149,9 +148,10 @@ def test_runs_with_other_budgets_make_a_sweep(tmp_path: Path) -> None:
         write_run(tmp_path / f"kv{slots}", {"dense": 0.0, "reasoncache": share}, kv_budget=slots)
         for slots, share in budgets
     ]
-    path = runs[3] / "tiny_reasoner" / "dense" / "seed-0" / "legs.jsonl"
-    had = json.loads(path.read_text())
-    path.write_text(json.dumps({**had, "kv_slots": 1500}) + "\n")
+    cell = Cell(runs[3], "tiny_reasoner", "dense", 0)
+    (had,) = cell.legs()
+    (cell.folder / "legs.jsonl").unlink()
+    cell.append(dataclasses.replace(had, kv_slots=1500))
     out = tmp_path / "out"
     text, tables, _ = report(*runs, "--out", out)
     rows = [row for row in tables["budgets"] if row["method"] == "ReasonCache"]
@@ -168,8 +168,7 @@ def test_a_replay_is_cut_where_it_differs_from_the_record(tmp_path: Path) -> Non
     cell = Cell(run, "aime24_replay", "dense", 0)
     rows = [dataclasses.replace(row, finish_reason="length") for row in cell.responses()]
     (cell.folder / "responses.jsonl").unlink()
-    for row in rows:
-        cell.append(row)
+    cell.append(*rows)
     # All but one are graded as the record.
     assert list(load([run]).cells["cut"]) == [1]
 

@@ -8,7 +8,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from eval.runs.folder import Cell, RunError, cells, write_config
 from eval.runs.options import RunOptions
 from eval.runs.plan import Plan
 from eval.runs.records import Leg, Response
-from eval.runs.servers import Server, Servers, merge, since
+from eval.runs.servers import Server, merge, since
 from eval.runs.session import PILOT_PROBLEMS, TOLERANCE, Display, Session, final_saving, match
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eval.peer import END, HEAD, Peer, PeerServer, answer, event, leg, raw, response
@@ -54,33 +55,21 @@ def run_cell(cell: Cell, server: PeerServer) -> Leg:
     return measure(cell, requests, server, RunOptions(tasks=("t",)), lambda: None)
 
 
-class PeerServers:
-    """One peer for all cells; ``faults`` by method."""
+def work(
+    run: Path, peer: Peer, *methods: str, fault: str = "", saving: float = 0.2, **options: Any
+) -> tuple[bool, int]:
+    """Whether a session's cells were whole, and how often it closed its servers; a peer serves all,
+    the method ``fault`` never settles."""
+    closed: list[None] = []
 
-    def __init__(self, peer: Peer, faults: dict[str, Exception], saving: dict[str, Any]) -> None:
-        self.peer, self.faults, self.saving, self.closed = peer, faults, saving, 0
-
-    def get(self, name: str, flags: list[str], starting: Any) -> PeerServer:
+    def get(name: str, flags: list[str], starting: Any) -> PeerServer:
         starting()
-        server = PeerServer(self.peer, *flags)
-        server.totals = dict(self.saving) if "--enable-reasoncache" in flags else {}
-        server.settling = self.faults.get(name)
+        server = PeerServer(peer, *flags)
+        shares = "--enable-reasoncache" in flags
+        server.totals = {**SAVING, "final_saving_ratio": saving} if shares else {}
+        server.settling = RunError("/flush_cache was refused") if name == fault else None
         return server
 
-    def close(self) -> None:
-        self.closed += 1
-
-
-def work(
-    run: Path,
-    peer: Peer,
-    *methods: str,
-    faults: dict[str, Exception] | None = None,
-    saving: dict[str, Any] = SAVING,
-    **options: Any,
-) -> tuple[bool, int]:
-    """Whether a session's cells were whole, and how often it closed its servers."""
-    servers = PeerServers(peer, faults or {}, saving)
     chosen = RunOptions(tasks=("tiny_reasoner",), methods=methods, limit=2, warm_up=3, **options)
     plan = Plan(chosen, {"temperature": 0.0, "max_tokens": 5000})
     plan.others("tiny_reasoner", 0, 0)
@@ -90,9 +79,9 @@ def work(
     config: dict[str, Any] = {"tasks": ["tiny_reasoner"], "methods": list(methods), "seeds": [0]}
     config |= {"random_ratios": {}, "opens_thinking": False}
     write_config(run, config)
-    fleet = cast(Servers, servers)
-    session = Session(run, config, plan, find_methods(methods), fleet, Display())
-    return session.work(), servers.closed
+    servers: Any = SimpleNamespace(get=get, close=lambda: closed.append(None))
+    session = Session(run, config, plan, find_methods(methods), servers, Display())
+    return session.work(), len(closed)
 
 
 def test_a_leg_that_went_to_its_end(peer: Peer, tmp_path: Path) -> None:
@@ -128,15 +117,14 @@ def test_a_leg_that_goes_wrong_keeps_the_report(peer: Peer, tmp_path: Path, stop
 def test_one_bad_cell_of_two(
     peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fault: dict[str, Exception] = {"dense": RunError("/flush_cache was refused")}
-    assert work(tmp_path, peer, "dense", "memshare", faults=fault) == (False, 1)
+    assert work(tmp_path, peer, "dense", "memshare", fault="dense") == (False, 1)
     assert "dense, seed 0: /flush_cache was refused" in capsys.readouterr().out
     assert [leg.ended for cell in cells(tmp_path) for leg in cell.legs()] == [True, True]
 
 
 def test_nothing_to_match_leaves_servers_up(peer: Peer, tmp_path: Path) -> None:
-    methods, nothing = ("random:match=memshare", "memshare", "dense"), {"final_saving_ratio": 0.0}
-    assert work(tmp_path, peer, *methods, saving=SAVING | nothing) == (False, 0)
+    methods = ("random:match=memshare", "memshare", "dense")
+    assert work(tmp_path, peer, *methods, saving=0.0) == (False, 0)
     assert [cell.method for cell in cells(tmp_path)] == ["memshare", "dense"]
 
 

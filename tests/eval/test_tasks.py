@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,26 +220,17 @@ _HYBRID = "{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }
 
 def test_templates_that_open_the_reasoning(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
-    for number, (template, opens) in enumerate(
-        (
-            # How the templates of QwQ-32B, the R1 distills, Qwen3 and Qwen2.5 end.
-            (_TURNS + _ASKED + "{{- '<think>\\n' }}{%- endif %}", True),
-            (
-                _TURNS + "{% if add_generation_prompt %}{{'<|Assistant|><think>\\n'}}{% endif %}",
-                True,
-            ),
-            (_TURNS + _ASKED + _HYBRID + "{%- endif %}", False),
-            (_TURNS + _ASKED + "{%- endif %}", False),
-            # Without a generation prompt the user's own words come last.
-            ("{{- messages[0]['content'] + '<think></think>' }}", False),
-            ("{{ raise_exception('no such role') }}", False),
-            ("{% if %}", False),
-            (None, False),
-        )
-    ):
+    r1 = "{% if add_generation_prompt %}{{'<|Assistant|><think>\\n'}}{% endif %}"
+    # How the templates of QwQ-32B, the R1 distills, Qwen3 and Qwen2.5 end.
+    opening = [_TURNS + _ASKED + "{{- '<think>\\n' }}{%- endif %}", _TURNS + r1]
+    others = [_TURNS + _ASKED + _HYBRID + "{%- endif %}", _TURNS + _ASKED + "{%- endif %}"]
+    # Without a generation prompt the user's own words come last.
+    others += ["{{- messages[0]['content'] + '<think></think>' }}"]
+    others += ["{{ raise_exception('no such role') }}", "{% if %}"]
+    for number, template in enumerate([*opening, *others, None]):
         tokenizer.chat_template = template
         tokenizer.save_pretrained(str(tmp_path / str(number)))
-        assert opens_thinking(str(tmp_path / str(number))) is opens, template
+        assert opens_thinking(str(tmp_path / str(number))) is (template in opening), template
     assert opens_thinking(str(tmp_path)) is opens_thinking("") is False
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "tokenizer_config.json").write_text("[]")
@@ -256,49 +248,41 @@ def _grade(reference: str, response: str) -> bool:
     return found == 1.0
 
 
-RIGHT = {
-    "204": ["204", " 204 ", "204.", "\\text{204}", "n = 204"],
-    "25": ["025"],
-    "1002": ["1,002"],
-    "18": ["\\$18.00"],
-    "\\frac{14}{3}": ["\\dfrac{14}{3}", "14/3"],
-    "\\frac{1}{2}": ["0.5"],
-    "p - q": ["-q+p"],
-    "\\left( 3, \\frac{\\pi}{2} \\right)": ["(3, \\pi/2)"],
-    "\\text{Evelyn}": ["Evelyn"],
-    "\\text{(C)}": ["(C)"],
-    "2\\sqrt{3}": ["\\sqrt{12}"],
-    "\\{1, 2\\}": ["\\{2, 1\\}"],
-    "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}": ["\\begin{pmatrix}1\\\\2\\end{pmatrix}"],
-    "5": ["x \\in \\{5\\}"],
-}
-WRONG = {
-    "204": ["205", "-204", "204x"],
-    "\\frac{14}{3}": ["\\frac{3}{14}"],
-    "\\frac{1}{3}": ["0.33"],
-    "p - q": ["q - p"],
-    "\\left( 3, \\frac{\\pi}{2} \\right)": ["(\\frac{\\pi}{2}, 3)"],
-    "\\text{Evelyn}": ["Evan"],
-    "(1,2)": ["[1,2]"],
-    "3": ["\\frac{1}{", "3, 4", "\\infty", "__import__('os')"],
+#: Right and wrong answers by reference.
+ANSWERS: dict[str, tuple[list[str], list[str]]] = {
+    "204": (["204", " 204 ", "204.", "\\text{204}", "n = 204"], ["205", "-204", "204x"]),
+    "25": (["025"], []),
+    "1002": (["1,002"], []),
+    "18": (["\\$18.00"], []),
+    "\\frac{14}{3}": (["\\dfrac{14}{3}", "14/3"], ["\\frac{3}{14}"]),
+    "\\frac{1}{2}": (["0.5"], []),
+    "\\frac{1}{3}": ([], ["0.33"]),
+    "p - q": (["-q+p"], ["q - p"]),
+    "\\left( 3, \\frac{\\pi}{2} \\right)": (["(3, \\pi/2)"], ["(\\frac{\\pi}{2}, 3)"]),
+    "\\text{Evelyn}": (["Evelyn"], ["Evan"]),
+    "\\text{(C)}": (["(C)"], []),
+    "2\\sqrt{3}": (["\\sqrt{12}"], []),
+    "\\{1, 2\\}": (["\\{2, 1\\}"], []),
+    "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}": (["\\begin{pmatrix}1\\\\2\\end{pmatrix}"], []),
+    "5": (["x \\in \\{5\\}"], []),
+    "(1,2)": ([], ["[1,2]"]),
+    "3": ([], ["\\frac{1}{", "3, 4", "\\infty", "__import__('os')"]),
 }
 
 
-@pytest.mark.parametrize("reference", RIGHT)
-def test_right_answers(reference: str) -> None:
-    for answer in RIGHT[reference]:
+@pytest.mark.parametrize("reference", ANSWERS)
+def test_answers(reference: str) -> None:
+    right, wrong = ANSWERS[reference]
+    for answer in right:
         assert _grade(reference, f"<think>\\boxed{{0}}</think>So \\boxed{{{answer}}}."), answer
-
-
-@pytest.mark.parametrize("reference", WRONG)
-def test_wrong_answers(reference: str) -> None:
-    for answer in WRONG[reference]:
+    for answer in wrong:
         assert not _grade(reference, f"\\boxed{{{answer}"), answer
         if answer.count("{") == answer.count("}"):
             assert not _grade(reference, f"\\boxed{{{reference}}} or \\boxed{{{answer}}}"), answer
 
 
 def test_last_box() -> None:
+    nothing = ("\\boxed{} \\fbox{2}", "\\boxed{", "", "\\boxed{1}" + "\\boxed{" * 1000)
     for response, found in {
         "\\boxed{1} then \\boxed{2}": "2",
         "\\boxed{\\frac{1}{2}}": "\\frac{1}{2}",
@@ -306,14 +290,10 @@ def test_last_box() -> None:
         "\\boxed{\\boxed{7}}": "7",
         "\\fbox{8}": "8",
         "\\boxed {9}": "9",
-        "\\boxed{1} \\boxed{2": "1",
-        "\\boxed{1} \\boxed{ } \\boxed{}": "1",
-        "\\boxed{1} or \\boxed{\\boxed{}": "1",
-        "\\boxed{1} in an \\fbox{2}": "1",
         "in \\boxed form: \\fbox{2}": "2",
-        **dict.fromkeys(("\\boxed{} \\fbox{2}", "\\boxed{", ""), ""),
-        "\\boxed{1}" + "\\boxed{" * 1000: "",
-        "\\boxed{" + "1" * 1001 + "}": "",
+        **dict.fromkeys(("\\boxed{1} \\boxed{2", "\\boxed{1} \\boxed{ } \\boxed{}"), "1"),
+        **dict.fromkeys(("\\boxed{1} or \\boxed{\\boxed{}", "\\boxed{1} in an \\fbox{2}"), "1"),
+        **dict.fromkeys((*nothing, "\\boxed{" + "1" * 1001 + "}"), ""),
     }.items():
         assert last_boxed(response) == found, response[:99]
 
@@ -391,28 +371,18 @@ def test_every_reference_equals_itself(name: str) -> None:
     assert not [a for a in answers if not MATHEMATICS.equal(a, a)]
 
 
-@pytest.fixture
-def grader() -> Iterator[MathGrader]:
-    grader = MathGrader()
-    yield grader
-    grader.close()
-
-
-def test_a_process_that_takes_too_long_or_dies_is_replaced(grader: MathGrader) -> None:
-    assert grader.equal("1", "1.0")
-    first, grader.limit_s = grader._process, 0.3
-    assert not grader.equal("3", "9^{9^{9^{9}}}")
-    assert first is not None and first.poll() is not None
-    grader.limit_s = 15.0
-    assert grader.equal("1", "1.0")
-    assert grader._process is not None
-    grader._process.kill()
-    assert not grader.equal("1", "1.0")
-    assert grader.equal("1", "1.0")
-    limits = Path(f"/proc/{grader._process.pid}/limits").read_text()
-    assert f"Max address space         {2 << 30}" in limits
-
-
-def test_a_process_without_memory_is_an_error() -> None:
+def test_a_process_that_takes_too_long_or_dies_is_replaced() -> None:
+    with contextlib.closing(MathGrader()) as grader:
+        assert grader.equal("1", "1.0")
+        first, grader.limit_s = grader._process, 0.3
+        assert not grader.equal("3", "9^{9^{9^{9}}}")
+        assert first is not None and first.poll() is not None
+        grader.limit_s = 15.0
+        assert grader.equal("1", "1.0") and grader._process is not None
+        grader._process.kill()
+        assert not grader.equal("1", "1.0")
+        assert grader.equal("1", "1.0")
+        limits = Path(f"/proc/{grader._process.pid}/limits").read_text()
+        assert f"Max address space         {2 << 30}" in limits
     with pytest.raises(SandboxError, match="did not start"):
         MathGrader(memory_bytes=40 << 20).equal("1", "2")
