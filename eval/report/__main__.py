@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write(data: Data, out: Path) -> None:
     """``REPORT.md`` with its pictures, and the tables again in ``summary.json``."""
-    makers = (tables.methods, tables.against_dense, tables.classes, tables.requests)
-    makers += (tables.budgets, tables.random_ratios)
-    made = [table for maker in makers if (table := maker(data)) is not None]
+    first = (tables.methods, tables.against_dense, tables.classes)
+    rest = (tables.requests, tables.budgets, tables.random_ratios)
+    made = [table for maker in (*first, *rest) if (table := maker(data)) is not None]
     parts = ["# Evaluation", *(_source(run, config) for run, config in data.configs.items())]
     parts += [table.markdown() for table in made]
     parts += [f"![{caption}]({file})" for file, caption in draw(data, out).items()]
