@@ -162,7 +162,7 @@ def faults(leg: Leg, responses: Sequence[Response], limits: Mapping[str, int]) -
 
 def _next_leg(cell: Cell) -> int:
     """A number that no earlier leg of the cell used, not even one that was killed."""
-    used = [row.leg for row in (*cell.responses(), *cell.legs(), *cell.timeline())]
+    used = [row.leg for rows in (cell.responses(), cell.legs(), cell.timeline()) for row in rows]
     names = [path.stem.removeprefix("server-") for path in cell.folder.glob("server-*.log")]
     used += [int(name) for name in names if name.isdecimal()]
     return max(used, default=-1) + 1

@@ -174,7 +174,7 @@ def test_a_replay_is_cut_where_it_differs_from_the_record(tmp_path: Path) -> Non
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
-    named = {"model": "$\\frac{<img src=x>|", "command_line": "echo `id` | sh"}
+    named: dict[str, Any] = {"model": "$\\frac{<img src=x>|", "command_line": "echo `id` | sh"}
     run = write_run(tmp_path / "run|<b>", {"dense": 0.0, "x<i>|[y](z)": 0.1}, **named)
     cell = Cell(run, "tiny_reasoner", "dense", 0)
     cell.append(Response("p", 0, HOSTILE, HOSTILE * 50, 1, 1, 0.0, None, 1.0, error=HOSTILE))
@@ -312,9 +312,9 @@ def test_speed_of_a_leg_that_went_to_its_end() -> None:
 
 def test_a_resumed_cell_has_no_throughput() -> None:
     """Tokens of what was in flight when a leg was stopped are lost, their time is not."""
-    one, both, stopped = [response("a")], [response("a"), response("b", leg=1)], {"ended": False}
-    cases = [(both, [leg(), leg(1)]), (both, [leg(), leg(1, **stopped)]), (one, [leg(**stopped)])]
-    for rows, legs in cases:
+    one, both = [response("a")], [response("a"), response("b", leg=1)]
+    stopped, other = (leg(number, ended=False) for number in (0, 1))
+    for rows, legs in ((both, [leg(), leg(1)]), (both, [leg(), other]), (one, [stopped])):
         found = figures(rows, legs, [])
         assert found.tokens_per_s is found.problems_per_min is None
         assert found.resumed and found.tpot_p50 is not None
