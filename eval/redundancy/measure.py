@@ -21,15 +21,11 @@ SIMILARITIES = {"with_length_factor": True, "plain_cosine": False}
 #: Which candidates' blocks are shared, and whether formal content must agree.
 RULES = {"candidate": False, "structure": True}
 
-#: Sums over responses:
-#: - ``responses``, ``tokens``, ``steps`` (finished ones, a last one without a blank line behind
-#:   it included), ``later_steps`` (with an earlier one), ``candidates`` (later steps with an
-#:   earlier one over the dynamic threshold);
-#: - ``(similarity, level)``: later steps whose best earlier similarity exceeds the level;
-#: - ``(similarity, bin)``, an integer: the histogram of those best similarities;
-#: - ``(rule, block)``: tokens in proposed blocks when responses end;
-#: - ``(rule, block, "over_time")``: the same, summed over all decode steps;
-#: - ``held_over_time``: tokens of responses so far, summed over all decode steps.
+#: Sums over responses: of ``steps`` (a last one without a blank line behind it included)
+#: ``later_steps`` have an earlier one, ``candidates`` one over the dynamic threshold; ``(similarity,
+#: level)`` later steps whose best similarity exceeds it, ``(similarity, bin)`` their histogram;
+#: ``(rule, block)`` tokens in proposed blocks at the end, ``(rule, block, "over_time")`` and
+#: ``held_over_time`` (all tokens so far) summed over decode steps.
 Totals = Counter[Any]
 
 

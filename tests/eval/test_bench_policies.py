@@ -37,7 +37,7 @@ from eval.runs.records import Moment
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 from eval.tiny_reasoner.task import generate
 from eval.tokenizers import load_tokenizer
-from tests.eval.rows import leg, moment, response, result
+from tests.eval.peer import leg, moment, response, result
 
 PROBLEMS = 6
 
