@@ -20,8 +20,12 @@ from sglang_reasoncache.filter.segment import BLANK, Segmenter, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.span import ReasoningSpan
 from sglang_reasoncache.filter.step import Step
-from sglang_reasoncache.filter.structure.scan import leaves_fence_open
-from sglang_reasoncache.filter.structure.signature import Signature, same_structure, signature
+from sglang_reasoncache.filter.structure.signature import (
+    Signature,
+    leaves_fence_open,
+    same_structure,
+    signature,
+)
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 __all__ = ["CandidatePair", "FilterConfig", "FilterCounters", "Proposal", "RequestFilter"]

@@ -130,10 +130,12 @@ _UNICODE = (
     " + ".join(_HOMOGLYPH_DIGITS), f"`{_HOMOGLYPH_DIGITS}`", _WHITE, f"x{_WHITE}1", f"${_WHITE}x$",
     "x".join(_WHITE), f"`x{_WHITE}y`", "```\n" + "y\n".join(_WHITE), "$x" + _WHITE[-1] + "$",
     f"$x{_WHITE[8]}$", f"\\text{{{_WHITE}cm{_WHITE}}}", "`a\rb\tc`", "```\na\n\t \tb\n  \r\tc\n```",
-    *(rf"$\{name} x$" for name in (*signs.COMMANDS, *signs.LATEX_OPERATORS)),
-    *(rf"$\{name}{{a}}{{b}}$ \{name}" for name in signs.COMMANDS),
-    *(rf"\({name} \{name} 2\)" for name in (*signs.FUNCTIONS, *signs.LATEX_NAMES)),
-    *(rf"$a \{name} b$" for name in sorted(signs.LATEX_IGNORED)),
+    *(
+        text
+        for name in sorted(signs.LATEX)
+        for text in (rf"$\{name} x$", rf"$\{name}{{a}}{{b}}$ \{name}", rf"$a \{name} b$")
+    ),
+    *(rf"\({name} 2\)" for name in signs.WRITTEN),
     *(f"a {name} 2, A {name} I" for name in ("is", "or", "equals", "of", "mod", "minus", "day")),
 )  # fmt: skip
 

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 import sglang_reasoncache.filter
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
-from sglang_reasoncache.filter.structure.scan import regions
-from sglang_reasoncache.filter.structure.signature import same_structure, signature
+from sglang_reasoncache.filter.structure.signature import regions, same_structure, signature
 from sglang_reasoncache.filter.structure.tree import Limits
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from tests.filter import hostile

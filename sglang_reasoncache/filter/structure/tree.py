@@ -22,8 +22,7 @@ class OverBound(Exception):
 class Limits:
     """How much of a step is read before it is given up.
 
-    A step over a bound gets a signature that matches nothing: it may be formal content that
-    nobody has compared, so sharing it would not be safe.
+    A step over a bound matches nothing: it may be formal content that nobody has compared.
 
     Attributes:
         max_chars: characters of the decoded step.
@@ -76,25 +75,22 @@ def label_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:
 
 
 def edit_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:
-    """Tree edit distance with unit costs (Zhang and Shasha, package ``zss``).
-
-    Each sequence is joined under one root. The caller bounds the sizes.
+    """Tree edit distance with unit costs (Zhang and Shasha, package ``zss``) of two sequences,
+    each joined under one root. The caller bounds the sizes.
 
     Raises:
         RuntimeError: ``zss`` is not installed.
     """
-    return int(
-        # Not zss.simple_distance: it takes the empty label for a missing node
-        # and charges nothing for it.
-        require_zss()(
-            ("", tuple(a)),
-            ("", tuple(b)),
-            get_children=lambda tree: tree[1],
-            insert_cost=lambda _: 1,
-            remove_cost=lambda _: 1,
-            update_cost=lambda one, other: int(one[0] != other[0]),
-        )
+    # Not zss.simple_distance: it charges nothing for the empty label.
+    found = require_zss()(
+        ("", tuple(a)),
+        ("", tuple(b)),
+        get_children=lambda tree: tree[1],
+        insert_cost=lambda _: 1,
+        remove_cost=lambda _: 1,
+        update_cost=lambda one, other: int(one[0] != other[0]),
     )
+    return int(found)
 
 
 def require_zss() -> Callable[..., float]:
