@@ -66,7 +66,7 @@ def measure(spelled: Spelled) -> Totals:
 
 def propose(spelled: Spelled, config: FilterConfig) -> list[Proposal]:
     """What the filter proposes for each finished step."""
-    end = spelled.vocabulary.size  # an id that no token has
+    end = len(spelled.vocabulary.pieces)  # an id that no token has
     span = ReasoningSpan(frozenset(), frozenset({end}), inside=True)
     request = RequestFilter(config, spelled.classes, spelled.vocabulary, 0, span)
     # The marker finishes the last step.

@@ -56,13 +56,10 @@ def align_blocks(
     diagonal = first - i
     while i <= len(dst) - block:
         taken = covered.rfind(1, i, i + block)
-        if taken >= 0:
-            # The next offset of the grid behind what is covered.
-            i += -(-(taken + 1 - i) // page_size) * page_size
-            continue
-        found = sources.get(dst.token_ids[i : i + block])
+        found = sources.get(dst.token_ids[i : i + block]) if taken < 0 else None
         if found is None:
-            i += page_size
+            # On to the next place of the grid, behind what is covered.
+            i += -(-max(1, taken + 1 - i) // page_size) * page_size
             continue
         at = bisect_left(found, i + diagonal)
         j = found[at] if at < len(found) else found[0]

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as one dense vector: the encoder ablations of ReasonCache and MemShare.
-
-The default, counts of token ids, needs no encoder (:mod:`filter.lexical`). The papers compare
-it with the model's own embedding layer and with Sentence-BERT.
-"""
+"""A step as one dense vector: the papers compare counts of token ids (:mod:`filter.lexical`,
+which needs no encoder) with the model's own embedding layer and with Sentence-BERT."""
 
 from __future__ import annotations
 
 import importlib.util
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_reasoncache.filter.lexical import Floats, StepIndex, moved
+from sglang_reasoncache.filter.lexical import Floats, StepIndex
 from sglang_reasoncache.filter.step import Step
 
 Vector = npt.NDArray[np.float32]
@@ -41,11 +39,7 @@ class EncoderChoice(NamedTuple):
 
     @classmethod
     def parse(cls, text: object) -> EncoderChoice:
-        """Read ``tokens``, ``embedding``, ``sentence-bert`` or ``sentence-bert:MODEL``.
-
-        Raises:
-            ValueError: anything else; names flag, bound and value.
-        """
+        """Read :data:`ENCODER_BOUND`; ValueError, naming flag, bound and value, for others."""
         if isinstance(text, str):
             kind, colon, model = text.partition(":")
             if kind == "sentence-bert" and bool(colon) == bool(model.strip()):
@@ -59,16 +53,8 @@ class StepEncoder(Protocol):
     """Makes vectors whose dot product is a similarity. Shared by all requests."""
 
     def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
-        """The step as a unit vector.
-
-        Args:
-            step_token_ids: tokens of the step, the blank ones at its end left out.
-            text: the decoded step.
-
-        Returns:
-            Shape [dim], float32, of norm 1; all zeros for a step that cannot be compared,
-            which is then similar to nothing, not even to its copy.
-        """
+        """The step, its blank tokens at the end left out, as a unit vector, float32 [dim]; all
+        zeros for one that cannot be compared and is similar to nothing, itself included."""
 
 
 def unit(vector: npt.ArrayLike) -> Vector:
@@ -82,14 +68,9 @@ def unit(vector: npt.ArrayLike) -> Vector:
 
 
 class EmbeddingEncoder:
-    """The normalised mean of the step's rows in the model's input embedding.
-
-    Ids without a row are left out. A row with NaN or infinity makes every step that uses it
-    similar to nothing.
-
-    Args:
-        matrix: shape [vocabulary, dim], float32; kept, not copied.
-    """
+    """The normalised mean of the step's rows in the model's input embedding, float32
+    [vocabulary, dim], kept, not copied. Ids without a row are left out. A row with NaN or
+    infinity makes every step that uses it similar to nothing."""
 
     def __init__(self, matrix: Vector) -> None:
         self._matrix = matrix
@@ -107,15 +88,14 @@ class EmbeddingEncoder:
 
 
 class SentenceEncoder:
-    """Sentence-BERT on the CPU, through the package ``sentence-transformers``.
+    """Sentence-BERT on the CPU, through the package ``sentence-transformers``, which cuts a
+    text after the model's own bound. A text above ``max_chars`` is similar to nothing.
 
-    ``model`` is a name on the Hugging Face hub, or a folder. The package cuts a text after the
-    model's own bound (256 word pieces for the default one). A text above ``max_chars`` is
-    similar to nothing.
+    Args:
+        model: a name on the Hugging Face hub, or a folder.
 
     Raises:
-        ValueError: the package is not installed, or the model cannot be loaded, for example
-            without a network.
+        ValueError: the package is not installed, or the model cannot be loaded.
     """
 
     def __init__(self, model: str, max_chars: int) -> None:
@@ -166,27 +146,23 @@ class DenseIndex(StepIndex):
     ) -> None:
         super().__init__(max_history_steps, length_factor)
         self._encoder = encoder
-        self._vectors: Vector = np.zeros((len(self._num_chars), 0), dtype=np.float32)
+        # One vector after the other.
+        self._vectors = array("f")
         # The step that was encoded last: similarities() comes right before add().
         self._encoded: tuple[Step, Vector] | None = None
 
-    def _put(self, row: int, step: Step) -> None:
-        vector = self._vector(step)
+    def _put(self, step: Step) -> None:
+        self._vectors.frombytes(self._vector(step).tobytes())
         self._encoded = None
-        if not self._vectors.shape[1]:
-            self._vectors = np.zeros((len(self._vectors), len(vector)), dtype=np.float32)
-        self._vectors[row] = vector
 
-    def _cosines(self, step: Step, rows: slice) -> Floats:
+    def _forget(self, step: Step) -> None:
+        del self._vectors[: len(self._vectors) // (len(self) + 1)]
+
+    def _cosines(self, step: Step) -> Floats:
         vector = self._vector(step)
-        if not len(self):
-            return np.zeros(0)
-        sims = (self._vectors[rows] @ vector).astype(np.float64)
+        rows = np.frombuffer(self._vectors, np.float32).reshape(len(self), len(vector))
+        sims = (rows @ vector).astype(np.float64)
         return np.clip(np.round(sims, _DECIMALS, out=sims), -1.0, 1.0, out=sims)
-
-    def _move(self, dead: int, size: int) -> None:
-        super()._move(dead, size)
-        self._vectors = moved(self._vectors, dead, size)
 
     def _vector(self, step: Step) -> Vector:
         """The step's vector, computed once; zeros unless all of it is finite."""

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named rules: rows of the papers' tables as values of the operator's settings.
-
-Every value is a field of ``ReasonCacheConfig``. A preset names only what differs from the
-defaults there, and always the percentile. At percentile 100 no distance decides, so there is
-nothing to warm up for.
-"""
+"""Named rules: rows of the papers' tables as fields of ``ReasonCacheConfig``, where they differ
+from its defaults, and always the percentile. At percentile 100 no distance decides, so there is
+nothing to warm up for."""
 
 from __future__ import annotations
 

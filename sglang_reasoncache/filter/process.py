@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side of the step filter, which runs in a process of its own.
-
-The scheduler's thread writes and reads without ever waiting.
-"""
+"""The scheduler's side of the step filter, which runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 WAIT_ENV = "REASONCACHE_WAIT_FOR_FILTER"
-"""When set to 1, polls wait for the filter: a response then shares at the same tokens in every
-run, for tests."""
+"""When set to 1, polls wait for the filter, so that tests share at the same tokens in every run."""
 
 MAX_RESTARTS = 3
 START_SECONDS = 180.0
@@ -52,7 +48,10 @@ _PROGRAM = (
 
 
 class FilterProcess:
-    """The :class:`StepEngine` of one scheduler.
+    """What the scheduler's thread asks of the step filter: tokens of all requests in, block
+    pairs out. It is never held up. Arrays have type ``q``.
+
+    Every :meth:`feed` has one reply, with the steps that it finished.
 
     Args:
         config: of every request's filter.
@@ -62,13 +61,15 @@ class FilterProcess:
         sentence_model: of the encoder ``sentence-bert``.
         embedding: of the encoder ``embedding``, float32 [vocabulary, dim]; not kept here.
 
+    Attributes:
+        steps_shed: steps in taken replies that were not compared, because too many waited.
+        restarts: times that it failed and was started anew.
+        given_up: it failed too often, nothing is compared any more.
+
     Raises:
         ValueError: the sentence model cannot be loaded.
         RuntimeError: the process does not start.
     """
-
-    _opened: array[int]
-    _closed: array[int]
 
     def __init__(
         self,
@@ -106,25 +107,30 @@ class FilterProcess:
         self._wait_for(0, START_SECONDS)
         if self._failure:
             self.shut_down()
-            error = ValueError if self._refused else RuntimeError
-            raise error(self._failure)
-
-    # -- as a StepEngine --------------------------------------------------------
+            raise self._failure
 
     @property
     def outstanding(self) -> int:
+        """Feeds whose replies were not taken. A function of the calls made, not of time, so
+        tensor-parallel ranks agree on it."""
         return self._num_fed - self._num_taken
 
     def open(self, start_position: int, inside: bool) -> int:
+        """Follow a new request from its first output token on; returns its id.
+
+        ``inside``: its reasoning part is open at the start.
+        """
         request = self._next_request
         self._next_request += 1
         self._opened.extend((request, start_position, inside))
         return request
 
     def close(self, request: int) -> None:
+        """Forget a request. Results of its steps may still come."""
         self._closed.append(request)
 
     def feed(self, requests: array[int], counts: array[int], tokens: array[int]) -> None:
+        """Take the next ``counts[i]`` tokens of each ``requests[i]``, all in ``tokens``."""
         if self.given_up:
             return
         feed = Feed(self._steps_taken, self._opened, self._closed, requests, counts, tokens)
@@ -134,6 +140,10 @@ class FilterProcess:
         self._send()
 
     def ready(self) -> int:
+        """Replies that :meth:`take` could give now; -1 when it has failed.
+
+        Ranks take the least of theirs, and all :meth:`restart` when that is -1.
+        """
         if self.given_up:
             return 0
         if self._waits:
@@ -144,6 +154,10 @@ class FilterProcess:
         return -1 if self._failure else len(self._replies)
 
     def take(self, limit: int, max_pairs: int) -> list[StepResult]:
+        """Results of up to ``limit`` replies, in the order in which the steps ended.
+
+        Stops behind the reply with which they have ``max_pairs`` pairs or more.
+        """
         taken: list[StepResult] = []
         num_pairs = 0
         while limit > 0 and self._replies and num_pairs < max_pairs:
@@ -157,6 +171,7 @@ class FilterProcess:
         return taken
 
     def restart(self) -> None:
+        """Forget all requests and replies and start anew, or give up after too many times."""
         reason = self._failure or "it failed on another tensor-parallel rank"
         self._stop()
         self._reset()
@@ -171,8 +186,6 @@ class FilterProcess:
         self.restarts += 1
         logger.warning("reasoncache: the step filter's process is started anew: %s", reason)
         self._start()
-
-    # -- for tests, benchmarks and the end ----------------------------------------
 
     def wait(self) -> None:
         """Block until every feed has its reply, or the process has failed."""
@@ -190,8 +203,6 @@ class FilterProcess:
         """Of the process; 0 when there is none."""
         return 0 if self._child is None else self._child.pid
 
-    # -- the process ----------------------------------------------------------------
-
     def _reset(self) -> None:
         """Nothing is open, fed, taken or failed."""
         self._opened, self._closed = array("q"), array("q")
@@ -204,8 +215,7 @@ class FilterProcess:
         # Of the reply to come; 0 says that the process has started.
         self._next_reply = 0
         self._silent, self._polled = 0.0, time.monotonic()
-        self._refused: bool = False
-        self._failure: str = ""
+        self._failure: Exception | None = None
 
     def _start(self) -> None:
         # The current folder's modules are nobody's business, and ours come last.
@@ -236,7 +246,7 @@ class FilterProcess:
                 child.wait(timeout=0.05)
 
     def _fail(self, reason: str) -> None:
-        self._failure = self._failure or reason
+        self._failure = self._failure or RuntimeError(reason)
 
     def _send(self) -> None:
         if self._failure or self._socket is None or not self._unsent:
@@ -295,11 +305,7 @@ class FilterProcess:
         return None
 
     def _read(self) -> None:
-        """Take the complete replies out of what has arrived.
-
-        Raises:
-            ValueError: one that cannot be.
-        """
+        """Take the complete replies out of what has arrived; ValueError for one that cannot be."""
         while len(self._unread) >= REPLY_HEADER * WORD:
             length, number, shed, num_steps = array("q", bytes(self._unread[: REPLY_HEADER * WORD]))
             if not REPLY_HEADER <= length <= _MAX_REPLY_WORDS or number != self._next_reply:
@@ -310,8 +316,8 @@ class FilterProcess:
             del self._unread[: length * WORD]
             self._next_reply += 1
             if shed < 0:
-                self._refused = True
-                return self._fail(body[:num_steps].decode(errors="replace"))
+                self._failure = ValueError(body[:num_steps].decode(errors="replace"))
+                return
             if number > self._num_fed:
                 raise ValueError(f"reply {number} to {self._num_fed} feeds")
             if number:

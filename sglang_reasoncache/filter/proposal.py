@@ -71,7 +71,7 @@ class Proposal(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """A :class:`Proposal` for one of many requests, as a :class:`StepEngine` gives it back.
+    """A :class:`Proposal` for one of many requests, as :class:`FilterProcess` gives it back.
 
     Attributes:
         request: id the engine gave the request.

@@ -12,11 +12,8 @@ from sglang_reasoncache.filter.step import Step
 
 
 class RandomPairs:
-    """Pairs blocks with uniformly random blocks of earlier steps. Not thread safe.
-
-    Each block is paired with probability ``config.random_ratio``. The same seed and steps
-    give the same pairs, on every rank.
-    """
+    """Pairs blocks, each with probability ``config.random_ratio``, with uniformly random blocks
+    of earlier steps; the same seed and steps give the same pairs. Not thread safe."""
 
     def __init__(self, config: FilterConfig, seed: int) -> None:
         self._config = config

@@ -1,23 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding the steps in a live token stream: a step ends at a blank line.
 
-A blank line is a newline, any spaces, tabs or carriage returns, and another newline.
-Tokenizers spell it in many ways: ``"\\n\\n"``, ``".\\n\\n"``, ``"\\n"`` twice, ``".\\n"`` then
-``"  \\n"``. All four characters are ASCII, so bytes say all there is to say, whether or not a
-token holds whole characters. Each token of a vocabulary is classified once.
+A blank line is a newline, any spaces, tabs or carriage returns, and another newline, spread over
+tokens in many ways. All four characters are ASCII, so bytes say all there is to say, whether or
+not a token holds whole characters. Each token of a vocabulary is classified once.
 """
 
 from __future__ import annotations
 
-import re
-
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
-_WHITE = b" \t\r\n"
-# Runs of one character class between newlines: no ambiguity to backtrack over.
-_BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
-_STARTS_NEWLINE = re.compile(rb"[ \t\r]*\n")
-_ENDS_NEWLINE = re.compile(rb"\n[ \t\r]*\Z")
+_WHITE = b" \t\r"
 
 # What a token's text says about blank lines, as bits; 0 for most tokens.
 BLANK = 1  # White space only, or empty.
@@ -29,18 +22,16 @@ CLOSES = 16  # A blank line comes after something visible.
 
 def classify(piece: bytes) -> int:
     """The bits of one token's bytes."""
-    visible = piece.lstrip(_WHITE)
-    found = 0 if visible else BLANK
-    if b"\n" not in piece:
-        return found
-    if _STARTS_NEWLINE.match(piece):
-        found |= STARTS
-    if _ENDS_NEWLINE.search(piece):
-        found |= ENDS
-    if _BLANK_LINE.search(piece, 0, len(piece) - len(visible)):
-        found |= OPENS
-    if _BLANK_LINE.search(visible):
-        found |= CLOSES
+    # Whether each line shows anything.
+    lines = [bool(line.strip(_WHITE)) for line in piece.split(b"\n")]
+    is_visible = any(lines)
+    found = 0 if is_visible else BLANK
+    if len(lines) > 1:
+        found |= STARTS * (not lines[0]) | ENDS * (not lines[-1])
+        if len(lines) > 2:
+            found |= OPENS * (not any(lines[:2]))
+        if is_visible:
+            found |= CLOSES * (False in lines[lines.index(True) + 1 : -1])
     return found
 
 

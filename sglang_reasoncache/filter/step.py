@@ -20,8 +20,8 @@ class Step:
         token_ids: ``end - start`` ids, separator included.
         num_chars: length of the decoded step without surrounding white space, in characters,
             at least 1 (|S| of ReasonCache, stage 1).
-        bag: occurrences of each token id. Blank tokens at the end of the step are left out,
-            because the papers' step is the text *between* two blank lines.
+        bag: occurrences of each token id, blank ones at the end left out: the papers' step is
+            the text *between* two blank lines.
         norm_sq: squared Euclidean norm of the counts, an exact integer.
         text: decoded step; emptied once ``signature`` makes it needless.
         in_code: the step begins inside a code fence opened by an earlier step.

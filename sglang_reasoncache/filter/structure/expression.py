@@ -9,13 +9,8 @@ multiply.
 
 from __future__ import annotations
 
-from sglang_reasoncache.filter.structure.signs import (
-    LEVELS,
-    PREFIXES,
-    PRODUCT_LEVEL,
-    TWO_ARGUMENTS,
-    Token,
-)
+from sglang_reasoncache.filter.structure import signs
+from sglang_reasoncache.filter.structure.signs import LEVELS, PREFIXES, PRODUCT_LEVEL, Token
 from sglang_reasoncache.filter.structure.tree import OverBound, Tree, leaf
 
 _EMPTY = leaf("")
@@ -82,25 +77,22 @@ class Parser:
         return left
 
     def _prefixed(self) -> Tree:
-        signs: list[str] = []
+        found: list[str] = []
         while self._left[-1][0] == "operator" and self._left[-1][1] in PREFIXES:
             sign = self._left.pop()[1]
-            signs.append("sqrt" if sign == "√" else f"unary {sign}")
-            if len(signs) > self._max_depth:
+            found.append("sqrt" if sign == "√" else f"unary {sign}")
+            if len(found) > self._max_depth:
                 raise OverBound("max_depth")
         node = self._operand()
-        for sign in reversed(signs):
+        for sign in reversed(found):
             node = (sign, (node,))
         return node
 
-    def _descend(self) -> None:
+    def _operand(self, scripted: bool = True) -> Tree:
+        """An atom, with its scripts if ``scripted``; the empty leaf where there is none."""
         self._depth += 1
         if self._depth > self._max_depth:
             raise OverBound("max_depth")
-
-    def _operand(self) -> Tree:
-        """An atom with its scripts; the empty leaf where there is none."""
-        self._descend()
         kind, value = self._left[-1]
         if kind == "open":
             node = self._group()
@@ -112,7 +104,8 @@ class Parser:
                 node = self._function(value)
             else:
                 node = self._command(value) if kind == "command" else leaf(value)
-        node = self._scripted(node)
+        if scripted:
+            node = self._scripted(node)
         self._depth -= 1
         return node
 
@@ -137,13 +130,6 @@ class Parser:
             return _EMPTY
         return opened + closed, tuple(items)
 
-    def _nested_group(self) -> Tree:
-        """A bracket group that is not an operand; counts as one level all the same."""
-        self._descend()
-        node = self._group()
-        self._depth -= 1
-        return node
-
     def _function(self, label: str) -> Tree:
         """``sin x``, ``max(a, b)``, ``\\log_2 8``; a leaf where nothing follows."""
         head = self._scripted(leaf(label))
@@ -155,8 +141,8 @@ class Parser:
     def _command(self, label: str) -> Tree:
         """``\\frac{a}{b}``, ``\\sqrt[3]{x}`` and other braced commands."""
         has_index = label == "sqrt" and self._left[-1] == ("open", "[")
-        arguments = [self._nested_group()] if has_index else []
-        arguments += [self._argument(True) for _ in range(1 + (label in TWO_ARGUMENTS))]
+        arguments = [self._operand(scripted=False)] if has_index else []
+        arguments += [self._argument(True) for _ in range(1 + (label in signs.TWO_ARGUMENTS))]
         return label, tuple(arguments)
 
     def _argument(self, latex: bool) -> Tree:
@@ -164,7 +150,7 @@ class Parser:
         signs, then a whole number, name or group."""
         kind, value = self._left[-1]
         if kind == "open" and (value == "{" or not latex):
-            return self._nested_group()
+            return self._operand(scripted=False)
         if kind == "function" or kind == "command":
             return self._operand()
         if kind == "operator" and not latex:

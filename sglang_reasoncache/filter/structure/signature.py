@@ -8,18 +8,11 @@ import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from sglang_reasoncache.filter.structure import tree
 from sglang_reasoncache.filter.structure.code import code_tree
 from sglang_reasoncache.filter.structure.expression import Parser
 from sglang_reasoncache.filter.structure.tokens import parser_tokens
-from sglang_reasoncache.filter.structure.tree import (
-    Limits,
-    OverBound,
-    Tree,
-    digest,
-    edit_distance,
-    label_distance,
-    preorder,
-)
+from sglang_reasoncache.filter.structure.tree import Limits, OverBound, Tree
 
 _DEFAULT_LIMITS = Limits()
 _FENCE = "```"
@@ -58,7 +51,9 @@ def signature(
         trees = _trees(text, limits, in_code)
     except OverBound as over:
         return Signature(bound=over.args[0])
-    return Signature(digest(trees), tuple(trees) if keep_trees else ()) if trees else Signature()
+    return (
+        Signature(tree.digest(trees), tuple(trees) if keep_trees else ()) if trees else Signature()
+    )
 
 
 def _trees(text: str, limits: Limits, in_code: bool) -> list[Tree]:
@@ -68,10 +63,10 @@ def _trees(text: str, limits: Limits, in_code: bool) -> list[Tree]:
     num_nodes = 0
     for kind, part in regions(text, in_code):
         if kind == "code":
-            tree = code_tree(part, limits)
-            if tree[1]:
-                found.append(tree)
-                num_nodes += _size((tree,))
+            code = code_tree(part, limits)
+            if code[1]:
+                found.append(code)
+                num_nodes += _size((code,))
         else:
             tokens = parser_tokens(part, limits, kind == "latex")
             num_nodes += len(tokens)
@@ -83,7 +78,7 @@ def _trees(text: str, limits: Limits, in_code: bool) -> list[Tree]:
 
 
 def _size(trees: tuple[Tree, ...]) -> int:
-    return sum(1 for _ in preorder(trees))
+    return sum(1 for _ in tree.preorder(trees))
 
 
 def same_structure(
@@ -112,8 +107,8 @@ def same_structure(
         raise ValueError("a structure tolerance above 0 needs signatures with keep_trees=True")
     if max(_size(a.trees), _size(b.trees)) > limits.max_edit_nodes:
         return False
-    is_near = label_distance(a.trees, b.trees) <= tolerance
-    return is_near and edit_distance(a.trees, b.trees) <= tolerance
+    is_near = tree.label_distance(a.trees, b.trees) <= tolerance
+    return is_near and tree.edit_distance(a.trees, b.trees) <= tolerance
 
 
 def leaves_fence_open(text: str, in_code: bool) -> bool:

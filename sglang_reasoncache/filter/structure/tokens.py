@@ -26,24 +26,12 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sglang_reasoncache.filter.structure.signs import (
-    COLUMN,
-    LATEX,
-    LEVELS,
-    LONG_OPERATORS,
-    RELATION_LEVEL,
-    SEPARATOR,
-    SHORT_OPERATORS,
-    STRONG,
-    SUBSCRIPTS,
-    SUPERSCRIPTS,
-    WRITTEN,
-    Kind,
-    Token,
-)
+from sglang_reasoncache.filter.structure import signs
+from sglang_reasoncache.filter.structure.signs import COLUMN, SEPARATOR, WRITTEN, Kind, Token
 from sglang_reasoncache.filter.structure.tree import Limits, OverBound
 
-_SUP, _SUB = ("".join(map(chr, table)) for table in (SUPERSCRIPTS, SUBSCRIPTS))
+_SUP, _SUB = ("".join(map(chr, table)) for table in (signs.SUPERSCRIPTS, signs.SUBSCRIPTS))
+_LONG = "|".join(map(re.escape, signs.LONG_OPERATORS))
 _LETTER = rf"[^\W\d_{_SUP}{_SUB}]"
 
 # No two alternatives inside a repetition can match the same text, so matching
@@ -53,7 +41,7 @@ _SCANNER = re.compile(
     r"(?P<number>\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)"
     rf"|(?P<word>{_LETTER}+(?:['’]{_LETTER}+)*)"
     rf"|(?P<sup>[{_SUP}]+)|(?P<sub>[{_SUB}]+)"
-    rf"|(?P<operator>{'|'.join(map(re.escape, LONG_OPERATORS))}|[{re.escape(SHORT_OPERATORS)}])"
+    rf"|(?P<operator>{_LONG}|[{re.escape(signs.SHORT_OPERATORS)}])"
     r"|(?P<symbol>[∑∏∫∞°%∠△∅|!])"
     r"|(?P<open>[(\[{⌊⌈⟨])|(?P<close>[)\]}⌋⌉⟩])"
     r"|\\(?P<text>text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|mathsf|mathbb|mathcal"
@@ -63,7 +51,7 @@ _SCANNER = re.compile(
     re.DOTALL,
 )
 _KINDS: dict[str, Kind] = {"number": "number", "open": "open", "close": "close"}
-_SCRIPTS = {"sup": ("^", SUPERSCRIPTS), "sub": ("_", SUBSCRIPTS)}
+_SCRIPTS = {"sup": ("^", signs.SUPERSCRIPTS), "sub": ("_", signs.SUBSCRIPTS)}
 
 _MAX_CAPITALS = 6
 _ENGLISH_LETTERS = frozenset("aAI")
@@ -106,7 +94,11 @@ def parser_tokens(text: str, limits: Limits, latex: bool) -> list[Token]:
             found = _read(token, latex, limits.max_nodes)
             # "a &= b" aligns a relation; elsewhere "&" divides columns.
             is_sign = token.group in ("operator", "command") and len(found) == 1
-            if is_sign and tokens[-1:] == [COLUMN] and LEVELS.get(found[0][1]) == RELATION_LEVEL:
+            if (
+                is_sign
+                and tokens[-1:] == [COLUMN]
+                and signs.LEVELS.get(found[0][1]) == signs.RELATION_LEVEL
+            ):
                 tokens.pop()
             tokens += found
         elif tokens and tokens[-1] is not SEPARATOR:
@@ -151,7 +143,7 @@ def _read(raw: RawToken, latex: bool, max_tokens: int) -> list[Token]:
         return [("name", letter) for letter in text]
     if group == "command":
         # An unknown one is a leaf of its own name.
-        known = LATEX.get(text, ("name", "\\" + text))
+        known = signs.LATEX.get(text, ("name", "\\" + text))
         return [known] if known else []
     return [WRITTEN.get(text) or (_KINDS.get(group, "name"), text)]
 
@@ -217,7 +209,7 @@ def _is_formal(before: RawToken, token: RawToken, after: RawToken) -> bool:
         return True
     if before.end == token.start and before.group == "number":
         return True
-    return any(near.group == "operator" and near.text in STRONG for near in (before, after))
+    return any(near.group == "operator" and near.text in signs.STRONG for near in (before, after))
 
 
 def _flag_brackets(raw: Sequence[RawToken], flags: bytearray, max_depth: int) -> None:
