@@ -10,7 +10,7 @@ from eval.redundancy.spelling import Spelled
 from sglang_reasoncache.filter.lexical import LexicalIndex
 from sglang_reasoncache.filter.proposal import Proposal
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
-from sglang_reasoncache.filter.span import ReasoningSpan
+from sglang_reasoncache.filter.segment import ReasoningSpan
 
 BLOCKS = (4, 8, 16)
 LEVELS = (0.8, 0.9)

@@ -6,22 +6,20 @@ from __future__ import annotations
 
 import importlib.util
 from array import array
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_reasoncache.filter.lexical import Floats, StepIndex
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.lexical import Floats, LexicalIndex
+from sglang_reasoncache.filter.segment import Step
 
 Vector = npt.NDArray[np.float32]
 
 ENCODERS = ("tokens", "embedding", "sentence-bert")
-"""What a step's similarity can be computed from; the first is no dense vector."""
 ENCODER_BOUND = f"one of {', '.join(ENCODERS)}, sentence-bert:MODEL"
 SENTENCE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-"""The papers' Sentence-BERT."""
 
 _FLAG = "--reasoncache-encoder"
 # Rows of the embedding added up at once; bounds what a long step takes.
@@ -49,12 +47,9 @@ class EncoderChoice(NamedTuple):
         raise ValueError(f"{_FLAG} must be {ENCODER_BOUND}, got {text!r}")
 
 
-class StepEncoder(Protocol):
-    """Makes vectors whose dot product is a similarity. Shared by all requests."""
-
-    def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
-        """The step, its blank tokens at the end left out, as a unit vector, float32 [dim]; all
-        zeros for one that cannot be compared and is similar to nothing, itself included."""
+# Of a step's tokens, the blank ones at its end left out, and text: a unit vector, float32 [dim],
+# whose dot product is a similarity; zeros for a step that is similar to nothing, itself included.
+StepEncoder = Callable[[Sequence[int], str], Vector]
 
 
 def unit(vector: npt.ArrayLike) -> Vector:
@@ -75,11 +70,10 @@ class EmbeddingEncoder:
     def __init__(self, matrix: Vector) -> None:
         self._matrix = matrix
 
-    def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
+    def __call__(self, step_token_ids: Sequence[int], text: str) -> Vector:
         num_rows, dim = self._matrix.shape
         known = [token for token in step_token_ids if 0 <= token < num_rows]
-        total = np.zeros(dim)
-        # The mean's divisor would cancel out.
+        total = np.zeros(dim)  # the mean's divisor would cancel out
         for at in range(0, len(known), _ROWS_AT_ONCE):
             rows = self._matrix[known[at : at + _ROWS_AT_ONCE]]
             with np.errstate(invalid="ignore"):
@@ -88,15 +82,8 @@ class EmbeddingEncoder:
 
 
 class SentenceEncoder:
-    """Sentence-BERT on the CPU, through the package ``sentence-transformers``, which cuts a
-    text after the model's own bound. A text above ``max_chars`` is similar to nothing.
-
-    Args:
-        model: a name on the Hugging Face hub, or a folder.
-
-    Raises:
-        ValueError: the package is not installed, or the model cannot be loaded.
-    """
+    """Sentence-BERT on the CPU: ``model`` is a name on the Hugging Face hub, or a folder. A
+    text above ``max_chars`` is similar to nothing. ValueError when it cannot be loaded."""
 
     def __init__(self, model: str, max_chars: int) -> None:
         require_sentence_transformers()
@@ -113,7 +100,7 @@ class SentenceEncoder:
         self._max_chars = max_chars
         self._dim = len(self._encode("a"))
 
-    def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
+    def __call__(self, step_token_ids: Sequence[int], text: str) -> Vector:
         text = text.strip()
         if not 0 < len(text) <= self._max_chars:
             return np.zeros(self._dim, dtype=np.float32)
@@ -133,12 +120,11 @@ def require_sentence_transformers() -> None:
         )
 
 
-class DenseIndex(StepIndex):
+class DenseIndex(LexicalIndex):
     """Earlier steps by vectors of one length: ReasonCache's formula with another encoder.
 
-    Similarities are rounded to six decimals, 0 where either step's vector is zero. Negative
-    cosines count as they are, in the mean too, as the formula has it: a response whose steps
-    point away from each other gets a threshold above ``strict`` and shares less.
+    Negative cosines count as they are, in the mean too, as the formula has it: a response whose
+    steps point away from each other gets a threshold above ``strict`` and shares less.
     """
 
     def __init__(
@@ -168,7 +154,7 @@ class DenseIndex(StepIndex):
         """The step's vector, computed once; zeros unless all of it is finite."""
         if self._encoded is None or self._encoded[0] is not step:
             # The bag leaves out the blank tokens at the end, and so does this.
-            vector = self._encoder.encode(step.token_ids[: step.bag.total()], step.text)
+            vector = self._encoder(step.token_ids[: step.bag.total()], step.text)
             if not np.isfinite(vector).all():
                 vector = np.zeros_like(vector)
             self._encoded = (step, vector)

@@ -13,7 +13,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.segment import Step
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,22 +41,27 @@ def dynamic_threshold(sims: Floats, strict: float, soft: float) -> float:
     return strict - (strict - soft) * (total / (len(sims) * _FIXED_POINT))
 
 
-class StepIndex:
+class LexicalIndex:
     """Earlier steps of one request, at most ``max_history_steps``; the oldest is forgotten, as
-    a candidate and in the mean of the dynamic threshold. Not thread safe."""
+    a candidate and in the mean of the dynamic threshold. Not thread safe.
 
-    def __init__(self, max_history_steps: int, length_factor: bool) -> None:
+    By counts of tokens: a query reads the postings of its own distinct tokens only.
+    """
+
+    def __init__(self, max_history_steps: int, length_factor: bool = True) -> None:
         self._max_history_steps = max_history_steps
         self._length_factor = length_factor
         self._steps: deque[Step] = deque()
         self._num_chars = array("d")
+        self._postings: dict[int, array[int]] = {}
+        self._norm_sq = array("d")
+        self._num_forgotten = 0
 
     def __len__(self) -> int:
         """Steps that can still be candidates."""
         return len(self._steps)
 
     def __getitem__(self, index: int) -> Step:
-        """The step that entry ``index`` of :meth:`similarities` is about."""
         return self._steps[index]
 
     def add(self, step: Step) -> None:
@@ -79,37 +84,13 @@ class StepIndex:
 
     def _put(self, step: Step) -> None:
         """Store a step's vector behind the others."""
-        raise NotImplementedError
-
-    def _forget(self, step: Step) -> None:
-        """Drop the vector of the oldest step."""
-        raise NotImplementedError
-
-    def _cosines(self, step: Step) -> Floats:
-        """Cosine with every earlier step, a fresh array."""
-        raise NotImplementedError
-
-
-class LexicalIndex(StepIndex):
-    """Counts of tokens; steps are found through the tokens they contain.
-
-    A query reads the postings of its own distinct tokens only, so a step that shares no token
-    costs nothing but its zero in the result.
-    """
-
-    def __init__(self, max_history_steps: int, length_factor: bool = True) -> None:
-        super().__init__(max_history_steps, length_factor)
-        self._postings: dict[int, array[int]] = {}
-        self._norm_sq = array("d")
-        self._num_forgotten = 0
-
-    def _put(self, step: Step) -> None:
         number = self._num_forgotten + len(self)
         self._norm_sq.append(step.norm_sq)
         for token, count in step.bag.items():
             self._postings.setdefault(token, array(_POSTING_TYPE)).extend((number, count))
 
     def _forget(self, step: Step) -> None:
+        """Drop the vector of the oldest step."""
         self._num_forgotten += 1
         del self._norm_sq[0]
         for token in step.bag:
@@ -119,6 +100,7 @@ class LexicalIndex(StepIndex):
                 del self._postings[token]
 
     def _cosines(self, step: Step) -> Floats:
+        """Cosine with every earlier step, a fresh array."""
         dots = np.zeros(len(self))
         hits = [(n, found) for t, n in step.bag.items() if (found := self._postings.get(t))]
         # Not all at once: what a part takes stays in the processor's cache.

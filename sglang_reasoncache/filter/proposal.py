@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from sglang_reasoncache.filter.align import BlockPair
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.segment import Step
 
 
 class CandidatePair(NamedTuple):

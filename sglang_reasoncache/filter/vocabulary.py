@@ -33,11 +33,8 @@ _UNDECODABLE = re.compile("\ufffd+")
 
 
 class Vocabulary:
-    """What each token id adds to a text; the text of tokens is their concatenation.
-
-    Immutable, shared by all requests. ``pieces``: bytes of the tokens 0, 1, 2, ...; empty for an
-    id without a token.
-    """
+    """What each token id adds to a text; the text of tokens is their concatenation. ``pieces``:
+    bytes of the tokens 0, 1, 2, ...; empty for an id without a token."""
 
     __slots__ = ("pieces",)
 
@@ -53,10 +50,8 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """The vocabulary of a Hugging Face tokenizer, or of one that behaves like it.
-
-    Takes about a second for 150 000 tokens, two where only the tokenizer's own ``decode`` gets
-    them right; meant to run once per process.
+    """The vocabulary of a Hugging Face tokenizer, or of one that behaves like it; for 150 000
+    tokens in a second, or two where only the tokenizer's own ``decode`` gets them right.
 
     Raises:
         ValueError: an object that can neither list nor decode its tokens.
@@ -69,6 +64,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     except Exception as error:
         # Custom tokenizers come with code of their own, which may raise anything.
         raise ValueError(f"cannot read the tokens of {kind}: {error}") from error
+    # Each with the number of texts and of sequences that differ.
     found: list[tuple[tuple[int, int], str, Vocabulary]] = []
     for route in (_by_bytes, _by_context, _by_id):
         try:
@@ -151,12 +147,11 @@ def _by_context(tokenizer: Any, size: int) -> list[bytes]:
     )
     anchor = next(i for i in words if _decode(tokenizer, [i]).strip().isalnum())
     before = _decode(tokenizer, [anchor])
-    pieces = []
-    for i in range(size):
-        text = _decode(tokenizer, [anchor, i])
-        cut = text.startswith(before)
-        pieces.append((text[len(before) :] if cut else _decode(tokenizer, [i])).encode())
-    return pieces
+    texts = (_decode(tokenizer, [anchor, i]) for i in range(size))
+    return [
+        (text[len(before) :] if text.startswith(before) else _decode(tokenizer, [i])).encode()
+        for i, text in enumerate(texts)
+    ]
 
 
 def _by_id(tokenizer: Any, size: int) -> list[bytes]:

@@ -18,7 +18,7 @@ from sglang_reasoncache.eviction.attention import AttentionSource
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.keys import KeySource
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
-from sglang_reasoncache.filter.span import ReasoningMarkers
+from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.metrics import SharingMetrics
 from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.controller import Controller

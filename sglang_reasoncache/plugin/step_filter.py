@@ -17,8 +17,8 @@ from sglang_reasoncache.filter.encoder import (
     require_sentence_transformers,
 )
 from sglang_reasoncache.filter.process import FilterProcess
+from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.span import ReasoningMarkers
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import StepResult
-from sglang_reasoncache.filter.span import ReasoningMarkers
+from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.sharing.ranks import Ranks
 from sglang_reasoncache.sharing.state import Followed, RequestState, attach, state_of, takes_part
 from sglang_reasoncache.sharing.stats import SharingStats

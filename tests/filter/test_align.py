@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.filter.align import AlignMode, BlockPair, align_blocks
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.segment import Step
 from tests.filter.words import step_of
 
 _TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)

@@ -28,7 +28,7 @@ from sglang_reasoncache.filter.encoder import (
 )
 from sglang_reasoncache.filter.lexical import dynamic_threshold
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.plugin.step_filter import check_encoder, make_encoder
 from tests.filter.words import Words, check_index, step_of
 

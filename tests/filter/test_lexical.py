@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.segment import Step
 from tests.filter.words import check_index, step_of
 
 

@@ -26,9 +26,8 @@ from sglang_reasoncache.filter.encoder import EmbeddingEncoder
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.request_filter import RequestFilter
-from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.span import ReasoningSpan
 from sglang_reasoncache.filter.structure.tree import Limits
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from tests.filter.made_tokenizers import made, read, traces

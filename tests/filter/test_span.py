@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
-from sglang_reasoncache.filter.span import ReasoningMarkers, ReasoningSpan
+from sglang_reasoncache.filter.segment import ReasoningMarkers, ReasoningSpan
 from tests.filter.words import Words
 
 _START, _END = frozenset({1}), frozenset({2})

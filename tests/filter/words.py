@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from sglang_reasoncache.filter.lexical import StepIndex
+from sglang_reasoncache.filter.lexical import LexicalIndex
 from sglang_reasoncache.filter.presets import PRESETS
-from sglang_reasoncache.filter.segment import TokenClasses
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.segment import Step, TokenClasses
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _PLAIN = r"""
@@ -68,7 +67,7 @@ def with_length_factor(cosine: float, a: Step, b: Step) -> float:
 
 
 def check_index(
-    index: StepIndex,
+    index: LexicalIndex,
     drawn: list[tuple[list[int], int]],
     cosine: Callable[[Step, Step], float],
     length_factor: bool,

@@ -26,11 +26,7 @@ _Line = tuple[int, list[Tree]]
 
 
 def code_tree(text: str, limits: Limits) -> Tree:
-    """Tree of a piece of code, labelled ``code``.
-
-    Raises:
-        OverBound: more than ``max_nodes`` tokens or ``max_depth`` levels.
-    """
+    """Tree of a piece of code, labelled ``code``; OverBound for too many tokens or levels."""
     lines = _lines("\n" + text, limits)
     # One frame for each open block: its indentation and its finished lines.
     frames: list[_Line] = [(lines[0][0] if lines else 0, [])]
@@ -52,7 +48,6 @@ def _lines(text: str, limits: Limits) -> list[_Line]:
     found: list[_Line] = [(0, [])]
     # Open brackets with what each holds, under the line itself.
     stack: list[tuple[str, list[Tree]]] = [("", found[0][1])]
-
     for num_tokens, match in enumerate(_CODE.finditer(text)):
         if num_tokens > limits.max_nodes:
             raise OverBound("max_nodes")

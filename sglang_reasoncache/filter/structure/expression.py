@@ -31,11 +31,7 @@ class Parser:
         self._latex = latex
 
     def parse(self) -> list[Tree]:
-        """Trees, one for each part between separators.
-
-        Raises:
-            OverBound: nesting beyond ``max_depth``.
-        """
+        """Trees, one for each part between separators; OverBound for too deep a nesting."""
         found = self._items()
         while len(self._left) > 1:
             self._left.pop()  # a closing bracket that nothing opened

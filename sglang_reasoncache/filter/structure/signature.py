@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure signature of a step, out of its plain text, LaTeX and code, and the comparison
-of two."""
+"""The structure signature of a step, of its text, LaTeX and code, and the comparison of two."""
 
 from __future__ import annotations
 
@@ -14,6 +13,8 @@ from sglang_reasoncache.filter.structure.expression import Parser
 from sglang_reasoncache.filter.structure.tokens import parser_tokens
 from sglang_reasoncache.filter.structure.tree import Limits, OverBound, Tree
 
+Region = tuple[Literal["plain", "latex", "code"], str]
+
 _DEFAULT_LIMITS = Limits()
 _FENCE = "```"
 _OPENER = re.compile(r"```|`|\\\[|\\\(|\$\$|\$")
@@ -21,13 +22,8 @@ _CLOSERS = {"\\[": "\\]", "\\(": "\\)"}
 
 
 class Signature(NamedTuple):
-    """Formal content of one step.
-
-    Attributes:
-        digest: canonical hash of the trees; empty for prose, and over a bound.
-        trees: the trees, kept only where edit distances are wanted.
-        bound: the field of :class:`Limits` exceeded; such a step equals nothing, itself included.
-    """
+    """Formal content of one step: a canonical hash, empty for prose and over a bound; the trees,
+    kept only where edit distances are wanted; the field of :class:`Limits` exceeded."""
 
     digest: bytes = b""
     trees: tuple[Tree, ...] = ()
@@ -35,17 +31,11 @@ class Signature(NamedTuple):
 
 
 def signature(
-    text: str,
-    limits: Limits = _DEFAULT_LIMITS,
-    *,
-    in_code: bool = False,
-    keep_trees: bool = False,
+    text: str, limits: Limits = _DEFAULT_LIMITS, *, in_code: bool = False, keep_trees: bool = False
 ) -> Signature:
     """Read the formal content of a decoded step: any text, nothing in it can raise or be run.
 
-    Args:
-        in_code: the step begins inside a code fence.
-        keep_trees: keep the trees for :func:`same_structure` with a tolerance.
+    ``in_code``: it begins inside a code fence. ``keep_trees``: for a tolerance later on.
     """
     try:
         trees = _trees(text, limits, in_code)
@@ -116,20 +106,15 @@ def leaves_fence_open(text: str, in_code: bool) -> bool:
     return in_code ^ bool(text.count(_FENCE) % 2)
 
 
-def regions(
-    text: str, in_code: bool = False
-) -> Iterator[tuple[Literal["plain", "latex", "code"], str]]:
+def regions(text: str, in_code: bool = False) -> Iterator[Region]:
     """Split a step in plain text, LaTeX and code, in order; no region is empty.
 
     Delimiters are left out. An unterminated fence reaches to the end; any other unterminated
     delimiter is plain text. A generator, so that a reader at a bound saves the rest.
     """
-    plain_start = pos = 0
     if in_code:
-        inside, _, _ = text.partition(_FENCE)
-        if inside:
-            yield "code", inside
-        plain_start = pos = len(inside) + len(_FENCE)
+        text = f"{_FENCE}\n{text}"
+    plain_start = pos = 0
     # Closers known to be missing from here on: searching again for every
     # opener would make hostile text quadratic.
     missing: set[str] = set()
@@ -165,5 +150,4 @@ def _is_span(inside: str, opener: str, behind: str) -> bool:
     if not inside or "\n" in inside:
         return False
     # Pandoc's rule: no space inside the dollars, no digit after the second.
-    spaced = inside[0].isspace() or inside[-1].isspace()
-    return opener == "`" or not (spaced or behind.isdigit())
+    return opener == "`" or (inside == inside.strip() and not behind.isdigit())

@@ -42,7 +42,7 @@ LEVELS = {
 
 PREFIXES = frozenset("-+±∓√¬∂∇∀∃")
 PRODUCT_LEVEL = LEVELS["*"]
-RELATION_LEVEL = LEVELS["="]
+RELATIONS = {("operator", sign) for sign in LEVELS if LEVELS[sign] == LEVELS["="] and sign != ":"}
 
 # Spellings of operators in text: the longer ones in the order in which they are tried.
 LONG_OPERATORS = ("<=>", "<->", "==>", *"== => -> <= >= != := ** __ //".split())

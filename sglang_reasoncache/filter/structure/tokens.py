@@ -2,10 +2,9 @@
 # ruff: noqa: RUF001, SIM905 - mathematical signs look alike on purpose; word lists stay readable
 """Parser tokens of plain text or LaTeX: what is formal, and one spelling for each sign.
 
-Most reasoning models write mathematics without any mark-up ("so x + 1 = 2"), so every word of
-plain text is decided upon here. Nothing formal may get lost: two steps that differ in one digit
-or variable must get different trees. In case of doubt a word therefore counts as formal, which
-costs at most a missed sharing.
+Most models write mathematics without mark-up ("so x + 1 = 2"), so every word of plain text is
+decided upon here. Nothing formal may get lost: two steps that differ in one digit or variable must
+get different trees. In case of doubt a word counts as formal: at most a sharing is missed.
 
 * Numbers and scripts always count.
 * A single letter counts. ``a``, ``A`` and ``I`` are English words as well and count only next
@@ -80,12 +79,7 @@ _EDGE = RawToken("newline", "\n", -2, -2)
 
 def parser_tokens(text: str, limits: Limits, latex: bool) -> list[Token]:
     """Parser tokens of plain text, prose as separators, or of the inside of a LaTeX formula,
-    all of which is formal.
-
-    Raises:
-        OverBound: more than ``max_nodes`` tokens, or brackets of plain text nested deeper than
-            ``max_depth``.
-    """
+    all of which is formal. OverBound: too many tokens, or in plain text nested brackets."""
     raw = _scan(text, limits.max_nodes)
     flags = b"\1" * len(raw) if latex else _formal_flags(raw, limits.max_depth)
     tokens: list[Token] = []
@@ -93,12 +87,7 @@ def parser_tokens(text: str, limits: Limits, latex: bool) -> list[Token]:
         if is_formal:
             found = _read(token, latex, limits.max_nodes)
             # "a &= b" aligns a relation; elsewhere "&" divides columns.
-            is_sign = token.group in ("operator", "command") and len(found) == 1
-            if (
-                is_sign
-                and tokens[-1:] == [COLUMN]
-                and signs.LEVELS.get(found[0][1]) == signs.RELATION_LEVEL
-            ):
+            if tokens[-1:] == [COLUMN] and found and found[0] in signs.RELATIONS:
                 tokens.pop()
             tokens += found
         elif tokens and tokens[-1] is not SEPARATOR:

@@ -20,9 +20,7 @@ class OverBound(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a step is read before it is given up.
-
-    A step over a bound matches nothing: it may be formal content that nobody has compared.
+    """How much of a step is read. One over a bound matches nothing: nobody has compared it.
 
     Attributes:
         max_chars: characters of the decoded step.
@@ -53,10 +51,8 @@ def preorder(trees: Iterable[Tree]) -> Iterator[Tree]:
 
 
 def serialise(trees: Iterable[Tree]) -> bytes:
-    """One spelling for every sequence of trees: equal bytes mean equal trees.
-
-    Preorder of (number of children, label length in characters, label), UTF-8.
-    """
+    """Preorder of (number of children, label length in characters, label), UTF-8: equal bytes
+    mean equal trees."""
     parts = [f"{len(children)},{len(label)}:{label}" for label, children in preorder(trees)]
     # surrogatepass: decoded text may hold lone surrogates, and must not raise.
     return "".join(parts).encode("utf-8", "surrogatepass")
@@ -69,9 +65,8 @@ def digest(trees: Iterable[Tree]) -> bytes:
 
 def label_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:
     """Lower bound of the edit distance: one operation changes at most one label."""
-    labels = [Counter(label for label, _ in preorder(trees)) for trees in (a, b)]
-    common = labels[0] & labels[1]
-    return max(counts.total() for counts in labels) - common.total()
+    one, other = (Counter(label for label, _ in preorder(trees)) for trees in (a, b))
+    return max((one - other).total(), (other - one).total())
 
 
 def edit_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:
