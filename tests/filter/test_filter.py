@@ -39,6 +39,12 @@ def make(words: Words, start: int = 0, **knobs: Any) -> RequestFilter:
     return RequestFilter(FilterConfig(**knobs), words.classes, words.vocabulary, start)
 
 
+def propose(phrases: list[str], **knobs: Any) -> tuple[RequestFilter, list[Proposal]]:
+    """A filter that has read a response of these steps."""
+    request = make(Words(), **knobs)
+    return request, request.push(Words().encode(response(phrases)))
+
+
 def response(phrases: list[str]) -> str:
     return "".join(f"{phrase} \n\n " for phrase in phrases)
 
@@ -47,10 +53,8 @@ def slow_filter(
     words: Words, phrases: list[str], config: FilterConfig
 ) -> list[list[CandidatePair]]:
     """Stage 1 by the paper's text: every earlier step, one after the other."""
-    unshared = RequestFilter(
-        FilterConfig(max_step_tokens=10_000), words.classes, words.vocabulary, 0
-    )
-    steps = [proposal.step for proposal in unshared.push(words.encode(response(phrases)))]
+    _, proposals = propose(phrases, max_step_tokens=10_000)
+    steps = [proposal.step for proposal in proposals]
     found = []
     for k, step in enumerate(steps):
         # Without the delimiter, as the papers split: one token of each step.
@@ -118,123 +122,72 @@ def test_same_pairs_as_the_slow_reference(
     for proposal in proposals:
         total.add(proposal.counters)
     assert total == request.counters
-    assert total.steps == len(phrases)
-    assert total.pairs == sum(map(len, expected))
+    assert (total.steps, total.pairs) == (len(phrases), sum(map(len, expected)))
 
 
 def test_positions_are_logical_and_the_delimiter_belongs_to_the_step() -> None:
-    words = Words()
-    request = make(words, start=100, block=3)
-    proposals = request.push(words.encode(response([_PHRASES[2], _PHRASES[2]])))
+    _, proposals = propose([_PHRASES[2]] * 2, start=100, block=3)
     first, second = (proposal.step for proposal in proposals)
     assert (first.start, first.end, second.start) == (100, 117, 117)
-    assert words.decode(list(first.token_ids)) == _PHRASES[2] + " \n\n"
+    assert Words().decode(list(first.token_ids)) == _PHRASES[2] + " \n\n"
     assert proposals[0].pairs == ()
-    assert [pair[:3] for pair in proposals[1].pairs] == [
-        (117 + 3 * k, 100 + 3 * k, 3) for k in range(5)
-    ]
-    assert {pair.similarity for pair in proposals[1].pairs} == {1.0}
+    expected = [(117 + 3 * k, 100 + 3 * k, 3, 1.0) for k in range(5)]
+    assert list(proposals[1].pairs) == expected
 
 
-def test_a_differing_number_is_not_shared_unless_structure_is_off() -> None:
-    for use_structure, num_evicted in ((True, 1), (False, 0)):
-        words = Words()
-        request = make(words, block=4, use_structure=use_structure)
-        request.push(words.encode(response([_PHRASES[0], _PHRASES[1]])))
-        assert request.counters.candidates == 1
-        assert request.counters.dropped_structure == num_evicted
-        assert (request.counters.pairs == 0) == use_structure
-
-
-def test_the_most_recent_of_equal_candidates_wins() -> None:
-    words = Words()
-    request = make(words, block=16)
-    proposal = request.push(words.encode(response([_PHRASES[2]] * 3)))[-1]
-    assert [pair.src_start for pair in proposal.pairs] == [17]
-
-
-def test_a_later_candidate_fills_what_the_first_left_open() -> None:
-    words = Words()
-    request = make(words, block=6, use_structure=False, soft=0.5, strict=0.5)
-    steps = ["a b c d e f X h i j k l", "a b c d e f g h X j k l", "a b c d e f g h i j k l"]
-    pairs = request.push(words.encode(response(steps)))[-1].pairs
-    # The more recent of the two equally similar steps gives its first block,
-    # the other one nothing more: its only other equal block is covered.
-    assert [(pair.dst_start, pair.src_start) for pair in pairs] == [(26, 13), (33, 7)]
+@pytest.mark.parametrize(
+    ("knobs", "dropped", "shares"),
+    [
+        ({}, 1, False), ({"use_structure": False}, 0, True),
+        ({"structure_tolerance": 1}, 1, False), ({"structure_tolerance": 2}, 0, True),
+    ],
+)  # fmt: skip
+def test_a_differing_number_is_not_shared_unless_structure_allows_it(
+    knobs: dict[str, Any], dropped: int, shares: bool
+) -> None:
+    request, _ = propose([_PHRASES[0], _PHRASES[1]], block=4, **knobs)
+    assert (request.counters.candidates, request.counters.dropped_structure) == (1, dropped)
+    assert (request.counters.pairs > 0) is shares
 
 
 @pytest.mark.parametrize("align", ["tokens", "index"])
 def test_whole_pages(align: str) -> None:
-    words = Words()
-    request = make(words, start=6, block=4, page_size=4, align=align)
     # Two steps of 16 tokens: the second lies on the same page phase.
-    proposal = request.push(words.encode(response([_PHRASES[2][:-2]] * 2)))[-1]
-    assert [pair[:2] for pair in proposal.pairs] == [(24, 8), (28, 12), (32, 16)]
+    _, proposals = propose([_PHRASES[2][:-2]] * 2, start=6, block=4, page_size=4, align=align)
+    assert [pair[:2] for pair in proposals[-1].pairs] == [(24, 8), (28, 12), (32, 16)]
 
 
-def test_bounds_on_blocks_candidates_and_checks() -> None:
-    words = Words()
-    text = response([_PHRASES[2]] * 5)
-    request = make(words, block=2, max_blocks_per_step=3)
-    assert len(request.push(words.encode(text))[-1].pairs) == 3
-    request = make(words, block=2, max_structure_checks=2)
-    last = request.push(words.encode(text))[-1]
-    assert (last.counters.candidates, last.counters.dropped_excess) == (4, 3)
-
-
-@pytest.mark.parametrize(("max_candidates", "sources"), [(1, [13]), (2, [0, 13])])
-def test_sources_of_one_step_are_bounded(max_candidates: int, sources: list[int]) -> None:
-    """Each of two earlier steps holds one half of the third."""
-    words = Words()
-    halves = ["a b c d e f m n o p q r", "s t u v w x g h i j k l", "a b c d e f g h i j k l"]
-    request = make(
-        words, block=6, strict=0.4, soft=0.4, use_structure=False, max_candidates=max_candidates
-    )
-    pairs = request.push(words.encode(response(halves)))[-1].pairs
-    assert [pair.src_start - pair.src_start % 13 for pair in pairs] == sources
+def test_bounds_on_blocks_and_checks() -> None:
+    _, proposals = propose([_PHRASES[2]] * 5, block=2, max_blocks_per_step=3)
+    assert len(proposals[-1].pairs) == 3
+    _, proposals = propose([_PHRASES[2]] * 5, block=2, max_structure_checks=2)
+    last = proposals[-1].counters
+    assert (last.candidates, last.dropped_excess) == (4, 3)
 
 
 def test_a_step_over_a_bound_shares_nothing() -> None:
-    words = Words()
-    request = make(words, block=2, limits=Limits(max_chars=30))
-    proposals = request.push(words.encode(response([_PHRASES[2]] * 2)))
-    assert proposals[1].pairs == ()
-    assert proposals[1].counters.dropped_over_bound == 1
-    assert proposals[1].counters.over_bound == 2
-    found = proposals[1].step.signature
-    assert found is not None and found.bound
+    _, (_, last) = propose([_PHRASES[2]] * 2, block=2, limits=Limits(max_chars=30))
+    assert last.pairs == ()
+    assert (last.counters.dropped_over_bound, last.counters.over_bound) == (1, 2)
+    assert last.step.signature is not None and last.step.signature.bound
 
 
 def test_code_after_a_blank_line_inside_a_fence_is_code() -> None:
     """The second step has no fence of its own and would read as prose."""
-    words = Words()
-    request = make(words, block=2)
-    opened = "``` python\nx = 1"
-    text = response([opened, "return total later", "return total later", "```"])
-    proposals = request.push(words.encode(text))
-    assert [proposal.step.in_code for proposal in proposals] == [False, True, True, True]
+    steps = ["``` python\nx = 1", "return total later", "return total later", "```", "after"]
+    _, proposals = propose(steps, block=2)
+    assert [p.step.in_code for p in proposals] == [False, True, True, True, False]
     found = proposals[2].step.signature
     assert found is not None and found.digest
-    assert not request.push(words.encode(response(["after"])))[0].step.in_code
-
-
-def test_structure_tolerance_reaches_the_filter() -> None:
-    words = Words()
-    for tolerance, shares in ((1, False), (2, True)):
-        request = make(words, block=4, structure_tolerance=tolerance)
-        request.push(words.encode(response([_PHRASES[0], _PHRASES[1]])))
-        assert (request.counters.pairs > 0) is shares
 
 
 def test_random_sharing_is_seeded_in_range_and_of_the_given_ratio() -> None:
     rng = random.Random(5)
-    words = Words()
     phrases = [" ".join(f"w{rng.randrange(500)}" for _ in range(rng.randrange(3, 30)))
                for _ in range(300)]  # fmt: skip
-    token_ids = words.encode(response(phrases))
 
     def run(**knobs: Any) -> list[Proposal]:
-        return make(words, start=7, block=4, random_ratio=0.25, **knobs).push(token_ids)
+        return propose(phrases, start=7, block=4, random_ratio=0.25, **knobs)[1]
 
     proposals = run()
     assert [p.pairs for p in proposals] == [p.pairs for p in run()]
@@ -255,18 +208,14 @@ def test_random_sharing_is_seeded_in_range_and_of_the_given_ratio() -> None:
 
 
 def test_blank_tokens_between_steps_do_not_pile_up() -> None:
-    words = Words()
-    request = make(words, block=2)
-    request.push(words.encode("\n\n " * 5000))
-    request.push(words.encode("one two \n\n"))
-    assert request.counters.steps == 1
-    assert request.position == 5003
+    request = make(Words(), block=2)
+    request.push(Words().encode("\n\n " * 5000 + "one two \n\n"))
+    assert (request.counters.steps, request.position) == (1, 5003)
 
 
 @pytest.mark.parametrize(("fixed_tau", "num_candidates"), [(0.8, 0), (0.79, 1)])
 def test_a_candidate_is_strictly_above_the_threshold(fixed_tau: float, num_candidates: int) -> None:
     """Counts (1,1,2) and (1,2,2): cosine exactly 0.8."""
-    words = Words()
-    request = make(words, fixed_tau=fixed_tau, length_factor=False, use_structure=False)
-    request.push(words.encode(response(["up up down", "up down down"])))
+    knobs = {"fixed_tau": fixed_tau, "length_factor": False, "use_structure": False}
+    request, _ = propose(["up up down", "up down down"], **knobs)
     assert request.counters.candidates == num_candidates

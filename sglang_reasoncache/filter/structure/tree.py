@@ -71,11 +71,7 @@ def label_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:
 
 def edit_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:
     """Tree edit distance with unit costs (Zhang and Shasha, package ``zss``) of two sequences,
-    each joined under one root. The caller bounds the sizes.
-
-    Raises:
-        RuntimeError: ``zss`` is not installed.
-    """
+    each joined under one root. The caller bounds the sizes."""
     # Not zss.simple_distance: it charges nothing for the empty label.
     found = require_zss()(
         ("", tuple(a)),
@@ -89,11 +85,7 @@ def edit_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:
 
 
 def require_zss() -> Callable[..., float]:
-    """The distance function of ``zss``, imported on first use.
-
-    Raises:
-        RuntimeError: ``zss`` is not installed.
-    """
+    """The distance function of ``zss``, imported on first use; RuntimeError without it."""
     try:
         from zss import distance
     except ImportError as error:
