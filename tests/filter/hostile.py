@@ -22,15 +22,9 @@ _SEED = 20_240_607
 _MAX_MUTANT_CHARS = 600
 
 _WRAPPERS = (
-    ("", ""),
-    ("$", "$"),
-    (r"\(", r"\)"),
-    (r"\[", r"\]"),
-    ("$$", "$$"),
-    ("`", "`"),
-    ("```\n", "\n```"),
-    ("so x = ", " holds"),
-)
+    ("", ""), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("`", "`"),
+    ("```\n", "\n```"), ("so x = ", " holds"),
+)  # fmt: skip
 NESTS = (
     ("{", "}"), ("(", ")"), ("[", "]"), ("[", ")"), ("⌊", "⌋"), ("⟨", "⟩"),
     (r"\{", r"\}"), (r"\left(", r"\right)"), (r"\lfloor ", r"\rfloor "),
@@ -140,7 +134,7 @@ _UNICODE = (
 )  # fmt: skip
 
 # Pieces to insert into mutants.
-_SHARDS = (
+SHARDS = (
     *"$`\\{}()[]^_+-=<>*/!|&,.:;'\"?~#%@\n\t\r \x00²₁√′’·×÷≤≠∈∑⌊⌋⟨é数٣½ǅΩ",
     "$$", "```", r"\(", r"\)", r"\[", r"\]", r"\frac", r"\sqrt", r"\text{", r"\begin{a}", r"\left",
     r"\right", r"\cdot", r"\le", r"\\", r"\ ", r"\~", "**", "__", "//", "->", "=>", "<=>", ":=", "<<=",
@@ -187,20 +181,18 @@ def mutants(seeds: list[str], count: int, rng: random.Random) -> Iterator[str]:
 
 def _mutated(text: str, seeds: list[str], rng: random.Random) -> str:
     i, j = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
-    change = rng.randrange(6)
-    if change == 0:
-        return text[:i] + text[j:]
-    if change == 1:
-        return text[:j] + text[i:j] * rng.randrange(1, 4) + text[j:]
-    if change == 2:
-        return text[j:] + text[i:j] + text[:i]
-    if change == 3:
-        other = rng.choice(seeds)
-        at = rng.randrange(len(other) + 1)
-        return text[:i] + other[at : at + 60] + text[i:]
-    if change == 4:
-        return text[:i] + "".join(rng.choices(_SHARDS, k=rng.randrange(1, 12))) + text[i:]
-    return "".join(rng.choices(_SHARDS, k=rng.randrange(1, 60)))
+    other = rng.choice(seeds)
+    at = rng.randrange(len(other) + 1)
+    return rng.choice(
+        (
+            text[:i] + text[j:],
+            text[:j] + text[i:j] * rng.randrange(1, 4) + text[j:],
+            text[j:] + text[i:j] + text[:i],
+            text[:i] + other[at : at + 60] + text[i:],
+            text[:i] + "".join(rng.choices(SHARDS, k=rng.randrange(1, 12))) + text[i:],
+            "".join(rng.choices(SHARDS, k=rng.randrange(1, 60))),
+        )
+    )
 
 
 def corpus(canary: Path) -> list[str]:

@@ -45,31 +45,22 @@ def test_pairs_are_sound(
 
 
 @settings(deadline=None)
-@given(_TOKENS, _TOKENS, st.integers(1, 5))
-def test_tokens_mode_misses_nothing(src_ids: list[int], dst_ids: list[int], block: int) -> None:
-    """Greedy from the left: between two pairs no block of the source occurs."""
-    pairs = align_blocks(step_of(dst_ids, 100), step_of(src_ids), block)
+@given(_TOKENS, _TOKENS, st.integers(1, 8), st.integers(0, 20))
+def test_tokens_mode_misses_nothing(
+    src_ids: list[int], dst_ids: list[int], block: int, gap: int
+) -> None:
+    """Greedy from the left: between two pairs no block of the source occurs. Repeats inside the
+    step do not pull a copy off its diagonal."""
+    src = step_of(src_ids)
+    pairs = align_blocks(step_of(dst_ids, 100), src, block)
     taken = {pair.dst_start - 100 + k for pair in pairs for k in range(block)}
     grams = {tuple(src_ids[j : j + block]) for j in range(len(src_ids) - block + 1)}
     for i in range(len(dst_ids) - block + 1):
         if not taken & set(range(i, i + block)):
             assert tuple(dst_ids[i : i + block]) not in grams
-
-
-@settings(deadline=None)
-@given(_TOKENS, st.integers(1, 8), st.integers(0, 20))
-def test_a_copy_is_paired_block_by_block(ids: list[int], block: int, gap: int) -> None:
-    """Repeats inside the step do not pull a copy off its diagonal."""
-    src = step_of(ids, 0)
-    dst = step_of(ids, len(ids) + gap)
-    expected = [BlockPair(dst.start + k, k) for k in range(0, len(ids) - block + 1, block)]
-    assert align_blocks(dst, src, block) == expected
-
-
-def pairs_of(dst: str, src: str, block: int) -> list[tuple[int, int]]:
-    """Offsets of the pairs for steps written as one letter a token."""
-    found = align_blocks(step_of([*map(ord, dst)], 1000), step_of([*map(ord, src)]), block)
-    return [(i - 1000, j) for i, j in found]
+    start = len(src_ids) + gap
+    expected = [BlockPair(start + k, k) for k in range(0, len(src_ids) - block + 1, block)]
+    assert align_blocks(step_of(src_ids, start), src, block) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,7 +82,9 @@ def pairs_of(dst: str, src: str, block: int) -> list[tuple[int, int]]:
     ],
 )
 def test_choices(dst: str, src: str, block: int, expected: list[tuple[int, int]]) -> None:
-    assert pairs_of(dst, src, block) == expected
+    """For steps written as one letter a token."""
+    found = align_blocks(step_of([*map(ord, dst)], 1000), step_of([*map(ord, src)]), block)
+    assert [(i - 1000, j) for i, j in found] == expected
 
 
 def test_whole_pages_only() -> None:
@@ -103,17 +96,14 @@ def test_whole_pages_only() -> None:
     assert align_blocks(dst, src, 4, 4, "index") == [BlockPair(16, 4), BlockPair(20, 8)]
 
 
-def test_a_covered_token_takes_its_whole_page_out() -> None:
+def test_covered_tokens_and_the_kth_blocks_whatever_they_hold() -> None:
+    """A covered token takes its whole page out."""
     step = step_of([7] * 12, start=16)
     found = align_blocks(step, step_of([7] * 12), 4, 4, covered=b"\0\1" + bytes(10))
     assert found == [BlockPair(20, 4), BlockPair(24, 8)]
-
-
-def test_index_mode_pairs_the_kth_blocks_whatever_they_hold() -> None:
     src, dst = step_of(list(range(7)), start=5), step_of(list(range(90, 100)), start=30)
-    assert align_blocks(dst, src, 3, mode="index") == [BlockPair(30, 5), BlockPair(33, 8)]
-    covered = b"\0\1" + bytes(8)
-    assert align_blocks(dst, src, 3, mode="index", covered=covered) == [BlockPair(33, 8)]
+    for covered, expected in ((b"", [(30, 5), (33, 8)]), (b"\0\1" + bytes(8), [(33, 8)])):
+        assert align_blocks(dst, src, 3, mode="index", covered=covered) == expected
 
 
 def test_a_page_size_of_uniform_tokens_stays_linear() -> None:

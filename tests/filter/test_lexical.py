@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_reasoncache.filter.encoder import DenseIndex, EmbeddingEncoder
 from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
 from sglang_reasoncache.filter.segment import Step
-from tests.filter.words import check_index, step_of
+from tests.filter.test_encoder import MATRIX, slow_vector
+from tests.filter.words import step_of, with_length_factor
 
 
 def slow_cosine(a: Step, b: Step) -> float:
@@ -27,21 +29,44 @@ def slow_cosine(a: Step, b: Step) -> float:
     return dot / (norm_a * norm_b)
 
 
+def slow_dense_cosine(a: Step, b: Step) -> float:
+    vectors = (slow_vector(step.token_ids) for step in (a, b))
+    return sum(x * y for x, y in zip(*vectors, strict=True))
+
+
 _STEPS = st.lists(
-    st.tuples(st.lists(st.integers(0, 12), min_size=1, max_size=20), st.integers(1, 200)),
+    st.tuples(st.lists(st.integers(-3, 20), min_size=1, max_size=20), st.integers(1, 200)),
     min_size=1,
-    max_size=40,
+    max_size=60,
 )
 
 
+@pytest.mark.parametrize("is_dense", [False, True])
 @settings(deadline=None)
-@given(_STEPS, st.booleans(), st.integers(1, 15))
+@given(_STEPS, st.booleans(), st.integers(1, 40))
 def test_similarities_equal_the_formula(
-    drawn: list[tuple[list[int], int]], length_factor: bool, max_history_steps: int
+    is_dense: bool, drawn: list[tuple[list[int], int]], length_factor: bool, max_steps: int
 ) -> None:
-    """Over a bounded history too, through many compactions."""
-    index = LexicalIndex(max_history_steps, length_factor)
-    check_index(index, drawn, slow_cosine, length_factor, max_history_steps, 1e-12)
+    """Over a bounded history too, whose oldest step has made room many times."""
+    index, cosine = LexicalIndex(max_steps, length_factor), slow_cosine
+    if is_dense:
+        index = DenseIndex(EmbeddingEncoder(MATRIX), max_steps, length_factor)
+        cosine = slow_dense_cosine
+    history: list[Step] = []
+    for token_ids, num_chars in drawn:
+        step = step_of(token_ids, text="x" * num_chars)
+        kept = history[-max_steps:]
+        sims = index.similarities(step)
+        expected = [cosine(step, earlier) for earlier in kept]
+        if length_factor:
+            pairs = zip(expected, kept, strict=True)
+            expected = [with_length_factor(*each, step) for each in pairs]
+        assert (len(index), sims.shape, sims.dtype) == (len(kept), (len(kept),), float)
+        assert sims == pytest.approx(expected, abs=2e-6 if is_dense else 1e-12)
+        assert all(-1.0 <= sim <= 1.0 for sim in sims)
+        assert all(index[i] is earlier for i, earlier in enumerate(kept))
+        index.add(step)
+        history.append(step)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.filter.words import Words, filter_knobs
 
 _DEFAULTS = ReasonCacheConfig().to_dict()
-
 _MEMSHARE = {"length_factor": False, "use_structure": False, "align": "index"}
 
 #: What each row of the papers' tables changes in ReasonCache.
@@ -41,18 +40,19 @@ _EXPECTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *_EXPECTED])
-def test_a_preset_changes_what_its_row_says_and_nothing_else(name: str) -> None:
+def test_a_preset_changes_what_its_row_says_and_explicit_values_win(name: str) -> None:
     resolved = ReasonCacheConfig.from_mapping({"preset": name}).to_dict()
     assert resolved.pop("preset") == name
     changed = {field: value for field, value in resolved.items() if value != _DEFAULTS[field]}
     assert changed == _EXPECTED[name]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_explicit_values_win(name: str) -> None:
     given = {"percentile": 33.0, "warmup": 7, "encoder": "tokens", "distance": "euclidean"}
-    resolved = ReasonCacheConfig.from_mapping({"preset": name, **given})
-    assert given.items() <= resolved.to_dict().items()
+    explicit = ReasonCacheConfig.from_mapping({"preset": name, **given}).to_dict()
+    assert given.items() <= explicit.items()
+    knobs = filter_knobs(name)
+    config = FilterConfig(**knobs)
+    assert {field: getattr(config, field) for field in knobs} == knobs
+    fields = {field.name for field in dataclasses.fields(FilterConfig)}
+    assert set(PRESETS[name]) - fields == set(PRESETS[name]) - set(knobs)
 
 
 @pytest.mark.parametrize("preset", ["p30", "", None, 80, ["p20"]])
@@ -61,15 +61,6 @@ def test_an_unknown_preset_is_refused_with_the_names(preset: object) -> None:
         ReasonCacheConfig.from_mapping({"preset": preset})
     assert "--reasoncache-preset must be one of " in str(caught.value)
     assert all(name in str(caught.value) for name in PRESETS)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_filter_takes_its_part_of_a_preset(name: str) -> None:
-    knobs: dict[str, Any] = filter_knobs(name)
-    config = FilterConfig(**knobs)
-    assert {field: getattr(config, field) for field in knobs} == knobs
-    fields = {field.name for field in dataclasses.fields(FilterConfig)}
-    assert set(PRESETS[name]) - fields == set(PRESETS[name]) - set(knobs)
 
 
 def test_at_percentile_100_the_first_finite_distance_may_share() -> None:

@@ -18,12 +18,15 @@ from sglang_reasoncache.filter.segment import (
     ENDS,
     OPENS,
     STARTS,
+    ReasoningMarkers,
+    ReasoningSpan,
     Segmenter,
     TokenClasses,
     classify,
 )
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from tests.filter.made_tokenizers import NAMES, TEXT, made, read, traces
+from tests.filter.words import Words
 
 _WHITE = " \t\r\n"
 
@@ -59,33 +62,21 @@ def test_token_class(text: str, expected: int) -> None:
     assert classify(text.encode()) == expected
 
 
-def test_part_of_a_character_is_visible() -> None:
+def test_part_of_a_character_is_visible_and_no_token_blank() -> None:
     classes = TokenClasses(Vocabulary([bytes([byte]) for byte in "数".encode()]))
-    assert [classes(i) for i in range(3)] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("token_id", [-1, 2, 1 << 40])
-def test_an_id_outside_the_vocabulary_is_blank(token_id: int) -> None:
-    classes = classes_of(["a", "b"])
-    assert (classes(token_id), classes(0)) == (BLANK, 0)
+    assert [*map(classes, (0, 1, 2, -1, 3, 1 << 40))] == [0] * 3 + [BLANK] * 3
 
 
 @pytest.mark.parametrize(
     ("pieces", "expected"),
     [
         (["one", " two", ".\n\n", "three"], [(0, 3)]),
-        (["one", "\n\n", "two", "\n\n"], [(0, 2), (2, 4)]),
-        (["one", ".\n", "\n", "two"], [(0, 3)]),
-        (["one", ".\n", "two", "\n", "\n"], [(0, 5)]),
-        (["one", "\n", " ", "\t", "\n", "two"], [(0, 5)]),
         # Further blank tokens belong to no step and open none.
         (["one", "\n\n", "\n", "\n\n", " ", "two", "\n\n"], [(0, 2), (5, 7)]),
-        (["\n\n", "one", "\n\n"], [(1, 3)]),
         # A step of one token that carries its own delimiter.
         (["one", "\n\n", "?\n\n", "two"], [(0, 2), (2, 3)]),
         # Blank line completed by a token with text: it starts the next step.
         (["one", "\n\ntwo", "\n\n"], [(0, 1), (1, 3)]),
-        (["one", "\n", "\ntwo", "\n\n"], [(0, 2), (2, 4)]),
         (["one", "\n", "\ntwo\n", "\n"], [(0, 2), (2, 4)]),
         (["one", "\n", "", "\n"], [(0, 4)]),
         (["one", "\n", "two", "\n", "three"], []),
@@ -106,8 +97,7 @@ def test_an_open_step_can_be_closed() -> None:
     segmenter = Segmenter(classes_of(["a", "\n", "\n\n"]), 10)
     assert segmenter.close(0) is None
     assert [segmenter.push(token, 5 + token) for token in (0, 1)] == [None, None]
-    assert segmenter.close(7) == (5, 7)
-    assert segmenter.close(7) is None
+    assert (segmenter.close(7), segmenter.close(7)) == ((5, 7), None)
     # The newline before it is forgotten.
     assert [segmenter.push(token, 7 + i) for i, token in enumerate((0, 1))] == [None, None]
     assert segmenter.start == 7
@@ -160,7 +150,7 @@ def found_steps(vocabulary: Vocabulary, classes: TokenClasses, token_ids: list[i
 
 def straddling(vocabulary: Vocabulary, token_ids: list[int]) -> set[int]:
     """Ids of tokens across a blank line, or from one to the next."""
-    return {i for i in set(token_ids) if _STRADDLES.search(vocabulary.bytes_of(i))}
+    return {i for i in set(token_ids) if _STRADDLES.search(vocabulary.pieces[i])}
 
 
 def check(name: str, text: str) -> tuple[int, int]:
@@ -174,25 +164,15 @@ def check(name: str, text: str) -> tuple[int, int]:
     if not across:
         assert steps == split_text(decoded)
         return len(steps), 0
-    squeezed = [_WHITE_RUNS.sub("", step) for step in steps]
-    assert squeezed == [
-        _WHITE_RUNS.sub("", step) for step in split_text(_shifted(vocabulary, token_ids, across))
-    ]
-    return len(steps), sum(token in across for token in token_ids)
-
-
-_WHITE_RUNS = re.compile(f"[{_WHITE}]+")
-
-
-def _shifted(vocabulary: Vocabulary, token_ids: list[int], across: set[int]) -> str:
-    """The text with one blank line behind each straddling token, none inside."""
-    pieces = []
-    for token in token_ids:
-        piece = vocabulary.bytes_of(token)
-        if token in across:
-            piece = piece.translate(None, _WHITE.encode()) + b"\n\n"
-        pieces.append(piece)
-    return b"".join(pieces).decode(errors="replace")
+    # One blank line behind each straddling token, none inside.
+    pieces = [(vocabulary.pieces[token], token in across) for token in token_ids]
+    shifted = b"".join(
+        piece.translate(None, _WHITE.encode()) + b"\n\n" if is_across else piece
+        for piece, is_across in pieces
+    )
+    expected = split_text(shifted.decode(errors="replace"))
+    assert ["".join(step.split()) for step in steps] == ["".join(step.split()) for step in expected]
+    return len(steps), sum(is_across for _, is_across in pieces)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -253,3 +233,80 @@ def test_a_straddling_token_goes_to_the_step_before_it() -> None:
     assert straddling(vocabulary, token_ids) == {2, 4, 5}
     steps = found_steps(vocabulary, TokenClasses(vocabulary), token_ids)
     assert steps == ["a b.\n\nc", "d;\n\n//", "e\n\nf", "g"]
+
+
+# -- what the model marks as reasoning --
+
+_START, _END = frozenset({1}), frozenset({2})
+
+
+@pytest.mark.parametrize(
+    ("inside", "tokens", "expected"),
+    [
+        (True, [5, 2, 6], [True, False, False]),
+        (False, [5, 1, 6, 2, 7], [False, False, True, False, False]),
+        # Forced reasoning whose model writes the marker nevertheless.
+        (True, [1, 5, 2], [False, True, False]),
+        # A second end changes nothing.
+        (True, [2, 2, 5], [False, False, False]),
+        (False, [2, 1, 5, 2, 1, 5], [False, False, True, False, False, True]),
+        # A token that is both closes.
+        (True, [3, 5], [False, False]),
+    ],
+)
+def test_reasoning(inside: bool, tokens: list[int], expected: list[bool]) -> None:
+    span = ReasoningSpan(_START | {3}, _END | {3}, inside)
+    assert [span.push(token) for token in tokens] == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "force", "expected"),
+    [
+        ([], False, False), ([], True, True), ([7, 8], True, True), ([7, 1], False, True),
+        ([7, 1, 2, 9], True, False), ([1, 2, 9, 1, 9], False, True),
+    ],
+)  # fmt: skip
+def test_the_last_marker_of_the_prompt_decides(
+    prompt: list[int], force: bool, expected: bool
+) -> None:
+    assert ReasoningMarkers(_START, _END, force).inside_after(prompt) is expected
+
+
+def _reasoning_steps(text: str, inside: bool, chunk: int = 1000) -> list[tuple[int, int, str]]:
+    """Start, end and text of each step of a response that begins at 100."""
+    words = Words()
+    token_ids = words.encode(text)
+    opens, closes = (frozenset(words.encode(marker)) for marker in ("<think>", "</think>"))
+    span, config = ReasoningSpan(opens, closes, inside), FilterConfig()
+    request = RequestFilter(config, words.classes, words.vocabulary, 100, span)
+    chunks = (token_ids[at : at + chunk] for at in range(0, len(token_ids), chunk))
+    steps = [proposal.step for part in chunks for proposal in request.push(part)]
+    assert request.position == 100 + len(token_ids)
+    found = [(step.start, step.end, words.decode(list(step.token_ids))) for step in steps]
+    assert all(words.decode(token_ids[i - 100 : j - 100]) == step for i, j, step in found)
+    return found
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from(["a", "b c", "\n\n", "<think>", "</think>", "."]), max_size=40),
+    st.booleans(),
+    st.integers(1, 7),
+)
+def test_same_steps_as_splitting_the_text_at_markers(
+    pieces: list[str], inside: bool, chunk: int
+) -> None:
+    """However the tokens arrive. Slow reference: cut at markers, keep what is inside."""
+    expected, parts, where = [], [""], [inside]
+    for piece in pieces:
+        if piece in ("<think>", "</think>"):
+            parts.append("")
+            where.append(piece == "<think>")
+        else:
+            parts[-1] += f" {piece}"
+    for part, is_inside in zip(parts, where, strict=True):
+        steps = [step.strip() for step in part.split("\n\n")]
+        expected += [step for step in steps if step and is_inside]
+    # Without a marker at its end the last step is still open.
+    text = " ".join([*pieces, "</think>"])
+    assert [step.strip() for _, _, step in _reasoning_steps(text, inside, chunk)] == expected
