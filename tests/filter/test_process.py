@@ -130,16 +130,13 @@ _TEXT = (
 @pytest.mark.parametrize(
     ("knobs", "markers"),
     [
-        ({}, ()),
-        ({}, _MARKERS),
-        ({"fixed_tau": 0.3, "length_factor": False, "align": "index"}, ()),
+        ({}, ()), ({}, _MARKERS), ({"fixed_tau": 0.3, "length_factor": False, "align": "index"}, ()),
         ({"limits": Limits(max_chars=9), "max_history_steps": 2}, ()),
         ({"page_size": 2, "soft": 0.0, "use_structure": False}, ()),
-        ({"random_ratio": 0.5, "seed": 3}, _MARKERS),
-        ({"structure_tolerance": 1}, ()),
+        ({"random_ratio": 0.5, "seed": 3}, _MARKERS), ({"structure_tolerance": 1}, ()),
         ({"encoder": "embedding"}, ()),
     ],
-)
+)  # fmt: skip
 def test_same_results_as_the_filter_in_this_process(
     make: Make, knobs: dict[str, Any], markers: tuple[frozenset[int], ...]
 ) -> None:
@@ -183,8 +180,7 @@ def test_many_requests_come_back_in_order(make: Make) -> None:
 
 def test_closed_and_unknown_requests(make: Make) -> None:
     engine = make()
-    request = engine.open(0, True)
-    feed(engine, [request], _STEP * 3)
+    request = feed_new(engine, _STEP * 3)
     engine.close(request)
     engine.close(request)
     feed(engine, [request], _STEP)
@@ -214,8 +210,7 @@ def test_takes_so_many_replies_or_enough_pairs(make: Make) -> None:
 def test_sheds_by_what_was_fed_and_taken(make: Make, hurried: bool) -> None:
     """Not by how fast the process is."""
     engine = make(max_pending=10)
-    request = engine.open(0, True)
-    feed(engine, [request], _STEP * 100)
+    request = feed_new(engine, _STEP * 100)
     if not hurried:
         engine.wait()
     for steps, shed in ((1, 91), (12, 93)):
@@ -244,37 +239,28 @@ def test_a_fence_is_followed_through_shed_steps(make: Make) -> None:
 # -- failures ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["idle", "busy"])
-def test_a_killed_process_is_started_anew(
+@pytest.mark.parametrize("when", ["idle", "busy", "on another rank"])
+def test_a_process_that_failed_is_started_anew(
     make: Make, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make()
-    request = engine.open(0, True)
-    feed(engine, [request], _STEP * (20_000 if when == "busy" else 1))
-    if when == "idle":
+    before = engine.pid
+    request = feed_new(engine, _STEP * (20_000 if when == "busy" else 1))
+    if when != "busy":
         take_all(engine)
-    os.kill(engine.pid, signal.SIGKILL)
     feed(engine, [request], _STEP)
-    wait_until_it_failed(engine)
-    assert engine.outstanding == (2 if when == "busy" else 1)
+    if when != "on another rank":
+        os.kill(engine.pid, signal.SIGKILL)
+        wait_until_it_failed(engine)
+        assert engine.outstanding == (2 if when == "busy" else 1)
     with caplog.at_level(logging.WARNING):
         engine.restart()
-    assert "is started anew" in caplog.text
+    assert "is started anew" in caplog.text and not psutil.pid_exists(before)
     assert (engine.outstanding, engine.restarts, engine.given_up) == (0, 1, False)
     # It knows nothing of the request that ran, and follows new ones.
     other = engine.open(0, True)
     feed(engine, [request, other], _STEP, _STEP * 2)
     assert [(r.request, len(r.pairs)) for r in take_all(engine)] == [(other, 0), (other, 2)]
-
-
-def test_a_rank_that_did_not_fail_restarts_with_the_others(make: Make) -> None:
-    engine = make()
-    before = engine.pid
-    feed_new(engine)
-    engine.wait()
-    engine.restart()
-    assert (engine.outstanding, engine.ready(), engine.restarts) == (0, 0, 1)
-    assert not psutil.pid_exists(before)
 
 
 def test_after_three_restarts_it_is_given_up_and_says_so_once(

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segmentation of a token stream equals splitting the decoded text at blank lines."""
+"""Steps of a token stream equal splitting the decoded text at blank lines; bytes of tokens."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +27,7 @@ from sglang_reasoncache.filter.segment import (
     TokenClasses,
     classify,
 )
-from sglang_reasoncache.filter.vocabulary import Vocabulary
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 from tests.filter.made_tokenizers import NAMES, TEXT, made, read, traces
 from tests.filter.words import Words
 
@@ -210,22 +213,6 @@ def test_real_responses(name: str) -> None:
     assert num_across == 0 or name in ("no_split", "unigram")
 
 
-@pytest.mark.parametrize("name", ["cl100k", "llama2", "no_split"])
-def test_the_filter_finds_the_same_steps_in_chunks(name: str) -> None:
-    """Whatever number of tokens each forward brings."""
-    tokenizer, vocabulary, classes = made(name), read(name), _classes(name)
-    token_ids = tokenizer.encode(TEXT + "\n\n", add_special_tokens=False)
-    expected = found_steps(vocabulary, classes, token_ids)
-    for chunk in (1, 2, 7, len(token_ids)):
-        request = RequestFilter(FilterConfig(use_structure=False), classes, vocabulary, 0)
-        steps = [
-            vocabulary.text(proposal.step.token_ids).strip(_WHITE)
-            for at in range(0, len(token_ids), chunk)
-            for proposal in request.push(token_ids[at : at + chunk])
-        ]
-        assert steps == expected
-
-
 def test_a_straddling_token_goes_to_the_step_before_it() -> None:
     pieces = [b"a", b" b", b".\n\nc", b" d", b";\n\n//\n\n", b"e\n\nf", b"\n\ng", b"\n\n"]
     vocabulary = Vocabulary(pieces)
@@ -247,13 +234,11 @@ _START, _END = frozenset({1}), frozenset({2})
         (False, [5, 1, 6, 2, 7], [False, False, True, False, False]),
         # Forced reasoning whose model writes the marker nevertheless.
         (True, [1, 5, 2], [False, True, False]),
-        # A second end changes nothing.
-        (True, [2, 2, 5], [False, False, False]),
+        # A second end changes nothing; a token that is both closes.
+        (True, [2, 2, 5], [False, False, False]), (True, [3, 5], [False, False]),
         (False, [2, 1, 5, 2, 1, 5], [False, False, True, False, False, True]),
-        # A token that is both closes.
-        (True, [3, 5], [False, False]),
     ],
-)
+)  # fmt: skip
 def test_reasoning(inside: bool, tokens: list[int], expected: list[bool]) -> None:
     span = ReasoningSpan(_START | {3}, _END | {3}, inside)
     assert [span.push(token) for token in tokens] == expected
@@ -310,3 +295,93 @@ def test_same_steps_as_splitting_the_text_at_markers(
     # Without a marker at its end the last step is still open.
     text = " ".join([*pieces, "</think>"])
     assert [step.strip() for _, _, step in _reasoning_steps(text, inside, chunk)] == expected
+
+
+_BYTE_EXACT = ["gpt2", "cl100k", "o200k", "no_split", "llama2"]
+
+
+@given(st.lists(st.binary(max_size=5), max_size=30), st.lists(st.integers(-3, 40), max_size=40))
+def test_text_is_the_concatenation(pieces: list[bytes], token_ids: list[int]) -> None:
+    vocabulary = Vocabulary(pieces)
+    assert vocabulary.pieces == tuple(pieces)
+    expected = b"".join(pieces[i] for i in token_ids if 0 <= i < len(pieces))
+    assert vocabulary.text([*token_ids, 1 << 40]) == expected.decode(errors="replace")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_text_as_the_tokenizer(name: str) -> None:
+    """But for the space before the first word, and with its markers."""
+    tokenizer, vocabulary = made(name), read(name)
+    assert len(vocabulary.pieces) == len(tokenizer)
+    # Llama 2 puts a space behind a special token.
+    if name in _BYTE_EXACT and name != "llama2":
+        assert vocabulary.text(tokenizer.encode(TEXT, add_special_tokens=False)) == TEXT
+    for marker in ("<think>", "</think>"):
+        assert vocabulary.text([tokenizer.convert_tokens_to_ids(marker)]).strip() == marker
+
+
+@pytest.mark.parametrize("name", _BYTE_EXACT)
+def test_any_bytes_can_be_spelled(name: str) -> None:
+    """Half characters too: reading each token through ``decode`` would lose them."""
+    single = set(read(name).pieces)
+    valid = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
+    assert all(bytes([byte]) in single for byte in valid)
+
+
+class _Custom:
+    """A tokenizer with code of its own around tiktoken, as some models bring along."""
+
+    eos_token_id = 300
+
+    def __init__(self, key_type: type) -> None:
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        for piece in (b"\n\n", b".\n", b".\n\n", b"th", b"the", b" x"):
+            ranks[piece] = len(ranks)
+        specials = {"<eos>": 300, "</think>": 301}
+        self.tokenizer = tiktoken.Encoding("made", pat_str=r"\S+\n*|\s+", mergeable_ranks=ranks,
+                                           special_tokens=specials)  # fmt: skip
+        self._vocab: dict[Any, int] = dict(specials)
+        for piece, i in ranks.items():
+            self._vocab[piece if key_type is bytes else piece.decode("latin-1")] = i
+
+    def __len__(self) -> int:
+        return 302
+
+    def get_vocab(self) -> dict[Any, int]:
+        return self._vocab
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(text, allowed_special="all")
+
+    def decode(self, token_ids: list[int]) -> str:
+        known = [i for i in token_ids if i < 262 or i in (300, 301)]
+        return self.tokenizer.decode(known)
+
+    def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
+        return [self.decode([i]) for i in token_ids]
+
+
+def test_a_tiktoken_tokenizer_is_read_exactly() -> None:
+    tokenizer = _Custom(bytes)
+    vocabulary = vocabulary_of(tokenizer)
+    assert vocabulary.text(tokenizer.encode(TEXT)) == TEXT
+    assert vocabulary.pieces[258] == b".\n\n"
+    found = [vocabulary.pieces[i] for i in (0xE6, 280, 300, 301)]
+    assert found == [b"\xe6", b"", b"<eos>", b"</think>"]
+
+
+def test_a_tokenizer_that_misstates_its_pieces_is_read_by_decoding(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its vocabulary spells bytes as Latin-1, which XGrammar cannot know."""
+    tokenizer = _Custom(str)
+    with caplog.at_level(logging.INFO, "sglang_reasoncache"):
+        vocabulary = vocabulary_of(tokenizer)
+    assert vocabulary.text(tokenizer.encode("the x. (y)\n\nz")) == "the x. (y)\n\nz"
+    # Characters over several tokens cannot be read that way, which is said.
+    assert "sequences differ" in caplog.text
+
+
+def test_what_is_no_tokenizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot read the tokens of int"):
+        vocabulary_of(5)
