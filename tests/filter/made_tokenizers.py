@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def wordpiece() -> PreTrainedTokenizerFast:
     return _wrap(_train(model, split, decoder, trainers.WordPieceTrainer))
 
 
-_MAKERS = {
+_MAKERS: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(_byte_level, pattern) for name, pattern in _BYTE_LEVEL.items()},
     "llama2": llama2,
     "unigram": unigram,

@@ -104,7 +104,7 @@ def in_process(
     markers: Sequence[frozenset[int]] = (),
     encoder: EmbeddingEncoder | None = None,
 ) -> list[tuple[object, ...]]:
-    span = ReasoningSpan(*markers, inside=True) if markers else None
+    span = ReasoningSpan(markers[0], markers[1], True) if markers else None
     classes = TokenClasses(vocabulary)
     found = RequestFilter(config, classes, vocabulary, 5, span, encoder).push(tokens)
     return [(p.step.start, p.step.end, [pair[:2] for pair in p.pairs], p.counters) for p in found]
