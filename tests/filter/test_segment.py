@@ -70,30 +70,13 @@ def test_part_of_a_character_is_visible_and_no_token_blank() -> None:
     assert [*map(classes, (0, 1, 2, -1, 3, 1 << 40))] == [0] * 3 + [BLANK] * 3
 
 
-@pytest.mark.parametrize(
-    ("pieces", "expected"),
-    [
-        (["one", " two", ".\n\n", "three"], [(0, 3)]),
-        # Further blank tokens belong to no step and open none.
-        (["one", "\n\n", "\n", "\n\n", " ", "two", "\n\n"], [(0, 2), (5, 7)]),
-        # A step of one token that carries its own delimiter.
-        (["one", "\n\n", "?\n\n", "two"], [(0, 2), (2, 3)]),
-        # Blank line completed by a token with text: it starts the next step.
-        (["one", "\n\ntwo", "\n\n"], [(0, 1), (1, 3)]),
-        (["one", "\n", "\ntwo\n", "\n"], [(0, 2), (2, 4)]),
-        (["one", "\n", "", "\n"], [(0, 4)]),
-        (["one", "\n", "two", "\n", "three"], []),
-    ],
-)
-def test_spans(pieces: list[str], expected: list[tuple[int, int]]) -> None:
-    assert spans_of(pieces) == expected
-
-
 def test_long_steps_are_cut() -> None:
     pieces = ["a"] * 7 + ["\n\n"] + ["b"] * 2 + ["\n\n"]
     assert spans_of(pieces, max_step_tokens=3) == [(0, 3), (3, 6), (6, 8), (8, 11)]
     # A delimiter right after a cut opens no step.
     assert spans_of(["a", "b", "\n", "\n", "c", "\n\n"], max_step_tokens=2) == [(0, 2), (4, 6)]
+    # A blank line completed by a token with text: it starts the next step.
+    assert spans_of(["one", "\n", "\ntwo\n", "\n", "\n", " "]) == [(0, 2), (2, 4)]
 
 
 def test_an_open_step_can_be_closed() -> None:
@@ -119,6 +102,8 @@ def test_same_steps_as_splitting_the_text(pieces: list[str]) -> None:
     steps = ["".join(pieces[start:end]) for start, end in spans]
     # The last part has not ended yet.
     assert [step.strip(_WHITE) for step in steps] == split_text(f"{''.join(pieces)}.")[:-1]
+    # Blank tokens between two steps belong to none.
+    assert all(pieces[start].strip(_WHITE) for start, _ in spans)
     for (_, end), (start, _) in pairwise(spans):
         assert end <= start
         assert not "".join(pieces[end:start]).strip()
@@ -227,21 +212,11 @@ def test_a_straddling_token_goes_to_the_step_before_it() -> None:
 _START, _END = frozenset({1}), frozenset({2})
 
 
-@pytest.mark.parametrize(
-    ("inside", "tokens", "expected"),
-    [
-        (True, [5, 2, 6], [True, False, False]),
-        (False, [5, 1, 6, 2, 7], [False, False, True, False, False]),
-        # Forced reasoning whose model writes the marker nevertheless.
-        (True, [1, 5, 2], [False, True, False]),
-        # A second end changes nothing; a token that is both closes.
-        (True, [2, 2, 5], [False, False, False]), (True, [3, 5], [False, False]),
-        (False, [2, 1, 5, 2, 1, 5], [False, False, True, False, False, True]),
-    ],
-)  # fmt: skip
-def test_reasoning(inside: bool, tokens: list[int], expected: list[bool]) -> None:
-    span = ReasoningSpan(_START | {3}, _END | {3}, inside)
-    assert [span.push(token) for token in tokens] == expected
+def test_a_marker_is_no_reasoning_and_one_that_is_both_closes() -> None:
+    span = ReasoningSpan(_START | {3}, _END | {3}, True)
+    # Forced reasoning whose model writes the marker nevertheless; a second end.
+    found = [span.push(token) for token in (5, 1, 5, 2, 2, 5, 1, 5, 3, 5)]
+    assert found == [True, False, True, False, False, False, False, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -255,21 +230,6 @@ def test_the_last_marker_of_the_prompt_decides(
     prompt: list[int], force: bool, expected: bool
 ) -> None:
     assert ReasoningMarkers(_START, _END, force).inside_after(prompt) is expected
-
-
-def _reasoning_steps(text: str, inside: bool, chunk: int = 1000) -> list[tuple[int, int, str]]:
-    """Start, end and text of each step of a response that begins at 100."""
-    words = Words()
-    token_ids = words.encode(text)
-    opens, closes = (frozenset(words.encode(marker)) for marker in ("<think>", "</think>"))
-    span, config = ReasoningSpan(opens, closes, inside), FilterConfig()
-    request = RequestFilter(config, words.classes, words.vocabulary, 100, span)
-    chunks = (token_ids[at : at + chunk] for at in range(0, len(token_ids), chunk))
-    steps = [proposal.step for part in chunks for proposal in request.push(part)]
-    assert request.position == 100 + len(token_ids)
-    found = [(step.start, step.end, words.decode(list(step.token_ids))) for step in steps]
-    assert all(words.decode(token_ids[i - 100 : j - 100]) == step for i, j, step in found)
-    return found
 
 
 @settings(deadline=None)
@@ -293,8 +253,17 @@ def test_same_steps_as_splitting_the_text_at_markers(
         steps = [step.strip() for step in part.split("\n\n")]
         expected += [step for step in steps if step and is_inside]
     # Without a marker at its end the last step is still open.
-    text = " ".join([*pieces, "</think>"])
-    assert [step.strip() for _, _, step in _reasoning_steps(text, inside, chunk)] == expected
+    words = Words()
+    token_ids = words.encode(" ".join([*pieces, "</think>"]))
+    opens, closes = (frozenset(words.encode(marker)) for marker in ("<think>", "</think>"))
+    span, config = ReasoningSpan(opens, closes, inside), FilterConfig()
+    request = RequestFilter(config, words.classes, words.vocabulary, 100, span)
+    chunks = (token_ids[at : at + chunk] for at in range(0, len(token_ids), chunk))
+    found = [proposal.step for part in chunks for proposal in request.push(part)]
+    assert request.position == 100 + len(token_ids)
+    assert [words.decode(list(step.token_ids)).strip() for step in found] == expected
+    for step in found:
+        assert [*step.token_ids] == token_ids[step.start - 100 : step.end - 100]
 
 
 _BYTE_EXACT = ["gpt2", "cl100k", "o200k", "no_split", "llama2"]
