@@ -10,7 +10,7 @@ from eval.redundancy.spelling import Spelled
 from sglang_reasoncache.filter.lexical import LexicalIndex
 from sglang_reasoncache.filter.proposal import Proposal
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
-from sglang_reasoncache.filter.span import ReasoningSpan
+from sglang_reasoncache.filter.segment import ReasoningSpan
 
 BLOCKS = (4, 8, 16)
 LEVELS = (0.8, 0.9)
@@ -62,7 +62,7 @@ def measure(spelled: Spelled) -> Totals:
 
 def propose(spelled: Spelled, config: FilterConfig) -> list[Proposal]:
     """What the filter proposes for each finished step."""
-    end = spelled.vocabulary.size  # an id that no token has
+    end = len(spelled.vocabulary.pieces)  # an id that no token has
     span = ReasoningSpan(frozenset(), frozenset({end}), inside=True)
     request = RequestFilter(config, spelled.classes, spelled.vocabulary, 0, span)
     # The marker finishes the last step.

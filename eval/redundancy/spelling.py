@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eval.tokenizers import TokenizerError, load_tokenizer
-from sglang_reasoncache.filter.segment import TokenClasses
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.segment import Step, TokenClasses
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
 WORDS = "words"

@@ -17,7 +17,7 @@ from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.held import AttentionSource, KeySource
 from sglang_reasoncache.eviction.pressure import pool_use
 from sglang_reasoncache.filter.process import FilterProcess
-from sglang_reasoncache.filter.span import ReasoningMarkers
+from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.controller import Controller

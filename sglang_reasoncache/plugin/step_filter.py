@@ -12,7 +12,7 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.filter.encoder import EncoderChoice, Vector, require_sentence_transformers
-from sglang_reasoncache.filter.span import ReasoningMarkers
+from sglang_reasoncache.filter.segment import ReasoningMarkers
 
 logger = logging.getLogger(__name__)
 

@@ -37,6 +37,7 @@ from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, RequestView
 from sglang_reasoncache.eviction.pressure import pool_use
+from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import CandidatePair, FilterCounters, StepResult
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.report import Report
@@ -91,7 +92,7 @@ class Pair(NamedTuple):
     src_start: int
 
 
-class ScriptedEngine:
+class ScriptedEngine(FilterProcess):
     """A step engine that proposes what the test put into ``waiting``, when it is fed.
 
     While it is ``slow``, results stay behind.
