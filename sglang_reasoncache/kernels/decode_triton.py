@@ -16,23 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels import weights_triton
-from sglang_reasoncache.kernels.common_triton import (
-    ELEMENT,
-    as_read,
-    current_device,
-    fp8_to_fp16,
-    load_entries,
-    load_factors,
-    pairing,
-    piece_of,
-    rotary_arguments,
-    rotary_constants,
-    span_of,
-)
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.paged import PagedKv
+    from sglang_reasoncache.kernels.plan import RowPlan
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Most chunks of a query's entries.
@@ -53,9 +42,8 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 def _operand(raw, ELEMENT: tl.constexpr):
     """Elements of a pool as a tensor core multiplies them, without rounding."""
     if ELEMENT == "e4m3" or ELEMENT == "e5m2":
-        return fp8_to_fp16(raw, ELEMENT)
-    else:
-        return raw
+        return common.fp8_to_fp16(raw, ELEMENT)
+    return raw
 
 
 @triton.jit
@@ -63,12 +51,9 @@ def _parts(x, ELEMENT: tl.constexpr):
     """fp32 as the sum of two operands; where they are narrower, 16 of its bits or more."""
     if ELEMENT == "fp32":
         return x, x
-    elif ELEMENT == "bf16":
-        high = x.to(tl.bfloat16)
-        return high, (x - high.to(tl.float32)).to(tl.bfloat16)
-    else:
-        high = x.to(tl.float16)
-        return high, (x - high.to(tl.float32)).to(tl.float16)
+    narrow: tl.constexpr = tl.bfloat16 if ELEMENT == "bf16" else tl.float16
+    high = x.to(narrow)
+    return high, (x - high.to(tl.float32)).to(narrow)
 
 
 @triton.jit
@@ -141,8 +126,8 @@ def chunk_kernel(
     kv_head = tl.program_id(0) // blocks
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    first, count = span_of(begin, end, row, total)
-    start, stop = piece_of(count, split, SPLITS, CHUNK)
+    first, count = common.span_of(begin, end, row, total)
+    start, stop = common.piece_of(count, split, SPLITS, CHUNK)
     heads = tl.num_programs(0) // blocks * GROUP
     if start < stop:
         member = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
@@ -155,14 +140,14 @@ def chunk_kernel(
         q_high, q_low = _parts(whole, ELEMENT)
         keys += kv_head.to(tl.int64) * k_head_stride
         values += kv_head.to(tl.int64) * v_head_stride
-        rotated, other, earlier, angle = pairing(k_column, HALF, NEOX)
+        rotated, other, earlier, angle = common.pairing(k_column, HALF, NEOX)
         most = tl.full([HEADS], float("-inf"), tl.float32)
         weight = tl.zeros([HEADS], tl.float32)
         sums = tl.zeros([HEADS, V_COLS], tl.float32)
         for at in range(start, stop, TILE):
             entry = at + tl.arange(0, TILE)
             inside = entry < stop
-            slot, by, ok = load_entries(
+            slot, by, ok = common.load_entries(
                 kv_indices, shift, first + entry, inside, num_slots, table_rows, HALF
             )
             k_at = keys + (slot * k_slot_stride)[None, :]
@@ -176,7 +161,7 @@ def chunk_kernel(
                 one = _next(left)
                 if one != 0:  # a loop inside a branch leaves the outer one pipelined
                     while one != 0:
-                        cosine, sine = load_factors(
+                        cosine, sine = common.load_factors(
                             cosines, sines, -one, rotated, earlier, angle, True, HALF
                         )
                         # Loaded again: kept, it would take registers from every tile.
@@ -244,8 +229,8 @@ def merge_kernel(
     unit = row * tl.num_programs(0) + head
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, V_COLS)
-    _first, count = span_of(begin, end, row, total)
-    start, stop = piece_of(count, split, SPLITS, CHUNK)
+    _first, count = common.span_of(begin, end, row, total)
+    start, stop = common.piece_of(count, split, SPLITS, CHUNK)
     used = start < stop
     found = tl.load(part_lse + unit * SPLITS + split, mask=used, other=float("-inf"))
     at = (unit * SPLITS + split)[:, None] * V_DIM + column[None, :]
@@ -291,11 +276,11 @@ def constants(
     group = query.shape[1] // keys.shape[1]
     k_cols, v_cols = columns(keys.shape[2]), columns(values.shape[2])
     return dict(
-        ELEMENT=ELEMENT[keys.dtype],
+        ELEMENT=common.ELEMENT[keys.dtype],
         # fp8 is multiplied as fp16.
         EXACT=query.dtype == (torch.float16 if keys.element_size() == 1 else keys.dtype),
         CAPPED=capped,
-        **rotary_constants(rotation),
+        **common.rotary_constants(rotation),
         K_DIM=keys.shape[2],
         V_DIM=values.shape[2],
         K_COLS=k_cols,
@@ -314,10 +299,8 @@ def decode(
     kv: PagedKv,
     query: torch.Tensor,
     out: torch.Tensor,
-    begin: torch.Tensor,
-    end: torch.Tensor,
-    kv_indices: torch.Tensor,
-    shift: torch.Tensor | None,
+    plan: RowPlan,
+    spans: tuple[torch.Tensor, torch.Tensor],
     sinks: torch.Tensor | None,
     scale: float,
     logit_cap: float,
@@ -338,14 +321,13 @@ def decode(
     batch, heads, _ = query.shape
     if not batch:
         return
-    keys, values, total = kv.keys, kv.values, len(kv_indices)
-    rotation = None if shift is None else kv.rotation
-    fixed = constants(
-        query, keys, values, rotation, capped=logit_cap > 0, logits=weights is not None
-    )
+    keys, values, total = kv.keys, kv.values, len(plan.kv_indices)
+    (begin, end), observed = spans, weights is not None
+    rotation = None if plan.shift is None else kv.rotation
+    fixed = constants(query, keys, values, rotation, capped=logit_cap > 0, logits=observed)
     rows, width, lse = min(batch, QUERIES), 0, None
     made = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
-    if weights is not None:
+    if observed:
         width = total if longest is None else min(longest, total)
         rows = min(rows, weights_triton.rows_of_a_launch(heads, width))
         lse = made((batch, heads))
@@ -353,46 +335,37 @@ def decode(
             counts = (end.clamp(max=total) - begin.clamp(min=0)).clamp_(min=0)
             first = counts.cumsum(0, dtype=torch.int64) - counts
     parts, part_lse = made((rows, heads, SPLITS, values.shape[2])), made((rows, heads, SPLITS))
-    logits = part_lse if weights is None else made((rows, heads, width))
+    logits = made((rows, heads, width)) if observed else part_lse
     blocks = keys.shape[1] * triton.cdiv(fixed["GROUP"], fixed["HEADS"])
-    pool = as_read(keys), as_read(values)
-    entries = kv_indices, *rotary_arguments(shift, rotation, kv_indices, part_lse)
+    pool = common.as_read(keys), common.as_read(values)
+    rotary = common.rotary_arguments(plan.shift, rotation, plan.kv_indices, part_lse)
     strides = *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2]
-    with current_device(query.device):
+    sizes = total, width, len(keys)
+    merged = {name: fixed[name] for name in ("V_DIM", "V_COLS", "SPLITS", "CHUNK")}
+    merged |= dict(SINKS=sinks is not None, LSE=observed)
+    fixed |= dict(num_warps=warps(keys.shape[2]), num_stages=NUM_STAGES)
+    with common.current_device(query.device):
         for some in range(0, batch, rows):
             here = slice(some, some + rows)
-            spans = begin[here], end[here]
-            count = len(spans[0])
+            begin, end = (side[here] for side in spans)
+            count = len(begin)
+            entries = begin, end, plan.kv_indices, *rotary
+            found = parts, part_lse, logits
             chunk_kernel[(blocks, SPLITS, count)](
-                query[here],
-                *pool,
-                *spans,
-                *entries,
-                parts,
-                part_lse,
-                logits,
-                total,
-                width,
-                len(keys),
-                *strides,
-                scale,
-                logit_cap,
-                **fixed,
-                num_warps=warps(keys.shape[2]),
-                num_stages=NUM_STAGES,
+                query[here], *pool, *entries, *found, *sizes, *strides, scale, logit_cap, **fixed
             )
             merge_kernel[(heads, count)](
                 parts,
                 part_lse,
-                *spans,
+                begin,
+                end,
                 part_lse if sinks is None else sinks,
                 out[here],
                 part_lse if lse is None else lse[here],
                 total,
                 *out.stride()[:2],
-                SINKS=sinks is not None,
-                LSE=lse is not None,
-                **{name: fixed[name] for name in ("V_DIM", "V_COLS", "SPLITS", "CHUNK")},
+                **merged,
             )
             if weights is not None and lse is not None and first is not None:
-                weights_triton.add(logits[:count], lse[here], *spans, first[here], weights, total)
+                own = logits[:count], lse[here], begin, end, first[here]
+                weights_triton.add(*own, weights, total)

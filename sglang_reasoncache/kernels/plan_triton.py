@@ -14,12 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels.common_triton import (
-    current_device,
-    first_target,
-    piece_of,
-    targets,
-)
+from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels.plan import RowPlan
 
 #: Programs of a row.
@@ -41,7 +36,7 @@ def _piece_of(
     length = tl.load(lengths + request).to(tl.int64)
     sound = (row >= 0) & (row < num_rows) & (length > 0)
     length = tl.where(sound, tl.minimum(length, width), 0).to(tl.int32)
-    start, stop = piece_of(length, piece, PIECES, TILE)
+    start, stop = common.piece_of(length, piece, PIECES, TILE)
     return tl.where(sound, row, 0), start, stop
 
 
@@ -124,11 +119,11 @@ def write_kernel(
     piece = tl.program_id(0)
     request = tl.program_id(1)
     row, start, stop = _piece_of(requests, lengths, request, piece, num_rows, width, PIECES, TILE)
-    to = first_target(kv_indptr, counts, request, piece, PIECES)
+    to = common.first_target(kv_indptr, counts, request, piece, PIECES)
     for some in range(start, stop, TILE):
         position = some + tl.arange(0, TILE)
         slot, kept = _slots(rows + row * row_stride, position, stop, num_slots)
-        at, fits, to = targets(kept, to, capacity)
+        at, fits, to = common.targets(kept, to, capacity)
         tl.store(kv_indices + at, slot, mask=fits)
         if POSITIONS:
             tl.store(positions + at, position, mask=fits)
@@ -140,20 +135,13 @@ def write_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class PlanBuffers:
-    """Memory for plans of up to ``batch`` requests and ``capacity`` entries, step after step.
+    """Memory for plans of up to ``batch`` requests and ``capacity`` entries, step after step."""
 
-    Attributes:
-        kv_indptr: int32 ``[batch + 1]``.
-        kv_indices: int32 ``[capacity]``; anything beyond the last entry.
-        shift: int32 ``[capacity]``, likewise.
-        counts: int32 ``[batch, PIECES]``, of the kernels' own use.
-        positions: int32 ``[capacity]``, of the entries in their rows; None where nobody asks.
-    """
-
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    shift: torch.Tensor
-    counts: torch.Tensor
+    kv_indptr: torch.Tensor  # int32 [batch + 1]
+    kv_indices: torch.Tensor  # int32 [capacity]; anything beyond the last entry
+    shift: torch.Tensor  # int32 [capacity], likewise
+    counts: torch.Tensor  # int32 [batch, PIECES], of the kernels' own use
+    #: int32 ``[capacity]``, of the entries in their rows; None where nobody asks.
     positions: torch.Tensor | None = None
 
     @classmethod
@@ -200,18 +188,12 @@ def plan_into(
     *,
     num_slots: int,
 ) -> RowPlan:
-    """Flatten the rows of a batch into ``buffers``, without a wait.
+    """Flatten the rows of a batch into ``buffers``, without a wait; ``buffers.plan_of(batch)``.
 
+    Arguments are those of :func:`sglang_reasoncache.kernels.plan.plan_rows`, int32 and int64 alike.
     The host reads no values. A request that is not a row has no entries, a length beyond the row is
     cut to it, an entry that is no slot is skipped, and so are entries past the capacity. Without
     ``cached_at`` all shifts are 0.
-
-    Args:
-        rows, requests, lengths, cached_at, num_slots: See
-            :func:`sglang_reasoncache.kernels.plan.plan_rows`; int32 and int64 alike.
-
-    Returns:
-        ``buffers.plan_of(batch)``.
 
     Raises:
         ValueError: more requests than the buffers are for.
@@ -225,7 +207,7 @@ def plan_into(
     tensors = rows, requests.contiguous(), lengths.contiguous()
     sizes = *rows.shape, rows.stride(0), num_slots
     fixed = dict(PIECES=grid[0], TILE=TILE)
-    with current_device(rows.device):
+    with common.current_device(rows.device):
         if batch:
             count_kernel[grid](*tensors, buffers.counts, *sizes, **fixed)
         buffers.scan(batch)

@@ -11,12 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels.common_triton import (
-    current_device,
-    first_target,
-    piece_of,
-    targets,
-)
+from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
 #: Entries a program reads at once.
@@ -72,7 +67,7 @@ def settle_kernel(
 def _span_of(kv_indptr, request, piece, PIECES: tl.constexpr, TILE: tl.constexpr):
     """Entries of a program."""
     begin = tl.load(kv_indptr + request)
-    start, stop = piece_of(tl.load(kv_indptr + request + 1) - begin, piece, PIECES, TILE)
+    start, stop = common.piece_of(tl.load(kv_indptr + request + 1) - begin, piece, PIECES, TILE)
     return begin + start, begin + stop
 
 
@@ -130,11 +125,11 @@ def write_kernel(
     request = tl.program_id(1)
     keep += request.to(tl.int64) * pages
     start, stop = _span_of(kv_indptr, request, piece, PIECES, TILE)
-    to = first_target(to_indptr, counts, request, piece, PIECES)
+    to = common.first_target(to_indptr, counts, request, piece, PIECES)
     for some in range(start, stop, TILE):
         entry = some + tl.arange(0, TILE)
         kept = _kept(positions, keep, entry, stop, pages, PAGE)
-        at, fits, to = targets(kept, to, capacity)
+        at, fits, to = common.targets(kept, to, capacity)
         tl.store(to_indices + at, tl.load(kv_indices + entry, mask=fits, other=0), mask=fits)
         tl.store(to_shift + at, tl.load(shift + entry, mask=fits, other=0), mask=fits)
         tl.store(to_entries + at, entry, mask=fits)
@@ -174,27 +169,20 @@ def settle(
 ) -> None:
     """Pages that are read: those asked for, the newest, those always read, rows within the budget.
 
-    Args:
-        asked: bool ``[batch, pages]``, contiguous.
-        state: uint8 ``[batch, pages]``, of :data:`ABSENT`, :data:`OPTIONAL`, :data:`ALWAYS`.
-        lengths: int64 ``[batch]``, positions of the rows.
-        keep: uint8 ``[batch, pages]``, written; beyond a row's end it stays.
-        totals: int64 ``[3]``. Over rows beyond the budget: positions that they have and that
-            are read, and how often the newest page was not asked for.
-        budget: Positions of a row that is read whole.
+    Arguments are those of :func:`settle_kernel`, contiguous; ``asked`` is bool. ``totals`` are of
+    rows longer than ``budget`` positions, which are not read whole.
     """
     tensors = asked.view(torch.uint8), state, lengths, keep, totals
-    with current_device(state.device):
+    with common.current_device(state.device):
         settle_kernel[(len(lengths),)](*tensors, state.shape[1], budget, PAGE=page, TILE=PAGES)
 
 
 def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, page: int) -> None:
-    """The entries of a plan that lie in pages to be read, in their order.
+    """The entries of ``whole`` that lie in pages to be read, in their order.
 
     Args:
         buffers: Written; its ``positions`` are where entries are in the whole plan. Entries past
             its capacity are skipped.
-        whole: The plan of all, with ``positions`` in their rows.
         keep: uint8 ``[batch, pages]``, 0: not read.
         page: Positions of a page.
     """
@@ -202,7 +190,7 @@ def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, pa
     batch, pages = keep.shape
     grid = (buffers.counts.shape[1], batch)
     fixed = dict(PAGE=page, PIECES=grid[0], TILE=TILE)
-    with current_device(keep.device):
+    with common.current_device(keep.device):
         count_kernel[grid](whole.kv_indptr, whole.positions, keep, buffers.counts, pages, **fixed)
         buffers.scan(batch)
         write_kernel[grid](
@@ -217,14 +205,8 @@ def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, pa
 
 
 def add(weights: torch.Tensor, buffers: PlanBuffers, batch: int, whole: torch.Tensor) -> None:
-    """Add the weights of selected entries to those of the whole plan, and zero them.
-
-    Args:
-        weights: fp32 ``[capacity]``, of the entries in ``buffers``.
-        buffers: As :func:`select_into` left it.
-        whole: fp32, of the whole plan's entries.
-    """
+    """Add the weights of entries that were selected into ``buffers`` to fp32 ``whole``, and zero them."""
     grid = (buffers.counts.shape[1], batch)
     selected = weights, buffers.kv_indptr, buffers.positions
-    with current_device(weights.device):
+    with common.current_device(weights.device):
         add_kernel[grid](*selected, whole, len(whole), PIECES=grid[0], TILE=TILE)

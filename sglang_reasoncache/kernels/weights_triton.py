@@ -81,12 +81,11 @@ def add(
     weights: torch.Tensor,
     total: int,
 ) -> None:
-    """Add each entry's weight, summed over the heads, to ``weights``; see :func:`weights_kernel`.
-
-    Entries past the end of ``weights`` are skipped; ``total`` bounds ``begin`` and ``end``.
-    """
+    """Add each entry's weight, summed over the heads; entries past the end are skipped."""
     rows, heads, width = logits.shape
     some = min(HEADS, triton.next_power_of_2(heads))
-    fixed = dict(heads=heads, HEADS=some, PIECES=PIECES, TILE=TILE)
-    tensors = logits, lse, begin, end, first, weights
-    weights_kernel[(PIECES, rows)](*tensors, total, width, len(weights), **fixed)
+    weights_kernel[(PIECES, rows)](
+        *(logits, lse, begin, end, first, weights),
+        *(total, width, len(weights)),
+        **dict(heads=heads, HEADS=some, PIECES=PIECES, TILE=TILE),
+    )
