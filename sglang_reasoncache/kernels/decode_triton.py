@@ -43,7 +43,8 @@ def _operand(raw, ELEMENT: tl.constexpr):
     """Elements of a pool as a tensor core multiplies them, without rounding."""
     if ELEMENT == "e4m3" or ELEMENT == "e5m2":
         return common.fp8_to_fp16(raw, ELEMENT)
-    return raw
+    else:
+        return raw
 
 
 @triton.jit
@@ -51,9 +52,10 @@ def _parts(x, ELEMENT: tl.constexpr):
     """fp32 as the sum of two operands; where they are narrower, 16 of its bits or more."""
     if ELEMENT == "fp32":
         return x, x
-    narrow: tl.constexpr = tl.bfloat16 if ELEMENT == "bf16" else tl.float16
-    high = x.to(narrow)
-    return high, (x - high.to(tl.float32)).to(narrow)
+    else:
+        narrow: tl.constexpr = tl.bfloat16 if ELEMENT == "bf16" else tl.float16
+        high = x.to(narrow)
+        return high, (x - high.to(tl.float32)).to(narrow)
 
 
 @triton.jit

@@ -71,45 +71,14 @@ def _span_of(kv_indptr, request, piece, PIECES: tl.constexpr, TILE: tl.constexpr
     return begin + start, begin + stop
 
 
-@triton.jit
-def _kept(positions, keep, entry, stop, pages, PAGE: tl.constexpr):
-    """Which entries lie in pages that are kept; ``keep`` is that of their row."""
-    inside = entry < stop
-    page = tl.load(positions + entry, mask=inside, other=0) // PAGE
-    known = inside & (page >= 0) & (page < pages)
-    return known & (tl.load(keep + page, mask=known, other=0) != 0)
-
-
-@triton.jit(do_not_specialize=["pages"])
-def count_kernel(
-    kv_indptr,  # int32 [batch + 1]
-    positions,  # int32 [entries]
-    keep,  # uint8 [batch, pages]
-    counts,  # int32 [batch, PIECES], written
-    pages,
-    PAGE: tl.constexpr,
-    PIECES: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Grid (PIECES, batch)."""
-    piece = tl.program_id(0)
-    request = tl.program_id(1)
-    keep += request.to(tl.int64) * pages
-    start, stop = _span_of(kv_indptr, request, piece, PIECES, TILE)
-    found = tl.zeros([TILE], tl.int32)
-    for some in range(start, stop, TILE):
-        found += _kept(positions, keep, some + tl.arange(0, TILE), stop, pages, PAGE).to(tl.int32)
-    tl.store(counts + request * PIECES + piece, tl.sum(found, axis=0))
-
-
 @triton.jit(do_not_specialize=["pages", "capacity"])
-def write_kernel(
+def select_kernel(
     kv_indptr,  # int32 [batch + 1]
     kv_indices,  # int32 [entries]
     shift,  # int32 [entries]
     positions,  # int32 [entries]
     keep,  # uint8 [batch, pages]
-    counts,  # int32 [batch, PIECES]
+    counts,  # int32 [batch, PIECES], written unless WRITE
     to_indptr,  # int32 [batch + 1]
     to_indices,  # int32 [capacity], written
     to_shift,  # int32 [capacity], written
@@ -117,22 +86,33 @@ def write_kernel(
     pages,
     capacity,
     PAGE: tl.constexpr,
+    WRITE: tl.constexpr,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid (PIECES, batch)."""
+    """Grid (PIECES, batch). Counts the entries of every piece that are kept, or writes them."""
     piece = tl.program_id(0)
     request = tl.program_id(1)
     keep += request.to(tl.int64) * pages
     start, stop = _span_of(kv_indptr, request, piece, PIECES, TILE)
-    to = common.first_target(to_indptr, counts, request, piece, PIECES)
+    found = tl.zeros([TILE], tl.int32)
+    if WRITE:
+        to = common.first_target(to_indptr, counts, request, piece, PIECES)
     for some in range(start, stop, TILE):
         entry = some + tl.arange(0, TILE)
-        kept = _kept(positions, keep, entry, stop, pages, PAGE)
-        at, fits, to = common.targets(kept, to, capacity)
-        tl.store(to_indices + at, tl.load(kv_indices + entry, mask=fits, other=0), mask=fits)
-        tl.store(to_shift + at, tl.load(shift + entry, mask=fits, other=0), mask=fits)
-        tl.store(to_entries + at, entry, mask=fits)
+        inside = entry < stop
+        page = tl.load(positions + entry, mask=inside, other=0) // PAGE
+        known = inside & (page >= 0) & (page < pages)
+        kept = known & (tl.load(keep + page, mask=known, other=0) != 0)
+        if WRITE:
+            at, fits, to = common.targets(kept, to, capacity)
+            tl.store(to_indices + at, tl.load(kv_indices + entry, mask=fits, other=0), mask=fits)
+            tl.store(to_shift + at, tl.load(shift + entry, mask=fits, other=0), mask=fits)
+            tl.store(to_entries + at, entry, mask=fits)
+        else:
+            found += kept.to(tl.int32)
+    if not WRITE:
+        tl.store(counts + request * PIECES + piece, tl.sum(found, axis=0))
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -188,20 +168,8 @@ def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, pa
     """
     assert whole.positions is not None and buffers.positions is not None
     batch, pages = keep.shape
-    grid = (buffers.counts.shape[1], batch)
-    fixed = dict(PAGE=page, PIECES=grid[0], TILE=TILE)
-    with common.current_device(keep.device):
-        count_kernel[grid](whole.kv_indptr, whole.positions, keep, buffers.counts, pages, **fixed)
-        buffers.scan(batch)
-        write_kernel[grid](
-            *whole.entries,
-            keep,
-            buffers.counts,
-            *buffers.entries,
-            pages,
-            buffers.capacity,
-            **fixed,
-        )
+    read = whole.kv_indptr, whole.kv_indices, whole.shift, whole.positions, keep
+    buffers.fill(select_kernel, batch, pages, read=read, PAGE=page, TILE=TILE)
 
 
 def add(weights: torch.Tensor, buffers: PlanBuffers, batch: int, whole: torch.Tensor) -> None:

@@ -131,8 +131,9 @@ def test_distance(arch: int, dtype: torch.dtype, rotary_dim: int, is_neox: bool)
     """Both blocks of V and of K, the latter twice when halves are rotated, 16 bytes at a time."""
     buffer = torch.empty(1, 8, 128, dtype=dtype)
     rotary = rotation(rotary_dim, is_neox)
-    constants = distance_triton.constants((buffer, buffer), rotary, aligned=True, moments=False)
-    ptx = compile_for(distance_triton.distance_kernel, arch, constants, out="fp64")
+    constants = distance_triton.constants(buffer, buffer, rotary, ALIGNED=True, MOMENTS=False)
+    kernel = distance_triton.distance_kernel
+    ptx = compile_for(kernel, arch, constants, out="fp64", keys=NAMES[dtype])
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 4
     assert not re.findall(r"ld\.global\.(?:b8|b16|u8|u16)\b", ptx)
 
@@ -153,7 +154,7 @@ def test_gather(arch: int) -> None:
     assert re.search(r"ld\.global\.v4\.b32", ptx) and re.search(r"st\.global\.v4\.b32", ptx)
 
 
-PLAN = dict(PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
+PLAN = dict(SHIFTS=True, POSITIONS=True, PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
 NOTE = dict(LATEST=8, AHEAD=8, TOTAL=True, PIECES=16, TILE=note_triton.TILE)
 SELECT = dict(PIECES=plan_triton.PIECES, TILE=select_triton.TILE)
 BOUNDS = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
@@ -167,14 +168,14 @@ BOUNDS = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
             decode_triton.merge_kernel,
             dict(SINKS=True, LSE=True, V_DIM=128, V_COLS=128, SPLITS=32, CHUNK=256),
         ),
-        (plan_triton.count_kernel, PLAN),
+        (plan_triton.plan_kernel, PLAN | dict(WRITE=False)),
+        (plan_triton.plan_kernel, PLAN | dict(WRITE=True)),
         (plan_triton.scan_kernel, dict(PIECES=16, REQUESTS=plan_triton.REQUESTS)),
-        (plan_triton.write_kernel, PLAN | dict(SHIFTS=True, POSITIONS=True)),
         (note_triton.note_kernel, NOTE | dict(DECODE=True)),
         (note_triton.note_kernel, NOTE | dict(DECODE=False)),
         (select_triton.settle_kernel, dict(PAGE=16, TILE=select_triton.PAGES)),
-        (select_triton.count_kernel, SELECT | dict(PAGE=16)),
-        (select_triton.write_kernel, SELECT | dict(PAGE=16)),
+        (select_triton.select_kernel, SELECT | dict(PAGE=16, WRITE=False)),
+        (select_triton.select_kernel, SELECT | dict(PAGE=16, WRITE=True)),
         (select_triton.add_kernel, SELECT),
         (bounds_triton.bounds_kernel, BOUNDS | dict(ELEMENT="bf16")),
         (bounds_triton.bounds_kernel, BOUNDS | dict(ELEMENT="e4m3")),
