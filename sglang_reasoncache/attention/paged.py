@@ -97,9 +97,8 @@ class PagedAttention:
     def select(self, name: str, selector: Selector) -> PageSelection:
         """Have decode steps read what ``selector`` keeps, from now on.
 
-        Raises:
-            ValueError: it is no sound selector; on a GPU, it fails, gives nonsense or waits.
-            MemoryError: there is none for the pages' bounds.
+        Raises ValueError for one that is not sound; on a GPU, one that fails, gives nonsense or
+        waits. MemoryError: there is none for the pages' bounds.
         """
         keys = {layer: kv.keys for layer, kv in self._layers.items()}
         page, rows = self.allocator.page_size, self._rows.req_to_token
@@ -161,8 +160,7 @@ class PagedAttention:
     def buffers(
         self, batch: int, entries: int | None = None, *, positions: bool = False
     ) -> PlanBuffers:
-        """Capacity for plans of ``batch`` requests and ``entries`` (None: whole rows) on a GPU,
-        with the positions of entries or without."""
+        """Capacity for plans of ``batch`` requests and ``entries`` (None: whole rows) on a GPU."""
         from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
         entries = batch * self.width if entries is None else entries
@@ -354,11 +352,9 @@ class PagedAttention:
         """Factors of logits and outputs: the pool divides keys and values only where it narrows."""
         if self._pool.dtype == self._dtype:
             return layer.scaling, 1.0
-        k_scale, v_scale = layer.k_scale_float, layer.v_scale_float
-        return (
-            layer.scaling * (1.0 if k_scale is None else k_scale),
-            1.0 if v_scale is None else v_scale,
-        )
+        k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float
+        v_scale = 1.0 if layer.v_scale_float is None else layer.v_scale_float
+        return layer.scaling * k_scale, v_scale
 
 
 def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's attention backends on CUDA, with shared keys corrected and evicted positions skipped.
 
-The operator's backend stays what it is. A forward without shifted slots and evicted positions
-runs SGLang's kernels; others are planned and computed by ours. In a decode graph the plan is
-part of the graph, so a replay costs the host nothing.
-
-Our kernels run every decode step where a policy reads attention statistics or selects what is
-read: SGLang's give no weights and read all. They also run the last queries of every prefill
-once more, for their weights.
+A forward without shifted slots and evicted positions runs SGLang's kernels, others ours. In a
+decode graph the plan is part of the graph. Where a policy reads attention statistics or selects
+what is read, every decode step runs ours, and so do the last queries of every prefill.
 """
 
 from __future__ import annotations

@@ -21,16 +21,9 @@ def bounds_kernel(
     keys,  # [num_slots, heads, DIM]
     slots,  # int32 or int64 [tokens]
     ends,  # [pages, heads, 2 * DIM], written
-    tokens,
-    num_slots,
-    slot_stride,
-    head_stride,
-    ELEMENT: tl.constexpr,
-    DIM: tl.constexpr,
-    COLS: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    tokens, num_slots, slot_stride, head_stride, ELEMENT: tl.constexpr, DIM: tl.constexpr,
+    COLS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Grid (tokens, heads)."""
     token = tl.program_id(0)
     head = tl.program_id(1)

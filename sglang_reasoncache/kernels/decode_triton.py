@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged decode attention on a GPU: chunks of a request side by side, then their merge.
 
-Two launches whose grids depend on the number of queries alone, so a CUDA graph can hold both.
-The first cuts each query's entries into at most ``SPLITS`` chunks; a program takes one chunk and
-all query heads of a KV head, and writes an output and a log-sum-exp. The second merges these.
-Where a chunk ends depends on the number of entries alone: a request has the same bits in any batch.
+Grids depend on the number of queries alone, so a CUDA graph can hold the launches. A program takes
+one of at most ``SPLITS`` chunks and all query heads of a KV head. Where a chunk ends depends on the
+number of entries alone: a request has the same bits in any batch. A third launch gives weights.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import triton
 import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
-from sglang_reasoncache.kernels import weights_triton
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.paged import PagedKv
@@ -31,6 +29,12 @@ CHUNK = 256
 #: Queries of one launch: bounds the memory of unmerged outputs.
 QUERIES = 128
 NUM_STAGES = 2
+#: Of the weights kernel: programs of a query, entries and heads that one reads at once (one after
+#: the other, each head would wait for the memory).
+PIECES, TILE, HEADS = 64, 128, 16
+#: Logits kept at a time, of all queries of a launch. Not a power of 2: contexts are one, and
+#: SGLang's rows a few positions longer.
+LOGITS_BYTES = 272 << 20
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -91,38 +95,21 @@ def chunk_kernel(
     kv_indices,  # int32 [total]
     shift,  # int32 [total], unused unless HALF
     cosines,  # fp32 [table_rows, HALF], likewise
-    sines,
-    table_rows,
+    sines, table_rows,
     parts,  # fp32 [rows, heads, SPLITS, V_DIM]: outputs of the chunks
     part_lse,  # fp32 [rows, heads, SPLITS]: base 2
     logits,  # fp32 [rows, heads, width]: base 2, written if LOGITS
-    total,
-    width,
-    num_slots,
-    q_row_stride,
-    q_head_stride,
-    k_slot_stride,
-    k_head_stride,
-    v_slot_stride,
-    v_head_stride,
-    scale,
-    logit_cap,
-    ELEMENT: tl.constexpr,
+    total, width, num_slots, q_row_stride, q_head_stride, k_slot_stride, k_head_stride,
+    v_slot_stride, v_head_stride, scale, logit_cap, ELEMENT: tl.constexpr,
     EXACT: tl.constexpr,  # the query is of the operands' type
     CAPPED: tl.constexpr,
     HALF: tl.constexpr,  # 0: nothing is shifted
-    NEOX: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_COLS: tl.constexpr,
+    NEOX: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_COLS: tl.constexpr,
     V_COLS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     HEADS: tl.constexpr,  # of a program, at least 16
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-    LOGITS: tl.constexpr,
-):
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, LOGITS: tl.constexpr,
+):  # fmt: skip
     """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows)."""
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(0) // blocks
@@ -209,22 +196,13 @@ def chunk_kernel(
 @triton.jit(do_not_specialize=["total"])
 def merge_kernel(
     parts,  # as the chunk kernel left them
-    part_lse,
-    begin,
-    end,
+    part_lse, begin, end,
     sinks,  # fp32 [heads], unused unless SINKS
     out,  # [rows, heads, V_DIM]
     lse,  # fp32 [rows, heads], unused unless LSE
-    total,
-    out_row_stride,
-    out_head_stride,
-    SINKS: tl.constexpr,
-    LSE: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_COLS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    total, out_row_stride, out_head_stride, SINKS: tl.constexpr, LSE: tl.constexpr,
+    V_DIM: tl.constexpr, V_COLS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Grid (heads, rows)."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -253,6 +231,54 @@ def merge_kernel(
     if LSE:
         both = tl.where(nothing, float("-inf"), (base + tl.log2(whole)) * _LN2)
         tl.store(lse + unit, both)
+
+
+@triton.jit(do_not_specialize=["total", "width", "size"])
+def weights_kernel(
+    logits,  # fp32 [rows, heads, width]: base 2
+    lse,  # fp32 [rows, heads]: natural
+    begin,  # int32 [rows]
+    end,  # int32 [rows]
+    first,  # int32 or int64 [rows]: of each query's entries in ``weights``
+    weights,  # fp32 [size], added to
+    total, width, size, heads: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (PIECES, rows). Adds each entry's softmax weight, summed over the heads, to ``weights``.
+
+    An entry's weight is written by one program: always the same bits.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    _first, count = common.span_of(begin, end, row, total)
+    count = tl.minimum(count, width)
+    to = tl.load(first + row).to(tl.int64)
+    start, stop = common.piece_of(count, tl.program_id(0), PIECES, TILE)
+    for at in range(start, stop, TILE):
+        entry = at + tl.arange(0, TILE)
+        inside = entry < count
+        found = tl.zeros([TILE], tl.float32)
+        for some in range(0, heads, HEADS):
+            head = some + tl.arange(0, HEADS)
+            real = head < heads
+            unit = row * heads + head
+            whole = tl.load(lse + unit, mask=real, other=0.0) * _LOG2E
+            # Entries that count for nothing, all of them: -inf less -inf would be NaN.
+            whole = tl.where(whole == float("-inf"), 0.0, whole)
+            mask = real[:, None] & inside[None, :]
+            at_logit = logits + (unit * width)[:, None] + entry[None, :]
+            logit = tl.load(at_logit, mask=mask, other=float("-inf"))
+            found += tl.sum(tl.exp2(logit - whole[:, None]), axis=0)
+        there = inside & (to + entry >= 0) & (to + entry < size)
+        place = weights + to + entry
+        tl.store(place, tl.load(place, mask=there, other=0.0) + found, mask=there)
+
+
+def rows_of_a_launch(heads: int, width: int) -> int:
+    """Queries whose logits are kept at a time."""
+    rows = max(1, LOGITS_BYTES // max(4 * heads * width, 1))
+    # Each launch begins at a multiple of 16 bytes: for other addresses Triton would compile each
+    # kernel again, in the middle of a forward.
+    return rows if rows < 4 else rows // 4 * 4
 
 
 def columns(dim: int) -> int:
@@ -310,15 +336,11 @@ def decode(
     first: torch.Tensor | None,
     longest: int | None,
 ) -> None:
-    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`, whose arguments these are.
+    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`; waits for nothing.
 
-    Waits for nothing. Takes memory of ``min(batch, QUERIES) * heads * SPLITS`` outputs in fp32
-    for the time of the call; with ``weights`` also that of logits, at most
-    ``weights_triton.LOGITS_BYTES`` unless one query has more.
-
-    Args:
-        first: int ``[batch]``, where each query's weights begin; None adds up the spans, which
-            is more launches than the attention.
+    Takes memory of ``min(batch, QUERIES) * heads * SPLITS`` fp32 outputs; with ``weights`` also of
+    logits, at most ``LOGITS_BYTES`` unless one query has more. ``first``: int
+    ``[batch]``, where each query's weights begin; None adds up the spans, in launches of its own.
     """
     batch, heads, _ = query.shape
     if not batch:
@@ -331,7 +353,7 @@ def decode(
     made = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
     if observed:
         width = total if longest is None else min(longest, total)
-        rows = min(rows, weights_triton.rows_of_a_launch(heads, width))
+        rows = min(rows, rows_of_a_launch(heads, width))
         lse = made((batch, heads))
         if first is None:
             counts = (end.clamp(max=total) - begin.clamp(min=0)).clamp_(min=0)
@@ -345,6 +367,8 @@ def decode(
     sizes = total, width, len(keys)
     merged = {name: fixed[name] for name in ("V_DIM", "V_COLS", "SPLITS", "CHUNK")}
     merged |= dict(SINKS=sinks is not None, LSE=observed)
+    weighed = dict(heads=heads, HEADS=min(HEADS, triton.next_power_of_2(heads)))
+    weighed |= dict(PIECES=PIECES, TILE=TILE)
     fixed |= dict(num_warps=warps(keys.shape[2]), num_stages=NUM_STAGES)
     with common.current_device(query.device):
         for some in range(0, batch, rows):
@@ -356,18 +380,15 @@ def decode(
             chunk_kernel[(blocks, SPLITS, count)](
                 query[here], *pool, *entries, *found, *sizes, *strides, scale, logit_cap, **fixed
             )
+            lse_here = part_lse if lse is None else lse[here]
             merge_kernel[(heads, count)](
-                parts,
-                part_lse,
-                begin,
-                end,
-                part_lse if sinks is None else sinks,
-                out[here],
-                part_lse if lse is None else lse[here],
-                total,
-                *out.stride()[:2],
+                *(parts, part_lse, begin, end, part_lse if sinks is None else sinks),
+                *(out[here], lse_here, total, *out.stride()[:2]),
                 **merged,
             )
             if weights is not None and lse is not None and first is not None:
-                own = logits[:count], lse[here], begin, end, first[here]
-                weights_triton.add(*own, weights, total)
+                weights_kernel[(PIECES, count)](
+                    *(logits, lse_here, begin, end, first[here], weights),
+                    *(total, width, len(weights)),
+                    **weighed,
+                )

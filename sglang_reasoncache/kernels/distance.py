@@ -43,12 +43,10 @@ class DistanceKernel:
             layers: Keys and values of every layer, of a dtype of ``DTYPES``. Keys are shaped and
                 strided alike in all layers, so are values; their head dims may differ.
             rotation: The model's rotation of keys, None to compare as cached only.
-            backend: See :func:`~sglang_reasoncache.kernels.paged.choose_backend`.
+            backend: See ``choose_backend``.
 
         Raises:
-            ValueError: buffers of unlike or unsupported layout; see ``check_pool`` and
-                ``choose_backend``.
-            sglang_reasoncache.native.NativeUnavailable: see ``choose_backend``.
+            ValueError, NativeUnavailable: unlike layers; see ``check_pool``, ``choose_backend``.
         """
         if not layers:
             raise ValueError("a pool of at least one layer is needed")
@@ -156,22 +154,16 @@ def _native_sums(
 def block_distances(squares: torch.Tensor, block: int, num_heads: int) -> torch.Tensor:
     """The paper's distance, fp64 ``[pairs]``, 0 for equal blocks.
 
-    Args:
-        squares: ``[pairs, num_layers, 2]`` of :meth:`DistanceKernel.squares`, summed over all ranks.
-        block: Tokens per block (d).
-        num_heads: KV heads over all ranks (h).
+    ``squares`` of :meth:`DistanceKernel.squares` and ``num_heads`` (h) are those of all ranks;
+    ``block`` is d.
     """
     return squares.sqrt().sum(dim=-1).mean(dim=-1) / (2 * block * num_heads)
 
 
 def cosine_distances(moments: torch.Tensor) -> torch.Tensor:
-    """Angle instead of difference (an ablation): mean of ``1 - cos`` over layers and both sides.
+    """Angle instead of difference (an ablation): mean ``1 - cos`` over layers and sides, ``[pairs]``.
 
-    ``moments``: of :meth:`DistanceKernel.moments`, summed over all ranks. Two blocks of zeros are
-    equal, one of them is orthogonal to the other.
-
-    Returns:
-        fp64 ``[pairs]``.
+    ``moments`` are summed over all ranks. Two blocks of zeros are equal, one is orthogonal.
     """
     xx, yy, xy = moments.unbind(-1)
     norms = xx.sqrt() * yy.sqrt()

@@ -105,28 +105,17 @@ def distance_kernel(
     src,  # int64 [pairs, block]
     shift,  # int32 [pairs, block], unused unless HALF
     cosines,  # fp32 [table_rows, HALF], unused unless HALF
-    sines,
-    table_rows,
+    sines, table_rows,
     out,  # fp64 [pairs, layers, 2], or [pairs, layers, 2, 3] of MOMENTS
-    block,
-    num_slots,
-    k_slot_stride,
-    k_head_stride,
-    v_slot_stride,
-    v_head_stride,
+    block, num_slots, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride,
     ELEMENT: tl.constexpr,
     ALIGNED: tl.constexpr,  # every base is a multiple of 16 bytes
     MOMENTS: tl.constexpr,
     HALF: tl.constexpr,  # 0: nothing is rotated
-    NEOX: tl.constexpr,
-    HEADS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
+    NEOX: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     REST: tl.constexpr,  # columns of a tile of keys that are not rotated
-    V_COLS: tl.constexpr,
-    HALF_COLS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    V_COLS: tl.constexpr, HALF_COLS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Grid (pairs, layers, 2). A pair that names a slot or shift out of range is NaN."""
     pair = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
@@ -218,16 +207,9 @@ class TritonDistance:
             return out
         with common.current_device(dst.device):
             distance_kernel[(pairs, len(self._layers), 2)](
-                common.as_read(keys),
-                self._bases,
-                dst,
-                src,
+                *(common.as_read(keys), self._bases, dst, src),
                 *common.rotary_arguments(shift, rotation, dst, self._bases),
-                out,
-                block,
-                keys.shape[0],
-                *keys.stride()[:2],
-                *values.stride()[:2],
+                *(out, block, keys.shape[0], *keys.stride()[:2], *values.stride()[:2]),
                 **constants(keys, values, rotation, ALIGNED=self._aligned, MOMENTS=moments),
             )
         return out

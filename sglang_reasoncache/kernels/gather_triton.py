@@ -25,25 +25,15 @@ def gather_kernel(
     kv_indices,  # int32 [count]
     shift,  # int32 [count], unused unless HALF
     cosines,  # fp32 [table_rows, HALF], likewise
-    sines,
-    table_rows,
+    sines, table_rows,
     out_k,  # [heads, count, K_DIM]
     out_v,  # [heads, count, V_DIM]
-    count,
-    num_slots,
-    k_slot_stride,
-    k_head_stride,
-    v_slot_stride,
-    v_head_stride,
+    count, num_slots, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride,
     ELEMENT: tl.constexpr,
     HALF: tl.constexpr,  # 0: nothing is shifted
-    NEOX: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_COLS: tl.constexpr,
-    V_COLS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    NEOX: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_COLS: tl.constexpr,
+    V_COLS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Grid (cdiv(count, ROWS), heads)."""
     head = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -58,14 +48,14 @@ def gather_kernel(
     if HALF > 0:
         shifted = ok & (by != 0)
         if tl.max(shifted.to(tl.int32), axis=0) > 0:
-            by, shifted = by[:, None], shifted[:, None]
+            turned = shifted[:, None]
             rotated, other, first, angle = common.pairing(column, HALF, NEOX)
             cosine, sine = common.load_factors(
-                cosines, sines, by, rotated, first, angle, shifted, HALF
+                cosines, sines, by[:, None], rotated, first, angle, turned, HALF
             )
             there = common.load_fp32(at + other, mask, ELEMENT)
             # An element that stays where it is stays as it is: inf * 0 would be NaN.
-            k = tl.where(shifted & rotated, k * cosine + there * sine, k)
+            k = tl.where(turned & rotated, k * cosine + there * sine, k)
     row = (head * count + entry)[:, None]
     mask = inside[:, None] & (column < K_DIM)
     tl.store(out_k + row * K_DIM + column, k.to(out_k.dtype.element_ty), mask=mask)
@@ -93,16 +83,10 @@ def gather(
     rows = max(1, TILE // max(k_cols, v_cols))
     with common.current_device(keys.device):
         gather_kernel[(triton.cdiv(count, rows), keys.shape[1])](
-            common.as_read(keys),
-            common.as_read(values),
-            kv_indices,
+            *(common.as_read(keys), common.as_read(values), kv_indices),
             *common.rotary_arguments(shift, rotation, kv_indices, out_k),
-            out_k,
-            out_v,
-            count,
-            keys.shape[0],
-            *keys.stride()[:2],
-            *values.stride()[:2],
+            *(out_k, out_v, count, keys.shape[0]),
+            *(*keys.stride()[:2], *values.stride()[:2]),
             ELEMENT=common.ELEMENT[keys.dtype],
             **common.rotary_constants(rotation),
             K_DIM=keys.shape[2],

@@ -38,11 +38,8 @@ def note_kernel(
     num_rows,
     LATEST: tl.constexpr,  # queries kept one by one
     AHEAD: tl.constexpr,  # the next power of 2
-    TOTAL: tl.constexpr,
-    DECODE: tl.constexpr,
-    PIECES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    TOTAL: tl.constexpr, DECODE: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Grid (PIECES, batch)."""
     piece = tl.program_id(0)
     request = tl.program_id(1)

@@ -19,16 +19,12 @@ class RowPlan(NamedTuple):
 
     Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their
     positions, single tokens whatever the page size of the pool.
-
-    Attributes:
-        kv_indptr: int32 ``[batch + 1]``.
-        kv_indices: int32 ``[total]``, slots.
-        shift: int32 ``[total]``, positions by which to rotate each key (where it is used minus
-            where it was cached); None where all are 0.
     """
 
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor  # int32 [batch + 1]
+    kv_indices: torch.Tensor  # int32 [total], slots
+    #: int32 ``[total]``, positions by which to rotate each key (where it is used minus where it
+    #: was cached); None where all are 0.
     shift: torch.Tensor | None
 
 

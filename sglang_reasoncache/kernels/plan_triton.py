@@ -39,17 +39,9 @@ def plan_kernel(
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written
     positions,  # int32 [capacity], written if POSITIONS
-    num_rows,
-    width,
-    row_stride,
-    num_slots,
-    capacity,
-    SHIFTS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    WRITE: tl.constexpr,
-    PIECES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    num_rows, width, row_stride, num_slots, capacity, SHIFTS: tl.constexpr, POSITIONS: tl.constexpr,
+    WRITE: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Grid (PIECES, batch). Counts the entries of every piece, or writes them."""
     piece = tl.program_id(0)
     request = tl.program_id(1)
@@ -85,11 +77,8 @@ def plan_kernel(
 def scan_kernel(
     counts,  # int32 [batch, PIECES]
     kv_indptr,  # int32 [batch + 1], written
-    batch,
-    capacity,
-    PIECES: tl.constexpr,
-    REQUESTS: tl.constexpr,
-):
+    batch, capacity, PIECES: tl.constexpr, REQUESTS: tl.constexpr,
+):  # fmt: skip
     """Grid (1,)."""
     tl.store(kv_indptr, 0)
     before = tl.zeros([], tl.int64)

@@ -32,11 +32,8 @@ def settle_kernel(
     lengths,  # int64 [batch]
     keep,  # uint8 [batch, pages], written as far as rows are long
     totals,  # int64 [3], added to: positions held, positions read, newest pages not asked for
-    pages,
-    budget,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    pages, budget, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Grid (batch,)."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(lengths + row), pages * PAGE).to(tl.int32)
@@ -83,13 +80,9 @@ def select_kernel(
     to_indices,  # int32 [capacity], written
     to_shift,  # int32 [capacity], written
     to_entries,  # int32 [capacity], written: where they are in the whole plan
-    pages,
-    capacity,
-    PAGE: tl.constexpr,
-    WRITE: tl.constexpr,
-    PIECES: tl.constexpr,
+    pages, capacity, PAGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (PIECES, batch). Counts the entries of every piece that are kept, or writes them."""
     piece = tl.program_id(0)
     request = tl.program_id(1)
@@ -121,10 +114,8 @@ def add_kernel(
     kv_indptr,  # int32 [batch + 1], of the selected entries
     entries,  # int32 [capacity]
     whole,  # fp32 [size], added to
-    size,
-    PIECES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    size, PIECES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Grid (PIECES, batch). No two entries go to one element."""
     start, stop = _span_of(kv_indptr, tl.program_id(1), tl.program_id(0), PIECES, TILE)
     for some in range(start, stop, TILE):

@@ -24,7 +24,6 @@ from sglang_reasoncache.kernels import (
     note_triton,
     plan_triton,
     select_triton,
-    weights_triton,
 )
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
@@ -141,9 +140,9 @@ def test_distance(arch: int, dtype: torch.dtype, rotary_dim: int, is_neox: bool)
 @ARCHS
 def test_weights(arch: int) -> None:
     """A thread's loads of several heads are under way before the first is used."""
-    fixed = dict(heads=32, HEADS=weights_triton.HEADS, PIECES=64, TILE=weights_triton.TILE)
-    ptx = compile_for(weights_triton.weights_kernel, arch, fixed)
-    assert len(re.findall(r"ld\.global", ptx[: ptx.index("ex2.")])) >= weights_triton.HEADS
+    fixed = dict(heads=32, HEADS=decode_triton.HEADS, PIECES=64, TILE=decode_triton.TILE)
+    ptx = compile_for(decode_triton.weights_kernel, arch, fixed)
+    assert len(re.findall(r"ld\.global", ptx[: ptx.index("ex2.")])) >= decode_triton.HEADS
 
 
 @ARCHS

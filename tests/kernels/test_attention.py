@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes 10 ms even for one that has nothing to do."""
     if INTERPRETED:
-        for name in ("decode_triton.SPLITS", "plan_triton.PIECES", "weights_triton.PIECES"):
+        for name in ("decode_triton.SPLITS", "plan_triton.PIECES", "decode_triton.PIECES"):
             monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", 4)
 
 

@@ -31,7 +31,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels import common_triton, decode_triton, plan_triton, weights_triton
+from sglang_reasoncache.kernels import common_triton, decode_triton, plan_triton
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -78,7 +78,7 @@ def test_the_merge_is_exact(splits: int, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_weights_have_limits(launch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In launches that have memory for some logits, and of entries past either limit none."""
     rig = make(Case(lengths=(300, 19), heads=6, query_dtype=torch.float32))
-    monkeypatch.setattr(weights_triton, "LOGITS_BYTES", launch * 4 * 6 * 300)
+    monkeypatch.setattr(decode_triton, "LOGITS_BYTES", launch * 4 * 6 * 300)
     spans = tuple(torch.tensor(side).int() for side in ((0, 0, 300, 7, 7), (300, 299, 319, 7, 50)))
     query, sinks = rig.query[[0, 0, 1, 1, 0]], torch.linspace(-2, 3, 6)
     plan = rig.plan()
@@ -102,12 +102,12 @@ def test_weights_have_limits(launch: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_launches_begin_at_aligned_addresses() -> None:
     """What is compiled for the first launch serves the others."""
     for width in range(1, 600_000, 997):
-        rows = weights_triton.rows_of_a_launch(32, width)
+        rows = decode_triton.rows_of_a_launch(32, width)
         assert rows % 4 == 0 or rows < 4
-        assert rows < 4 or rows * 4 * 32 * width <= weights_triton.LOGITS_BYTES
+        assert rows < 4 or rows * 4 * 32 * width <= decode_triton.LOGITS_BYTES
     # As long as a context of 128k: no launch for the last of 16 requests alone.
-    assert weights_triton.rows_of_a_launch(32, (128 << 10) + 4) == 16
-    assert weights_triton.rows_of_a_launch(128, 10 << 20) == 1
+    assert decode_triton.rows_of_a_launch(32, (128 << 10) + 4) == 16
+    assert decode_triton.rows_of_a_launch(128, 10 << 20) == 1
 
 
 @on_device
