@@ -47,8 +47,7 @@ class PagedBackend(_Stock):
             **stock: For the backend behind.
 
         Raises:
-            ValueError: a model, pool or mode that is not supported, by name; or corrected
-                positions that the model's rotary embedding does not allow.
+            ValueError: what is not supported, by name; an embedding that cannot rotate keys.
         """
         check_supported(model_runner, requested_by)
         self.requested_by = requested_by

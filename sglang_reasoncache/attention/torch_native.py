@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's torch-native attention with shared keys used at the position where they are read.
+"""SGLang's torch-native attention over a view of the key cache that rotates shifted keys.
 
-SGLang's code runs unchanged over a view of the key cache that rotates shifted keys. Without
-shifted slots the results are SGLang's bit for bit.
+Without shifted slots the results are SGLang's bit for bit.
 """
 
 from __future__ import annotations

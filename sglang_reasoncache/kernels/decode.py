@@ -38,9 +38,8 @@ def decode_attention(
         sinks: fp32 ``[heads]``, logits that take weight and have no value.
         spans: int32 ``[batch]`` each, first entry of each query and one past its last; several
             queries may read the same entries.
-        weights: fp32, one for each entry of query 0, then of query 1, and so on. Each entry's
-            softmax weight, summed over the query heads, is added to it. "triton" takes any
-            length: entries past the end are skipped, unused elements are unchanged.
+        weights: fp32, one for each entry of query 0, then of query 1, and so on: each entry's
+            softmax weight, summed over the heads, is added to it. "triton" takes any length.
         longest: Upper bound on the entries of a query; None: all of the plan's. With ``weights``,
             "triton" has memory for the logits of as many, and skips others.
 

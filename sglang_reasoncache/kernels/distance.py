@@ -88,8 +88,8 @@ class DistanceKernel:
                 would be used minus where it was cached). None compares keys as cached.
 
         Returns:
-            fp64 ``[pairs, num_layers, 2]`` (key side, value side) on the pool's device, not finite
-            if what was read is not. Additive over tensor-parallel ranks.
+            fp64 ``[pairs, num_layers, 2]`` (key side, value side), not finite if what was read is
+            not. Additive over tensor-parallel ranks.
 
         Raises:
             ValueError: wrong dtype, shape or device; ``shift`` without a rotation; a slot or shift

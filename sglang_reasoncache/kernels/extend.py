@@ -38,8 +38,7 @@ class ExtendPlan:
         new: New tokens of each request, the last entries of its row.
         dtype: Of the queries.
         singly: Read every token as in decode (for soft caps and sinks).
-        entries: Entries of each row of ``plan``, where the host knows them (their lengths where no
-            position is evicted); None reads them from ``plan``, which waits for a device.
+        entries: Of each row, where the host knows them; None reads ``plan``: waits for a device.
 
     Raises:
         ValueError: more new tokens than a row has entries.

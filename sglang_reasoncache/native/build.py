@@ -142,10 +142,7 @@ def _source_hash(root: Path) -> str:
 
 
 def _key(root: Path, flags: Sequence[str]) -> str:
-    """Hash of what decides what the library holds.
-
-    The compiler is not asked: a library built into an image is used where there is none.
-    """
+    """Hash of what decides what the library holds; a compiler need not be there to be asked."""
     parts = (_source_hash(root), os.environ.get("CXX", ""), *flags, _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -160,10 +157,7 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """A folder that nobody else can write, since what is in it gets executed; else None.
-
-    It may belong to root and be read-only, as in an image.
-    """
+    """A folder that nobody else can write (what is in it gets executed), maybe root's; else None."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(os.environ.get("REASONCACHE_CACHE_DIR") or Path(base) / "sglang-reasoncache")
     if not folder.is_absolute():
