@@ -153,6 +153,7 @@ def test_gather(arch: int) -> None:
     assert re.search(r"ld\.global\.v4\.b32", ptx) and re.search(r"st\.global\.v4\.b32", ptx)
 
 
+MERGE = dict(SINKS=True, LSE=True, V_DIM=128, V_COLS=128, SPLITS=32, CHUNK=256)
 PLAN = dict(SHIFTS=True, POSITIONS=True, PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
 NOTE = dict(LATEST=8, AHEAD=8, TOTAL=True, PIECES=16, TILE=note_triton.TILE)
 SELECT = dict(PIECES=plan_triton.PIECES, TILE=select_triton.TILE)
@@ -163,10 +164,7 @@ BOUNDS = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        (
-            decode_triton.merge_kernel,
-            dict(SINKS=True, LSE=True, V_DIM=128, V_COLS=128, SPLITS=32, CHUNK=256),
-        ),
+        (decode_triton.merge_kernel, MERGE),
         (plan_triton.plan_kernel, PLAN | dict(WRITE=False)),
         (plan_triton.plan_kernel, PLAN | dict(WRITE=True)),
         (plan_triton.scan_kernel, dict(PIECES=16, REQUESTS=plan_triton.REQUESTS)),
@@ -181,6 +179,5 @@ BOUNDS = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
     ],
 )
 def test_the_others(arch: int, kernel: Any, constants: dict[str, Any]) -> None:
-    compile_for(
-        kernel, arch, constants, keys="u8" if constants.get("ELEMENT") == "e4m3" else "bf16"
-    )
+    keys = "u8" if constants.get("ELEMENT") == "e4m3" else "bf16"
+    compile_for(kernel, arch, constants, keys=keys)

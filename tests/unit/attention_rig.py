@@ -152,12 +152,10 @@ class Rig:
         k, v = k.view(tokens, self.kv_heads, DIM), v.view(tokens, self.kv_heads, DIM)
         return run(q, k, v, self.layer, batch).view(tokens, self.heads, DIM)
 
-    def check(self, backend: Any, batch: Any) -> None:
+    def check(self, backend: Any, batch: Any, logit_cap: float = 0.0) -> None:
         """The backend's forward of the batch is as expected."""
-        found = self.forward(backend, batch)
-        torch.testing.assert_close(
-            found.double(), self.expected(batch), rtol=0, atol=TOLERANCE[self.dtype]
-        )
+        found, expected = self.forward(backend, batch).double(), self.expected(batch, logit_cap)
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[self.dtype])
 
     def expected(self, batch: Any, logit_cap: float = 0.0) -> torch.Tensor:
         """Dense attention in fp64 over rows whose keys are rotated to where they are used.
