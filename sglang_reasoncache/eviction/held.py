@@ -15,7 +15,7 @@ import torch
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
-from sglang_reasoncache.kernels.pool import read_rows
+from sglang_reasoncache.kernels.paged import read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 import torch
 
 from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.paged import PagedKv, read_rows
 from sglang_reasoncache.kernels.plan import RowPlan
-from sglang_reasoncache.kernels.pool import read_rows
 
 
 class PageBounds:

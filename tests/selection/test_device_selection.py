@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, GraphVariants
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
-from sglang_reasoncache.kernels import decode_triton, plan_triton, select_triton, weights_triton
+from sglang_reasoncache.kernels import decode_triton, plan_triton, select_triton
 from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
@@ -44,7 +44,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(page_bounds, "PagedKv", paged)
         monkeypatch.setattr(decode_triton, "SPLITS", 2)
         monkeypatch.setattr(plan_triton, "PIECES", 2)
-        monkeypatch.setattr(weights_triton, "PIECES", 2)
+        monkeypatch.setattr(decode_triton, "PIECES", 2)
         monkeypatch.setattr(select_triton, "PAGES", 16)
 
 
