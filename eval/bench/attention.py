@@ -63,7 +63,8 @@ def measure_device(device: str, options: argparse.Namespace) -> None:
     """Table, curves and servers of one device, as far as they are asked for."""
     put = functools.partial(record, options.output, device)
     curves = dict(SHAPES[device])
-    table, prepared = curves.pop(""), contextlib.nullcontext()
+    table = curves.pop("")
+    prepared: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if device == "cpu":
         # Before SGLang is imported: the platform our backend serves on.
         os.environ |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
@@ -74,7 +75,7 @@ def measure_device(device: str, options: argparse.Namespace) -> None:
         prepared = outside_a_server()
         put({"device": f"CPU, {threads} threads", "threads": threads})
     else:
-        from eval.bench.attention_cuda import CudaBatch as kind
+        from eval.bench.attention_cuda import CudaBatch as kind  # type: ignore[assignment]
         from eval.bench.distance import of_copy
 
         put({"device": torch.cuda.get_device_name()})

@@ -95,7 +95,7 @@ def run_in_turns(
     """Servers of all methods stay up and take turns, in the opposite order in every second round;
     the cells of each. ``options`` as of :class:`RunOptions`."""
     seeds = tuple(range(rounds))
-    several = {"tasks": (task,), "methods": tuple(methods), "seeds": seeds}
+    several: dict[str, Any] = {"tasks": (task,), "methods": tuple(methods), "seeds": seeds}
     run(RunOptions(**several, device="cpu", keep_servers=len(methods), **options), out)
     return {name: [Cell(out, task, name, seed) for seed in seeds] for name in methods}
 

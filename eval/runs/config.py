@@ -50,7 +50,7 @@ def make_config(plan: Plan, methods: Sequence[Method], opens_thinking: bool) -> 
         for (task, seed), one in plan.tasks.items()
     }
     names = {"methods": [method.name for method in methods], "method_specs": list(options.methods)}
-    asked = {"method_details": details, "sampling": dict(plan.body), "data": data}
+    asked: dict[str, Any] = {"method_details": details, "sampling": dict(plan.body), "data": data}
     asked |= {"opens_thinking": opens_thinking, "problems": problems, "random_ratios": {}}
     return {**options.to_dict(), **names, **asked, **_circumstances(), "resumed": []}
 

@@ -130,7 +130,7 @@ class EvalTask:
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
         self._limit = source.limit
-        self.server_flags = _REPLAY_FLAGS if name.endswith(_REPLAY) else ()
+        self.server_flags: tuple[str, ...] = _REPLAY_FLAGS if name.endswith(_REPLAY) else ()
         spec = _spec(name, source)
         if spec["task"] == "sandboxed_humaneval":
             _allow_code(name, source)
@@ -218,8 +218,8 @@ def _spec(name: str, source: Source) -> dict[str, Any]:
     if not file:
         return {"task": HUB.get(name, name)}
     if name in _MATHEMATICS:
-        own = {"file": file, "largest": _MATHEMATICS[name]}
-        return {"task": "local_math", "metadata": metadata | own}
+        math: dict[str, Any] = {"file": file, "largest": _MATHEMATICS[name]}
+        return {"task": "local_math", "metadata": metadata | math}
     # Rows as the data set on the hub has them.
     files = {"data_files": dict.fromkeys(("train", "validation", "test"), file)}
     data = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}

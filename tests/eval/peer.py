@@ -139,5 +139,7 @@ def leg(number: int = 0, totals: dict[str, Any] | None = None, **changes: Any) -
     return Leg(leg=number, **{**row, **changes})
 
 
-def moment(step: int, running: int = 1, used: int = 10, saved: int = 3) -> Moment:
-    return Moment(0, step, running, 0, used, saved, 100.0)
+def moment(
+    step: int, running: int = 1, used: int = 10, saved: int = 3, rate: float = 100.0
+) -> Moment:
+    return Moment(0, step, running, 0, used, saved, rate)

@@ -289,7 +289,11 @@ def fill(
     command = ["serve", *(["--enable-reasoncache"] if totals else [])]
     counts = {"polls": 20, "requests_finished": len(right), **totals}
     tokens, report = 50 * len(right), {"totals": counts, **parts} if totals else {}
-    counted = {"seconds": tokens / rate, "output_tokens": tokens, "responses": len(right)}
+    counted: dict[str, Any] = {
+        "seconds": tokens / rate,
+        "output_tokens": tokens,
+        "responses": len(right),
+    }
     cell.append(leg(**counted, report=report, command=command))
 
 

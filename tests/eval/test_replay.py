@@ -32,7 +32,9 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Reference responses of the embedded reasoner's task; they repeat themselves."""
     asked = enumerate(generate(seed=5, count=12))
-    rows = [{"id": f"r{i}", "question": p.prompt, "response": p.response} for i, p in asked]
+    rows: list[dict[str, object]] = [
+        {"id": f"r{i}", "question": p.prompt, "response": p.response} for i, p in asked
+    ]
     return write(tmp_path_factory.mktemp("recorded") / "responses.jsonl", *rows)
 
 

@@ -66,7 +66,7 @@ def planned(task_flags: Sequence[str] = (), model: str = "m", **options: Any) ->
     asked = RunOptions(model=model, tasks=("tiny_reasoner",), limit=1, **options)
     plan = Plan(asked, {"temperature": 0.0})
     for task in plan.tasks.values():
-        task.server_flags = tuple(task_flags)
+        task.server_flags = (*task_flags,)
     return plan
 
 
@@ -76,7 +76,11 @@ def flags_of(plan: Plan, spec: str, seed: int = 0) -> list[str]:
 
 
 def test_flags_of_a_server() -> None:
-    own = {"kv_budget": 500, "server_flags": ("--tp", "2"), "decode_log_interval": 5}
+    own: dict[str, Any] = {
+        "kv_budget": 500,
+        "server_flags": ("--tp", "2"),
+        "decode_log_interval": 5,
+    }
     assert flags_of(planned(["--of-task"], **own), "reasoncache") == [
         "--decode-log-interval", "5", "--allow-auto-truncate", "--stream-interval", "8",
         "--max-total-tokens", "500", "--of-task", "--tp", "2",

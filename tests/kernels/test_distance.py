@@ -169,7 +169,7 @@ def test_agrees_with_gathered_blocks(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_what_is_not_finite_shows(backend: str, dtype: torch.dtype, is_neox: bool) -> None:
     """NaN and infinities in first and last elements, where tiles begin and end."""
-    sizes = dict(heads=3, k_dim=20, rotary_dim=12, v_dim=20)
+    sizes: dict[str, Any] = dict(heads=3, k_dim=20, rotary_dim=12, v_dim=20)
     case = Case(pairs=48, block=2, dtype=dtype, is_neox=is_neox, **sizes)
     layers = make_layers(case)
     infinite = math.inf if dtype != torch.float8_e4m3fn else math.nan

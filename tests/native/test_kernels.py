@@ -140,7 +140,7 @@ def test_reads_every_code_exactly(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_distances_do_not_depend_on_threads(is_neox: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sum is made by one thread in one order, whoever makes it; calls may come together."""
-    sizes = dict(layers=5, heads=4, k_dim=64, v_dim=64, rotary_dim=64)
+    sizes: dict[str, Any] = dict(layers=5, heads=4, k_dim=64, v_dim=64, rotary_dim=64)
     case = DistanceCase(pairs=37, block=16, is_neox=is_neox, **sizes)
     entries = make_entries(case, slots=300)
     # Well above the size that is worth a thread.
