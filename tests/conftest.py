@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -75,6 +75,18 @@ def model_path() -> Path:
     if not (path / "config.json").is_file():
         pytest.fail(f"no model at {path}: set REASONCACHE_TEST_MODEL or train one", pytrace=False)
     return path
+
+
+@pytest.fixture(scope="module")
+def reference(model_path: Path) -> Any:
+    """Tokenizer and model, fp32, of a loop whose attention can be masked."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    return AutoTokenizer.from_pretrained(model_path), model.eval()
 
 
 @pytest.fixture(scope="session")

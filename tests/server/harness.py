@@ -95,26 +95,23 @@ class ServerPool:
         if server is None:
             while len(self._alive) >= self._capacity:
                 self._alive.popitem(last=False)[1].close()
-            server = self._start(spec)
+            # Every test of a spec fails alike: fail the later ones without the wait.
+            if spec in self._unstartable:
+                raise ServerError(f"{spec.name} failed to start before: {self._unstartable[spec]}")
+            self._starts += 1
+            server = ServerProcess(
+                self._model_path,
+                flags=spec.flags,
+                env={**STRICT_CHECKS, **dict(spec.env)},
+                log_path=self._log_dir / f"{self._starts:02d}-{spec.name}.log",
+            )
+            try:
+                server.start()
+            except ServerError as error:
+                self._unstartable[spec] = error
+                raise
         self._alive[spec] = server
         return server
-
-    def _start(self, spec: ServerSpec) -> ServerProcess:
-        # Every test of a spec fails alike: fail the later ones without the wait.
-        if spec in self._unstartable:
-            raise ServerError(f"{spec.name} failed to start before: {self._unstartable[spec]}")
-        self._starts += 1
-        server = ServerProcess(
-            self._model_path,
-            flags=spec.flags,
-            env={**STRICT_CHECKS, **dict(spec.env)},
-            log_path=self._log_dir / f"{self._starts:02d}-{spec.name}.log",
-        )
-        try:
-            return server.start()
-        except ServerError as error:
-            self._unstartable[spec] = error
-            raise
 
     def close(self) -> None:
         """End every server."""
@@ -122,15 +119,8 @@ class ServerPool:
             self._alive.popitem()[1].close()
 
 
-def loads(server: ServerProcess) -> dict[str, Any]:
-    """Return SGLang's live counters: running, waiting, used slots and so on."""
-    response = server.get("/v1/loads", params={"include": "all"})
-    response.raise_for_status()
-    return response.json()["loads"][0]
-
-
-def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> dict[str, Any]:
-    """Wait until nothing runs, waits or holds slots of its own; return the counters.
+def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
+    """Wait until nothing runs, waits or holds slots of its own, by SGLang's live counters.
 
     A slot counts as held unless it is free or belongs to the prefix cache and
     could be evicted, so a slot that leaked or a lock never released shows here.
@@ -138,14 +128,13 @@ def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> dict[str
     deadline = time.monotonic() + timeout_s
     while True:
         server.check_alive()
-        now = loads(server)
-        busy = {
-            name: now[name]
-            for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
-            if now[name]
-        }
+        response = server.get("/v1/loads", params={"include": "all"})
+        response.raise_for_status()
+        now = response.json()["loads"][0]
+        names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
+        busy = {name: now[name] for name in names if now[name]}
         if not busy:
-            return now
+            return
         assert time.monotonic() < deadline, f"not idle after {timeout_s:g} s: {busy}"
         time.sleep(0.1)
 
@@ -153,9 +142,7 @@ def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> dict[str
 def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
     """Check that every slot is back, the cache can be flushed, and nothing complained.
 
-    Args:
-        server: the server a test has used.
-        log_start: size of its log when the test began.
+    ``log_start``: size of the log when the test began.
     """
     wait_until_idle(server)
     flushed = server.post("/flush_cache", params={"timeout": 30})
@@ -165,12 +152,8 @@ def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
     wait_until_idle(server)
     log = server.log_text(log_start)
     for word in _BAD_LOG_WORDS:
-        assert word not in log, f"{word!r} in {server.log_path}:\n{_around(log, word)}"
-
-
-def _around(log: str, word: str, lines: int = 40) -> str:
-    start = log.index(word)
-    return "\n".join(log[start:].splitlines()[:lines])
+        around = "".join(log[log.find(word) :].splitlines(keepends=True)[:40])
+        assert word not in log, f"{word!r} in {server.log_path}:\n{around}"
 
 
 def generate(server: ServerProcess, text: str, max_new_tokens: int, **options: Any) -> Any:
@@ -178,11 +161,8 @@ def generate(server: ServerProcess, text: str, max_new_tokens: int, **options: A
 
     Sampling parameters other than the length go into ``sampling_params``.
     """
-    sampling = {
-        "temperature": 0,
-        "max_new_tokens": max_new_tokens,
-        **options.pop("sampling_params", {}),
-    }
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    sampling |= options.pop("sampling_params", {})
     response = server.post("/generate", json={"text": text, "sampling_params": sampling, **options})
     with contextlib.suppress(ValueError):
         assert response.status_code == 200, response.json()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from sglang_reasoncache.arguments import arguments_of
 from sglang_reasoncache.filter.process import WAIT_ENV
-from tests.server import quest_rule, rkv_rule
 from tests.server.harness import SHARED, STOCK
 
 #: KV slots that hold about five responses of the embedded model, so that
@@ -22,6 +21,9 @@ PAGED_READS = "--attention-backend reasoncache_cpu"
 PAGE16 = "--page-size 16"
 ALIASING = "--reasoncache-publish aliased"
 POLICY = "--reasoncache-policy"
+#: Of servers whose decisions ``reference.py`` follows.
+RKV_POLICY = "rkv:budget=110:slack=24:recent=16"
+QUEST_POLICY = "quest:budget=48:whole_layers=1"
 TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
@@ -63,7 +65,7 @@ SHARING_AND_EVICTING = SHARED.having(
 )
 #: Attention weights decide, in a pool with room, so that runs can be followed; and with
 #: sharing on the same rows, under forced retractions.
-RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, *rkv_rule.POLICY)
+RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, POLICY, RKV_POLICY)
 SHARING_AND_RKV = SHARED.having(
     "and-rkv",
     *(TIGHT, *EAGER, CHUNKED, PAGED_READS, ALIASING),
@@ -77,7 +79,7 @@ SNAPKV_H2O = SHARED.having(
     "snapkv:budget=24:window=8:recent=8+h2o:budget=90:slack=16:recent=16",
 ).for_long_runs()
 #: Each step reads some pages, in a pool with room; and with pages shared as well.
-QUEST = SHARED.having("quest", PAGED_READS, *quest_rule.POLICY, "--enable-metrics")
+QUEST = SHARED.having("quest", PAGED_READS, PAGE16, POLICY, QUEST_POLICY, "--enable-metrics")
 SHARING_AND_QUEST = PAGED.having(
     "quest", PAGED_READS, POLICY, "reasoncache+quest:budget=96"
 ).for_long_runs()
