@@ -18,13 +18,11 @@ from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_reasoncache.sharing.decision import BlockProposal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
+from sglang_reasoncache.sharing.pipeline import in_batches
 from sglang_reasoncache.sharing.ranks import Ranks
-from tests.property.world import (
-    OUTPUT as OUTPUT,
-)
-from tests.property.world import (
-    PROMPT as PROMPT,
-)
+from sglang_reasoncache.sharing.stats import SharingStats
+from tests.property.world import OUTPUT as OUTPUT
+from tests.property.world import PROMPT as PROMPT
 from tests.property.world import (
     Pair,
     Setup,
@@ -66,13 +64,13 @@ class SlowMeter(BlockMeter):
 def everything_comes_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """At the end of each test every request is finished, and then every slot is free."""
     made: list[World] = []
-    initialize = World.__init__
 
-    def note(world: World, *args: Any, **kwargs: Any) -> None:
-        initialize(world, *args, **kwargs)
-        made.append(world)
+    class Noted(World):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
 
-    monkeypatch.setattr(World, "__init__", note)
+    monkeypatch.setitem(globals(), "World", Noted)
     yield
     for world in made:
         for req in list(world.requests):
@@ -141,22 +139,29 @@ def test_shares_without_a_prefix_cache(setup: Setup, end: str) -> None:
         assert world.controller.after_decode([req]) == 8
 
 
-@pytest.mark.parametrize("end", ["finish", "retract"])
-def test_what_arrives_for_a_row_that_is_gone_is_refused(slow: World, end: str) -> None:
+@pytest.mark.parametrize("end", ["finish", "retract", "recompute"])
+@pytest.mark.parametrize("measured", [False, True], ids=["proposed", "measured"])
+def test_what_arrives_for_a_row_that_is_gone_is_refused(
+    slow: World, end: str, measured: bool
+) -> None:
+    """Its slots are somebody else's by now, or only a first chunk has slots again."""
     req, other = start(slow, "gone"), start(slow, "stays", first=200)
+    followed = state(slow, req).followed.id
     propose(slow, req, Pair(20, 8))
-    slow.controller.after_decode([req, other])
-    if end == "finish":
-        finish(slow, req)
-    else:
-        retract(slow, req)
-    # Its slots are somebody else's by now.
+    if measured:
+        slow.controller.after_decode([req, other])
+    (finish if end == "finish" else retract)(slow, req)
+    assert (followed in slow.engine.closed) == (end == "finish")
+    if end == "recompute":
+        prefill(slow, req, up_to=12)
     third = start(slow, "third", first=300)
     rows = slow.row(other).copy(), slow.row(third).copy()
+    free = slow.allocator.available_size()
     arrive(slow, True)
     assert slow.controller.after_decode([other, third]) == 0
     assert slow.controller.stats.refusals["late"] == 1
     assert (slow.row(other) == rows[0]).all() and (slow.row(third) == rows[1]).all()
+    assert slow.allocator.available_size() == free and not len(slow.allocator.references)
 
 
 def test_a_retracted_request_shares_again(slow: World) -> None:
@@ -182,20 +187,6 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     assert row[20:24] == row[8:12] and row[26:30] != row[14:18]
 
 
-def test_a_row_being_recomputed_is_left_alone() -> None:
-    """A result from before a retraction comes while only a first chunk has slots again."""
-    world = World(SETUP)
-    req, other = start(world, "again"), start(world, "other", first=200)
-    propose(world, req, Pair(20, 8))
-    retract(world, req)
-    prefill(world, req, up_to=12)
-    free = world.allocator.available_size()
-    assert world.controller.after_decode([other]) == 0
-    assert world.controller.stats.refusals["late"] == 1
-    assert world.allocator.available_size() == free and not len(world.allocator.references)
-    retract(world, req)
-
-
 def test_a_decision_survives_retraction_after_retraction() -> None:
     """Retracted again before its blocks were applied anew, a request still shares them."""
     world = World(SETUP)
@@ -211,21 +202,6 @@ def test_a_decision_survives_retraction_after_retraction() -> None:
     assert world.controller.after_decode([req]) == 8
     assert state(world, req).shared == [(20, 8), (26, 14)]
     assert world.controller.live_positions == 8
-
-
-def test_nothing_is_applied_before_old_decisions(slow: World) -> None:
-    """New blocks of a recomputed row come after those it had."""
-    arrive(slow, True)
-    req = start(slow)
-    propose(slow, req, Pair(20, 8))
-    assert slow.controller.after_decode([req]) == 4
-    propose(slow, req, Pair(26, 14))
-    retract(slow, req)
-    prefill(slow, req)
-    decode(slow, req)
-    slow.controller.after_decode([req])
-    slow.controller.after_decode([req])
-    assert slow.controller.live_positions == 4 * len(set(state(slow, req).shared))
 
 
 def test_results_of_a_request_that_disappeared_are_refused() -> None:
@@ -246,12 +222,6 @@ def test_results_of_a_request_that_disappeared_are_refused() -> None:
     assert followed in world.engine.closed
     world.controller.after_decode([other])
     assert world.controller.stats.refusals["late"] == 1
-
-
-def test_a_finished_request_leaves_the_engine(slow: World) -> None:
-    req = start(slow)
-    finish(slow, req)
-    assert state(slow, req).followed.id in slow.engine.closed
 
 
 class Voting(Ranks):
@@ -346,7 +316,51 @@ def test_polls_the_requests_now_and_then() -> None:
 def test_a_short_request_is_counted_too() -> None:
     """It ended before the first poll."""
     world = World(SETUP, interval=100)
-    req = start(world)
-    finish(world, req)
+    finish(world, start(world))
     stats = world.controller.stats
     assert (stats.requests_seen, stats.requests_finished) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("requests", "sizes"),
+    [
+        ([[(20, 0), (24, 4), (40, 8)]], [3]),
+        # The second block reads slots that the first one gives away.
+        ([[(20, 0), (40, 22)]], [1, 1]),
+        # Another request's blocks go into the same passes.
+        ([[(20, 0), (40, 20)], [(8, 0)]], [2, 1]),
+    ],
+)
+def test_blocks_that_depend_on_each_other(
+    requests: list[list[tuple[int, int]]], sizes: list[int]
+) -> None:
+    """They are applied one after the other; whatever the chain: ``tests/property``."""
+    batches: list[list[BlockProposal]] = []
+    nobody: Any = None
+    for pairs in requests:
+        in_batches([BlockProposal(nobody, dst, src, 4) for dst, src in pairs], batches)
+    assert [len(batch) for batch in batches] == sizes
+
+
+@pytest.mark.parametrize(
+    ("finished", "affected", "final"),
+    [
+        # One counts tokens, the other one requests.
+        ([(50, 100, 0), (0, 900, 0)], 0.05, 0.25),
+        # Evicted positions are saved too.
+        ([(10, 100, 30)], 0.4, 0.4),
+        ([(0, 0, 0)], 0.0, 0.0),
+    ],
+)
+def test_ratios_of_the_endpoint(
+    finished: list[tuple[int, int, int]], affected: float, final: float
+) -> None:
+    stats = SharingStats()
+    for redirected, positions, evicted in finished:
+        stats.request_finished(redirected, positions, evicted=evicted)
+    seen = stats.to_dict()
+    names = ("finished_redirected", "finished_positions", "finished_evicted")
+    assert [seen[name] for name in names] == [sum(column) for column in zip(*finished, strict=True)]
+    assert seen["affected_ratio"] == pytest.approx(affected)
+    assert seen["final_saving_ratio"] == pytest.approx(final)
+    assert seen["eviction_refusals"] == {} and "sum_saved" not in seen

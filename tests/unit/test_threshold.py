@@ -14,11 +14,8 @@ from hypothesis import strategies as st
 from sglang_reasoncache.sharing.histogram import Histogram
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
-_DISTANCES = st.lists(
-    st.one_of(st.just(0.0), st.floats(1e-7, 999.0), st.sampled_from([0.01, 0.02, 1.0])),
-    min_size=1,
-    max_size=60,
-)
+_DISTANCE = st.one_of(st.just(0.0), st.floats(1e-7, 999.0), st.sampled_from([0.01, 0.02, 1.0]))
+_DISTANCES = st.lists(_DISTANCE, min_size=1, max_size=60)
 
 
 def histogram_of(distances: list[float], half_life: float | None = None) -> Histogram:
@@ -69,21 +66,13 @@ def test_under_and_overflow_are_counted_at_the_ends() -> None:
 
 def weighted_percentile(distances: list[float], half_life: float, p: float) -> float:
     """Slow reference of the decayed percentile by sorting all observations."""
-    weights = [2.0 ** (-age / half_life) for age in range(len(distances))][::-1]
-    pairs = sorted(zip(distances, weights, strict=True))
-    total = sum(weights)
-    rank = (total - 1) * p / 100
-
-    def at(mass: float) -> float:
-        below = 0.0
-        for distance, weight in pairs:
-            below += weight
-            if below > mass + 1e-9:
-                return distance
-        return pairs[-1][0]
-
-    low, high = at(math.floor(rank)), at(math.floor(rank) + 1)
-    return low + (high - low) * (rank - math.floor(rank))
+    order = np.argsort(distances, kind="stable")
+    below = (2.0 ** (-np.arange(len(order))[::-1] / half_life))[order].cumsum()
+    rank = (below[-1] - 1) * p / 100
+    whole = math.floor(rank)
+    places = np.searchsorted(below, np.array([whole, whole + 1]) + 1e-9, side="right")
+    low, high = np.array(distances)[order[places.clip(max=len(order) - 1)]]
+    return low + (high - low) * (rank - whole)
 
 
 @pytest.mark.parametrize("half_life", [3.3, 7.0, 300.0])
@@ -96,29 +85,22 @@ def test_decay_forgets_old_distances(half_life: float) -> None:
         assert histogram.percentile(p) == pytest.approx(expected, rel=0.01)
 
 
-def test_zero_percent_accepts_nothing_and_a_hundred_everything() -> None:
+def test_what_is_accepted_follows_what_was_observed() -> None:
+    """Nothing before the warm-up is over; at zero percent never, at a hundred everything."""
     nothing = AdaptiveThreshold(percentile=0, warmup=0)
     everything = AdaptiveThreshold(percentile=100, warmup=3)
     distances = [0.0, 1e-9, 0.5, 1e6]
     assert not nothing.decide(distances).any()
     assert not everything.decide(distances[:2]).any()
-    assert everything.decide(distances).all()
-    assert everything.accepts(1e300)
-
-
-def test_nothing_is_accepted_before_the_warmup_is_over() -> None:
+    assert everything.decide(distances).all() and everything.accepts(1e300)
     assert not AdaptiveThreshold(percentile=80, warmup=0).accepts(0.0), "nothing observed"
     threshold = AdaptiveThreshold(percentile=80, warmup=10)
-    for count in range(1, 10):
+    for count in range(1, 11):
+        assert not threshold.accepts(0.0)
         threshold.observe(0.5)
         assert threshold.num_observed == count
-        assert not threshold.accepts(0.0)
-    threshold.observe(0.5)
-    assert threshold.accepts(0.5)
-    assert not threshold.accepts(0.6)
-    # The threshold follows what is observed.
-    for _ in range(10):
-        threshold.observe(3.0)
+    assert threshold.accepts(0.5) and not threshold.accepts(0.6)
+    threshold.decide([3.0] * 10)
     assert threshold.accepts(2.9)
 
 
@@ -133,14 +115,12 @@ def test_what_is_no_distance_is_neither_observed_nor_accepted(distance: float) -
 
 @settings(deadline=None)
 @given(_DISTANCES, st.integers(0, 30))
-def test_decisions_of_a_step_equal_observing_then_accepting(
-    distances: list[float], warmup: int
-) -> None:
+def test_a_step_is_observed_before_it_is_judged(distances: list[float], warmup: int) -> None:
     together, apart = AdaptiveThreshold(70, warmup), AdaptiveThreshold(70, warmup)
-    decided = together.decide(np.array(distances, dtype=np.float32))
     singles = np.array(distances, dtype=np.float32).tolist()
     for distance in singles:
         apart.observe(distance)
+    decided = together.decide(np.array(distances, dtype=np.float32))
     assert decided.tolist() == [apart.accepts(distance) for distance in singles]
 
 
@@ -162,38 +142,32 @@ def test_state_survives_a_round_trip_through_json(half_life: float | None) -> No
     assert AdaptiveThreshold(state=AdaptiveThreshold().to_state()).num_observed == 0
 
 
-def _state(**changes: object) -> dict[str, object]:
-    return {**histogram_of([0.5, 0.5, 2.0]).to_state(), **changes}
+BAD_BINS = (
+    *(None, 7, [7], [[5]], [[1, 1.0]] * 3000, [[-1, 1.0]], [[99999, 1.0]], [[5, 1.0, 1.0]], "55"),
+    *([[True, 1.0]], [[5, 1.0], [5, 1.0]], [[5, 0.0]], [[5, math.nan]], [[5, math.inf]]),
+    *([[5, "1"]], [[5, 10**400]]),
+)
+NO_BINS = r"bins must be at most 2563 pairs \[index, weight\]"
+NO_NUMBER = "num_observed must be an integer of at least"
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("changes", "message"),
     [
         (7, "must be an object, got int"),
         ([], "must be an object, got list"),
-        ({}, "must have version 1, got None"),
-        (_state(version=2), "must have version 1, got 2"),
-        (_state(layout=[1e-7, 1e3, 128]), "must have layout"),
-        *(
-            (_state(bins=bins), r"bins must be at most 2563 pairs \[index, weight\]")
-            for bins in (
-                *(None, 7, [7], [[5]], [[1, 1.0]] * 3000, [[-1, 1.0]], [[99999, 1.0]]),
-                *([[True, 1.0]], [[5, 1.0], [5, 1.0]], [[5, 0.0]], [[5, math.nan]]),
-                *([[5, math.inf]], [[5, "1"]], [[5, 10**400]], [[5, 1.0, 1.0]], "55"),
-            )
-        ),
-        *(
-            (_state(**{field: value}), "num_observed must be an integer of at least")
-            for field, value in [
-                ("num_observed", 2),
-                ("num_observed", "3"),
-                ("num_observed", -1),
-                ("bins", []),
-            ]
-        ),
+        (None, "must have version 1, got None"),
+        ({"version": 2}, "must have version 1, got 2"),
+        ({"layout": [1e-7, 1e3, 128]}, "must have layout"),
+        *(({"bins": bins}, NO_BINS) for bins in BAD_BINS),
+        *(({"num_observed": number}, NO_NUMBER) for number in (2, "3", -1)),
+        ({"bins": []}, NO_NUMBER),
     ],
 )
-def test_bad_states_are_refused(state: object, message: str) -> None:
+def test_bad_states_are_refused(changes: object, message: str) -> None:
+    """``changes`` of a good one where it is an object; None: an empty one."""
+    good = histogram_of([0.5, 0.5, 2.0]).to_state()
+    state = {} if changes is None else good | changes if isinstance(changes, dict) else changes
     with pytest.raises(ValueError, match=message):
         AdaptiveThreshold(state=state)
 
