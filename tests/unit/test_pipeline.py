@@ -349,7 +349,7 @@ def test_blocks_that_depend_on_each_other(
         ([(50, 100, 0), (0, 900, 0)], 0.05, 0.25),
         # Evicted positions are saved too.
         ([(10, 100, 30)], 0.4, 0.4),
-        ([(0, 0, 0)], 0.0, 0.0),
+        ([], 0.0, 0.0),
     ],
 )
 def test_ratios_of_the_endpoint(
@@ -360,7 +360,7 @@ def test_ratios_of_the_endpoint(
         stats.request_finished(redirected, positions, evicted=evicted)
     seen = stats.to_dict()
     names = ("finished_redirected", "finished_positions", "finished_evicted")
-    assert [seen[name] for name in names] == [sum(column) for column in zip(*finished, strict=True)]
+    assert [seen[name] for name in names] == [sum(one[i] for one in finished) for i in range(3)]
     assert seen["affected_ratio"] == pytest.approx(affected)
     assert seen["final_saving_ratio"] == pytest.approx(final)
     assert seen["eviction_refusals"] == {} and "sum_saved" not in seen
