@@ -29,9 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark server tests and keep those of one server together, so that it starts once.
 
-    A test's server is its parameter ``server``, or ``spec`` where it asks for servers itself.
-    In one process they run last, after what fails sooner. Under pytest-xdist they
-    come first, a group to a worker, and the short tests fill what is left.
+    Their server is the parameter ``server``, or ``spec`` where a test asks for servers itself. They
+    run last; under pytest-xdist first, a group to a worker, and short tests fill what is left.
     """
     parallel = hasattr(config, "workerinput")
     first_use: dict[str, int] = {}
@@ -103,10 +102,7 @@ def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def server(servers: ServerPool, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    """A server for the spec given by indirect parametrization, checked after the test.
-
-    Use as ``@pytest.mark.parametrize("server", [STOCK, SHARED], indirect=True, ids=...)``.
-    """
+    """A server for the spec given by indirect parametrization, checked after the test."""
     from tests.server.harness import assert_whole
 
     process = servers.get(request.param)

@@ -25,20 +25,16 @@ _BAD_LOG_WORDS = ("Traceback (most recent call last)", "leak detected", "Leak De
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What a test asks of a server. Equal specs share one.
+    """What a test asks of a server. Equal specs share one."""
 
-    Attributes:
-        name: short, for test ids and log files.
-        flags: command-line flags, one string each.
-        env: environment variables as pairs, on top of :data:`STRICT_CHECKS`.
-        long: its tests have the marker ``long`` and are left out of ``make test``.
-        group: tests of one group run in one process; empty: those of this spec alone.
-    """
-
+    #: Short, for test ids and log files.
     name: str
     flags: tuple[str, ...] = ()
+    #: Variables on top of :data:`STRICT_CHECKS`.
     env: tuple[tuple[str, str], ...] = ()
+    #: Its tests have the marker ``long`` and are left out of ``make test``.
     long: bool = False
+    #: Tests of one group run in one process; empty: those of this spec alone.
     group: str = ""
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
@@ -68,8 +64,7 @@ SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 class ServerPool:
     """Starts servers when first asked for and keeps the most recent ones alive.
 
-    Starting one costs a minute of processor time, an idle one costs none, but
-    each holds up to 3 GB.
+    A start costs a minute of processor time, an idle server up to 3 GB.
     """
 
     def __init__(self, model_path: Path, log_dir: Path, capacity: int = 2) -> None:
@@ -83,11 +78,7 @@ class ServerPool:
         self._unstartable: dict[ServerSpec, ServerError] = {}
 
     def get(self, spec: ServerSpec) -> ServerProcess:
-        """Return a living server for ``spec``; may end the least recently used one.
-
-        A test that compares two servers gets both from here, the capacity allowing
-        for it, and asks again rather than keeping one across tests.
-        """
+        """Return a living server for ``spec``; may end the least recently used one."""
         server = self._alive.pop(spec, None)
         if server is not None and not server.alive:
             server.close()
@@ -122,8 +113,7 @@ class ServerPool:
 def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
     """Wait until nothing runs, waits or holds slots of its own, by SGLang's live counters.
 
-    A slot counts as held unless it is free or belongs to the prefix cache and
-    could be evicted, so a slot that leaked or a lock never released shows here.
+    A slot is held unless it is free or evictable: leaks and locks never released show here.
     """
     deadline = time.monotonic() + timeout_s
     while True:

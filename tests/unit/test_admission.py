@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from sglang_reasoncache.cache.admission import SharingBudget, SharingForecast
+from tests.property.world import allocator_of
 
 FREE = 800
 EVICTABLE = 200
@@ -26,12 +25,7 @@ class _Tree:
 
 def budget(credit: float | None, page: int = 1, mixed: int = 0) -> Any:
     """Of 800 free slots; ``credit`` None: SGLang's own."""
-    common: dict[str, Any] = dict(dtype=torch.float32, device="cpu", kvcache=None, need_sort=False)
-    pool = (
-        TokenToKVPoolAllocator(FREE, **common)
-        if page == 1
-        else PagedTokenToKVPoolAllocator(FREE, page_size=page, **common)
-    )
+    pool = allocator_of(page, FREE)
     if credit is None:
         return PrefillBudget(pool, _Tree(), num_mixed_decode_tokens=mixed)
     return SharingBudget(pool, _Tree(), credit=credit, num_mixed_decode_tokens=mixed)

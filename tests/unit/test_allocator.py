@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,21 +18,11 @@ from sglang_reasoncache.cache.allocator import (
     shared_allocator_of,
 )
 from sglang_reasoncache.cache.references import ReferenceCountError
+from tests.property.world import allocator_of
 
 SLOTS = 16
 PAGE = 4
-COMMON: dict[str, Any] = dict(dtype=torch.float32, device="cpu", kvcache=None)
-
-
 Allocator = SharedTokenAllocator | SharedPagedAllocator
-
-
-def make(page: int, need_sort: bool = False, **more: Any) -> Allocator:
-    """In place of SGLang's own, which must be one of its two plain ones."""
-    common = {**COMMON, "need_sort": need_sort, **more}
-    if page == 1:
-        return shared_allocator_of(TokenToKVPoolAllocator(SLOTS, **common))
-    return shared_allocator_of(PagedTokenToKVPoolAllocator(SLOTS, page_size=page, **common))
 
 
 @pytest.fixture(params=[1, PAGE], ids=["page1", "page4"])
@@ -42,7 +32,7 @@ def page(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(params=[False, True], ids=["in-order", "need-sort"])
 def either(request: pytest.FixtureRequest, page: int) -> Allocator:
-    return make(page, request.param)
+    return allocator_of(page, SLOTS, need_sort=request.param)
 
 
 def take(allocator: Allocator, pages: int) -> list[int]:
@@ -154,7 +144,7 @@ def test_pages_come_back_with_their_last_reference(
 
 def test_double_free_is_noticed_while_anything_is_shared() -> None:
     """Without shared pages a free is the stock one: in any order, any part of a page."""
-    token, paged = make(1), make(PAGE)
+    token, paged = allocator_of(1, SLOTS), allocator_of(PAGE, SLOTS)
     first, second = token.alloc(2).tolist()
     token.share([first])
     assert token.references.touches([first, second]) and not token.references.touches([second])
@@ -181,17 +171,17 @@ def test_shifted_slots_outlive_their_references(either: Allocator) -> None:
 
 @pytest.mark.parametrize("credit", [None, 0.0, 0.25])
 def test_credit_above_zero_replaces_the_prefill_budget(credit: float | None) -> None:
-    allocator = make(1)
+    allocator = allocator_of(1, SLOTS)
     if credit is not None:
         allocator.credit_source = lambda: credit
-    budget = allocator.create_prefill_budget(None, num_mixed_decode_tokens=3)  # type: ignore[arg-type]
+    budget = allocator.create_prefill_budget(None, num_mixed_decode_tokens=3)
     assert type(budget) is (SharingBudget if credit else PrefillBudget)
     assert budget.total_offset == budget.current_offset == 3
 
 
 def test_rebuilt_allocator_keeps_size_page_and_pool(page: int) -> None:
     pool = object()
-    allocator = make(page, need_sort=True, kvcache=pool)
+    allocator = allocator_of(page, SLOTS, pool, need_sort=True)
     assert type(allocator) is (SharedTokenAllocator if page == 1 else SharedPagedAllocator)
     assert allocator.size == allocator.available_size() == SLOTS
     assert allocator.page_size == page
@@ -204,7 +194,8 @@ def test_any_other_allocator_is_refused() -> None:
     class SlidingWindow(TokenToKVPoolAllocator):
         """A subclass may keep books of its own."""
 
+    pool: Any = None
     with pytest.raises(ValueError, match="SlidingWindow"):
-        shared_allocator_of(SlidingWindow(SLOTS, need_sort=False, **COMMON))
+        shared_allocator_of(SlidingWindow(SLOTS, torch.float32, "cpu", pool, need_sort=False))
     with pytest.raises(ValueError, match="SharedTokenAllocator"):
-        shared_allocator_of(make(1))
+        shared_allocator_of(allocator_of(1, SLOTS))
