@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,31 +41,19 @@ PAGE16 = ("--page-size", "16")
 POSITIONS = "--reasoncache-positions"
 
 
-@pytest.fixture(scope="module", params=["flashinfer", "triton"])
-def attention(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module", params=["graphs", "eager"])
-def graphs(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    graphs = ("--cuda-graph-max-bs-decode", "8")
-    return graphs if request.param == "graphs" else ("--disable-cuda-graph",)
-
-
 Serve = Callable[..., ServerProcess]
+GRAPHS = {"graphs": ("--cuda-graph-max-bs-decode", "8"), "eager": ("--disable-cuda-graph",)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[*itertools.product(("flashinfer", "triton"), GRAPHS)])
 def serve(
-    model_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    attention: str,
-    graphs: tuple[str, ...],
+    request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Serve:
     """Makes a server that has more flags."""
+    attention, graphs = request.param
 
     def made(*more: str) -> ServerProcess:
-        flags = ("--enable-reasoncache", "--attention-backend", attention, *graphs, *EAGER)
+        flags = ("--enable-reasoncache", "--attention-backend", attention, *GRAPHS[graphs], *EAGER)
         return ServerProcess(
             model_path,
             flags=(*flags, "--mem-fraction-static", "0.3", "--max-running-requests", "16", *more),
@@ -158,7 +147,7 @@ def test_shared_pages_evicted_ones_and_selected_ones(serve: Serve) -> None:
         assert_whole(server)
 
 
-@pytest.mark.parametrize(("attention", "graphs"), [("flashinfer", "eager")], indirect=True)
+@pytest.mark.parametrize("serve", [("flashinfer", "eager")], indirect=True)
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

@@ -12,7 +12,8 @@ import pytest
 from eval.serving import ServerProcess
 from eval.tiny_reasoner.task import grade
 from sglang_reasoncache.compat import CPU_BACKEND
-from tests.server.harness import STOCK, STOCK_PAGE16, ServerPool, ServerSpec, generate
+from tests.server import specs
+from tests.server.harness import STOCK, STOCK_PAGE16, ServerPool, ServerSpec, assert_whole, generate
 from tests.server.problems import (
     COMPARED,
     OPT_OUT,
@@ -21,15 +22,6 @@ from tests.server.problems import (
     answers,
     assert_equal_but_for_rounding,
     report,
-)
-from tests.server.specs import (
-    ALIASED,
-    AS_CACHED,
-    AS_CACHED_COPY,
-    CORRECTED,
-    CORRECTED_COPY,
-    NOTHING_SHARED,
-    STOCK_TORCH,
 )
 
 _TEXTS = ["1 + 2 =", "3 + 4 = 7 , so 7 + 5 =", "9", "a b c d e f g h i j k l m n o p q r s t"]
@@ -42,16 +34,17 @@ def _outputs(server: ServerProcess) -> list[list[int]]:
     return [reply["output_ids"] for reply in replies]
 
 
-@pytest.mark.parametrize("server", [STOCK, STOCK_PAGE16], indirect=True)
-def test_stock_serves_and_caches_prefixes(server: ServerProcess) -> None:
-    assert _outputs(server) == _outputs(server)
-    repeated = generate(server, _TEXTS[-1] + " u v w x y z", 1)
-    assert repeated["meta_info"]["cached_tokens"] > 0
-
-
 @pytest.mark.parametrize("spec", [STOCK_PAGE16])
-def test_page_size_does_not_change_outputs(servers: ServerPool, spec: ServerSpec) -> None:
-    assert _outputs(servers.get(spec)) == _outputs(servers.get(STOCK))
+def test_stock_serves_and_caches_prefixes(servers: ServerPool, spec: ServerSpec) -> None:
+    """Outputs depend neither on that nor on the page size."""
+    found = []
+    for each in (STOCK, spec):
+        server = servers.get(each)
+        found += [_outputs(server), _outputs(server)]
+        repeated = generate(server, _TEXTS[-1] + " u v w x y z", 1)
+        assert repeated["meta_info"]["cached_tokens"] > 0
+        assert_whole(server)
+    assert found == found[:1] * 4
 
 
 def _run(servers: ServerPool, spec: ServerSpec) -> Answers:
@@ -75,20 +68,20 @@ def _assert_same_answers(one: Answers, other: Answers) -> None:
         assert grade("".join(tokens), problem) and grade("".join(other_tokens), problem)
 
 
-@pytest.mark.parametrize("spec", [NOTHING_SHARED])
+@pytest.mark.parametrize("spec", [specs.NOTHING_SHARED])
 def test_percentile_zero_equals_stock(servers: ServerPool, spec: ServerSpec) -> None:
     """With the flag on and nothing shared, tokens and log-probabilities are stock SGLang's, bit for bit."""
     assert _run(servers, spec) == _run(servers, STOCK)
 
 
-@pytest.mark.parametrize("spec", [STOCK_TORCH])
+@pytest.mark.parametrize("spec", [specs.STOCK_TORCH])
 def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: ServerSpec) -> None:
     """Without our flag, through ``torch_native`` and through ``reasoncache_cpu``."""
     _assert_same_answers(_run(servers, spec), _run(servers, STOCK))
     assert servers.get(STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
 
 
-@pytest.mark.parametrize("spec", [ALIASED])
+@pytest.mark.parametrize("spec", [specs.ALIASED])
 def test_opted_out_request_is_stock(servers: ServerPool, spec: ServerSpec) -> None:
     """An opted-out request gets stock results, also where others left approximations in the cache.
 
@@ -101,7 +94,8 @@ def test_opted_out_request_is_stock(servers: ServerPool, spec: ServerSpec) -> No
 
 
 @pytest.mark.parametrize(
-    ("spec", "copy"), [(AS_CACHED, AS_CACHED_COPY), (CORRECTED, CORRECTED_COPY)]
+    ("spec", "copy"),
+    [(specs.AS_CACHED, specs.AS_CACHED_COPY), (specs.CORRECTED, specs.CORRECTED_COPY)],
 )
 def test_sharing_equals_copying(servers: ServerPool, spec: ServerSpec, copy: ServerSpec) -> None:
     """Redirecting a row reads what copying K and V (rotated, when corrected) into own slots reads.
@@ -112,6 +106,6 @@ def test_sharing_equals_copying(servers: ServerPool, spec: ServerSpec, copy: Ser
     assert report(servers.get(copy))["totals"]["blocks_shared"] > 0
     shared = _run(servers, spec)
     assert report(servers.get(spec))["totals"]["blocks_shared"] > 0
-    if spec is AS_CACHED:
+    if spec is specs.AS_CACHED:
         assert shared == copied
     assert_equal_but_for_rounding(shared, copied)

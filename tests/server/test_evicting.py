@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from eval.serving import ServerError, ServerProcess
+from tests.server import specs
 from tests.server.harness import generate, wait_until_idle
 from tests.server.problems import (
     OPT_OUT,
@@ -25,25 +26,11 @@ from tests.server.problems import (
     solve,
 )
 from tests.server.reference import assert_masked, assert_rkv_decides, differences
-from tests.server.specs import (
-    EVICTING,
-    EVICTING_ON_TWO_RANKS,
-    EVICTING_PAGES,
-    EVICTING_PROMPTS,
-    EVICTING_PROMPTS_PAGES,
-    EVICTING_WHEN_SHORT,
-    RKV,
-    SHARING_AND_EVICTING,
-    SHARING_AND_RKV,
-    SNAPKV_H2O,
-)
-
-EACH = (EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING)
 
 
 @pytest.mark.parametrize(
     ("server", "together"),
-    [(EVICTING, 6), (EVICTING_PAGES, 1), (RKV, 6), (SNAPKV_H2O, 6)],
+    [(specs.EVICTING, 6), (specs.EVICTING_PAGES, 1), (specs.RKV, 6), (specs.SNAPKV_H2O, 6)],
     indirect=["server"],
 )
 def test_evicting_equals_masking(server: ServerProcess, together: int, reference: Any) -> None:
@@ -69,7 +56,7 @@ def test_evicting_equals_masking(server: ServerProcess, together: int, reference
         assert right < sum(shifted) / 3
 
 
-@pytest.mark.parametrize("server", [SNAPKV_H2O], indirect=True)
+@pytest.mark.parametrize("server", [specs.SNAPKV_H2O], indirect=True)
 def test_one_has_the_prompt_the_other_the_response(server: ServerProcess) -> None:
     for found in respond(server, prompts(6, seed=21)):
         prompt = found["prompt_tokens"]
@@ -79,12 +66,14 @@ def test_one_has_the_prompt_the_other_the_response(server: ServerProcess) -> Non
         assert 90 <= length - found["evicted_positions"] <= 90 + 16 + 8
 
 
-@pytest.mark.parametrize("server", [RKV], indirect=True)
+@pytest.mark.parametrize("server", [specs.RKV], indirect=True)
 def test_what_goes_is_what_the_rule_says(server: ServerProcess, reference: Any) -> None:
     assert_rkv_decides(server, reference)
 
 
-@pytest.mark.parametrize("server", [*EACH, RKV, SHARING_AND_RKV, SNAPKV_H2O], indirect=True)
+@pytest.mark.parametrize(
+    "server", [*specs.EVICTORS, specs.RKV, specs.SHARING_AND_RKV, specs.SNAPKV_H2O], indirect=True
+)
 def test_frees_slots_under_load(server: ServerProcess) -> None:
     """A queue of requests stays within the budget, and what is freed is used by others."""
     before = report(server)["totals"]
@@ -99,7 +88,7 @@ def test_frees_slots_under_load(server: ServerProcess) -> None:
     assert 0.2 < totals["final_saving_ratio"] < 0.95
 
 
-@pytest.mark.parametrize("server", [EVICTING], indirect=True)
+@pytest.mark.parametrize("server", [specs.EVICTING], indirect=True)
 def test_budget_and_reports(server: ServerProcess) -> None:
     """Endpoint, Prometheus and the decode log line say what happened."""
     start, before = server.log_size(), series(server)
@@ -118,7 +107,9 @@ def test_budget_and_reports(server: ServerProcess) -> None:
     assert "#evicted token: " in server.log_text(start)
 
 
-@pytest.mark.parametrize("server", [SHARING_AND_EVICTING, SHARING_AND_RKV], indirect=True)
+@pytest.mark.parametrize(
+    "server", [specs.SHARING_AND_EVICTING, specs.SHARING_AND_RKV], indirect=True
+)
 def test_shares_and_evicts_on_the_same_rows(server: ServerProcess) -> None:
     solve(server, problems(12, seed=24))
     totals = report(server)["totals"]
@@ -130,7 +121,12 @@ def test_shares_and_evicts_on_the_same_rows(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize(
     "server",
-    [EVICTING_PAGES, SHARING_AND_EVICTING, SHARING_AND_RKV, EVICTING_PROMPTS_PAGES],
+    [
+        specs.EVICTING_PAGES,
+        specs.SHARING_AND_EVICTING,
+        specs.SHARING_AND_RKV,
+        specs.EVICTING_PROMPTS_PAGES,
+    ],
     indirect=True,
 )
 def test_retracted_requests_evict_again(server: ServerProcess) -> None:
@@ -148,7 +144,7 @@ def test_retracted_requests_evict_again(server: ServerProcess) -> None:
     pytest.fail(f"no retracted row was evicted from again: {rows}")
 
 
-@pytest.mark.parametrize("server", EACH, indirect=True)
+@pytest.mark.parametrize("server", specs.EVICTORS, indirect=True)
 def test_follow_up_turn(server: ServerProcess) -> None:
     """A second turn gets its prefix from the cache up to the first evicted position, and computes the rest."""
     [first] = prompts(1, seed=26)
@@ -196,7 +192,7 @@ def check_budget(response: dict[str, Any]) -> None:
     assert length - response["evicted_positions"] <= BUDGET + 8
 
 
-@pytest.mark.parametrize("server", [EVICTING_PROMPTS], indirect=True)
+@pytest.mark.parametrize("server", [specs.EVICTING_PROMPTS], indirect=True)
 def test_block_wise_prefill_equals_masking(server: ServerProcess, reference: Any) -> None:
     """Prompt and response have the log-probabilities of a loop that never sees what was evicted."""
     todo = prompts(4, seed=41, each=8)
@@ -210,7 +206,7 @@ def test_block_wise_prefill_equals_masking(server: ServerProcess, reference: Any
     assert_masked(reference, todo * 2, found, 2500, 10, rounding=(0.03, 1.0))
 
 
-@pytest.mark.parametrize("server", [EVICTING_PROMPTS], indirect=True)
+@pytest.mark.parametrize("server", [specs.EVICTING_PROMPTS], indirect=True)
 def test_a_prompt_beyond_what_others_leave(server: ServerProcess) -> None:
     """Requests whose prompts together would not fit."""
     found = respond(server, prompts(8, seed=42, each=8), 64)
@@ -220,7 +216,9 @@ def test_a_prompt_beyond_what_others_leave(server: ServerProcess) -> None:
         check_budget(one)
 
 
-@pytest.mark.parametrize("server", [EVICTING_PROMPTS, EVICTING_PROMPTS_PAGES], indirect=True)
+@pytest.mark.parametrize(
+    "server", [specs.EVICTING_PROMPTS, specs.EVICTING_PROMPTS_PAGES], indirect=True
+)
 def test_under_load(server: ServerProcess) -> None:
     """Short and long prompts in one queue, some of which opted out."""
     respond(server, prompts(6, seed=43, each=8), 100)
@@ -234,7 +232,7 @@ def test_under_load(server: ServerProcess) -> None:
     assert report(server)["positions_evicted_now"] == 0
 
 
-@pytest.mark.parametrize("server", [EVICTING_ON_TWO_RANKS], indirect=True)
+@pytest.mark.parametrize("server", [specs.EVICTING_ON_TWO_RANKS], indirect=True)
 def test_ranks_evict_alike(server: ServerProcess) -> None:
     """They would wait for each other for ever, or run out of different slots."""
     found = respond(server, prompts(8, seed=48, each=8), 200)
@@ -242,7 +240,7 @@ def test_ranks_evict_alike(server: ServerProcess) -> None:
     assert report(server)["totals"]["eviction_refusals"] == {}
 
 
-@pytest.mark.parametrize("server", [EVICTING_WHEN_SHORT], indirect=True)
+@pytest.mark.parametrize("server", [specs.EVICTING_WHEN_SHORT], indirect=True)
 def test_nothing_is_evicted_until_the_pool_is_short(server: ServerProcess) -> None:
     """Alone a request keeps everything. Together they give up positions where they would
     otherwise, as the ones that opted out show, be retracted."""

@@ -17,6 +17,7 @@ import pytest
 
 from eval.serving import MODEL_NAME, ServerProcess
 from sglang_reasoncache.native import NativeUnavailable, library
+from tests.server import specs
 from tests.server.harness import wait_until_idle
 from tests.server.problems import (
     MAX_TOKENS,
@@ -30,29 +31,7 @@ from tests.server.problems import (
     series,
     solve,
 )
-from tests.server.specs import (
-    ALIASED,
-    CORRECTED,
-    EVICTING,
-    EVICTING_PAGES,
-    EVICTING_PROMPTS,
-    EVICTING_PROMPTS_PAGES,
-    EXACT,
-    PAGED,
-    QUEST,
-    RKV,
-    SHARING_AND_EVICTING,
-    SHARING_AND_QUEST,
-    SHARING_AND_RKV,
-    SNAPKV_H2O,
-    TWO_RANKS,
-)
 
-SHARING = (EXACT, ALIASED, PAGED)
-EVERY_KIND = (
-    *(*SHARING, EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING, EVICTING_PROMPTS),
-    *(EVICTING_PROMPTS_PAGES, RKV, SHARING_AND_RKV, SNAPKV_H2O, QUEST, SHARING_AND_QUEST),
-)
 FEW_CORES = pytest.mark.skipif(
     (os.cpu_count() or 1) < 2, reason="each rank needs a core of its own"
 )
@@ -61,12 +40,12 @@ FEW_CORES = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("server", "count", "blocks", "saved", "right"),
     [
-        (EXACT, 24, 24, 0.1, 0.8),
-        (ALIASED, 24, 24, 0.1, 0.8),
+        (specs.EXACT, 24, 24, 0.1, 0.8),
+        (specs.ALIASED, 24, 24, 0.1, 0.8),
         # Blocks are whole pages; by index they differ in tokens, so only memory is checked.
-        (PAGED, 16, 0, 0.0, 0.0),
+        (specs.PAGED, 16, 0, 0.0, 0.0),
         # Distances are summed over ranks, so both redirect the same rows; else they would hang.
-        pytest.param(TWO_RANKS, 10, 0, 0.0, 0.8, marks=FEW_CORES),
+        pytest.param(specs.TWO_RANKS, 10, 0, 0.0, 0.8, marks=FEW_CORES),
     ],
     indirect=["server"],
 )
@@ -83,7 +62,7 @@ def test_shares_and_keeps_answers(
     assert accuracy(todo, answers) >= right
 
 
-@pytest.mark.parametrize("server", [ALIASED], indirect=True)
+@pytest.mark.parametrize("server", [specs.ALIASED], indirect=True)
 def test_retracted_requests_share_again(server: ServerProcess) -> None:
     """After a retraction the accepted blocks are applied to the recomputed row."""
     todo = problems(12, seed=6)
@@ -94,7 +73,7 @@ def test_retracted_requests_share_again(server: ServerProcess) -> None:
     assert seen["totals"]["blocks_reapplied"] > 0
 
 
-@pytest.mark.parametrize("server", [EXACT], indirect=True)
+@pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_what_an_operator_can_see(server: ServerProcess) -> None:
     """Prometheus beside SGLang's own series, the endpoint, and our words in the decode log line."""
     start, before, totals_before = server.log_size(), series(server), report(server)["totals"]
@@ -123,7 +102,7 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
     assert "#shared token: " in server.log_text(start)
 
 
-@pytest.mark.parametrize("server", EVERY_KIND, indirect=True)
+@pytest.mark.parametrize("server", specs.EVERY_KIND, indirect=True)
 def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
     """Requests that vanish mid-stream, by abort call or by closing the connection."""
 
@@ -159,7 +138,7 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
     assert seen["slots_saved_now"] == seen["positions_evicted_now"] == 0
 
 
-@pytest.mark.parametrize("server", SHARING, indirect=True)
+@pytest.mark.parametrize("server", specs.SHARING, indirect=True)
 def test_follow_up_turn(server: ServerProcess) -> None:
     """A second turn over a shared first answer is answered, twice alike."""
     ask = {"role": "user", "content": problems(1, seed=8)[0].prompt}
@@ -171,8 +150,8 @@ def test_follow_up_turn(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("server", "total"),
     [
-        *((spec, "blocks_shared") for spec in SHARING),
-        *((spec, "positions_evicted") for spec in (EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING)),
+        *((spec, "blocks_shared") for spec in specs.SHARING),
+        *((spec, "positions_evicted") for spec in specs.EVICTORS),
     ],
     indirect=["server"],
 )
@@ -187,7 +166,7 @@ def test_flush_between_loads(server: ServerProcess, total: str) -> None:
     assert report(server)["totals"][total] > 0
 
 
-@pytest.mark.parametrize("server", [EXACT, ALIASED, EVICTING], indirect=True)
+@pytest.mark.parametrize("server", [specs.EXACT, specs.ALIASED, specs.EVICTING], indirect=True)
 def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
     """``custom_params`` of the OpenAI API switches sharing and evicting off for one request."""
     before = report(server)["totals"]
@@ -203,7 +182,7 @@ def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
 THINK, END_OF_THINKING = "<think>", "</think>"
 
 
-@pytest.mark.parametrize("server", [CORRECTED], indirect=True)
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_blocks_end_before_the_reasoning_does(server: ServerProcess) -> None:
     blocks = 0
     for prompt in prompts(4, seed=31):
@@ -225,7 +204,7 @@ def test_blocks_end_before_the_reasoning_does(server: ServerProcess) -> None:
         assert seen["distances"] == "native"
 
 
-@pytest.mark.parametrize("server", [CORRECTED], indirect=True)
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_a_response_without_reasoning_shares_nothing(server: ServerProcess) -> None:
     """The prompt opens and closes the reasoning, as templates do where the client wants none."""
     # The model would open it again by itself.

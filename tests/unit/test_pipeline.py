@@ -321,25 +321,20 @@ def test_a_short_request_is_counted_too() -> None:
     assert (stats.requests_seen, stats.requests_finished) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("requests", "sizes"),
-    [
+def test_blocks_that_depend_on_each_other() -> None:
+    """They are applied one after the other; whatever the chain: ``tests/property``."""
+    nobody: Any = None
+    for requests, sizes in (
         ([[(20, 0), (24, 4), (40, 8)]], [3]),
         # The second block reads slots that the first one gives away.
         ([[(20, 0), (40, 22)]], [1, 1]),
         # Another request's blocks go into the same passes.
         ([[(20, 0), (40, 20)], [(8, 0)]], [2, 1]),
-    ],
-)
-def test_blocks_that_depend_on_each_other(
-    requests: list[list[tuple[int, int]]], sizes: list[int]
-) -> None:
-    """They are applied one after the other; whatever the chain: ``tests/property``."""
-    batches: list[list[BlockProposal]] = []
-    nobody: Any = None
-    for pairs in requests:
-        in_batches([BlockProposal(nobody, dst, src, 4) for dst, src in pairs], batches)
-    assert [len(batch) for batch in batches] == sizes
+    ):
+        batches: list[list[BlockProposal]] = []
+        for pairs in requests:
+            in_batches([BlockProposal(nobody, dst, src, 4) for dst, src in pairs], batches)
+        assert [len(batch) for batch in batches] == sizes
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.sharing import calibration
-from sglang_reasoncache.sharing.calibration import (
-    CalibratedThreshold,
-    CalibrationKey,
-    check_calibration,
-    load,
-    save,
-)
+from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey, load, save
 from sglang_reasoncache.sharing.histogram import Histogram
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
@@ -252,7 +246,7 @@ def test_corrupt_file_is_refused_and_left_alone(path: Path, content: bytes) -> N
     threshold.threshold.decide([0.1])
     threshold.maybe_save()
     with pytest.raises(ValueError, match="--reasoncache-calibration"):
-        check_calibration(_config(path))
+        calibration.check_calibration(_config(path))
     assert path.read_bytes() == content
 
 
@@ -269,7 +263,7 @@ def test_what_is_refused(path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             load(path, _KEY)
     with pytest.raises(ValueError, match="must lie in a writable folder"):
-        check_calibration(_config(path.parent / "absent" / "seen.json"))
+        calibration.check_calibration(_config(path.parent / "absent" / "seen.json"))
 
 
 def test_oldest_entries_make_room(path: Path) -> None:
