@@ -113,7 +113,7 @@ def server(servers: ServerPool, request: pytest.FixtureRequest) -> Iterator[Serv
 
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Name server parameters after their spec."""
-    from tests.server.harness import ServerSpec
+    from tests.server.specs import ServerSpec
 
     return val.name if isinstance(val, ServerSpec) else None
 

@@ -21,10 +21,10 @@ from sglang_reasoncache.filter.presets import PRESETS
 from sglang_reasoncache.plugin import flags, refusals
 
 
-def _parse(*argv: str) -> dict[str, object]:
+def _namespace(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     flags.add_cli_args(None, parser)
-    return {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+    return parser.parse_args(argv)
 
 
 def _server_args(**fields: object) -> Any:
@@ -38,12 +38,10 @@ def _server_args(**fields: object) -> Any:
 
 def _config(*argv: str) -> ReasonCacheConfig:
     """What the words on a command line come to, the record of SGLang aside."""
-    parser = argparse.ArgumentParser()
-    flags.add_cli_args(None, parser)
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flags, "attach", lambda _record, _enabled, given: found.update(given))
-        flags.from_cli_args(lambda _cls, _args: SimpleNamespace(), object, parser.parse_args(argv))
+        flags.from_cli_args(lambda _cls, _args: SimpleNamespace(), object, _namespace(*argv))
     return ReasonCacheConfig.from_mapping(found)
 
 
@@ -107,7 +105,7 @@ def test_a_flag_that_moved_says_where(flag: str, capsys: pytest.CaptureFixture[s
     name = flag.partition("reasoncache-")[2].replace("-", "_")
     for given in ([flag], [flag, "0.5"], [f"{flag}=0.5"]):
         with pytest.raises(SystemExit):
-            _parse(*given)
+            _namespace(*given)
         assert f"is now --reasoncache-set {name}=VALUE" in capsys.readouterr().err
 
 
@@ -166,11 +164,12 @@ def test_preset_fills_what_was_not_given() -> None:
 def test_every_preset_and_a_policy_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     text = "reasoncache+keydiff:share=0.5,anchor=mean_norm"
     for key, value in [*(("preset", name) for name in PRESETS), ("policy", text)]:
-        given = _parse("--enable-reasoncache", f"--reasoncache-{key}", value)
+        given = vars(_namespace("--enable-reasoncache", f"--reasoncache-{key}", value))
+        given = {name: value for name, value in given.items() if value is not None}
         assert given == {"enable_reasoncache": True, f"reasoncache_{key}": value}
     assert ReasonCacheConfig.from_mapping({"policy": text}).policies.shares
     with pytest.raises(SystemExit):
-        _parse("--reasoncache-preset", "p30")
+        _namespace("--reasoncache-preset", "p30")
     shown = capsys.readouterr().err
     assert all(name in shown for name in PRESETS)
 
@@ -268,14 +267,17 @@ def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -
     refusals.check_evicting(_server_args(**{field: "torch_native"}), ReasonCacheConfig())
 
 
+FA3 = dict(page_size=16, attention_backend="fa3")
+
+
 @pytest.mark.parametrize(
     ("options", "apply", "message"),
     [
         ({}, "alias", "quest selects whole pages: --page-size must be at least 2 .*, got 1"),
         (
-            {"page_size": 16, "attention_backend": "fa3"},
+            FA3,
             "alias",
-            "quest selects what a step reads, which --attention-backend fa3 does not .*flashinfer",
+            "selects what a step reads, which --attention-backend fa3 does .*flashinfer",
         ),
         ({"page_size": 16}, "copy", "quest knows .* --reasoncache-set apply=copy writes"),
     ],
@@ -284,10 +286,9 @@ def test_what_does_not_go_with_selection_is_refused_by_name(
     options: dict[str, object], apply: str, message: str
 ) -> None:
     policy = "reasoncache+quest:budget=64"
+    config = ReasonCacheConfig(policy=policy, apply=apply)
     with pytest.raises(ValueError, match=message):
-        refusals.check_selector(
-            _server_args(**options), ReasonCacheConfig(policy=policy, apply=apply)
-        )
+        refusals.check_selector(_server_args(**options), config)
     refusals.check_selector(_server_args(**options), ReasonCacheConfig())
     for name in ("flashinfer", "triton"):
         args = _server_args(page_size=16, attention_backend=name)

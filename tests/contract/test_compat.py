@@ -232,17 +232,14 @@ _FIELDS = "rids seq_lens_cpu extend_seq_lens_cpu extend_prefix_lens_cpu out_cach
 
 
 @pytest.mark.parametrize(
-    ("target", "fields"),
+    ("protocol", "fields"),
     [
-        ("managers.schedule_batch.ScheduleBatch", "batch_is_full tree_cache"),
-        (
-            "model_executor.forward_batch_info.ForwardBatch",
-            f"{_FIELDS} out_cache_loc_is_physical positions req_pool_indices",
-        ),
+        (types.ScheduleBatch, "batch_is_full tree_cache"),
+        (types.ForwardBatch, f"{_FIELDS} out_cache_loc_is_physical positions req_pool_indices"),
     ],
 )
-def test_fields_exist(target: str, fields: str) -> None:
-    found = dataclasses.fields(pkgutil.resolve_name(f"sglang.srt.{target}"))
+def test_fields_exist(protocol: type, fields: str) -> None:
+    found = dataclasses.fields(pkgutil.resolve_name(f"sglang.srt.{CLASSES[protocol]}"))
     assert {field.name for field in found} >= set(fields.split())
 
 
@@ -327,11 +324,10 @@ def test_every_protocol_has_a_class() -> None:
 def test_attribute_exists(protocol: type, attribute: str) -> None:
     """Set by the class, by one it inherits from, or declared there."""
     found = pkgutil.resolve_name(f"sglang.srt.{CLASSES[protocol]}")
-    sources = [base for base in found.__mro__ if base.__module__.startswith("sglang")]
-    declared = {name for base in sources for name in getattr(base, "__annotations__", ())}
     assigned = re.compile(rf"\bself\.{attribute}\b[^=\n]*(:[^=\n]+)?=[^=]")
-    assert (
-        hasattr(found, attribute)
-        or attribute in declared
-        or any(assigned.search(inspect.getsource(base)) for base in sources)
+    assert hasattr(found, attribute) or any(
+        attribute in getattr(base, "__annotations__", ())
+        or assigned.search(inspect.getsource(base))
+        for base in found.__mro__
+        if base.__module__.startswith("sglang")
     ), f"{found.__name__} has no {attribute}"

@@ -95,18 +95,12 @@ class Track:
     def evicted(self) -> list[int]:
         return [at for at, content in enumerate(self.shows) if content == EVICTED]
 
-    @property
-    def first_shared(self) -> int | None:
-        return min((block.dst_start for block in self.blocks), default=None)
-
 
 class Memory:
     """The model of one world."""
 
     def __init__(self, world: World, block: int, copies: bool) -> None:
-        self.world = world
-        self.block = block
-        self.copies = copies
+        self.world, self.block, self.copies = world, block, copies
         self._roots: dict[str | None, Path] = {}
         #: What each content was computed for, if all was exact; 0 is never used.
         self._exact_for: list[Path | None] = [None]
@@ -118,9 +112,7 @@ class Memory:
 
     def root(self, salt: str | None) -> Path:
         """The empty sequence of a namespace."""
-        if salt not in self._roots:
-            self._roots[salt] = Path(salt)
-        return self._roots[salt]
+        return self._roots.setdefault(salt, Path(salt))
 
     def is_exact_at(self, content: int, path: Path) -> bool:
         """Whether ``content`` is what an unshared run computes for the last token of ``path``."""
@@ -269,7 +261,13 @@ class Memory:
                 evictable += len(own) * page
             above = above | own
             stack += [(child, path, above) for child in node.children.values()]
-        self._check_tree_contents(found)
+        # Nothing appears in the tree that no request published, nothing changes there.
+        for path, page_contents in found.items():
+            if self.tree.get(path) != page_contents:
+                assert page_contents in self.publishable.get(path, ()), (
+                    f"nobody published {page_contents}, the tree's page that ends at {path.depth}"
+                )
+        self.tree, self.publishable = found, {}
         assert tree.evictable_size() == evictable
         assert tree.protected_size() == protected
 
@@ -292,10 +290,9 @@ class Memory:
                 continue
             if evicted:
                 # Some of the names of a shared slot are gone.
-                tree_owned = set(row[: kv.cache_protected_len].tolist())
-                expected_live += int((mine >= 0).sum()) - len(
-                    set(mine[mine >= 0].tolist()) - tree_owned
-                )
+                held = mine[mine >= 0]
+                own = set(held.tolist()) - set(row[: kv.cache_protected_len].tolist())
+                expected_live += len(held) - len(own)
             else:
                 expected_live += len(track.blocks) * self.block
         self._check_pages(named)
@@ -339,16 +336,6 @@ class Memory:
         first = first[first >= 0]
         assert (first % page == 0).all(), "a page does not start where its run does"
         return first // page
-
-    def _check_tree_contents(self, found: dict[Path, Page]) -> None:
-        """Nothing appears in the tree that no request published, nothing changes there."""
-        for path, page in found.items():
-            if self.tree.get(path) != page:
-                assert page in self.publishable.get(path, ()), (
-                    f"nobody published {page}, the tree's page that ends at {path.depth}"
-                )
-        self.tree = found
-        self.publishable = {}
 
     def _check_pages(self, named: list[np.ndarray]) -> None:
         """Every page is either free once or referenced as often as the books say."""

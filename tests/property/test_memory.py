@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random requests through allocator, tree and sharing, compared with a plain model after each rule.
 
-An operation is what a scheduler does at once: admit a request, run a prefill
-chunk or some decode steps, share blocks, evict positions, finish, abort, retract, match, evict,
-flush. The quick run takes ``QUICK_OPERATIONS`` of them,
-``REASONCACHE_PROPERTY_OPERATIONS`` sets another number, over all setups together.
+An operation is what a scheduler does at once: admit, prefill a chunk, decode some steps, share,
+evict, finish, abort, retract, match, flush. ``REASONCACHE_PROPERTY_OPERATIONS`` sets another number
+of them, over all setups together, than the quick run's.
 """
 
 from __future__ import annotations
@@ -298,10 +297,9 @@ class MemoryMachine(RuleBasedStateMachine):
             req = track.req
             req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
             req.finished_len = len(req.output_ids)
-            up_to = len(track.shows)
-            if not self.world.tree.publish_aliased and track.first_shared is not None:
-                up_to = min(up_to, track.first_shared)
-            up_to = min([up_to, *track.evicted])
+            blocks = [] if self.world.tree.publish_aliased else track.blocks
+            shared = [block.dst_start for block in blocks]
+            up_to = min([len(track.shows), *shared, *track.evicted])
             self.memory.publish(track, up_to)
             self._release(track, checkpoint=True)
             self.seen.append(track.tokens)
@@ -310,8 +308,6 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.observe()
         for track, up_to in left:
             self.memory.published(track, up_to)
-
-    # -- rules --------------------------------------------------------------------
 
     @precondition(lambda self: len(self.running) < MAX_ROWS)
     @rule(

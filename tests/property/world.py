@@ -7,6 +7,7 @@ positions are worth keeping, does not matter here.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -168,12 +169,11 @@ class NamingEvictor(EvictionController):
 
 def allocator_of(page: int, slots: int, pool: Any = None, need_sort: bool = False) -> Any:
     """Ours in place of SGLang's for this page size, over ``pool``."""
-    common: dict[str, Any] = dict(
-        dtype=torch.float32, device="cpu", kvcache=pool, need_sort=need_sort
-    )
-    if page == 1:
-        return shared_allocator_of(TokenToKVPoolAllocator(slots, **common))
-    return shared_allocator_of(PagedTokenToKVPoolAllocator(slots, page_size=page, **common))
+    made: Any = TokenToKVPoolAllocator
+    if page > 1:
+        made = functools.partial(PagedTokenToKVPoolAllocator, page_size=page)
+    stock = made(slots, dtype=torch.float32, device="cpu", kvcache=pool, need_sort=need_sort)
+    return shared_allocator_of(stock)
 
 
 class World:
@@ -219,18 +219,14 @@ class World:
             setup.page,
             PoolPressure(lambda: pool_use(self.allocator, self.tree)),
         )
-        stats = SharingStats()
+        stats, block = SharingStats(), setup.block
         tracker = RequestTracker(self.engine, stats, self.ranks)
         acceptor = Acceptor(self.allocator, self.rows, meter, copies=setup.apply == "copy")
-        key = CalibrationKey("", setup.block, "", "")
-        threshold = CalibratedThreshold(config, key, "", writes=False)
-        pipeline = BlockPipeline(
-            tracker, meter, acceptor, threshold, stats, self.ranks, setup.block
-        )
+        key = CalibrationKey("", block, "", "")
+        threshold = CalibratedThreshold(config, key, "none", writes=False)
+        pipeline = BlockPipeline(tracker, meter, acceptor, threshold, stats, self.ranks, block)
         report = Report(config, stats, pipeline, eviction)
-        self.controller = Controller(
-            config, stats, tracker, pipeline, eviction, report, interval=interval
-        )
+        self.controller = Controller(config, stats, tracker, pipeline, eviction, report, interval)
         self.tree.controller = self.controller
         # Views of the same memory; NumPy reads small pieces faster.
         self._sides = [

@@ -6,11 +6,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eval.serving import ServerError, ServerProcess
+from tests.server.specs import ServerSpec
 
 #: SGLang's own checks: account for every slot after each batch and when idle
 #: (1: silent until one is missing), and look for pages both owned and free.
@@ -21,44 +21,6 @@ STRICT_CHECKS = {
 }
 
 _BAD_LOG_WORDS = ("Traceback (most recent call last)", "leak detected", "Leak Detected")
-
-
-@dataclass(frozen=True)
-class ServerSpec:
-    """What a test asks of a server. Equal specs share one."""
-
-    #: Short, for test ids and log files.
-    name: str
-    flags: tuple[str, ...] = ()
-    #: Variables on top of :data:`STRICT_CHECKS`.
-    env: tuple[tuple[str, str], ...] = ()
-    #: Its tests have the marker ``long`` and are left out of ``make test``.
-    long: bool = False
-    #: Tests of one group run in one process; empty: those of this spec alone.
-    group: str = ""
-
-    def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
-        """Return a spec with more flags and variables, called ``<this>-<name>``.
-
-        ``flags``: words, or several of them with blanks between.
-        """
-        words = " ".join((*self.flags, *flags)).split()
-        env_of_both = (*self.env, *sorted(env.items()))
-        return ServerSpec(f"{self.name}-{name}", tuple(words), env_of_both)
-
-    def for_long_runs(self) -> ServerSpec:
-        """Return the spec as one that ``make test`` does without."""
-        return replace(self, long=True)
-
-    def beside(self, other: ServerSpec) -> ServerSpec:
-        """Return the spec as one whose tests use ``other`` too, which starts once for all."""
-        return replace(self, group=other.name)
-
-
-#: SGLang without our flag, and with it.
-STOCK = ServerSpec("stock")
-STOCK_PAGE16 = STOCK.having("page16", "--page-size 16").beside(STOCK)
-SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 
 
 class ServerPool:

@@ -1,11 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers that the sharing tests use; few, because each takes a while to start."""
+"""The servers that tests use; few, because each takes a while to start."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from sglang_reasoncache.arguments import arguments_of
 from sglang_reasoncache.filter.process import WAIT_ENV
-from tests.server.harness import SHARED, STOCK
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What a test asks of a server. Equal specs share one."""
+
+    #: Short, for test ids and log files.
+    name: str
+    flags: tuple[str, ...] = ()
+    #: Variables on top of :data:`STRICT_CHECKS`.
+    env: tuple[tuple[str, str], ...] = ()
+    #: Its tests have the marker ``long`` and are left out of ``make test``.
+    long: bool = False
+    #: Tests of one group run in one process; empty: those of this spec alone.
+    group: str = ""
+
+    def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
+        """Return a spec with more flags and variables, called ``<this>-<name>``.
+
+        ``flags``: words, or several of them with blanks between.
+        """
+        words = " ".join((*self.flags, *flags)).split()
+        env_of_both = (*self.env, *sorted(env.items()))
+        return ServerSpec(f"{self.name}-{name}", tuple(words), env_of_both)
+
+    def for_long_runs(self) -> ServerSpec:
+        """Return the spec as one that ``make test`` does without."""
+        return replace(self, long=True)
+
+    def beside(self, other: ServerSpec) -> ServerSpec:
+        """Return the spec as one whose tests use ``other`` too, which starts once for all."""
+        return replace(self, group=other.name)
+
+
+#: SGLang without our flag, and with it.
+STOCK = ServerSpec("stock")
+STOCK_PAGE16 = STOCK.having("page16", "--page-size 16").beside(STOCK)
+SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 
 #: KV slots that hold about five responses of the embedded model, so that
 #: requests queue, get retracted and the prefix cache is evicted.

@@ -13,7 +13,7 @@ from eval.serving import ServerProcess
 from eval.tiny_reasoner.task import grade
 from sglang_reasoncache.compat import CPU_BACKEND
 from tests.server import specs
-from tests.server.harness import STOCK, STOCK_PAGE16, ServerPool, ServerSpec, assert_whole, generate
+from tests.server.harness import ServerPool, assert_whole, generate
 from tests.server.problems import (
     COMPARED,
     OPT_OUT,
@@ -34,11 +34,11 @@ def _outputs(server: ServerProcess) -> list[list[int]]:
     return [reply["output_ids"] for reply in replies]
 
 
-@pytest.mark.parametrize("spec", [STOCK_PAGE16])
-def test_stock_serves_and_caches_prefixes(servers: ServerPool, spec: ServerSpec) -> None:
+@pytest.mark.parametrize("spec", [specs.STOCK_PAGE16])
+def test_stock_serves_and_caches_prefixes(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """Outputs depend neither on that nor on the page size."""
     found = []
-    for each in (STOCK, spec):
+    for each in (specs.STOCK, spec):
         server = servers.get(each)
         found += [_outputs(server), _outputs(server)]
         repeated = generate(server, _TEXTS[-1] + " u v w x y z", 1)
@@ -47,7 +47,7 @@ def test_stock_serves_and_caches_prefixes(servers: ServerPool, spec: ServerSpec)
     assert found == found[:1] * 4
 
 
-def _run(servers: ServerPool, spec: ServerSpec) -> Answers:
+def _run(servers: ServerPool, spec: specs.ServerSpec) -> Answers:
     server = servers.get(spec)
     server.post("/flush_cache")
     return answers(server)
@@ -69,20 +69,20 @@ def _assert_same_answers(one: Answers, other: Answers) -> None:
 
 
 @pytest.mark.parametrize("spec", [specs.NOTHING_SHARED])
-def test_percentile_zero_equals_stock(servers: ServerPool, spec: ServerSpec) -> None:
+def test_percentile_zero_equals_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """With the flag on and nothing shared, tokens and log-probabilities are stock SGLang's, bit for bit."""
-    assert _run(servers, spec) == _run(servers, STOCK)
+    assert _run(servers, spec) == _run(servers, specs.STOCK)
 
 
 @pytest.mark.parametrize("spec", [specs.STOCK_TORCH])
-def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: ServerSpec) -> None:
+def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """Without our flag, through ``torch_native`` and through ``reasoncache_cpu``."""
-    _assert_same_answers(_run(servers, spec), _run(servers, STOCK))
-    assert servers.get(STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
+    _assert_same_answers(_run(servers, spec), _run(servers, specs.STOCK))
+    assert servers.get(specs.STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
 
 
 @pytest.mark.parametrize("spec", [specs.ALIASED])
-def test_opted_out_request_is_stock(servers: ServerPool, spec: ServerSpec) -> None:
+def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """An opted-out request gets stock results, also where others left approximations in the cache.
 
     But for rounding: this server prefills in pieces and recomputes after retractions.
@@ -90,14 +90,16 @@ def test_opted_out_request_is_stock(servers: ServerPool, spec: ServerSpec) -> No
     server = servers.get(spec)
     answers(server)
     assert report(server)["totals"]["blocks_shared"] > 0
-    _assert_same_answers(answers(server, **OPT_OUT), _run(servers, STOCK))
+    _assert_same_answers(answers(server, **OPT_OUT), _run(servers, specs.STOCK))
 
 
 @pytest.mark.parametrize(
     ("spec", "copy"),
     [(specs.AS_CACHED, specs.AS_CACHED_COPY), (specs.CORRECTED, specs.CORRECTED_COPY)],
 )
-def test_sharing_equals_copying(servers: ServerPool, spec: ServerSpec, copy: ServerSpec) -> None:
+def test_sharing_equals_copying(
+    servers: ServerPool, spec: specs.ServerSpec, copy: specs.ServerSpec
+) -> None:
     """Redirecting a row reads what copying K and V (rotated, when corrected) into own slots reads.
 
     As cached both read the same values, so log-probabilities are identical.
