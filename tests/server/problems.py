@@ -79,7 +79,8 @@ def respond(
                 "tokens": [token for _, token, _ in outputs],
                 "inputs": [logprob for logprob, _, _ in meta["input_token_logprobs"][1:]],
                 "cached": meta["cached_tokens"],
-                # Requests that opted out are not listed.
+                "prompt_tokens": meta["prompt_tokens"],
+                # Requests that opted out are not listed, nor those of which nothing is saved.
                 **recent.get(meta["id"], {}),
             }
         )

@@ -55,13 +55,21 @@ def test_links_of_readmes(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
-def test_source_paths_exist(page: Path) -> None:
-    for path, name in _SOURCE.findall(page.read_text()):
+def test_source_paths_and_commands_exist(page: Path) -> None:
+    text = page.read_text()
+    for path, name in _SOURCE.findall(text):
         if path.startswith(_MADE):
             continue
         existing = [place / path for place in (*_PLACES, page.parent) if (place / path).exists()]
         assert existing, path
         assert not name or re.search(rf"\b{name}\b", existing[0].read_text()), f"{path}: {name}"
+    # "That commit's" command is gone since.
+    pattern = r"(?<!that commit's\s`)python -m\s((?:eval|sglang_reasoncache)[\w.]*\w)"
+    for module in re.findall(pattern, text):
+        made = ROOT / module.replace(".", "/")
+        assert made.with_suffix(".py").exists() or (made / "__main__.py").exists(), module
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert not set(re.findall(r"`make ([\w-]+)", text)) - set(targets)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_ids)
@@ -70,18 +78,6 @@ def test_every_picture_names_its_command(page: Path) -> None:
     for picture in re.findall(r"!\[.*?\]\((.*?)\)\n", text):
         after = text.partition(f"({picture})\n")[2].lstrip().partition("\n\n")[0]
         assert re.match(r"\(`(python -m eval\.|make )", after), picture
-
-
-@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
-def test_commands_exist(page: Path) -> None:
-    text = page.read_text()
-    # "That commit's" command is gone since.
-    pattern = r"(?<!that commit's\s`)python -m\s((?:eval|sglang_reasoncache)[\w.]*\w)"
-    for module in re.findall(pattern, text):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert not set(re.findall(r"`make ([\w-]+)", text)) - set(targets)
 
 
 def test_rooms_stand_in_the_order_of_layers() -> None:

@@ -238,28 +238,18 @@ class Voting(Ranks):
 
 
 def test_ranks_take_only_what_all_of_them_have() -> None:
-    """Under tensor parallelism the slowest rank's filter decides."""
+    """Under tensor parallelism the slowest rank's filter decides, then its device."""
     ranks = Voting(0)
-    world = World(SETUP, ranks=ranks)
+    world = World(SETUP, SlowMeter, ranks=ranks)
     req = start(world)
     assert ranks.asked == [], "nothing handed over, nothing to agree on"
     propose(world, req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 0
-    decode(world, req)
     assert world.controller.after_decode([req]) == 0
-    assert ranks.asked == [1, 1]
+    assert ranks.asked == [1, 1] and world.engine.outstanding == 1
     ranks.allowed = 1
-    decode(world, req)
-    assert world.controller.after_decode([req]) == 4
-
-
-def test_ranks_wait_for_the_slowest_device() -> None:
-    """A batch is applied when it has arrived everywhere."""
-    ranks = Voting(None)
-    world = World(SETUP, SlowMeter, ranks=ranks)
-    req = start(world)
-    propose(world, req, Pair(20, 8))
-    world.controller.after_decode([req])
+    assert world.controller.after_decode([req]) == 0
+    assert world.engine.outstanding == 0
     arrive(world, True)
     ranks.asked, ranks.allowed = [], 0
     assert world.controller.after_decode([req]) == 0
@@ -299,26 +289,19 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
 
 
 def test_polls_the_requests_now_and_then() -> None:
+    """One that ended before the first poll is counted too."""
     world = World(SETUP, interval=4)
     req = start(world)  # one call
-    assert state(world, req) is None
-    for _ in range(2):
-        decode(world, req)
-        world.controller.after_decode([req])
+    finish(world, start(world, "short"))  # another one
+    stats = world.controller.stats
+    assert (stats.requests_seen, stats.requests_finished) == (1, 1)
+    decode(world, req)
+    world.controller.after_decode([req])
     assert state(world, req) is None
     decode(world, req)
     world.controller.after_decode([req])
     assert state(world, req).fed == len(req.output_ids) - 1
-    assert (world.controller.stats.decode_steps, world.controller.stats.polls) == (4, 1)
-    finish(world, req)
-
-
-def test_a_short_request_is_counted_too() -> None:
-    """It ended before the first poll."""
-    world = World(SETUP, interval=100)
-    finish(world, start(world))
-    stats = world.controller.stats
-    assert (stats.requests_seen, stats.requests_finished) == (1, 1)
+    assert (stats.decode_steps, stats.polls, stats.requests_seen) == (4, 1, 2)
 
 
 def test_blocks_that_depend_on_each_other() -> None:
@@ -337,25 +320,20 @@ def test_blocks_that_depend_on_each_other() -> None:
         assert [len(batch) for batch in batches] == sizes
 
 
-@pytest.mark.parametrize(
-    ("finished", "affected", "final"),
-    [
+def test_ratios_of_the_endpoint() -> None:
+    names = ("finished_redirected", "finished_positions", "finished_evicted")
+    for finished, affected, final in (
         # One counts tokens, the other one requests.
         ([(50, 100, 0), (0, 900, 0)], 0.05, 0.25),
         # Evicted positions are saved too.
         ([(10, 100, 30)], 0.4, 0.4),
         ([], 0.0, 0.0),
-    ],
-)
-def test_ratios_of_the_endpoint(
-    finished: list[tuple[int, int, int]], affected: float, final: float
-) -> None:
-    stats = SharingStats()
-    for redirected, positions, evicted in finished:
-        stats.request_finished(redirected, positions, evicted=evicted)
-    seen = stats.to_dict()
-    names = ("finished_redirected", "finished_positions", "finished_evicted")
-    assert [seen[name] for name in names] == [sum(one[i] for one in finished) for i in range(3)]
-    assert seen["affected_ratio"] == pytest.approx(affected)
-    assert seen["final_saving_ratio"] == pytest.approx(final)
-    assert seen["eviction_refusals"] == {} and "sum_saved" not in seen
+    ):
+        stats = SharingStats()
+        for redirected, positions, evicted in finished:
+            stats.request_finished(redirected, positions, evicted=evicted)
+        seen = stats.to_dict()
+        assert [seen[name] for name in names] == [sum(one[i] for one in finished) for i in range(3)]
+        assert seen["affected_ratio"] == pytest.approx(affected)
+        assert seen["final_saving_ratio"] == pytest.approx(final)
+        assert seen["eviction_refusals"] == {} and "sum_saved" not in seen
