@@ -15,22 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.common import (
-    checkpoint_kv_cache,
-    evict_from_tree_cache,
-    release_kv_cache,
-)
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_reasoncache.eviction.policies.contract import Eviction
@@ -587,7 +577,7 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
 
     torch.set_num_threads(1)
     while Machine.operations < wanted:
-        run_state_machine_as_test(
+        stateful.run_state_machine_as_test(
             Machine,
             settings=settings(
                 # A rule is two operations or three.

@@ -245,8 +245,6 @@ class World:
         self.requests.add(req)
         return req
 
-    # -- KV content -----------------------------------------------------------
-
     def write(self, slots: np.ndarray, contents: Sequence[int]) -> None:
         """Store every number in all layers, K and V differing, as a forward would."""
         values = np.asarray(contents, dtype=np.float32)[:, None, None]

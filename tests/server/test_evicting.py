@@ -171,8 +171,6 @@ def test_a_default_backend_that_would_read_evicted_positions_is_refused(
         server.start()
 
 
-# -- prompts, chunk by chunk ---------------------------------------------------------
-
 BUDGET, CHUNK = 96, 64
 
 

@@ -112,9 +112,6 @@ def test_more_credit_never_admits_less() -> None:
     assert verdicts == sorted(verdicts) and set(verdicts) == {False, True}
 
 
-# -- forecast -------------------------------------------------------------------
-
-
 ENDED, RUNNING = SharingForecast.observe, SharingForecast.poll
 _FADED = [0.4 * 0.9**n * (1 - 0.9**50) / (1 - 0.9 ** (50 + n)) for n in range(1, 51)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -20,7 +21,7 @@ _MODEL = Path(__file__).parents[2] / "eval" / "tiny_reasoner" / "checkpoint"
 @pytest.mark.parametrize("added", [[], ["<tool_call>"]], ids=["", "tools"])
 def test_single_tokens(parser: str, force: bool, added: list[str]) -> None:
     """A tool call that ends reasoning is an end marker."""
-    tokenizer = AutoTokenizer.from_pretrained(_MODEL)
+    tokenizer: Any = AutoTokenizer.from_pretrained(_MODEL)
     tokenizer.add_tokens(added, special_tokens=True)
     start, *ends = tokenizer.convert_tokens_to_ids(["<think>", "</think>", *added])
     if parser == "deepseek-r1":

@@ -47,20 +47,12 @@ def test_percentile_of_many_distances(scale: float) -> None:
         assert histogram.percentile(p) == pytest.approx(np.percentile(distances, p), rel=0.01)
 
 
-@pytest.mark.parametrize("distance", [1e-7, 1e-5, 0.1, 1.0, 10.0, 100.0, 0.0])
-def test_equal_distances_accept_themselves(distance: float) -> None:
-    """Also on the edges of the bins, where logarithms round."""
-    threshold = AdaptiveThreshold(percentile=50, warmup=1)
-    assert threshold.decide([distance] * 5).all()
-    assert not threshold.accepts(distance * 1.02 + 1e-6)
-
-
 def test_every_distance_is_at_most_the_edge_of_its_bin() -> None:
     """Also just below the edges, where the logarithm rounds across them."""
     edges = (1e-7 * 10.0 ** (np.arange(1, 2560) / 256)).tolist()
     for edge in edges:
         for distance in (edge * (1 - 1e-11), math.nextafter(edge, 0), edge, edge * (1 + 1e-15)):
-            assert histogram_of([distance]).percentile(50) >= distance
+            assert distance <= histogram_of([distance]).percentile(50) <= distance * 1.011
 
 
 def test_under_and_overflow_are_counted_at_the_ends() -> None:
@@ -186,8 +178,6 @@ def test_a_long_decayed_stream_stays_finite() -> None:
     assert histogram.percentile(10) == pytest.approx(1.0, rel=0.01)
     assert Histogram(state=histogram.to_state()).num_observed == 3000
 
-
-# -- kept in a file ------------------------------------------------------------------
 
 _KEY = CalibrationKey("model-a", 16, "corrected", "bfloat16")
 
