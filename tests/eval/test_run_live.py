@@ -17,7 +17,7 @@ import pytest
 from eval.report.__main__ import main as report_of
 from eval.runs.folder import Cell, cells, read_config
 from eval.serving import ServerProcess
-from tests.server.harness import STOCK
+from tests.server.specs import STOCK
 
 pytestmark = pytest.mark.server
 
