@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.demo``: stock SGLang and SGLang with sharing, in turn, on the embedded reasoner.
 
-Same model, same KV budget, same requests; the only difference is ``--enable-reasoncache``.
-Writes ``demo.json`` and prints a table and one response with its shared steps marked.
-"""
+Same model, same KV budget, same requests; the only difference is ``--enable-reasoncache``. Writes
+``demo.json``, prints a table and one response with its shared steps marked."""
 
 from __future__ import annotations
 
@@ -19,12 +18,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+from tokenizers import Tokenizer
 
-from eval.marking import marked_response
 from eval.measures.figures import of_cells
 from eval.methods import find_methods
 from eval.runs.folder import Cell
 from eval.runs.options import RunOptions, with_values
+from eval.runs.records import Response
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 
 _TASK, _SEED = "tiny_reasoner", 20_261
@@ -136,6 +137,29 @@ def print_table(result: dict[str, dict[str, Any]]) -> None:
     Console().print(table)
 
 
+def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> Text:
+    """The response among one scheduler's ``report["recent"]`` that shares most, with the steps that
+    share memory highlighted."""
+    answers = {response.request_id: response for response in responses}
+    known = [entry for entry in report.get("recent", ()) if entry["rid"] in answers]
+    if not known:
+        return Text("no finished request with shared steps to show")
+    entry = max(known, key=lambda e: e["shared_positions"])
+    start, block, positions = entry["prompt_tokens"], entry["block"], entry["shared_positions"]
+    shared = {at - start for dst, _ in entry["blocks"] for at in range(dst, dst + block)}
+    out, share = Text(), positions / (start + entry["output_tokens"])
+    out.append(
+        f"\nRequest {entry['rid']}: {positions} positions share earlier slots ({share:.0%}). "
+    )
+    out.append("Green text owns no memory.\n\n", style="green")
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    ids = tokenizer.encode(answers[entry["rid"]].text, add_special_tokens=False).ids
+    for number, token_id in enumerate(ids):
+        word = tokenizer.decode([token_id])
+        out.append(f"{word} " if word.strip() else "\n", style="green" if number in shared else "")
+    return out
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     cells = measure(args)
@@ -144,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_table(result)
     ours = cells["reasoncache"]
     report = ours.legs()[0].report
-    Console().print(marked_response(report, ours.responses(), CHECKPOINT))
+    Console().print(marked_response(report, ours.responses()))
     Console().print(f"wrote {args.output}; logs and records in {args.logs}")
 
 

@@ -4,15 +4,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+MAX_LINE_BYTES = 16 << 20
 
-def read_object(line: bytes) -> dict[str, Any]:
-    """The object that one line holds.
 
-    Raises:
-        ValueError: says what is wrong with the line; who calls knows its file and number.
-    """
+def read_lines(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
+    """Numbers and bytes of the lines that are not blank, one in memory at a time; of one that is
+    too long for :func:`read_object` only the beginning."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(max_bytes + 1):
+            number += 1
+            if line.strip():
+                yield number, line
+            while line and not line.endswith(b"\n"):
+                line = file.readline(1 << 20)
+
+
+def read_object(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> dict[str, Any]:
+    """The object that one line holds. Raises ValueError: says what is wrong with the line; who
+    calls knows its file and number."""
+    if len(line.removesuffix(b"\n")) > max_bytes:
+        raise ValueError(f"longer than {max_bytes} bytes")
     try:
         content = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -31,6 +47,12 @@ def kind_of(value: Any) -> str:
     """A value's kind, for messages."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
     return "null" if value is None else kinds.get(type(value), "a number")
+
+
+def one_line(text: str, most: int) -> str:
+    """Text of any content in one line of at most so many characters."""
+    flat = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return flat if len(flat) <= most else flat[: most - 1] + "…"
 
 
 def valid_text(text: str) -> str:

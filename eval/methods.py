@@ -20,22 +20,13 @@ class MethodError(ValueError):
 
 @dataclass(frozen=True)
 class Method:
-    """One way to serve.
+    """One way to serve."""
 
-    Attributes:
-        name: the specification as given, and the name of its folder.
-        title: for tables and pictures.
-        values: settings of a server that shares, {} of a stock one.
-        match: the method whose saving this one must reach, "" for none. Its
-            ``random_ratio`` is found during the run.
-        more: further words of the server's command line.
-    """
-
-    name: str
-    title: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-    match: str = ""
-    more: tuple[str, ...] = ()
+    name: str  # the specification as given, and the name of its folder
+    title: str  # for tables and pictures
+    values: Mapping[str, Any] = field(default_factory=dict)  # settings, {} of a stock server
+    match: str = ""  # whose saving this one must reach: its random_ratio is found during the run
+    more: tuple[str, ...] = ()  # further words of the server's command line
 
     @property
     def shares(self) -> bool:
@@ -61,8 +52,7 @@ _TITLES = {
 }
 
 DENSE = "dense"
-#: The method whose saving can be made equal to another's.
-RANDOM = "random"
+RANDOM = "random"  # whose saving can be made equal to another's
 #: Titles of all methods. Those but dense are presets of the plugin.
 METHODS: dict[str, str] = {DENSE: "Dense", **{name: _TITLES.get(name, name) for name in PRESETS}}
 
@@ -72,18 +62,9 @@ _NAME = re.compile(r"[A-Za-z0-9._:=,+/-]{1,200}")
 
 
 def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
-    """The method that ``NAME[:key=value,...]`` stands for.
-
-    A key is a setting of the plugin; of ``random`` also ``match``, the specification of another
-    method, which ends the list: settings of ``random`` itself come before it.
-
-    Args:
-        spec: as in ``--methods``.
-        defaults: settings of every sharing method whose specification leaves them open.
-
-    Raises:
-        MethodError: unknown name or key, or a value out of bounds.
-    """
+    """The method that ``NAME[:key=value,...]`` stands for; ``defaults`` are settings that a sharing
+    one leaves open. A key is a setting of the plugin; of ``random`` also ``match``, another's
+    specification, which ends the list. Raises MethodError: unknown name or key, or a bad value."""
     name, colon, rest = spec.partition(":")
     if name not in METHODS or not _NAME.fullmatch(spec):
         known = ", ".join(METHODS)
@@ -112,11 +93,8 @@ def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
 
 
 def find_methods(specs: Sequence[str], defaults: Mapping[str, Any] | None = None) -> list[Method]:
-    """All methods of a run, each random one with the method that it matches.
-
-    Raises:
-        MethodError: as :func:`find_method`; a name given twice; a match that is not in the run.
-    """
+    """All methods of a run, each random one with the method that it matches. Raises MethodError: as
+    :func:`find_method`; a name given twice; a match that is not in the run."""
     methods = [find_method(spec, defaults) for spec in specs]
     names = [method.name for method in methods]
     for name in names:

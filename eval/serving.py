@@ -33,9 +33,7 @@ DEFAULT_KV_SLOTS = 16384
 MODEL_NAME = "default"
 
 _LEAN_START = Path(__file__).with_name("lean_start")
-_POLL_S = 0.25
-_TAIL_LINES = 60
-_LINE_WIDTH = 300
+_TAIL_LINES, _LINE_WIDTH = 60, 300
 # After this line a server only looks alive: SGLang waits for itself for two minutes.
 _PORT_TAKEN = "error while attempting to bind on address"
 
@@ -45,21 +43,10 @@ class ServerError(RuntimeError):
 
 
 class ServerProcess:
-    """One ``python -m sglang.launch_server``, from start to the death of its last child.
-
-    Use as a context manager, or call :meth:`start` and :meth:`close`.
-
-    Args:
-        model_path: directory or hub name of the model.
-        flags: further command-line flags, which win over ours.
-        env: further environment variables; None removes one.
-        port: TCP port on 127.0.0.1; a free one by default.
-        log_path: where the output goes; a temporary file by default.
-        device: ``"cpu"`` hides every GPU and runs on this project's CPU platform,
-            so that a result does not depend on the machine; ``"cuda"`` leaves
-            platform and attention backend to SGLang.
-        start_timeout_s: seconds until :meth:`start` gives up.
-    """
+    """One ``python -m sglang.launch_server``, from start to the death of its last child: a context
+    manager, or :meth:`start` and :meth:`close`. ``flags`` win over ours, ``env`` removes what is
+    None. The device ``"cpu"`` hides every GPU and runs on this project's CPU platform, so that a
+    result does not depend on the machine; ``"cuda"`` leaves platform and backend to SGLang."""
 
     def __init__(
         self,
@@ -67,7 +54,6 @@ class ServerProcess:
         *,
         flags: Sequence[str] = (),
         env: Mapping[str, str | None] | None = None,
-        port: int | None = None,
         log_path: str | Path | None = None,
         device: Literal["cpu", "cuda"] = "cpu",
         start_timeout_s: float = 600.0,
@@ -75,7 +61,7 @@ class ServerProcess:
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device must be 'cpu' or 'cuda', not {device!r}")
         self.model_path = str(model_path)
-        self.port = free_port() if port is None else port
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start_timeout_s = start_timeout_s
         self.command = _command(self.model_path, self.port, device, flags)
@@ -85,12 +71,8 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         # trust_env: a proxy from the environment must not see loopback traffic.
-        self._http = httpx.Client(
-            base_url=self.url,
-            timeout=600.0,
-            trust_env=False,
-            limits=httpx.Limits(max_connections=None),
-        )
+        limits = httpx.Limits(max_connections=None)
+        self._http = httpx.Client(base_url=self.url, timeout=600.0, trust_env=False, limits=limits)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -99,11 +81,8 @@ class ServerProcess:
         self.close()
 
     def start(self) -> Self:
-        """Launch and wait until the server has generated its first token.
-
-        Raises:
-            ServerError: it died or was not ready within ``start_timeout_s``.
-        """
+        """Launch and wait until the server has generated its first token. Raises ServerError: it
+        died or was not ready within ``start_timeout_s``."""
         if self._process is not None:
             raise RuntimeError(f"the server on port {self.port} was already started")
         deadline = time.monotonic() + self.start_timeout_s
@@ -115,8 +94,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # A process group of its own, so that close() reaches every child
-                # and a terminal's Ctrl-C reaches only us.
+                # So that close() reaches every child, and a terminal's Ctrl-C only us.
                 start_new_session=True,
             )
         self._guard = kill_when_we_die(self._process.pid)
@@ -126,9 +104,9 @@ class ServerProcess:
                 if _PORT_TAKEN in self.log_text():
                     raise ServerError(self._report(f"failed: {_PORT_TAKEN}"))
                 if time.monotonic() > deadline:
-                    after = f"{self.start_timeout_s:g} s"
-                    raise ServerError(self._report(f"was not ready after {after}"))
-                time.sleep(_POLL_S)
+                    late = f"was not ready after {self.start_timeout_s:g} s"
+                    raise ServerError(self._report(late))
+                time.sleep(0.25)
         except BaseException:
             self.close()
             raise
@@ -184,10 +162,8 @@ class ServerProcess:
         process.wait()
 
     def log_text(self, since: int = 0) -> str:
-        """Return the output so far, from byte ``since`` on (see :meth:`log_size`)."""
-        with self.log_path.open("rb") as log:
-            log.seek(since)
-            return log.read().decode(errors="replace")
+        """The output so far, from byte ``since`` on (see :meth:`log_size`)."""
+        return self.log_path.read_bytes()[since:].decode(errors="replace")
 
     def log_size(self) -> int:
         """Return the output's size in bytes, to read only what follows."""
@@ -211,11 +187,8 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago.
-
-    A server binds it a minute later. In the kernel's ephemeral range any outgoing
-    connection could take it meanwhile, so the search stays below that range.
-    """
+    """A TCP port that was free a moment ago. A server binds it a minute later: below the kernel's
+    ephemeral range, where any outgoing connection could take it meanwhile."""
     top = 32768
     with contextlib.suppress(OSError, ValueError):
         top = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -280,10 +253,8 @@ def _other_architectures(model_path: str) -> str:
 
 
 def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
-    """Start a shell that kills a process group once this process is gone, however it ended.
-
-    It waits for the end of a pipe that only we hold, which even SIGKILL closes.
-    """
+    """Start a shell that kills a process group once this process is gone, however it ended. It
+    waits for the end of a pipe that only we hold, which even SIGKILL closes."""
     return subprocess.Popen(
         ["/bin/sh", "-c", f"read line; kill -s KILL -- -{group}"],
         stdin=subprocess.PIPE,
@@ -294,24 +265,18 @@ def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
 
 
 def _kill_group(group: int, timeout_s: float = 10.0) -> None:
-    """Kill what is left of a process group and wait until it is gone."""
+    """Kill what is left of a process group and wait until it is gone, except zombies, which their
+    parent may never collect."""
     deadline = time.monotonic() + timeout_s
-    with contextlib.suppress(ProcessLookupError):
-        while True:
+    living = [group]
+    while living:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-            living = _living_members(group)
-            if not living:
-                return
-            if time.monotonic() > deadline:
-                raise ServerError(f"processes {living} survived SIGKILL")
-            time.sleep(0.05)
-
-
-def _living_members(group: int) -> list[int]:
-    """The group's processes except zombies, which their parent may never collect."""
-    living = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                living.append(process.pid)
-    return living
+        living = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                    living.append(process.pid)
+        if living and time.monotonic() > deadline:
+            raise ServerError(f"processes {living} survived SIGKILL")
+        time.sleep(0.05 if living else 0)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.sweep --budgets 48000,12000,3000 --out DIR [flags of eval.run]``: one run a KV budget.
 
-From "everything fits" down to "two requests fit": ``python -m eval.report DIR/kv-*`` then
-shows where the gain of sharing starts, peaks and ends. A sweep that was stopped goes on.
-"""
+``python -m eval.report DIR/kv-*`` then shows where the gain of sharing starts, peaks and ends.
+A sweep that was stopped goes on."""
 
 from __future__ import annotations
 
@@ -15,15 +14,12 @@ from pathlib import Path
 from eval import run
 from eval.runs.options import with_values
 
-#: Statuses of a bad command line and of Ctrl-C.
-_AT_ONCE = (2, 130)
+_AT_ONCE = (2, 130)  # statuses of a bad command line and of Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one budget after the other; exit status of the first run that was not whole.
-
-    Only a bad command line and Ctrl-C keep later budgets from being tried.
-    """
+    """Run one budget after the other; exit status of the first run that was not whole. Only a bad
+    command line and Ctrl-C keep later budgets from being tried."""
     parser = argparse.ArgumentParser(
         prog="python -m eval.sweep",
         description=__doc__.splitlines()[0],
@@ -49,12 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _budgets(text: str) -> list[int]:
-    try:
-        budgets = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers of KV slots, got {text!r}") from None
-    if min(budgets) < 1 or len(set(budgets)) < len(budgets):
-        raise argparse.ArgumentTypeError(f"must be different and at least 1, got {text!r}")
+    parts = text.split(",")
+    budgets = [int(part) for part in parts if part.strip().isdecimal()]
+    if len(set(budgets)) < len(parts) or min(budgets) < 1:
+        what = "must be different numbers of KV slots of at least 1"
+        raise argparse.ArgumentTypeError(f"{what}, got {text!r}")
     return budgets
 
 

@@ -13,14 +13,8 @@ class TokenizerError(ValueError):
 
 @lru_cache(maxsize=4)
 def load_tokenizer(model: str, local: bool = False) -> Any:
-    """A tokenizer of ``transformers``.
-
-    Args:
-        model: folder, or with ``local`` False also a hub name.
-
-    Raises:
-        TokenizerError: there is none, or it is one that cannot be read.
-    """
+    """A tokenizer of ``transformers``; ``model`` is a folder, or with ``local`` False also a hub
+    name. Raises TokenizerError: there is none, or it is one that cannot be read."""
     # Takes seconds to import, and few who import this module need it.
     from transformers import AutoTokenizer
 

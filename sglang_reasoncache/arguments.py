@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 #: Settings with a flag of their own; all others go through :data:`SET`.
 FLAGS = (
@@ -18,6 +19,9 @@ FLAGS = (
     "span",
 )
 SET = "--reasoncache-set"
+_BOOLEANS = {"true": True, "false": False}
+#: How values of a type are called in messages.
+CALLED = {bool: "true or false", int: "an integer", float: "a number"}
 
 
 def flag_of(field: str) -> str:
@@ -35,3 +39,11 @@ def arguments_of(values: Mapping[str, object]) -> list[str]:
 
 def text_of(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def value_of(text: str, kind: type) -> Any:
+    """The other way round. Raises ValueError, how values of the type are called."""
+    try:
+        return _BOOLEANS[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError) as error:
+        raise ValueError(CALLED[kind]) from error

@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_reasoncache import registry
-from sglang_reasoncache.arguments import SET, flag_of
+from sglang_reasoncache.arguments import CALLED, SET, flag_of, value_of
 from sglang_reasoncache.filter.encoder import ENCODER_BOUND, EncoderChoice
 from sglang_reasoncache.filter.presets import PRESETS
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.registry import BUILT_IN, PolicyChoice, PolicyError
 
 _POLICY_BOUND = "NAME[:key=value,...][+NAME...]"
-_BOOLEANS = {"true": True, "false": False}
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
-#: How values of a type are called in messages.
-_CALLED = {bool: "true or false", int: "an integer", float: "a number"}
 
 
 class ConfigError(ValueError):
@@ -37,8 +34,7 @@ def _setting(
     bounds: tuple[float, float] | None = None,
     values: str = "",
 ) -> Any:
-    """A field, its help text, its only values or least and largest one, and what stands for the
-    value in help texts. None is allowed where it is the default."""
+    """``values`` stands for the value in help texts. None is allowed where it is the default."""
     values = values or "|".join(choices) or {int: "N", bool: "true|false"}.get(type(default), "X")
     metadata = dict(help=text, choices=choices, bounds=bounds, values=values)
     return dataclasses.field(default=default, metadata=metadata)
@@ -181,11 +177,9 @@ class ReasonCacheConfig:
     allow_untested_sglang: bool = _setting(False, "Start on an SGLang version that was not tested.")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, str):
-            raise ConfigError("policy", _POLICY_BOUND, self.policy)
         try:
             registry.parse(self.policy)
-        except PolicyError as error:
+        except (PolicyError, TypeError) as error:
             raise ConfigError("policy", f"{_POLICY_BOUND} {error}", self.policy) from error
         try:
             EncoderChoice.parse(self.encoder)
@@ -199,10 +193,6 @@ class ReasonCacheConfig:
                 raise ConfigError(name, f"at most {most} ({bound})", value)
 
     @property
-    def corrected(self) -> bool:
-        return self.positions == "corrected"
-
-    @property
     def policies(self) -> PolicyChoice:
         return registry.parse(self.policy)
 
@@ -212,13 +202,9 @@ class ReasonCacheConfig:
         return self.policies.shares and self.percentile > 0
 
     @property
-    def evictions(self) -> bool:
-        return bool(self.policies.evictors)
-
-    @property
     def is_active(self) -> bool:
         """False when rows are never touched."""
-        return self.shares or self.evictions
+        return self.shares or bool(self.policies.evictors)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -226,9 +212,8 @@ class ReasonCacheConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ReasonCacheConfig:
         """Build from explicitly given values; the preset fills in the rest."""
-        for name in values:
-            if name not in SETTINGS:
-                raise ConfigError(name, "a known option", values[name])
+        for name in sorted(values.keys() - SETTINGS.keys()):
+            raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
         # sglang.Engine takes keywords of any type; the constructor refuses other ones.
         row = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
@@ -251,38 +236,29 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
     if value is None and field.default is None:
         return
     if bounds is not None:
-        low, high = bounds
+        within = "between {} and {}".format(*bounds)
         # sglang.Engine takes keywords of any type; a flag is parsed already.
         if type(value) not in ((int,) if kind is int else (int, float)):
-            raise ConfigError(field.name, f"{_CALLED[kind]} between {low} and {high}", value)
+            raise ConfigError(field.name, f"{CALLED[kind]} {within}", value)
         # A NaN compares false with everything, so it fails here as well.
-        if not low <= value <= high:
-            raise ConfigError(field.name, f"between {low} and {high}", value)
+        if not bounds[0] <= value <= bounds[1]:
+            raise ConfigError(field.name, within, value)
     elif kind is bool and type(value) is not bool:
-        raise ConfigError(field.name, _CALLED[bool], value)
+        raise ConfigError(field.name, CALLED[bool], value)
 
 
 def parse_setting(name: str, text: str) -> Any:
-    """A setting's value out of the text that an operator gave.
-
-    Raises:
-        ConfigError: no setting, or a text of another type.
-    """
+    """A setting's value out of an operator's text. Raises ConfigError for what is neither."""
     if name not in SETTINGS:
         raise ConfigError(name, "one of " + ", ".join(SETTINGS), text)
-    kind = type_of(name)
     try:
-        return _BOOLEANS[text.lower()] if kind is bool else kind(text)
-    except (KeyError, ValueError) as error:
-        raise ConfigError(name, _CALLED[kind], text) from error
+        return value_of(text, type_of(name))
+    except ValueError as error:
+        raise ConfigError(name, str(error), text) from error
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """``key=value,...``; a value has no comma.
-
-    Raises:
-        ValueError: see :func:`parse_setting`, or something else than that.
-    """
+    """``key=value,...``; a value has no comma. Raises ValueError for anything else."""
     given = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -294,7 +270,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
-    """The filter's knobs. Raises ValueError for a block that is not the page, or without ``zss``."""
+    """The filter's knobs. Raises ValueError for a block that is no page, or without ``zss``."""
     same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
     kind = EncoderChoice.parse(config.encoder).kind

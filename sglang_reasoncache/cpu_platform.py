@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A platform on which a stock SGLang server runs without a GPU, for tests and the demo.
-
-Operators are torch's, but for attention.
-"""
+"""A platform on which a stock SGLang server runs without a GPU, for tests and the demo."""
 
 from typing import Any
 
@@ -10,25 +7,21 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-#: Any of them is the operator's choice.
 _ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """CPU without SGLang's CPU kernel package."""
+    """CPU without SGLang's CPU kernel package: operators are torch's, but for attention."""
 
     _enum = PlatformEnum.OOT
     # With Triton declared, the paged allocator would launch its kernels on CPU tensors.
     capabilities = PlatformCapabilities(supports_triton=False)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Our own attention, or SGLang's ``torch_native`` where C++ cannot be compiled.
-
-        SGLang has settled on what its CPU engine would take by now, so what the operator
-        said is looked up in the input. ``get_default_attention_backend`` is not asked on a CPU.
-        """
+        """The attention backend, where the operator named none."""
         from sglang_reasoncache.plugin import cpu_attention
 
+        # SGLang has settled on one by now.
         given = getattr(server_args, "_raw_input", None) or {}
         if not any(given.get(name) for name in _ATTENTION_FIELDS):
             server_args.attention_backend = cpu_attention.default_backend()

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of the CPU platform, chosen by name and never otherwise.
+"""Entry point of the CPU platform, free of SGLang: it is asked of every installed platform.
 
-SGLang calls :func:`activate` of every installed platform whenever ``SGLANG_PLATFORM`` is unset,
-and any that answers replaces the machine's own. The platform class sits in another module, which
-keeps this import free of SGLang.
+Any that answers while ``SGLANG_PLATFORM`` is unset would replace the machine's own.
 """
 
 import os
@@ -15,9 +13,8 @@ PLATFORM_NAME = "reasoncache_cpu"
 def activate() -> str | None:
     """Return the class path of the CPU platform if it was asked for by name.
 
-    Raises:
-        RuntimeError: SGLang would still see a GPU, or run its own CPU engine; either leaves it
-            half on one device and half on the other.
+    Raises RuntimeError where SGLang would still see a GPU, or run its own CPU engine: half of it
+    would be on one device and half on the other.
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
+from sglang_reasoncache.arguments import value_of
 from sglang_reasoncache.eviction.policies.contract import (
     ATTENTION,
     KEYS,
@@ -44,7 +45,6 @@ BUILT_IN: Mapping[str, str] = {
 ENTRY_POINTS = "sglang_reasoncache.policies"
 #: Sharing between similar steps, and nothing at all.
 SHARING, NOTHING = "reasoncache", "none"
-_KNOWN = (NOTHING, SHARING, *BUILT_IN)
 _LONGEST = 1000
 _NEEDS = frozenset({KEYS, UNROTATED_KEYS, ATTENTION})
 
@@ -64,11 +64,7 @@ class PolicyChoice:
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str) -> PolicyChoice:
-    """``NAME[:key=value,...][+NAME...]``.
-
-    Raises:
-        PolicyError: unknown name or key, a value out of bounds, or a name given twice.
-    """
+    """``NAME[:key=value,...][+NAME...]``. Raises PolicyError for anything else."""
     if not isinstance(text, str) or len(text) > _LONGEST:
         raise PolicyError(f"a text of at most {_LONGEST} characters")
     parts = [part.strip().partition(":") for part in text.split("+")]
@@ -80,22 +76,12 @@ def parse(text: str) -> PolicyChoice:
             raise PolicyError(f"with {name} without options (sharing has flags of its own)")
         if name == NOTHING and len(parts) > 1:
             raise PolicyError(f"{NOTHING} alone, or without it")
-    evictors, selectors = [], []
-    for name, _, options in parts:
-        if name in (NOTHING, SHARING):
-            continue
-        policy = _make(name, options)
-        if _selects(policy):
-            selectors.append(NamedSelector(name, policy))
-        else:
-            evictors.append(NamedPolicy(name, policy))
+    made = [(name, _make(name, text)) for name, _, text in parts if name not in (NOTHING, SHARING)]
+    evictors = tuple(NamedPolicy(*named) for named in made if hasattr(named[1], "evict"))
+    selectors = [NamedSelector(*named) for named in made if not hasattr(named[1], "evict")]
     if len(selectors) > 1:
         raise PolicyError(f"with one of {' and '.join(name for name, _ in selectors)}")
-    return PolicyChoice(SHARING in names, tuple(evictors), next(iter(selectors), None))
-
-
-def _selects(policy: Any) -> bool:
-    return not hasattr(policy, "evict")
+    return PolicyChoice(SHARING in names, evictors, next(iter(selectors), None))
 
 
 def _make(name: str, options: str) -> Any:
@@ -115,7 +101,10 @@ def _make(name: str, options: str) -> Any:
             raise PolicyError(f"with options of {name} among {', '.join(fields)}, not {key!r}")
         if key in given:
             raise PolicyError(f"with {key} of {name} once")
-        given[key] = _value(name, key, types_of[key], value)
+        try:
+            given[key] = _value(types_of[key], value)
+        except ValueError as error:
+            raise PolicyError(f"with {key} of {name} {error}, not {value!r}") from error
     try:
         policy = kind(**given)
     except OptionError as error:
@@ -123,13 +112,12 @@ def _make(name: str, options: str) -> Any:
     except Exception as error:
         # Another package's policy may say it in its own way.
         raise PolicyError(f"with options that {name} takes ({error!r})") from error
-    if not _selects(policy):
-        try:
-            missing = _missing(policy)
-        except Exception as error:
-            missing = f"what can be asked of it ({error!r})"
-        if missing:
-            raise PolicyError(f"with policies that have {missing}; {name} does not")
+    try:
+        missing = _missing(policy) if hasattr(policy, "evict") else ""
+    except Exception as error:
+        missing = f"what can be asked of it ({error!r})"
+    if missing:
+        raise PolicyError(f"with policies that have {missing}; {name} does not")
     return policy
 
 
@@ -154,7 +142,7 @@ def _class_of(name: str) -> Any:
         return pkgutil.resolve_name(BUILT_IN[name])
     others = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     if name not in others:
-        known = ", ".join((*_KNOWN, *sorted(others)))
+        known = ", ".join((NOTHING, SHARING, *BUILT_IN, *sorted(others)))
         raise PolicyError(f"with every NAME one of {known}, not {name!r}")
     try:
         kind = others[name].load()
@@ -167,22 +155,11 @@ def _class_of(name: str) -> Any:
     return kind
 
 
-def _value(name: str, key: str, kind: Any, text: str) -> Any:
+def _value(kind: Any, text: str) -> Any:
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         kind = next(part for part in typing.get_args(kind) if part is not type(None))
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise PolicyError(f"with {key} of {name} true or false, not {text!r}")
-        return text.lower() == "true"
-    if kind is str:
-        return text
-    if kind not in (int, float):
-        raise PolicyError(f"with options that can be written; {key} of {name} is a {kind}")
-    try:
-        if "_" in text or not text.isascii():
-            # Python reads 1_0 as 10.
-            raise ValueError(text)
-        return kind(text)
-    except ValueError as error:
-        what = "an integer" if kind is int else "a number"
-        raise PolicyError(f"with {key} of {name} {what}, not {text!r}") from error
+    if kind not in (bool, int, float, str):
+        raise ValueError(f"of a type that can be written; it is a {kind}")
+    # Python reads 1_0 as 10.
+    is_plain = kind is str or (text.isascii() and "_" not in text)
+    return value_of(text if is_plain else "", kind)

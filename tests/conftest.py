@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -29,9 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark server tests and keep those of one server together, so that it starts once.
 
-    A test's server is its parameter ``server``, or ``spec`` where it asks for servers itself.
-    In one process they run last, after what fails sooner. Under pytest-xdist they
-    come first, a group to a worker, and the short tests fill what is left.
+    Their server is the parameter ``server``, or ``spec`` where a test asks for servers itself. They
+    run last; under pytest-xdist first, a group to a worker, and short tests fill what is left.
     """
     parallel = hasattr(config, "workerinput")
     first_use: dict[str, int] = {}
@@ -77,6 +76,18 @@ def model_path() -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def reference(model_path: Path) -> Any:
+    """Tokenizer and model, fp32, of a loop whose attention can be masked."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    return AutoTokenizer.from_pretrained(model_path), model.eval()
+
+
 @pytest.fixture(scope="session")
 def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     """Every test's servers; REASONCACHE_TEST_SERVERS (default 2) stay alive at once."""
@@ -91,10 +102,7 @@ def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def server(servers: ServerPool, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    """A server for the spec given by indirect parametrization, checked after the test.
-
-    Use as ``@pytest.mark.parametrize("server", [STOCK, SHARED], indirect=True, ids=...)``.
-    """
+    """A server for the spec given by indirect parametrization, checked after the test."""
     from tests.server.harness import assert_whole
 
     process = servers.get(request.param)
@@ -105,7 +113,7 @@ def server(servers: ServerPool, request: pytest.FixtureRequest) -> Iterator[Serv
 
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Name server parameters after their spec."""
-    from tests.server.harness import ServerSpec
+    from tests.server.specs import ServerSpec
 
     return val.name if isinstance(val, ServerSpec) else None
 

@@ -37,21 +37,19 @@ def test_silent_unless_named(monkeypatch: pytest.MonkeyPatch, selected: str | No
     assert platform.activate() is None
 
 
-def test_named_returns_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_returns_the_class_but_beside_a_gpu_or_sglangs_cpu_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert platform.activate() == "sglang_reasoncache.cpu_platform:TorchCpuPlatform"
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
     platform.activate()
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
-
-
-def test_refuses_beside_a_gpu_or_sglangs_cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    with pytest.raises(RuntimeError, match="SGLANG_USE_CPU_ENGINE"):
-        platform.activate()
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES"):
+        platform.activate()
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    with pytest.raises(RuntimeError, match="SGLANG_USE_CPU_ENGINE"):
         platform.activate()
 
 

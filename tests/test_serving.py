@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import os
 import socket
 import subprocess
 import sys
@@ -17,8 +17,7 @@ import pytest
 from eval import serving
 from eval.serving import ServerError, ServerProcess, free_port
 
-# Answers every GET with 200 after starting a child that ignores SIGTERM, and
-# prints that child's id.
+# Answers every GET with 200 after starting a child that ignores SIGTERM, whose id it prints.
 STAND_IN = """
 import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c",
@@ -32,16 +31,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_): pass
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def running(pid: int) -> bool:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def stand_in(tmp_path: Path, code: str, **options: float) -> ServerProcess:
@@ -76,47 +72,40 @@ def test_no_child_outlives_a_killed_owner(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_death_at_start_shows_the_log(tmp_path: Path) -> None:
-    server = stand_in(tmp_path, "import sys; print('no such flag: --xyz'); sys.exit(2)")
-    with pytest.raises(ServerError, match=r"(?s)exited with status 2.*no such flag: --xyz"):
-        server.start()
+SLEEP = "import os, time; print('pid', os.getpid(), {!r}, flush=True); time.sleep(600)"
+TAKEN = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1)"
 
 
-def test_timeout_ends_the_process(tmp_path: Path) -> None:
-    code = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
-    server = stand_in(tmp_path, code, start_timeout_s=2.0)
-    with pytest.raises(ServerError, match=r"not ready after 2 s"):
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import os, sys; print('pid', os.getpid(), 'no such flag: --xyz'); sys.exit(2)",
+         "(?s)exited with status 2.*no such flag: --xyz"),
+        (SLEEP.format(""), "not ready after 2 s"),
+        (SLEEP.format(TAKEN), "failed: error while attempting to bind"),
+    ],
+)  # fmt: skip
+def test_a_start_that_fails_tells_why_and_ends_all(code: str, told: str, tmp_path: Path) -> None:
+    server = stand_in(tmp_path, code, start_timeout_s=2.0 if "2 s" in told else 600.0)
+    with pytest.raises(ServerError, match=told):
         server.start()
     assert not psutil.pid_exists(int(server.log_text().split()[1]))
 
 
-def test_taken_port_fails_at_once(tmp_path: Path) -> None:
-    line = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1)"
-    code = f"import time; print({line!r}, flush=True); time.sleep(600)"
-    with pytest.raises(ServerError, match="failed: error while attempting to bind"):
-        stand_in(tmp_path, code).start()
-
-
-def test_flags_of_the_caller_win() -> None:
+def test_flags_and_variables_of_the_caller_win(monkeypatch: pytest.MonkeyPatch) -> None:
     command = ServerProcess("m", flags=["--max-total-tokens=99", "--random-seed", "7"]).command
     assert command.count("--random-seed") == 1
     assert not any(part == "--max-total-tokens" for part in command)
     assert command[-3:] == ["--max-total-tokens=99", "--random-seed", "7"]
-
-
-def test_cpu_hides_gpus_and_names_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A CPU's server hides GPUs and names the platform.
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     env = ServerProcess("m", env={"OMP_NUM_THREADS": "2", "HOME": None}).env
     assert env["SGLANG_PLATFORM"] == "reasoncache_cpu"
     assert env["CUDA_VISIBLE_DEVICES"] == ""
     assert env["OMP_NUM_THREADS"] == "2"
     assert "HOME" not in env and "SGLANG_USE_CPU_ENGINE" not in env
-    assert "SGLANG_PLATFORM" not in ServerProcess("m", device="cuda").env or os.environ.get(
-        "SGLANG_PLATFORM"
-    )
-
-
-def test_unknown_device_is_refused() -> None:
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    assert "SGLANG_PLATFORM" not in ServerProcess("m", device="cuda").env
     with pytest.raises(ValueError, match="not 'tpu'"):
         ServerProcess("m", device="tpu")  # type: ignore[arg-type]
 
@@ -135,5 +124,4 @@ def test_free_port_is_below_the_ephemeral_range() -> None:
     low, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     port = free_port()
     assert port < low
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", port))
+    socket.create_server(("127.0.0.1", port)).close()

@@ -1,2 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks of the parts; each is a program and writes JSON."""
+
+import argparse
+from collections.abc import Callable
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Reads an option's whole number."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return int(text)
+
+    return number

@@ -7,18 +7,19 @@ machine does hits both. Requests sample at a temperature so high that the text i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import psutil
 
 from eval.bench.turns import as_text, by_round, spread, take_turns
+from eval.measures.figures import figures
 from eval.runs.client import Request, ask_all, tokens_per_s
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
@@ -38,26 +39,15 @@ _FIGURES = {
 def load(
     server: ServerProcess, body: Mapping[str, object], seeds: Iterator[int]
 ) -> list[dict[str, float]]:
-    """Send all requests at once and wait for their ends; :data:`_FIGURES`.
-
-    Raises:
-        RuntimeError: a request failed.
-    """
+    """Send all requests at once and wait for their ends; :data:`_FIGURES`."""
     problems = generate(next(seeds), _REQUESTS)
     requests = [Request(str(i), problem.prompt, body) for i, problem in enumerate(problems)]
     before = scheduler_seconds(server)
     answers = ask_all(server.url, MODEL_NAME, requests)
     spent = scheduler_seconds(server) - before
-    tpots = [
-        (a.ended - (a.first_token or a.started)) / max(1, a.output_tokens - 1) for a in answers
-    ]
-    return [
-        {
-            "throughput": tokens_per_s(answers),
-            "tpot_p99": float(np.percentile(tpots, 99, method="lower")) * 1e3,
-            "scheduler_cpu": spent / sum(a.output_tokens for a in answers) * 1e6,
-        }
-    ]
+    rate, tpot = tokens_per_s(answers), figures(answers, [], []).tpot_p99 or 0.0
+    cpu = spent / sum(answer.output_tokens for answer in answers)
+    return [{"throughput": rate, "tpot_p99": 1e3 * tpot, "scheduler_cpu": 1e6 * cpu}]
 
 
 def scheduler_seconds(server: ServerProcess) -> float:
@@ -71,40 +61,50 @@ def scheduler_seconds(server: ServerProcess) -> float:
     return found
 
 
-def in_turn(
-    servers: Mapping[str, ServerProcess], body: Mapping[str, object], rounds: int
-) -> pd.DataFrame:
-    """Loads on each server, alternating, after one that warms up; each has the same requests."""
-    sides = {
-        name: functools.partial(load, server, body, itertools.count(4_321))
-        for name, server in servers.items()
-    }
-    return take_turns(sides, rounds, warm_up_rounds=1)
+def compare(
+    flags: Mapping[str, Sequence[str]], body: Mapping[str, object], rounds: int, logs: Path
+) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    """Two servers of the embedded model, by their flags, in turn with the same requests; prints
+    a table. ``logs`` begins the paths of their logs.
+
+    Returns:
+        :data:`_FIGURES`, a line a round and a column a server, and totals of the second if it shares.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    with contextlib.ExitStack() as up:
+        sides, totals = {}, {}
+        for name, words in flags.items():
+            server = ServerProcess(CHECKPOINT, flags=words, log_path=f"{logs}_{name}.log")
+            up.enter_context(server)
+            sides[name] = functools.partial(load, server, body, itertools.count(4_321))
+        samples = take_turns(sides, rounds)
+        if "--enable-reasoncache" in words:
+            totals = server.get("/reasoncache").json()["schedulers"][0]["totals"]
+    found = {name: by_round(samples, name) for name in _FIGURES}
+    first, second = flags
+    lines = []
+    for name, title in _FIGURES.items():
+        medians = [as_text(found[name][side].median()) for side in flags]
+        ratio = spread(found[name][second] / found[name][first])
+        lines.append([title, *medians, as_text(ratio)])
+    heads = ["", f"{first}, median", f"{second}, median", "ratio, median (quartiles)"]
+    table = pd.DataFrame(lines, columns=heads).to_markdown(index=False, disable_numparse=True)
+    print(f"\n{rounds} rounds of {_REQUESTS} requests x {body['max_tokens']} tokens\n\n{table}")
+    return found, totals
 
 
 def summary(rounds: int) -> dict[str, Any]:
-    """Figures of ``rounds`` loads; medians of the ratios of neighbours."""
-    logs = Path("build/bench")
-    flags = ["--enable-reasoncache", *EMBEDDED_FLAGS]
-    with (
-        ServerProcess(CHECKPOINT, log_path=logs / "idle_stock.log") as stock,
-        ServerProcess(CHECKPOINT, flags=flags, log_path=logs / "idle_ours.log") as shared,
-    ):
-        found = in_turn({"stock": stock, "ours": shared}, _NOISE, rounds)
-        totals = shared.get("/reasoncache").json()["schedulers"][0]["totals"]
+    """Figures of ``rounds`` loads of noise; medians of the ratios of neighbours."""
+    flags = {"stock": [], "ours": ["--enable-reasoncache", *EMBEDDED_FLAGS]}
+    found, totals = compare(flags, _NOISE, rounds, Path("build/bench/idle"))
+    print(f"\nreported by the server: {totals}")
     results: dict[str, Any] = {"idle_rounds": rounds, "idle_totals": totals}
-    lines = []
-    for key, name in _FIGURES.items():
-        figures = by_round(found, key)
-        ratios = figures["ours"] / figures["stock"]
-        results[f"idle_{key}_ratio"] = float(ratios.median())
-        results[f"idle_{key}_ratios"] = ratios.tolist()
-        medians = [as_text(figures[side].median(), 2) for side in ("stock", "ours")]
-        lines.append([name, *medians, as_text(spread(ratios), 4)])
-    heads = ["", "stock, median", "ours, median", "ratio, median (quartiles)"]
-    table = pd.DataFrame(lines, columns=heads).to_markdown(index=False, disable_numparse=True)
-    print(f"\n{rounds} rounds of {_REQUESTS} requests x {_NOISE['max_tokens']} tokens of noise\n")
-    print(f"{table}\n\nreported by the server: {totals}")
+    for name, sides in found.items():
+        ratios = sides["ours"] / sides["stock"]
+        results[f"idle_{name}_ratio"] = float(ratios.median())
+        results[f"idle_{name}_ratios"] = ratios.tolist()
     return results
 
 

@@ -1,94 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make bench-policies``: cache policies in the same server, at equal saving.
 
-Accuracy on the embedded reasoner's problems, half of whose drafts are wrong, at some 10, 20, 40
-and 60% of the slots saved; throughput and step time on replayed AIME responses at some of these.
-With ``--budgets`` also accuracy on long prompts, which are kept within a budget block by block.
-Writes ``policies.json``, ``policies.md`` and ``policies.png``. Run folders beside them keep all
-that was measured: the same command goes on after a stop, and asks only what is new.
+Writes ``policies.json``, ``policies.md`` and ``policies.png`` (docs/evaluation.md). Run folders
+beside them keep all that was measured: the same command goes on after a stop.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.bench import policies_accuracy, policies_speed
-from eval.bench.policies_accuracy import Runs
-from eval.bench.policies_points import (
-    SAVINGS,
-    UNTIMED,
-    Point,
-    PointError,
-    installed,
-    method_of,
-    points,
-    prompt_points,
-)
+from eval.bench import at_least, policies_accuracy, policies_points, policies_speed
+from eval.bench.policies_accuracy import LONG, Runs
+from eval.bench.policies_points import installed
 from eval.bench.policies_results import Aim, dense_row, picture, rows, table
+from eval.bench.serve import AIME, pieces_of
+from eval.methods import DENSE
 from eval.redundancy.rows import texts_of
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build
 from eval.runs.folder import write_whole
 
-# For the estimate: two cores with nothing else to do.
-_START_S = 35
-_TOKENS = 650
-_TOKENS_PER_S = 1400
-#: Two runs at a time take each other's processors now and then.
-_COMPANY = 0.8
-_ROUND_S = 45
+# For the estimate, on two cores with nothing else to do.
+_START_S, _PROBLEM_S, _ROUND_S = 35, 650 / 1400, 45
+
+say = functools.partial(print, flush=True)
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to measure: policies at settings for the embedded reasoner (``points``), for replays by
-    aim (``timed``) and for long prompts; ``left_out`` says what cannot be measured."""
+class Options(argparse.Namespace):
+    """The command line, and what follows from it."""
 
-    points: list[Point]
-    timed: dict[float, list[Point]]
-    prompts: list[Point]
-    left_out: list[str]
-    problems: int
-    rounds: int
-    jobs: int
-    traces: Path
-    out: Path
-    plan: bool
-
-    @property
-    def runs(self) -> Runs:
-        return Runs(self.out / "policies" / f"accuracy-{self.problems}", self.problems)
-
-    @property
-    def long_runs(self) -> Runs:
-        home = self.out / "policies" / f"prompts-{self.problems}"
-        return Runs(home, self.problems, policies_accuracy.LONG_TASK, policies_accuracy.LONG_FLAGS)
-
-    @property
-    def asked(self) -> list[tuple[Runs, list[str]]]:
-        """Runs with their methods, each once: two savings may lie nearest to the same setting."""
-        pairs = [(self.runs, self.points), (self.long_runs, self.prompts)]
-        return [
-            (runs, list(dict.fromkeys([policies_accuracy.DENSE, *(p.method for p in points)])))
-            for runs, points in pairs
+    def derive(self) -> None:
+        """Policies at settings for the embedded reasoner (``points``), for replays by aim
+        (``timed``) and for long prompts; ``left_out`` says what cannot be measured."""
+        self.points, self.left_out = policies_points.points(self.policies, self.saved)
+        self.prompts = policies_points.prompt_points(self.policies, self.budgets)
+        aims = self.timed_saved if self.rounds else []
+        self.timed = policies_points.timed_points(self.policies, aims)
+        home = self.out / "policies"
+        self.runs = Runs(home / f"accuracy-{self.problems}", self.problems)
+        self.long_runs = Runs(home / f"prompts-{self.problems}", self.problems, LONG)
+        # Methods once each: two savings may lie nearest to the same setting.
+        self.asked = [
+            (runs, list(dict.fromkeys([DENSE, *(point.method for point in points)])))
+            for runs, points in ((self.runs, self.points), (self.long_runs, self.prompts))
             if points
         ]
 
     def minutes(self) -> tuple[float, float]:
         """Estimates of accuracy and of replays, without what is there already."""
         todo = sum(not runs.whole(one) for runs, methods in self.asked for one in methods)
-        speed = self.jobs * (_COMPANY if self.jobs > 1 else 1.0)
-        each = _START_S + self.problems * _TOKENS / _TOKENS_PER_S
-        timed = self.timed.values() if self.rounds else []
-        groups = [group for points in timed for group in policies_speed.groups(points)]
-        replays = sum((1 + len(group)) * (_START_S + self.rounds * _ROUND_S) for group in groups)
+        # Runs take each other's processors now and then.
+        speed = 0.8 * self.jobs if self.jobs > 1 else 1.0
+        each = _START_S + self.problems * _PROBLEM_S
+        groups = map(policies_speed.groups, self.timed.values())
+        servers = sum(1 + len(group) for several in groups for group in several)
+        replays = servers * (_START_S + self.rounds * _ROUND_S)
         return todo * each / speed / 60, replays / 60
 
 
@@ -100,99 +73,92 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     add = parser.add_argument
     add("traces", type=Path, help="folder of recorded responses, JSONL")
     add("--out", type=Path, default=Path("build/bench"))
-    add("--policies", help=f"default: {','.join(installed())}")
-    add("--saved", default=",".join(map(str, SAVINGS)), help="shares of the slots to aim at")
-    add("--problems", type=int, default=60, help="of each policy and saving (default 60)")
-    add("--budgets", default="", help="on long prompts, of positions: 384,256,128 (default none)")
-    add("--jobs", type=int, default=2, help="accuracy runs at a time (default 2)")
-    add("--rounds", type=int, default=2, help="on replays (default 2), 0 for none")
-    add("--timed-saved", default="0.2", help="what replays aim at, of --saved (default 0.2)")
+    add("--policies", type=_policies, default=installed(), metavar="A,B", help="default: all")
+    savings = [*policies_points.SAVINGS]
+    add("--saved", type=_several(float, 1), default=savings, help="shares of the slots to aim at")
+    add("--problems", type=at_least(2), default=60, help="of each policy and saving (default 60)")
+    budgets = _several(int, policies_points.PROMPT_LENGTH)
+    add("--budgets", type=budgets, default=[], help="on long prompts: 384,256,128 (default none)")
+    add("--jobs", type=at_least(1), default=2, help="accuracy runs at a time (default 2)")
+    add("--rounds", type=at_least(0), default=2, help="on replays (default 2), 0 for none")
+    add("--timed-saved", type=_several(float, 1), default=[0.2], help="of replays (default 0.2)")
     add("--plan", action="store_true", help="print what would be done, and how long it takes")
-    args = parser.parse_args(argv)
-    for name, least in (("problems", 2), ("jobs", 1), ("rounds", 0)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
-    policies = args.policies.split(",") if args.policies else list(installed())
-    try:
-        savings = [float(part) for part in args.saved.split(",")]
-        budgets = [int(part) for part in args.budgets.split(",") if part]
-        aims = [float(part) for part in args.timed_saved.split(",")]
-    except ValueError as error:
-        parser.error(f"--saved, --timed-saved and --budgets must be numbers: {error}")
-    for aim in aims:
-        if not 0 < aim < 1:
-            parser.error(f"--timed-saved must be above 0 and below 1, got {aim:g}")
-    try:
-        found, left_out = points(policies, savings)
-        prompts = prompt_points(policies, budgets)
-    except PointError as error:
-        parser.error(str(error))
-    known = {name: getattr(args, name) for name in ("problems", "rounds", "jobs", "traces", "out")}
-    return Options(found, timed(policies, aims), prompts, left_out, plan=args.plan, **known)
+    options = parser.parse_args(argv, namespace=Options())
+    options.derive()
+    return options
 
 
-def timed(policies: Sequence[str], aims: Sequence[float]) -> dict[float, list[Point]]:
-    """Policies at the settings for replays: long responses leave evictors their usual slack.
+def _several(kind: type[int] | type[float], below: int) -> Callable[[str], list[float]]:
+    def numbers(text: str) -> list[float]:
+        try:
+            found = [kind(part) for part in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be numbers, got {text!r}") from None
+        for one in found:
+            if not 0 < one < below:
+                raise argparse.ArgumentTypeError(f"must be above 0 and below {below}, got {one:g}")
+        return _different(found)
 
-    What does not go up to an aim is measured where it gets to.
-    """
-    found: dict[float, list[Point]] = {}
-    for aim in aims:
-        chosen: list[Point] = []
-        for policy in (policy for policy in policies if policy not in UNTIMED):
-            methods = [(near, method_of(policy, near, replayed=True)) for near in (aim, aim / 2)]
-            reached = next((Point(policy, near, m) for near, m in methods if m), None)
-            if reached and not any(reached in points for points in (chosen, *found.values())):
-                chosen.append(reached)
-        if chosen:
-            found[aim] = chosen
-    return found
+    return numbers
+
+
+def _policies(text: str) -> list[str]:
+    found = text.split(",")
+    for unknown in filter(None, map(policies_points.missing, found)):
+        known = ", ".join(installed())
+        raise argparse.ArgumentTypeError(f"no policy {unknown!r}; there are {known}, pairs with +")
+    return _different(found)
+
+
+def _different(given: list[Any]) -> list[Any]:
+    if len(set(given)) < len(given):
+        raise argparse.ArgumentTypeError(f"must name none twice, got {given}")
+    return given
 
 
 def carry_out(options: Options) -> bool:
     """Measure what is not there yet and write the results, anew after each part; whether all is.
 
-    Raises:
-        OSError, ValueError: traces, model or a run folder are unusable.
+    Raises OSError or ValueError where traces, model or a run folder are unusable.
     """
-    missing: dict[str, str] = {}
+    failed: dict[str, str] = {}
     for runs, methods in options.asked:
-        missing |= policies_accuracy.carry_out(runs, methods, options.jobs, say)
+        failed |= policies_accuracy.carry_out(runs, methods, options.jobs, say)
     timings: dict[Aim, policies_speed.Timing] = {}
     write(options, timings)
-    home = options.out / "policies"
-    if options.rounds and options.timed:
-        model = str(build(MODELS, texts_of([options.traces / policies_speed.TRACES])))
-        path = home / f"{policies_speed.TASK}.jsonl"
-        policies_speed.write_records(options.traces, model, path)
-        for aim, chosen in options.timed.items():
-            folder = home / f"replay-{options.rounds}-{aim:g}"
-            for group in policies_speed.groups(chosen):
-                found = policies_speed.measure(group, path, model, options.rounds, folder)
-                for point in group:
-                    if point.policy in found:
-                        timings[point.policy, point.aim] = found[point.policy]
-                    else:
-                        missing[f"{point.method}, replayed"] = f"no throughput; see {folder}"
-                write(options, timings)
-    for what, why in missing.items():
+    if options.timed:
+        traces = options.traces / AIME
+        model = str(build(MODELS, texts_of([traces])))
+        path = options.out / "policies" / f"{policies_speed.TASK}.jsonl"
+        asked = (policies_speed.PIECES, policies_speed.LIMIT, policies_speed.KV_BUDGET, path)
+        pieces_of(traces, model, *asked)
+    for aim, chosen in options.timed.items():
+        folder = path.with_name(f"replay-{options.rounds}-{aim:g}")
+        for group in policies_speed.groups(chosen):
+            found = policies_speed.measure(group, path, model, options.rounds, folder)
+            for point in group:
+                if point.policy in found:
+                    timings[point.policy, point.aim] = found[point.policy]
+                else:
+                    failed[f"{point.method}, replayed"] = f"no throughput; see {folder}"
+            write(options, timings)
+    for what, why in failed.items():
         say(f"{what} is missing: {why}")
-    return not missing
+    return not failed
 
 
 def write(options: Options, timings: dict[Aim, policies_speed.Timing]) -> None:
     """``policies.json``, table and picture of what has been measured so far."""
-    dense = dense_row(options.runs)
+    dense, long_dense = dense_row(options.runs), dense_row(options.long_runs)
     found = rows(options.points, options.runs, timings)
     long = rows(options.prompts, options.long_runs, {})
-    result: dict[str, Any] = {
+    replays = [{"policy": name, "aim": aim, **one} for (name, aim), one in timings.items()]
+    result = {
         "rows": found,
         "dense": dense,
         "prompt_rows": long,
-        "prompt_dense": dense_row(options.long_runs),
-        "replays": [
-            {"policy": policy, "aim": aim, **one} for (policy, aim), one in timings.items()
-        ],
+        "prompt_dense": long_dense,
+        "replays": replays,
         "left_out": options.left_out,
         "settings": {
             "problems": options.problems,
@@ -204,19 +170,12 @@ def write(options: Options, timings: dict[Aim, policies_speed.Timing]) -> None:
         },
     }
     write_whole(options.out / "policies.json", json.dumps(result, indent=2) + "\n")
-    document = table(found, dense).markdown()
+    parts = [table(found, dense, "Policies at equal saving")]
     if long:
-        document += (
-            "\n" + table(long, result["prompt_dense"], "Long prompts under a budget").markdown()
-        )
-    for sentence in options.left_out:
-        document += f"\nLeft out: {sentence}.\n"
-    write_whole(options.out / "policies.md", document)
+        parts.append(table(long, long_dense, "Long prompts under a budget"))
+    parts += [f"Left out: {sentence}.\n" for sentence in options.left_out]
+    write_whole(options.out / "policies.md", "\n".join(parts))
     picture(found, dense, options.out / "policies.png")
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -229,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     replayed = [point for chosen in options.timed.values() for point in chosen]
     say(
         f"{count} runs of {options.problems} problems, about {accuracy:.0f} minutes; "
-        f"{len(replayed) if options.rounds else 0} on replays, about {replays:.0f} minutes at most"
+        f"{len(replayed)} on replays, about {replays:.0f} minutes at most"
     )
     for sentence in options.left_out:
         say(f"left out: {sentence}")

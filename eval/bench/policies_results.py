@@ -7,54 +7,55 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.bench.policies_accuracy import DENSE, Runs
-from eval.bench.policies_points import CONTROLS, POLICIES, SELECTOR, Point, parts
+import pandas as pd
+import seaborn as sns
+
+from eval.bench.policies_accuracy import Runs
+from eval.bench.policies_points import CONTROLS, POLICIES, RANDOM_SHARING, SELECTOR, Point, parts
 from eval.bench.policies_speed import Timing
-from eval.bench.turns import as_text, spread
 from eval.measures.accuracy import Estimate, accuracy, compare, keyed
 from eval.measures.figures import of_cells
-from eval.report.markdown import Table, number, words
+from eval.methods import DENSE
 from eval.report.style import GREY, LABEL_SIZE, figure, light_grid, save, text
 from eval.runs.folder import Cell
 
-#: Fields of a :class:`Timing` in a row.
+#: A policy and the saving that it aims at.
+Aim = tuple[str, float]
 _TIMED = (
     "throughput_ratio", "throughput_ratios", "step_ms", "dense_step_ms", "scheduler_ms",
     "mean_running", "dense_mean_running", "reproduced",
 )  # fmt: skip
-#: A policy and the saving that it aims at.
-Aim = tuple[str, float]
+_SHOWN = [
+    "aim", "policy", "saved", "saved_at_the_end", "accuracy", "accuracy_difference",
+    "accuracy_error", "length_ratio", "throughput_ratio", "step_ms", "dense_step_ms",
+    "scheduler_ms", "reads_saved",
+]  # fmt: skip
+# By place in POLICIES; the last are those of all others.
+_COLOURS = [*sns.color_palette("colorblind").as_hex(), "#332288"]
+_MARKERS = "s^v<oD>PxXh"
 
-# Okabe and Ito's colours, and Tol's for the rest; sharing is the blue square of all pictures.
-_LOOKS = {
-    "reasoncache": ("#0072B2", "s", "-"),
-    "streamingllm": ("#E69F00", "^", "-"),
-    "h2o": ("#009E73", "v", "-"),
-    "snapkv": ("#56B4E9", "<", "-"),
-    "keydiff": ("#D55E00", "o", "-"),
-    "rkv": ("#CC79A7", "D", "-"),
-    "l2norm": ("#999933", ">", "-"),
-    "quest": ("#117733", "P", "-"),
-    "random": ("#888888", "x", ":"),
-    "random_eviction": ("#888888", "+", ":"),
-}
-_OTHER = ("#332288", "h", "-")
+
+def rows(
+    points: Sequence[Point], runs: Runs, timings: Mapping[Aim, Timing]
+) -> list[dict[str, Any]]:
+    """A row (docs/evaluation.md has its fields) for each point that has answers, in the order of
+    tables. What was not measured is None."""
+    return [
+        row_of(point, runs, timings.get((point.policy, point.aim), {}))
+        for point in sorted(points, key=lambda point: (point.aim, _rank(point.policy)))
+        if runs.cell(point.method).results()
+    ]
 
 
 def row_of(point: Point, runs: Runs, timed: Timing) -> dict[str, Any]:
-    """One row. Shares are of 1; what was not measured is None.
-
-    ``saved`` is what the server counted, averaged over decode steps: slots that the running
-    requests did without over their positions, which is what dense holds. ``accuracy_error``
-    is half of the 95% interval of the difference from dense on the same problems.
-    ``throughput_ratio``, ``step_ms`` and others come from replays of the policy at this aim.
-    """
     cell, dense = runs.cell(point.method), runs.cell(DENSE)
     held = of_cells([cell])
-    results = keyed({cell.seed: cell.results()})
-    against = compare(results, keyed({dense.seed: dense.results()}))
-    scored = accuracy(results)
+    results, base = (keyed({0: one.results()}) for one in (cell, dense))
+    against, scored = compare(results, base), accuracy(results)
     difference = against.difference if against else None
+    mine, theirs = cell.answered(), dense.answered()
+    both = mine.keys() & theirs.keys()
+    longer, whole = (sum(side[n].output_tokens for n in both) for side in (mine, theirs))
     return {
         "policy": point.policy,
         "aim": point.aim,
@@ -68,22 +69,11 @@ def row_of(point: Point, runs: Runs, timed: Timing) -> dict[str, Any]:
         "only_dense_right": against.only_dense if against else None,
         "only_policy_right": against.only_method if against else None,
         "problems": len(results),
-        "length_ratio": _length_ratio(cell, dense),
+        "length_ratio": longer / whole if whole else None,
         "leaked_slots": held.leaked_slots,
         **{name: timed.get(name) for name in _TIMED},
         "throughput_saved": timed.get("saved"),
     }
-
-
-def rows(
-    points: Sequence[Point], runs: Runs, timings: Mapping[Aim, Timing]
-) -> list[dict[str, Any]]:
-    """Rows of the points that have answers."""
-    return [
-        row_of(point, runs, timings.get((point.policy, point.aim), {}))
-        for point in points
-        if runs.cell(point.method).results()
-    ]
 
 
 def dense_row(runs: Runs) -> dict[str, Any]:
@@ -102,8 +92,8 @@ def _reads_saved(cell: Cell, policy: str) -> float | None:
     if SELECTOR not in policy.split("+"):
         return None
     counts = [leg.report.get("selection") or {} for leg in cell.legs()]
-    held = sum(int(count.get("positions_held", 0)) for count in counts)
-    return 1 - sum(int(count.get("positions_read", 0)) for count in counts) / held if held else None
+    held, read = (sum(one.get(f"positions_{k}", 0) for one in counts) for k in ("held", "read"))
+    return 1 - read / held if held else None
 
 
 def _half(found: Estimate | None) -> float | None:
@@ -112,61 +102,16 @@ def _half(found: Estimate | None) -> float | None:
     return (found.high - found.low) / 2
 
 
-def _length_ratio(cell: Cell, dense: Cell) -> float | None:
-    """Output tokens over dense's on the same problems."""
-    one, other = cell.answered(), dense.answered()
-    both = one.keys() & other.keys()
-    base = sum(other[name].output_tokens for name in both)
-    return sum(one[name].output_tokens for name in both) / base if base else None
+def _rank(policy: str) -> int:
+    return POLICIES.index(policy) if policy in POLICIES else len(POLICIES)
 
 
-def table(
-    rows: Sequence[Mapping[str, Any]],
-    dense: Mapping[str, Any],
-    title: str = "Policies at equal saving",
-) -> Table:
-    """The papers' Table II in shape: accuracy, saving over decode steps, throughput; by saving."""
-    lines = [_line(row) for row in _by_aim(rows)]
-    first = {"policy": "dense", "accuracy": number(dense["accuracy"], form="{:.3f}")}
-    columns = dict.fromkeys(lines[0] if lines else first, "")
-    notes = [
-        "Saved: slots that running requests did without over their positions, averaged over decode "
-        "steps, as the server counted. After ±: half of the 95% interval of the difference from "
-        "dense on the same problems. Throughput and step time: replayed responses, in turns with "
-        "stock SGLang at the same KV slots and flags; steps are compared at equal batches. In "
-        "brackets the quartiles of rounds. -: not measured, as replays are at one saving only."
-    ]
-    return Table("policies", title, [{**columns, **first}, *lines], notes)
-
-
-def _by_aim(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    def rank(policy: str) -> int:
-        return POLICIES.index(policy) if policy in POLICIES else len(POLICIES)
-
-    return sorted(rows, key=lambda row: (row["aim"], rank(row["policy"]), row["policy"]))
-
-
-def _line(row: Mapping[str, Any]) -> dict[str, str]:
-    difference = step = ratio = "-"
-    if row["accuracy_difference"] is not None and row["accuracy_error"] is not None:
-        difference = f"{100 * row['accuracy_difference']:+.1f} ± {100 * row['accuracy_error']:.1f}"
-    if row["step_ms"] is not None:
-        step = f"{row['step_ms']:.2f} ({row['dense_step_ms']:.2f})"
-    if row["throughput_ratios"]:
-        ratio = as_text(spread(row["throughput_ratios"]), 2)
-    return {
-        "aim": f"{row['aim']:.0%}",
-        "policy": words(row["policy"]),
-        "saved over steps": number(row["saved"], form="{:.1%}"),
-        "at the end": number(row["saved_at_the_end"], form="{:.1%}"),
-        "accuracy": number(row["accuracy"], form="{:.3f}"),
-        "less than dense, points": difference,
-        "length / dense": number(row["length_ratio"], form="{:.2f}"),
-        "tokens/s / stock": ratio,
-        "step, ms (stock)": step,
-        "policy, ms a step": number(row["scheduler_ms"], form="{:.2f}"),
-        "reads saved": "" if row["reads_saved"] is None else f"{row['reads_saved']:.1%}",
-    }
+def table(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], title: str) -> str:
+    """The papers' Table II in shape, as Markdown; columns are fields of a row."""
+    frame = pd.DataFrame([{"policy": DENSE, **dense}, *rows]).reindex(columns=_SHOWN)
+    shown = frame.astype(object).where(frame.notna(), None)
+    lines = shown.to_markdown(index=False, floatfmt=".3f", missingval="-")
+    return f"### {title}\n\n{lines}\n"
 
 
 def picture(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], path: Path) -> None:
@@ -175,31 +120,24 @@ def picture(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], path: P
     one = axes[0, 0]
     if dense["accuracy"] is not None:
         one.axhline(dense["accuracy"], color=GREY, linestyle="--", linewidth=1, label="dense")
-    for policy in dict.fromkeys(row["policy"] for row in _by_aim(rows)):
-        points = sorted(
-            (100 * row["saved"], row["accuracy"], row["accuracy_error"] or 0.0)
-            for row in rows
-            if row["policy"] == policy and None not in (row["saved"], row["accuracy"])
-        )
-        if not points:
-            continue
+    columns = ["policy", "saved", "accuracy", "accuracy_error"]
+    shown = pd.DataFrame(rows, columns=columns).dropna(subset=["saved", "accuracy"])
+    for policy, points in shown.groupby("policy", sort=False):
         # A pair has its evictor's colour.
-        shares, evictor = parts(policy)
-        colour, marker, line = _LOOKS.get(evictor, _OTHER)
-        name = {"random": "random sharing", "random_eviction": "random eviction"}.get(policy)
-        x, y, error = zip(*points, strict=True)
+        shares, evictor = parts(str(policy))
+        look = min(_rank(evictor), len(_COLOURS) - 1)
+        points = points.sort_values("saved")
         one.errorbar(
-            x,
-            y,
-            yerr=error,
-            color=colour,
-            marker="*" if shares else marker,
-            linestyle="--" if shares else line,
+            100 * points["saved"],
+            points["accuracy"],
+            yerr=points["accuracy_error"].astype(float).fillna(0),
+            color=_COLOURS[look],
+            marker="*" if shares else _MARKERS[look],
+            linestyle="--" if shares else ":" if policy in CONTROLS else "-",
             linewidth=1.3,
             markersize=6,
             elinewidth=0.8,
-            alpha=0.7 if policy in CONTROLS else 1.0,
-            label=text(name or policy),
+            label=text("random sharing" if policy == RANDOM_SHARING else str(policy)),
         )
     one.set_xlabel("KV slots freed, % of what dense holds, over decode steps")
     one.set_ylabel("accuracy (± as of the difference from dense)")

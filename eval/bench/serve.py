@@ -14,153 +14,114 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.measures.accuracy import accuracy, compare, keyed
 from eval.measures.figures import of_cells
+from eval.methods import DENSE, RANDOM
 from eval.redundancy.rows import texts_of
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build
 from eval.replay.pieces import write_pieces
-from eval.runs.folder import Cell, RunError
+from eval.runs.folder import Cell, RunError, write_whole
 from eval.runs.options import RunOptions
 from eval.runs.work import run
 from eval.tasks.documents import replay
 from eval.tokenizers import load_tokenizer
 
-DENSE, OURS, RANDOM = "dense", "reasoncache", "random"
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is asked of the servers.
-
-    ``traces`` is a file of recorded responses, "" for the embedded reasoner; ``limit`` are the
-    problems of one round, ``kv_budget`` the KV slots of each server (see :func:`crowding`). With
-    ``piece`` responses of over :data:`LOOPING` tokens are cut into pieces of this length.
-    """
-
-    name: str
-    traces: str
-    ours: str
-    limit: int
-    rounds: int
-    kv_budget: int
-    piece: int = 0
-
-    @property
-    def methods(self) -> list[str]:
-        return [DENSE, self.ours] if self.traces else [DENSE, self.ours, RANDOM]
-
-
+AIME, _MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
 #: Responses of the AIME file that are longer go round in circles up to the limit of the model
 #: that wrote them; the next shorter one has 14,406 tokens.
 LOOPING = 20_000
-WORKLOADS = (
-    Workload("tiny_reasoner", "", OURS, limit=32, rounds=2, kv_budget=4000),
-    Workload(
-        "aime24_replay",
-        "aime24_sky_t1_32b.jsonl",
-        f"{OURS}:block=8",
-        # Equal lengths run in waves, 2 at a time where nothing is shared, up to 4 with sharing:
-        # a number that fills the last wave of either.
-        limit=8,
-        rounds=2,
-        kv_budget=8000,
-        piece=3000,
-    ),
-    Workload(
-        "math500_replay",
-        "math500_sky_t1_27b.jsonl",
-        f"{OURS}:block=8",
-        limit=8,
-        rounds=1,
-        kv_budget=4000,
-    ),
-)
 #: The same for all, so that what differs is the memory: an admission that fills the pool.
 #: SGLang's documentation advises 0.3 where requests wait beside free slots.
 SERVER_FLAGS = ("--schedule-conservativeness", "0.3")
+#: How many times longer a round must take for lack of memory than its longest response alone;
+#: near 1 it measures the longest response and not the memory.
+_LEAST_CROWDING = 1.4
 
 
-#: A round is refused below.
-LEAST_CROWDING = 1.4
+class Workload(NamedTuple):
+    """``limit`` are the problems of one round, ``kv_budget`` the KV slots of each server; ``traces``
+    is a file of recorded responses, "" for the embedded reasoner; ``pieces`` see :func:`pieces_of`."""
+
+    name: str
+    methods: tuple[str, ...]
+    limit: int
+    rounds: int
+    kv_budget: int
+    traces: str = ""
+    pieces: tuple[int, ...] = ()
 
 
-def crowding(lengths: Sequence[int], kv_budget: int) -> float:
-    """How many times longer a round takes for lack of memory than its longest response alone.
+_REPLAYED = (DENSE, "reasoncache:block=8")
+WORKLOADS = [
+    Workload("tiny_reasoner", (DENSE, "reasoncache", RANDOM), 32, rounds=2, kv_budget=4000),
+    # Equal lengths run in waves, 2 at a time where nothing is shared, up to 4 with sharing: 8 fill
+    # the last wave of either.
+    Workload("aime24_replay", _REPLAYED, 8, rounds=2, kv_budget=8000, traces=AIME, pieces=(3000,)),
+    Workload("math500_replay", _REPLAYED, 8, rounds=1, kv_budget=4000, traces=_MATH),
+]
 
-    A response of n tokens holds n/2 slots over n steps. Near 1 a round measures the
-    longest response and not the memory.
+
+def pieces_of(
+    traces: Path, model: str, pieces: Sequence[int], limit: int, kv_budget: int, path: Path
+) -> Path:
+    """Responses to replay, ``limit`` in a round: ``traces``, or pieces of these lengths of its
+    looping ones, written to ``path``.
+
+    Raises:
+        OSError, ValueError: the traces are missing or bad, or a round would not be short of memory.
     """
-    return sum(n * n / 2 for n in lengths) / kv_budget / max(lengths)
-
-
-def refuse_a_half_empty_pool(path: Path, model: str, limit: int, kv_budget: int) -> None:
-    """Raises RunError if a round of replays would not be short of memory."""
+    if pieces:
+        whole = list(replay(str(traces), model)["test"])
+        write_pieces(whole, load_tokenizer(model), pieces, LOOPING, path)
+    path = path if pieces else traces
     lengths = list(replay(str(path), model, limit)["test"]["max_tokens"])
-    crowded = crowding(lengths, kv_budget)
-    if crowded < LEAST_CROWDING:
+    # A response of n tokens holds n/2 slots over n steps.
+    crowding = sum(n * n / 2 for n in lengths) / kv_budget / max(lengths)
+    if crowding < _LEAST_CROWDING:
         raise RunError(
             f"{path}: {kv_budget} KV slots leave room for everyone "
-            f"(crowding {crowded:.1f}, at least {LEAST_CROWDING})"
+            f"(crowding {crowding:.1f}, at least {_LEAST_CROWDING})"
         )
+    return path
+
+
+def run_in_turns(
+    task: str, methods: Sequence[str], rounds: int, out: Path, **options: Any
+) -> dict[str, list[Cell]]:
+    """Servers of all methods stay up and take turns, in the opposite order in every second round;
+    the cells of each. ``options`` as of :class:`RunOptions`."""
+    seeds = tuple(range(rounds))
+    several: dict[str, Any] = {"tasks": (task,), "methods": tuple(methods), "seeds": seeds}
+    run(RunOptions(**several, device="cpu", keep_servers=len(methods), **options), out)
+    return {name: [Cell(out, task, name, seed) for seed in seeds] for name in methods}
 
 
 def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str, Any]:
-    """Run one workload and sum it up.
-
-    Raises:
-        RunError: a round would not be short of memory.
-    """
-    options: dict[str, Any] = {}
-    if workload.traces:
+    """Run one workload and sum it up; ratios are ours over dense, round by round."""
+    name, methods, limit, rounds, kv_budget, file, pieces = workload
+    options: dict[str, Any] = {"warm_up": 8}
+    if file:
+        path = out.parent / f"{name}-pieces.jsonl"
+        path = pieces_of(traces / file, model, pieces, limit, kv_budget, path)
         # Greedy, though every token is forced: a server that draws is started anew for each seed.
-        path = traces / workload.traces
-        if workload.piece:
-            whole = list(replay(str(path), model)["test"])
-            path = out.parent / f"{workload.name}-pieces.jsonl"
-            write_pieces(whole, load_tokenizer(model), (workload.piece,), LOOPING, path)
-        options = {"model": model, "data": {workload.name: str(path)}, "temperature": 0.0}
-        refuse_a_half_empty_pool(path, model, workload.limit, workload.kv_budget)
-    run(
-        RunOptions(
-            tasks=(workload.name,),
-            methods=tuple(workload.methods),
-            seeds=tuple(range(workload.rounds)),
-            limit=workload.limit,
-            kv_budget=workload.kv_budget,
-            device="cpu",
-            warm_up=2 if workload.traces else 8,
-            keep_servers=len(workload.methods),
-            server_flags=SERVER_FLAGS,
-            **options,
-        ),
-        out,
-    )
-    return summarise(workload, out)
-
-
-def summarise(workload: Workload, out: Path) -> dict[str, Any]:
-    """Figures of a finished run; ratios are ours over dense, round by round."""
-    cells = {
-        name: [Cell(out, workload.name, name, seed) for seed in range(workload.rounds)]
-        for name in workload.methods
-    }
+        options = {"model": model, "data": {name: str(path)}, "temperature": 0.0, "warm_up": 2}
+    options |= {"limit": limit, "kv_budget": kv_budget, "server_flags": SERVER_FLAGS}
+    cells = run_in_turns(name, methods, rounds, out, **options)
+    ours = methods[1]
     seen = {name: of_cells(row) for name, row in cells.items()}
-    results = {
-        name: keyed({cell.seed: cell.results() for cell in row}) for name, row in cells.items()
-    }
+    results = {name: keyed({one.seed: one.results() for one in row}) for name, row in cells.items()}
     scores = {name: accuracy(row) for name, row in results.items()}
     speeds = {name: [_tokens_per_s(cell) for cell in row] for name, row in cells.items()}
-    ratios = [b / a for a, b in zip(speeds[DENSE], speeds[workload.ours], strict=True)]
+    ratios = [b / a for a, b in zip(speeds[DENSE], speeds[ours], strict=True)]
     found: dict[str, Any] = {
         "throughput_ratio": statistics.median(ratios),
         "throughput_ratios": ratios,
-        "memory_saving_ratio": seen[workload.ours].saving,
-        "final_saving_ratio": seen[workload.ours].final_saving,
+        "memory_saving_ratio": seen[ours].saving,
+        "final_saving_ratio": seen[ours].final_saving,
         "tokens_per_s": speeds,
         "mean_running": {name: one.mean_running for name, one in seen.items()},
         "retractions": {name: one.retractions for name, one in seen.items()},
@@ -168,9 +129,10 @@ def summarise(workload: Workload, out: Path) -> dict[str, Any]:
         "failed_requests": {name: one.failed for name, one in seen.items()},
         "accuracy": {name: one.value if one else None for name, one in scores.items()},
     }
-    if not workload.traces:
-        found["accuracy_ratio"] = _kept(results, workload.ours)
-        found["random_accuracy_ratio"] = _kept(results, RANDOM)
+    if RANDOM in methods:
+        for key, method in (("accuracy_ratio", ours), ("random_accuracy_ratio", RANDOM)):
+            against = compare(results[method], results[DENSE])
+            found[key] = against.kept.value if against and against.kept else None
         found["random_final_saving_ratio"] = seen[RANDOM].final_saving
     return found
 
@@ -182,38 +144,24 @@ def _tokens_per_s(cell: Cell) -> float:
     return found
 
 
-def _kept(results: dict[str, Any], method: str) -> float | None:
-    against = compare(results[method], results[DENSE])
-    return None if against is None or against.kept is None else against.kept.value
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m eval.bench.serve", description=__doc__.splitlines()[0]
     )
+    names = [work.name for work in WORKLOADS]
     parser.add_argument("traces", type=Path, help="folder of recorded responses, JSONL")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    parser.add_argument(
-        "--workloads", default=",".join(w.name for w in WORKLOADS), help="default: all"
-    )
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names, help="default: all")
     args = parser.parse_args(argv)
-    names = args.workloads.split(",")
-    unknown = set(names) - {w.name for w in WORKLOADS}
-    if unknown:
-        parser.error(f"--workloads: unknown {', '.join(sorted(unknown))}")
-    chosen = [w for w in WORKLOADS if w.name in names]
-    model = ""
+    chosen = [work for work in WORKLOADS if work.name in args.workloads]
+    model, result = "", {}
     try:
-        if any(w.traces for w in chosen):
-            files = [args.traces / w.traces for w in WORKLOADS if w.traces]
-            model = str(build(MODELS, texts_of(files)))
-        result: dict[str, Any] = {}
-        for workload in chosen:
-            folder = args.out / "serve" / f"{workload.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-            result[workload.name] = measure(workload, args.traces, model, folder)
-            path = args.out / "serve.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        if any(work.traces for work in chosen):
+            model = str(build(MODELS, texts_of([args.traces / name for name in (AIME, _MATH)])))
+        for work in chosen:
+            folder = args.out / "serve" / f"{work.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+            result[work.name] = measure(work, args.traces, model, folder)
+            write_whole(args.out / "serve.json", json.dumps(result, indent=2) + "\n")
     except (OSError, ValueError) as error:
         sys.exit(f"bench-serve: {error}")
     print(json.dumps(result, indent=2))

@@ -1,34 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds in which sides take turns, so that what else the machine does hits all of them."""
+"""Rounds in which sides take turns, and the memory bandwidth between them: what else a machine
+does changes within seconds, and so hits all of them."""
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pandas as pd
+import torch
 
 #: Runs once; returns its samples, each a dictionary of figures.
 Side = Callable[[], Sequence[Mapping[str, float]]]
+Call = Callable[[], object]
 
 
 def take_turns(
-    sides: Mapping[str, Side],
-    rounds: int,
-    warm_up_rounds: int = 0,
-    between: Callable[[], Mapping[str, float]] = dict,
+    sides: Mapping[str, Side], rounds: int, between: Callable[[], Mapping[str, float]] = dict
 ) -> pd.DataFrame:
     """Samples of all rounds, one a line: ``side``, ``round``, its figures and those ``between``.
 
-    Every second round runs in the opposite order; rounds that warm up are left out.
+    Every second round runs in the opposite order; one more that warms up comes first.
     """
     lines = []
-    for number in range(warm_up_rounds + rounds):
+    for number in range(rounds + 1):
         for name in list(sides)[:: -1 if number % 2 else 1]:
             samples, behind = sides[name](), between()
-            if number >= warm_up_rounds:
-                lines += [{"side": name, "round": number} | {**behind, **one} for one in samples]
-    return pd.DataFrame(lines)
+            lines += [{"side": name, "round": number, **behind, **one} for one in samples]
+    found = pd.DataFrame(lines)
+    return found[found["round"] > 0]
 
 
 def by_round(samples: pd.DataFrame, figure: str) -> pd.DataFrame:
@@ -42,11 +45,61 @@ def spread(values: Sequence[float] | pd.Series) -> dict[str, float]:
     return dict(zip(("median", "low", "high"), map(float, found), strict=True))
 
 
-def as_text(figure: Any, digits: int = 0) -> str:
+def as_text(figure: Any) -> str:
     """``median (low to high)`` of a :func:`spread`, a rounded number, or the text; "" for None."""
     if figure is None or isinstance(figure, str):
         return figure or ""
     if not isinstance(figure, dict):
-        return f"{figure:.{digits}f}"
-    median, low, high = (f"{figure[name]:.{digits}f}" for name in ("median", "low", "high"))
+        return f"{round(figure, 3):g}"
+    median, low, high = (as_text(figure[name]) for name in ("median", "low", "high"))
     return f"{median} ({low} to {high})"
+
+
+def seconds(call: Call, device: torch.device) -> float:
+    """Wall time of one call; on a CUDA device the time between two events."""
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+class Yardstick:
+    """Copies and reads 0.5 GB, on a GPU 2, with all threads, by whatever routine is the fastest.
+
+    The C library's copy writes past the cache and so saves reading what it overwrites.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        count = 250_000_000 if device.type == "cuda" else 62_500_000
+        source = torch.ones(count, dtype=torch.int64, device=device)
+        target = torch.zeros_like(source)
+        self._bytes = source.nbytes
+        copies: list[Call] = [lambda: target.copy_(source)]
+        reads: list[Call] = [source.sum, source.view(torch.float32).sum]
+        if device.type == "cpu":
+            copies.append(lambda: _copy_by_threads(target, source, torch.get_num_threads()))
+        self._copy, self._read = (self._fastest(calls) for calls in (copies, reads))
+
+    def rates(self) -> dict[str, float]:
+        """GB/s of one ``copy``, bytes read and bytes written, and of one ``read``."""
+        copy, read = (seconds(call, self._device) for call in (self._copy, self._read))
+        return {"copy": 2 * self._bytes / copy / 1e9, "read": self._bytes / read / 1e9}
+
+    def _fastest(self, calls: list[Call]) -> Call:
+        return min(calls, key=lambda call: min(seconds(call, self._device) for _ in range(4)))
+
+
+def _copy_by_threads(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:
+    memcpy = ctypes.CDLL(None).memcpy
+    memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    memcpy.restype = ctypes.c_void_p
+    parts = list(zip(target.chunk(threads), source.chunk(threads), strict=True))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda p: memcpy(p[0].data_ptr(), p[1].data_ptr(), p[0].nbytes), parts))

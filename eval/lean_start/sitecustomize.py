@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start-up diet for CPU servers; Python runs it first in every server process.
-
-Each of a server's three processes imports SGLang anew, about 30 CPU seconds.
-A third of that is the garbage collector walking millions of fresh import-time
-objects, and flashinfer, which SGLang imports even where no GPU can run it.
-"""
+"""Start-up diet for CPU servers; Python runs it first in every server process. Each imports SGLang
+anew, 30 CPU seconds, a third of them for the garbage collector and for flashinfer without a GPU."""
 
 import gc
 import sys

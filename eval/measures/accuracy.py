@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many answers are right, and how that differs from dense on the same problems.
 
-Answers to one problem under several seeds resemble each other, so a problem is a cluster. Shares
-of right answers get Wilson's interval at the effective number of answers, which has a width even
-at 0 and 1; other values (F1, lengths) the interval of Student's t over problems. The difference
-of two shares combines their Wilson limits with the correlation of the pairs (MOVER, Newcombe's
-square-and-add), that of other values is the paired t interval. Ratios take dense's mean as known.
-"""
+A problem is a cluster over its seeds: shares get Wilson's interval at the effective number of
+answers, other values (F1, lengths) Student's t over problems, differences of shares Newcombe's
+square-and-add (MOVER), those of other values paired t. Ratios take dense's mean as known."""
 
 from __future__ import annotations
 
@@ -43,12 +40,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method against dense, over the problems and seeds that both have.
-
-    ``difference`` is of means, method less dense; ``kept`` the method's mean over dense's, None if
-    that is 0. ``only_dense`` and ``only_method`` are pairs that one alone has right (McNemar's b
-    and c); the exact two-sided McNemar ``p_value`` takes pairs as independent.
-    """
+    """A method against dense, over the problems and seeds that both have. ``difference`` is of
+    means, method less dense; ``kept`` the method's mean over dense's, None if that is 0.
+    ``only_dense`` and ``only_method`` are pairs that one alone has right (McNemar's b and c); the
+    exact two-sided McNemar ``p_value`` takes pairs as independent."""
 
     pairs: int
     difference: Estimate
@@ -73,13 +68,10 @@ def mean(values: Mapping[Key, float]) -> Estimate | None:
     if not values:
         return None
     series = _series(values)
-    value, problems = float(series.mean()), series.groupby(level=0).mean()
+    value = float(series.mean())
     if series.isin((0.0, 1.0)).all():
         return Estimate(value, *_wilson(value, _effective(series)), len(series))
-    if len(problems) < 2:
-        return Estimate(value, None, None, len(series))
-    low, high = stats.ttest_1samp(problems, 0).confidence_interval()
-    return Estimate(value, float(low), float(high), len(series))
+    return _student(value, series)
 
 
 def compare(method: Mapping[Key, Result], dense: Mapping[Key, Result]) -> Comparison | None:
@@ -110,11 +102,15 @@ def differ(one: Mapping[Key, float], other: Mapping[Key, float]) -> Estimate | N
         down = _combine(float(x.mean()) - l1, u2 - float(y.mean()), r)
         up = _combine(u1 - float(x.mean()), float(y.mean()) - l2, r)
         return Estimate(value, value - down, value + up, n)
-    problems = (x - y).groupby(level=0).mean()
+    return _student(value, x - y)
+
+
+def _student(value: float, series: pd.Series) -> Estimate:
+    problems = series.groupby(level=0).mean()
     if len(problems) < 2:
-        return Estimate(value, None, None, n)
+        return Estimate(value, None, None, len(series))
     low, high = stats.ttest_1samp(problems, 0).confidence_interval()
-    return Estimate(value, float(low), float(high), n)
+    return Estimate(value, float(low), float(high), len(series))
 
 
 def _series(values: Mapping[Key, float]) -> pd.Series:

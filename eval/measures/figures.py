@@ -18,44 +18,26 @@ _FLAG = "--enable-reasoncache"
 
 @dataclass(frozen=True)
 class Figures:
-    """None where the records do not tell.
+    """None where the records do not tell. Throughput is None where more than one leg answered, or
+    the one that did was stopped: what it was generating took time and is counted nowhere."""
 
-    Attributes:
-        tokens_per_s: output tokens of complete responses per second. None where more than
-            one leg answered, or the one that did was stopped: what it was generating when
-            it ended took time and is counted nowhere.
-        problems_per_min: complete responses per minute, of the same.
-        ttft_p50, ttft_p99: seconds from sending a request to its first text.
-        tpot_p50, tpot_p99: seconds per output token after the first.
-        mean_running: requests in the batch, averaged over logged decode steps.
-        resumed: whether throughput is None because the cell was stopped or resumed.
-        saving: slots saved over positions held by running requests, averaged over decode steps.
-        final_saving: the same at the end of a response, averaged over responses.
-        affected: tokens touched by sharing over all tokens.
-        peak_slots, mean_slots: KV slots in use, over logged decode steps.
-        retractions: requests thrown out of a batch and recomputed.
-        leaked_slots: slots in use after the last response and a flush, of all legs.
-        response_tokens: of complete responses, on average.
-        failed: attempts that ended in an error.
-    """
-
-    tokens_per_s: float | None
-    problems_per_min: float | None
-    ttft_p50: float | None
+    tokens_per_s: float | None  # output tokens of complete responses
+    problems_per_min: float | None  # complete responses
+    ttft_p50: float | None  # seconds from sending a request to its first text
     ttft_p99: float | None
-    tpot_p50: float | None
+    tpot_p50: float | None  # seconds per output token after the first
     tpot_p99: float | None
-    mean_running: float | None
-    resumed: bool
-    saving: float | None
-    final_saving: float | None
-    affected: float | None
-    peak_slots: int | None
+    mean_running: float | None  # requests in the batch, averaged over logged decode steps
+    resumed: bool  # whether throughput is None because the cell was stopped or resumed
+    saving: float | None  # slots saved over positions of running requests, mean of decode steps
+    final_saving: float | None  # the same at the end of a response, averaged over responses
+    affected: float | None  # tokens touched by sharing over all tokens
+    peak_slots: int | None  # KV slots in use, over logged decode steps
     mean_slots: float | None
-    retractions: int | None
-    leaked_slots: int | None
-    response_tokens: float | None
-    failed: int
+    retractions: int | None  # requests thrown out of a batch and recomputed
+    leaked_slots: int | None  # slots in use after the last response and a flush, of all legs
+    response_tokens: float | None  # of complete responses, on average
+    failed: int  # attempts that ended in an error
 
 
 def of_cells(cells: Sequence[Cell]) -> Figures:
@@ -80,12 +62,9 @@ def figures(
     timed = only if only and only.ended and only.seconds > 0 else None
     ttft = tpot = pd.Series(dtype=float)
     if len(complete):
-        told = complete.dropna(subset="first_token")
-        ttft = (told["first_token"] - told["started"]).astype(float)
-        later = told[told["output_tokens"] > 1]
-        tpot = ((later["ended"] - later["first_token"]) / (later["output_tokens"] - 1)).astype(
-            float
-        )
+        told = complete.dropna(subset="first_token").astype(float)
+        ttft, later = told["first_token"] - told["started"], told[told["output_tokens"] > 1]
+        tpot = (later["ended"] - later["first_token"]) / (later["output_tokens"] - 1)
     leaks = [leg.leaked_slots for leg in legs if leg.leaked_slots is not None]
     used = [moment.used for moment in timeline]
     return Figures(
@@ -114,10 +93,8 @@ def _percentile(seconds: pd.Series, share: float) -> float | None:
 
 
 def _ratio(legs: Sequence[Leg], name: str, weight: str) -> float | None:
-    """Weighted mean over legs; a stock server shares nothing, whose report is empty.
-
-    None if a leg that answered something does not tell.
-    """
+    """Weighted mean over legs; a stock server shares nothing, whose report is empty. None if a leg
+    that answered something does not tell."""
     total = weights = 0.0
     for leg in legs:
         totals = leg.report.get("totals") or {}

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from eval.redundancy.measure import Totals, measure
 from eval.redundancy.report import as_json, as_markdown, draw
 from eval.redundancy.rows import read_rows
-from eval.redundancy.spelling import WORDS, Speller, TokenizerSpeller, WordSpeller
+from eval.redundancy.spelling import WORDS, TokenizerSpeller, WordSpeller
 
 _OTHER = "other"
 _MAX_DATASETS = 50
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = _arguments(arguments)
     try:
         words = args.tokenizer == WORDS
-        speller: Speller = WordSpeller() if words else TokenizerSpeller(args.tokenizer)
+        speller = WordSpeller() if words else TokenizerSpeller(args.tokenizer)
         args.out.mkdir(parents=True, exist_ok=True)
         found, left_out = _measure(args, speller)
         if not found:
@@ -51,13 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(
-    args: argparse.Namespace, speller: Speller
+    args: argparse.Namespace, speller: WordSpeller | TokenizerSpeller
 ) -> tuple[dict[str, dict[bool | None, Totals]], int]:
-    """Totals by dataset and correctness, and how many lines were left out.
-
-    Datasets beyond the 50th go together. What is wrong with a line is said with file and
-    number, for not more than a screenful of lines.
-    """
+    """Totals by dataset and correctness, and how many lines were left out. Datasets beyond the 50th
+    go together. What is wrong with a line is said with file and number, for not more than a
+    screenful of lines."""
     found: dict[str, dict[bool | None, Totals]] = {}
     left_out = itertools.count()
 

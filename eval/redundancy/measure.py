@@ -10,7 +10,7 @@ from eval.redundancy.spelling import Spelled
 from sglang_reasoncache.filter.lexical import LexicalIndex
 from sglang_reasoncache.filter.proposal import Proposal
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
-from sglang_reasoncache.filter.span import ReasoningSpan
+from sglang_reasoncache.filter.segment import ReasoningSpan
 
 BLOCKS = (4, 8, 16)
 LEVELS = (0.8, 0.9)
@@ -21,15 +21,11 @@ SIMILARITIES = {"with_length_factor": True, "plain_cosine": False}
 #: Which candidates' blocks are shared, and whether formal content must agree.
 RULES = {"candidate": False, "structure": True}
 
-#: Sums over responses:
-#: - ``responses``, ``tokens``, ``steps`` (finished ones, a last one without a blank line behind
-#:   it included), ``later_steps`` (with an earlier one), ``candidates`` (later steps with an
-#:   earlier one over the dynamic threshold);
-#: - ``(similarity, level)``: later steps whose best earlier similarity exceeds the level;
-#: - ``(similarity, bin)``, an integer: the histogram of those best similarities;
-#: - ``(rule, block)``: tokens in proposed blocks when responses end;
-#: - ``(rule, block, "over_time")``: the same, summed over all decode steps;
-#: - ``held_over_time``: tokens of responses so far, summed over all decode steps.
+#: Sums over responses: of ``steps`` (a last one without a blank line behind it included)
+#: ``later_steps`` have an earlier one, ``candidates`` one over the dynamic threshold; ``(similarity,
+#: level)`` later steps whose best similarity exceeds it, ``(similarity, bin)`` their histogram;
+#: ``(rule, block)`` tokens in proposed blocks at the end, ``(rule, block, "over_time")`` and
+#: ``held_over_time`` (all tokens so far) summed over decode steps.
 Totals = Counter[Any]
 
 
@@ -66,7 +62,7 @@ def measure(spelled: Spelled) -> Totals:
 
 def propose(spelled: Spelled, config: FilterConfig) -> list[Proposal]:
     """What the filter proposes for each finished step."""
-    end = spelled.vocabulary.size  # an id that no token has
+    end = len(spelled.vocabulary.pieces)  # an id that no token has
     span = ReasoningSpan(frozenset(), frozenset({end}), inside=True)
     request = RequestFilter(config, spelled.classes, spelled.vocabulary, 0, span)
     # The marker finishes the last step.

@@ -86,11 +86,8 @@ def as_markdown(groups: Mapping[str, Totals], tokenizer: str, left_out: int) -> 
 
 
 def draw(groups: Mapping[str, Totals], path: Path) -> None:
-    """Shares of similar steps, and the distribution behind them, as PNG.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Shares of similar steps, and the distribution behind them, as PNG. Raises OSError: the file
+    cannot be written."""
     largest = sorted(groups, key=lambda name: -groups[name]["later_steps"])[:MAX_GROUPS]
     # Matplotlib reads formulas between dollar signs.
     shown = {n.replace("$", r"\$"): as_json(groups[n]) for n in groups if n in largest}

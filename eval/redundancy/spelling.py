@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from eval.tokenizers import TokenizerError, load_tokenizer
-from sglang_reasoncache.filter.segment import TokenClasses
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.segment import Step, TokenClasses
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
 WORDS = "words"
@@ -18,16 +17,12 @@ _PIECES = re.compile(r"[ ]?(?:\w+|[^\w\s])|\s", re.UNICODE)
 
 
 class Spelled(NamedTuple):
-    """A response as tokens.
-
-    Attributes:
-        bag_ids: what a token counts as in a bag of tokens, by id, negative for
-            nothing; None: as itself.
-    """
+    """A response as tokens."""
 
     token_ids: list[int]
     vocabulary: Vocabulary
     classes: TokenClasses
+    # What a token counts as in a bag of tokens, by id, negative for nothing; None: as itself.
     bag_ids: list[int] | None
 
     def bagged(self, step: Step) -> Step:
@@ -39,20 +34,10 @@ class Spelled(NamedTuple):
         return Step.build(step.start, bag, text) if bag else step
 
 
-class Speller(Protocol):
-    """Turns text into tokens."""
-
-    name: str
-
-    def spell(self, text: str) -> Spelled: ...
-
-
 class WordSpeller:
-    r"""Tokens ``\w+|[^\w\s]``, the ids fresh for each response: no table that grows.
-
-    In a bag a word counts as the same with and without a space before it, and white
-    space not at all; blocks have to agree in the space as well.
-    """
+    r"""Tokens ``\w+|[^\w\s]``, the ids fresh for each response: no table that grows. In a bag a
+    word counts as the same with and without a space before it, and white space not at all; blocks
+    have to agree in the space as well."""
 
     name = WORDS
 
@@ -66,11 +51,8 @@ class WordSpeller:
 
 
 class TokenizerSpeller:
-    """The tokens of a Hugging Face tokenizer in a local folder.
-
-    Raises:
-        ValueError: no tokenizer there, or one that cannot be read.
-    """
+    """The tokens of a Hugging Face tokenizer in a local folder. Raises ValueError: no tokenizer
+    there, or one that cannot be read."""
 
     def __init__(self, folder: str) -> None:
         path = Path(folder)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forces the next token of a request to be that of a recorded response.
 
-The server needs ``--enable-custom-logit-processor`` and must be able to import
-this module; what a request carries is its name, not its code.
-"""
+The server needs ``--enable-custom-logit-processor`` and must be able to import this module; what a
+request carries is its name, not its code."""
 
 from __future__ import annotations
 
@@ -17,12 +16,9 @@ FORCED = "forced_tokens"
 
 
 class ForcedTokens(CustomLogitProcessor):
-    """Leaves one token possible, the one that was recorded at this place.
-
-    The place is how much of the request has KV, which a retraction does not
-    upset: what is recomputed is followed by the same token as before. A request
-    that runs on after its last recorded token is left alone.
-    """
+    """Leaves one token possible, the one that was recorded at this place. The place is how much of
+    the request has KV, which a retraction does not upset: what is recomputed is followed by the
+    same token as before. A request that runs on after its last recorded token is left alone."""
 
     def __call__(
         self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
@@ -43,11 +39,8 @@ class ForcedTokens(CustomLogitProcessor):
 
 
 def forced_request(token_ids: list[int]) -> dict[str, Any]:
-    """Fields of a request's body that make its response these tokens, and no more.
-
-    Raises:
-        ValueError: no token.
-    """
+    """Fields of a request's body that make its response these tokens, and no more. Raises
+    ValueError: no token."""
     if not token_ids:
         raise ValueError("a response to replay needs at least one token, got none")
     return {

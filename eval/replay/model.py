@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model for replays: real proportions and a real tokenizer, weights that know nothing.
 
-Since every next token is forced, the weights decide nothing but K and V. What
-matters is what a decode step costs: a large model's step reads its weights once
-for all requests, and each request's KV beside them. QwQ-32B in bf16 has 65.5 GB of
-weights and 262 KB of KV a token, 250,000 to 1; this one 130,000 to 1, so that
-throughput follows the number of running requests on a CPU as it does on a GPU.
-"""
+A decode step reads the weights once for all requests and each request's KV beside them. QwQ-32B in
+bf16 has 65.5 GB of weights and 262 KB of KV a token, 250,000 to 1; this one 130,000 to 1, so that
+throughput follows the number of running requests on a CPU as it does on a GPU."""
 
 from __future__ import annotations
 
@@ -19,15 +16,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from eval.tiny_reasoner.model import chat_template
+from eval.tiny_reasoner.task import ASSISTANT, USER
+
 VOCABULARY_SIZE = 16_000
 CONTEXT_LENGTH = 65_536
-_PAD, _USER, _ASSISTANT = "<|pad|>", "<|user|>", "<|assistant|>"
-_CHAT_TEMPLATE = (
-    "{%- for m in messages -%}"
-    f"{{{{- ('{_USER}' if m['role'] == 'user' else '{_ASSISTANT}') + m['content'] -}}}}"
-    "{%- endfor -%}"
-    f"{{%- if add_generation_prompt -%}}{{{{- '{_ASSISTANT}' -}}}}{{%- endif -%}}"
-)
+_PAD = "<|pad|>"
 
 
 def replay_config() -> Any:
@@ -59,7 +53,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[_PAD, _USER, _ASSISTANT],
+        special_tokens=[_PAD, USER, ASSISTANT],
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
@@ -68,16 +62,14 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         eos_token=_PAD,
         pad_token=_PAD,
         clean_up_tokenization_spaces=False,
-        chat_template=_CHAT_TEMPLATE,
+        chat_template=chat_template(""),
         model_max_length=CONTEXT_LENGTH,
     )
 
 
 def build(folder: Path, texts: Sequence[str], seed: int = 0) -> Path:
     """Write model and tokenizer to a folder of their own under ``folder``; kept if it is there.
-
-    ``texts`` train the tokenizer and name the folder. Returns the model's folder.
-    """
+    ``texts`` train the tokenizer and name the folder. Returns the model's folder."""
     config = replay_config()
     key = hashlib.sha256(repr((config.to_dict(), seed)).encode())
     for text in texts:

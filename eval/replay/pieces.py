@@ -1,33 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long recorded responses cut into shorter ones, for replays that have no hour to run.
 
-A response of 30,000 tokens takes as many decode steps however fast a server is. Its
-consecutive pieces, cut at the ends of steps, repeat themselves nearly as much: of the
-looping AIME responses 54% of the tokens could share memory over time, of their pieces
-of 4,000 tokens 48% (docs/benchmarks.md).
-"""
+Pieces repeat themselves nearly as much: of the looping AIME responses 54% of the tokens could share
+memory over time, of their pieces of 4,000 tokens 48% (docs/benchmarks.md)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eval.runs.folder import write_whole
 
-_STEP_END = "\n\n"
+_STEP = re.compile(r".*?\n\n|.+\Z", re.DOTALL)
 
 
 def cut(response: str, tokenizer: Any, tokens: int) -> list[str]:
-    """Whole steps of a response in pieces of about ``tokens`` tokens; the remainder is left out.
-
-    A piece ends with the step that reaches so many.
-    """
+    """Whole steps of a response in pieces of about ``tokens`` tokens; the remainder is left out. A
+    piece ends with the step that reaches so many."""
     pieces: list[str] = []
     begun: list[str] = []
     length = 0
-    for step in _steps(response):
+    for step in _STEP.findall(response):
         begun.append(step)
         length += len(tokenizer.encode(step, add_special_tokens=False, verbose=False))
         if length >= tokens:
@@ -44,9 +40,7 @@ def write_pieces(
     path: Path,
 ) -> int:
     """Write the pieces of all records of at least ``least`` tokens as JSONL; return how many.
-
-    ``tokens`` are lengths of pieces, in turn for each record.
-    """
+    ``tokens`` are lengths of pieces, in turn for each record."""
     long = [record for record in records if record["max_tokens"] >= least]
     lines = [
         {"id": f"{record['id']}.{at}", "question": record["prompt"], "response": piece}
@@ -55,12 +49,3 @@ def write_pieces(
     ]
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
     return len(lines)
-
-
-def _steps(response: str) -> Iterator[str]:
-    start = 0
-    while start < len(response):
-        end = response.find(_STEP_END, start)
-        end = len(response) if end < 0 else end + len(_STEP_END)
-        yield response[start:end]
-        start = end

@@ -42,15 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write(data: Data, out: Path) -> None:
     """``REPORT.md`` with its pictures, and the tables again in ``summary.json``."""
-    makers = (
-        tables.methods,
-        tables.against_dense,
-        tables.classes,
-        tables.requests,
-        tables.budgets,
-        tables.random_ratios,
-    )
-    made = [table for maker in makers if (table := maker(data)) is not None]
+    first = (tables.methods, tables.against_dense, tables.classes)
+    rest = (tables.requests, tables.budgets, tables.random_ratios)
+    made = [table for maker in (*first, *rest) if (table := maker(data)) is not None]
     parts = ["# Evaluation", *(_source(run, config) for run, config in data.configs.items())]
     parts += [table.markdown() for table in made]
     parts += [f"![{caption}]({file})" for file, caption in draw(data, out).items()]
@@ -66,15 +60,13 @@ def _source(run: str, config: Mapping[str, Any]) -> str:
     """What a run was measured on, with which code and by which command."""
     machine, versions = config.get("machine", {}), config.get("versions", {})
     gpus = machine.get("gpus") or []
-    place = (
-        f"{len(gpus)} GPU {gpus[0]}" if gpus else f"{machine.get('cpu')}, {machine.get('cores')}"
-    )
+    cpu = f"{machine.get('cpu')}, {machine.get('cores')} cores"
     resumed = len(config.get("resumed", []))
     facts = [
         f"model {config.get('model')}",
         f"commit {str(versions.get('commit'))[:12]}",
         f"SGLang {versions.get('sglang')}",
-        place if gpus else f"{place} cores",
+        f"{len(gpus)} GPU {gpus[0]}" if gpus else cpu,
         str(config.get("date")),
         *([f"resumed {resumed} times"] if resumed else []),
     ]

@@ -21,30 +21,21 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class Data:
-    """Everything that a report needs of some runs.
+    """Everything that a report needs of some runs; ``results`` and ``lengths`` (output tokens of
+    complete responses) are by run, task and method, over all seeds."""
 
-    Attributes:
-        cells: a row a cell: run, task, method, title, seed, ``Figures``, kv_slots, legs,
-            answered, graded and cut.
-        timeline: rows of cells' logs: run, task, method, seed, step, running, used, saved.
-        results: by run, task and method, all seeds.
-        lengths: output tokens of complete responses, the same.
-        configs: by run.
-    """
-
-    cells: pd.DataFrame
-    timeline: pd.DataFrame
+    cells: (
+        pd.DataFrame
+    )  # a row a cell: where, title, Figures, kv_slots, legs, answered, graded, cut
+    timeline: pd.DataFrame  # rows of cells' logs: run, task, method, seed, and Moment
     results: Mapping[tuple[str, str, str], Mapping[Key, Result]]
     lengths: Mapping[tuple[str, str, str], Mapping[Key, float]]
-    configs: Mapping[str, Mapping[str, Any]]
+    configs: Mapping[str, Mapping[str, Any]]  # by run
 
 
 def load(folders: Sequence[Path]) -> Data:
-    """Read run folders, in the order of their KV slots.
-
-    Raises:
-        RunError: one is no run folder, or has a broken file.
-    """
+    """Read run folders, in the order of their KV slots. Raises RunError: one is no run folder, or
+    has a broken file."""
     rows: list[dict[str, Any]] = []
     moments: list[dict[str, Any]] = []
     results: dict[tuple[str, str, str], dict[Key, Result]] = {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from eval.jsonl import one_line
 from eval.measures.accuracy import Estimate
 
 # An underscore inside a word is none of emphasis.
@@ -19,9 +20,7 @@ _MAX_CHARS = 160
 @dataclass(frozen=True)
 class Table:
     """A table of a document; ``rows`` by column, and ``notes`` under it, are safe Markdown.
-
-    ``name`` is its key in ``summary.json``.
-    """
+    ``name`` is its key in ``summary.json``."""
 
     name: str
     title: str
@@ -38,9 +37,7 @@ class Table:
 
 def words(text: str) -> str:
     """Text as it is, whatever it holds: one line, shortened, nothing in it is Markdown or HTML."""
-    flat = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    flat = flat if len(flat) <= _MAX_CHARS else flat[: _MAX_CHARS - 1] + "…"
-    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", flat)
+    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", one_line(text, _MAX_CHARS))
 
 
 def number(value: float | None, why: str = "", form: str = "{:.1f}") -> str:

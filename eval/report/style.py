@@ -12,6 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from eval.jsonl import one_line
+
 _METHODS = ("reasoncache", "cosine", "memshare", "random", "embedding", "sentence-bert", "p20")
 _COLOURS = sns.color_palette("colorblind").as_hex()
 _MARKERS = "s^vD<>ophX"
@@ -57,9 +59,7 @@ def _number(method: str) -> int:
 
 def text(name: str) -> str:
     """A name of any content in a figure: one short line, no formula."""
-    flat = " ".join("".join(c if c.isprintable() else " " for c in name).split())
-    flat = flat if len(flat) <= _MAX_CHARS else flat[: _MAX_CHARS - 1] + "…"
-    return flat.replace("$", r"\$")
+    return one_line(name, _MAX_CHARS).replace("$", r"\$")
 
 
 def light_grid(axes: Axes, axis: str = "y") -> None:

@@ -1,41 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one cell against one server: requests, and what the server says about them."""
+"""Measures one cell against one server: requests, and what the server and its log say of them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eval.runs.client import Ended, Request, send_all
 from eval.runs.folder import Cell, RunError
 from eval.runs.options import RunOptions
-from eval.runs.records import Leg, Response
+from eval.runs.records import Leg, Moment, Response
 from eval.runs.servers import Server
-from eval.server_log import cut_prompts, moments, retractions
 from eval.serving import ServerError
 
 _WHERE = "the model's context or the KV slots"
+# SGLang's log: one decode line in --decode-log-interval steps. Shared and evicted positions need
+# no slot of their own.
+_DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?#(?:full )?token: (\d+)")
+_SAVED = re.compile(r"#(?:shared|evicted) token: (\d+)")
+_SPEED = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
+_QUEUED = re.compile(r"#queue-req: (\d+)")
+_RETRACT = re.compile(r"#retracted_reqs: (\d+)")
+# Each scheduler says so, of several tensor-parallel ones the first as well as the others.
+_CUT = re.compile(r"^(.*)Request length is longer than the KV cache pool size .*Truncated", re.M)
+_OTHER_RANK = re.compile(r"\bTP[1-9]\d*\b")
 
 
-def next_leg(cell: Cell) -> int:
-    """A number that no earlier leg of the cell used, not even one that was killed."""
-    used = [row.leg for row in cell.responses()]
-    used += [row.leg for row in cell.legs()] + [row.leg for row in cell.timeline()]
-    names = [path.stem.removeprefix("server-") for path in cell.folder.glob("server-*.log")]
-    used += [int(name) for name in names if name.isdecimal()]
-    return max(used, default=-1) + 1
+def retractions(log: str) -> int:
+    """Requests thrown out of a batch in a stretch of log."""
+    return sum(int(n) for n in _RETRACT.findall(log))
+
+
+def cut_prompts(log: str) -> int:
+    """Prompts that were cut to what the model or the memory holds, in a stretch of log."""
+    return sum(not _OTHER_RANK.search(prefix) for prefix in _CUT.findall(log))
+
+
+def moments(log: str, leg: int) -> list[Moment]:
+    """One for each decode line; each of several data-parallel schedulers writes its own."""
+    found: list[Moment] = []
+    for line in log.splitlines():
+        decode = _DECODE.search(line)
+        if decode is not None:
+            speed, queued = (pattern.search(line) for pattern in (_SPEED, _QUEUED))
+            saved = sum(map(int, _SAVED.findall(line)))
+            waiting, rate = int(queued[1]) if queued else 0, float(speed[1]) if speed else 0.0
+            running, used = int(decode[1]), int(decode[2])
+            found.append(Moment(leg, len(found), running, waiting, used, saved, rate))
+    return found
 
 
 def warm_up(
     server: Server, requests: Sequence[Request], options: RunOptions, advance: Callable[[], None]
 ) -> None:
-    """Send requests whose answers are not kept.
-
-    Raises:
-        ServerError: the server died, or answered none.
-    """
+    """Send requests whose answers are not kept; ServerError if the server died or answered none."""
     responses: list[Response] = []
 
     def ended(response: Response) -> None:
@@ -54,18 +75,15 @@ def measure(
     options: RunOptions,
     advance: Callable[[], None],
 ) -> Leg:
-    """One leg of a cell: every response is on disk the moment it ends, the rest follows.
-
-    However this ends, what the log and a living server tell about the leg is kept.
-
-    Raises:
-        ServerError: the server died.
-        RunError: requests still run after the last response, or the flush is refused.
-        OSError: something cannot be written.
-    """
-    leg = next_leg(cell)
+    """One leg of a cell: every response is on disk the moment it ends, the rest follows. However
+    this ends, what the log and a living server tell about the leg is kept. Raises ServerError: the
+    server died; RunError: requests still run after the last response, or the flush is refused;
+    OSError: something cannot be written."""
+    leg = _next_leg(cell)
     server.clear()
-    slots, offset = server.kv_slots(), server.log_size()
+    told: dict[str, Any] = {"leg": leg, "kv_slots": server.kv_slots(), "report": {}, "ended": False}
+    told |= {"leaked_slots": None, "command": list(server.command)}
+    offset = server.log_size()
     responses: list[Response] = []
 
     def ended(response: Response) -> None:
@@ -74,49 +92,43 @@ def measure(
         if response.error is None:
             advance()
 
-    report: dict[str, Any] | None = None
-    whole, leaked = False, None
-
-    def keep() -> Leg:
-        complete = [row for row in responses if row.error is None]
-        log = server.log_text(offset)
-        timeline = moments(log, leg)
-        first = min((row.started for row in responses), default=0.0)
-        record = Leg(
-            leg=leg,
-            seconds=max((row.ended for row in responses), default=0.0) - first,
-            output_tokens=sum(row.output_tokens for row in complete),
-            responses=len(complete),
-            decode_steps=len(timeline) * options.decode_log_interval,
-            retractions=retractions(log),
-            report=report or {},
-            leaked_slots=leaked,
-            command=list(server.command),
-            ended=whole,
-            kv_slots=slots,
-            cut_prompts=cut_prompts(log) if server.command else None,
-        )
-        cell.append(*timeline, record)
-        if record.command:
-            cell.log_path(leg).write_text(log, encoding="utf-8")
-        return record
-
     try:
         _send(server, requests, leg, options, ended, options.attempts)
-        whole = True
+        told["ended"] = True
         server.settle()
-        report = server.report()
-        leaked = server.clear()
+        told["report"] = server.report()
+        told["leaked_slots"] = server.clear()
     except BaseException:
         # What has ended the leg is what the caller must hear of, not what fails after it.
         with contextlib.suppress(OSError, ServerError, RunError):
-            if report is None:
-                with contextlib.suppress(ServerError):
-                    server.check()
-                    report = server.report()
-            keep()
+            with contextlib.suppress(ServerError):
+                server.check()
+                told["report"] = told["report"] or server.report()
+            _keep(cell, told, responses, server.log_text(offset), options)
         raise
-    return keep()
+    return _keep(cell, told, responses, server.log_text(offset), options)
+
+
+def _keep(
+    cell: Cell, told: dict[str, Any], responses: Sequence[Response], log: str, options: RunOptions
+) -> Leg:
+    """Write a leg's record, timeline and log."""
+    complete = [row for row in responses if row.error is None]
+    timeline = moments(log, told["leg"])
+    first = min((row.started for row in responses), default=0.0)
+    record = Leg(
+        **told,
+        seconds=max((row.ended for row in responses), default=0.0) - first,
+        output_tokens=sum(row.output_tokens for row in complete),
+        responses=len(complete),
+        decode_steps=len(timeline) * options.decode_log_interval,
+        retractions=retractions(log),
+        cut_prompts=cut_prompts(log) if told["command"] else None,
+    )
+    cell.append(*timeline, record)
+    if record.command:
+        cell.log_path(record.leg).write_text(log, encoding="utf-8")
+    return record
 
 
 def warnings(slots: int, wanted: int | None, longest: int) -> list[str]:
@@ -131,10 +143,8 @@ def warnings(slots: int, wanted: int | None, longest: int) -> list[str]:
 
 
 def faults(leg: Leg, responses: Sequence[Response], limits: Mapping[str, int]) -> list[str]:
-    """What did not fit into a leg, and what its server did not give back.
-
-    ``responses`` are the cell's, ``limits`` the ``max_tokens`` by problem.
-    """
+    """What did not fit into a leg, and what its server did not give back. ``responses`` are the
+    cell's, ``limits`` the ``max_tokens`` by problem."""
     found = []
     if leg.leaked_slots:
         found.append(f"{leg.leaked_slots} KV slots leaked")
@@ -148,6 +158,14 @@ def faults(leg: Leg, responses: Sequence[Response], limits: Mapping[str, int]) -
     if cut:
         found.append(f"{cut} responses were cut before max_tokens: {_WHERE} were full")
     return found
+
+
+def _next_leg(cell: Cell) -> int:
+    """A number that no earlier leg of the cell used, not even one that was killed."""
+    used = [row.leg for rows in (cell.responses(), cell.legs(), cell.timeline()) for row in rows]
+    names = [path.stem.removeprefix("server-") for path in cell.folder.glob("server-*.log")]
+    used += [int(name) for name in names if name.isdecimal()]
+    return max(used, default=-1) + 1
 
 
 def _send(

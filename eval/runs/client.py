@@ -18,9 +18,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 
 from eval.runs.records import Response
 
-#: Characters of a response that are kept; a stream that goes on beyond has failed.
-MAX_CHARACTERS = 4_000_000
-_CONNECT_TIMEOUT_S = 60.0
+MAX_CHARACTERS = 4_000_000  # of a response; a stream that goes on beyond has failed
 
 
 @dataclass(frozen=True)
@@ -37,43 +35,30 @@ Ended = Callable[[Response], None]
 
 
 def connect(url: str, timeout_s: float) -> AsyncOpenAI:
-    """A client of the server at ``url`` (without ``/v1``), with room for any number of requests.
-
-    A request may wait for memory for hours before its first byte, so ``timeout_s`` of
-    silence is the only limit besides that of connecting.
-    """
+    """A client of the server at ``url`` (without ``/v1``), with room for any number of requests. A
+    request may wait for memory for hours before its first byte, so ``timeout_s`` of silence is the
+    only limit besides that of connecting."""
     # A connection is an open file; many systems allow 1,024 unless asked for more.
     with contextlib.suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
-    http = DefaultAsyncHttpxClient(
-        # A proxy from the environment must not see loopback traffic.
-        trust_env=not is_local(url),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        timeout=timeout,
-    )
-    return AsyncOpenAI(
-        base_url=f"{url.rstrip('/')}/v1",
-        api_key=api_key(),
-        max_retries=0,
-        timeout=timeout,
-        http_client=http,
-    )
+    timeout = httpx.Timeout(timeout_s, connect=60.0)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # A proxy from the environment must not see loopback traffic.
+    http = DefaultAsyncHttpxClient(trust_env=not is_local(url), limits=limits, timeout=timeout)
+    base, key = f"{url.rstrip('/')}/v1", api_key()
+    return AsyncOpenAI(base_url=base, api_key=key, max_retries=0, timeout=timeout, http_client=http)
 
 
 async def send(
     client: AsyncOpenAI, model: str, request: Request, leg: int, began: float
 ) -> Response:
-    """One chat completion; what goes wrong is in the record, not raised.
-
-    ``model`` is the server's name of its model, ``began`` the monotonic time of the leg's begin.
-    """
+    """One chat completion; what goes wrong is in the record, not raised. ``model`` is the server's
+    name of its model, ``began`` the monotonic time of the leg's begin."""
     started = time.monotonic() - began
     first: float | None = None
-    thought: list[str] = []
-    said: list[str] = []
-    size = prompt_tokens = output_tokens = 0
+    thoughts = text = ""
+    prompt_tokens = output_tokens = 0
     request_id, reason, error = "", "", None
     try:
         stream = await client.chat.completions.create(
@@ -93,9 +78,9 @@ async def send(
                     reason = choice.finish_reason or reason
                     # With --reasoning-parser SGLang streams what was thought in a field of its own.
                     reasoning = getattr(choice.delta, "reasoning_content", None)
-                    thought.append(reasoning if isinstance(reasoning, str) else "")
-                    said.append(choice.delta.content or "")
-                    size += len(thought[-1]) + len(said[-1])
+                    thoughts += reasoning if isinstance(reasoning, str) else ""
+                    text += choice.delta.content or ""
+                size = len(thoughts) + len(text)
                 if first is None and size:
                     first = time.monotonic() - began
                 if size > MAX_CHARACTERS:
@@ -106,14 +91,11 @@ async def send(
         error = f"{type(problem).__name__}: {problem}"[:2000]
     if error is None and reason in ("", "abort"):
         error = "the server aborted it" if reason else "the stream ended without a finish reason"
-    thoughts, text = "".join(thought), "".join(said)
-    if thoughts:
-        text = f"<think>{thoughts}</think>{text}"
     return Response(
         problem_id=request.problem_id,
         leg=leg,
         request_id=request_id,
-        text=text,
+        text=f"<think>{thoughts}</think>{text}" if thoughts else text,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         started=started,
@@ -135,9 +117,7 @@ async def send_all(
     attempts: int = 1,
 ) -> None:
     """All requests, at most ``in_flight`` at a time, each up to ``attempts`` times if it fails.
-
-    Times begin now. ``ended`` is called for every attempt.
-    """
+    Times begin now. ``ended`` is called for every attempt."""
     gate = asyncio.Semaphore(in_flight or max(len(requests), 1))
 
     async def one(client: AsyncOpenAI, request: Request, began: float) -> None:
@@ -162,21 +142,15 @@ def ask_all(
     url: str, model: str, requests: Sequence[Request], timeout_s: float = 600.0
 ) -> list[Response]:
     """Responses to requests sent all at once, in the order of the requests; none is retried."""
-    ended: dict[str, Response] = {}
-
-    def keep(response: Response) -> None:
-        ended[response.problem_id] = response
-
-    asyncio.run(send_all(url, model, requests, 0, keep, timeout_s))
-    return [ended[request.problem_id] for request in requests]
+    ended: list[Response] = []
+    asyncio.run(send_all(url, model, requests, 0, ended.append, timeout_s))
+    found = {response.problem_id: response for response in ended}
+    return [found[request.problem_id] for request in requests]
 
 
 def tokens_per_s(answers: Sequence[Response]) -> float:
-    """Output tokens of requests sent together over the time that all took.
-
-    Raises:
-        RuntimeError: a request failed.
-    """
+    """Output tokens of requests sent together over the time that all took. Raises RuntimeError: a
+    request failed."""
     failed = [answer.error for answer in answers if answer.error]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")

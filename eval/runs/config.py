@@ -34,41 +34,30 @@ _MAY_DIFFER = ("machine", "versions", "date", "command_line", "resumed", "random
 def make_config(plan: Plan, methods: Sequence[Method], opens_thinking: bool) -> dict[str, Any]:
     """The configuration of a new run, in plain JSON values; ``methods`` as ``options.methods``."""
     options = plan.options
-    return {
-        **options.to_dict(),
-        "methods": [method.name for method in methods],
-        "method_specs": list(options.methods),
-        "method_details": {
-            method.name: {
-                "title": method.title,
-                "flags": method.flags,
-                "match": method.match,
-                "url": options.urls.get(spec),
-            }
-            for method, spec in zip(methods, options.methods, strict=True)
-        },
-        "sampling": dict(plan.body),
-        "opens_thinking": opens_thinking,
-        "data": {
-            task: {"path": path, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
-            for task, path in options.data.items()
-        },
-        "problems": {
-            f"{task}/{seed}": {"count": len(one.problems), "sha256": _digest(one.problems)}
-            for (task, seed), one in plan.tasks.items()
-        },
-        "random_ratios": {},
-        **_circumstances(),
-        "resumed": [],
+    details = {
+        method.name: {
+            **{name: getattr(method, name) for name in ("title", "flags", "match")},
+            "url": options.urls.get(spec),
+        }
+        for method, spec in zip(methods, options.methods, strict=True)
     }
+    data = {
+        task: {"path": path, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+        for task, path in options.data.items()
+    }
+    problems = {
+        f"{task}/{seed}": {"count": len(one.problems), "sha256": _digest(one.problems)}
+        for (task, seed), one in plan.tasks.items()
+    }
+    names = {"methods": [method.name for method in methods], "method_specs": list(options.methods)}
+    asked: dict[str, Any] = {"method_details": details, "sampling": dict(plan.body), "data": data}
+    asked |= {"opens_thinking": opens_thinking, "problems": problems, "random_ratios": {}}
+    return {**options.to_dict(), **names, **asked, **_circumstances(), "resumed": []}
 
 
 def options_of(config: Mapping[str, Any]) -> RunOptions:
-    """The options that a run folder's configuration was made of.
-
-    Raises:
-        RunError: a field is missing or has a bad value.
-    """
+    """The options that a run folder's configuration was made of. Raises RunError: a field is
+    missing or has a bad value."""
     values = {**config, "methods": config.get("method_specs")}
     try:
         values["data"] = {task: entry["path"] for task, entry in config["data"].items()}
@@ -78,13 +67,8 @@ def options_of(config: Mapping[str, Any]) -> RunOptions:
 
 
 def settle_config(run: Path, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Write the configuration of a new run, or hold it against the one that is there.
-
-    Returns the folder's, and what has changed on the machine since, for a warning.
-
-    Raises:
-        RunError: the folder is another run's; names the first field that differs.
-    """
+    """Write the configuration of a new run, or hold it against the one that is there; RunError if
+    that is another run's. Returns the folder's, and what has changed on the machine since."""
     if not (run / CONFIG).exists():
         write_config(run, config)
         return config, []

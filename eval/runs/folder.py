@@ -1,17 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One folder per run: configuration first, then what each cell left.
+"""One folder per run, as docs/evaluation.md lists: configuration first, then what each cell left.
 
-::
-
-    RUN/config.json                              written before anything starts
-    RUN/TASK/METHOD/seed-N/responses.jsonl       one Response a line, as each ends
-    RUN/TASK/METHOD/seed-N/results.jsonl         one Result a line, in the order of problems
-    RUN/TASK/METHOD/seed-N/timeline.jsonl        one Moment a line
-    RUN/TASK/METHOD/seed-N/legs.jsonl            one Leg a line
-    RUN/TASK/METHOD/seed-N/server-L.log          output of the server of leg L
-
-A process may be killed at any byte: a last line without its end is cut off when
-the run goes on, and everything before it counts.
+A process may be killed at any byte: a last line without its end is cut off when the run goes on,
+and everything before it counts.
 """
 
 from __future__ import annotations
@@ -21,15 +12,14 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eval.runs.records import Leg, Moment, Record, Response, Result
+from eval.runs.records import Leg, Moment, Response, Result
 
-_R = TypeVar("_R", bound=Record)
+_R = TypeVar("_R", Response, Result, Moment, Leg)
 CONFIG = "config.json"
-LOCK = "lock"
 
 
 class RunError(ValueError):
@@ -50,7 +40,6 @@ class Cell:
         return self.run / self.task / self.method / f"seed-{self.seed}"
 
     def log_path(self, leg: int) -> Path:
-        """Where the server of a leg writes."""
         return self.folder / f"server-{leg}.log"
 
     def responses(self) -> list[Response]:
@@ -87,18 +76,12 @@ class Cell:
         for name in ("responses", "timeline", "legs"):
             path = self.folder / f"{name}.jsonl"
             if path.is_file():
-                data = path.read_bytes()
-                whole = data.rfind(b"\n") + 1
-                if whole < len(data):
-                    os.truncate(path, whole)
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def cells(run: Path) -> list[Cell]:
-    """The cells of a run that have been begun, in the order of its configuration.
-
-    Raises:
-        RunError: not a run folder.
-    """
+    """The cells of a run that have been begun, in the order of its configuration. Raises RunError:
+    not a run folder."""
     config = read_config(run)
     found = [
         Cell(run, task, method, seed)
@@ -110,17 +93,12 @@ def cells(run: Path) -> list[Cell]:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """``config.json``; ``tasks``, ``methods`` and ``seeds`` are lists of names and numbers.
-
-    Raises:
-        RunError: missing or broken.
-    """
+    """``config.json``; ``tasks``, ``methods`` and ``seeds`` are lists of names and numbers. Raises
+    RunError: missing or broken."""
     path = run / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RunError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{path}: {error}") from error
     for key in ("tasks", "methods", "seeds"):
         if not isinstance(config, dict) or not isinstance(config.get(key), list):
@@ -142,45 +120,41 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_records(path: Path, kind: type[_R]) -> list[_R]:
-    """The lines of a file, [] if there is none; an unfinished last line is passed over.
-
-    Raises:
-        RunError: a line that is no such record; names file and line.
-    """
+    """The lines of a file, [] if there is none; an unfinished last line is passed over. Raises
+    RunError: a line that is no such record; names file and line."""
     if not path.is_file():
         return []
-    rows = []
+    rows, known = [], {one.name for one in fields(kind)}
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                rows.append(kind.from_dict(json.loads(line)))
-            except (ValueError, AttributeError) as error:
+                # Fields that a later version added are passed over.
+                given = json.loads(line).items()
+                rows.append(kind(**{name: value for name, value in given if name in known}))
+            except (ValueError, TypeError, AttributeError) as error:
                 raise RunError(f"{path}:{number}: {error}") from error
     return rows
 
 
-def _line(record: Record) -> str:
+def _line(record: Response | Result | Moment | Leg) -> str:
     # ASCII, so that lone surrogates in a response survive.
-    return json.dumps(record.to_dict()) + "\n"
+    return json.dumps(asdict(record)) + "\n"
 
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Hold a run's folder, made if need be; the kernel lets go however the process ends.
-
-    Raises:
-        RunError: another process holds it.
-    """
+    """Hold a run's folder, made if need be; the kernel lets go however the process ends. Raises
+    RunError: another process holds it."""
     run.mkdir(parents=True, exist_ok=True)
-    with (run / LOCK).open("a+", encoding="utf-8") as file:
+    with (run / "lock").open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
             holder = file.read(20).strip() or "unknown"
-            raise RunError(f"{run / LOCK}: process {holder} works in this folder") from error
+            raise RunError(f"{run / 'lock'}: process {holder} works in this folder") from error
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

@@ -14,8 +14,7 @@ from typing import Any
 
 from eval.runs.folder import RunError
 
-#: ``--model`` of the embedded checkpoint.
-EMBEDDED = "tiny_reasoner"
+EMBEDDED = "tiny_reasoner"  # --model of the embedded checkpoint
 #: Sampling parameters that can be set by hand, by the names of the request's body.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -42,21 +41,17 @@ def _integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"must be numbers, got {text!r}") from None
 
 
-def _pair(text: str) -> tuple[str, str]:
-    return _split(text, "=", "NAME=VALUE")
-
-
-def _url(text: str) -> tuple[str, str]:
-    # A method's name may hold an equals sign: the address begins at its scheme.
-    key, value = _split(text, "=http", "METHOD=http://...")
-    return key, "http" + value
-
-
-def _split(text: str, mark: str, form: str) -> tuple[str, str]:
+def _pair(text: str, mark: str = "=", form: str = "NAME=VALUE") -> tuple[str, str]:
     key, _, value = text.partition(mark)
     if not key or not value:
         raise argparse.ArgumentTypeError(f"must be {form}, got {text!r}")
     return key, value
+
+
+def _url(text: str) -> tuple[str, str]:
+    # A method's name may hold an equals sign: the address begins at its scheme.
+    key, value = _pair(text, "=http", "METHOD=http://...")
+    return key, "http" + value
 
 
 def _option(
@@ -68,24 +63,20 @@ def _option(
     most: float | None = None,
 ) -> Any:
     """A field that is a flag; ``least`` without ``most`` bounds integers."""
-    argument: dict[str, Any] = {"help": text, "type": read, "metavar": metavar}
-    if read in (_pair, _url):
-        argument["action"] = "append"
+    argument: dict[str, Any] = {"type": read, "metavar": metavar}
     if read is bool:
-        argument = {"help": text, "action": "store_true"}
+        argument = {"action": "store_true"}
+    elif read in (_pair, _url):
+        argument["action"] = "append"
+    argument["help"] = text
     return field(default=default, metadata={"argument": argument, "bounds": (least, most)})
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """A run as asked for; every field is part of ``config.json`` and must match on resuming.
-
-    None: all problems, all requests at once, SGLang's or the model family's own. ``data`` is made
-    absolute.
-
-    Raises:
-        RunError: names the flag, its bound and the value.
-    """
+    """A run as asked for; every field is part of ``config.json`` and must match on resuming. None:
+    all problems, all requests at once, SGLang's or the model family's own. ``data`` is made
+    absolute. Raises RunError: names the flag, its bound and the value."""
 
     model: str = _option(
         EMBEDDED, str, "M", f"Folder or hub name (default {EMBEDDED}, the embedded model)."
@@ -145,24 +136,18 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Command:
-    """What ``python -m eval.run`` is to do.
+    """What ``python -m eval.run`` is to do; ``allow_code_execution`` is that of ``grade``."""
 
-    ``options`` are None with ``resume`` or ``grade``, whose folder has them; ``out`` is None for a
-    folder named after the options; ``allow_code_execution`` is that of ``grade``.
-    """
-
-    options: RunOptions | None
-    out: Path | None = None
+    options: RunOptions | None  # None with resume or grade, whose folder has them
+    out: Path | None = None  # None for a folder named after the options
     resume: Path | None = None
     grade: Path | None = None
     allow_code_execution: bool = False
 
 
 def parse(argv: Sequence[str] | None = None) -> Command:
-    """Read the command line, and the file of ``--config`` below it.
-
-    Exits with status 2 and a message that names flag (or file), bound and value.
-    """
+    """Read the command line, and the file of ``--config`` below it. Exits with status 2 and a
+    message that names flag (or file), bound and value."""
     parser = _parser()
     words = with_values(sys.argv[1:] if argv is None else argv, ("--server-flags",))
     given = vars(parser.parse_args(words))
@@ -186,11 +171,8 @@ def parse(argv: Sequence[str] | None = None) -> Command:
 
 
 def with_values(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """A command line in which each of ``flags`` is joined to the word after it.
-
-    Their values are flags of a server: left apart, argparse would take ``--tp=2`` for a flag
-    of its own.
-    """
+    """A command line in which each of ``flags`` is joined to the word after it. Their values are
+    flags of a server: left apart, argparse would take ``--tp=2`` for a flag of its own."""
     joined: list[str] = []
     for word in argv:
         if joined and joined[-1] in flags:
@@ -221,11 +203,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _words(path: Path) -> list[str]:
-    """A TOML file as a command line.
-
-    Raises:
-        RunError: it cannot be read, or has an unknown name.
-    """
+    """A TOML file as a command line. Raises RunError: it cannot be read, or has an unknown name."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

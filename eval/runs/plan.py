@@ -19,15 +19,12 @@ from eval.tokenizers import load_tokenizer
 
 #: Of the embedded model's servers: SGLang's own default is meant for large machines.
 _EMBEDDED_SERVER_FLAGS = ("--max-running-requests", "128")
-#: Tokens between two pieces of a streamed response, the first piece excepted, which SGLang
-#: sends at once: a piece costs the client some 180 us, on a core that a server may need.
+#: Tokens between two pieces of a streamed response but the first, which SGLang sends at once: a
+#: piece costs the client some 180 us, on a core that a server may need.
 _STREAM_INTERVAL = "8"
-#: Added to a seed for problems that no cell measures.
-_OTHER_SEED = 1_000_003
-#: Warm-up responses are not longer: those of a large model would take minutes.
-_WARM_UP_TOKENS = 2048
-#: SGLang leaves so many slots of its pool free after prompt and longest response.
-_SPARE_SLOTS = 2
+_OTHER_SEED = 1_000_003  # added to a seed for problems that no cell measures
+_WARM_UP_TOKENS = 2048  # the longest warm-up response: those of a large model would take minutes
+_SPARE_SLOTS = 2  # that SGLang leaves free in its pool after prompt and longest response
 
 
 @dataclass(frozen=True)
@@ -44,20 +41,17 @@ class Step:
 
 
 def order(tasks: Sequence[str], methods: Sequence[Method], seeds: Sequence[int]) -> list[Step]:
-    """For each task and seed each method, backwards in every second seed.
-
-    What drifts over hours (a warm machine, other users) then hits all methods alike, and two
-    neighbouring cells often need the same server. In a task's first seed a method that must
-    reach another's saving comes after it.
-    """
-    steps = []
-    for task in tasks:
-        for number, seed in enumerate(seeds):
-            turn = list(methods) if number % 2 == 0 else list(reversed(methods))
-            if number == 0:
-                turn.sort(key=lambda method: bool(method.match))
-            steps += [Step(task, seed, method) for method in turn]
-    return steps
+    """For each task and seed each method, backwards in every second seed, so that drift hits all
+    methods alike and neighbouring cells often need the same server. In a task's first seed a method
+    that must reach another's saving comes after it."""
+    first = sorted(methods, key=lambda method: bool(method.match))
+    turns = [first, *([methods[::-1], methods] * len(seeds))]
+    return [
+        Step(task, seed, method)
+        for task in tasks
+        for seed, turn in zip(seeds, turns, strict=False)
+        for method in turn
+    ]
 
 
 def model_path(options: RunOptions) -> str:
@@ -74,13 +68,8 @@ def request_body(options: RunOptions) -> dict[str, Any]:
 
 
 class Plan:
-    """The problems of a run, those that are measured and others to warm up with.
-
-    ``body`` is the sampling part of each request.
-
-    Raises:
-        TaskError, RunError: a task cannot be loaded, or a replay cannot fit into the KV budget.
-    """
+    """The problems of a run, and others to warm up with; ``body`` is the sampling part of each
+    request. Raises TaskError, RunError: a task cannot be loaded, or a replay cannot fit."""
 
     def __init__(self, options: RunOptions, body: Mapping[str, Any]) -> None:
         self.options = options
@@ -95,20 +84,12 @@ class Plan:
             for name in options.tasks:
                 self.refuse_what_cannot_fit(name, options.kv_budget)
 
-    def measured(self, task: str, seed: int) -> list[Problem]:
-        return self.tasks[task, seed].problems
-
     def others(self, task: str, seed: int, count: int, generic: bool = True) -> list[Problem]:
-        """Up to ``count`` problems that no cell of the task measures.
-
-        With ``generic``, plain sums fill up what the task does not have.
-        """
+        """Up to ``count`` problems that no cell of the task measures; with ``generic``, plain sums
+        fill up what the task does not have."""
         if (task, seed) not in self._others:
             asked = [
-                p.messages
-                for (name, _), one in self.tasks.items()
-                if name == task
-                for p in one.problems
+                p.messages for one in self.options.seeds for p in self.tasks[task, one].problems
             ]
             try:
                 found = self._load(task, seed + _OTHER_SEED, None).problems
@@ -122,7 +103,8 @@ class Plan:
         """What is sent; ``short`` for a warm-up."""
         body = {**self.body, **problem.body, "messages": problem.messages}
         limits = [limit for limit in (problem.max_tokens, self.options.max_tokens) if limit]
-        limits = limits or [limit for limit in (body.get("max_tokens"),) if limit]
+        if not limits and body.get("max_tokens"):
+            limits = [body["max_tokens"]]
         limits += [_WARM_UP_TOKENS] if short else []
         if limits:
             body["max_tokens"] = min(limits)
@@ -135,8 +117,7 @@ class Plan:
         options, task_flags = self.options, self.tasks[step.task, step.seed].server_flags
         # The makers' max_tokens is often the whole context: with a prompt before it SGLang would
         # refuse the request instead of shortening the response.
-        flags = ["--decode-log-interval", str(options.decode_log_interval)]
-        flags += ["--allow-auto-truncate"]
+        flags = ["--decode-log-interval", str(options.decode_log_interval), "--allow-auto-truncate"]
         given = {flag.partition("=")[0] for flag in (*task_flags, *options.server_flags)}
         if "--stream-interval" not in given:
             flags += ["--stream-interval", _STREAM_INTERVAL]
@@ -150,18 +131,11 @@ class Plan:
         return [*flags, *task_flags, *options.server_flags, *method.flags]
 
     def refuse_what_cannot_fit(self, task: str, slots: int) -> None:
-        """A replay cut short would be no replay.
-
-        Raises:
-            RunError: prompt and forced tokens of one need more than ``slots``.
-        """
-        seeds = self.options.seeds
-        replayed = {p.id: p for seed in seeds for p in self.measured(task, seed) if p.forced}
-        if not replayed:
-            return
-        tokenizer = load_tokenizer(model_path(self.options))
-        for problem in replayed.values():
-            prompt = tokenizer.apply_chat_template(
+        """A replay cut short would be no replay. Raises RunError: prompt and forced tokens of one
+        need more than ``slots``."""
+        asked = (p for seed in self.options.seeds for p in self.tasks[task, seed].problems)
+        for problem in {p.id: p for p in asked if p.forced}.values():
+            prompt = load_tokenizer(model_path(self.options)).apply_chat_template(
                 problem.messages, add_generation_prompt=True, return_dict=False
             )
             needed = len(prompt) + (problem.max_tokens or 0) + _SPARE_SLOTS

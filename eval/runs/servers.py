@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,8 +16,6 @@ from eval.runs.client import api_key, is_local
 from eval.runs.folder import RunError
 from eval.serving import MODEL_NAME, ServerError, ServerProcess
 
-#: Folder of a run with the output of each server it started, whole.
-LOGS = "servers"
 _IDLE_TIMEOUT_S = 120.0
 #: Ratio -> what it is an average over.
 _WEIGHTS = {
@@ -36,11 +34,10 @@ class Server:
         """Raises ServerError: nothing answers at ``url``."""
         self.process = process
         self.url = process.url if process else url.rstrip("/").removesuffix("/v1")
-        #: Its command line, [] of a given one.
-        self.command = process.command if process else []
-        #: The name that requests give.
-        self.model = MODEL_NAME
+        self.command = process.command if process else []  # [] of a given one
+        self.model = MODEL_NAME  # the name that requests give
         self._before: dict[str, Any] = {}
+        self._get = process.get if process else self._client().get
         if process is None:
             try:
                 self.model = str(self._json("/v1/models")["data"][0]["id"])
@@ -49,16 +46,12 @@ class Server:
 
     def report(self) -> dict[str, Any]:
         """``GET /reasoncache`` as of :func:`merge`, {} for stock; of a given server :func:`since`.
-
-        Raises:
-            ServerError: it cannot be had.
-        """
+        Raises ServerError: it cannot be had."""
         try:
             response = self._get("/reasoncache")
-            if response.status_code == 404:
-                return since(self._before, {})
-            response.raise_for_status()
-            return since(self._before, merge(response.json()["schedulers"]))
+            stock = response.status_code == 404
+            told = [] if stock else response.raise_for_status().json()["schedulers"]
+            return since(self._before, merge(told))
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ServerError(f"{self.url}/reasoncache says {error!r}") from error
 
@@ -75,10 +68,8 @@ class Server:
             _wait(self._idle, f"{self.url}: requests still run")
 
     def clear(self) -> int | None:
-        """Flush its caches once it is idle, so that its totals restart; slots in use after.
-
-        None of a given server: what that has counted so far is taken off later reports.
-        """
+        """Flush its caches once it is idle, so that its totals restart; slots in use after. None of
+        a given server: what that has counted so far is taken off later reports."""
         if self.process is None:
             self._before = {}
             self._before = self.report()
@@ -102,15 +93,9 @@ class Server:
         if self.process is not None:
             self.process.check_alive()
 
-    def _get(self, path: str, **options: Any) -> httpx.Response:
-        if self.process is not None:
-            return self.process.get(path, **options)
-        return httpx.get(
-            self.url + path,
-            timeout=60.0,
-            trust_env=not is_local(self.url),
-            headers={"Authorization": f"Bearer {api_key()}"},
-        )
+    def _client(self) -> httpx.Client:
+        own, key = is_local(self.url), {"Authorization": f"Bearer {api_key()}"}
+        return httpx.Client(base_url=self.url, timeout=60.0, trust_env=not own, headers=key)
 
     def _json(self, path: str, **options: Any) -> Any:
         return self._get(path, **options).raise_for_status().json()
@@ -134,17 +119,13 @@ class Server:
 
 
 class Servers:
-    """Started servers, by their flags. A context manager.
-
-    Where idle servers cost nothing (a CPU, with ``--sleep-on-idle``) ``keep`` can stay up and
-    take turns; the one that was used longest ago is closed. Logs go into the run's folder.
-    """
+    """Started servers, by their flags. A context manager. Where idle servers cost nothing (a CPU,
+    with ``--sleep-on-idle``) ``keep`` can stay up and take turns; the one that was used longest ago
+    is closed. Logs go into the run's folder."""
 
     def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
-        self._logs = run / LOGS
-        self._model_path = model_path
-        self._device = device
-        self._keep = keep
+        self._logs, self._keep = run / "servers", keep
+        self._model_path, self._device = model_path, device
         self._up: OrderedDict[tuple[str, ...], ServerProcess] = OrderedDict()
 
     def __enter__(self) -> Self:
@@ -154,19 +135,13 @@ class Servers:
         self.close()
 
     def get(self, name: str, flags: Sequence[str], starting: Callable[[], None]) -> Server:
-        """The running server with these flags, else a new one.
-
-        ``name`` is for its log's file; ``starting`` is called before a start, which takes a
-        minute or, for large models, many.
-
-        Raises:
-            ServerError: it does not start.
-        """
+        """The running server with these flags, else a new one. ``name`` is for its log's file;
+        ``starting`` is called before a start, which takes a minute or, for large models, many.
+        Raises ServerError: it does not start."""
         process = self._up.pop(tuple(flags), None)
         if process is not None and not process.alive:
             process.close()
-            process = None
-        if process is None:
+        if process is None or not process.alive:
             while len(self._up) >= self._keep:
                 self._up.popitem(last=False)[1].close()
             starting()
@@ -198,9 +173,7 @@ def _wait(ready: Callable[[], bool], problem: str) -> None:
 
 def merge(schedulers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     """One report of all data-parallel schedulers: totals added up, ratios averaged by weight.
-
-    Settings are the first scheduler's, which all share. {} where nothing shares.
-    """
+    Settings are the first scheduler's, which all share. {} where nothing shares."""
     reports = [dict(report) for report in schedulers if report]
     if len(reports) < 2:
         return reports[0] if reports else {}
@@ -227,19 +200,20 @@ def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
 def _combined(totals: Sequence[Mapping[str, Any]], sign: int) -> dict[str, Any]:
     """The first with the others added or subtracted; of ratios what they average over is."""
     signs = [1, *[sign] * (len(totals) - 1)]
+
+    def total(values: Iterable[float]) -> float:
+        return sum(s * value for s, value in zip(signs, values, strict=True))
+
     out: dict[str, Any] = {}
     for name, first in totals[0].items():
-        values = [one.get(name, type(first)()) for one in totals]
         if isinstance(first, dict):
-            keys = {key for value in values for key in value}
-            out[name] = {
-                key: sum(s * value.get(key, 0) for s, value in zip(signs, values, strict=True))
-                for key in sorted(keys)
-            }
+            parts = [one.get(name, {}) for one in totals]
+            keys = sorted({key for part in parts for key in part})
+            out[name] = {key: total(part.get(key, 0) for part in parts) for key in keys}
         elif name in _WEIGHTS:
-            weights = [s * one.get(_WEIGHTS[name], 0) for s, one in zip(signs, totals, strict=True)]
-            products = [value * weight for value, weight in zip(values, weights, strict=True)]
-            out[name] = sum(products) / sum(weights) if sum(weights) > 0 else 0.0
+            weight = total(one.get(_WEIGHTS[name], 0) for one in totals)
+            product = total(one.get(name, 0.0) * one.get(_WEIGHTS[name], 0) for one in totals)
+            out[name] = product / weight if weight > 0 else 0.0
         elif isinstance(first, (int, float)):
-            out[name] = sum(s * value for s, value in zip(signs, values, strict=True))
+            out[name] = total(one.get(name, 0) for one in totals)
     return out

@@ -4,31 +4,66 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
 from eval.methods import Method, with_ratio
 from eval.runs.cells import faults, measure, warm_up, warnings
 from eval.runs.folder import Cell, RunError, write_config
-from eval.runs.matching import PILOT_PROBLEMS, TOLERANCE, NothingToMatch, final_saving, match
 from eval.runs.plan import Plan, Step, order
-from eval.runs.progress import Display
-from eval.runs.records import Leg, Response, Result
+from eval.runs.records import Leg, Result
 from eval.runs.servers import Server, Servers
 from eval.serving import ServerError
 from eval.tasks.harness import EvalTask, Problem
 from eval.tasks.sandbox import SandboxError
 
+#: Relative difference between two savings that counts as equal.
+TOLERANCE = 0.05
+PILOT_PROBLEMS = 24
+_MOST_PILOTS = 3
+# The embedded model saved 31% at a ratio of 0.4: the first step of a response has no earlier one,
+# and an unfinished last step is never compared.
+_FIRST_FACTOR = 1.3
+_LEAST_RATIO = 0.01
+
+
+class NothingToMatch(RunError):
+    """A method saved nothing, so no random sharing saves as much."""
+
+
+class Display(Progress):
+    """What an operator sees: one bar a cell at the bottom, lines above. A context manager."""
+
+    def __init__(self) -> None:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        # Drawing shares the processors with a server without a GPU.
+        super().__init__(
+            TextColumn("{task.description}", markup=False), *columns, refresh_per_second=2
+        )
+
+    @contextmanager
+    def bar(self, title: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
+        """A bar, as what moves it by one."""
+        number = self.add_task(title, total=total, completed=done)
+        try:
+            yield lambda: self.advance(number)
+        finally:
+            self.remove_task(number)
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style), soft_wrap=True)
+
 
 @dataclass(frozen=True)
 class Session:
-    """Runs what is left of a run.
-
-    The folder ``run`` is locked by the caller; random ratios that are found are added to ``config``
-    and to its ``config.json``. ``methods`` are in the order of ``plan.options.methods``.
-    """
+    """Runs what is left of a run, whose folder the caller has locked; random ratios that are found
+    are added to ``config`` and to its file. ``methods`` are in the order of the options'."""
 
     run: Path
     config: dict[str, Any]
@@ -46,20 +81,20 @@ class Session:
 
     def work(self) -> bool:
         """Measure and grade every cell; True when no request failed and all could be graded."""
-        options = self.plan.options
-        whole = True
+        options, whole = self.plan.options, True
         for step in order(options.tasks, self.methods, options.seeds):
             try:
                 whole &= self._cell(step)
+                continue
             except SandboxError as error:
                 self.display.say(f"{step.title}: not graded: {error}", "red")
-                whole = False
+            except NothingToMatch as error:
+                self.display.say(f"{step.title}: {error}", "red")
             except (ServerError, RunError) as error:
                 # One cell that cannot be measured must not cost the others their night.
                 self.display.say(f"{step.title}: {error}", "red")
-                if not isinstance(error, NothingToMatch):
-                    self.servers.close()
-                whole = False
+                self.servers.close()
+            whole = False
         return whole
 
     def _cell(self, step: Step) -> bool:
@@ -108,10 +143,9 @@ class Session:
         return int(self.plan.request(problem, seed).body.get("max_tokens") or 0)
 
     def _server(self, step: Step) -> Server:
-        url = self.urls.get(step.method.name)
-        if url is not None:
-            return Server(url=url)
         method = step.method
+        if method.name in self.urls:
+            return Server(url=self.urls[method.name])
         if method.match:
             method = with_ratio(method, self._ratio(step))
         return self._start(step, method, step.title)
@@ -160,7 +194,7 @@ class Session:
         server = self._start(dataclasses.replace(step, method=method), method, title)
         server.clear()
         spare = self.plan.others(step.task, step.seed, PILOT_PROBLEMS, generic=False)
-        spare = spare or self.plan.measured(step.task, step.seed)[:PILOT_PROBLEMS]
+        spare = spare or self.plan.tasks[step.task, step.seed].problems[:PILOT_PROBLEMS]
         with self.display.bar(title, len(spare)) as advance:
             # As long as the measured ones: in long responses a method finds more to share.
             requests = [self.plan.request(problem, step.seed) for problem in spare]
@@ -175,12 +209,9 @@ def grade(
     opens_thinking: bool,
     ask: Callable[[Sequence[Problem]], None] = lambda problems: None,
 ) -> list[Result]:
-    """Have lm-eval grade a cell; one result for each problem that was sent, in their order.
-
-    A request that failed for good is a wrong answer: leaving it out would flatter the method that
-    fails most. ``ask`` is called before, with all problems of the task; ``opens_thinking`` is of
-    :meth:`EvalTask.evaluate`.
-    """
+    """Have lm-eval grade a cell, ``ask`` called before with all problems; a result for each that was
+    sent, in their order. A request that failed for good is a wrong answer: leaving it out would
+    flatter the method that fails most. ``opens_thinking`` is of :meth:`EvalTask.evaluate`."""
 
     def answer(problems: Sequence[Problem]) -> list[str]:
         ask(problems)
@@ -188,15 +219,14 @@ def grade(
         return [answered[p.id].text if p.id in answered else "" for p in problems]
 
     grades = task.evaluate(answer, opens_thinking)
-    answered: Mapping[str, Response] = cell.answered()
+    answered = cell.answered()
     failed = {row.problem_id: row.error for row in cell.responses() if row.error is not None}
     results = []
     for problem in task.problems:
-        name, found = problem.id, grades[problem.id]
+        name, (score, extracted) = problem.id, grades[problem.id]
         if name in answered:
-            tokens, extracted = answered[name].output_tokens, found.extracted
-            right = found.score == 1.0
-            results.append(Result(name, right, found.score, extracted, "", problem.group, tokens))
+            tokens = answered[name].output_tokens
+            results.append(Result(name, score == 1.0, score, extracted, "", problem.group, tokens))
         elif name in failed:
             note = f"no response: {failed[name]}"[:500]
             results.append(Result(name, False, 0.0, None, note, problem.group, 0))
@@ -215,3 +245,34 @@ def summary(title: str, results: Sequence[Result], leg: Leg | None) -> str:
         if saved is not None:
             words.append(f"{saved:.1%} saved at the end")
     return ", ".join(words)
+
+
+def match(target: float, pilot: Callable[[float], float]) -> dict[str, Any]:
+    """Find the ratio of random sharing whose final saving (0 to 1) is ``target``, by pilots and
+    the rule of three; returns ``ratio``, ``target``, and ``pilots``: ratio and saving of each."""
+    ratio = _bounded(target * _FIRST_FACTOR)
+    pilots: list[list[float]] = []
+    for _ in range(_MOST_PILOTS):
+        saving = pilot(ratio)
+        pilots.append([ratio, saving])
+        if abs(saving - target) <= TOLERANCE * target:
+            break
+        rescaled = _bounded(ratio * target / saving if saving > 0 else 2 * ratio)
+        if rescaled == ratio:
+            break
+        ratio = rescaled
+    return {"ratio": ratio, "target": target, "pilots": pilots}
+
+
+def final_saving(cells: Sequence[Cell]) -> float | None:
+    """Saving at the end of a response over all legs of some cells; None if no leg has told."""
+    totals = [leg.report.get("totals", {}) for cell in cells for leg in cell.legs()]
+    whole = sum(one.get("requests_finished", 0) for one in totals)
+    saved = sum(
+        one.get("final_saving_ratio", 0.0) * one.get("requests_finished", 0) for one in totals
+    )
+    return saved / whole if whole else None
+
+
+def _bounded(ratio: float) -> float:
+    return min(1.0, max(_LEAST_RATIO, round(ratio, 4)))

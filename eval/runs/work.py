@@ -12,21 +12,16 @@ from eval.runs.config import check_same, default_folder, make_config, options_of
 from eval.runs.folder import RunError, cells, locked, read_config
 from eval.runs.options import Command, RunOptions
 from eval.runs.plan import Plan, model_path, request_body
-from eval.runs.progress import Display
 from eval.runs.servers import Servers
-from eval.runs.session import Session, grade, summary
+from eval.runs.session import Display, Session, grade, summary
 from eval.tasks.harness import opens_thinking
 from eval.tasks.sandbox import SandboxError
 from eval.tiny_reasoner import EMBEDDED_SETTINGS
 
 
 def carry_out(command: Command) -> bool:
-    """Run, resume or grade; True when every request was answered and graded.
-
-    Raises:
-        RunError, TaskError, MethodError: the command or the folder is wrong.
-        ServerError: a server did not start, or died.
-    """
+    """Run, resume or grade; True when every request was answered and graded. Raises ValueError:
+    the command or the folder is wrong; ServerError: a server did not start, or died."""
     if command.grade is not None:
         return grade_again(command.grade, command.allow_code_execution)
     if command.resume is not None:
@@ -37,10 +32,12 @@ def carry_out(command: Command) -> bool:
 
 def run(options: RunOptions, out: Path | None, methods: Sequence[Method] | None = None) -> bool:
     """Begin or go on with a run in ``out``, by default a folder named after the options.
+    ``methods`` take the place of those that ``options.methods`` stand for, one for each."""
+    if options.device == "auto":
+        import torch
 
-    ``methods`` take the place of those that ``options.methods`` stand for, one for each.
-    """
-    options = dataclasses.replace(options, device=resolve_device(options.device))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        options = dataclasses.replace(options, device=device)
     methods = methods or _methods(options)
     plan = Plan(options, request_body(options))
     config = make_config(plan, methods, opens_thinking(model_path(options)))
@@ -58,10 +55,8 @@ def run(options: RunOptions, out: Path | None, methods: Sequence[Method] | None 
 
 
 def grade_again(folder: Path, allow_code: bool) -> bool:
-    """Grade the responses of a run again; no server is needed.
-
-    True when every problem of every cell is answered and could be graded.
-    """
+    """Grade the responses of a run again; no server is needed. True when every problem of every
+    cell is answered and could be graded."""
     there = read_config(folder)
     options = options_of(there)
     allowed = options.allow_code_execution or allow_code
@@ -88,15 +83,6 @@ def grade_again(folder: Path, allow_code: bool) -> bool:
                 display.say(f"{title}: {missing} problems are not answered", "yellow")
                 whole = False
     return whole
-
-
-def resolve_device(device: str) -> str:
-    """``cuda`` if asked for, or if torch sees a GPU and nothing was asked for."""
-    if device != "auto":
-        return device
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _methods(options: RunOptions) -> list[Method]:

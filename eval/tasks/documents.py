@@ -10,15 +10,13 @@ from typing import Any
 
 from datasets import Dataset
 
-from eval.jsonl import kind_of, read_object, valid_text
+from eval.jsonl import kind_of, read_lines, read_object, valid_text
 from eval.tiny_reasoner import task as tiny
-from eval.tiny_reasoner.transcript import transcripts
 from eval.tokenizers import load_tokenizer
 
 # As the cards of DeepSeek-R1 and QwQ-32B recommend for mathematics.
 _INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 _MAX_ANSWER_CHARS = 1000
-_MAX_LINE_BYTES = 16 << 20
 _DEFAULT_COUNT = 500
 #: Longest responses of the embedded reasoner; what a long prompt leaves to say has 180 tokens.
 _REASONER_TOKENS, _LONG_TOKENS = 1500, 400
@@ -26,47 +24,38 @@ _REASONER_TOKENS, _LONG_TOKENS = 1500, 400
 Split = dict[str, Dataset]
 
 
-def reasoner(seed: int = 0, limit: int | None = None, **_: Any) -> Split:
-    """Held-out problems of the embedded reasoner, in groups "error" (a wrong draft) and "clean"."""
-    problems = tiny.generate(seed, _DEFAULT_COUNT if limit is None else limit)
-    rows = [
-        _reasoner_row(f"tiny_reasoner-{seed}-{i}", one, {}, _REASONER_TOKENS)
-        for i, one in enumerate(problems)
-    ]
-    return {"test": Dataset.from_list(rows)}
-
-
-def reasoner_long(seed: int = 0, limit: int | None = None, **_: Any) -> Split:
-    """The same, each with its response up to the last verification round.
-
-    The server continues the response: prompts have 470 to 740 tokens.
-    """
-    rows = []
-    given = transcripts(seed, _DEFAULT_COUNT if limit is None else limit)
-    for i, (problem, begun) in enumerate((one.problem, one.begun) for one in given):
-        messages = [
-            {"role": "user", "content": problem.prompt},
-            {"role": "assistant", "content": begun},
-        ]
-        body = {"messages": messages, "continue_final_message": True}
-        rows.append(_reasoner_row(f"tiny_reasoner_long-{seed}-{i}", problem, body, _LONG_TOKENS))
+def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Split:
+    """Held-out problems of the embedded reasoner, in groups "error" (a wrong draft) and "clean"; of
+    ``tiny_reasoner_long`` with the response up to the last verification round, which the server
+    continues: prompts have 470 to 740 tokens."""
+    long, rows = name.endswith("_long"), []
+    size = tiny.LONGEST if long else tiny.Difficulty()
+    problems = tiny.generate(seed, _DEFAULT_COUNT if limit is None else limit, difficulty=size)
+    for i, one in enumerate(problems):
+        body: dict[str, Any] = {}
+        if long:
+            parts = {"user": one.prompt, "assistant": tiny.begin(one.response)}
+            messages = [{"role": role, "content": text} for role, text in parts.items()]
+            body = {"messages": messages, "continue_final_message": True}
+        more = {"group": "error" if one.error else "clean"}
+        most = _LONG_TOKENS if long else _REASONER_TOKENS
+        rows.append(
+            _row(f"{name}-{seed}-{i}", one.prompt, one.answer, body, max_tokens=most, **more)
+        )
     return {"test": Dataset.from_list(rows)}
 
 
 def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any) -> Split:
-    """Rows ``{id, question, answer}``; with ``largest`` answers are integers from 0 to it.
-
-    A worked answer ends in ``#### ANSWER``, as GSM8K's do.
-    """
+    """Rows ``{id, question, answer}``; with ``largest`` answers are integers from 0 to it. A worked
+    answer ends in ``#### ANSWER``, as GSM8K's do."""
     rows = []
     for where, number, row in _lines(file):
         if type(row.get("answer")) is int and abs(row["answer"]) < 10**30:
             row["answer"] = str(row["answer"])
         answer = _text(where, row, "answer", "Answer").rpartition("####")[2].strip()
-        if largest:
-            if not answer.isdecimal() or len(answer) > 6 or int(answer) > largest:
-                raise ValueError(f"{where}: answers are integers from 0 to {largest}: {answer!r}")
-            answer = str(int(answer))
+        if largest and not (answer.isdecimal() and len(answer) < 7 and int(answer) <= largest):
+            raise ValueError(f"{where}: answers are integers from 0 to {largest}: {answer!r}")
+        answer = str(int(answer)) if largest else answer
         if not 0 < len(answer) <= _MAX_ANSWER_CHARS:
             raise ValueError(f"{where}: an answer has 1 to {_MAX_ANSWER_CHARS} characters")
         question = _text(where, row, "question", "problem", "Problem")
@@ -75,11 +64,9 @@ def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any)
 
 
 def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
-    """Rows ``{id, question, response}``: each next token is forced to be the record's.
-
-    With a limit, responses are taken evenly from short to long. The longest are sent first,
-    as offline loads are, so that a run does not end with one long response alone in a batch.
-    """
+    """Rows ``{id, question, response}``: each next token is forced to be the record's. With a
+    limit, responses are taken evenly from short to long. The longest are sent first, as offline
+    loads are, so that a run does not end with one long response alone in a batch."""
     # Brings SGLang in, which whoever only lists tasks need not load.
     from eval.replay.forcing import forced_request
 
@@ -103,26 +90,14 @@ def _row(name: str, prompt: str, target: str, body: Any = None, **more: Any) -> 
     return {**row, "group": "", "max_tokens": 0, **more}
 
 
-def _reasoner_row(name: str, one: tiny.Problem, body: Any, max_tokens: int) -> dict[str, Any]:
-    group = "error" if one.error else "clean"
-    return _row(name, one.prompt, one.answer, body, group=group, max_tokens=max_tokens)
-
-
 def _lines(file: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """``file:line``, number and object of each line that is not blank."""
-    with Path(file).open("rb") as lines:
-        number = 0
-        while line := lines.readline(_MAX_LINE_BYTES + 1):
-            number += 1
-            where = f"{file}:{number}"
-            if len(line) > _MAX_LINE_BYTES:
-                raise ValueError(f"{where}: line longer than {_MAX_LINE_BYTES} bytes")
-            if not line.strip():
-                continue
-            try:
-                yield where, number, read_object(line)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
+    for number, line in read_lines(Path(file)):
+        where = f"{file}:{number}"
+        try:
+            yield where, number, read_object(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
 
 def _text(where: str, row: Mapping[str, Any], *names: str) -> str:

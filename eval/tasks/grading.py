@@ -67,11 +67,9 @@ def equal_mathematics(doc: Mapping[str, Any], results: Sequence[str]) -> dict[st
 
 
 def passes_tests(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Run the problem's tests in the sandbox.
-
-    The prompt comes first: its imports and helpers hold, and what the response defines again
-    replaces them. Only imports from ``__future__`` must stand before everything.
-    """
+    """Run the problem's tests in the sandbox. The prompt comes first: its imports and helpers hold,
+    and what the response defines again replaces them. Only imports from ``__future__`` must stand
+    before everything."""
     code = results[0]
     if not code.strip() or len(code) > _MAX_CODE_CHARS:
         return {"score": 0.0}
@@ -118,23 +116,16 @@ def extract_code(text: str, entry_point: str) -> str:
 
 
 class MathGrader:
-    """math-verify in a child process, started when first needed and again after it was killed.
-
-    Answers are hostile: an exponent tower ends in C code that no signal handler interrupts,
-    or eats all memory.
-    """
+    """math-verify in a child process, started when first needed and again after it was killed: a
+    hostile exponent tower ends in C code that no signal handler interrupts, or eats all memory."""
 
     def __init__(self, limit_s: float = _COMPARE_S, memory_bytes: int = _MEMORY_BYTES) -> None:
-        self.limit_s = limit_s
-        self.memory_bytes = memory_bytes
+        self.limit_s, self.memory_bytes = limit_s, memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
 
     def equal(self, reference: str, answer: str) -> bool:
-        """False also for what cannot be compared within the limits.
-
-        Raises:
-            SandboxError: the child does not start.
-        """
+        """False also for what cannot be compared within the limits. Raises SandboxError: the child
+        does not start."""
         if self._process is None:
             self._start()
         reply = self._ask({"reference": reference, "answer": answer}, self.limit_s)
@@ -151,16 +142,13 @@ class MathGrader:
             process.communicate()
 
     def _start(self) -> None:
-        worker = Path(__file__).with_name("math_worker.py")
+        worker, pipe = Path(__file__).with_name("math_worker.py"), subprocess.PIPE
+        command = [sys.executable, "-I", str(worker), str(self.memory_bytes)]
+        # A session of its own: Ctrl-C is for the run, which closes this in its own time.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", str(worker), str(self.memory_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            # Ctrl-C is for the run, which closes this in its own time.
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env={},
             start_new_session=True,
-        )
+        )  # fmt: skip
         # 1/2 is 0.5, or math-verify does not work here.
         if self._ask({"reference": "\\frac{1}{2}", "answer": "0.5"}, _START_S) is not True:
             self.close()
@@ -169,14 +157,14 @@ class MathGrader:
     def _ask(self, job: Mapping[str, str], limit_s: float) -> Any:
         """The child's reply; None if it takes too long or dies."""
         assert self._process is not None
-        pipes = self._process.stdin, self._process.stdout
-        assert pipes[0] is not None and pipes[1] is not None
+        jobs, replies = self._process.stdin, self._process.stdout
+        assert jobs is not None and replies is not None
         with contextlib.suppress(OSError, ValueError):
-            pipes[0].write(json.dumps(job).encode("ascii") + b"\n")
-            pipes[0].flush()
+            jobs.write(json.dumps(job).encode("ascii") + b"\n")
+            jobs.flush()
             # The child writes each reply, a short line, at once.
-            if select.select([pipes[1]], [], [], limit_s)[0]:
-                return json.loads(pipes[1].readline(4096))
+            if select.select([replies], [], [], limit_s)[0]:
+                return json.loads(replies.readline(4096))
         return None
 
 

@@ -9,11 +9,11 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Its bars count what it prepares, not what servers answer.
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -41,13 +41,12 @@ HUB = {
 }
 #: Local JSONL of ours -> largest answer, 0 for anything in LaTeX.
 _MATHEMATICS = {"aime24": 999, "aime25": 999, "math500": 0, "gsm8k": 0}
-_GENERATED = {"tiny_reasoner": "local_reasoner", "tiny_reasoner_long": "local_reasoner_long"}
+_GENERATED = ("tiny_reasoner", "tiny_reasoner_long")
 _REPLAY = "_replay"
-# Parsing each token's piece in the client takes as much of a small machine as the decode step.
+# Parsing each token's piece takes as much of a small machine as the decode step.
 _REPLAY_FLAGS = ("--enable-custom-logit-processor", "--stream-interval", "16")
 _THINK, _THINK_END = "<think>", "</think>"
-# What graders see of a response; answers stand at its end.
-_MAX_GRADED_CHARS = 100_000
+_MAX_GRADED_CHARS = 100_000  # what graders see of a response; answers stand at its end
 _GRADE_S = 30.0
 _OURS = Path(__file__).parent
 
@@ -58,11 +57,9 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from, and how many: a local JSONL or the Hugging Face hub.
-
-    ``seed`` chooses problems where a task generates or shuffles them; ``model`` is for tasks
-    that must know its tokens; ``allow_code`` is the operator's word on code that a model wrote.
-    """
+    """Where documents come from, and how many: a local JSONL or the Hugging Face hub. ``seed``
+    chooses problems where a task generates or shuffles them; ``model`` is for tasks that must know
+    its tokens; ``allow_code`` is the operator's word on code that a model wrote."""
 
     file: str = ""
     seed: int = 0
@@ -74,10 +71,8 @@ class Source:
 @dataclass(frozen=True)
 class Problem:
     """One request; ``body`` has further fields of it, ``max_tokens`` None is the run's own limit.
-
-    The id is unique within task and seed and the same in each run. ``group`` is a class of
-    problems with an accuracy of its own, "" for none.
-    """
+    The id is unique within task and seed and the same in each run. ``group`` is a class of problems
+    with an accuracy of its own, "" for none."""
 
     id: str
     messages: list[dict[str, str]]
@@ -96,11 +91,8 @@ Answer = Callable[[Sequence[Problem]], Sequence[str]]
 
 
 class ServedModel(LocalChatCompletion):
-    """lm-eval's chat model; how requests are sent and responses kept is the caller's.
-
-    lm-eval's own client sends requests of equal settings together, longest prompt first, and
-    keeps neither times nor token counts.
-    """
+    """lm-eval's chat model; how requests are sent and responses kept is the caller's: lm-eval's own
+    client keeps neither times nor token counts."""
 
     def __init__(self, name: str, answer: Answer) -> None:
         super().__init__(model=name, base_url="", num_concurrent=2)
@@ -111,11 +103,9 @@ class ServedModel(LocalChatCompletion):
         return list(self._answer([self._problem(instance) for instance in requests]))
 
     def _problem(self, instance: Instance) -> Problem:
-        context, settings = instance.args
-        payload = self._create_payload(
-            self.create_message([context]), generate=True, gen_kwargs=dict(settings)
-        )
-        doc = instance.doc
+        (context, settings), doc = instance.args, instance.doc
+        asked = self.create_message([context])
+        payload = self._create_payload(asked, generate=True, gen_kwargs=dict(settings))
         own = json.loads(doc["body"]) if "body" in doc else {}
         return Problem(
             id=str(doc["id"] if "body" in doc else instance.doc_id),
@@ -126,8 +116,7 @@ class ServedModel(LocalChatCompletion):
         )
 
 
-@dataclass(frozen=True)
-class Grade:
+class Grade(NamedTuple):
     """What lm-eval says of a response: its task's first metric, and what a filter found in it."""
 
     score: float
@@ -135,16 +124,13 @@ class Grade:
 
 
 class EvalTask:
-    """A task of lm-eval or of ours with its problems.
-
-    Raises:
-        TaskError: no such task or data, or it runs code and that is not allowed.
-    """
+    """A task of lm-eval or of ours with its problems. Raises TaskError: no such task or data, or it
+    runs code and that is not allowed."""
 
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
         self._limit = source.limit
-        self.server_flags = _REPLAY_FLAGS if name.endswith(_REPLAY) else ()
+        self.server_flags: tuple[str, ...] = _REPLAY_FLAGS if name.endswith(_REPLAY) else ()
         spec = _spec(name, source)
         if spec["task"] == "sandboxed_humaneval":
             _allow_code(name, source)
@@ -164,29 +150,20 @@ class EvalTask:
             raise TaskError(f"--tasks {name}: cannot be loaded ({reason}){hint}") from error
         if self._task.OUTPUT_TYPE != "generate_until" or getattr(self._task, "UNSAFE_CODE", False):
             raise TaskError(f"--tasks {name}: only tasks that generate text and run no code")
-        self._task.process_results = _bounded(
-            self._task.process_results, list(self._task.aggregation())
-        )
-        self.problems = self._all_problems()
-
-    def _all_problems(self) -> list[Problem]:
-        found: list[Problem] = []
+        grade, metrics = self._task.process_results, list(self._task.aggregation())
+        self._task.process_results = _bounded(grade, metrics)
+        self.problems: list[Problem] = []
 
         def keep(problems: Sequence[Problem]) -> list[str]:
-            found.extend(problems)
+            self.problems.extend(problems)
             return [""] * len(problems)
 
         self._evaluate(keep)
-        return found
 
     def evaluate(self, answer: Answer, opens_thinking: bool) -> dict[str, Grade]:
-        """Ask and grade, by problem.
-
-        Args:
-            answer: of :class:`ServedModel`; "" for a problem that has none.
-            opens_thinking: whether the chat template begins each response with ``<think>``,
-                which then is in no response.
-        """
+        """Ask and grade, by problem. ``answer`` gives "" for a problem that has none;
+        ``opens_thinking``: whether the chat template begins each response with ``<think>``, which
+        then is in no response."""
 
         def answers(_problems: Sequence[Problem]) -> list[str]:
             texts = zip(self.problems, answer(self.problems), strict=True)
@@ -195,10 +172,8 @@ class EvalTask:
                 for problem, text in texts
             ]
 
-        samples: dict[int, dict[str, Any]] = {}
         # Of several filters the last is the most lenient.
-        for sample in self._evaluate(answers):
-            samples[sample["doc_id"]] = sample
+        samples = {sample["doc_id"]: sample for sample in self._evaluate(answers)}
         return {problem.id: _grade(samples[number]) for number, problem in enumerate(self.problems)}
 
     def _evaluate(self, answer: Answer) -> list[dict[str, Any]]:
@@ -210,10 +185,8 @@ class EvalTask:
 
 
 def opens_thinking(model: str) -> bool:
-    """Whether a chat template's generation prompt ends in ``<think>``, as QwQ's and R1 distills' do.
-
-    False also if there is no tokenizer or no template that can be used.
-    """
+    """Whether a chat template's generation prompt ends in ``<think>``, as QwQ's and R1 distills'
+    do. False also if there is no tokenizer or no template that can be used."""
     # Templates fail, as tokenizers do, in as many ways as there are kinds of them.
     with contextlib.suppress(Exception):
         prompt = load_tokenizer(model).apply_chat_template(
@@ -231,26 +204,26 @@ def _manager(ours: bool) -> TaskManager:
 
 def _spec(name: str, source: Source) -> dict[str, Any]:
     """The task file's name with what is given to it."""
+    file = source.file
     metadata: dict[str, Any] = {"version": 1.0, "seed": source.seed, "limit": source.limit}
     if name in _GENERATED:
-        if source.file:
-            raise TaskError(f"--data {name}={source.file}: this task's problems are generated")
-        return {"task": _GENERATED[name], "metadata": metadata}
+        if file:
+            raise TaskError(f"--data {name}={file}: this task's problems are generated")
+        return {"task": "local_reasoner", "metadata": metadata | {"name": name}}
     if name.endswith(_REPLAY):
-        if not source.file:
+        if not file:
             raise TaskError(f"--tasks {name}: needs records, --data {name}=FILE.jsonl")
-        metadata |= {"file": source.file, "model": source.model}
-        return {"task": "local_replay", "metadata": metadata}
-    if source.file and name in _MATHEMATICS:
-        metadata |= {"file": source.file, "largest": _MATHEMATICS[name]}
-        return {"task": "local_math", "metadata": metadata}
-    spec: dict[str, Any] = {"task": HUB.get(name, name)}
-    if source.file:
-        # Rows as the data set on the hub has them.
-        splits = dict.fromkeys(("train", "validation", "test"), source.file)
-        spec |= {"dataset_path": "json", "dataset_name": None}
-        spec["dataset_kwargs"] = {"data_files": splits}
-    return spec
+        own = {"file": file, "model": source.model}
+        return {"task": "local_replay", "metadata": metadata | own}
+    if not file:
+        return {"task": HUB.get(name, name)}
+    if name in _MATHEMATICS:
+        math: dict[str, Any] = {"file": file, "largest": _MATHEMATICS[name]}
+        return {"task": "local_math", "metadata": metadata | math}
+    # Rows as the data set on the hub has them.
+    files = {"data_files": dict.fromkeys(("train", "validation", "test"), file)}
+    data = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}
+    return {"task": HUB.get(name, name), **data}
 
 
 def _allow_code(name: str, source: Source) -> None:
@@ -285,27 +258,22 @@ def _bounded(
 ) -> Callable[..., dict[str, float]]:
     """A grader that no response can hold up or break: what it cannot grade is wrong."""
 
+    def out_of_time(*_: Any) -> None:
+        raise TimeoutError
+
     def within_time(doc: Any, results: Any) -> dict[str, float]:
+        before = signal.signal(signal.SIGALRM, out_of_time)
         try:
-            with _time_limit(_GRADE_S):
+            signal.setitimer(signal.ITIMER_REAL, _GRADE_S)
+            try:
                 return grade(doc, results)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
         except sandbox.SandboxError:
             raise
         except Exception:
             return dict.fromkeys(metrics, 0.0)
+        finally:
+            signal.signal(signal.SIGALRM, before)
 
     return within_time
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    def out_of_time(*_: Any) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, out_of_time)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

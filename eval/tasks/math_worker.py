@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare answers with math-verify, one JSON line in and one out; a script of ``grading.py``.
-
-Only LaTeX is parsed: math-verify's parser of plain expressions evaluates them as Python.
-"""
+"""Compare answers with math-verify, one JSON line in and one out; a script of ``grading.py``. Only
+LaTeX is parsed: math-verify's parser of plain expressions evaluates them as Python."""
 
 from __future__ import annotations
 

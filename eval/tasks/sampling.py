@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-#: Of a request's body as SGLang takes it; ``max_tokens`` counts reasoning too.
+# Of a request's body as SGLang takes it; max_tokens counts reasoning too.
 _DEFAULT = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 32768}
+_QWEN3 = {"top_k": 20, "min_p": 0.0}
 # The first expression that is found in the model's name counts; "-", "_" and " " are the same.
 _FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
     # eval/tiny_reasoner/README.md: evaluated greedily.
@@ -18,12 +19,9 @@ _FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
     # huggingface.co/Qwen/QwQ-32B, "Usage Guidelines": 0.6, 0.95, MinP 0, TopK between 20 and 40.
     (r"qwq", {"top_k": 40, "min_p": 0.0}),
     # huggingface.co/Qwen/Qwen3-30B-A3B-Instruct-2507, "Best Practices": the variants without thinking.
-    (
-        r"qwen3.*instruct",
-        {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.0, "max_tokens": 16384},
-    ),
+    (r"qwen3.*instruct", {"temperature": 0.7, "top_p": 0.8, "max_tokens": 16384, **_QWEN3}),
     # huggingface.co/Qwen/Qwen3-32B, "Best Practices", thinking mode.
-    (r"qwen3", {"top_k": 20, "min_p": 0.0}),
+    (r"qwen3", _QWEN3),
     # huggingface.co/microsoft/Phi-4-reasoning-plus, "Inference Parameters": 0.8, top_k 50, top_p 0.95.
     (r"phi-4-reasoning", {"temperature": 0.8, "top_k": 50}),
     # huggingface.co/microsoft/Phi-4-mini-reasoning, its example: 0.8, top_p 0.95.
@@ -34,23 +32,15 @@ _FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def sampling_for(model_name: str) -> dict[str, Any]:
-    """The official settings of a model's family, else temperature 0.6 and top-p 0.95.
-
-    The family's name may stand anywhere in the last part of a hub name or folder, not in the
-    owner's name or a folder's above.
-    """
-    name = re.sub(r"[-_ ]+", "-", _own_name(model_name).lower())
-    own = next((own for expression, own in _FAMILIES if re.search(expression, name)), {})
-    return {**_DEFAULT, **own}
-
-
-def _own_name(model_name: str) -> str:
-    parts = [part for part in model_name.split("/") if part]
-    for part in parts:
-        # The hub's cache: models--OWNER--NAME/snapshots/REVISION.
-        if part.startswith("models--"):
-            return part.rpartition("--")[2]
+    """The official settings of a model's family, else temperature 0.6 and top-p 0.95. The family's
+    name may stand anywhere in the last part of a hub name or folder, not in the owner's name or a
+    folder's above."""
+    parts = [part for part in model_name.split("/") if part] or [""]
     # The folder of a training run's checkpoint has no name of its own.
     if len(parts) > 1 and re.fullmatch(r"checkpoint(-[0-9]+)?", parts[-1]):
         del parts[-1]
-    return parts[-1] if parts else ""
+    # The hub's cache: models--OWNER--NAME/snapshots/REVISION.
+    cached = next((part.rpartition("--")[2] for part in parts if part.startswith("models--")), "")
+    name = re.sub(r"[-_ ]+", "-", (cached or parts[-1]).lower())
+    own = next((own for expression, own in _FAMILIES if re.search(expression, name)), {})
+    return {**_DEFAULT, **own}

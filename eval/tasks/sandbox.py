@@ -56,6 +56,11 @@ class Limits:
     file_bytes: int = 16 << 20
     disk_bytes: int = 32 << 20
 
+    def resources(self) -> dict[str, int]:
+        """By the names of ``setrlimit``."""
+        found = {"CORE": 0, "CPU": self.cpu_s, "FSIZE": self.file_bytes, "NOFILE": 64}
+        return {**found, "AS": self.memory_bytes}
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -66,30 +71,19 @@ class Outcome:
 
 
 def run(program: str, limits: Limits = Limits()) -> Outcome:
-    """Run a Python program to its end and say whether it got there without an exception.
-
-    Ending early by ``exit()`` is no pass. A program made to fool this check can (it shares an
-    interpreter with what reports the end); it cannot do anything else.
-
-    Raises:
-        SandboxError: bubblewrap is missing or cannot make namespaces.
-    """
+    """Run a Python program to its end and say whether it got there without an exception. Ending
+    early by ``exit()`` is no pass. A program made to fool this check can (it shares an interpreter
+    with what reports the end); it cannot do anything else. Raises SandboxError: bubblewrap is
+    missing or cannot make namespaces."""
     token = secrets.token_hex(16)
     # Output goes to a file, whose size is limited as that of any other.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as rules:
         rules.write(_filter())
         rules.seek(0)
         alive, alive_inside = os.pipe()
+        python = [sys.executable, "-I", "-S", "-B", "-c", _RUNNER]
         process = subprocess.Popen(
-            [
-                *_command(limits, rules.fileno(), alive_inside),
-                sys.executable,
-                "-I",
-                "-S",
-                "-B",
-                "-c",
-                _RUNNER,
-            ],
+            [*_command(limits, rules.fileno(), alive_inside), *python],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -99,7 +93,7 @@ def run(program: str, limits: Limits = Limits()) -> Outcome:
             start_new_session=True,
         )
         os.close(alive_inside)
-        job = {"token": token, "program": program, "limits": _resources(limits)}
+        job = {"token": token, "program": program, "limits": limits.resources()}
         try:
             process.communicate(json.dumps(job).encode(), timeout=limits.wall_s)
             in_time = True
@@ -128,11 +122,8 @@ def run(program: str, limits: Limits = Limits()) -> Outcome:
 
 
 def check() -> None:
-    """Find out whether programs can be run, and whether they are cut off from the network.
-
-    Raises:
-        SandboxError: they cannot, or are not.
-    """
+    """Find out whether programs can be run, and whether they are cut off from the network. Raises
+    SandboxError: they cannot, or are not."""
     probe = "import socket\ntry:\n    socket.socket()\nexcept PermissionError:\n    pass\n"
     outcome = run(probe + "else:\n    raise RuntimeError('sockets can be made')\n")
     if not outcome.passed:
@@ -148,8 +139,10 @@ def _command(limits: Limits, rules: int, alive: int) -> list[str]:
     command += ["--clearenv", "--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev"]
     # Before the folders that are shown: a Python below /tmp would be hidden else.
     command += ["--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
-    for folder in dict.fromkeys(("/usr", "/lib", "/lib64", "/etc/ld.so.cache", *_python())):
-        command += ["--ro-bind-try", folder, folder]
+    # A virtual environment's interpreter is a link into another's.
+    python = [sys.base_prefix, sys.prefix, str(Path(sys.executable).resolve().parent)]
+    for folder in dict.fromkeys(("/usr", "/lib", "/lib64", "/etc/ld.so.cache", *python)):
+        command += ["--ro-bind-try", folder, folder] if folder != "/" else []
     command += ["--seccomp", str(rules), "--sync-fd", str(alive)]
     return [*command, "--chdir", "/tmp"]
 
@@ -172,19 +165,3 @@ def _filter() -> bytes:
     for call in refused:
         program += [(equal, 0, 1, call), (give, 0, 0, refuse)]
     return b"".join(struct.pack("HBBI", *line) for line in [*program, (give, 0, 0, allow)])
-
-
-def _python() -> list[str]:
-    """Folders of the interpreter: a virtual environment's is a link into another's."""
-    found = [sys.base_prefix, sys.prefix, str(Path(sys.executable).resolve().parent)]
-    return [folder for folder in found if folder != "/"]
-
-
-def _resources(limits: Limits) -> dict[str, int]:
-    return {
-        "CORE": 0,
-        "CPU": limits.cpu_s,
-        "FSIZE": limits.file_bytes,
-        "NOFILE": 64,
-        "AS": limits.memory_bytes,
-    }

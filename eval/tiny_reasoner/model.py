@@ -16,12 +16,14 @@ from eval.tiny_reasoner.task import ASSISTANT, EOS, PAD, USER, VOCABULARY
 TOKEN_ID = {token: i for i, token in enumerate(VOCABULARY)}
 MAX_NEW_TOKENS = 1024
 
-CHAT_TEMPLATE = (
-    "{%- for m in messages -%}"
-    f"{{{{- ('{USER} ' if m['role'] == 'user' else '{ASSISTANT} ') + m['content'] + ' ' -}}}}"
-    "{%- endfor -%}"
-    f"{{%- if add_generation_prompt -%}}{{{{- '{ASSISTANT}' -}}}}{{%- endif -%}}"
-)
+
+def chat_template(gap: str) -> str:
+    """Turns after the markers of their roles, ``gap`` behind each marker and each turn."""
+    turn = f"('{USER}{gap}' if m['role'] == 'user' else '{ASSISTANT}{gap}') + m['content']"
+    return (
+        f"{{%- for m in messages -%}}{{{{- {turn} + '{gap}' -}}}}{{%- endfor -%}}"
+        f"{{%- if add_generation_prompt -%}}{{{{- '{ASSISTANT}' -}}}}{{%- endif -%}}"
+    )
 
 
 def encode(words: list[str]) -> list[int]:
@@ -42,7 +44,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template(" "),
         model_max_length=2048,
     )
 

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The task of the tiny reasoner: a chain of assignments modulo 10, solved once and then verified.
 
-The user message lists the chain in shuffled order, may carry a draft value for one variable (right
-or wrong), and names the verification rounds. The reference response solves the chain, adopting the
-draft, then works through the rounds: ``redo`` (derive again, in order, and compare), ``back``
-(backwards) and ``brief`` (one short line each). The first round is always ``redo``: there a wrong
-draft is corrected.
-
-Every word is one token, words are separated by one space, and "\\n\\n" is a word that ends a step.
+README.md beside this describes it. Every word is one token, words are separated by one space, and
+"\\n\\n" is a word that ends a step.
 """
 
 from __future__ import annotations
@@ -26,10 +21,9 @@ SPECIAL = (PAD, EOS, USER, ASSISTANT, THINK, THINK_END, STEP_END, BOX, BOX_END)
 FORMAL = frozenset((*DIGITS, *LETTERS, *OPERATORS, "="))
 ORDINALS = ("one", "two", "three", "four")
 
-# The wording of a step follows from the letter it defines, never from chance, so that greedy
-# decoding has one right continuation. Letters of one problem have distinct styles: otherwise the
-# steps of the first pass would already resemble each other. Each step starts with what its line
-# says, ``v = u o y``; x is the value of u, and r the result.
+# The wording of a step follows from the letter it defines, so that greedy decoding has one right
+# continuation; letters of one problem have distinct styles, so that steps of the first pass do not
+# resemble each other. Each starts with its line, ``v = u o y``; x is u's value, r the result.
 LONG_STYLES = (
     "{v} = {u} {o} {y} . here {u} {x} , so work it out : {x} {o} {y} = {r} , now {v} {r} .",
     "{v} = {u} {o} {y} ; we know {u} {x} which then makes {x} {o} {y} = {r} "
@@ -76,25 +70,12 @@ VOCABULARY = _vocabulary()
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem with its reference response.
+    """One problem with its reference response."""
 
-    Attributes:
-        prompt: content of the user message.
-        answer: the right final answer, one digit.
-        error: whether the prompt carries a wrong draft value, which the response has to correct.
-        response: from ``<think>`` to the sentence with the answer.
-        variables: assignments that have to be worked out.
-        plan: the verification rounds.
-        draft: whether the prompt carries a draft value, right or wrong.
-    """
-
-    prompt: str
-    answer: str
-    error: bool
-    response: str
-    variables: int
-    plan: tuple[str, ...]
-    draft: bool
+    prompt: str  # content of the user message
+    answer: str  # the right final answer, one digit
+    error: bool  # whether the prompt carries a wrong draft value, which the response has to correct
+    response: str  # from <think> to the sentence with the answer
 
 
 @dataclass(frozen=True)
@@ -107,6 +88,10 @@ class Difficulty:
     max_rounds: int = 4
     draft_rate: float = 0.8
     wrong_rate: float = 0.5
+
+
+#: The longest responses that the model was trained on.
+LONGEST = Difficulty(min_variables=5, min_rounds=4, draft_rate=1.0)
 
 
 @dataclass(frozen=True)
@@ -208,7 +193,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     steps += [f"{FINAL_STEP.format(v=target, r=answer)} {THINK_END}", ANSWER.format(r=answer)]
     response = f" {STEP_END} ".join(steps)
     prompt = " . ".join(parts) + " ."
-    return Problem(prompt, answer, error, response, len(lines), plan, bool(drafted))
+    return Problem(prompt, answer, error, response)
 
 
 def split_of(prompt: str) -> str:
@@ -231,6 +216,16 @@ def generate(
     return list(problems.values())
 
 
+def begin(response: str) -> str:
+    """A reference response up to its last verification round. With its problem it makes a long
+    prompt that the model can read: lines of other problems or words without meaning leave it at
+    chance, since it has never seen a prompt of over 60 tokens but its own responses."""
+    steps = response.split(f" {STEP_END} ")
+    rounds = ("wait", "now check", "check")
+    last = max(number for number, step in enumerate(steps) if step.startswith(rounds))
+    return f" {STEP_END} ".join(steps[:last]) + f" {STEP_END}"
+
+
 def extract_answer(text: str) -> str | None:
     """Content of the last ``\\boxed{ }``, or None; looks at most 32 characters past its start."""
     start = text.rfind(BOX)
@@ -248,9 +243,7 @@ def grade(text: str, problem: Problem) -> bool:
 
 def follows_prompt(text: str, problem: Problem) -> bool:
     """Whether every assignment that a step of ``text`` starts with is one of the prompt's.
-
-    ``grade`` cannot see this: sums commute, so mixed-up lines can still give the right answer.
-    """
+    ``grade`` cannot see this: sums commute, so mixed-up lines can still give the right answer."""
     facts = {fact.strip() for part in problem.prompt.split(" . ") for fact in part.split(",")}
     starts = [step.split()[:5] for step in text.split(STEP_END)]
     return all(" ".join(words) in facts for words in starts if words[1:2] == ["="])

@@ -18,35 +18,21 @@ import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
 
+from eval.tiny_reasoner import task as tiny
 from eval.tiny_reasoner.evaluate import respond
 from eval.tiny_reasoner.model import TOKEN_ID, build_model, build_tokenizer, encode, save_checkpoint
-from eval.tiny_reasoner.task import (
-    ASSISTANT,
-    DIGITS,
-    EOS,
-    FORMAL,
-    OPERATORS,
-    STEP_END,
-    USER,
-    Difficulty,
-    Problem,
-    generate,
-    grade,
-    make_problem,
-    split_of,
-)
 
 IGNORE = -100
 # (step from which it holds, difficulty, share of drill): short problems first, since what they need
 # (look-up, arithmetic) is learnt many times faster where little else goes on.
 CURRICULUM = (
-    (0, Difficulty(2, 4, 0, 1), 0.5),
-    (150, Difficulty(2, 4, 0, 2), 0.1),
-    (350, Difficulty(2, 5, 1, 4), 0.0),
-    (600, Difficulty(3, 5, 2, 4), 0.0),
+    (0, tiny.Difficulty(2, 4, 0, 1), 0.5),
+    (150, tiny.Difficulty(2, 4, 0, 2), 0.1),
+    (350, tiny.Difficulty(2, 5, 1, 4), 0.0),
+    (600, tiny.Difficulty(3, 5, 2, 4), 0.0),
 )
 BATCH_TOKENS = 2048
-GAP_AFTER = frozenset(encode([STEP_END, ASSISTANT]))
+GAP_AFTER = frozenset(encode([tiny.STEP_END, tiny.ASSISTANT]))
 WARM_UP = 100
 
 
@@ -62,15 +48,15 @@ def drill(rng: random.Random, facts: int = 24) -> Example:
     """Nothing but arithmetic: one fact in six tokens, where a problem has one in thirty."""
     words: list[str] = []
     for _ in range(facts):
-        x, y, op = rng.randrange(10), rng.randrange(10), rng.choice(OPERATORS)
+        x, y, op = rng.randrange(10), rng.randrange(10), rng.choice(tiny.OPERATORS)
         words += [str(x), op, str(y), "=", str((x + y if op == "+" else x - y) % 10), ","]
     return Example(encode(words), [i % 6 == 4 for i in range(len(words))])
 
 
-def conversation(problem: Problem) -> Example:
+def conversation(problem: tiny.Problem) -> Example:
     """The chat as the template writes it; only the response is learnt."""
-    prompt = encode([USER, *problem.prompt.split(" "), ASSISTANT])
-    response = encode([*problem.response.split(" "), EOS])
+    prompt = encode([tiny.USER, *problem.prompt.split(" "), tiny.ASSISTANT])
+    response = encode([*problem.response.split(" "), tiny.EOS])
     return Example(prompt + response, [False] * len(prompt) + [True] * len(response))
 
 
@@ -82,10 +68,10 @@ def batches(rng: random.Random, steps: int) -> Iterator[list[Example]]:
             _, difficulty, drilled = [s for s in CURRICULUM if step >= s[0]][-1]
             pool: list[Example] = []
             while len(pool) < 128:
-                problem = make_problem(rng, difficulty)
+                problem = tiny.make_problem(rng, difficulty)
                 if rng.random() < drilled:
                     pool.append(drill(rng))
-                elif split_of(problem.prompt) == "train":
+                elif tiny.split_of(problem.prompt) == "train":
                     pool.append(conversation(problem))
             pool.sort(key=lambda item: len(item.ids))
             batch: list[Example] = []
@@ -130,10 +116,8 @@ def collate(
 
 
 def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between embedding and head, AdamW for the rest.
-
-    On this task Muon needs about half the steps of AdamW alone.
-    """
+    """Muon for the matrices between embedding and head, AdamW for the rest. On this task Muon needs
+    about half the steps of AdamW alone."""
     inner = {n: p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n}
     tables = [p for n, p in model.named_parameters() if p.dim() == 2 and n not in inner]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -175,7 +159,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
     parts = optimisers(model)
     # Filler words are learnt at once; what is looked up, computed or decided is to dominate.
     weight = torch.ones(model.config.vocab_size)
-    weight[[TOKEN_ID[w] for w in (*FORMAL, "same", "but")]] = 4.0
+    weight[[TOKEN_ID[w] for w in (*tiny.FORMAL, "same", "but")]] = 4.0
     begin, seen = time.perf_counter(), 0
     for step, batch in enumerate(batches(rng, args.steps), 1):
         inputs, targets, where = collate(batch, rng)
@@ -204,7 +188,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
         if rank == 0 and (step % 25 == 0 or last):
             seconds = time.perf_counter() - begin
             right = (logits.argmax(-1) == wanted).float()
-            digit = torch.isin(wanted, torch.tensor(encode(list(DIGITS))))
+            digit = torch.isin(wanted, torch.tensor(encode(list(tiny.DIGITS))))
             print(
                 f"step {step} {seconds:.0f} s {seen / 1e6:.2f} M tokens {seen / seconds:.0f} tok/s "
                 f"loss {loss:.4f} right {right.mean():.4f} digits {right[digit].mean():.4f}",
@@ -219,11 +203,11 @@ def train(rank: int, args: argparse.Namespace) -> None:
 
 def held_out(model: torch.nn.Module) -> float:
     """Accuracy on 32 problems that are not trained on."""
-    problems = generate(777, 32)
+    problems = tiny.generate(777, 32)
     model.eval()
     texts = respond(model, build_tokenizer(), [problem.prompt for problem in problems], 32)
     model.train()
-    return fmean(grade(t, p) for t, p in zip(texts, problems, strict=True))
+    return fmean(tiny.grade(t, p) for t, p in zip(texts, problems, strict=True))
 
 
 def main() -> None:

@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.supported import attention_layers
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.eviction.host_statistics import HostStatistics
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.eviction.statistics import (
     AttentionStatistics,
-    LastQueries,
     Prefill,
     StatisticsUpdate,
 )
@@ -32,7 +29,6 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.selection.contract import Selector
-from sglang_reasoncache.selection.host_selection import HostSelection
 from sglang_reasoncache.selection.page_selection import PageSelection
 
 if TYPE_CHECKING:
@@ -43,24 +39,11 @@ if TYPE_CHECKING:
 class PagedAttention:
     """One per attention backend. A forward is planned once, and read by every layer.
 
-    Args:
-        model_runner: SGLang's runner, its pool already there.
-        cached: Slots' cached positions: shared keys are used at the position where they are
-            read. None reads every key as cached.
-
-    Attributes:
-        backend: Which kernels run, one of ``kernels.paged.BACKENDS``.
-        rotation: The model's, on the pool's device; None where keys are read as cached.
-        statistics: Attention statistics; None: no policy needs them.
-        selection: Which pages decode steps read; None: all.
-        rows: Plan of a decode step that our kernels run.
-        extend_plan: Of a prefill that they run.
-
-    Raises:
-        ValueError: no rotary embedding by which a key could be rotated.
+    ``rows`` is the plan of a decode step that our kernels run, ``extend_plan`` of a prefill.
     """
 
     def __init__(self, model_runner: ModelRunner, cached: CachedPositions | None) -> None:
+        """See ``PagedBackend``. Raises ValueError without an embedding that can rotate keys."""
         self.allocator = model_runner.token_to_kv_pool_allocator
         self._rows = model_runner.req_to_token_pool
         self._pool = pool = model_runner.token_to_kv_pool
@@ -77,12 +60,14 @@ class PagedAttention:
             for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)
         }
         first = self._layers[pool.start_layer]
+        #: Of ``kernels.paged.BACKENDS``; None: keys are read as cached.
         self.backend, self.rotation = first.backend, first.rotation
         self._num_slots = first.num_slots
         self._last_layer = max(self._layers)
         self._attention = attention_layers(model_runner.model)
         # Soft-capped logits are beyond PyTorch's fused attention.
         self._singly = any(layer.logit_cap > 0 for layer in self._attention)
+        #: None: no policy needs them; decode steps read all pages.
         self.statistics: AttentionStatistics | None = None
         self.selection: PageSelection | None = None
         self.forget()
@@ -92,13 +77,12 @@ class PagedAttention:
     def keep_statistics(self, needs: StatisticsNeeds) -> AttentionStatistics:
         """Keep attention statistics from now on; the same object in every call.
 
-        Raises:
-            MemoryError: see ``AttentionStatistics``.
+        Raises MemoryError, see ``AttentionStatistics``.
         """
         if self.statistics is None:
             arguments = self._rows.req_to_token, self._rows.req_generation, needs
             if self.backend != "triton":
-                self.statistics = HostStatistics(*arguments)
+                self.statistics = AttentionStatistics(*arguments)
             else:
                 from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
 
@@ -110,20 +94,19 @@ class PagedAttention:
     def select(self, name: str, selector: Selector) -> PageSelection:
         """Have decode steps read what ``selector`` keeps, from now on.
 
-        Raises:
-            ValueError: it is no sound selector; on a GPU, it fails, gives nonsense or waits.
-            MemoryError: there is none for the pages' bounds.
+        Raises ValueError for one that is not sound; on a GPU, one that fails, gives nonsense or
+        waits. MemoryError: there is none for the pages' bounds.
         """
         keys = {layer: kv.keys for layer, kv in self._layers.items()}
         page, rows = self.allocator.page_size, self._rows.req_to_token
         arguments = name, selector, keys, page, rows, self._cached_at
         if self.backend != "triton":
-            self.selection = HostSelection(*arguments, rotation=self.rotation)
+            self.selection = PageSelection(*arguments, self.rotation)
             return self.selection
         from sglang_reasoncache.selection.device_selection import DeviceSelection
 
         made = DeviceSelection(*arguments)
-        whole, _ = self._nobodys_row(self.width, positions=True)
+        whole = self._nobodys_row(self.width, positions=True)
         # The last layer of each shape: the first ones may read everything.
         alike = {(layer.tp_q_head_num, layer.qk_head_dim): layer for layer in self._attention}
         queries = {layer.layer_id: self._zeros(*shape) for shape, layer in alike.items()}
@@ -134,16 +117,12 @@ class PagedAttention:
     def warm_up(self, *, weighs: bool = False) -> PlanBuffers:
         """Compile Triton kernels that the first forwards would wait for, some seconds.
 
-        Writes nothing.
-
-        Args:
-            weighs: Kernels that give weights, instead of those that give none.
-
-        Returns:
-            The plan of row 0.
+        Writes nothing. ``weighs``: those that give weights, instead of those that give none.
+        Returns the plan of row 0.
         """
         entries = 8
-        buffers, plan = self._nobodys_row(entries, positions=weighs)
+        buffers = self._nobodys_row(entries, positions=weighs)
+        plan = self._readable(buffers.plan_of(1))
         spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
         shapes = {(x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in self._attention}
         for (heads, dim, logit_cap), layer in shapes.items():
@@ -158,11 +137,12 @@ class PagedAttention:
                 gather_kv(kv, plan.kv_indices[first:], shift, self._dtype)
         return buffers
 
-    def _nobodys_row(self, length: int, *, positions: bool) -> tuple[PlanBuffers, RowPlan]:
+    def _nobodys_row(self, length: int, *, positions: bool) -> PlanBuffers:
         """A plan of row 0, which is no request's."""
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         buffers = self.buffers(1, length, positions=positions)
-        return buffers, self.plan_into(buffers, zero, zero + length)
+        self.plan_into(buffers, zero, zero + length)
+        return buffers
 
     def _zeros(self, heads: int, dim: int) -> torch.Tensor:
         return torch.zeros((1, heads, dim), dtype=self._dtype, device=self.device)
@@ -177,8 +157,7 @@ class PagedAttention:
     def buffers(
         self, batch: int, entries: int | None = None, *, positions: bool = False
     ) -> PlanBuffers:
-        """Capacity for plans of ``batch`` requests and ``entries`` (None: whole rows) on a GPU,
-        with the positions of entries or without."""
+        """Capacity for plans of ``batch`` requests and ``entries`` (None: whole rows) on a GPU."""
         from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
         entries = batch * self.width if entries is None else entries
@@ -218,7 +197,7 @@ class PagedAttention:
         self.rows: RowPlan | None = None
         self.extend_plan: ExtendPlan | None = None
         self._update: StatisticsUpdate | None = None
-        self._queries: tuple[LastQueries, RowPlan] | None = None
+        self._weighed: RowPlan | None = None
         if self.selection is not None:
             self.selection.forget()
 
@@ -252,19 +231,14 @@ class PagedAttention:
     def begin_extend(
         self, batch: ForwardBatch, prefill: Prefill | None, *, computes: bool = True
     ) -> None:
-        """Plan a prefill.
-
-        Args:
-            prefill: Queries whose weights the statistics get; None: none.
-            computes: Our kernels run it, not only for those queries.
-        """
+        """Plan a prefill: of ``prefill``'s queries the statistics get weights, and with
+        ``computes`` our kernels run all of it."""
         if prefill is None and not computes:
             return
         longest = 0 if prefill is None else max(prefill.lengths, default=0)
         rows, read = self._plan(batch, longest)
         if prefill is not None and self.statistics is not None:
-            self._update, queries = self.statistics.prefill(read, prefill)
-            self._queries = queries, rows
+            self._update, self._weighed = self.statistics.prefill(read, prefill), rows
         if computes:
             self.extend_plan = self._planned_extend(rows, batch)
 
@@ -317,11 +291,7 @@ class PagedAttention:
         return out
 
     def extend(
-        self,
-        q: torch.Tensor,
-        layer: AttentionLayer,
-        batch: ForwardBatch,
-        sinks: torch.Tensor | None,
+        self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, sinks: Any
     ) -> torch.Tensor:
         """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
         plan = self.extend_plan
@@ -334,11 +304,10 @@ class PagedAttention:
 
     def weigh(self, q: torch.Tensor, layer: AttentionLayer, sinks: torch.Tensor | None) -> None:
         """Weights of a prefill's last queries, which fused attention does not give."""
-        update = self._update
-        if self._queries is None or update is None or self.statistics is None:
+        update, rows = self._update, self._weighed
+        if update is None or rows is None:
             return
-        queries, rows = self._queries
-        for tokens, spans, weights in self.statistics.parts(queries, update):
+        for tokens, spans, weights in update.parts:
             some = q.view(len(q), -1)[tokens]
             options = {"spans": spans, "weights": weights, "longest": update.longest}
             self._attend(decode_attention, some, layer, rows, sinks, **options)
@@ -347,8 +316,7 @@ class PagedAttention:
     def _updated(self, layer: AttentionLayer) -> None:
         """After the last layer of this rank: weights go to their rows."""
         if self._update is not None and layer.layer_id == self._last_layer:
-            assert self.statistics is not None
-            self.statistics.apply(self._update)
+            self._update.apply()
 
     def _attend(
         self,
@@ -378,8 +346,11 @@ class PagedAttention:
         """Factors of logits and outputs: the pool divides keys and values only where it narrows."""
         if self._pool.dtype == self._dtype:
             return layer.scaling, 1.0
-        k_scale, v_scale = layer.k_scale_float, layer.v_scale_float
-        return (
-            layer.scaling * (1.0 if k_scale is None else k_scale),
-            1.0 if v_scale is None else v_scale,
-        )
+        k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float
+        v_scale = 1.0 if layer.v_scale_float is None else layer.v_scale_float
+        return layer.scaling * k_scale, v_scale
+
+
+def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
+    """SGLang's attention layers of a model."""
+    return [module for module in model.modules() if isinstance(module, compat.RadixAttention)]

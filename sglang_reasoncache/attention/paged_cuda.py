@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's attention backends on CUDA, with shared keys corrected and evicted positions skipped.
 
-The operator's backend stays what it is. A forward without shifted slots and evicted positions
-runs SGLang's kernels; others are planned and computed by ours. In a decode graph the plan is
-part of the graph, so a replay costs the host nothing.
-
-Our kernels run every decode step where a policy reads attention statistics or selects what is
-read: SGLang's give no weights and read all. They also run the last queries of every prefill
-once more, for their weights.
+A forward without shifted slots and evicted positions runs SGLang's kernels, others ours. In a
+decode graph the plan is part of the graph. Where a policy reads attention statistics or selects
+what is read, every decode step runs ours, and so do the last queries of every prefill.
 """
 
 from __future__ import annotations
@@ -17,62 +13,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.paged import PagedAttention
-from sglang_reasoncache.attention.supported import check_supported
-from sglang_reasoncache.cache.batch_mark import BatchMark
-from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.attention.backend import PagedBackend
+from sglang_reasoncache.cache.cached_positions import BatchMark, CachedPositions
 from sglang_reasoncache.kernels.batch import BatchRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_reasoncache.compat.types import (
-        AttentionLayer,
-        ForwardBatch,
-        ForwardMode,
-        ModelRunner,
-    )
+    from sglang_reasoncache.compat.types import ForwardBatch, ForwardMode, ModelRunner
     from sglang_reasoncache.eviction.statistics import Prefill
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
-
-    # What stands behind the mixin: any of SGLang's backends.
-    _Stock = Any
-else:
-    _Stock = object
 
 #: Graph variants: SGLang's kernels, and ours.
 PLAIN, SHIFTED = "plain", "shifted"
 
 
-class SharedSlotReads(_Stock):
-    """Put in front of one of SGLang's backends, as in ``class C(SharedSlotReads, TritonAttnBackend)``.
+class SharedSlotReads(PagedBackend):
+    """Put in front of one of SGLang's, as in ``class C(SharedSlotReads, TritonAttnBackend)``.
 
-    Args:
-        model_runner: SGLang's runner, its pool already there.
-        cached: Slots' cached positions. None reads every key as cached: only rows with evicted
-            positions then need our kernels.
-        requested_by: The flags that request it, the beginning of every message.
-        **stock: For the backend behind.
-
-    Raises:
-        ValueError: a model or pool that is not supported, by name.
+    Keys read as cached need our kernels only where rows have evicted positions.
     """
 
-    skips_evicted = True
-
     def __init__(
-        self,
-        model_runner: ModelRunner,
-        cached: CachedPositions | None,
-        *,
-        requested_by: str,
-        **stock: Any,
+        self, model_runner: ModelRunner, cached: CachedPositions | None, **named: Any
     ) -> None:
-        check_supported(model_runner, requested_by)
-        self.requested_by = requested_by
-        # First, because it may raise: SGLang's backend takes memory.
-        self.paged = PagedAttention(model_runner, cached)
-        super().__init__(model_runner, **stock)
+        """See ``PagedBackend``."""
+        super().__init__(model_runner, cached, **named)
         self.mark = BatchMark(self.paged.allocator, corrected=cached is not None)
         # Every graph's plan and weights: replays follow one another on one stream.
         # Those captured before the last, largest one was allocated still write to theirs.
@@ -187,63 +153,9 @@ class SharedSlotReads(_Stock):
             return stock
         return compat.SharedReadEnds.max_of((stock, compat.SharedReadEnds.IN_REPLAY))
 
-    # -- a layer ----------------------------------------------------------------
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
-        if self.paged.rows is None:
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        sinks = self._sinks(kwargs)
-        self.paged.write(k, v, layer, forward_batch, save_kv_cache)
-        return self.paged.decode(q, layer, sinks)
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
-        sinks = kwargs.get("sinks")
-        if self.paged.extend_plan is not None:
-            sinks = self._sinks(kwargs)
-            self.paged.write(k, v, layer, forward_batch, save_kv_cache)
-            out = self.paged.extend(q, layer, forward_batch, sinks)
-        else:
-            out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-            self.paged.written(layer, forward_batch)
-        self.paged.weigh(q, layer, sinks)
-        return out
-
-    def _sinks(self, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        sinks = kwargs.pop("sinks", None)
-        unknown = sorted(name for name, value in kwargs.items() if value is not None)
-        if unknown:
-            raise ValueError(
-                f"{self.requested_by}: attention with {', '.join(unknown)} is not supported"
-            )
-        return sinks
-
 
 class GraphVariants:
-    """SGLang's ``AttentionGraphVariants``: two decode graphs a batch size.
-
-    Args:
-        backend: The one whose forwards are captured.
-    """
+    """SGLang's ``AttentionGraphVariants``: two decode graphs a batch size of one backend."""
 
     def __init__(self, backend: SharedSlotReads) -> None:
         self._backend = backend

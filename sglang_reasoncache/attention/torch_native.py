@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's torch-native attention with shared keys used at the position where they are read.
+"""SGLang's torch-native attention over a view of the key cache that rotates shifted keys.
 
-SGLang's code runs unchanged over a view of the key cache that rotates shifted keys. Without
-shifted slots the results are SGLang's bit for bit.
+Without shifted slots the results are SGLang's bit for bit.
 """
 
 from __future__ import annotations
@@ -37,21 +36,15 @@ class _RotatingKeys:
 class CorrectedTorchNativeBackend(compat.TorchNativeAttnBackend):
     """``--attention-backend torch_native`` with corrected positions.
 
-    Args:
-        model_runner: SGLang's runner.
-        cached: Slots' cached positions.
-
-    Raises:
-        ValueError: no rotary embedding by which a key could be rotated.
+    Raises ValueError without a rotary embedding by which a key could be rotated.
     """
 
     def __init__(self, model_runner: ModelRunner, cached: CachedPositions) -> None:
         super().__init__(model_runner)
         self._allocator = model_runner.token_to_kv_pool_allocator
         self._cached = cached
-        self.rotation = KeyRotation.from_model(
-            model_runner.model, model_runner.model_config.context_len
-        )
+        context = model_runner.model_config.context_len
+        self.rotation = KeyRotation.from_model(model_runner.model, context)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -67,9 +60,8 @@ class CorrectedTorchNativeBackend(compat.TorchNativeAttnBackend):
     def _run_sdpa_forward_extend(
         self, query: Any, output: Any, k_cache: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        return super()._run_sdpa_forward_extend(
-            query, output, self._rotating(k_cache), *args, **kwargs
-        )
+        keys = self._rotating(k_cache)
+        return super()._run_sdpa_forward_extend(query, output, keys, *args, **kwargs)
 
     def _run_sdpa_forward_decode(
         self, query: Any, output: Any, k_cache: Any, *args: Any, **kwargs: Any
@@ -77,6 +69,5 @@ class CorrectedTorchNativeBackend(compat.TorchNativeAttnBackend):
         window = kwargs.get("sliding_window_size")
         if self._allocator.has_shifted_slots and window is not None and window > -1:
             raise RuntimeError("sliding-window layers are refused at start-up")
-        return super()._run_sdpa_forward_decode(
-            query, output, self._rotating(k_cache), *args, **kwargs
-        )
+        keys = self._rotating(k_cache)
+        return super()._run_sdpa_forward_decode(query, output, keys, *args, **kwargs)

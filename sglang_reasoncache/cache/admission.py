@@ -1,30 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission that counts on the sharing it has seen.
 
-SGLang reserves a request's estimated output before it admits it. Where a part of that
-output will end up shared, the reservation is too large, and freed slots admit nobody. The
-credit takes the part off; when the guess was too generous, SGLang's retraction brings memory
-back, as it does for its own estimate.
+SGLang reserves a request's estimated output before it admits it. The credit takes off what will
+end up shared; after too generous a guess SGLang retracts, as after its own estimate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
-CreditSource = Callable[[], float]
 #: Output tokens of the running requests from which on their share says something.
 _LEAST_RUNNING = 512
 
 
 class SharingBudget(compat.PrefillBudget):
-    """``PrefillBudget`` with decode reservations cut by a credit in [0, 1).
-
-    ``total_offset - current_offset`` is exactly what SGLang reserves for future
-    decoding (running and admitted requests); prompts are never discounted.
-    """
+    """``PrefillBudget`` with decode reservations, ``total_offset - current_offset``, cut by a
+    credit in [0, 1). Prompts are never discounted."""
 
     def __init__(
         self, allocator: SlotAllocator, tree_cache: PrefixTree, *, credit: float, **kwargs: int
@@ -48,14 +40,12 @@ class SharingBudget(compat.PrefillBudget):
 class SharingForecast:
     """Share of output positions that ended up shared, over recent requests.
 
-    Exponentially weighted by tokens with a memory of ``horizon`` output tokens,
-    so one odd request moves it little. The running requests count where they share
-    more already: long responses say nothing for minutes otherwise.
+    Exponentially weighted by tokens with a memory of ``horizon`` output tokens. The running
+    requests count where they share more already: long responses end late.
     """
 
     def __init__(self, limit: float, horizon: float = 20_000.0) -> None:
-        self._limit = limit
-        self._horizon = horizon
+        self._limit, self._horizon = limit, horizon
         self._shared = self._tokens = self._running = 0.0
 
     def observe(self, shared: int, tokens: int) -> None:

@@ -1,40 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's slot allocators with reference counts.
 
-Nothing about allocation changes. On the way back to the free list every page
-passes one method, and there a shared page loses one reference per occurrence
-and stays in use until its last one.
+Only the way back to the free list changes: there a shared page loses one reference per
+occurrence, and stays in use until its last one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.cache.admission import CreditSource, SharingBudget
-from sglang_reasoncache.cache.references import PageReferences
+from sglang_reasoncache.cache.admission import SharingBudget
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
 
-class _Shared(compat.BaseTokenToKVPoolAllocator):
-    """What both allocators add.
+class ReferenceCountError(AssertionError):
+    """The books do not balance: a bug of ours, never bad input."""
 
-    Attributes:
-        references: Of pages (slots at page size 1).
-        has_shifted_slots: Whether any slot may be used away from its cached position. True until
-            the cache is flushed: the tree can hold a shifted slot with one reference.
-        has_evicted: Whether rows may have entries below 0, evicted positions; likewise.
-        credit_source: Of admission.
+
+class PageReferences(dict[int, int]):
+    """References of pages, by page id, on the host; a page that is absent and not free has one.
+
+    A *reference* is an entry that names the page: a position of a tree node, or of a live row that
+    its request owns (from ``cache_protected_len`` on).
     """
+
+    def add(self, pages: Iterable[int]) -> None:
+        """One more reference for every occurrence of a page in ``pages``."""
+        for page in pages:
+            self[page] = self.get(page, 1) + 1
+
+    def drop(self, pages: Sequence[int]) -> list[int]:
+        """Take one reference away per occurrence; return the pages left with none, in the order
+        of their last occurrences. Raises ReferenceCountError where there are too few."""
+        freed: dict[int, None] = {}
+        for page in pages:
+            left = self.get(page)
+            if left is None:
+                if page in freed:
+                    raise ReferenceCountError(f"page {page} freed more often than it is referenced")
+                freed[page] = None
+            elif left == 2:
+                del self[page]
+            else:
+                self[page] = left - 1
+        return list(freed)
+
+
+class _Shared(compat.BaseTokenToKVPoolAllocator):
+    """What both allocators add. A page is a slot at page size 1."""
 
     page_size: int
     references: PageReferences
+    #: Any slot may be used away from its cached position, until the cache is flushed: the tree can
+    #: hold a shifted slot with one reference.
     has_shifted_slots: bool
+    #: Likewise, rows may have entries below 0, evicted positions.
     has_evicted: bool
-    credit_source: CreditSource | None = None
+    credit_source: Callable[[], float] | None = None
+    _release_unreferenced: Callable[[torch.Tensor], None]
 
     def clear(self) -> None:
         super().clear()
@@ -47,20 +75,13 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         self.has_shifted_slots = True
 
     def release(self, pages: list[int]) -> None:
-        """Take one reference away per occurrence; pages left with none are free at once.
-
-        Never reads from the device: the caller knows the ids.
-        """
+        """Take one reference away per occurrence; pages left with none are free at once."""
         last = self.references.drop(pages)
         if last:
             self._release_unreferenced(upload(last, self.device))
 
     def evict(self, pages: torch.Tensor) -> int:
-        """Take one reference away per entry (int64, pages in use), of evicted positions.
-
-        Reads from the device only while something is shared. Returns how many slots came back:
-        those of pages with no other reference.
-        """
+        """Likewise, for the pages (int64) of evicted positions; return how many slots came back."""
         self.has_evicted = True
         before: int = self.available_size()
         last = self._last_references(pages)
@@ -69,33 +90,19 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         return self.available_size() - before
 
     def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
-        """``ids`` (slots or pages of a row) less the entries of evicted positions.
-
-        SGLang frees rows as they are. On a GPU this waits for it.
-        """
+        """SGLang frees rows as they are. On a GPU this waits for it."""
         return ids[ids >= 0] if self.has_evicted else ids
 
-    def _release_unreferenced(self, pages: torch.Tensor) -> None:
-        raise NotImplementedError
-
     def _last_references(self, pages: torch.Tensor) -> torch.Tensor:
-        """The pages of ``pages`` (int64, one entry per reference) that nothing refers to any more.
-
-        Reads the ids back to the host only while something is shared; that
-        happens when a request ends or a node is evicted, not on a decode step.
-        """
-        if not self.references:
-            return pages
-        ids = pages.tolist()
-        if not self.references.touches(ids):
+        """Those of ``pages`` (int64, one entry per reference) that nothing refers to any more."""
+        # Only while something is shared: this waits for a GPU.
+        ids = pages.tolist() if self.references else []
+        if self.references.keys().isdisjoint(ids):
             return pages
         return torch.tensor(self.references.drop(ids), dtype=pages.dtype, device=pages.device)
 
-    def create_prefill_budget(
-        self, tree_cache: PrefixTree, *, num_mixed_decode_tokens: int = 0
-    ) -> Any:
+    def create_prefill_budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
         credit = 0.0 if self.credit_source is None else self.credit_source()
-        mixed = dict(num_mixed_decode_tokens=num_mixed_decode_tokens)
         if credit <= 0:
             return super().create_prefill_budget(tree_cache, **mixed)
         return SharingBudget(self, tree_cache, credit=credit, **mixed)
@@ -105,8 +112,7 @@ class SharedTokenAllocator(_Shared, compat.TokenToKVPoolAllocator):
     """Page size 1: slot ids are page ids."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        # Inside a free group the indices only wait; they come back through
-        # here, all at once, when the group ends.
+        # The indices of a free group come back through here, all at once, when it ends.
         if self.free_group is None:
             free_index = self._last_references(self._without_evicted(free_index))
         super().free(free_index)
@@ -119,12 +125,8 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
     """Page size above 1: pages are shared whole."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free token slots that belong to whole pages.
-
-        Stock ``free`` deduplicates pages, which would lose the second reference
-        of a page that a row names twice. Rows are runs of whole pages apart
-        from their ends, so a page's references are the runs it appears in.
-        """
+        """Stock ``free`` deduplicates pages, but a row may name one twice. Rows are whole pages
+        apart from their ends, so a page's references are the runs it appears in."""
         if self.free_group is None:
             free_index = self._without_evicted(free_index)
         if self.free_group is not None or not self.references:
@@ -147,11 +149,7 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
 
 
 def shared_allocator_of(stock: SlotAllocator) -> SharedTokenAllocator | SharedPagedAllocator:
-    """Rebuild a freshly made stock allocator as ours, same size and pool.
-
-    Raises:
-        ValueError: any other allocator: its pool layout is not supported.
-    """
+    """Rebuild a freshly made stock allocator as ours. Raises ValueError for other pool layouts."""
     where: dict[str, Any] = dict(dtype=stock.dtype, device=stock.device)
     where |= dict(kvcache=stock.get_kvcache(), need_sort=stock.need_sort)
     if type(stock) is compat.TokenToKVPoolAllocator:

@@ -6,14 +6,14 @@ SGLang caches keys after rotary embedding; a reader at another position rotates 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 
 class CachedPositions:
-    """int32 tensor ``[num_slots]`` on the pool's device; row i belongs to slot i.
-
-    Written by attention together with the slot, read when a row is gathered.
-    """
+    """``positions``, int32 ``[num_slots]`` on the pool's device, written together with the slot."""
 
     def __init__(self, num_slots: int, device: str | torch.device) -> None:
         self.positions = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -23,5 +23,31 @@ class CachedPositions:
         self.positions[slots.long()] = positions.to(torch.int32)
 
     def shift(self, slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor:
-        """Rotation each entry needs, in positions: ``used_at - cached_at``, int32, same shape as ``slots``."""
+        """``used_at - cached_at``, the rotation each entry needs: int32, shaped as ``slots``."""
         return used_at.to(torch.int32) - self.positions[slots.long()]
+
+
+class BatchMark:
+    """What the host knows about the batch built last; an unknown one may read anything.
+
+    ``allocator``: ours. ``corrected``: shifted slots count; else keys are read as cached.
+    """
+
+    def __init__(self, allocator: Any, *, corrected: bool = True) -> None:
+        self._allocator, self.corrected = allocator, corrected
+        self._rids: Sequence[str] | None = None
+        self._shifted = True
+
+    def note(self, rids: Sequence[str], shifted: bool) -> None:
+        """The batch of ``rids`` reads shifted slots or evicted positions, or neither.
+
+        ``rids``: SGLang's list of a batch's request ids; the object tells it from other batches.
+        """
+        self._rids, self._shifted = rids, shifted
+
+    def reads_shifted(self, rids: Sequence[str] | None) -> bool:
+        """Whether the batch of ``rids`` may read either. None: an unknown batch."""
+        allocator = self._allocator
+        if not (allocator.has_evicted or (self.corrected and allocator.has_shifted_slots)):
+            return False
+        return self._shifted if rids is not None and rids is self._rids else True

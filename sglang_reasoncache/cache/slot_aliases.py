@@ -7,12 +7,8 @@ import numpy as np
 
 
 class SlotAliases:
-    """A number for each position, equal where a row names the same slot twice.
-
-    The number is the position whose slot it was first; that one may name another slot by now,
-    or be evicted. Eight bytes a position once anything was shared, and 40 for each that reads a
-    foreign slot.
-    """
+    """A number for each position, equal where a row names the same slot twice: the position whose
+    slot it was first, which may name another slot by now, or be evicted."""
 
     def __init__(self) -> None:
         self._of = np.zeros(0, dtype=np.int64)

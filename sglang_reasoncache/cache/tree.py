@@ -1,81 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix cache whose nodes may name a slot more than once.
+"""Prefix cache whose nodes may name a slot more than once; a slot counts once, where it is topmost.
 
-SGLang's accounting counts positions. With aliased publishing two positions of a path can
-hold the same slot, so this tree counts *physically*: a slot counts once, at its topmost
-position. That position is unique: a second reference arises only from a request that has the
-slot in its own row, so it is published below the first on the same path; branches that share
-the slot share the ancestor that holds it. A path ends before the first evicted position of its
-row, so a reference is never published without the one above it. Locks and leaf-first eviction
-run along the path, hence the topmost holder is locked whenever any other is, and evicted last.
-
-``_aliases`` holds, per node, the offsets that do not count. ``_inexact`` holds, per node, the
-first offset whose KV is an approximation, which is a different thing: KV computed after a
-shared position is inexact although its slot has one owner.
+That position is unique: a second reference comes from a request with the slot in its own row, so
+it is published below the first, and a path ends before its row's first evicted position. Locks
+and leaf-first eviction run along paths: the topmost holder is locked with any, and evicted last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import CacheInitParams, RadixKey, Request, TreeNode
 
 
-class Evicted(Protocol):
-    """How many positions of a row were evicted, and the first of them."""
-
-    count: int
-    first: int | None
-
-
-class RowMarks(Protocol):
-    """A request's state; ``first_shared`` is the lowest redirected position."""
-
-    @property
-    def first_shared(self) -> int | None: ...
-    @property
-    def evicted(self) -> Evicted: ...
-
-
-class RowController(Protocol):
-    def state_of(self, req: Request) -> RowMarks | None: ...
-    def allows(self, req: Request) -> bool: ...
-    def keeps_prompt(self, req: Request) -> bool: ...
-    def after_chunk(self, req: Request, written: int) -> None: ...
-    def on_release(self, req: Request) -> None: ...
-    def reset(self) -> None: ...
-
-
 class SharedRadixCache(compat.RadixCache):
     """``RadixCache`` with slots shared inside a path; the allocator must be one of ours.
 
-    With ``publish_aliased`` a finished request's shared positions are published too, otherwise
-    only the prefix before the first of them.
+    ``publish_aliased``: a finished request's row is published beyond its first shared position.
     """
 
     def __init__(self, params: CacheInitParams, *, publish_aliased: bool) -> None:
         self.publish_aliased = publish_aliased
-        # Set by the controller that owns request state; None until then.
-        self.controller: RowController | None = None
+        # ``plugin/controller.py``, once it is made.
+        self.controller: Any = None
         super().__init__(params)
 
     def reset(self) -> None:
+        # Offsets of a node that do not count.
         self._aliases: dict[TreeNode, list[int]] = {}
+        # The first offset whose KV is an approximation, as all behind a shared position is.
         self._inexact: dict[TreeNode, int] = {}
-        # First inexact position of the request being published.
+        # Likewise, of the request being published.
         self._publishing_inexact: int | None = None
         self._alias_evictable = self._alias_protected = 0
         if self.controller is not None:
             self.controller.reset()
         super().reset()
 
-    # -- sizes: physical slots ------------------------------------------------
-
     def evictable_size(self) -> int:
+        """In slots, as the next one."""
         return super().evictable_size() - self._alias_evictable
 
     def protected_size(self) -> int:
@@ -86,30 +51,28 @@ class SharedRadixCache(compat.RadixCache):
         """Positions in the tree that reuse a slot counted elsewhere on their path."""
         return self._alias_evictable + self._alias_protected
 
-    # -- publishing -----------------------------------------------------------
-
     def checkpoint(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
         """Publish the row up to ``up_to``, less what may not be published yet.
 
-        A running request publishes no output (it may have some after a retraction): positions
-        the tree owns cannot be redirected any more. Where a policy may evict positions of the
-        prompt, it publishes nothing before it has finished.
+        A running request publishes no output: positions the tree owns cannot be redirected any
+        more. Where a policy may evict positions of the prompt, it publishes nothing.
         """
-        if not req.finished() and self.controller is not None and self.controller.keeps_prompt(req):
+        running = not req.finished()
+        if running and self.controller is not None and self.controller.keeps_prompt(req):
             # The last chunk is seen later, outside of the group in which its result frees.
             grouped = self.token_to_kv_pool_allocator.free_group is not None
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.controller.after_chunk(req, up_to)
             return
-        if not req.finished() and len(req.output_ids):
+        if running and len(req.output_ids):
+            # It may have some after a retraction.
             up_to = min(up_to, len(req.origin_input_ids))
         state = self._state_of(req)
         if state is not None and state.evicted.first is not None:
-            # What was computed behind an evicted position did not see it. Everything before is
-            # older than any eviction: only written positions are evicted.
+            # What was computed behind an evicted position did not see it.
             up_to = min(up_to, state.evicted.first)
         if state is not None and state.first_shared is not None:
-            assert req.finished(), "a shared row is not published while its request runs"
+            assert not running, "a shared row is not published while its request runs"
             if not self.publish_aliased:
                 up_to = min(up_to, state.first_shared)
             self._publishing_inexact = state.first_shared
@@ -127,10 +90,8 @@ class SharedRadixCache(compat.RadixCache):
         if self.controller is not None:
             self.controller.on_release(req)
 
-    def _insert_helper(
-        self, node: TreeNode, key: RadixKey, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        matched, last = super()._insert_helper(node, key, value, *args, **kwargs)
+    def _insert_helper(self, node: TreeNode, key: RadixKey, *args: Any, **kwargs: Any) -> Any:
+        matched, last = super()._insert_helper(node, key, *args, **kwargs)
         # A leaf was added exactly when the key was not matched to its end.
         if matched < len(key):
             self._count_new_leaf(last)
@@ -144,18 +105,13 @@ class SharedRadixCache(compat.RadixCache):
         references = self.token_to_kv_pool_allocator.references
         slots = leaf.value.tolist() if references else []
         shared = [i for i, slot in enumerate(slots) if slot // self.page_size in references]
-        if not shared:
-            return
-        seen = set(self.path_device_indices(leaf.parent).tolist())
-        offsets = []
+        seen = set(self.path_device_indices(leaf.parent).tolist()) if shared else set()
         for offset in shared:
             if slots[offset] in seen:
-                offsets.append(offset)
+                self._aliases.setdefault(leaf, []).append(offset)
             seen.add(slots[offset])
-        if offsets:
-            # A new leaf is unlocked, so it is evictable.
-            self._aliases[leaf] = offsets
-            self._alias_evictable += len(offsets)
+        # A new leaf is unlocked, so it is evictable.
+        self._alias_evictable += len(self._aliases.get(leaf, ()))
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> Any:
         upper = super()._split_node(key, child, split_len)
@@ -171,8 +127,6 @@ class SharedRadixCache(compat.RadixCache):
                 self._inexact[upper] = inexact
             self._inexact[child] = max(inexact - split_len, 0)
         return upper
-
-    # -- locks and eviction ---------------------------------------------------
 
     def inc_lock_ref(self, node: TreeNode) -> Any:
         self._move_aliases(node, from_lock_ref=0, sign=1)
@@ -194,10 +148,7 @@ class SharedRadixCache(compat.RadixCache):
             node = node.parent
 
     def evict(self, params: Any) -> Any:
-        """Evict until ``params.num_tokens`` *slots* came back or nothing is left to evict.
-
-        Stock eviction stops by positions, of which aliased ones free nothing.
-        """
+        """Evict until ``params.num_tokens`` *slots* came back or nothing is left to evict."""
         wanted, freed = params.num_tokens, 0
         while True:
             before = self._alias_evictable
@@ -211,14 +162,9 @@ class SharedRadixCache(compat.RadixCache):
         self._alias_evictable -= len(self._aliases.pop(node, ()))
         self._inexact.pop(node, None)
 
-    # -- asked for every forward ------------------------------------------------
-
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
-        """Whether the row of any of ``reqs`` may name a slot away from its cached position.
-
-        A shifted slot lies behind the first inexact position, and what is below an inexact
-        node is inexact.
-        """
+        """Whether the row of any of ``reqs`` may name a slot away from its cached position: behind
+        its first inexact position, and what is below an inexact node is inexact."""
         return self.token_to_kv_pool_allocator.has_shifted_slots and any(
             req.last_node in self._inexact
             or ((state := self._state_of(req)) is not None and state.first_shared is not None)
@@ -231,10 +177,8 @@ class SharedRadixCache(compat.RadixCache):
             (state := self._state_of(req)) is not None and state.evicted.count > 0 for req in reqs
         )
 
-    def _state_of(self, req: Request) -> RowMarks | None:
+    def _state_of(self, req: Request) -> Any:
         return None if self.controller is None else self.controller.state_of(req)
-
-    # -- requests that want exact KV only --------------------------------------
 
     def match_prefix(self, params: Any) -> Any:
         if params.req is not None and self._inexact and self._is_exact_only(params.req):

@@ -13,11 +13,8 @@ import torch
 def upload(
     values: Sequence[Any] | np.ndarray, device: torch.device | str, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """``torch.tensor(values)`` on ``device``.
-
-    A plain copy to a GPU waits for its stream, which may wait for the forward in
-    flight; one from pinned memory is only queued.
-    """
+    """``torch.tensor(values)`` on ``device``."""
     if torch.device(device).type == "cpu":
         return torch.tensor(values, dtype=dtype)
+    # A copy from pinned memory is only queued; any other waits for the forward in flight.
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -10,10 +10,7 @@ from sglang_reasoncache import compat
 
 
 def apply(hooks: Mapping[str, tuple[Callable[..., Any], Any]]) -> None:
-    """Hook what is not hooked yet; see :func:`check_applied`.
-
-    ``hooks``: SGLang's function by its path -> our hook and its ``HookType``.
-    """
+    """Hook what is not hooked yet: SGLang's function by its path -> our hook and its ``HookType``."""
     registry = compat.HookRegistry
     for target, (function, kind) in hooks.items():
         if target not in registry._patched:

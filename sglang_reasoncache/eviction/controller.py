@@ -10,26 +10,28 @@ import operator
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.eviction.apply import (
-    Evicted,
-    EvictionApplier,
-    EvictionRefusal,
-    EvictionStats,
-)
-from sglang_reasoncache.eviction.attention import AttentionSource
-from sglang_reasoncache.eviction.keys import KeySource
+import numpy as np
+import torch
+
+from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.compat.types import ReqToTokenPool, Request
+from sglang_reasoncache.eviction.held import AttentionSource, HeldAttention, HeldKeys, KeySource
 from sglang_reasoncache.eviction.policies.contract import (
     Eviction,
     NamedPolicy,
     NoAttention,
     RequestView,
 )
-from sglang_reasoncache.eviction.pressure import PoolPressure, waits_for
-from sglang_reasoncache.eviction.row_state import RowState
+from sglang_reasoncache.eviction.pressure import PoolPressure
+from sglang_reasoncache.eviction.row_state import (
+    EvictionRefusal,
+    EvictionStats,
+    RowState,
+    refusal_of_eviction,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,54 +41,48 @@ class EvictionController:
 
     Args:
         evictors: In the order in which they run.
-        applier: Checks and applies what they answer.
+        allocator: Ours, with reference counts.
+        rows: SGLang's.
         keys: Read for policies that need them.
-        page: Page size, positions.
-        pressure: Which of them may act now.
+        use: The share of the pool in use, computed anew each time.
         weights: Attention statistics, None where no policy needs them.
 
     Attributes:
+        described: Name and options of every policy, for the endpoint.
         positions_now: Positions that the running requests have evicted.
-        evicts_prompts: Positions of prompts may go, so running requests keep theirs to
-            themselves.
+        evicts_prompts: Those of prompts may go, so running requests keep theirs to themselves.
     """
 
     def __init__(
         self,
         evictors: Sequence[NamedPolicy],
-        applier: EvictionApplier,
+        allocator: Any,
+        rows: ReqToTokenPool,
         keys: KeySource,
-        page: int,
-        pressure: PoolPressure,
+        use: Callable[[], float],
         weights: AttentionSource | None = None,
     ) -> None:
-        self._evictors = tuple(evictors)
-        self._applier, self._keys, self._page = applier, keys, page
-        self._pressure, self._weights = pressure, weights
+        self._evictors, self._allocator, self._page = evictors, allocator, allocator.page_size
+        self._rows, self._keys, self._weights = rows, keys, weights
         # Read once: errors of another package's policy cannot be caught everywhere.
         self._of_prompts = {name for name, policy in evictors if getattr(policy, "prompt", False)}
-        self._longest_first = any(waits_for(policy) for _, policy in evictors)
-        pressure.watch(self._evictors)
+        self._pressure = PoolPressure(evictors, use)
         self._reads = any(policy.needs for _, policy in evictors)
         self._slack = {name: operator.index(policy.slack) for name, policy in evictors}
-        self._described = [{"name": name, **_options(policy)} for name, policy in evictors]
-        self.evicts_prompts = bool(self._of_prompts)
+        self.described = [{"name": name, **_options(policy)} for name, policy in evictors]
+        self.is_active, self.evicts_prompts = bool(evictors), bool(self._of_prompts)
         self._failed: set[str] = set()
         self.positions_now = 0
 
-    @property
-    def is_active(self) -> bool:
-        return bool(self._evictors)
-
     def wait(self) -> None:
         """Until the KV that is being computed is there, where a policy reads any."""
-        if self._reads:
-            self._keys.wait()
+        if self._reads and self._keys.rows.device.type == "cuda":
+            torch.cuda.synchronize(self._keys.rows.device)
 
     def in_turn(self, reqs: Iterable[Request]) -> list[Request]:
         """The order of polling: the longest row first where that decides who gives."""
         self._pressure.poll()
-        if not self._longest_first:
+        if not self._pressure.bounds:
             return list(reqs)
         return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)
 
@@ -97,48 +93,52 @@ class EvictionController:
         stats: EvictionStats,
         written: int | None = None,
         decide: bool = True,
-    ) -> Evicted:
+    ) -> int:
         """Evict what was evicted before a retraction, then what the policies give up now.
 
-        ``req`` holds its row. ``written``: positions whose KV is there; None: all but that of
-        the newest token, which the next forward writes. ``decide``: run the policies, too.
+        Args:
+            req: Holds its row. ``state`` and ``stats`` change by what is applied.
+            written: Positions whose KV is there; None: all but that of the newest token, which
+                the next forward writes.
+            decide: Run the policies, too.
+
+        Returns:
+            How many evicted positions' slots did not come back: they have other names.
         """
         if written is None:
             written = len(req.origin_input_ids) + len(req.output_ids) - 1
             written = min(written, req.kv.kv_allocated_len)
-        total = Evicted(0, 0)
-        evicted = state.evicted
+        named = 0
+        evicted, protected = state.evicted, req.kv.cache_protected_len
         if evicted.again:
             # First of all: the row came back at its full size.
             end = (written - 1) // self._page * self._page
             # By now the prefix tree may own the first ones: another response with the same text.
-            again = _within(evicted.again, req.kv.cache_protected_len, end)
+            again = _within(evicted.again, protected, end)
             evicted.again = _within(evicted.again, end, sys.maxsize)
-            total += self._applier.apply(req, evicted, again, written, stats)
-        for named in self._evictors if decide else ():
-            if written < state.next_eviction.get(named.name, 0):
+            named += self._apply(req, state, stats, again, written, protected)
+        for name, policy in self._evictors if decide else ():
+            if written < state.next_eviction.get(name, 0):
                 continue
             # First position that the policy may evict, whoever owns the prompt.
-            first = req.kv.cache_protected_len
-            if named.name not in self._of_prompts:
+            first = protected
+            if name not in self._of_prompts:
                 first = max(first, len(req.origin_input_ids) // self._page * self._page)
-            evictions = self._decisions(named, req, state, written, stats, first)
-            if evictions:
-                total += self._applier.apply(req, evicted, evictions, written, stats, first)
-        self.positions_now += total.positions
-        return total
+            evictions = self._decisions(name, policy, req, state, stats, written, first)
+            named += self._apply(req, state, stats, evictions, written, first)
+        return named
 
     def _decisions(
         self,
-        named: NamedPolicy,
+        name: str,
+        policy: Any,
         req: Request,
         state: RowState,
-        written: int,
         stats: EvictionStats,
+        written: int,
         first: int,
     ) -> list[Eviction | None]:
         """What the policy answers; nothing if it fails, whatever it does wrong."""
-        name, policy = named
         try:
             slots = written - state.evicted.count - state.live_positions
             excess = policy.excess(written, slots)
@@ -158,8 +158,7 @@ class EvictionController:
             return []
 
     def _view(self, req: Request, state: RowState, written: int, first: int) -> RequestView:
-        held = state.evicted.held(written)
-        row = req.kv.req_pool_idx
+        held, row, weights = state.evicted.held(written), req.kv.req_pool_idx, self._weights
         return RequestView(
             prompt=len(req.origin_input_ids),
             written=written,
@@ -168,9 +167,45 @@ class EvictionController:
             held=held,
             slot_aliases=state.slot_aliases.of(held),
             seed=zlib.crc32(array("q", req.origin_input_ids)),
-            keys=self._keys.of(row, held),
-            attention=NoAttention() if self._weights is None else self._weights.of(row, held),
+            keys=HeldKeys(self._keys, row, held),
+            attention=NoAttention() if weights is None else HeldAttention(weights, row, held),
         )
+
+    def _apply(
+        self,
+        req: Request,
+        state: RowState,
+        stats: EvictionStats,
+        evictions: Iterable[Eviction | None],
+        written: int,
+        first: int,
+    ) -> int:
+        """Evict what is allowed of ``evictions`` from position ``first`` on; see :meth:`poll`.
+
+        A batch in flight reads the old slots or finds the positions evicted. Either is right:
+        freed slots are only overwritten by a later forward on the same stream.
+        """
+        parts = []
+        for evict in evictions:
+            refusal = refusal_of_eviction(evict, first, written, self._page, state.evicted)
+            if refusal is not None:
+                stats.eviction_refusals[refusal.value] += 1
+                continue
+            assert evict is not None, "refused as malformed"
+            state.evicted.add(evict, written)
+            parts.append(np.arange(evict.start, evict.end))
+        if not parts:
+            return 0
+        positions = np.concatenate(parts)
+        rows = self._rows.req_to_token
+        at = upload(positions, rows.device)
+        slots = rows[req.kv.req_pool_idx, at]
+        self._rows.write((req.kv.req_pool_idx, at), torch.full_like(slots, -1))
+        freed = self._allocator.evict(slots[:: self._page].long() // self._page)
+        stats.positions_evicted += len(positions)
+        stats.slots_freed_by_eviction += freed
+        self.positions_now += len(positions)
+        return len(positions) - freed
 
     def forget(self, state: RowState) -> int:
         """The row is gone; returns how many of its positions were evicted."""
@@ -184,15 +219,9 @@ class EvictionController:
         self.positions_now = 0
         self._pressure.reset()
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Name and options of every policy, for the endpoint."""
-        return self._described
-
 
 def _options(policy: Any) -> dict[str, Any]:
     """As plain values: another package's may be anything."""
-    if not dataclasses.is_dataclass(policy):
-        return {}
     names = [field.name for field in dataclasses.fields(policy) if field.init]
     values = {name: getattr(policy, name, None) for name in names}
     return {
@@ -202,8 +231,7 @@ def _options(policy: Any) -> dict[str, Any]:
 
 
 def _plain(answer: object) -> Eviction | None:
-    """A copy; None, which is refused when it is applied, for anything but an :class:`Eviction`:
-    what a subclass of it says may change, or raise."""
+    """A copy; None, to be refused, for anything but an Eviction: a subclass may change, or raise."""
     return Eviction(answer.start, answer.length) if type(answer) is Eviction else None
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 from itertools import accumulate
 from typing import Any
 
@@ -11,26 +11,14 @@ import torch
 
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.eviction.statistics import (
-    _SPARE,
     AttentionStatistics,
-    LastQueries,
     Prefill,
+    Spans,
     StatisticsUpdate,
 )
 from sglang_reasoncache.kernels import note_triton
 from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
-
-
-@dataclass(frozen=True)
-class DeviceUpdate(StatisticsUpdate):
-    """Attributes:
-    rows: What the queries read.
-    prompts: Which queries of a prefill; None: one of each request (decode).
-    """
-
-    rows: BatchRows
-    prompts: note_triton.Prompts | None = None
 
 
 class DeviceStatistics(AttentionStatistics):
@@ -50,13 +38,6 @@ class DeviceStatistics(AttentionStatistics):
         self._bases[where] = upload(addresses, self._device)
         self._sizes[where] = upload(sizes, self._device, torch.int32)
 
-    def _fits(self, size: int) -> bool:
-        if self._device.type != "cuda":
-            return True
-        reserved = torch.cuda.memory_reserved(self._device)
-        cached = reserved - torch.cuda.memory_allocated(self._device)
-        return torch.cuda.mem_get_info(self._device)[0] + cached >= size + _SPARE
-
     def warm_up(self, plan: PlanBuffers) -> None:
         """Compile. ``plan``: of row 0, which is no request's; nothing is written."""
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -64,18 +45,18 @@ class DeviceStatistics(AttentionStatistics):
         weights = torch.zeros(len(plan.kv_indices), device=self._device)
         rows = BatchRows(plan, zero, zero, len(weights))
         for some in (None, prompts):
-            self.apply(DeviceUpdate(weights, len(weights), rows, some))
+            self._noted(rows, weights, some).apply()
 
-    def decode(self, rows: BatchRows, weights: torch.Tensor | None = None) -> DeviceUpdate:
+    def decode(self, rows: BatchRows, weights: torch.Tensor | None = None) -> StatisticsUpdate:
         if weights is not None:
-            return DeviceUpdate(weights, rows.longest, rows)
+            return self._noted(rows, weights)
         weights = torch.zeros(len(rows.plan.kv_indices), device=self._device)
-        return DeviceUpdate(weights, rows.longest, _kept(rows))
+        return self._noted(_kept(rows), weights)
 
-    def _prefill_update(
-        self, rows: BatchRows, prefill: Prefill, queries: LastQueries
-    ) -> DeviceUpdate:
-        begin, end = queries.spans
+    def _weighed(
+        self, rows: BatchRows, prefill: Prefill, tokens: torch.Tensor, spans: Spans, *_: Any
+    ) -> StatisticsUpdate:
+        begin, end = spans
         # Where the weights of each request's first query begin.
         ends = torch.nn.functional.pad((end - begin).cumsum(0, dtype=torch.int64), (1, 0))
         first = list(accumulate(prefill.counts, initial=0))[:-1]
@@ -87,22 +68,20 @@ class DeviceStatistics(AttentionStatistics):
         # An upper bound: evicted positions have no entry.
         entries = sum(c * n for c, n in zip(prefill.counts, prefill.lengths, strict=True))
         weights = torch.zeros(entries, device=self._device)
-        return DeviceUpdate(weights, rows.longest, _kept(rows), prompts)
+        update = self._noted(_kept(rows), weights, prompts)
+        return update._replace(parts=[(tokens, spans, weights)])
 
-    def apply(self, update: DeviceUpdate) -> None:
-        """Bring the weights of all layers to the rows. Can be captured in a CUDA graph."""
-        plan, requests, lengths, _ = update.rows
-        note_triton.note(
-            update.weights,
-            plan,
-            requests,
-            lengths,
-            self._bases,
-            self._sizes,
-            latest=self.needs.latest,
-            total=self.needs.total,
-            prompts=update.prompts,
+    def _noted(
+        self, rows: BatchRows, weights: torch.Tensor, prompts: note_triton.Prompts | None = None
+    ) -> StatisticsUpdate:
+        """``prompts``: which queries of a prefill; None: one of each request (decode)."""
+        plan, requests, lengths, longest = rows
+        read = weights, plan, requests, lengths, self._bases, self._sizes
+        latest, total = self.needs.latest, self.needs.total
+        apply = functools.partial(
+            note_triton.note, *read, latest=latest, total=total, prompts=prompts
         )
+        return StatisticsUpdate(weights, longest, apply)
 
 
 def _kept(rows: BatchRows) -> BatchRows:

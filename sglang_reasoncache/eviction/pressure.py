@@ -6,47 +6,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from sglang_reasoncache.eviction.policies.contract import NamedPolicy, Policy
+from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 
 
 class PoolPressure:
-    """One per scheduler.
+    """Which policies with ``when`` above 0 may act now.
 
-    A policy with ``when`` above 0 begins to act when more than that share of the pool's
-    slots is in use, and goes on until no more than ``until`` is. In use is neither free
-    nor evictable, by SGLang's own counts, which are the same on all ranks. It is read at every
-    poll and release, whether or not a policy would act: what filled the pool may be gone
-    before a request has too much again.
-
-    Args:
-        use: The share in use, computed anew each time: an eviction changes it.
+    Its use is read at every poll and release: what filled the pool may be gone before a request
+    has too much again.
     """
 
-    def __init__(self, use: Callable[[], float]) -> None:
+    def __init__(self, evictors: Iterable[NamedPolicy], use: Callable[[], float]) -> None:
         self._use = use
         #: ``when`` and ``until`` of the policies that wait; others may always act.
-        self._bounds: dict[str, tuple[float, float]] = {}
+        self.bounds = {
+            name: (when, float(getattr(policy, "until", when)))
+            for name, policy in evictors
+            if (when := float(getattr(policy, "when", 0.0)))
+        }
         self._acting: set[str] = set()
-
-    def watch(self, evictors: Iterable[NamedPolicy]) -> None:
-        """Which policies there are."""
-        for name, policy in evictors:
-            if when := waits_for(policy):
-                self._bounds[name] = when, float(getattr(policy, "until", when))
 
     def poll(self) -> None:
         """See which policies begin or end to act."""
-        if self._bounds:
+        if self.bounds:
             use = self._use()
-            for name in self._bounds:
+            for name in self.bounds:
                 self._acts(name, use)
 
     def lets(self, name: str) -> bool:
-        """Whether the policy may act now. Called when it would."""
-        return name not in self._bounds or self._acts(name, self._use())
+        """Whether the policy may act now. Called when it would: evictions change the use."""
+        return name not in self.bounds or self._acts(name, self._use())
 
     def _acts(self, name: str, use: float) -> bool:
-        when, until = self._bounds[name]
+        when, until = self.bounds[name]
         if use > (until if name in self._acting else when):
             self._acting.add(name)
         else:
@@ -56,11 +48,6 @@ class PoolPressure:
     def reset(self) -> None:
         """The pool is empty."""
         self._acting.clear()
-
-
-def waits_for(policy: Policy) -> float:
-    """The share of the pool above which the policy acts; 0: at any."""
-    return float(getattr(policy, "when", 0.0))
 
 
 def pool_use(allocator: Any, tree: Any) -> float:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which entries of one request's row are evicted or name a slot twice."""
+"""Which entries of one request's row are evicted or name a slot twice, and which may be evicted.
+
+The one place that checks what an evicting policy returns."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
@@ -15,6 +19,31 @@ from sglang_reasoncache.eviction.policies.evictor import runs
 _REMEMBERED = 1024
 
 
+class EvictionRefusal(Enum):
+    """Why a proposed eviction was not applied; values are metric labels."""
+
+    MALFORMED = "malformed"
+    """Not a run of positions."""
+    TREE_OWNED = "tree_owned"
+    NOT_WRITTEN = "not_written"
+    NEWEST = "newest"
+    """The newest position stays: the next forward reads its slot to place the one after it."""
+    PART_OF_PAGE = "part_of_page"
+    ALREADY_EVICTED = "already_evicted"
+    POLICY_FAILED = "policy_failed"
+    """The policy raised an exception."""
+
+
+@dataclass
+class EvictionStats:
+    """Totals since start or the last flush; an evicted position that shared its slot frees none."""
+
+    eviction_decisions: int = 0
+    positions_evicted: int = 0
+    slots_freed_by_eviction: int = 0
+    eviction_refusals: Counter[str] = field(default_factory=Counter)
+
+
 class EvictedPositions:
     """Positions whose row entry is -1. One byte a position once anything was evicted.
 
@@ -22,8 +51,7 @@ class EvictedPositions:
         count: Evicted positions of the current row.
         first: The lowest of them, None while there is none.
         again: Runs that a row before a retraction had, to be evicted once more.
-        history: ``(written, start, length)`` of the first evictions: at how many written
-            positions each was made.
+        history: ``(written, start, length)`` of the first evictions.
     """
 
     def __init__(self) -> None:
@@ -44,9 +72,8 @@ class EvictedPositions:
     def add(self, evict: Eviction, written: int) -> None:
         """Add a run of held positions, evicted when ``written`` positions had their KV."""
         if evict.end > len(self._mask):
-            grown = np.zeros(max(evict.end, 2 * len(self._mask), 256), dtype=bool)
-            grown[: len(self._mask)] = self._mask
-            self._mask = grown
+            size = max(evict.end, 2 * len(self._mask), 256)
+            self._mask = np.pad(self._mask, (0, size - len(self._mask)))
         self._mask[evict.start : evict.end] = True
         self.count += evict.length
         self.first = evict.start if self.first is None else min(self.first, evict.start)
@@ -65,6 +92,36 @@ class EvictedPositions:
         self.again += runs(np.flatnonzero(self._mask))
         self._mask[:] = False
         self.count, self.first = 0, None
+
+
+def refusal_of_eviction(
+    evict: object, owned: int, written: int, page: int, evicted: EvictedPositions
+) -> EvictionRefusal | None:
+    """Why ``evict`` must not be applied, or None. It may be anything a policy returned.
+
+    Args:
+        owned: First position that may be evicted.
+        written: Positions whose KV is surely in the pool.
+    """
+    if (
+        not isinstance(evict, Eviction)
+        or type(evict.start) is not int
+        or type(evict.length) is not int
+        or evict.start < 0
+        or evict.length < 1
+    ):
+        return EvictionRefusal.MALFORMED
+    if evict.start < owned:
+        return EvictionRefusal.TREE_OWNED
+    if evict.end > written:
+        return EvictionRefusal.NOT_WRITTEN
+    if evict.end == written:
+        return EvictionRefusal.NEWEST
+    if evict.start % page or evict.length % page:
+        return EvictionRefusal.PART_OF_PAGE
+    if evicted.any_in(evict.start, evict.end):
+        return EvictionRefusal.ALREADY_EVICTED
+    return None
 
 
 @dataclass

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention statistics: how much weight queries gave to the positions of each row.
 
-Per position, not per slot: two positions that share a slot have a weight each. Weights are
-summed over query heads and layers. The host decides which queries count when a batch is
-prepared. Weights stay on the pool's device until a policy reads them.
-"""
+Per position, not per slot, summed over query heads and layers. The host decides which queries
+count when a batch is prepared. Weights stay on the pool's device until a policy reads them."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,63 +22,49 @@ logger = logging.getLogger(__name__)
 
 #: Numbers in host memory.
 Ints = Sequence[int] | torch.Tensor
+#: Begin and end of each query's entries, int32 ``[queries]``.
+Spans = tuple[torch.Tensor, torch.Tensor]
+#: Tokens of the batch, int64 ``[queries]``, their spans and their weights.
+Part = tuple[torch.Tensor, Spans, torch.Tensor]
 
 #: Least positions that a row's memory is for.
 _LEAST = 256
 #: Most weights of a prefill's queries: 256 MiB.
 _WEIGHTS = 1 << 26
+#: Most entries of a call for a prompt's queries in host memory: 64 MiB of logits under 32 heads.
+_ENTRIES = 1 << 19
 #: Bytes on a GPU that rows leave free for SGLang's forwards.
 _SPARE = 512 << 20
 
 
-@dataclass(frozen=True)
-class Prefill:
-    """Which queries of a prefill count. A number per request each.
-
-    Attributes:
-        counts: Queries, the last ones.
-        added: Positions whose totals go on; those behind begin anew.
-        lengths: Positions, new ones included.
-        new: New tokens.
-    """
+class Prefill(NamedTuple):
+    """Which queries of a prefill count. A number per request each."""
 
     counts: list[int]
+    """Queries, the last ones."""
     added: list[int]
+    """Positions whose totals go on; those behind begin anew."""
     lengths: list[int]
+    """Positions, new ones included."""
     new: list[int]
+    """New tokens."""
 
 
-class LastQueries(NamedTuple):
-    """The queries of a prefill that count, as decode attention takes them.
-
-    Attributes:
-        tokens: int64 ``[queries]``, which tokens of the batch they are.
-        spans: int32 ``[queries]`` each, begin and end of their entries.
-        requests: int64 ``[queries]``, which requests of the batch they belong to.
-        behind: int32 ``[queries]``, how many queries of the request come after.
-    """
-
-    tokens: torch.Tensor
-    spans: tuple[torch.Tensor, torch.Tensor]
-    requests: torch.Tensor
-    behind: torch.Tensor
-
-
-@dataclass(frozen=True)
-class StatisticsUpdate:
-    """Weights of one forward. Every layer adds to ``weights``.
-
-    Attributes:
-        weights: fp32, one for each entry of the first query, then of the next, and so on.
-        longest: Most entries of a query.
-    """
+class StatisticsUpdate(NamedTuple):
+    """Weights of one forward. Every layer adds to ``weights``."""
 
     weights: torch.Tensor
+    """fp32, one for each entry of the first query, then of the next, and so on."""
     longest: int
+    """Most entries of a query."""
+    apply: Callable[[], None]
+    """Brings the weights of all layers to the rows, and zeroes them."""
+    parts: Sequence[Part] = ()
+    """The queries of a prefill, for calls of decode attention."""
 
 
 class AttentionStatistics:
-    """One per attention backend; a subclass for each kind of device brings weights to the rows.
+    """One per attention backend, here in host memory; a GPU has a subclass.
 
     Takes ``4 * (needs.latest + needs.total)`` bytes for each position of a request, and half as
     much again for those to come. A row's memory is given back when another request gets the
@@ -115,9 +99,9 @@ class AttentionStatistics:
         self._first, self._covered, self._capacity = np.zeros((3, len(rows)), dtype=np.int64)
         self._warned = False
         if self._allocated(self._width) is None:
+            size = self._bytes(self._width)
             raise MemoryError(
-                f"no {self._bytes(self._width)} bytes for attention statistics of a request "
-                f"on {rows.device}"
+                f"no {size} bytes for attention statistics of a request on {rows.device}"
             )
 
     # -- before a forward, on the host -------------------------------------------
@@ -204,50 +188,90 @@ class AttentionStatistics:
 
     def _fits(self, size: int) -> bool:
         """Whether the device has as many bytes to spare."""
-        return True
+        if self._device.type != "cuda":
+            return True
+        reserved = torch.cuda.memory_reserved(self._device)
+        cached = reserved - torch.cuda.memory_allocated(self._device)
+        return torch.cuda.mem_get_info(self._device)[0] + cached >= size + _SPARE
 
     # -- a forward ------------------------------------------------------------------
 
-    def decode(self, rows: BatchRows, weights: torch.Tensor | None = None) -> Any:
+    def decode(self, rows: BatchRows, weights: torch.Tensor | None = None) -> StatisticsUpdate:
         """The update by a decode step.
 
         ``weights``: of a CUDA graph, zeros as long as the plan. ``rows`` then names the graph's
         buffers, read when it is replayed.
         """
-        raise NotImplementedError
+        ends, ones = rows.lengths.tolist(), [1] * len(rows.lengths)
+        return self.prefill(rows, Prefill(ones, [end - 1 for end in ends], ends, ones))
 
-    def prefill(self, rows: BatchRows, prefill: Prefill) -> tuple[Any, LastQueries]:
+    def prefill(self, rows: BatchRows, prefill: Prefill) -> StatisticsUpdate:
         """The update by a prefill, without waiting for a GPU.
 
         ``prefill``: of :meth:`begin`. Without a query the totals begin anew all the same.
         """
-        requests: list[int] = []
-        behind: list[int] = []
-        tokens: list[int] = []
-        at = 0
-        for b, (count, new) in enumerate(zip(prefill.counts, prefill.new, strict=True)):
-            at += new
-            requests += [b] * count
-            behind += range(count - 1, -1, -1)
-            tokens += range(at - count, at)
-        of, left = upload(requests, self._device), upload(behind, self._device, torch.int32)
+        counts = np.asarray(prefill.counts, dtype=np.int64)
+        # Of each query: its request in the batch, and how many queries of that come after it.
+        of = np.repeat(np.arange(len(counts)), counts)
+        behind = np.repeat(counts.cumsum(), counts) - 1 - np.arange(len(of))
+        tokens = np.repeat(np.cumsum(prefill.new), counts) - 1 - behind
+        requests, left = upload(of, self._device), upload(behind, self._device, torch.int32)
         indptr = rows.plan.kv_indptr
-        spans = indptr[of], indptr[of + 1] - left
-        queries = LastQueries(upload(tokens, self._device), spans, of, left)
-        return self._prefill_update(rows, prefill, queries), queries
+        spans = indptr[requests], indptr[requests + 1] - left
+        return self._weighed(rows, prefill, upload(tokens, self._device), spans, (requests, left))
 
-    def _prefill_update(self, rows: BatchRows, prefill: Prefill, queries: LastQueries) -> Any:
-        raise NotImplementedError
+    def _weighed(
+        self,
+        rows: BatchRows,
+        prefill: Prefill,
+        tokens: torch.Tensor,
+        spans: Spans,
+        order: tuple[torch.Tensor, torch.Tensor],
+    ) -> StatisticsUpdate:
+        """``order``: requests of the queries, and how many queries of these come after each."""
+        (begin, end), (of, left) = spans, order
+        ends, seen = (end - begin).cumsum(0).tolist(), rows.lengths[of] - left
+        weights, most = torch.zeros(max(ends, default=0)), int(seen.max()) if len(seen) else 0
+        # Now, as the plan: rows may change before the weights are there.
+        held = self._rows[rows.requests[of].long(), :most] >= 0
+        held &= torch.arange(most) < seen[:, None]
+        each = rows.requests.tolist(), rows.lengths.tolist(), prefill.counts, prefill.added
+        # Some queries at a time: a call keeps the logits of all its entries.
+        parts, first, at = [], 0, 0
+        for stop, entries in enumerate(ends, 1):
+            if entries - at >= _ENTRIES or stop == len(ends):
+                some = slice(first, stop)
+                parts.append((tokens[some], (begin[some], end[some]), weights[at:entries]))
+                first, at = stop, entries
+        apply = functools.partial(self._apply, weights, held, *each)
+        return StatisticsUpdate(weights, rows.longest, apply, parts)
 
-    def parts(
-        self, queries: LastQueries, update: StatisticsUpdate
-    ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
-        """Tokens, spans and weights for calls of decode attention."""
-        yield queries.tokens, queries.spans, update.weights
+    def _apply(self, given: torch.Tensor, held: torch.Tensor, *each: list[int]) -> None:
+        """``each``: requests' rows, positions, queries, and positions whose totals go on."""
+        weights = torch.zeros(held.shape).masked_scatter_(held, given)
+        at = 0
+        for row, length, count, added in zip(*each, strict=True):
+            memory = self._memory.get(row)
+            if memory is not None:
+                self._add(memory, weights[at : at + count, :length], length, added)
+            at += count
+        # As on a device: what was brought to the rows counts once.
+        given.zero_()
 
-    def apply(self, update: Any) -> None:
-        """Bring the weights of all layers to the rows."""
-        raise NotImplementedError
+    def _add(self, memory: torch.Tensor, weights: torch.Tensor, length: int, added: int) -> None:
+        """``weights``: ``[queries, length]`` of a row's last queries."""
+        latest = self.needs.latest
+        if self.needs.total:
+            total = memory[latest]
+            total[added:length] = 0
+            if len(weights):
+                total[:length] += weights[0] if len(weights) == 1 else weights.sum(dim=0)
+        # Slices, not indices: this is done for every request in every decode step.
+        for left, query in enumerate(reversed(weights[-latest:] if latest else ())):
+            row = memory[(length - 1 - left) % latest]
+            row[:length] = query
+            # For as many positions as there will be before it is written again.
+            row[length : length + latest] = 0
 
     # -- for a policy, between forwards ---------------------------------------------
 
@@ -262,10 +286,7 @@ class AttentionStatistics:
         """
         if not self.needs.total:
             raise LookupError("no policy announced that it reads total weights")
-        memory = self._known(row)
-        if memory is None:
-            return torch.zeros(len(positions), dtype=torch.float64)
-        return memory[self.needs.latest, positions.to(self._device)].cpu().double()
+        return self._mean(row, positions, [self.needs.latest])
 
     def latest(self, row: int, positions: torch.Tensor, queries: int) -> torch.Tensor:
         """fp64 ``[positions]`` in host memory: mean of the weights by the ``queries`` newest ones,
@@ -275,16 +296,16 @@ class AttentionStatistics:
         """
         if not 0 < queries <= self.needs.latest:
             raise LookupError(f"no policy announced that it reads the latest {queries} queries")
-        memory, covered = self._known(row), int(self._covered[row])
+        covered = int(self._covered[row])
         first = max(int(self._first[row]), covered - queries)
-        if memory is None or first >= covered:
-            return torch.zeros(len(positions), dtype=torch.float64)
-        at = torch.arange(first, covered) % self.needs.latest
-        found = memory[at[:, None].to(self._device), positions.to(self._device)]
-        return found.cpu().double().mean(dim=0)
+        return self._mean(
+            row, positions, [query % self.needs.latest for query in range(first, covered)]
+        )
 
-    def _known(self, row: int) -> torch.Tensor | None:
-        """Weights of the request that has the row; None: there are none."""
-        if self._owner[row] != int(self._generations[row]):
-            return None
-        return self._memory.get(row)
+    def _mean(self, row: int, positions: torch.Tensor, lines: list[int]) -> torch.Tensor:
+        """Of some lines of the row's memory; zeros where its request has none."""
+        memory = self._memory.get(row)
+        if memory is None or not lines or self._owner[row] != int(self._generations[row]):
+            return torch.zeros(len(positions), dtype=torch.float64)
+        at = torch.tensor(lines, device=self._device)[:, None]
+        return memory[at, positions.to(self._device)].cpu().double().mean(dim=0)

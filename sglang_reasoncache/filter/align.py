@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Literal, NamedTuple
 
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.segment import Step
 
 AlignMode = Literal["tokens", "index"]
 
@@ -32,12 +32,10 @@ def align_blocks(
     itself, the diagonal of the last pair is kept if it fits (at first the one that lays step
     start on step start), else the nearest later source block, else the first. Source blocks
     may be used more than once. Linear but for a binary search over repeats.
-
     ``index``: the k-th block with the k-th block, tokens unseen, as the papers do.
 
-    Args:
-        page_size: above 1, blocks are whole pages inside both steps, and ``block`` equals it.
-        covered: one byte per token of ``dst``, 0 or 1; blocks that touch a 1 are passed over.
+    ``page_size``: above 1, blocks are whole pages inside both steps, and ``block`` equals it.
+    ``covered``: one byte per token of ``dst``, 0 or 1; blocks that touch a 1 are passed over.
     """
     if mode == "index":
         starts = (block_starts(step, block, page_size) for step in (dst, src))
@@ -56,13 +54,10 @@ def align_blocks(
     diagonal = first - i
     while i <= len(dst) - block:
         taken = covered.rfind(1, i, i + block)
-        if taken >= 0:
-            # The next offset of the grid behind what is covered.
-            i += -(-(taken + 1 - i) // page_size) * page_size
-            continue
-        found = sources.get(dst.token_ids[i : i + block])
+        found = sources.get(dst.token_ids[i : i + block]) if taken < 0 else None
         if found is None:
-            i += page_size
+            # On to the next place of the grid, behind what is covered.
+            i += -(-max(1, taken + 1 - i) // page_size) * page_size
             continue
         at = bisect_left(found, i + diagonal)
         j = found[at] if at < len(found) else found[0]

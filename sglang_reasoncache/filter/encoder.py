@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as one dense vector: the encoder ablations of ReasonCache and MemShare.
-
-The default, counts of token ids, needs no encoder (:mod:`filter.lexical`). The papers compare
-it with the model's own embedding layer and with Sentence-BERT.
-"""
+"""A step as one dense vector: the papers compare counts of token ids (:mod:`filter.lexical`,
+which needs no encoder) with the model's own embedding layer and with Sentence-BERT."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_reasoncache.filter.lexical import Floats, StepIndex, moved
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.lexical import Floats, LexicalIndex
+from sglang_reasoncache.filter.segment import Step
 
 Vector = npt.NDArray[np.float32]
 
 ENCODERS = ("tokens", "embedding", "sentence-bert")
-"""What a step's similarity can be computed from; the first is no dense vector."""
 ENCODER_BOUND = f"one of {', '.join(ENCODERS)}, sentence-bert:MODEL"
 SENTENCE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-"""The papers' Sentence-BERT."""
 
 _FLAG = "--reasoncache-encoder"
 # Rows of the embedding added up at once; bounds what a long step takes.
@@ -41,11 +37,7 @@ class EncoderChoice(NamedTuple):
 
     @classmethod
     def parse(cls, text: object) -> EncoderChoice:
-        """Read ``tokens``, ``embedding``, ``sentence-bert`` or ``sentence-bert:MODEL``.
-
-        Raises:
-            ValueError: anything else; names flag, bound and value.
-        """
+        """Read :data:`ENCODER_BOUND`; ValueError, naming flag, bound and value, for others."""
         if isinstance(text, str):
             kind, colon, model = text.partition(":")
             if kind == "sentence-bert" and bool(colon) == bool(model.strip()):
@@ -55,20 +47,9 @@ class EncoderChoice(NamedTuple):
         raise ValueError(f"{_FLAG} must be {ENCODER_BOUND}, got {text!r}")
 
 
-class StepEncoder(Protocol):
-    """Makes vectors whose dot product is a similarity. Shared by all requests."""
-
-    def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
-        """The step as a unit vector.
-
-        Args:
-            step_token_ids: tokens of the step, the blank ones at its end left out.
-            text: the decoded step.
-
-        Returns:
-            Shape [dim], float32, of norm 1; all zeros for a step that cannot be compared,
-            which is then similar to nothing, not even to its copy.
-        """
+# Of a step's tokens, the blank ones at its end left out, and text: a unit vector, float32 [dim],
+# whose dot product is a similarity; zeros for a step that is similar to nothing, itself included.
+StepEncoder = Callable[[Sequence[int], str], Vector]
 
 
 def unit(vector: npt.ArrayLike) -> Vector:
@@ -82,23 +63,17 @@ def unit(vector: npt.ArrayLike) -> Vector:
 
 
 class EmbeddingEncoder:
-    """The normalised mean of the step's rows in the model's input embedding.
-
-    Ids without a row are left out. A row with NaN or infinity makes every step that uses it
-    similar to nothing.
-
-    Args:
-        matrix: shape [vocabulary, dim], float32; kept, not copied.
-    """
+    """The normalised mean of the step's rows in the model's input embedding, float32
+    [vocabulary, dim], kept, not copied. Ids without a row are left out. A row with NaN or
+    infinity makes every step that uses it similar to nothing."""
 
     def __init__(self, matrix: Vector) -> None:
         self._matrix = matrix
 
-    def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
+    def __call__(self, step_token_ids: Sequence[int], text: str) -> Vector:
         num_rows, dim = self._matrix.shape
         known = [token for token in step_token_ids if 0 <= token < num_rows]
-        total = np.zeros(dim)
-        # The mean's divisor would cancel out.
+        total = np.zeros(dim)  # the mean's divisor would cancel out
         for at in range(0, len(known), _ROWS_AT_ONCE):
             rows = self._matrix[known[at : at + _ROWS_AT_ONCE]]
             with np.errstate(invalid="ignore"):
@@ -107,16 +82,8 @@ class EmbeddingEncoder:
 
 
 class SentenceEncoder:
-    """Sentence-BERT on the CPU, through the package ``sentence-transformers``.
-
-    ``model`` is a name on the Hugging Face hub, or a folder. The package cuts a text after the
-    model's own bound (256 word pieces for the default one). A text above ``max_chars`` is
-    similar to nothing.
-
-    Raises:
-        ValueError: the package is not installed, or the model cannot be loaded, for example
-            without a network.
-    """
+    """Sentence-BERT on the CPU: ``model`` is a name on the Hugging Face hub, or a folder. A
+    text above ``max_chars`` is similar to nothing. ValueError when it cannot be loaded."""
 
     def __init__(self, model: str, max_chars: int) -> None:
         require_sentence_transformers()
@@ -133,7 +100,7 @@ class SentenceEncoder:
         self._max_chars = max_chars
         self._dim = len(self._encode("a"))
 
-    def encode(self, step_token_ids: Sequence[int], text: str) -> Vector:
+    def __call__(self, step_token_ids: Sequence[int], text: str) -> Vector:
         text = text.strip()
         if not 0 < len(text) <= self._max_chars:
             return np.zeros(self._dim, dtype=np.float32)
@@ -153,12 +120,11 @@ def require_sentence_transformers() -> None:
         )
 
 
-class DenseIndex(StepIndex):
+class DenseIndex(LexicalIndex):
     """Earlier steps by vectors of one length: ReasonCache's formula with another encoder.
 
-    Similarities are rounded to six decimals, 0 where either step's vector is zero. Negative
-    cosines count as they are, in the mean too, as the formula has it: a response whose steps
-    point away from each other gets a threshold above ``strict`` and shares less.
+    Negative cosines count as they are, in the mean too, as the formula has it: a response whose
+    steps point away from each other gets a threshold above ``strict`` and shares less.
     """
 
     def __init__(
@@ -166,33 +132,29 @@ class DenseIndex(StepIndex):
     ) -> None:
         super().__init__(max_history_steps, length_factor)
         self._encoder = encoder
-        self._vectors: Vector = np.zeros((len(self._num_chars), 0), dtype=np.float32)
+        # One vector after the other.
+        self._vectors = array("f")
         # The step that was encoded last: similarities() comes right before add().
         self._encoded: tuple[Step, Vector] | None = None
 
-    def _put(self, row: int, step: Step) -> None:
-        vector = self._vector(step)
+    def _put(self, step: Step) -> None:
+        self._vectors.frombytes(self._vector(step).tobytes())
         self._encoded = None
-        if not self._vectors.shape[1]:
-            self._vectors = np.zeros((len(self._vectors), len(vector)), dtype=np.float32)
-        self._vectors[row] = vector
 
-    def _cosines(self, step: Step, rows: slice) -> Floats:
+    def _forget(self, step: Step) -> None:
+        del self._vectors[: len(self._vectors) // (len(self) + 1)]
+
+    def _cosines(self, step: Step) -> Floats:
         vector = self._vector(step)
-        if not len(self):
-            return np.zeros(0)
-        sims = (self._vectors[rows] @ vector).astype(np.float64)
+        rows = np.frombuffer(self._vectors, np.float32).reshape(len(self), len(vector))
+        sims = (rows @ vector).astype(np.float64)
         return np.clip(np.round(sims, _DECIMALS, out=sims), -1.0, 1.0, out=sims)
-
-    def _move(self, dead: int, size: int) -> None:
-        super()._move(dead, size)
-        self._vectors = moved(self._vectors, dead, size)
 
     def _vector(self, step: Step) -> Vector:
         """The step's vector, computed once; zeros unless all of it is finite."""
         if self._encoded is None or self._encoded[0] is not step:
             # The bag leaves out the blank tokens at the end, and so does this.
-            vector = self._encoder.encode(step.token_ids[: step.bag.total()], step.text)
+            vector = self._encoder(step.token_ids[: step.bag.total()], step.text)
             if not np.isfinite(vector).all():
                 vector = np.zeros_like(vector)
             self._encoded = (step, vector)

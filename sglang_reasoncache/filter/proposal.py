@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from sglang_reasoncache.filter.align import BlockPair
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.segment import Step
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Proposal(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """A :class:`Proposal` for one of many requests, as a :class:`StepEngine` gives it back.
+    """A :class:`Proposal` for one of many requests, as :class:`FilterProcess` gives it back.
 
     Attributes:
         request: id the engine gave the request.

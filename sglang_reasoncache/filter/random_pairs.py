@@ -6,16 +6,13 @@ from __future__ import annotations
 import random
 
 from sglang_reasoncache.filter.align import BlockPair, block_starts
+from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.step import Step
 
 
 class RandomPairs:
-    """Pairs blocks with uniformly random blocks of earlier steps. Not thread safe.
-
-    Each block is paired with probability ``config.random_ratio``. The same seed and steps
-    give the same pairs, on every rank.
-    """
+    """Pairs blocks, each with probability ``config.random_ratio``, with uniformly random blocks
+    of earlier steps; the same seed and steps give the same pairs. Not thread safe."""
 
     def __init__(self, config: FilterConfig, seed: int) -> None:
         self._config = config
@@ -26,8 +23,8 @@ class RandomPairs:
 
     def propose(self, step: Step) -> list[BlockPair]:
         """Random pairs for a step, which becomes an earlier one; the oldest may be forgotten."""
-        config = self._config
-        ratio, earlier = config.random_ratio or 0.0, self._starts
+        config, earlier = self._config, self._starts
+        ratio = config.random_ratio or 0.0
         starts = block_starts(step, config.block, config.page_size)
         pairs = [
             BlockPair(start, self._random.choice(earlier))

@@ -14,16 +14,18 @@ import numpy as np
 from sglang_reasoncache.filter.aging import AgeRule
 from sglang_reasoncache.filter.align import BlockPair, align_blocks
 from sglang_reasoncache.filter.encoder import DenseIndex, StepEncoder
-from sglang_reasoncache.filter.lexical import LexicalIndex, StepIndex, dynamic_threshold
+from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
 from sglang_reasoncache.filter.proposal import FilterCounters, Proposal
 from sglang_reasoncache.filter.random_pairs import RandomPairs
 from sglang_reasoncache.filter.runs import RunMatcher
-from sglang_reasoncache.filter.segment import BLANK, Segmenter, TokenClasses
+from sglang_reasoncache.filter.segment import BLANK, ReasoningSpan, Segmenter, Step, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.span import ReasoningSpan
-from sglang_reasoncache.filter.step import Step
-from sglang_reasoncache.filter.structure.scan import leaves_fence_open
-from sglang_reasoncache.filter.structure.signature import Signature, same_structure, signature
+from sglang_reasoncache.filter.structure.signature import (
+    Signature,
+    leaves_fence_open,
+    same_structure,
+    signature,
+)
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 __all__ = ["FilterConfig", "FilterCounters", "Proposal", "RequestFilter"]
@@ -69,7 +71,7 @@ class RequestFilter:
         # Tokens of the open step; empty between two steps.
         self._open_tokens: list[int] = []
         self._in_code = False
-        self._history: StepIndex
+        self._history: LexicalIndex
         if encoder is None:
             if config.encoder != "tokens" and config.random_ratio is None:
                 raise ValueError(f"--reasoncache-encoder {config.encoder} was not built")

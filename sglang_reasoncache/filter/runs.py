@@ -6,8 +6,8 @@ from __future__ import annotations
 from array import array
 
 from sglang_reasoncache.filter.align import BlockPair
+from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.step import Step
 
 _MODULUS, _BASE = (1 << 61) - 1, 1_000_003_579
 #: Runs remembered for one request: 15 MB. Beyond, all are forgotten and collected anew.

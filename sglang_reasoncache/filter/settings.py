@@ -14,31 +14,16 @@ from sglang_reasoncache.filter.structure.tree import Limits, require_zss
 class FilterConfig:
     """Everything that decides which blocks are proposed. Defaults: ReasonCache's.
 
-    ``ReasonCacheConfig`` bounds what an operator sets of it.
+    Most are settings of ``ReasonCacheConfig``, which bounds and explains them: ``strict`` and
+    ``soft`` are its ``tau_strict`` and ``tau_soft``. The others:
 
     Attributes:
-        strict: upper end of the dynamic lexical threshold, 0 to 1.
-        soft: lower end, at most ``strict``.
-        fixed_tau: a constant lexical threshold instead (MemShare: 0.8).
-        length_factor: multiply the cosine with the ratio of lengths.
-        use_structure: compare formal content.
-        structure_tolerance: largest tree edit distance of formal content.
         max_structure_checks: candidates per step whose structure is compared, most similar
             first; the others are left out.
-        match: ``steps``: blocks of similar steps (the papers); ``runs``: equal runs anywhere.
-        direction: of two equal blocks the ``newest`` keeps its slots, or the ``oldest`` (the
-            papers).
-        min_age: tokens that a block must lie behind the end before it reads foreign slots.
-        block: tokens per block.
         page_size: above 1, blocks are whole pages and ``block`` equals it.
-        align: ``tokens`` or ``index``, see :func:`align_blocks`.
-        max_step_tokens: a longer step is cut.
-        max_history_steps: earlier steps that can be candidates.
         max_candidates: earlier steps that one step may take blocks from.
         max_blocks_per_step: block pairs proposed for one step.
         encoder: one of ``filter.encoder.ENCODERS``.
-        random_ratio: probability with which a block is paired with a random earlier one,
-            nothing else being compared; an ablation. None: off.
         seed: of the random pairs.
         limits: bounds of reading structure.
 

@@ -4,12 +4,11 @@
 Tokenizers spell their pieces in several ways (byte-level alphabets, ``▁`` and ``<0x0A>``,
 ``##``), and what a piece adds to a text may depend on its neighbours. Three ways to read them
 are tried, the exact one first, and each is compared with the tokenizer's own ``decode`` on some
-hundred sequences; the first that agrees everywhere is taken, else the one that agrees most.
+hundred sequences; the one that agrees most is taken.
 
-What concatenated bytes cannot reproduce: the space that some tokenizers (SentencePiece,
-WordPiece, word level) leave out at the start of a text, where it stays here;
-``clean_up_tokenization_spaces`` as far as it reads several tokens (``do n't``); how many U+FFFD
-stand for bytes that are no UTF-8. None of it matters to a step.
+What concatenated bytes cannot reproduce, and no step needs: the space that some tokenizers leave
+out at the start of a text, ``clean_up_tokenization_spaces`` over several tokens (``do n't``), how
+many U+FFFD stand for bytes that are no UTF-8.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -34,30 +33,16 @@ _UNDECODABLE = re.compile("\ufffd+")
 
 
 class Vocabulary:
-    """What each token id adds to a text; the text of tokens is their concatenation.
-
-    Immutable, shared by all requests.
-
-    Attributes:
-        pieces: bytes of the tokens 0, 1, 2, ...; empty for an id without a token.
-    """
+    """What each token id adds to a text; the text of tokens is their concatenation. ``pieces``:
+    bytes of the tokens 0, 1, 2, ...; empty for an id without a token."""
 
     __slots__ = ("pieces",)
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces = tuple(pieces)
 
-    @property
-    def size(self) -> int:
-        """Ids from 0 up to this have an entry."""
-        return len(self.pieces)
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token; empty for an id outside the vocabulary."""
-        return self.pieces[token_id] if 0 <= token_id < len(self.pieces) else b""
-
     def text(self, token_ids: Iterable[int]) -> str:
-        """The decoded text; bytes that are no UTF-8 become U+FFFD."""
+        """The decoded text; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
         pieces = self.pieces
         size = len(pieces)
         joined = b"".join([pieces[i] for i in token_ids if 0 <= i < size])
@@ -65,10 +50,8 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """The vocabulary of a Hugging Face tokenizer, or of one that behaves like it.
-
-    Takes about a second for 150 000 tokens, two where only the tokenizer's own ``decode`` gets
-    them right; meant to run once per process.
+    """The vocabulary of a Hugging Face tokenizer, or of one that behaves like it; for 150 000
+    tokens in a second, or two where only the tokenizer's own ``decode`` gets them right.
 
     Raises:
         ValueError: an object that can neither list nor decode its tokens.
@@ -81,27 +64,27 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     except Exception as error:
         # Custom tokenizers come with code of their own, which may raise anything.
         raise ValueError(f"cannot read the tokens of {kind}: {error}") from error
-    best: tuple[tuple[int, int], str, Vocabulary] | None = None
-    routes: tuple[Callable[[Any, int], list[bytes]], ...] = (_by_bytes, _by_context, _by_id)
-    for route in routes:
+    # Each with the number of texts and of sequences that differ.
+    found: list[tuple[tuple[int, int], str, Vocabulary]] = []
+    for route in (_by_bytes, _by_context, _by_id):
         try:
-            found = Vocabulary(route(tokenizer, size))
+            vocabulary = Vocabulary(route(tokenizer, size))
         except Exception as error:
             logger.debug("reasoncache: %s of %s: %s", route.__name__, kind, error)
             continue
-        wrong = [i for i, ids in enumerate(sequences) if _comparable(found.text(ids)) != decoded[i]]
+        texts = (_comparable(vocabulary.text(ids)) for ids in sequences)
+        wrong = [i for i, text in enumerate(texts) if text != decoded[i]]
         # Texts weigh more than ids in random order, which no model writes.
-        score = (sum(i < num_texts for i in wrong), len(wrong))
-        if best is None or score < best[0]:
-            best = (score, route.__name__, found)
+        found.append(((sum(i < num_texts for i in wrong), len(wrong)), route.__name__, vocabulary))
         if not wrong:
             break
-    if best is None:
+    if not found:
         raise ValueError(f"cannot read the tokens of {kind}")
-    (texts, total), name, vocabulary = best
-    (logger.warning if texts else logger.info)(
+    (wrong_texts, total), name, vocabulary = min(found, key=lambda one: one[0])
+    logger.log(
+        logging.WARNING if wrong_texts else logging.INFO,
         "reasoncache: %d tokens of %s read %s, %d of %d sequences differ from its decode",
-        vocabulary.size,
+        size,
         kind,
         name.strip("_").replace("_", " "),
         total,
@@ -164,12 +147,11 @@ def _by_context(tokenizer: Any, size: int) -> list[bytes]:
     )
     anchor = next(i for i in words if _decode(tokenizer, [i]).strip().isalnum())
     before = _decode(tokenizer, [anchor])
-    pieces = []
-    for i in range(size):
-        text = _decode(tokenizer, [anchor, i])
-        cut = text.startswith(before)
-        pieces.append((text[len(before) :] if cut else _decode(tokenizer, [i])).encode())
-    return pieces
+    texts = (_decode(tokenizer, [anchor, i]) for i in range(size))
+    return [
+        (text[len(before) :] if text.startswith(before) else _decode(tokenizer, [i])).encode()
+        for i, text in enumerate(texts)
+    ]
 
 
 def _by_id(tokenizer: Any, size: int) -> list[bytes]:

@@ -25,9 +25,8 @@ from sglang_reasoncache.filter.encoder import EmbeddingEncoder, SentenceEncoder,
 from sglang_reasoncache.filter.messages import WORD, Feed, pack_refusal, pack_reply
 from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.request_filter import RequestFilter
-from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.span import ReasoningSpan
 from sglang_reasoncache.filter.structure.tree import Limits
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 

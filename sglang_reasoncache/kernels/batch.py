@@ -10,15 +10,9 @@ if TYPE_CHECKING:
 
 
 class BatchRows(NamedTuple):
-    """Of one forward.
+    """Of one forward."""
 
-    Attributes:
-        plan: Entries of the rows: a ``RowPlan``, on a GPU ``PlanBuffers`` with ``positions``.
-        requests, lengths: int ``[batch]``, rows and their positions, new ones included.
-        longest: Upper bound on ``lengths``.
-    """
-
-    plan: Any
-    requests: torch.Tensor
-    lengths: torch.Tensor
-    longest: int
+    plan: Any  # a RowPlan; on a GPU PlanBuffers with positions
+    requests: torch.Tensor  # int [batch], rows
+    lengths: torch.Tensor  # int [batch], their positions, new ones included
+    longest: int  # upper bound on lengths

@@ -21,16 +21,9 @@ def bounds_kernel(
     keys,  # [num_slots, heads, DIM]
     slots,  # int32 or int64 [tokens]
     ends,  # [pages, heads, 2 * DIM], written
-    tokens,
-    num_slots,
-    slot_stride,
-    head_stride,
-    ELEMENT: tl.constexpr,
-    DIM: tl.constexpr,
-    COLS: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    tokens, num_slots, slot_stride, head_stride, ELEMENT: tl.constexpr, DIM: tl.constexpr,
+    COLS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Grid (tokens, heads)."""
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -57,27 +50,18 @@ def bounds_kernel(
 
 
 def note(keys: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, page: int) -> None:
-    """Bring the bounds of pages up to date, after keys were written to ``slots``.
+    """Bring the bounds of pages of ``page`` slots up to date, after keys were written to ``slots``.
 
-    A page is filled from its first slot on. Slots out of range are skipped.
-
-    Args:
-        keys: ``[num_slots, heads, dim]``, of the pool.
-        slots: int ``[tokens]``; those of a page side by side and ascending.
-        ends: ``[pages, heads, 2 * dim]``, largest and least keys, contiguous, of a dtype that
-            holds the keys'.
-        page: Slots of a page.
+    A page is filled from its first slot on; its ``slots`` lie side by side and ascend, those out of
+    range are skipped. ``ends`` are the largest and least keys, of a dtype that holds the keys'.
     """
     if not len(slots):
         return
     heads, dim = keys.shape[1:]
-    tensors = as_read(keys), slots.contiguous(), ends
     with current_device(keys.device):
         bounds_kernel[(len(slots), heads)](
-            *tensors,
-            len(slots),
-            len(keys),
-            *keys.stride()[:2],
+            *(as_read(keys), slots.contiguous(), ends),
+            *(len(slots), len(keys), *keys.stride()[:2]),
             ELEMENT=ELEMENT[keys.dtype],
             DIM=dim,
             COLS=triton.next_power_of_2(dim),

@@ -111,10 +111,8 @@ def load_fp32(pointer, mask, ELEMENT: tl.constexpr):
 
 @triton.jit
 def load_entries(kv_indices, shift, entry, inside, num_slots, table_rows, HALF: tl.constexpr):
-    """Slots and shifts of a tile of entries, and which of them may be read.
-
-    Returns int64 slots, 0 where they may not, and int32 shifts, all 0 if HALF is 0.
-    """
+    """int64 slots of a tile of entries (0: not to be read), int32 shifts (0 if HALF is), and which of
+    them may be read."""
     slot = tl.load(kv_indices + entry, mask=inside, other=-1)
     ok = inside & (slot >= 0) & (slot < num_slots)
     by = tl.zeros_like(slot)
@@ -126,12 +124,8 @@ def load_entries(kv_indices, shift, entry, inside, num_slots, table_rows, HALF: 
 
 @triton.jit
 def pairing(column, HALF: tl.constexpr, NEOX: tl.constexpr):
-    """Which elements of a head are rotated together.
-
-    Returns, for every column: whether it is rotated at all, the column it is paired
-    with (itself if it is not), whether it is the first of the pair, and the pair's
-    index in a row of the rotary table.
-    """
+    """Of every column: whether it is rotated at all, the column it is paired with (itself if it is
+    not), whether it is the first of the pair, and the pair's index in a row of the rotary table."""
     rotated = column < 2 * HALF
     if NEOX:
         first = column < HALF
@@ -146,11 +140,8 @@ def pairing(column, HALF: tl.constexpr, NEOX: tl.constexpr):
 
 @triton.jit
 def load_factors(cosines, sines, shift, rotated, first, angle, mask, HALF: tl.constexpr):
-    """What an element, and the one it is paired with, are multiplied by to rotate it.
-
-    All arguments broadcast; ``shift`` is in positions, either way. Nothing is read
-    where ``mask`` is off or the element is not ``rotated``: it stays as it is.
-    """
+    """What an element, and the one it is paired with, are multiplied by to rotate it by ``shift``
+    positions, either way. Nothing is read where ``mask`` is off or it is not ``rotated``."""
     at = tl.abs(shift).to(tl.int64) * HALF + angle
     cosine = tl.load(cosines + at, mask=mask & rotated, other=1.0)
     sine = tl.load(sines + at, mask=mask & rotated, other=0.0)

@@ -25,10 +25,9 @@ def decode_attention(
 ) -> torch.Tensor:
     """``softmax(scale * q . k) v`` of every query over its own entries.
 
-    A key shifted by n positions is read as it lies in the pool, under the query rotated back by n:
-    the cost grows with the runs of equal shift, not with the entries. The result does not depend on
-    the number of threads, nor on the rest of the batch. On a CUDA device the call only launches,
-    and can be captured in a graph.
+    A shifted key is read as it lies in the pool, under the query rotated back: the cost grows with
+    the runs of equal shift. The result does not depend on threads, nor on the rest of the batch.
+    On a CUDA device the call only launches, and can be captured in a graph.
 
     Args:
         query: ``[batch, heads, k_dim]`` on the pool's device, fp32, bf16 or fp16.
@@ -39,9 +38,8 @@ def decode_attention(
         sinks: fp32 ``[heads]``, logits that take weight and have no value.
         spans: int32 ``[batch]`` each, first entry of each query and one past its last; several
             queries may read the same entries.
-        weights: fp32, one for each entry of query 0, then of query 1, and so on. Each entry's
-            softmax weight, summed over the query heads, is added to it. "triton" takes any
-            length: entries past the end are skipped, unused elements are unchanged.
+        weights: fp32, one for each entry of query 0, then of query 1, and so on: each entry's
+            softmax weight, summed over the heads, is added to it. "triton" takes any length.
         longest: Upper bound on the entries of a query; None: all of the plan's. With ``weights``,
             "triton" has memory for the logits of as many, and skips others.
 
@@ -53,6 +51,8 @@ def decode_attention(
             and "torch", a slot, span or shift out of range, which "triton" skips.
     """
     kv.check(plan.shift, query.dtype)
+    # Whole rows lie side by side from 0, and so do their weights.
+    first = plan.kv_indptr[:-1] if spans is None else None
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
     batch = begin.shape[0]
     heads, k_dim = query.shape[1:] if query.dim() == 3 else (0, 0)
@@ -77,19 +77,17 @@ def decode_attention(
     if query.stride(2) != 1:
         query = query.contiguous()
     out = query.new_empty((batch, heads, kv.values.shape[2]))
-    begin, end, total = begin.contiguous(), end.contiguous(), len(plan.kv_indices)
-    reads = begin, end, plan.kv_indices, plan.shift
+    spans = begin.contiguous(), end.contiguous()
     options = sinks, float(scale), float(logit_cap), weights
     if kv.backend == "torch":
-        reference.decode(kv, query, out, *reads, *options)
+        reference.decode(kv, query, out, plan, spans, *options)
     elif kv.native is not None:
         queries = query, out, batch, heads, *query.stride()[:2]
+        reads = *spans, plan.kv_indices, plan.shift, len(plan.kv_indices)
         element = DTYPES.index(query.dtype)
-        kv.native.call("decode", *queries, *reads, total, *options, element, cpu_threads())
+        kv.native.call("decode", *queries, *reads, *options, element, cpu_threads())
     else:
         from sglang_reasoncache.kernels import decode_triton
 
-        # Whole rows lie side by side from 0, and so do their weights.
-        first = plan.kv_indptr[:-1] if spans is None else None
-        decode_triton.decode(kv, query, out, *reads, *options, first, longest)
+        decode_triton.decode(kv, query, out, plan, spans, *options, first, longest)
     return out

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged decode attention on a GPU: chunks of a request side by side, then their merge.
 
-Two launches whose grids depend on the number of queries alone, so a CUDA graph can hold both.
-The first cuts each query's entries into at most ``SPLITS`` chunks; a program takes one chunk and
-all query heads of a KV head, and writes an output and a log-sum-exp. The second merges these.
-Where a chunk ends depends on the number of entries alone: a request has the same bits in any batch.
+Grids depend on the number of queries alone, so a CUDA graph can hold the launches. A program takes
+one of at most ``SPLITS`` chunks and all query heads of a KV head. Where a chunk ends depends on the
+number of entries alone: a request has the same bits in any batch. A third launch gives weights.
 """
 
 from __future__ import annotations
@@ -16,23 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels import weights_triton
-from sglang_reasoncache.kernels.common_triton import (
-    ELEMENT,
-    as_read,
-    current_device,
-    fp8_to_fp16,
-    load_entries,
-    load_factors,
-    pairing,
-    piece_of,
-    rotary_arguments,
-    rotary_constants,
-    span_of,
-)
+from sglang_reasoncache.kernels import common_triton as common
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.paged import PagedKv
+    from sglang_reasoncache.kernels.plan import RowPlan
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Most chunks of a query's entries.
@@ -42,6 +29,12 @@ CHUNK = 256
 #: Queries of one launch: bounds the memory of unmerged outputs.
 QUERIES = 128
 NUM_STAGES = 2
+#: Of the weights kernel: programs of a query, entries and heads that one reads at once (one after
+#: the other, each head would wait for the memory).
+PIECES, TILE, HEADS = 64, 128, 16
+#: Logits kept at a time, of all queries of a launch. Not a power of 2: contexts are one, and
+#: SGLang's rows a few positions longer.
+LOGITS_BYTES = 272 << 20
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -53,7 +46,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 def _operand(raw, ELEMENT: tl.constexpr):
     """Elements of a pool as a tensor core multiplies them, without rounding."""
     if ELEMENT == "e4m3" or ELEMENT == "e5m2":
-        return fp8_to_fp16(raw, ELEMENT)
+        return common.fp8_to_fp16(raw, ELEMENT)
     else:
         return raw
 
@@ -63,12 +56,10 @@ def _parts(x, ELEMENT: tl.constexpr):
     """fp32 as the sum of two operands; where they are narrower, 16 of its bits or more."""
     if ELEMENT == "fp32":
         return x, x
-    elif ELEMENT == "bf16":
-        high = x.to(tl.bfloat16)
-        return high, (x - high.to(tl.float32)).to(tl.bfloat16)
     else:
-        high = x.to(tl.float16)
-        return high, (x - high.to(tl.float32)).to(tl.float16)
+        narrow: tl.constexpr = tl.bfloat16 if ELEMENT == "bf16" else tl.float16
+        high = x.to(narrow)
+        return high, (x - high.to(tl.float32)).to(narrow)
 
 
 @triton.jit
@@ -104,45 +95,28 @@ def chunk_kernel(
     kv_indices,  # int32 [total]
     shift,  # int32 [total], unused unless HALF
     cosines,  # fp32 [table_rows, HALF], likewise
-    sines,
-    table_rows,
+    sines, table_rows,
     parts,  # fp32 [rows, heads, SPLITS, V_DIM]: outputs of the chunks
     part_lse,  # fp32 [rows, heads, SPLITS]: base 2
     logits,  # fp32 [rows, heads, width]: base 2, written if LOGITS
-    total,
-    width,
-    num_slots,
-    q_row_stride,
-    q_head_stride,
-    k_slot_stride,
-    k_head_stride,
-    v_slot_stride,
-    v_head_stride,
-    scale,
-    logit_cap,
-    ELEMENT: tl.constexpr,
+    total, width, num_slots, q_row_stride, q_head_stride, k_slot_stride, k_head_stride,
+    v_slot_stride, v_head_stride, scale, logit_cap, ELEMENT: tl.constexpr,
     EXACT: tl.constexpr,  # the query is of the operands' type
     CAPPED: tl.constexpr,
     HALF: tl.constexpr,  # 0: nothing is shifted
-    NEOX: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_COLS: tl.constexpr,
+    NEOX: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_COLS: tl.constexpr,
     V_COLS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     HEADS: tl.constexpr,  # of a program, at least 16
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-    LOGITS: tl.constexpr,
-):
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, LOGITS: tl.constexpr,
+):  # fmt: skip
     """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows)."""
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(0) // blocks
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    first, count = span_of(begin, end, row, total)
-    start, stop = piece_of(count, split, SPLITS, CHUNK)
+    first, count = common.span_of(begin, end, row, total)
+    start, stop = common.piece_of(count, split, SPLITS, CHUNK)
     heads = tl.num_programs(0) // blocks * GROUP
     if start < stop:
         member = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
@@ -155,14 +129,14 @@ def chunk_kernel(
         q_high, q_low = _parts(whole, ELEMENT)
         keys += kv_head.to(tl.int64) * k_head_stride
         values += kv_head.to(tl.int64) * v_head_stride
-        rotated, other, earlier, angle = pairing(k_column, HALF, NEOX)
+        rotated, other, earlier, angle = common.pairing(k_column, HALF, NEOX)
         most = tl.full([HEADS], float("-inf"), tl.float32)
         weight = tl.zeros([HEADS], tl.float32)
         sums = tl.zeros([HEADS, V_COLS], tl.float32)
         for at in range(start, stop, TILE):
             entry = at + tl.arange(0, TILE)
             inside = entry < stop
-            slot, by, ok = load_entries(
+            slot, by, ok = common.load_entries(
                 kv_indices, shift, first + entry, inside, num_slots, table_rows, HALF
             )
             k_at = keys + (slot * k_slot_stride)[None, :]
@@ -176,7 +150,7 @@ def chunk_kernel(
                 one = _next(left)
                 if one != 0:  # a loop inside a branch leaves the outer one pipelined
                     while one != 0:
-                        cosine, sine = load_factors(
+                        cosine, sine = common.load_factors(
                             cosines, sines, -one, rotated, earlier, angle, True, HALF
                         )
                         # Loaded again: kept, it would take registers from every tile.
@@ -222,30 +196,21 @@ def chunk_kernel(
 @triton.jit(do_not_specialize=["total"])
 def merge_kernel(
     parts,  # as the chunk kernel left them
-    part_lse,
-    begin,
-    end,
+    part_lse, begin, end,
     sinks,  # fp32 [heads], unused unless SINKS
     out,  # [rows, heads, V_DIM]
     lse,  # fp32 [rows, heads], unused unless LSE
-    total,
-    out_row_stride,
-    out_head_stride,
-    SINKS: tl.constexpr,
-    LSE: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_COLS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    total, out_row_stride, out_head_stride, SINKS: tl.constexpr, LSE: tl.constexpr,
+    V_DIM: tl.constexpr, V_COLS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Grid (heads, rows)."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     unit = row * tl.num_programs(0) + head
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, V_COLS)
-    _first, count = span_of(begin, end, row, total)
-    start, stop = piece_of(count, split, SPLITS, CHUNK)
+    _first, count = common.span_of(begin, end, row, total)
+    start, stop = common.piece_of(count, split, SPLITS, CHUNK)
     used = start < stop
     found = tl.load(part_lse + unit * SPLITS + split, mask=used, other=float("-inf"))
     at = (unit * SPLITS + split)[:, None] * V_DIM + column[None, :]
@@ -266,6 +231,54 @@ def merge_kernel(
     if LSE:
         both = tl.where(nothing, float("-inf"), (base + tl.log2(whole)) * _LN2)
         tl.store(lse + unit, both)
+
+
+@triton.jit(do_not_specialize=["total", "width", "size"])
+def weights_kernel(
+    logits,  # fp32 [rows, heads, width]: base 2
+    lse,  # fp32 [rows, heads]: natural
+    begin,  # int32 [rows]
+    end,  # int32 [rows]
+    first,  # int32 or int64 [rows]: of each query's entries in ``weights``
+    weights,  # fp32 [size], added to
+    total, width, size, heads: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (PIECES, rows). Adds each entry's softmax weight, summed over the heads, to ``weights``.
+
+    An entry's weight is written by one program: always the same bits.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    _first, count = common.span_of(begin, end, row, total)
+    count = tl.minimum(count, width)
+    to = tl.load(first + row).to(tl.int64)
+    start, stop = common.piece_of(count, tl.program_id(0), PIECES, TILE)
+    for at in range(start, stop, TILE):
+        entry = at + tl.arange(0, TILE)
+        inside = entry < count
+        found = tl.zeros([TILE], tl.float32)
+        for some in range(0, heads, HEADS):
+            head = some + tl.arange(0, HEADS)
+            real = head < heads
+            unit = row * heads + head
+            whole = tl.load(lse + unit, mask=real, other=0.0) * _LOG2E
+            # Entries that count for nothing, all of them: -inf less -inf would be NaN.
+            whole = tl.where(whole == float("-inf"), 0.0, whole)
+            mask = real[:, None] & inside[None, :]
+            at_logit = logits + (unit * width)[:, None] + entry[None, :]
+            logit = tl.load(at_logit, mask=mask, other=float("-inf"))
+            found += tl.sum(tl.exp2(logit - whole[:, None]), axis=0)
+        there = inside & (to + entry >= 0) & (to + entry < size)
+        place = weights + to + entry
+        tl.store(place, tl.load(place, mask=there, other=0.0) + found, mask=there)
+
+
+def rows_of_a_launch(heads: int, width: int) -> int:
+    """Queries whose logits are kept at a time."""
+    rows = max(1, LOGITS_BYTES // max(4 * heads * width, 1))
+    # Each launch begins at a multiple of 16 bytes: for other addresses Triton would compile each
+    # kernel again, in the middle of a forward.
+    return rows if rows < 4 else rows // 4 * 4
 
 
 def columns(dim: int) -> int:
@@ -291,11 +304,11 @@ def constants(
     group = query.shape[1] // keys.shape[1]
     k_cols, v_cols = columns(keys.shape[2]), columns(values.shape[2])
     return dict(
-        ELEMENT=ELEMENT[keys.dtype],
+        ELEMENT=common.ELEMENT[keys.dtype],
         # fp8 is multiplied as fp16.
         EXACT=query.dtype == (torch.float16 if keys.element_size() == 1 else keys.dtype),
         CAPPED=capped,
-        **rotary_constants(rotation),
+        **common.rotary_constants(rotation),
         K_DIM=keys.shape[2],
         V_DIM=values.shape[2],
         K_COLS=k_cols,
@@ -314,10 +327,8 @@ def decode(
     kv: PagedKv,
     query: torch.Tensor,
     out: torch.Tensor,
-    begin: torch.Tensor,
-    end: torch.Tensor,
-    kv_indices: torch.Tensor,
-    shift: torch.Tensor | None,
+    plan: RowPlan,
+    spans: tuple[torch.Tensor, torch.Tensor],
     sinks: torch.Tensor | None,
     scale: float,
     logit_cap: float,
@@ -325,74 +336,59 @@ def decode(
     first: torch.Tensor | None,
     longest: int | None,
 ) -> None:
-    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`, whose arguments these are.
+    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`; waits for nothing.
 
-    Waits for nothing. Takes memory of ``min(batch, QUERIES) * heads * SPLITS`` outputs in fp32
-    for the time of the call; with ``weights`` also that of logits, at most
-    ``weights_triton.LOGITS_BYTES`` unless one query has more.
-
-    Args:
-        first: int ``[batch]``, where each query's weights begin; None adds up the spans, which
-            is more launches than the attention.
+    Takes memory of ``min(batch, QUERIES) * heads * SPLITS`` fp32 outputs; with ``weights`` also of
+    logits, at most ``LOGITS_BYTES`` unless one query has more. ``first``: int
+    ``[batch]``, where each query's weights begin; None adds up the spans, in launches of its own.
     """
     batch, heads, _ = query.shape
     if not batch:
         return
-    keys, values, total = kv.keys, kv.values, len(kv_indices)
-    rotation = None if shift is None else kv.rotation
-    fixed = constants(
-        query, keys, values, rotation, capped=logit_cap > 0, logits=weights is not None
-    )
+    keys, values, total = kv.keys, kv.values, len(plan.kv_indices)
+    (begin, end), observed = spans, weights is not None
+    rotation = None if plan.shift is None else kv.rotation
+    fixed = constants(query, keys, values, rotation, capped=logit_cap > 0, logits=observed)
     rows, width, lse = min(batch, QUERIES), 0, None
     made = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
-    if weights is not None:
+    if observed:
         width = total if longest is None else min(longest, total)
-        rows = min(rows, weights_triton.rows_of_a_launch(heads, width))
+        rows = min(rows, rows_of_a_launch(heads, width))
         lse = made((batch, heads))
         if first is None:
             counts = (end.clamp(max=total) - begin.clamp(min=0)).clamp_(min=0)
             first = counts.cumsum(0, dtype=torch.int64) - counts
     parts, part_lse = made((rows, heads, SPLITS, values.shape[2])), made((rows, heads, SPLITS))
-    logits = part_lse if weights is None else made((rows, heads, width))
+    logits = made((rows, heads, width)) if observed else part_lse
     blocks = keys.shape[1] * triton.cdiv(fixed["GROUP"], fixed["HEADS"])
-    pool = as_read(keys), as_read(values)
-    entries = kv_indices, *rotary_arguments(shift, rotation, kv_indices, part_lse)
+    pool = common.as_read(keys), common.as_read(values)
+    rotary = common.rotary_arguments(plan.shift, rotation, plan.kv_indices, part_lse)
     strides = *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2]
-    with current_device(query.device):
+    sizes = total, width, len(keys)
+    merged = {name: fixed[name] for name in ("V_DIM", "V_COLS", "SPLITS", "CHUNK")}
+    merged |= dict(SINKS=sinks is not None, LSE=observed)
+    weighed = dict(heads=heads, HEADS=min(HEADS, triton.next_power_of_2(heads)))
+    weighed |= dict(PIECES=PIECES, TILE=TILE)
+    fixed |= dict(num_warps=warps(keys.shape[2]), num_stages=NUM_STAGES)
+    with common.current_device(query.device):
         for some in range(0, batch, rows):
             here = slice(some, some + rows)
-            spans = begin[here], end[here]
-            count = len(spans[0])
+            begin, end = (side[here] for side in spans)
+            count = len(begin)
+            entries = begin, end, plan.kv_indices, *rotary
+            found = parts, part_lse, logits
             chunk_kernel[(blocks, SPLITS, count)](
-                query[here],
-                *pool,
-                *spans,
-                *entries,
-                parts,
-                part_lse,
-                logits,
-                total,
-                width,
-                len(keys),
-                *strides,
-                scale,
-                logit_cap,
-                **fixed,
-                num_warps=warps(keys.shape[2]),
-                num_stages=NUM_STAGES,
+                query[here], *pool, *entries, *found, *sizes, *strides, scale, logit_cap, **fixed
             )
+            lse_here = part_lse if lse is None else lse[here]
             merge_kernel[(heads, count)](
-                parts,
-                part_lse,
-                *spans,
-                part_lse if sinks is None else sinks,
-                out[here],
-                part_lse if lse is None else lse[here],
-                total,
-                *out.stride()[:2],
-                SINKS=sinks is not None,
-                LSE=lse is not None,
-                **{name: fixed[name] for name in ("V_DIM", "V_COLS", "SPLITS", "CHUNK")},
+                *(parts, part_lse, begin, end, part_lse if sinks is None else sinks),
+                *(out[here], lse_here, total, *out.stride()[:2]),
+                **merged,
             )
             if weights is not None and lse is not None and first is not None:
-                weights_triton.add(logits[:count], lse[here], *spans, first[here], weights, total)
+                weights_kernel[(PIECES, count)](
+                    *(logits, lse_here, begin, end, first[here], weights),
+                    *(total, width, len(weights)),
+                    **weighed,
+                )

@@ -2,8 +2,7 @@
 """KV distance of block pairs (ReasonCache, arXiv 2507.21433v3, stage 2).
 
 ``dist = (1/N) sum_layers (||K_c - K_k||_2 + ||V_c - V_k||_2) / (2 d h)`` over flattened fp32
-tensors, N layers, d tokens a block, h KV heads. Differences are taken before squaring: the form
-with cached norms, ``|x|^2 + |y|^2 - 2 x.y``, cancels for near-equal blocks and reads as much.
+tensors, N layers, d tokens a block, h KV heads. Differences first: cached norms would cancel.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_reasoncache.kernels import reference
-from sglang_reasoncache.kernels.pool import check_pool, choose_backend
+from sglang_reasoncache.kernels.paged import check_pool, choose_backend
 from sglang_reasoncache.native.pool import DTYPES, NativePool, cpu_threads
 
 if TYPE_CHECKING:
@@ -24,28 +23,12 @@ if TYPE_CHECKING:
 #: Key and value buffer of a layer, ``[num_slots, heads, head_dim]`` each.
 Layer = tuple[torch.Tensor, torch.Tensor]
 
-#: Of destination slots, source slots and shifts.
-_DTYPES = torch.int64, torch.int64, torch.int32
-
 
 class DistanceKernel:
     """Sums over pairs of blocks, one pass over the pool for all pairs of a call.
 
-    It keeps the buffers' addresses: they must be the pool's own memory, not copies.
-
-    Args:
-        layers: Keys and values of every layer, of a dtype of ``DTYPES``. Keys are shaped and
-            strided alike in all layers, so are values; their head dims may differ.
-        rotation: The model's rotation of keys, None to compare as cached only.
-        backend: See :func:`~sglang_reasoncache.kernels.pool.choose_backend`.
-
-    Attributes:
-        backend: Of ``pool.BACKENDS``, the one that computes.
-
-    Raises:
-        ValueError: buffers of unlike or unsupported layout; see ``check_pool`` and
-            ``choose_backend``.
-        sglang_reasoncache.native.NativeUnavailable: see ``choose_backend``.
+    It keeps the buffers' addresses: they must be the pool's own memory. ``backend`` is the one
+    of ``paged.BACKENDS`` that computes.
     """
 
     def __init__(
@@ -55,14 +38,43 @@ class DistanceKernel:
         *,
         backend: str | None = None,
     ) -> None:
-        self._layers = list(layers)
-        if not self._layers:
+        """
+        Args:
+            layers: Keys and values of every layer, of a dtype of ``DTYPES``. Keys are shaped and
+                strided alike in all layers, so are values; their head dims may differ.
+            rotation: The model's rotation of keys, None to compare as cached only.
+            backend: See ``choose_backend``.
+
+        Raises:
+            ValueError, NativeUnavailable: unlike layers; see ``check_pool``, ``choose_backend``.
+        """
+        if not layers:
             raise ValueError("a pool of at least one layer is needed")
-        keys, values = self._layers[0]
-        self._rotation = check_pool(keys, values, rotation)
-        self._check_layers()
+        layers = list(layers)
+        keys, values = layers[0]
+        self._rotation = rotation = check_pool(keys, values, rotation)
+        if keys.dtype not in DTYPES:
+            supported = ", ".join(map(str, DTYPES))
+            raise ValueError(f"pool dtype {keys.dtype}, supported: {supported}")
+        for index, layer in enumerate(layers):
+            for side, found, wanted in zip(
+                "KV", map(_layout, layer), map(_layout, layers[0]), strict=True
+            ):
+                if found != wanted:
+                    raise ValueError(f"{side} of layer {index} is {found}, not {wanted}")
+        self._device = keys.device
         self.backend = choose_backend(backend, keys, values)
-        self._sums = self._implementation()
+        #: ``(dst_slots, src_slots, shift, moments)`` to sums.
+        self._sums: Callable[..., torch.Tensor]
+        if self.backend == "torch":
+            self._sums = functools.partial(reference.distance, layers, rotation)
+        elif self.backend == "triton":
+            from sglang_reasoncache.kernels.distance_triton import TritonDistance
+
+            self._sums = TritonDistance(layers, rotation).sums
+        else:
+            pool = NativePool(layers, rotation)
+            self._sums = functools.partial(_native_sums, pool, len(layers))
 
     def squares(
         self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None = None
@@ -76,24 +88,21 @@ class DistanceKernel:
                 would be used minus where it was cached). None compares keys as cached.
 
         Returns:
-            fp64 ``[pairs, num_layers, 2]`` (key side, value side) on the pool's device, not finite
-            if what was read is not. Additive over tensor-parallel ranks.
+            fp64 ``[pairs, num_layers, 2]`` (key side, value side), not finite if what was read is
+            not. Additive over tensor-parallel ranks.
 
         Raises:
-            ValueError: wrong dtype, shape or device; ``shift`` without a rotation; a slot outside
-                the pool or a shift outside the rotary table. On CUDA values are not checked: such
-                a pair comes out as NaN.
+            ValueError: wrong dtype, shape or device; ``shift`` without a rotation; a slot or shift
+                out of range (on CUDA values are not checked: such a pair is NaN).
         """
         return self._checked(dst_slots, src_slots, shift, False)
 
     def moments(
         self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Squared norms and dot products, for :func:`cosine_distances`; see :meth:`squares`.
+        """fp64 ``[pairs, num_layers, 2, 3]``, for :func:`cosine_distances`; see :meth:`squares`.
 
-        Returns:
-            fp64 ``[pairs, num_layers, 2, 3]``: ``|x|^2``, ``|y|^2`` and ``x.y`` of the destination
-            x and the rotated source y.
+        ``|x|^2``, ``|y|^2`` and ``x.y`` of the destination x and the rotated source y.
         """
         return self._checked(dst_slots, src_slots, shift, True)
 
@@ -104,11 +113,14 @@ class DistanceKernel:
         shift: torch.Tensor | None,
         moments: bool,
     ) -> torch.Tensor:
-        shape, device = dst_slots.shape, self._layers[0][0].device
+        shape, device = dst_slots.shape, self._device
         if len(shape) != 2 or not shape[1]:
             raise ValueError(f"dst_slots must be [pairs, d] with d >= 1, got {list(shape)}")
-        sides = dict(dst_slots=dst_slots, src_slots=src_slots, shift=shift)
-        for (name, side), dtype in zip(sides.items(), _DTYPES, strict=True):
+        for name, side, dtype in (
+            ("dst_slots", dst_slots, torch.int64),
+            ("src_slots", src_slots, torch.int64),
+            ("shift", shift, torch.int32),
+        ):
             if side is not None and (side.dtype, side.shape, side.device) != (dtype, shape, device):
                 raise ValueError(
                     f"{name} must be {dtype} {list(shape)} on {device}, "
@@ -120,29 +132,9 @@ class DistanceKernel:
             shift = shift.contiguous()
         return self._sums(dst_slots.contiguous(), src_slots.contiguous(), shift, moments)
 
-    def _implementation(self) -> Callable[..., torch.Tensor]:
-        """``(dst_slots, src_slots, shift, moments)`` to sums, by the backend."""
-        layers, rotation = self._layers, self._rotation
-        if self.backend == "torch":
-            return functools.partial(reference.distance, layers, rotation)
-        if self.backend == "triton":
-            from sglang_reasoncache.kernels.distance_triton import TritonDistance
 
-            return TritonDistance(layers, rotation).sums
-        return functools.partial(_native_sums, NativePool(layers, rotation), len(layers))
-
-    def _check_layers(self) -> None:
-        first = self._layers[0]
-        if first[0].dtype not in DTYPES:
-            supported = ", ".join(map(str, DTYPES))
-            raise ValueError(f"pool dtype {first[0].dtype}, supported: {supported}")
-        for index, layer in enumerate(self._layers):
-            for side, buffer, like in zip("KV", layer, first, strict=True):
-                found, wanted = (
-                    (b.dtype, b.device, tuple(b.shape), b.stride()) for b in (buffer, like)
-                )
-                if found != wanted:
-                    raise ValueError(f"{side} of layer {index} is {found}, not {wanted}")
+def _layout(buffer: torch.Tensor) -> tuple[object, ...]:
+    return buffer.dtype, buffer.device, tuple(buffer.shape), buffer.stride()
 
 
 def _native_sums(
@@ -162,24 +154,16 @@ def _native_sums(
 def block_distances(squares: torch.Tensor, block: int, num_heads: int) -> torch.Tensor:
     """The paper's distance, fp64 ``[pairs]``, 0 for equal blocks.
 
-    Args:
-        squares: ``[pairs, num_layers, 2]`` of :meth:`DistanceKernel.squares`, summed over all ranks.
-        block: Tokens per block (d).
-        num_heads: KV heads over all ranks (h).
+    ``squares`` of :meth:`DistanceKernel.squares` and ``num_heads`` (h) are those of all ranks;
+    ``block`` is d.
     """
     return squares.sqrt().sum(dim=-1).mean(dim=-1) / (2 * block * num_heads)
 
 
 def cosine_distances(moments: torch.Tensor) -> torch.Tensor:
-    """Angle instead of difference (an ablation of the paper): mean of ``1 - cos``.
+    """Angle instead of difference (an ablation): mean ``1 - cos`` over layers and sides, ``[pairs]``.
 
-    Args:
-        moments: ``[pairs, num_layers, 2, 3]`` of :meth:`DistanceKernel.moments`, summed over all
-            ranks.
-
-    Returns:
-        ``[pairs]``, mean over layers and both sides. Two blocks of zeros are equal, one of them
-        is orthogonal to the other.
+    ``moments`` are summed over all ranks. Two blocks of zeros are equal, one is orthogonal.
     """
     xx, yy, xy = moments.unbind(-1)
     norms = xx.sqrt() * yy.sqrt()

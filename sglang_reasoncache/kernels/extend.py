@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +30,6 @@ _BLOCK = 1024
 _MASK_ELEMENTS = 1 << 22
 
 
-class Piece(NamedTuple):
-    """New tokens ``[q_begin, q_end)`` of the batch over entries ``[kv_begin, kv_end)``."""
-
-    q_begin: int
-    q_end: int
-    kv_begin: int
-    kv_end: int
-
-
 class ExtendPlan:
     """What one forward's new tokens read; every layer uses the same.
 
@@ -47,8 +38,7 @@ class ExtendPlan:
         new: New tokens of each request, the last entries of its row.
         dtype: Of the queries.
         singly: Read every token as in decode (for soft caps and sinks).
-        entries: Entries of each row of ``plan``, where the host knows them (their lengths where no
-            position is evicted); None reads them from ``plan``, which waits for a device.
+        entries: Of each row, where the host knows them; None reads ``plan``: waits for a device.
 
     Raises:
         ValueError: more new tokens than a row has entries.
@@ -65,7 +55,8 @@ class ExtendPlan:
     ) -> None:
         self.rows = plan
         self.num_tokens = sum(new)
-        self.pieces: list[Piece] = []
+        #: Tokens of the batch, and the entries that they read.
+        self.pieces: list[tuple[slice, slice]] = []
         self._device = device = plan.kv_indptr.device
         self._dtype = dtype
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
@@ -84,7 +75,7 @@ class ExtendPlan:
                 begins += [begin] * count
                 ends += range(end - count + 1, end + 1)
             else:
-                self.pieces.append(Piece(at, at + count, begin, end))
+                self.pieces.append((slice(at, at + count), slice(begin, end)))
             at += count
         self.singles = upload(tokens, device)
         self.spans = upload(begins, device, torch.int32), upload(ends, device, torch.int32)
@@ -111,30 +102,22 @@ def extend_attention(
 ) -> torch.Tensor:
     """Causal attention of every new token over its request's entries up to itself.
 
-    Args:
-        query: ``[tokens, heads, k_dim]``, requests one after the other.
-        kv, scale, logit_cap, sinks: See :func:`decode_attention`; soft caps and sinks need a
-            plan made with ``singly``.
-
-    Returns:
-        ``[tokens, heads, v_dim]``.
-
-    Raises:
-        ValueError: See :func:`decode_attention`.
+    ``query`` is ``[tokens, heads, k_dim]``, requests one after the other; the result
+    ``[tokens, heads, v_dim]``. Otherwise see :func:`decode_attention`; soft caps and sinks need a
+    plan made with ``singly``.
     """
     if query.shape[0] != plan.num_tokens:
         raise ValueError(f"query must have {plan.num_tokens} tokens, got {query.shape[0]}")
-    options = dict(scale=scale, logit_cap=logit_cap, sinks=sinks, spans=plan.spans)
+    options: Any = dict(scale=scale, logit_cap=logit_cap, sinks=sinks, spans=plan.spans)
     if not plan.pieces:
-        return decode_attention(query, kv, plan.rows, **options)  # type: ignore[arg-type]
+        return decode_attention(query, kv, plan.rows, **options)
     if logit_cap > 0 or sinks is not None:
         raise ValueError("soft caps and sinks need an ExtendPlan made with singly=True")
     out = query.new_empty((*query.shape[:2], kv.values.shape[2]))
     if plan.singles.numel():
-        singles = query[plan.singles]
-        out[plan.singles] = decode_attention(singles, kv, plan.rows, **options)  # type: ignore[arg-type]
-    for piece in plan.pieces:
-        _extend_piece(query, kv, plan, piece, scale, out)
+        out[plan.singles] = decode_attention(query[plan.singles], kv, plan.rows, **options)
+    for tokens, entries in plan.pieces:
+        _extend_piece(query[tokens], kv, plan, entries, scale, out[tokens])
     return out
 
 
@@ -142,19 +125,17 @@ def _extend_piece(
     query: torch.Tensor,
     kv: PagedKv,
     plan: ExtendPlan,
-    piece: Piece,
+    entries: slice,
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Attention of a piece's new tokens over its entries, gathered."""
-    entries = slice(piece.kv_begin, piece.kv_end)
+    """Attention of one request's new tokens over its entries, gathered."""
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
-    keys, values = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)
-    keys, values = keys[None], values[None]
-    new, total = piece.q_end - piece.q_begin, piece.kv_end - piece.kv_begin
-    queries = query[piece.q_begin : piece.q_end].transpose(0, 1)[None]
-    grouped = query.shape[1] != kv.num_heads
-    on_cuda = query.device.type == "cuda"
+    gathered = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)
+    keys, values = (side[None] for side in gathered)
+    new, total = len(query), keys.shape[2]
+    queries = query.transpose(0, 1)[None]
+    grouped, on_cuda = query.shape[1] != kv.num_heads, query.device.type == "cuda"
     # A device's flash kernel needs no mask to begin after a prefix.
     flash = on_cuda and can_use_flash_attention(
         SDPAParams(queries, keys, values, None, 0.0, False, grouped)
@@ -167,8 +148,7 @@ def _extend_piece(
     step = new if flash or new == total else _BLOCK
     for begin in range(0, new, step):
         end = min(new, begin + step)
-        seen = total - new + end
-        mask = None
+        seen, mask = total - new + end, None
         if new != total:
             mask = causal_lower_right(new, total) if flash else plan.mask(end - begin, seen)
         found = F.scaled_dot_product_attention(
@@ -180,4 +160,4 @@ def _extend_piece(
             scale=scale,
             enable_gqa=grouped,
         )
-        out[piece.q_begin + begin : piece.q_begin + end] = found[0].transpose(0, 1)
+        out[begin:end] = found[0].transpose(0, 1)

@@ -24,8 +24,7 @@ def gather_kv(
         ``[heads, count, k_dim]`` and ``[heads, count, v_dim]``, contiguous.
 
     Raises:
-        ValueError: wrong dtype or shape; shifted entries without a rotation; by "native" and
-            "torch", a slot or shift out of range, which comes out as zeros of "triton".
+        ValueError: as :func:`decode_attention`; "triton" gives zeros for what is out of range.
     """
     kv.check(shift, dtype)
     if kv_indices.dtype != torch.int32 or kv_indices.dim() != 1:

@@ -9,17 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels.common_triton import (
-    ELEMENT,
-    as_read,
-    current_device,
-    load_entries,
-    load_factors,
-    load_fp32,
-    pairing,
-    rotary_arguments,
-    rotary_constants,
-)
+from sglang_reasoncache.kernels import common_triton as common
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.paged import PagedKv
@@ -35,55 +25,45 @@ def gather_kernel(
     kv_indices,  # int32 [count]
     shift,  # int32 [count], unused unless HALF
     cosines,  # fp32 [table_rows, HALF], likewise
-    sines,
-    table_rows,
+    sines, table_rows,
     out_k,  # [heads, count, K_DIM]
     out_v,  # [heads, count, V_DIM]
-    count,
-    num_slots,
-    k_slot_stride,
-    k_head_stride,
-    v_slot_stride,
-    v_head_stride,
+    count, num_slots, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride,
     ELEMENT: tl.constexpr,
     HALF: tl.constexpr,  # 0: nothing is shifted
-    NEOX: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_COLS: tl.constexpr,
-    V_COLS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    NEOX: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_COLS: tl.constexpr,
+    V_COLS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Grid (cdiv(count, ROWS), heads)."""
     head = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = entry < count
-    slot, by, ok = load_entries(kv_indices, shift, entry, inside, num_slots, table_rows, HALF)
-    column = tl.arange(0, K_COLS)
+    slot, by, ok = common.load_entries(
+        kv_indices, shift, entry, inside, num_slots, table_rows, HALF
+    )
+    column = tl.arange(0, K_COLS)[None, :]
     at = keys + (slot * k_slot_stride + head * k_head_stride)[:, None]
-    mask = ok[:, None] & (column < K_DIM)[None, :]
-    k = load_fp32(at + column[None, :], mask, ELEMENT)
+    mask = ok[:, None] & (column < K_DIM)
+    k = common.load_fp32(at + column, mask, ELEMENT)
     if HALF > 0:
         shifted = ok & (by != 0)
         if tl.max(shifted.to(tl.int32), axis=0) > 0:
-            rotated, other, first, angle = pairing(column, HALF, NEOX)
-            cosine, sine = load_factors(
-                cosines, sines, by[:, None], rotated[None, :], first[None, :],
-                angle[None, :], shifted[:, None], HALF,
-            )  # fmt: skip
-            there = load_fp32(at + other[None, :], mask, ELEMENT)
+            turned = shifted[:, None]
+            rotated, other, first, angle = common.pairing(column, HALF, NEOX)
+            cosine, sine = common.load_factors(
+                cosines, sines, by[:, None], rotated, first, angle, turned, HALF
+            )
+            there = common.load_fp32(at + other, mask, ELEMENT)
             # An element that stays where it is stays as it is: inf * 0 would be NaN.
-            stays = ~(shifted[:, None] & rotated[None, :])
-            k = tl.where(stays, k, k * cosine + there * sine)
+            k = tl.where(turned & rotated, k * cosine + there * sine, k)
     row = (head * count + entry)[:, None]
-    mask = inside[:, None] & (column < K_DIM)[None, :]
-    tl.store(out_k + row * K_DIM + column[None, :], k.to(out_k.dtype.element_ty), mask=mask)
-    column = tl.arange(0, V_COLS)
+    mask = inside[:, None] & (column < K_DIM)
+    tl.store(out_k + row * K_DIM + column, k.to(out_k.dtype.element_ty), mask=mask)
+    column = tl.arange(0, V_COLS)[None, :]
     at = values + (slot * v_slot_stride + head * v_head_stride)[:, None]
-    mask = ok[:, None] & (column < V_DIM)[None, :]
-    v = load_fp32(at + column[None, :], mask, ELEMENT)
-    mask = inside[:, None] & (column < V_DIM)[None, :]
-    tl.store(out_v + row * V_DIM + column[None, :], v.to(out_v.dtype.element_ty), mask=mask)
+    v = common.load_fp32(at + column, ok[:, None] & (column < V_DIM), ELEMENT)
+    mask = inside[:, None] & (column < V_DIM)
+    tl.store(out_v + row * V_DIM + column, v.to(out_v.dtype.element_ty), mask=mask)
 
 
 def gather(
@@ -101,20 +81,14 @@ def gather(
     rotation = None if shift is None else kv.rotation
     k_cols, v_cols = (triton.next_power_of_2(side.shape[2]) for side in (keys, values))
     rows = max(1, TILE // max(k_cols, v_cols))
-    with current_device(keys.device):
+    with common.current_device(keys.device):
         gather_kernel[(triton.cdiv(count, rows), keys.shape[1])](
-            as_read(keys),
-            as_read(values),
-            kv_indices,
-            *rotary_arguments(shift, rotation, kv_indices, out_k),
-            out_k,
-            out_v,
-            count,
-            keys.shape[0],
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            ELEMENT=ELEMENT[keys.dtype],
-            **rotary_constants(rotation),
+            *(common.as_read(keys), common.as_read(values), kv_indices),
+            *common.rotary_arguments(shift, rotation, kv_indices, out_k),
+            *(out_k, out_v, count, keys.shape[0]),
+            *(*keys.stride()[:2], *values.stride()[:2]),
+            ELEMENT=common.ELEMENT[keys.dtype],
+            **common.rotary_constants(rotation),
             K_DIM=keys.shape[2],
             V_DIM=values.shape[2],
             K_COLS=k_cols,

@@ -7,7 +7,7 @@ memory by its address, which may change between two replays.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,11 +38,8 @@ def note_kernel(
     num_rows,
     LATEST: tl.constexpr,  # queries kept one by one
     AHEAD: tl.constexpr,  # the next power of 2
-    TOTAL: tl.constexpr,
-    DECODE: tl.constexpr,
-    PIECES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    TOTAL: tl.constexpr, DECODE: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Grid (PIECES, batch)."""
     piece = tl.program_id(0)
     request = tl.program_id(1)
@@ -102,19 +99,12 @@ def note_kernel(
                 tl.store(memory + place * size + seen + ahead, zeros, mask=behind)
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Which queries of a prefill were observed.
+class Prompts(NamedTuple):
+    """Which queries of a prefill were observed."""
 
-    Attributes:
-        counts: int32 ``[batch]``, the last queries of each request.
-        first: int64 ``[batch]``, where their weights begin.
-        added: int32 ``[batch]``, positions whose totals go on; others begin anew.
-    """
-
-    counts: torch.Tensor
-    first: torch.Tensor
-    added: torch.Tensor
+    counts: torch.Tensor  # int32 [batch], the last queries of each request
+    first: torch.Tensor  # int64 [batch], where their weights begin
+    added: torch.Tensor  # int32 [batch], positions whose totals go on; others begin anew
 
 
 def note(
@@ -129,36 +119,23 @@ def note(
     total: bool,
     prompts: Prompts | None = None,
 ) -> None:
-    """Add weights to their rows, and zero them.
+    """Add weights, as decode attention left them, to their rows, and zero them.
 
     The memory of a row is fp32 ``[latest + total, size]``: line ``query % latest`` has the weights
     of that query, the last one the sums over all. Rows without memory and positions past it are
-    skipped.
-
-    Args:
-        weights: fp32, as decode attention leaves them: of one query after the other.
-        plan: What the queries read, with ``positions``.
-        requests, lengths: int ``[batch]``, rows and their positions, new ones included.
-        bases: int64 ``[num_rows]``, addresses of the rows' memory; 0: none.
-        sizes: int32 ``[num_rows]``, positions it holds.
-        latest: Queries kept one by one.
-        total: Sums are kept.
-        prompts: Of a prefill; None: one query of each request (decode).
+    skipped. Arguments are those of :func:`note_kernel`; ``plan`` has ``positions``, and without
+    ``prompts`` there is one query of each request (decode).
     """
     assert plan.positions is not None, "of a plan without positions"
     if not len(requests):
         return
-    entries = plan.kv_indptr, plan.positions, requests, lengths
-    observed = [plan.counts] * 3 if prompts is None else [*vars(prompts).values()]
+    observed = prompts or [plan.counts] * 3
+    entries = plan.kv_indptr, plan.positions, requests, lengths, *observed
     with current_device(weights.device):
         note_kernel[(PIECES, len(requests))](
-            weights,
-            len(weights),
+            *(weights, len(weights)),
             *entries,
-            *observed,
-            bases,
-            sizes,
-            len(bases),
+            *(bases, sizes, len(bases)),
             LATEST=latest,
             AHEAD=triton.next_power_of_2(max(latest, 1)),
             TOTAL=total,

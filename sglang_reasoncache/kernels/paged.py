@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of one layer as paged attention reads them."""
+"""Buffers of a KV pool as the operations read them, and which backend does."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_reasoncache.kernels.pool import check_pool, choose_backend
-from sglang_reasoncache.native.pool import NativePool
+from sglang_reasoncache import native
+from sglang_reasoncache.native.pool import DTYPES, NativePool
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
+#: C++ for host memory, Triton for CUDA devices, PyTorch for what neither reads, as the reference.
+BACKENDS = ("native", "triton", "torch")
 #: Dtypes of queries and of what is gathered.
 QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,11 +30,7 @@ class PagedKv:
         keys: ``[num_slots, kv_heads, k_dim]``, fp32, bf16, fp16, fp8 e4m3fn or e5m2, strided.
         values: ``[num_slots, kv_heads, v_dim]``, likewise and of the same dtype.
         rotation: The model's rotation of keys, None where no entry is ever shifted.
-        backend: See :func:`choose_backend`.
-
-    Attributes:
-        backend: Of ``pool.BACKENDS``, the one that reads.
-        native: What its kernels take, if it is "native".
+        backend: See :func:`choose_backend`; the attribute is the one that reads.
 
     Raises:
         ValueError: see :func:`check_pool` and :func:`choose_backend`.
@@ -47,18 +47,11 @@ class PagedKv:
     ) -> None:
         self.rotation = check_pool(keys, values, rotation)
         self.keys, self.values = keys, values
+        self.num_slots, self.num_heads = keys.shape[:2]
         self.backend = choose_backend(backend, keys, values)
         self.native: NativePool | None = None
         if self.backend == "native":
             self.native = NativePool([(keys, values)], self.rotation)
-
-    @property
-    def num_slots(self) -> int:
-        return self.keys.shape[0]
-
-    @property
-    def num_heads(self) -> int:
-        return self.keys.shape[1]
 
     def check(self, shift: torch.Tensor | None, dtype: torch.dtype) -> None:
         """Raises ValueError for shifts without a rotation, or a query dtype that is not supported."""
@@ -66,3 +59,88 @@ class PagedKv:
             raise ValueError("the plan has shifted entries, but the pool was given no rotation")
         if dtype not in QUERY_DTYPES:
             raise ValueError(f"{dtype} is not supported, {', '.join(map(str, QUERY_DTYPES))} are")
+
+
+def check_pool(
+    keys: torch.Tensor, values: torch.Tensor, rotation: KeyRotation | None
+) -> KeyRotation | None:
+    """``rotation`` on the pool's device.
+
+    Raises:
+        ValueError: buffers that are not ``[num_slots, heads, head_dim]``, alike but for the last,
+            or a rotation of more dimensions than a key has, or of an odd number.
+    """
+    if keys.dim() != 3 or values.dim() != 3 or keys.shape[:2] != values.shape[:2]:
+        raise ValueError(
+            "buffers must be [num_slots, heads, head_dim], K and V alike in the first two; got "
+            f"K {list(keys.shape)}, V {list(values.shape)}"
+        )
+    if keys.dtype != values.dtype or keys.device != values.device:
+        raise ValueError(f"K is {keys.dtype} on {keys.device}, V {values.dtype} on {values.device}")
+    if rotation is None:
+        return None
+    if rotation.rotary_dim > keys.shape[2] or rotation.rotary_dim % 2:
+        raise ValueError(f"rotary_dim {rotation.rotary_dim} does not fit head_dim {keys.shape[2]}")
+    return rotation if rotation.cos.device == keys.device else _on(rotation, keys.device)
+
+
+@functools.lru_cache(maxsize=4)
+def _on(rotation: KeyRotation, device: torch.device) -> KeyRotation:
+    """The same rotation there; all layers share one copy of its table."""
+    there = copy.copy(rotation)
+    there.cos, there.sin = rotation.cos.to(device), rotation.sin.to(device)
+    return there
+
+
+def choose_backend(asked: str | None, keys: torch.Tensor, values: torch.Tensor) -> str:
+    """The one of :data:`BACKENDS` asked for, or the first that can read these buffers.
+
+    Raises:
+        ValueError: an unknown backend, or one that cannot read them.
+        sglang_reasoncache.native.NativeUnavailable: "native" is asked for without a library.
+    """
+    if asked not in (None, *BACKENDS):
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {asked!r}")
+    device = keys.device.type
+    readable = keys.dtype in DTYPES and keys.stride(2) == values.stride(2) == 1
+    if asked == "torch" or (asked is None and not readable):
+        return "torch"
+    if not readable or (asked == "native" and device != "cpu"):
+        place = " in host memory" if asked == "native" else ""
+        raise ValueError(
+            f"{asked}: {keys.dtype} on {keys.device} with strides {keys.stride()}; elements of a "
+            f"head must lie side by side{place}"
+        )
+    chosen = asked or {"cpu": "native", "cuda": "triton"}.get(device, "torch")
+    try:
+        if chosen == "native":
+            native.library()
+        elif chosen == "triton":
+            from sglang_reasoncache.kernels import decode_triton  # noqa: F401
+    except (native.NativeUnavailable, ImportError) as error:
+        if asked is None:
+            return "torch"
+        raise error if chosen == "native" else ValueError(f"triton: {error}") from error
+    return chosen
+
+
+def read_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """fp32 ``[*slots.shape, heads, head_dim]``."""
+    if buffer.dtype.itemsize == 1:
+        # Not every PyTorch operator knows fp8; its bytes can always be gathered.
+        return buffer.view(torch.uint8)[slots].view(buffer.dtype).float()
+    return buffer[slots].float()
+
+
+def read_keys(
+    keys: torch.Tensor,
+    slots: torch.Tensor,
+    shift: torch.Tensor | None,
+    rotation: KeyRotation | None,
+) -> torch.Tensor:
+    """fp32 keys ``[*slots.shape, heads, head_dim]``, rotated by ``shift`` in PyTorch."""
+    found = read_rows(keys, slots)
+    if shift is None or rotation is None:
+        return found
+    # Unshifted entries stay as they are even if they are not finite: inf * 0 is NaN.
+    return torch.where((shift != 0)[..., None, None], rotation.rotate(found, shift), found)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import NamedTuple
 
@@ -18,16 +19,12 @@ class RowPlan(NamedTuple):
 
     Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their
     positions, single tokens whatever the page size of the pool.
-
-    Attributes:
-        kv_indptr: int32 ``[batch + 1]``.
-        kv_indices: int32 ``[total]``, slots.
-        shift: int32 ``[total]``, positions by which to rotate each key (where it is used minus
-            where it was cached); None where all are 0.
     """
 
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor  # int32 [batch + 1]
+    kv_indices: torch.Tensor  # int32 [total], slots
+    #: int32 ``[total]``, positions by which to rotate each key (where it is used minus where it
+    #: was cached); None where all are 0.
     shift: torch.Tensor | None
 
 
@@ -69,23 +66,13 @@ def plan_rows(
                 f"got {cached_at.dtype} {list(cached_at.shape)}"
             )
         cached_at = cached_at.contiguous()
-    arguments = rows, requests.long().contiguous(), lengths.long().contiguous(), cached_at
+    requests, lengths = requests.long().contiguous(), lengths.long().contiguous()
+    library = None
     if rows.device.type == "cpu" and rows.stride(1) == 1:
-        try:
-            return _native_plan(native.library(), *arguments, num_slots)
-        except native.NativeUnavailable:
-            pass
-    return RowPlan(*reference.plan_rows(*arguments, num_slots))
-
-
-def _native_plan(
-    library: ctypes.CDLL,
-    rows: torch.Tensor,
-    requests: torch.Tensor,
-    lengths: torch.Tensor,
-    cached_at: torch.Tensor | None,
-    num_slots: int,
-) -> RowPlan:
+        with contextlib.suppress(native.NativeUnavailable):
+            library = native.library()
+    if library is None:
+        return RowPlan(*reference.plan_rows(rows, requests, lengths, cached_at, num_slots))
     capacity = max(0, int(lengths.sum()))
     kv_indptr = torch.empty(len(requests) + 1, dtype=torch.int32)
     kv_indices = torch.empty(capacity, dtype=torch.int32)

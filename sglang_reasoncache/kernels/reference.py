@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel in plain PyTorch: the reference of the others, and their stand-in.
 
-Attention gathers every row, rotates its keys in fp32, then attends densely: no tiles, no running
-softmax, no rotated queries. Distance gathers both blocks, rotates the source keys and subtracts in
-fp32; it takes memory for a few copies of one layer's blocks.
+Rows and blocks are gathered, keys rotated in fp32, then read densely: no tiles, no running
+softmax, no rotated queries. Raises ValueError where a value is out of range.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_reasoncache.kernels.pool import read_keys, read_rows
+from sglang_reasoncache.kernels.paged import read_keys, read_rows
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.paged import PagedKv
+    from sglang_reasoncache.kernels.plan import RowPlan
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
 
@@ -39,11 +39,7 @@ def plan_rows(
     cached_at: torch.Tensor | None,
     num_slots: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """See :func:`sglang_reasoncache.kernels.plan.plan_rows`; on a device it waits for it.
-
-    Raises:
-        ValueError: a request, length or slot out of range.
-    """
+    """See :func:`sglang_reasoncache.kernels.plan.plan_rows`; on a device it waits for it."""
     if requests.numel():
         if requests.min() < 0 or requests.max() >= rows.shape[0]:
             raise ValueError("plan: requests has an index outside the rows")
@@ -64,11 +60,7 @@ def plan_rows(
 def gather(
     kv: PagedKv, kv_indices: torch.Tensor, shift: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 keys ``[count, heads, k_dim]``, rotated by their shift, and values.
-
-    Raises:
-        ValueError: a slot or shift out of range.
-    """
+    """fp32 keys ``[count, heads, k_dim]``, rotated by their shift, and values."""
     slots = kv_indices.long()
     _check_slots("kv_indices", slots, kv.num_slots)
     if shift is not None and kv.rotation is not None:
@@ -80,27 +72,21 @@ def decode(
     kv: PagedKv,
     query: torch.Tensor,
     out: torch.Tensor,
-    begin: torch.Tensor,
-    end: torch.Tensor,
-    kv_indices: torch.Tensor,
-    shift: torch.Tensor | None,
+    plan: RowPlan,
+    spans: tuple[torch.Tensor, torch.Tensor],
     sinks: torch.Tensor | None,
     scale: float,
     logit_cap: float,
     weight_sums: torch.Tensor | None,
 ) -> None:
-    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`; computes in fp32.
-
-    Raises:
-        ValueError: a slot, range or shift out of bounds.
-    """
-    spans = list(zip(begin.tolist(), end.tolist(), strict=True))
-    if not all(0 <= first <= last <= len(kv_indices) for first, last in spans):
+    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`; computes in fp32."""
+    bounds = list(zip(*(side.tolist() for side in spans), strict=True))
+    if not all(0 <= first <= last <= len(plan.kv_indices) for first, last in bounds):
         raise ValueError("decode: begin and end go beyond kv_indices")
-    k, v = gather(kv, kv_indices, shift)
+    k, v = gather(kv, plan.kv_indices, plan.shift)
     group = query.shape[1] // kv.num_heads
     at = 0
-    for b, (first, last) in enumerate(spans):
+    for b, (first, last) in enumerate(bounds):
         row_k = k[first:last].repeat_interleave(group, dim=1)
         row_v = v[first:last].repeat_interleave(group, dim=1)
         logits = torch.einsum("hd,nhd->hn", query[b].float(), row_k) * scale
@@ -125,8 +111,7 @@ def distance(
 ) -> torch.Tensor:
     """See ``DistanceKernel.squares`` and, with ``moments``, ``DistanceKernel.moments``.
 
-    Raises:
-        ValueError: on the CPU, a slot or shift out of range; checking waits for other devices.
+    Values are checked on the CPU alone: that would wait for other devices.
     """
     if dst_slots.device.type == "cpu":
         _check_slots("dst_slots", dst_slots, len(layers[0][0]))

@@ -27,18 +27,15 @@ _SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
 
 
 class KeyRotation:
-    """Rotation by whole positions.
+    """Rotation of the first ``rotary_dim`` dims of a head by whole positions.
 
-    The angle of a shift ``n`` is the table's row ``|n|``, divided by row 0: a key already has the
-    attention-scaling factor (YaRN). The table is computed in fp32, whatever dtype serving uses.
-
-    Args:
-        table: fp32 ``[max_positions, rotary_dim]``, cosines then sines.
-        rotary_dim: Leading dims of a head that are rotated; the rest stay.
-        is_neox: Halves are paired (neox) instead of neighbours (GPT-J).
+    A shift ``n`` turns by the table's row ``|n|``, divided by row 0: a key already has the
+    attention-scaling factor (YaRN).
     """
 
     def __init__(self, table: torch.Tensor, rotary_dim: int, is_neox: bool) -> None:
+        """``table``: ``[max_positions, rotary_dim]``, cosines then sines, used in fp32; ``is_neox``
+        pairs halves instead of neighbours (GPT-J)."""
         table = table.float()
         scale = table[0, 0]
         half = rotary_dim // 2
@@ -52,9 +49,8 @@ class KeyRotation:
         """Read the rotary embedding all attention layers of ``model`` share.
 
         Raises:
-            ValueError: no rotary embedding, several different ones, a kind whose angle is not
-                linear in the position, layers without one, keys changed after their rotation, or
-                a table shorter than the context.
+            ValueError: no rotary embedding, several, a kind whose angle is not linear in the
+                position, keys not or not only rotated, or a table shorter than the context.
         """
         found = _rotary_modules(model)
         kinds = {type(m).__name__ for m in found}
@@ -90,10 +86,7 @@ class KeyRotation:
 
 
 def _rotary_modules(model: torch.nn.Module) -> list[Any]:
-    """Also those of SGLang's rotary modules that are no RotaryEmbedding (LongRoPE, dual chunk).
-
-    Each once, although layers share it: ``modules()`` does so.
-    """
+    """Each once; also SGLang's that are no RotaryEmbedding (LongRoPE, dual chunk)."""
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
     return [
         module
@@ -106,18 +99,17 @@ def _check_layers(model: torch.nn.Module) -> None:
     """Raises ValueError where a layer's cached keys are not, or not only, rotated."""
     for name, owner in model.named_modules():
         children = list(owner.children())
-        if not any(isinstance(child, compat.RadixAttention) for child in children):
+        heads = {c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}
+        if not heads:
             continue
         kind = type(owner).__name__
-        rotary = [child for child in children if isinstance(child, compat.RotaryEmbedding)]
-        if not rotary:
+        # One made for a part of the head leaves open which dims that part is.
+        sizes = {c.head_size for c in children if isinstance(c, compat.RotaryEmbedding)}
+        if not sizes:
             raise ValueError(
                 f"{_FLAG} needs a rotary embedding in every attention layer, {name} ({kind}) has "
                 "none; as-cached works without"
             )
-        # One made for a part of the head leaves open which dims that part is.
-        sizes = {child.head_size for child in rotary}
-        heads = {c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}
         if sizes != heads:
             raise ValueError(
                 f"{_FLAG}: {name} ({kind}) rotates a part of {sizes} dims "

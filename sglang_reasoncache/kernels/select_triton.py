@@ -11,12 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels.common_triton import (
-    current_device,
-    first_target,
-    piece_of,
-    targets,
-)
+from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
 #: Entries a program reads at once.
@@ -37,11 +32,8 @@ def settle_kernel(
     lengths,  # int64 [batch]
     keep,  # uint8 [batch, pages], written as far as rows are long
     totals,  # int64 [3], added to: positions held, positions read, newest pages not asked for
-    pages,
-    budget,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    pages, budget, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Grid (batch,)."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(lengths + row), pages * PAGE).to(tl.int32)
@@ -72,72 +64,48 @@ def settle_kernel(
 def _span_of(kv_indptr, request, piece, PIECES: tl.constexpr, TILE: tl.constexpr):
     """Entries of a program."""
     begin = tl.load(kv_indptr + request)
-    start, stop = piece_of(tl.load(kv_indptr + request + 1) - begin, piece, PIECES, TILE)
+    start, stop = common.piece_of(tl.load(kv_indptr + request + 1) - begin, piece, PIECES, TILE)
     return begin + start, begin + stop
 
 
-@triton.jit
-def _kept(positions, keep, entry, stop, pages, PAGE: tl.constexpr):
-    """Which entries lie in pages that are kept; ``keep`` is that of their row."""
-    inside = entry < stop
-    page = tl.load(positions + entry, mask=inside, other=0) // PAGE
-    known = inside & (page >= 0) & (page < pages)
-    return known & (tl.load(keep + page, mask=known, other=0) != 0)
-
-
-@triton.jit(do_not_specialize=["pages"])
-def count_kernel(
-    kv_indptr,  # int32 [batch + 1]
-    positions,  # int32 [entries]
-    keep,  # uint8 [batch, pages]
-    counts,  # int32 [batch, PIECES], written
-    pages,
-    PAGE: tl.constexpr,
-    PIECES: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Grid (PIECES, batch)."""
-    piece = tl.program_id(0)
-    request = tl.program_id(1)
-    keep += request.to(tl.int64) * pages
-    start, stop = _span_of(kv_indptr, request, piece, PIECES, TILE)
-    found = tl.zeros([TILE], tl.int32)
-    for some in range(start, stop, TILE):
-        found += _kept(positions, keep, some + tl.arange(0, TILE), stop, pages, PAGE).to(tl.int32)
-    tl.store(counts + request * PIECES + piece, tl.sum(found, axis=0))
-
-
 @triton.jit(do_not_specialize=["pages", "capacity"])
-def write_kernel(
+def select_kernel(
     kv_indptr,  # int32 [batch + 1]
     kv_indices,  # int32 [entries]
     shift,  # int32 [entries]
     positions,  # int32 [entries]
     keep,  # uint8 [batch, pages]
-    counts,  # int32 [batch, PIECES]
+    counts,  # int32 [batch, PIECES], written unless WRITE
     to_indptr,  # int32 [batch + 1]
     to_indices,  # int32 [capacity], written
     to_shift,  # int32 [capacity], written
     to_entries,  # int32 [capacity], written: where they are in the whole plan
-    pages,
-    capacity,
-    PAGE: tl.constexpr,
-    PIECES: tl.constexpr,
+    pages, capacity, PAGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
     TILE: tl.constexpr,
-):
-    """Grid (PIECES, batch)."""
+):  # fmt: skip
+    """Grid (PIECES, batch). Counts the entries of every piece that are kept, or writes them."""
     piece = tl.program_id(0)
     request = tl.program_id(1)
     keep += request.to(tl.int64) * pages
     start, stop = _span_of(kv_indptr, request, piece, PIECES, TILE)
-    to = first_target(to_indptr, counts, request, piece, PIECES)
+    found = tl.zeros([TILE], tl.int32)
+    if WRITE:
+        to = common.first_target(to_indptr, counts, request, piece, PIECES)
     for some in range(start, stop, TILE):
         entry = some + tl.arange(0, TILE)
-        kept = _kept(positions, keep, entry, stop, pages, PAGE)
-        at, fits, to = targets(kept, to, capacity)
-        tl.store(to_indices + at, tl.load(kv_indices + entry, mask=fits, other=0), mask=fits)
-        tl.store(to_shift + at, tl.load(shift + entry, mask=fits, other=0), mask=fits)
-        tl.store(to_entries + at, entry, mask=fits)
+        inside = entry < stop
+        page = tl.load(positions + entry, mask=inside, other=0) // PAGE
+        known = inside & (page >= 0) & (page < pages)
+        kept = known & (tl.load(keep + page, mask=known, other=0) != 0)
+        if WRITE:
+            at, fits, to = common.targets(kept, to, capacity)
+            tl.store(to_indices + at, tl.load(kv_indices + entry, mask=fits, other=0), mask=fits)
+            tl.store(to_shift + at, tl.load(shift + entry, mask=fits, other=0), mask=fits)
+            tl.store(to_entries + at, entry, mask=fits)
+        else:
+            found += kept.to(tl.int32)
+    if not WRITE:
+        tl.store(counts + request * PIECES + piece, tl.sum(found, axis=0))
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -146,10 +114,8 @@ def add_kernel(
     kv_indptr,  # int32 [batch + 1], of the selected entries
     entries,  # int32 [capacity]
     whole,  # fp32 [size], added to
-    size,
-    PIECES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    size, PIECES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Grid (PIECES, batch). No two entries go to one element."""
     start, stop = _span_of(kv_indptr, tl.program_id(1), tl.program_id(0), PIECES, TILE)
     for some in range(start, stop, TILE):
@@ -174,57 +140,32 @@ def settle(
 ) -> None:
     """Pages that are read: those asked for, the newest, those always read, rows within the budget.
 
-    Args:
-        asked: bool ``[batch, pages]``, contiguous.
-        state: uint8 ``[batch, pages]``, of :data:`ABSENT`, :data:`OPTIONAL`, :data:`ALWAYS`.
-        lengths: int64 ``[batch]``, positions of the rows.
-        keep: uint8 ``[batch, pages]``, written; beyond a row's end it stays.
-        totals: int64 ``[3]``. Over rows beyond the budget: positions that they have and that
-            are read, and how often the newest page was not asked for.
-        budget: Positions of a row that is read whole.
+    Arguments are those of :func:`settle_kernel`, contiguous; ``asked`` is bool. ``totals`` are of
+    rows longer than ``budget`` positions, which are not read whole.
     """
     tensors = asked.view(torch.uint8), state, lengths, keep, totals
-    with current_device(state.device):
+    with common.current_device(state.device):
         settle_kernel[(len(lengths),)](*tensors, state.shape[1], budget, PAGE=page, TILE=PAGES)
 
 
 def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, page: int) -> None:
-    """The entries of a plan that lie in pages to be read, in their order.
+    """The entries of ``whole`` that lie in pages to be read, in their order.
 
     Args:
         buffers: Written; its ``positions`` are where entries are in the whole plan. Entries past
             its capacity are skipped.
-        whole: The plan of all, with ``positions`` in their rows.
         keep: uint8 ``[batch, pages]``, 0: not read.
         page: Positions of a page.
     """
     assert whole.positions is not None and buffers.positions is not None
     batch, pages = keep.shape
-    grid = (buffers.counts.shape[1], batch)
-    fixed = dict(PAGE=page, PIECES=grid[0], TILE=TILE)
-    with current_device(keep.device):
-        count_kernel[grid](whole.kv_indptr, whole.positions, keep, buffers.counts, pages, **fixed)
-        buffers.scan(batch)
-        write_kernel[grid](
-            *whole.entries,
-            keep,
-            buffers.counts,
-            *buffers.entries,
-            pages,
-            buffers.capacity,
-            **fixed,
-        )
+    read = whole.kv_indptr, whole.kv_indices, whole.shift, whole.positions, keep
+    buffers.fill(select_kernel, batch, pages, read=read, PAGE=page, TILE=TILE)
 
 
 def add(weights: torch.Tensor, buffers: PlanBuffers, batch: int, whole: torch.Tensor) -> None:
-    """Add the weights of selected entries to those of the whole plan, and zero them.
-
-    Args:
-        weights: fp32 ``[capacity]``, of the entries in ``buffers``.
-        buffers: As :func:`select_into` left it.
-        whole: fp32, of the whole plan's entries.
-    """
+    """Add the weights of entries that were selected into ``buffers`` to fp32 ``whole``, and zero them."""
     grid = (buffers.counts.shape[1], batch)
     selected = weights, buffers.kv_indptr, buffers.positions
-    with current_device(weights.device):
+    with common.current_device(weights.device):
         add_kernel[grid](*selected, whole, len(whole), PIECES=grid[0], TILE=TILE)

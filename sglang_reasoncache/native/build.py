@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles ``csrc/`` into one shared library, once for each content, compiler and CPU.
 
-``CXX`` chooses the compiler, ``REASONCACHE_CACHE_DIR`` the folder of the
-results (default: ``sglang-reasoncache`` under ``XDG_CACHE_HOME`` or
-``~/.cache``), ``REASONCACHE_SANITIZE=1`` a build with AddressSanitizer and
-UndefinedBehaviorSanitizer for the tests. A server passes what it found to its
-children in ``REASONCACHE_NATIVE_LIBRARY``: a path, or ``!`` and why there is none.
+``CXX`` chooses the compiler, ``REASONCACHE_CACHE_DIR`` the folder of the results (default:
+``sglang-reasoncache`` under ``XDG_CACHE_HOME`` or ``~/.cache``), ``REASONCACHE_SANITIZE=1`` a
+build with sanitizers. A server tells its children what it found.
 """
 
 from __future__ import annotations
@@ -32,9 +30,10 @@ _COMPILERS = ("c++", "g++", "clang++")
 # No contraction: kernels that want fused multiply-add ask for it in their source.
 _FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-g1")
 _OPTIMISED = ("-O3", "-march=native")
+#: With AddressSanitizer and UndefinedBehaviorSanitizer, for the tests.
 _SANITIZED = ("-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined")
 
-#: For child processes; also a way to point at a library built elsewhere.
+#: A path, or ``!`` and why there is none; also a way to point at a library built elsewhere.
 LIBRARY_ENV = "REASONCACHE_NATIVE_LIBRARY"
 
 
@@ -68,11 +67,7 @@ def library() -> ctypes.CDLL:
 
 
 def prepare_for_children() -> ctypes.CDLL:
-    """:func:`library`, and child processes will find the same.
-
-    Raises:
-        NativeUnavailable: see :func:`library`.
-    """
+    """:func:`library`, and child processes will find the same, or raise the same."""
     try:
         found = library()
     except NativeUnavailable as error:
@@ -131,13 +126,11 @@ def _source_root() -> Path:
 
 
 def _compiler() -> list[str]:
-    given = os.environ.get("CXX")
-    if given:
-        return shlex.split(given)
-    for name in _COMPILERS:
-        if shutil.which(name):
-            return [name]
-    raise NativeUnavailable(f"no C++ compiler on PATH (looked for {', '.join(_COMPILERS)}; or CXX)")
+    given = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), "")
+    if not given:
+        names = ", ".join(_COMPILERS)
+        raise NativeUnavailable(f"no C++ compiler on PATH (looked for {names}; or CXX)")
+    return shlex.split(given)
 
 
 def _source_hash(root: Path) -> str:
@@ -149,10 +142,7 @@ def _source_hash(root: Path) -> str:
 
 
 def _key(root: Path, flags: Sequence[str]) -> str:
-    """Hash of what decides what the library holds.
-
-    The compiler is not asked: a library built into an image is used where there is none.
-    """
+    """Hash of what decides what the library holds; a compiler need not be there to be asked."""
     parts = (_source_hash(root), os.environ.get("CXX", ""), *flags, _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -167,13 +157,9 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """A folder that nobody else can write, since what is in it gets executed; else None.
-
-    It may belong to root and be read-only, as in an image.
-    """
-    given = os.environ.get("REASONCACHE_CACHE_DIR")
+    """A folder that nobody else can write (what is in it gets executed), maybe root's; else None."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(given) if given else Path(base) / "sglang-reasoncache"
+    folder = Path(os.environ.get("REASONCACHE_CACHE_DIR") or Path(base) / "sglang-reasoncache")
     if not folder.is_absolute():
         return None  # no home folder
     try:
@@ -210,27 +196,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(root: Path, compiler: Sequence[str], target: Path) -> None:
-    """Compile in a scratch folder, then move the result in place: nobody loads half a file.
-
-    Raises:
-        NativeUnavailable: the compiler failed; the message ends with what it said.
-    """
+    """Compile in a scratch folder, then move the result in place: nobody loads half a file."""
     sources = map(str, sorted(root.rglob("*.cpp")))
     source = f'-DREASONCACHE_SOURCE="{_source_hash(root)}"'
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
         output = f"{scratch}/{_NAME}"
         command = [*compiler, f"-I{root}", source, "-shared", *sources, "-o", output]
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
+            command, capture_output=True, errors="replace", timeout=_TIMEOUT_SECONDS
         )
         if done.returncode:
-            raise NativeUnavailable(
-                f"{shlex.join(command)} failed ({done.returncode}):\n{done.stderr[-4000:]}"
-            )
+            said = f"failed ({done.returncode}):\n{done.stderr[-4000:]}"
+            raise NativeUnavailable(f"{shlex.join(command)} {said}")
         target.parent.mkdir(mode=0o700, exist_ok=True)
         os.replace(output, target)

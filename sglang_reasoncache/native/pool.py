@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -39,15 +39,6 @@ _MESSAGES = {
 }
 
 
-class RotaryTable(Protocol):
-    """Cosines and sines of whole positions, fp32 ``[positions, rotary_dim / 2]``."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    rotary_dim: int
-    is_neox: bool
-
-
 class _Pool(ctypes.Structure):
     """``reasoncache_pool``."""
 
@@ -71,18 +62,12 @@ class _Pool(ctypes.Structure):
 class NativePool:
     """Layers of one layout, described once for many calls.
 
-    Args:
-        layers: Keys and values of each layer, ``[num_slots, heads, head_dim]`` in host memory,
-            of a dtype of :data:`DTYPES`, elements of a head side by side.
-        rotation: The model's rotation of keys, fp32 in host memory; None: as cached.
-
-    Raises:
-        NativeUnavailable: there is no library.
+    Buffers are ``[num_slots, heads, head_dim]`` in host memory, of a dtype of :data:`DTYPES`,
+    elements of a head side by side; ``rotation`` is a ``KeyRotation`` there, or None: keys are read
+    as cached. Raises NativeUnavailable without a library.
     """
 
-    def __init__(
-        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], rotation: RotaryTable | None
-    ) -> None:
+    def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], rotation: Any) -> None:
         keys, values = layers[0]
         buffers = [buffer for layer in layers for buffer in layer]
         bases = (_pointer * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
@@ -113,19 +98,16 @@ class NativePool:
 def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
     """``reasoncache_NAME(*arguments)``, by :data:`_SIGNATURES`; pointers are tensors or None.
 
-    Callers check dtypes and shapes; the kernels check every slot, length and shift before they
-    read or write anything.
-
-    Raises:
-        ValueError: a slot, length, range or shift out of bounds.
+    Callers check dtypes and shapes. Raises ValueError for a slot, length, range or shift out of
+    bounds: the kernels check every one before they read or write anything.
     """
     function = getattr(library, "reasoncache_" + name)
     if function.argtypes is None:
         function.argtypes = [_KINDS[kind] for kind in _SIGNATURES[name]]
     status = function(*[x if type(x) in _PLAIN else x.data_ptr() for x in arguments])
+    if status == _NO_MEMORY:
+        raise MemoryError(name)
     if status:
-        if status == _NO_MEMORY:
-            raise MemoryError(name)
         raise ValueError(f"{name}: {_MESSAGES.get(status, f'native status {status}')}")
 
 

@@ -11,12 +11,8 @@ ENABLED_ENV = "SGLANG_REASONCACHE_ENABLED"
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``, called in every SGLang process.
-
-    Without ``--enable-reasoncache`` it adds command-line flags and, on this project's CPU
-    platform, its attention backend. SGLang swallows what a plugin raises here, so refusals come
-    from the flag hook and the cache factory.
-    """
+    """Entry point ``sglang.srt.plugins``, called in every SGLang process, which swallows what it
+    raises: refusals come from the flag hook and the cache factory."""
     from sglang_reasoncache.plugin import cpu_attention, flags, hooks
 
     flags.install()

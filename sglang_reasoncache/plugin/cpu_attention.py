@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offers ``--attention-backend reasoncache_cpu`` on this project's CPU platform.
-
-With or without ``--enable-reasoncache``: without it, rows are read as they are.
-"""
+"""Offers ``--attention-backend reasoncache_cpu`` on this project's CPU platform, always."""
 
 from __future__ import annotations
 
@@ -29,29 +26,24 @@ def install() -> None:
 
 
 def default_backend() -> str:
-    """The default of ``--attention-backend``; compiles it if need be."""
-    if compat.CPU_BACKEND not in compat.ATTENTION_BACKENDS:
-        return "torch_native"
-    try:
-        native.prepare_for_children()
-    except native.NativeUnavailable as error:
-        logger.warning("reasoncache: --attention-backend torch_native, the slow one: %s", error)
-        return "torch_native"
-    return compat.CPU_BACKEND
+    """Ours, compiled if need be, or SGLang's ``torch_native`` where C++ cannot be compiled."""
+    if compat.CPU_BACKEND in compat.ATTENTION_BACKENDS:
+        try:
+            native.prepare_for_children()
+            return compat.CPU_BACKEND
+        except native.NativeUnavailable as error:
+            logger.warning("reasoncache: --attention-backend torch_native, the slow one: %s", error)
+    return "torch_native"
 
 
 def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
-    """The backend of a scheduler process; see ``PagedCpuBackend``.
+    """The backend of a scheduler process. Without ``cached`` rows are read as they are.
 
-    It brings a hook that no other server has: at page sizes above 1 SGLang launches Triton for
-    names it does not know.
-
-    Raises:
-        ValueError: what is not supported, and which backend may support it.
-        RuntimeError: SGLang could not apply the hook (it only logs that).
+    Raises ValueError for what is not supported, RuntimeError where SGLang could not apply a hook.
     """
     from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 
+    # At page sizes above 1 SGLang launches Triton for backends it does not know.
     target = compat.CPU_HOOK_TARGETS["last_loc"]
     hooking.apply({target: (_around_last_loc, compat.HookType.AROUND)})
     try:
@@ -61,9 +53,6 @@ def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> An
         raise ValueError(f"{error}; SGLang's own is --attention-backend torch_native") from error
 
 
-def _around_last_loc(
-    original: Callable[..., Any], req_to_token: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if req_to_token.device.type != "cpu":
-        return original(req_to_token, *args, **kwargs)
-    return compat.get_last_loc_torch(req_to_token, *args, **kwargs)
+def _around_last_loc(original: Callable[..., Any], req_to_token: Any, *args: Any, **kw: Any) -> Any:
+    on_cpu = req_to_token.device.type == "cpu"
+    return (compat.get_last_loc_torch if on_cpu else original)(req_to_token, *args, **kw)

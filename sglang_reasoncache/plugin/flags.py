@@ -46,33 +46,25 @@ def install() -> None:
 
 
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
-    """AFTER ``ServerArgs.add_cli_args``: one group with our flags.
-
-    Every default is None: a preset fills in what was not given.
-    """
+    """AFTER ``ServerArgs.add_cli_args``. Every default is None: a preset fills in the rest."""
     group = parser.add_argument_group("ReasonCache: similar reasoning steps share KV memory")
-    group.add_argument(
-        "--enable-reasoncache",
-        action="store_true",
-        help="Let a finished reasoning step share the KV slots of an earlier, similar step of its response.",
+    text = (
+        "Let a finished reasoning step share the KV slots of an earlier, similar step of its "
+        "response."
     )
+    group.add_argument("--enable-reasoncache", action="store_true", help=text)
     for name in FLAGS:
         field = SETTINGS[name]
-        help_text = f"{field.metadata['help']} Default: {field.default}."
+        text = f"{field.metadata['help']} Default: {field.default}."
         group.add_argument(
             flag_of(name),
             type=type_of(name),
-            default=None,
             choices=field.metadata["choices"] or None,
             metavar=field.metadata["values"],
-            help=help_text.replace("%", "%%"),
+            help=text.replace("%", "%%"),
         )
-    group.add_argument(
-        SET,
-        action="append",
-        metavar="key=value,...",
-        help="Every other setting, see docs/settings.md. May be given several times.",
-    )
+    text = "Every other setting, see docs/settings.md. May be given several times."
+    group.add_argument(SET, action="append", metavar="key=value,...", help=text)
     for name in SETTINGS.keys() - set(FLAGS):
         old = _PREFIX + name
         spellings = [("--" + prefix + old).replace("_", "-") for prefix in ("", "no-")]
@@ -84,20 +76,19 @@ def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     """AROUND ``ServerArgs.from_cli_args``: attach the config to the record."""
     values = {name: getattr(args, _PREFIX + name, None) for name in FLAGS}
-    given = {name: value for name, value in values.items() if value is not None}
+    lists = getattr(args, _SET, None)
     server_args = original(cls, args)
     try:
-        lists = getattr(args, _SET, None)
-        if lists is not None:
-            given = {**parse_settings(",".join(lists)), **given}
+        given = {} if lists is None else parse_settings(",".join(lists))
+        given |= {name: value for name, value in values.items() if value is not None}
         attach(server_args, bool(getattr(args, ENABLE, False)), given)
     except ValueError as error:
         # One line for the operator instead of SGLang's traceback.
         raise SystemExit(f"sglang-reasoncache: error: {error}") from error
     if config_of(server_args) is not None:
-        from sglang_reasoncache.plugin import routes
+        from sglang_reasoncache.plugin import hooks
 
-        routes.install()
+        hooks.add_route()
     return server_args
 
 
@@ -107,9 +98,8 @@ def engine_server_args(**kwargs: Any) -> Any:
     enabled = bool(kwargs.pop(ENABLE, False))
     text = kwargs.pop(_SET, None)
     given = {} if text is None else parse_settings(text)
-    given |= {
-        name[len(_PREFIX) :]: kwargs.pop(name) for name in list(kwargs) if name.startswith(_PREFIX)
-    }
+    for name in [name for name in kwargs if name.startswith(_PREFIX)]:
+        given[name.removeprefix(_PREFIX)] = kwargs.pop(name)
     return attach(compat.ServerArgs(**kwargs), enabled, given)
 
 
@@ -118,9 +108,8 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     if not enabled:
         os.environ.pop(ENABLED_ENV, None)
         if given:
-            raise ValueError(
-                f"{flag_of(sorted(given)[0])} does nothing without --enable-reasoncache"
-            )
+            flag = flag_of(sorted(given)[0])
+            raise ValueError(f"{flag} does nothing without --enable-reasoncache")
         return server_args
     config = ReasonCacheConfig.from_mapping(given)
     # Raise here, in the operator's face, rather than in the scheduler process.
@@ -132,34 +121,28 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     refusals.check(server_args)
     refusals.check_evicting(server_args, config)
     refusals.check_selector(server_args, config)
-    # Imports torch, which processes without the flag need not load.
+    # Not for processes without the flag.
+    import torch
+
+    from sglang_reasoncache.plugin import hooks
     from sglang_reasoncache.plugin.step_filter import check_encoder
 
     check_encoder(config, server_args.tp_size)
-    _prepare_kernels(server_args.device)
+    if server_args.device == "cpu" or not torch.cuda.is_available():
+        # Compiled before the scheduler processes want them.
+        try:
+            native.prepare_for_children()
+        except native.NativeUnavailable as error:
+            logger.warning("reasoncache: no native code, kernels run in PyTorch: %s", error)
     server_args.radix_cache_backend = compat.TREE_BACKEND
     # An underscore attribute survives the pickling into the scheduler process.
     server_args._reasoncache = config
     os.environ[ENABLED_ENV] = "1"
-    from sglang_reasoncache.plugin import hooks
-
     hooks.install()
     # Children get this from load_plugins(); here it has already run.
     compat.HookRegistry.apply_hooks()
     hooking.check_applied(compat.HOOK_TARGETS.values())
     return server_args
-
-
-def _prepare_kernels(device: str | None) -> None:
-    """Compile the CPU kernels before the scheduler processes want them; a GPU has no use for them."""
-    import torch
-
-    if device != "cpu" and torch.cuda.is_available():
-        return
-    try:
-        native.prepare_for_children()
-    except native.NativeUnavailable as error:
-        logger.warning("reasoncache: no native code, kernels run in PyTorch: %s", error)
 
 
 def config_of(server_args: Any) -> ReasonCacheConfig | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,32 +15,43 @@ if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
     from sglang_reasoncache.plugin.server import ServerParts
 
-_installed = False
+#: What sharing did, as JSON, one entry per scheduler.
+_ROUTE = "/reasoncache"
 #: Of the scheduler process; processes without a scheduler have none.
 _server: ServerParts | None = None
 
 
+@functools.cache
 def install() -> None:
     """Register hooks, tree and attention backend with SGLang; it applies them. Idempotent."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     hooks: dict[str, Callable[..., Any]] = {
-        "build_allocator": _after_build_allocator,
         "decode_done": _after_decode,
         "prefill_done": _after_prefill,
         "count_uncached": _after_count_uncached,
         "decode_log_parts": _after_decode_log_parts,
         "internal_state": _after_internal_state,
     }
-    for name, hook in hooks.items():
+    hooks = {name: _with_controller(hook) for name, hook in hooks.items()}
+    for name, hook in {**hooks, "build_allocator": _after_build_allocator}.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.CORRECTABLE_BACKENDS:
         # Our own is there on our CPU platform only.
         if name in compat.ATTENTION_BACKENDS:
-            _wrap_attention_backend(name)
+            make = functools.partial(_make_attention, name, compat.ATTENTION_BACKENDS[name])
+            compat.register_attention_backend(name)(make)
+
+
+def add_route() -> None:
+    """Add ``GET /reasoncache`` to SGLang's HTTP application, in the server's main process."""
+    if not any(getattr(route, "path", None) == _ROUTE for route in compat.http_app.routes):
+        compat.http_app.add_api_route(_ROUTE, _states, methods=["GET"])
+
+
+async def _states() -> dict[str, Any]:
+    # Scheduler state travels the way /server_info already gets it.
+    states = await compat.http_global_state().tokenizer_manager.get_internal_state()
+    return {"schedulers": [state.get("reasoncache") for state in states]}
 
 
 def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
@@ -61,26 +73,26 @@ def _make_tree(context: TreeCacheBuildContext) -> Any:
     return _server.tree(context)
 
 
-def _wrap_attention_backend(name: str) -> None:
-    stock = compat.ATTENTION_BACKENDS[name]
-
-    def make(model_runner: Any) -> Any:
-        if _server is None:
-            return stock(model_runner)
-        return _server.attention_backend(model_runner, name, stock)
-
-    compat.register_attention_backend(name)(make)
+def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -> Any:
+    if _server is None:
+        return stock(model_runner)
+    return _server.attention_backend(model_runner, name, stock)
 
 
-def _controller() -> Controller | None:
-    return None if _server is None else _server.controller
+def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook`` takes the controller first, and is not called in a process without one."""
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        controller = None if _server is None else _server.controller
+        return None if controller is None else hook(controller, *args, **kwargs)
+
+    return hooked
 
 
-def _after_prefill(_result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any) -> None:
+def _after_prefill(
+    controller: Controller, _result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
+) -> None:
     """Under mixed chunk, decoding requests ride on a prefill batch, as its last ones."""
-    controller = _controller()
-    if controller is None:
-        return
     riders = batch.decoding_reqs or []
     count = len(batch.reqs) - len(riders)
     written = [a + b for a, b in zip(batch.prefix_lens[:count], batch.extend_lens, strict=False)]
@@ -90,10 +102,10 @@ def _after_prefill(_result: None, processor: Any, batch: ScheduleBatch, *_: Any,
     _admit_again(controller, processor, freed)
 
 
-def _after_decode(_result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any) -> None:
-    controller = _controller()
-    if controller is not None:
-        _admit_again(controller, processor, controller.after_decode(batch.reqs))
+def _after_decode(
+    controller: Controller, _result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
+) -> None:
+    _admit_again(controller, processor, controller.after_decode(batch.reqs))
 
 
 def _admit_again(controller: Controller, processor: Any, freed: int) -> None:
@@ -102,23 +114,20 @@ def _admit_again(controller: Controller, processor: Any, freed: int) -> None:
         processor.metrics_reporter.scheduler.running_batch.batch_is_full = False
 
 
-def _after_count_uncached(result: tuple[int, int], _checker: Any) -> tuple[int, int] | None:
-    """SGLang counts the row positions of running requests; a shared one is counted at its owner,
-    an evicted one not at all."""
-    controller = _controller()
-    if controller is None:
-        return None
+def _after_count_uncached(
+    controller: Controller, result: tuple[int, int], _checker: Any
+) -> tuple[int, int]:
+    """SGLang counts the row positions of running requests, shared and evicted ones too."""
     full, window = result
     return full - controller.saved_positions, window
 
 
-def _after_decode_log_parts(result: list[str], _stats: Any) -> list[str] | None:
-    controller = _controller()
-    return None if controller is None else [*result, controller.report.log_part()]
+def _after_decode_log_parts(controller: Controller, result: list[str], _stats: Any) -> list[str]:
+    return [*result, controller.report.log_part()]
 
 
-def _after_internal_state(_result: None, _owner: Any, state: dict[str, Any]) -> None:
+def _after_internal_state(
+    controller: Controller, _result: None, _owner: Any, state: dict[str, Any]
+) -> None:
     """``GET /server_info`` lists each scheduler's internal state; ours is one more entry."""
-    controller = _controller()
-    if controller is not None:
-        state["reasoncache"] = controller.describe()
+    state["reasoncache"] = controller.describe()

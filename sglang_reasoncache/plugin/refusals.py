@@ -42,8 +42,7 @@ CONFLICTS: Mapping[str, str] = {
     "attn_cp_size": "a request is spread over ranks",
     "use_ray": "plugins are not tested under Ray",
 }
-#: Likewise, in the way of corrected positions on CUDA only; as-cached runs SGLang's backends
-#: as they are.
+#: Likewise, in the way of corrected positions on CUDA only.
 CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_pdmux": "it makes one attention backend a stream",
     "enable_two_batch_overlap": "it cuts a batch between two attention backends",
@@ -55,29 +54,21 @@ CORRECTED_CONFLICTS: Mapping[str, str] = {
 _UNSET = (None, False, "", "null", "none", compat.TREE_BACKEND)
 
 _ONE_BACKEND = f"use {', '.join(compat.EVICTION_BACKENDS)}, one for prefill and decode"
-#: What is in the way of a policy, after its name; ``backend`` is flag and name of the attention.
-READS_EVERYTHING = f"selects what a step reads, which {{backend}} does not ask; {_ONE_BACKEND}"
-READS_EVICTED = f"evicts positions, which {{backend}} would read; {_ONE_BACKEND}"
-NO_STATISTICS = "needs attention statistics, which {backend} does not give; use " + " or ".join(
-    compat.EVICTION_BACKENDS
-)
-NO_MEMORY_FOR_BOUNDS = (
-    "keeps the least and largest key of each page beside the pool: {error}; lower "
-    "--mem-fraction-static, or raise --page-size"
-)
-NO_MEMORY_FOR_WEIGHTS = (
-    "keeps the weights of the newest {queries} queries (window of snapkv, alpha of rkv) apart: "
-    "{error}; lower that, or --context-length"
-)
-_WHOLE_PAGES = (
-    "selects whole pages: --page-size must be at least 2 (the paper has 16), got {page_size}"
-)
-_OTHER_KEYS = f"knows pages by the keys that attention wrote; {flag_of('apply')}=copy writes others"
 
 
-def of_policy(reason: str, policy: str, **values: object) -> ValueError:
-    """One of the texts above with its values."""
-    return ValueError(f"{flag_of('policy')} {policy} {reason.format(**values)}")
+def of_policy(policy: str, reason: str) -> ValueError:
+    return ValueError(f"{flag_of('policy')} {policy} {reason}")
+
+
+def reads_everything(selector: str, backend: str) -> ValueError:
+    """``backend``: flag and name of the attention."""
+    reason = f"selects what a step reads, which {backend} does not ask; {_ONE_BACKEND}"
+    return of_policy(selector, reason)
+
+
+def reads_evicted(policy: str, backend: str) -> ValueError:
+    """Likewise."""
+    return of_policy(policy, f"evicts positions, which {backend} would read; {_ONE_BACKEND}")
 
 
 def check(args: ServerArgs) -> None:
@@ -98,10 +89,14 @@ def check_corrected(args: ServerArgs, requested_by: str) -> None:
 def _found(args: ServerArgs, conflicts: Mapping[str, str]) -> list[str]:
     given = {field: getattr(args, field, None) for field in conflicts}
     return [
-        f"--{field.replace('_', '-')} ({conflicts[field]})"
+        f"{_option(field)} ({conflicts[field]})"
         for field, value in given.items()
         if value not in _UNSET and not (field.endswith("_size") and value <= 1)
     ]
+
+
+def _option(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def _refuse(subject: str, found: list[str]) -> None:
@@ -111,8 +106,8 @@ def _refuse(subject: str, found: list[str]) -> None:
 
 def check_evicting(args: ServerArgs, config: ReasonCacheConfig) -> None:
     """Raises ValueError where a flag asks for attention that reads evicted positions."""
-    if config.evictions:
-        _check_backends(args, READS_EVICTED, config.policy)
+    for backend in _other_backends(args) if config.policies.evictors else ():
+        raise reads_evicted(config.policy, backend)
 
 
 def check_selector(args: ServerArgs, config: ReasonCacheConfig) -> None:
@@ -122,31 +117,31 @@ def check_selector(args: ServerArgs, config: ReasonCacheConfig) -> None:
         return
     check_selected_page(selector.name, args.page_size or 1)
     if config.apply == "copy":
-        raise of_policy(_OTHER_KEYS, selector.name)
-    _check_backends(args, READS_EVERYTHING, selector.name)
+        reason = (
+            f"knows pages by the keys that attention wrote; {flag_of('apply')}=copy writes others"
+        )
+        raise of_policy(selector.name, reason)
+    for backend in _other_backends(args):
+        raise reads_everything(selector.name, backend)
 
 
-def _check_backends(args: ServerArgs, reason: str, policy: str) -> None:
-    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        name = getattr(args, field, None)
-        if name is not None and name not in compat.EVICTION_BACKENDS:
-            raise of_policy(reason, policy, backend=f"--{field.replace('_', '-')} {name}")
+def _other_backends(args: ServerArgs) -> list[str]:
+    """Flag and name of attention that serves no policy."""
+    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    given = {field: getattr(args, field, None) for field in fields}
+    served = (None, *compat.EVICTION_BACKENDS)
+    return [f"{_option(field)} {name}" for field, name in given.items() if name not in served]
 
 
 def check_selected_page(policy: str, page_size: int) -> None:
-    """Raises ValueError where a page is no more than a position.
-
-    Asked twice: for the flag, and for the page size SGLang resolved to.
-    """
+    """Raises ValueError for the flag, or what SGLang made of it, where a page is a position."""
     if page_size < 2:
-        raise of_policy(_WHOLE_PAGES, policy, page_size=page_size)
+        must = f"--page-size must be at least 2 (the paper has 16), got {page_size}"
+        raise of_policy(policy, f"selects whole pages: {must}")
 
 
 def check_page_size(page_size: int) -> None:
-    """Raises ValueError where SGLang's allocator debugging would trip over shared pages.
-
-    Asked twice: for the flag, and for the page size SGLang resolved to.
-    """
+    """Likewise, where SGLang's allocator debugging would trip over shared pages."""
     variable = "SGLANG_DEBUG_MEMORY_POOL"
     if page_size > 1 and _is_set(variable):
         reason = f"at page size {page_size} (it counts a shared page as freed twice)"

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-import collections
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
-from sglang_reasoncache.metrics import SharingMetrics
+from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
@@ -18,38 +20,120 @@ from sglang_reasoncache.sharing.stats import SharingStats
 _RECENT_REQUESTS = 32
 #: Shared blocks listed for one of them.
 _RECENT_BLOCKS = 1024
+_PREFIX = "sglang:reasoncache_"
+
+#: Stats field -> help of the counter ``sglang:reasoncache_<field>_total``.
+_COUNTERS = {
+    "steps_seen": "Reasoning steps finished.",
+    "steps_with_candidate": "Steps with at least one similar earlier step.",
+    "steps_shed": "Finished steps not compared, because too many were waiting.",
+    "filter_restarts": "Times the process that compares steps failed and was started anew.",
+    "structure_refusals": "Candidates refused because their formal content differs.",
+    "blocks_compared": "Block pairs judged by their KV distance.",
+    "blocks_shared": "Blocks redirected to earlier slots.",
+    "slots_saved_total": "Slots returned to the allocator by sharing.",
+    "requests_opted_out": "Requests that opted out: neither shared nor evicted.",
+    "eviction_decisions": "Times an evicting policy was asked what to evict.",
+    "positions_evicted": "Positions evicted by evicting policies.",
+    "slots_freed_by_eviction": "Slots returned to the allocator by evicting.",
+}
+#: Likewise, of what a selecting policy reads: ``sglang:reasoncache_selection_<field>_total``.
+_SELECTION = {
+    "positions_held": "Positions of the rows that were selected from, summed over layers and steps.",
+    "positions_read": "Those that attention read.",
+}
+#: With a label ``reason``.
+_BY_REASON = {
+    "refusals": "Blocks not shared, by reason.",
+    "eviction_refusals": "Runs of positions not evicted, by reason.",
+    "selection_refusals": "Answers of a selecting policy that were not used as they were, by reason.",
+}
+_GAUGES = {
+    "slots_saved_now": "Slots the running requests do without.",
+    "positions_evicted_now": "Evicted positions of the running requests.",
+    "memory_saving_ratio": "Slots saved over logical slots, averaged over decode steps.",
+    "filter_given_up": "1 when the process that compares steps failed too often: no further blocks "
+    "are shared.",
+}
+_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
-class Selection(Protocol):
-    def recent(self) -> dict[str, Any]: ...
-    def describe(self) -> dict[str, Any]: ...
+class SharingMetrics:
+    """Prometheus series beside SGLang's own. ``labels``: of SGLang's scheduler."""
+
+    def __init__(self, labels: dict[str, Any]) -> None:
+        # The client picks its mode when it is imported: SGLang has set
+        # ``PROMETHEUS_MULTIPROC_DIR`` before it starts the scheduler.
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self._labels = {key: str(value) for key, value in labels.items()}
+        names = list(self._labels)
+        plain = _COUNTERS | {f"selection_{name}": text for name, text in _SELECTION.items()}
+        self._counters = {
+            name: Counter(_PREFIX + name.removesuffix("_total"), text, [*names, *reason])
+            for texts, reason in ((plain, ()), (_BY_REASON, ("reason",)))
+            for name, text in texts.items()
+        }
+        self._gauges = {
+            name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent")
+            for name, text in _GAUGES.items()
+        }
+        text = "Scheduler time of a poll that judged blocks."
+        self._latency = Histogram(_PREFIX + "poll_seconds", text, names, buckets=_BUCKETS)
+        self._seen: dict[tuple[str, ...], int] = {}
+
+    def update(self, stats: SharingStats, saved: int, evicted: int, latency: float | None) -> None:
+        """``latency`` in seconds, None where nothing was compared."""
+        for name in _COUNTERS:
+            self._count(name, getattr(stats, name))
+        for name in ("refusals", "eviction_refusals"):
+            for reason, total in getattr(stats, name).items():
+                self._count(name, total, reason=reason)
+        now = (saved, evicted, stats.memory_saving_ratio, stats.filter_given_up)
+        for gauge, value in zip(self._gauges.values(), now, strict=True):
+            gauge.labels(**self._labels).set(value)
+        if latency is not None:
+            self._latency.labels(**self._labels).observe(latency)
+
+    def update_selection(self, described: Mapping[str, Any]) -> None:
+        """``described``: by ``recent()`` of a selection."""
+        for name in _SELECTION:
+            self._count(f"selection_{name}", described[name])
+        for reason, total in described["refusals"].items():
+            self._count("selection_refusals", total, reason=reason)
+
+    def _count(self, name: str, total: int, **reason: str) -> None:
+        key = (name, *reason.values())
+        seen, self._seen[key] = self._seen.get(key, 0), total
+        # A flush restarts our totals; a Prometheus counter only ever grows.
+        added = total - seen if total >= seen else total
+        self._counters[name].labels(**self._labels, **reason).inc(added)
 
 
+@dataclass(eq=False)
 class Report:
-    """One per scheduler. ``metrics`` is None without ``--enable-metrics``, ``selection`` where no
-    policy selects what is read."""
+    """One per scheduler. ``metrics`` is None without ``--enable-metrics``."""
 
-    def __init__(
-        self,
-        config: ReasonCacheConfig,
-        stats: SharingStats,
-        pipeline: BlockPipeline,
-        eviction: EvictionController,
-        metrics: SharingMetrics | None = None,
-        selection: Selection | None = None,
-    ) -> None:
-        self._config, self._stats = config, stats
-        self._pipeline, self._eviction = pipeline, eviction
-        self._metrics, self._selection = metrics, selection
-        self._recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=_RECENT_REQUESTS)
+    config: ReasonCacheConfig
+    stats: SharingStats
+    pipeline: BlockPipeline
+    eviction: EvictionController
+    metrics: SharingMetrics | None = None
+    selection: PageSelection | None = None
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_REQUESTS))
+
+    @property
+    def slots_saved(self) -> int:
+        """Slots that the running requests do without by sharing, and by evicting."""
+        return self.pipeline.live_positions + self.eviction.positions_now
 
     def request_finished(
         self, req: Request, state: RequestState, shared: int, evicted: int
     ) -> None:
         """``shared``, ``evicted``: positions of its row."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
-        self._stats.request_finished(shared, prompt + output, evicted)
-        self._recent.append(
+        self.stats.request_finished(shared, prompt + output, evicted)
+        self.recent.append(
             {
                 "rid": req.rid,
                 "prompt_tokens": prompt,
@@ -57,7 +141,7 @@ class Report:
                 "shared_positions": shared,
                 "evicted_positions": evicted,
                 "retractions": req.retraction_count,
-                "block": self._pipeline.block,
+                "block": self.pipeline.block,
                 "blocks": state.shared[:_RECENT_BLOCKS],
                 "evictions": list(state.evicted.history),
             }
@@ -65,36 +149,31 @@ class Report:
 
     def publish(self, latency: float | None = None) -> None:
         """``latency``: seconds of a poll that compared blocks."""
-        if self._metrics is not None:
-            evicted = self._eviction.positions_now
-            saved = self._pipeline.live_positions + evicted
-            self._metrics.update(self._stats, saved, evicted, latency)
+        if self.metrics is not None:
+            evicted = self.eviction.positions_now
+            self.metrics.update(self.stats, self.slots_saved, evicted, latency)
 
     def publish_selection(self) -> None:
-        if self._metrics is not None and self._selection is not None:
-            self._metrics.update_selection(self._selection.recent())
-
-    def reset(self) -> None:
-        self._recent.clear()
+        if self.metrics is not None and self.selection is not None:
+            self.metrics.update_selection(self.selection.recent())
 
     def describe(self, credit: float) -> dict[str, Any]:
         """JSON for the endpoint. ``credit``: share of future output that admission counts on."""
-        evicted = self._eviction.positions_now
         return {
-            "config": self._config.to_dict(),
-            "block": self._pipeline.block,
-            "slots_saved_now": self._pipeline.live_positions + evicted,
-            "positions_evicted_now": evicted,
-            "evictors": self._eviction.describe(),
-            "selection": None if self._selection is None else self._selection.describe(),
+            "config": self.config.to_dict(),
+            "block": self.pipeline.block,
+            "slots_saved_now": self.slots_saved,
+            "positions_evicted_now": self.eviction.positions_now,
+            "evictors": self.eviction.described,
+            "selection": None if self.selection is None else self.selection.describe(),
             "admission_credit": credit,
-            "threshold": self._pipeline.threshold.describe(),
-            "distances": self._pipeline.meter.backend,
-            "totals": self._stats.to_dict(),
-            "recent": list(self._recent),
+            "threshold": self.pipeline.threshold.describe(),
+            "distances": self.pipeline.meter.backend,
+            "totals": self.stats.to_dict(),
+            "recent": list(self.recent),
         }
 
     def log_part(self) -> str:
         """A few words for SGLang's decode log line."""
-        shared, evicted = self._pipeline.live_positions, self._eviction.positions_now
+        shared, evicted = self.pipeline.live_positions, self.eviction.positions_now
         return f"#shared token: {shared}, #evicted token: {evicted}"

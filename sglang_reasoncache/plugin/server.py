@@ -13,21 +13,16 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config
-from sglang_reasoncache.eviction.apply import EvictionApplier
-from sglang_reasoncache.eviction.attention import AttentionSource
 from sglang_reasoncache.eviction.controller import EvictionController
-from sglang_reasoncache.eviction.keys import KeySource
-from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
-from sglang_reasoncache.filter.span import ReasoningMarkers
-from sglang_reasoncache.metrics import SharingMetrics
+from sglang_reasoncache.eviction.held import AttentionSource, KeySource
+from sglang_reasoncache.eviction.pressure import pool_use
+from sglang_reasoncache.filter.process import FilterProcess
+from sglang_reasoncache.filter.segment import ReasoningMarkers
+from sglang_reasoncache.filter.vocabulary import vocabulary_of
 from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.controller import Controller
-from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.plugin.step_filter import (
-    make_encoder,
-    make_engine,
-    reasoning_markers,
-)
+from sglang_reasoncache.plugin.report import Report, SharingMetrics
+from sglang_reasoncache.plugin.step_filter import make_encoder, reasoning_markers
 from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey
 from sglang_reasoncache.sharing.measure import BlockMeter
@@ -42,10 +37,8 @@ logger = logging.getLogger(__name__)
 class ServerParts:
     """One per scheduler process: allocator first, then attention, then the prefix tree.
 
-    ``stock``: SGLang's allocator, just made; ours takes its place.
-
-    Raises:
-        ValueError: a pool whose buffers are not ``[slots, heads, head_dim]``.
+    ``stock``: SGLang's allocator, just made; ours takes its place. Raises ValueError for a pool
+    whose buffers are not ``[slots, heads, head_dim]``.
     """
 
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
@@ -67,13 +60,12 @@ class ServerParts:
     def attention_backend(
         self, model_runner: ModelRunner, name: str, stock: Callable[[ModelRunner], Any]
     ) -> Any:
-        backend, self.attention = attention.attention_backend(
-            model_runner, self.config, name, stock, self.cached
-        )
+        made = attention.attention_backend(model_runner, self.config, name, stock, self.cached)
+        backend, self.attention = made
         return backend
 
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
-        """With its controller. Raises ValueError for a model, pool or policy that is not supported."""
+        """With its controller. Raises ValueError for what is not supported."""
         if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
             raise ValueError(
                 "--enable-reasoncache supports full-attention models only (no sliding window, "
@@ -96,9 +88,9 @@ class ServerParts:
         pool, rows = self.allocator.get_kvcache(), params.req_to_token_pool
         group = params.tp_cache_group if context.tp_size > 1 else None
         ranks, stats = Ranks(group), SharingStats()
-        block = params.page_size if params.page_size > 1 else config.block
-        # What is read of the pool's keys, and with whom sums are shared.
-        rotation = self.attention.rotation if config.corrected else None
+        page = params.page_size
+        block = page if page > 1 else config.block
+        rotation = self.attention.rotation if config.positions == "corrected" else None
         num_heads = pool.head_num * context.tp_size
         reads = pool, rows.req_to_token, self.cached, rotation, num_heads, group
         meter = BlockMeter(*reads, cosine=config.distance == "cosine")
@@ -106,18 +98,16 @@ class ServerParts:
         worker, markers = context.tp_worker, _markers(context, config)
         engine = None
         if config.shares:
-            engine = make_engine(
-                config,
-                filter_config(config, block, params.page_size),
-                worker.tokenizer,
-                markers,
-                make_encoder(config, worker.model_runner.model, context),
-            )
+            knobs = filter_config(config, block, page)
+            vocabulary = vocabulary_of(worker.tokenizer)
+            ids = None if markers is None else markers[:2]
+            encoder = make_encoder(config, worker.model_runner.model, context) or ("", None)
+            engine = FilterProcess(knobs, vocabulary, ids, config.max_pending, *encoder)
         tracker = RequestTracker(engine, stats, ranks, markers)
         acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
-        key, model_path = self._calibration_key(context, block), context.server_args.model_path
+        key, path = self._calibration_key(context, block), context.server_args.model_path
         writes = context.tp_rank == 0
-        threshold = CalibratedThreshold(config, key, model_path, writes, agree=ranks.first)
+        threshold = CalibratedThreshold(config, key, path, writes, agree=ranks.first)
         pipeline = BlockPipeline(
             tracker, meter, acceptor, threshold, stats, ranks, block, config.min_age
         )
@@ -127,16 +117,16 @@ class ServerParts:
             weights = AttentionSource(self.attention.statistics, heads, group)
         eviction = EvictionController(
             config.policies.evictors,
-            EvictionApplier(self.allocator, rows),
+            self.allocator,
+            rows,
             KeySource(*reads),
-            params.page_size,
-            PoolPressure(lambda: pool_use(self.allocator, tree)),
+            lambda: pool_use(self.allocator, tree),
             weights,
         )
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
         report = Report(config, stats, pipeline, eviction, metrics, self.attention.selection)
         told = "reasoncache: on, block %d, page %d, distances by %s, %s"
-        logger.info(told, block, params.page_size, meter.backend, config)
+        logger.info(told, block, page, meter.backend, config)
         return Controller(config, stats, tracker, pipeline, eviction, report)
 
     def _calibration_key(self, context: TreeCacheBuildContext, block: int) -> CalibrationKey:

@@ -11,15 +11,8 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.filter.encoder import (
-    EncoderChoice,
-    Vector,
-    require_sentence_transformers,
-)
-from sglang_reasoncache.filter.process import FilterProcess
-from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.span import ReasoningMarkers
-from sglang_reasoncache.filter.vocabulary import vocabulary_of
+from sglang_reasoncache.filter.encoder import EncoderChoice, Vector, require_sentence_transformers
+from sglang_reasoncache.filter.segment import ReasoningMarkers
 
 logger = logging.getLogger(__name__)
 
@@ -34,45 +27,17 @@ class EncoderSource(NamedTuple):
     matrix: Vector | None
 
 
-def make_engine(
-    config: ReasonCacheConfig,
-    filter_config: FilterConfig,
-    tokenizer: Any,
-    markers: ReasoningMarkers | None,
-    encoder: EncoderSource | None,
-) -> FilterProcess:
-    """Start the filter of one scheduler. Without markers all output counts, without an encoder
-    counts of tokens are compared.
-
-    Raises:
-        ValueError: a tokenizer or a sentence model that cannot be read.
-        RuntimeError: the process does not start.
-    """
-    model, matrix = encoder or ("", None)
-    ids = None if markers is None else markers[:2]
-    vocabulary = vocabulary_of(tokenizer)
-    return FilterProcess(filter_config, vocabulary, ids, config.max_pending, model, matrix)
-
-
 def check_encoder(config: ReasonCacheConfig, tp_size: int) -> None:
-    """Refuse an encoder that cannot work, before anything is loaded.
-
-    Raises:
-        ValueError: more than one tensor-parallel rank, or a missing package.
-    """
+    """Raises ValueError for an encoder that cannot work, before anything is loaded."""
     kind = EncoderChoice.parse(config.encoder).kind
     if kind == "tokens":
         return
     if tp_size > 1:
-        reason = (
-            "each rank holds a part of the vocabulary"
-            if kind == "embedding"
-            # Ranks that differ in the last bit would share different blocks.
-            else "its results may differ between ranks"
-        )
-        raise ValueError(
-            f"{_FLAG} {kind} must run with --tp-size 1 ({reason}), got --tp-size {tp_size}"
-        )
+        reason = "each rank holds a part of the vocabulary"
+        if kind == "sentence-bert":
+            reason = "its results may differ between ranks"
+        must = f"must run with --tp-size 1 ({reason}), got --tp-size {tp_size}"
+        raise ValueError(f"{_FLAG} {kind} {must}")
     if kind == "sentence-bert":
         require_sentence_transformers()
 
@@ -80,10 +45,8 @@ def check_encoder(config: ReasonCacheConfig, tp_size: int) -> None:
 def make_encoder(config: ReasonCacheConfig, model: Any, context: Any) -> EncoderSource | None:
     """What the filter needs for the operator's encoder; None for counts of tokens.
 
-    ``model`` is the one SGLang loaded, ``context`` its ``TreeCacheBuildContext``.
-
-    Raises:
-        ValueError: see :func:`check_encoder`; a model without a plain embedding layer.
+    ``model`` is the one SGLang loaded, ``context`` its ``TreeCacheBuildContext``. Raises
+    ValueError, see :func:`check_encoder`, and for a model without a plain embedding layer.
     """
     choice = EncoderChoice.parse(config.encoder)
     if choice.kind == "tokens" or config.random_ratio is not None:
@@ -92,28 +55,19 @@ def make_encoder(config: ReasonCacheConfig, model: Any, context: Any) -> Encoder
     if choice.kind == "sentence-bert":
         return EncoderSource(choice.model, None)
     matrix = _embedding(model)
-    logger.info(
-        "reasoncache: step encoder: %d embeddings of dimension %d (%d MiB on the host)",
-        *matrix.shape,
-        matrix.nbytes >> 20,
-    )
+    told = "reasoncache: step encoder: %d embeddings of dimension %d (%d MiB on the host)"
+    logger.info(told, *matrix.shape, matrix.nbytes >> 20)
     return EncoderSource("", matrix)
 
 
 def _embedding(model: Any) -> Vector:
-    """Float32 copy of the input embedding on the host, shape [vocabulary, dim].
-
-    A copy: weights updated later do not reach it, and steps encoded before and after such an
-    update stay comparable.
-    """
+    """Float32 copy of the input embedding on the host, [vocabulary, dim], for good."""
     try:
         weight = model.get_input_embeddings().weight
     # Some models have no such method, some one that wants token ids.
     except (AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{_FLAG} embedding needs a model with get_input_embeddings(), "
-            f"got {type(model).__name__}"
-        ) from error
+        needs = f"needs a model with get_input_embeddings(), got {type(model).__name__}"
+        raise ValueError(f"{_FLAG} embedding {needs}") from error
     plain = isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[1]
     if not plain or weight.dtype not in _DTYPES:
         found = getattr(weight, "dtype", type(weight).__name__)
@@ -125,9 +79,8 @@ def _embedding(model: Any) -> Vector:
 def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | None:
     """Start and end tokens of the parser's format; None: the whole response is reasoning.
 
-    A tool call that SGLang's detector takes for the end of reasoning is an end marker
-    too. Formats whose markers are not single tokens are not followed; a warning says so.
-    ``parser`` is ``server_args.reasoning_parser``; SGLang may run without a tokenizer.
+    A tool call that SGLang's detector takes for the end of reasoning is an end marker too.
+    Formats whose markers are not single tokens are not followed, with a warning.
     """
     if not parser or tokenizer is None:
         return None
@@ -139,24 +92,15 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
         end_ids = detector.get_think_end_token_ids(tokenizer)
         end = _single(tokenizer, detector.think_end_token, end_ids)
         if start is None or end is None:
-            raise ValueError(
-                f"{detector.think_start_token!r} and {detector.think_end_token!r} are not single "
-                "tokens here"
-            )
+            both = f"{detector.think_start_token!r} and {detector.think_end_token!r}"
+            raise ValueError(f"{both} are not single tokens here")
     except Exception as error:
-        # Detectors encode, and check, in ways of their own; the server itself
-        # refuses a parser that it cannot use.
-        logger.warning(
-            "reasoncache: --reasoning-parser %s cannot be followed (%s), the whole response counts "
-            "as reasoning",
-            parser,
-            error,
-        )
+        # Detectors encode, and check, in ways of their own; SGLang refuses what it cannot use.
+        why = f"--reasoning-parser {parser} cannot be followed ({error})"
+        logger.warning("reasoncache: %s, the whole response counts as reasoning", why)
         return None
-    others = (
-        *getattr(detector, "request_selectable_think_end_tokens", ()),
-        getattr(detector, "tool_start_token", None),
-    )
+    others = getattr(detector, "request_selectable_think_end_tokens", ())
+    others = (*others, getattr(detector, "tool_start_token", None))
     more = {_single(tokenizer, text) for text in others if text}
     ends = frozenset({end} | {token for token in more if token is not None})
     markers = ReasoningMarkers(frozenset({start}), ends, bool(detector.force_reasoning))

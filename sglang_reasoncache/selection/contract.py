@@ -10,9 +10,7 @@ if TYPE_CHECKING:
 
 
 class Selector(Protocol):
-    """Reads fewer pages in a decode step; nothing is freed. A frozen dataclass, called in every
-    layer with tensors on the pool's device.
-    """
+    """Reads fewer pages in a decode step; nothing is freed. A frozen dataclass."""
 
     @property
     def budget(self) -> int:
@@ -25,7 +23,7 @@ class Selector(Protocol):
     def keep(
         self, shares: torch.Tensor, held: torch.Tensor, newest: torch.Tensor, page: int
     ) -> torch.Tensor:
-        """bool ``[rows, pages]``, which are read.
+        """bool ``[rows, pages]``, which are read; asked in every layer, on the pool's device.
 
         Args:
             shares: fp32 ``[rows, pages]``, what the query heads may find in a page: each head's

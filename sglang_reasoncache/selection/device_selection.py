@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection on a GPU: nothing waits for the device.
+"""Selection on a GPU: nothing waits for the device, and a step can be captured in a CUDA graph.
 
-Shapes depend on the batch and on how long rows may be, so a step can be captured in a CUDA
-graph. Layers read the step and its plan, never rows. Unlike in host memory, a page that a row
-uses with a position shift is always read (its bounds are those of keys as cached), and rows
-within the budget do not count.
-"""
+Unlike in host memory, a page that a row uses with a position shift is always read (its bounds
+are those of keys as cached), and rows within the budget do not count."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -24,24 +21,17 @@ from sglang_reasoncache.selection.page_selection import PageSelection
 
 
 class SelectionBuffers(NamedTuple):
-    """Where the selected entries of a layer go, layer after layer.
+    """Where the selected entries of a layer go, layer after layer."""
 
-    Attributes:
-        plan: Its ``positions`` are where entries are in the whole plan.
-        weights: fp32, of these entries, zeros between layers; None: nobody needs them.
-    """
-
-    plan: PlanBuffers
-    weights: torch.Tensor | None
+    plan: PlanBuffers  # its positions are where entries are in the whole plan
+    weights: torch.Tensor | None  # fp32, of these entries, zeros between layers; None: not needed
 
 
 class _Step(NamedTuple):
-    """What all layers of a decode step choose from."""
+    """What all layers of a decode step choose from; they never read rows."""
 
     lengths: torch.Tensor  # int64 [rows]
-    # Entries are the pages of one row after the other, [rows * pages]; below 0 where bounds say
-    # nothing.
-    pages: RowPlan
+    pages: RowPlan  # entries are pages, row after row; below 0 where bounds say nothing
     spans: tuple[torch.Tensor, torch.Tensor]  # int32 [rows] each, entries within a row's length
     share_index: torch.Tensor  # int64 [rows, pages], where a page's share is among theirs
     held: torch.Tensor  # bool [rows, pages], which pages the rows have
@@ -59,7 +49,14 @@ class DeviceSelection(PageSelection):
     _graph_buffers: tuple[SelectionBuffers, ...] = ()
     _trying = False
 
-    # -- a step -----------------------------------------------------------------
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._host = torch.zeros(3, dtype=torch.int64, pin_memory=self._rows.is_cuda)
+
+    def recent(self) -> dict[str, Any]:
+        described = self._described(self._host)
+        self._host.copy_(self._totals, non_blocking=True)
+        return described
 
     def allocate_graphs(self, batch: int, *, weighs: bool) -> None:
         """Have capacity for the graphs of up to ``batch`` requests."""
@@ -114,14 +111,16 @@ class DeviceSelection(PageSelection):
             strict=strict,
         )
 
-    # -- a layer ----------------------------------------------------------------
-
     def _shares(
         self, step: _Step, bounds: PageBounds, query: torch.Tensor, scale: float
     ) -> torch.Tensor:
         pages = step.held.shape[1]
         found = bounds.shares(query, step.pages, scale, spans=step.spans, longest=pages)
         return found[step.share_index].masked_fill_(~step.held, 0.0)
+
+    def _kept(self, step: _Step, shares: torch.Tensor) -> torch.Tensor | None:
+        with waits.refused(shares.device) if self._trying else contextlib.nullcontext():
+            return super()._kept(step, shares)
 
     def _entries(self, step: _Step, keep: torch.Tensor) -> tuple[RowPlan, torch.Tensor | None]:
         settled = torch.empty_like(step.state)
@@ -145,13 +144,8 @@ class DeviceSelection(PageSelection):
         assert weights is not None, "of a step with weights"
         select_triton.add(weights, plan, len(self._step.state), whole)
 
-    def _during(self, device: torch.device) -> AbstractContextManager[Any]:
-        return waits.refused(device) if self._trying else super()._during(device)
-
-    # -- at the start -------------------------------------------------------------
-
     def try_out(self, plan: PlanBuffers, queries: dict[int, torch.Tensor]) -> None:
-        """Run the selector once a layer on row 0, which is no request's, and compile.
+        """At the start, run the selector once a layer on row 0, which is no request's, and compile.
 
         Args:
             plan: Of that row, with ``positions``.

@@ -6,9 +6,8 @@ from __future__ import annotations
 import torch
 
 from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.paged import PagedKv, read_rows
 from sglang_reasoncache.kernels.plan import RowPlan
-from sglang_reasoncache.kernels.pool import read_rows
 
 
 class PageBounds:
@@ -35,12 +34,10 @@ class PageBounds:
         self._paged = PagedKv(ends, ends[..., :1])
 
     def update(self, slots: torch.Tensor) -> None:
-        """Bring the bounds of pages up to date after keys were written.
+        """Bring the bounds of pages up to date after keys were written to ``slots``.
 
         A page is filled from its first slot on, so its keys are those up to the last slot.
-
-        Args:
-            slots: int ``[tokens]``; those of a page side by side and ascending.
+        ``slots``: int ``[tokens]``; those of a page side by side and ascending.
         """
         if self._paged.backend == "triton":
             from sglang_reasoncache.kernels import bounds_triton
@@ -92,12 +89,7 @@ class PageBounds:
     def largest(self, query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """The logits of :meth:`shares`, unscaled, one query a page.
 
-        Args:
-            query: fp32 ``[pages, heads, dim]``.
-            pages: int64 ``[pages]``.
-
-        Returns:
-            fp32 ``[pages, heads]``.
+        fp32 ``[pages, heads, dim]`` and int64 ``[pages]`` to fp32 ``[pages, heads]``.
         """
         grouped = query.unflatten(1, (self.low.shape[1], -1))
         high, low = (side[pages].float()[:, :, None] for side in (self.high, self.low))

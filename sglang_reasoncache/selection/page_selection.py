@@ -2,26 +2,23 @@
 """A decode step reads some pages of each row; a selector says which, in every layer anew.
 
 Pages are the pool's own. Their bounds belong to the page, whichever row names it. What the
-selector returns is checked before anything is read by it.
-"""
+selector returns is checked before anything is read by it."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_reasoncache.arguments import flag_of
+from sglang_reasoncache.kernels.batch import BatchRows
+from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.selection.contract import Selector
 from sglang_reasoncache.selection.page_bounds import PageBounds
-
-if TYPE_CHECKING:
-    from sglang_reasoncache.kernels.batch import BatchRows
-    from sglang_reasoncache.kernels.plan import RowPlan
-    from sglang_reasoncache.selection.contract import Selector
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +34,23 @@ class SelectionRefusal(Enum):
     """The policy raised an exception: everything was read."""
 
 
+class _Step(NamedTuple):
+    """What all layers of a decode step choose from."""
+
+    whole: RowPlan
+    row: torch.Tensor  # int64 [entries], of the whole plan's entries
+    page: torch.Tensor  # int64 [entries], likewise
+    held: torch.Tensor  # bool [rows, pages], which pages the rows have
+    newest: torch.Tensor  # int64 [rows], the page that is being filled
+    first: torch.Tensor  # int64 [rows, pages], slot at the beginning of each page
+    shift: torch.Tensor | None  # int32 [rows, pages], position shift there; None: all are 0
+    pages: RowPlan  # its entries are the pages that are held
+    weighs: bool
+    strict: bool = False  # a selector's error ends the start
+
+
 class PageSelection:
-    """One per attention backend; a subclass for each kind of device.
+    """One per attention backend, here in host memory, where shapes follow what the rows hold.
 
     Args:
         name: Of the policy, for messages.
@@ -47,6 +59,7 @@ class PageSelection:
         page: Positions of a page, above 1.
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
         cached_at: int32 ``[num_slots]``, cached positions; None where keys are read as cached.
+        rotation: Rotates queries for pages with a position shift.
 
     Raises:
         ValueError: ``budget`` or ``whole_layers`` of the selector is no such number.
@@ -61,9 +74,11 @@ class PageSelection:
         page: int,
         rows: torch.Tensor,
         cached_at: torch.Tensor | None,
+        rotation: KeyRotation | None = None,
     ) -> None:
         self._name, self._flag = name, f"{flag_of('policy')} {name}"
         self._selector, self._page, self._rows, self._cached_at = selector, page, rows, cached_at
+        self._rotation = rotation
         # Read once: errors of another package's selector cannot be caught everywhere.
         self._budget = self._count("budget", 1)
         first = min(layers) + self._count("whole_layers", 0)
@@ -79,8 +94,10 @@ class PageSelection:
             raise MemoryError(str(error)) from error
         # Positions held, positions read, newest pages that the selector left out.
         self._totals = torch.zeros(3, dtype=torch.int64, device=rows.device)
-        self._host = torch.zeros(3, dtype=torch.int64, pin_memory=rows.is_cuda)
         self._step: Any = None
+        # Of the layer planned last: which entries of the whole plan it reads, their weights.
+        self._among = torch.empty(0, dtype=torch.bool)
+        self._weights: torch.Tensor | None = None
 
     def _count(self, key: str, least: int) -> int:
         try:
@@ -99,27 +116,23 @@ class PageSelection:
         return self._described(self._totals)
 
     def recent(self) -> dict[str, Any]:
-        """As :meth:`describe`, of when this was called before, or later; without a wait."""
-        described = self._described(self._host)
-        self._host.copy_(self._totals, non_blocking=True)
-        return described
+        """As :meth:`describe`; on a GPU of when this was called before, or later, without a wait."""
+        return self.describe()
 
     def _described(self, totals: torch.Tensor) -> dict[str, Any]:
         held, read, newest = totals.tolist()
         refusals = dict(self._refusals)
         if newest:
             refusals[SelectionRefusal.NEWEST.value] = newest
-        return {
-            "name": self._name,
-            "positions_held": held,
-            "positions_read": read,
-            "refusals": refusals,
-        }
+        counts = {"positions_held": held, "positions_read": read}
+        return {"name": self._name, **counts, "refusals": refusals}
 
     def update(self, layer: int, slots: torch.Tensor) -> None:
         """Keys were written to ``slots``; see :meth:`PageBounds.update`."""
         if layer in self._bounds:
             self._bounds[layer].update(slots)
+
+    # -- a step -----------------------------------------------------------------
 
     def begin(self, rows: BatchRows, weighs: bool) -> None:
         """A decode step, outside of CUDA graphs; ``weighs``: weights of what is read are needed."""
@@ -128,6 +141,28 @@ class PageSelection:
     def forget(self) -> None:
         """The next forward reads everything, until a decode step begins."""
         self._step = None
+
+    def _made(self, rows: BatchRows, weighs: bool) -> Any:
+        plan, requests, lengths, longest = rows
+        pages = -(-longest // self._page)
+        starts = self._starts[:pages]
+        used = self._rows[requests.long(), :longest] >= 0
+        used &= torch.arange(used.shape[1]) < lengths[:, None]
+        row, at = used.nonzero().unbind(1)
+        held = used[:, :: self._page]
+        first = self._first_slots(requests, pages).long().clamp_min(0)
+        shift = None
+        if plan.shift is not None and self._cached_at is not None:
+            shift = torch.where(held, starts.to(torch.int32) - self._cached_at[first], 0)
+        named = RowPlan(_indptr(held.sum(dim=1)), (first // self._page)[held].int(), None)
+        newest = (lengths.long() - 1) // self._page
+        return _Step(plan, row, at // self._page, held, newest, first, shift, named, weighs)
+
+    def _first_slots(self, requests: torch.Tensor, pages: int) -> torch.Tensor:
+        """int ``[rows, pages]``, the slot at the beginning of each page."""
+        return self._rows[:, : pages * self._page : self._page][requests.long()]
+
+    # -- a layer ----------------------------------------------------------------
 
     def plan(
         self, layer: int, query: torch.Tensor, scale: float
@@ -147,67 +182,76 @@ class PageSelection:
         keep = self._kept(step, self._shares(step, self._bounds[layer], query, scale))
         return None if keep is None else self._entries(step, keep)
 
-    def _kept(self, step: Any, shares: torch.Tensor) -> torch.Tensor | None:
-        """bool ``[rows, pages]``, what the selector keeps; None: it failed or gave nonsense."""
-        held = step.held
-        try:
-            with self._during(shares.device):
-                # Copies: later layers read the same, whatever a selector does to its own.
-                keep = self._selector.keep(shares, held.clone(), step.newest.clone(), self._page)
-        except Exception as error:
-            if step.strict:
-                raise ValueError(
-                    f"{self._flag}: keep of a selector failed on {shares.device}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            self._refusals[SelectionRefusal.POLICY_FAILED.value] += 1
-            if not self._failed:
-                self._failed = True
-                logger.exception(
-                    "reasoncache: policy %s failed, further failures count only", self._name
-                )
-            return None
-        if (
-            type(keep) is not torch.Tensor
-            or keep.dtype != torch.bool
-            or keep.shape != held.shape
-            or keep.device != held.device
-            or keep.layout != torch.strided
-        ):
-            if step.strict:
-                raise ValueError(
-                    f"{self._flag}: keep of a selector must give a plain bool tensor "
-                    f"{list(held.shape)} on {held.device}, got {_named(keep)}"
-                )
-            self._refusals[SelectionRefusal.MALFORMED.value] += 1
-            return None
-        return keep
-
-    def _during(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Entered while the selector decides."""
-        return contextlib.nullcontext()
-
-    def _first_slots(self, requests: torch.Tensor, pages: int) -> torch.Tensor:
-        """int ``[rows, pages]``, the slot at the beginning of each page."""
-        return self._rows[:, : pages * self._page : self._page][requests.long()]
-
-    def _made(self, rows: BatchRows, weighs: bool) -> Any:
-        """What all layers of a step choose from: has ``held``, ``newest`` and ``strict`` (a
-        selector's error ends the start)."""
-        raise NotImplementedError
-
     def _shares(
         self, step: Any, bounds: PageBounds, query: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """fp32 ``[rows, pages]``, see ``Selector.keep``."""
-        raise NotImplementedError
+        query = query.float()
+        shares = torch.zeros(step.held.shape).masked_scatter_(
+            step.held, bounds.shares(query, step.pages, scale)
+        )
+        if step.shift is None or self._rotation is None:
+            return shares
+        # Bounds are those of keys as cached: for a page with a shift the query is rotated back.
+        rows = step.shift.any(dim=1).nonzero()[:, 0]
+        row, page = step.held[rows].nonzero().unbind(1)
+        row = rows[row]
+        rotated = self._rotation.rotate(query[row], -step.shift[row, page])
+        logits = torch.full((*step.held.shape, query.shape[1]), float("-inf"))
+        found = step.first[row, page] // self._page
+        logits[row, page] = bounds.largest(rotated, found) * scale
+        shares[rows] = logits[rows].softmax(dim=1).sum(dim=2)
+        return shares
+
+    def _kept(self, step: Any, shares: torch.Tensor) -> torch.Tensor | None:
+        """bool ``[rows, pages]``, what the selector keeps; None: it failed or gave nonsense."""
+        held, failure = step.held, None
+        try:
+            # Copies: later layers read the same, whatever a selector does to its own.
+            keep = self._selector.keep(shares, held.clone(), step.newest.clone(), self._page)
+        except Exception as error:
+            failure, refusal = error, SelectionRefusal.POLICY_FAILED
+            problem = f"failed on {shares.device}: {type(error).__name__}: {error}"
+        else:
+            if (
+                type(keep) is torch.Tensor
+                and (keep.dtype, keep.shape) == (torch.bool, held.shape)
+                and (keep.device, keep.layout) == (held.device, torch.strided)
+            ):
+                return keep
+            refusal = SelectionRefusal.MALFORMED
+            problem = f"must give a plain bool tensor {list(held.shape)} on {held.device}, got "
+            problem += _named(keep)
+        if step.strict:
+            raise ValueError(f"{self._flag}: keep of a selector {problem}") from failure
+        self._refusals[refusal.value] += 1
+        if failure is not None and not self._failed:
+            self._failed = True
+            told = "reasoncache: policy %s failed, further failures count only"
+            logger.error(told, self._name, exc_info=failure)
+        return None
 
     def _entries(self, step: Any, keep: torch.Tensor) -> tuple[RowPlan, torch.Tensor | None]:
-        raise NotImplementedError
+        newest = step.newest[:, None]
+        left_out = not bool(keep.gather(1, newest).all())
+        if left_out:
+            keep = keep.scatter(1, newest, True)
+        self._among = among = keep[step.row, step.page]
+        counts = torch.bincount(step.row[among], minlength=len(keep))
+        indices = step.whole.kv_indices[among]
+        shift = None if step.whole.shift is None else step.whole.shift[among]
+        self._totals += torch.tensor([len(among), len(indices), left_out])
+        self._weights = torch.zeros(len(indices)) if step.weighs else None
+        return RowPlan(_indptr(counts), indices, shift), self._weights
 
     def add(self, whole: torch.Tensor) -> None:
         """Add the weights of what :meth:`plan` gave last to those of the whole plan's entries."""
-        raise NotImplementedError
+        assert self._weights is not None, "of a step with weights"
+        whole[self._among] += self._weights
+
+
+def _indptr(counts: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _named(value: Any) -> str:

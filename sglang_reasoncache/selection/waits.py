@@ -10,6 +10,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_INDEX = torch.ops.aten.index.Tensor
+_INDEXING = (
+    _INDEX,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten._index_put_impl_.default,
+)
+
 
 class WouldWait(RuntimeError):
     """The host would have to know what is in a tensor; the message names the operator."""
@@ -20,29 +28,17 @@ class _Refusing(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Whether the host knows the shape all the same.
+        sized = func is _INDEX or kwargs.get("output_size") is not None
         waits = torch.Tag.data_dependent_output in func.tags or (
-            torch.Tag.dynamic_output_shape in func.tags and not _sized(func, args, kwargs)
+            torch.Tag.dynamic_output_shape in func.tags and not sized
         )
-        if waits or (func in _INDEXING and _has_mask(args[1])):
+        masks = (torch.bool, torch.uint8)
+        if func in _INDEXING:
+            waits |= any(index is not None and index.dtype in masks for index in args[1])
+        if waits:
             raise WouldWait(f"{func} waits for the device")
         return func(*args, **kwargs)
-
-
-_INDEXING = (
-    torch.ops.aten.index.Tensor,
-    torch.ops.aten.index_put.default,
-    torch.ops.aten.index_put_.default,
-    torch.ops.aten._index_put_impl_.default,
-)
-
-
-def _sized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the host knows the shape all the same."""
-    return func is torch.ops.aten.index.Tensor or kwargs.get("output_size") is not None
-
-
-def _has_mask(indices: Any) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import KVPool
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances, cosine_distances
-from sglang_reasoncache.kernels.pool import read_keys
+from sglang_reasoncache.kernels.paged import read_keys
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.sharing.decision import BlockProposal
 
@@ -87,7 +87,7 @@ class BlockMeter:
 
     @property
     def backend(self) -> str:
-        """What computes the distances: see ``kernels.pool.BACKENDS``."""
+        """What computes the distances: see ``kernels.paged.BACKENDS``."""
         return self._kernel.backend
 
     def warm_up(self, block: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.row_state import RowState
-from sglang_reasoncache.filter.engine import StepEngine
+from sglang_reasoncache.filter.process import FilterProcess
 
 _ATTRIBUTE = "_reasoncache_state"
 #: Key in the OpenAI API's ``custom_params`` that switches sharing off for a request.
@@ -26,9 +26,9 @@ class Followed:
     """
 
     def __init__(
-        self, engine: StepEngine, start_position: int, inside: bool, orphans: deque[int]
+        self, engine: FilterProcess, start_position: int, inside: bool, orphans: deque[int]
     ) -> None:
-        self._engine: StepEngine | None = None
+        self._engine: FilterProcess | None = None
         self._orphans = orphans
         self.id = engine.open(start_position, inside)
         self._engine = engine

@@ -7,7 +7,7 @@ import collections
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_reasoncache.eviction.apply import EvictionStats
+from sglang_reasoncache.eviction.row_state import EvictionStats
 
 
 @dataclass

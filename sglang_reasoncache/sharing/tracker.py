@@ -10,9 +10,9 @@ from array import array
 from collections.abc import Iterable
 
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.filter.engine import StepEngine
+from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import StepResult
-from sglang_reasoncache.filter.span import ReasoningMarkers
+from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.sharing.ranks import Ranks
 from sglang_reasoncache.sharing.state import Followed, RequestState, attach, state_of, takes_part
 from sglang_reasoncache.sharing.stats import SharingStats
@@ -29,7 +29,7 @@ class RequestTracker:
 
     def __init__(
         self,
-        engine: StepEngine | None,
+        engine: FilterProcess | None,
         stats: SharingStats,
         ranks: Ranks,
         markers: ReasoningMarkers | None = None,
@@ -107,7 +107,7 @@ class RequestTracker:
             self._stats.over_bound_steps += seen.over_bound
         return [(self._requests.get(result.request), result) for result in results]
 
-    def _lose(self, engine: StepEngine) -> None:
+    def _lose(self, engine: FilterProcess) -> None:
         """The engine of some rank failed: all start theirs anew, or give up, at the same poll.
 
         What it knew of the running requests is lost, so they are not followed any more.
@@ -121,7 +121,7 @@ class RequestTracker:
         self._orphans.clear()
         engine.restart()
 
-    def _count(self, engine: StepEngine) -> None:
+    def _count(self, engine: FilterProcess) -> None:
         self._stats.steps_shed = engine.steps_shed - self._shed_before
         self._stats.filter_restarts = engine.restarts
         self._stats.filter_given_up = int(engine.given_up)

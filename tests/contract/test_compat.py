@@ -10,19 +10,24 @@ import dataclasses
 import inspect
 import pkgutil
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.compat import types
 from sglang_reasoncache.plugin import refusals
 
 STOCK = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}
 
 
-def _parameters(target: Any) -> str:
+def _accepts(target: Any, parameters: str) -> bool:
+    """Whether its parameters are these; those before ``...`` where it ends ``parameters``."""
     target = pkgutil.resolve_name(target) if isinstance(target, str) else target
-    return " ".join(inspect.signature(target).parameters)
+    found = list(inspect.signature(target).parameters)
+    first, more, _ = parameters.partition(" ...")
+    return (found[: len(first.split())] if more else found) == first.split()
 
 
 def test_installed_version_is_supported() -> None:
@@ -35,6 +40,8 @@ def test_name_exists(name: str) -> None:
 
 
 _ALLOCATOR = "sizes token_to_kv_pool is_dsv4_model req_to_token_pool token_to_kv_pool_allocator"
+_LAST_LOC = "req_to_token req_pool_indices_tensor prefix_lens_tensor"
+#: Parameters our hooks are called with; ``...``: more may follow.
 HOOKS = {
     "add_cli_args": "parser",
     "from_cli_args": "args",
@@ -44,88 +51,64 @@ HOOKS = {
     "count_uncached": "self",
     "decode_log_parts": "self",
     "internal_state": "self state",
+    "forward_batch": "batch model_runner ...",
+    "graph_variants": "hf_config",
+    "last_loc": _LAST_LOC,
 }
-CUDA_HOOKS = {"forward_batch": "batch model_runner", "graph_variants": "hf_config"}
 
 
 def test_hook_target_signatures() -> None:
-    """Every hooked function exists under the parameters our hooks are called with.
-
-    ``last_loc`` hands all arguments on to SGLang's torch version.
-    """
-    assert {name: _parameters(at) for name, at in compat.HOOK_TARGETS.items()} == HOOKS
-    cuda = {name: _parameters(at) for name, at in compat.CUDA_HOOK_TARGETS.items()}
-    assert cuda.keys() == CUDA_HOOKS.keys()
-    assert cuda["graph_variants"] == CUDA_HOOKS["graph_variants"]
-    assert f"{cuda['forward_batch']} ".startswith(CUDA_HOOKS["forward_batch"] + " ")
-    hooked = _parameters(compat.CPU_HOOK_TARGETS["last_loc"])
-    assert hooked == "req_to_token req_pool_indices_tensor prefix_lens_tensor"
-    assert _parameters(compat.NAMES["get_last_loc_torch"]) == hooked
+    """``last_loc`` hands all arguments on to SGLang's torch version."""
+    targets = {**compat.HOOK_TARGETS, **compat.CUDA_HOOK_TARGETS, **compat.CPU_HOOK_TARGETS}
+    assert targets.keys() == HOOKS.keys()
+    for name, at in targets.items():
+        assert _accepts(at, HOOKS[name]), name
+    assert _accepts(compat.NAMES["get_last_loc_torch"], _LAST_LOC)
 
 
 _REQUEST = "extend_input_len total_tokens max_new_tokens input_tokens swa_host_hit_length"
-
-
-@pytest.mark.parametrize(
-    ("method", "parameters"),
-    [
-        ("RadixCache.checkpoint", "self req up_to"),
-        ("RadixCache.on_release", "self req checkpointed"),
-        ("RadixCache._insert_helper", "self node key value priority inserted_len"),
-        ("RadixCache._split_node", "self key child split_len"),
-        ("RadixCache._delete_leaf", "self node"),
-        ("RadixCache.inc_lock_ref", "self node"),
-        ("RadixCache.dec_lock_ref", "self node params"),
-        ("RadixCache.evict", "self params"),
-        ("RadixCache.path_device_indices", "self node"),
-        ("TokenToKVPoolAllocator.free", "self free_index"),
-        ("TokenToKVPoolAllocator.free_page_ids", "self page_ids"),
-        ("PagedTokenToKVPoolAllocator._release_page_ids", "self page_ids"),
-        ("PagedTokenToKVPoolAllocator.free_page_ids", "self page_ids"),
-        (
-            "PrefillBudget.check_prefill",
-            f"self {_REQUEST} chunk_limit auxiliary_swa_host_hit_length",
-        ),
-        ("PrefillBudget._available_and_evictable", "self"),
-        ("RotaryEmbedding._compute_cos_sin_cache", "self"),
-    ],
-)
-def test_overridden_method_signature(method: str, parameters: str) -> None:
-    """Methods we override or call beyond the public interface kept their parameters."""
-    name, _, of_class = method.partition(".")
-    assert _parameters(f"{compat.NAMES[name]}.{of_class}") == parameters
-
-
-_FORWARD = "self q k v layer forward_batch save_kv_cache"
-IN_FRONT_OF = {
-    "init_forward_metadata": "self forward_batch",
-    "init_forward_metadata_out_graph": "self forward_batch in_capture",
-    "init_forward_metadata_in_graph": "self forward_batch",
-    "init_cuda_graph_state": "self max_bs max_num_tokens",
-    "shared_read_ends": "self fm",
-    "forward_decode": _FORWARD,
-    "forward_extend": _FORWARD,
+_FORWARD = "self q k v layer forward_batch save_kv_cache ..."
+_LOOP = "self query output k_cache v_cache ..."
+#: Methods we override, stand in front of, or call beyond the public interface.
+METHODS = {
+    "RadixCache.checkpoint": "self req up_to",
+    "RadixCache.on_release": "self req checkpointed",
+    "RadixCache._insert_helper": "self node key value priority inserted_len",
+    "RadixCache._split_node": "self key child split_len",
+    "RadixCache._delete_leaf": "self node",
+    "RadixCache.inc_lock_ref": "self node",
+    "RadixCache.dec_lock_ref": "self node params",
+    "RadixCache.evict": "self params",
+    "RadixCache.path_device_indices": "self node",
+    "TokenToKVPoolAllocator.free": "self free_index",
+    "TokenToKVPoolAllocator.free_page_ids": "self page_ids",
+    "PagedTokenToKVPoolAllocator._release_page_ids": "self page_ids",
+    "PagedTokenToKVPoolAllocator.free_page_ids": "self page_ids",
+    "PrefillBudget.check_prefill": f"self {_REQUEST} chunk_limit auxiliary_swa_host_hit_length",
+    "PrefillBudget._available_and_evictable": "self",
+    "RotaryEmbedding._compute_cos_sin_cache": "self",
+    "STOCK.init_forward_metadata": "self forward_batch ...",
+    "STOCK.init_forward_metadata_out_graph": "self forward_batch in_capture ...",
+    "STOCK.init_forward_metadata_in_graph": "self forward_batch ...",
+    "STOCK.init_cuda_graph_state": "self max_bs max_num_tokens ...",
+    "STOCK.shared_read_ends": "self fm ...",
+    "STOCK.forward_decode": _FORWARD,
+    "STOCK.forward_extend": _FORWARD,
+    "TorchNativeAttnBackend._run_sdpa_forward_extend": _LOOP,
+    "TorchNativeAttnBackend._run_sdpa_forward_decode": _LOOP,
+    "MHATokenToKVPool.set_kv_buffer": "self layer loc_info cache_k cache_v k_scale v_scale ...",
+    "KVWriteLoc.for_batch": "forward_batch ...",
 }
-_LOOP = "self query output k_cache v_cache"
-_WRITE = "self layer loc_info cache_k cache_v k_scale v_scale"
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "first"),
-    [
-        *((name, *method) for name in STOCK.values() for method in IN_FRONT_OF.items()),
-        ("TorchNativeAttnBackend", "_run_sdpa_forward_extend", _LOOP),
-        ("TorchNativeAttnBackend", "_run_sdpa_forward_decode", _LOOP),
-        ("MHATokenToKVPool", "set_kv_buffer", _WRITE),
-        ("KVWriteLoc", "for_batch", "forward_batch"),
-    ],
-)
-def test_first_parameters(name: str, method: str, first: str) -> None:
-    """Methods we stand in front of, or call, take what we hand on; more may follow."""
-    found = _parameters(getattr(compat.resolve(name), method))
-    assert f"{found} ".startswith(f"{first} ")
-    if name == "TorchNativeAttnBackend":
-        assert {"scaling", "sliding_window_size"} <= set(found.split())
+@pytest.mark.parametrize("method", METHODS)
+def test_method_signature(method: str) -> None:
+    name, _, of_class = method.partition(".")
+    for stock in STOCK.values() if name == "STOCK" else (name,):
+        found = getattr(compat.resolve(stock), of_class)
+        assert _accepts(found, METHODS[method])
+        if name == "TorchNativeAttnBackend":
+            assert {"scaling", "sliding_window_size"} <= inspect.signature(found).parameters.keys()
 
 
 #: Objects, and behind them what their source says, in this order. ``>``: what comes before it
@@ -249,20 +232,15 @@ _FIELDS = "rids seq_lens_cpu extend_seq_lens_cpu extend_prefix_lens_cpu out_cach
 
 
 @pytest.mark.parametrize(
-    ("target", "fields"),
+    ("protocol", "fields"),
     [
-        ("managers.schedule_batch.ScheduleBatch", "batch_is_full tree_cache"),
-        (
-            "model_executor.forward_batch_info.ForwardBatch",
-            f"{_FIELDS} out_cache_loc_is_physical positions req_pool_indices",
-        ),
+        (types.ScheduleBatch, "batch_is_full tree_cache"),
+        (types.ForwardBatch, f"{_FIELDS} out_cache_loc_is_physical positions req_pool_indices"),
     ],
 )
-def test_fields_exist(target: str, fields: str) -> None:
-    found = {
-        field.name for field in dataclasses.fields(pkgutil.resolve_name(f"sglang.srt.{target}"))
-    }
-    assert found >= set(fields.split())
+def test_fields_exist(protocol: type, fields: str) -> None:
+    found = dataclasses.fields(pkgutil.resolve_name(f"sglang.srt.{CLASSES[protocol]}"))
+    assert {field.name for field in found} >= set(fields.split())
 
 
 def test_refused_flags_exist() -> None:
@@ -298,3 +276,58 @@ def test_a_row_counts_the_requests_that_got_it() -> None:
     assert (rows.req_generation - before).nonzero().tolist() == [[first]]
     rows.clear()
     assert rows.req_generation[first] > before[first]
+
+
+#: Protocol -> path of the class in ``sglang.srt``.
+CLASSES: dict[type, str] = {
+    types.RequestKV: "managers.schedule_batch.ReqKvInfo",
+    types.Request: "managers.schedule_batch.Req",
+    types.RadixKey: "mem_cache.radix_cache.RadixKey",
+    types.TreeNode: "mem_cache.radix_cache.TreeNode",
+    types.KVPool: "mem_cache.memory_pool.MHATokenToKVPool",
+    types.ReqToTokenPool: "mem_cache.memory_pool.ReqToTokenPool",
+    types.SlotAllocator: "mem_cache.allocator.token.TokenToKVPoolAllocator",
+    types.PrefixTree: "mem_cache.radix_cache.RadixCache",
+    types.ServerArgs: "server_args.ServerArgs",
+    types.ModelConfig: "configs.model_config.ModelConfig",
+    types.ModelRunner: "model_executor.model_runner.ModelRunner",
+    types.AttentionLayer: "layers.radix_attention.RadixAttention",
+    types.ForwardMode: "model_executor.forward_batch_info.ForwardMode",
+    types.ForwardBatch: "model_executor.forward_batch_info.ForwardBatch",
+    types.ScheduleBatch: "managers.schedule_batch.ScheduleBatch",
+    types.CacheInitParams: "mem_cache.cache_init_params.CacheInitParams",
+    types.TpWorker: "managers.tp_worker.TpModelWorker",
+    types.TreeCacheBuildContext: "mem_cache.registry.TreeCacheBuildContext",
+}
+
+
+def attributes_of(protocol: type) -> Iterator[str]:
+    """What the protocol says an object has."""
+    yield from protocol.__annotations__
+    yield from (name for name in vars(protocol) if not name.startswith("_"))
+
+
+ATTRIBUTES = [
+    (protocol, attribute) for protocol in CLASSES for attribute in attributes_of(protocol)
+]
+
+
+def test_every_protocol_has_a_class() -> None:
+    """A new protocol is checked as well."""
+    ours = [value for value in vars(types).values() if getattr(value, "_is_protocol", False)]
+    assert {value for value in ours if value.__module__ == types.__name__} == set(CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "attribute"), ATTRIBUTES, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_attribute_exists(protocol: type, attribute: str) -> None:
+    """Set by the class, by one it inherits from, or declared there."""
+    found = pkgutil.resolve_name(f"sglang.srt.{CLASSES[protocol]}")
+    assigned = re.compile(rf"\bself\.{attribute}\b[^=\n]*(:[^=\n]+)?=[^=]")
+    assert hasattr(found, attribute) or any(
+        attribute in getattr(base, "__annotations__", ())
+        or assigned.search(inspect.getsource(base))
+        for base in found.__mro__
+        if base.__module__.startswith("sglang")
+    ), f"{found.__name__} has no {attribute}"

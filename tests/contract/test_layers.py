@@ -21,7 +21,7 @@ LAYERS = (
     ("registry",),
     ("config",),
     ("sharing",),
-    ("metrics", "settings_table"),
+    ("settings_table",),
     ("plugin",),
     ("cpu_platform",),
 )
@@ -30,13 +30,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 
 
-def room_of(module: str) -> str:
-    """``sglang_reasoncache.cache.tree`` -> ``cache``."""
-    return module.split(".")[1]
-
-
-def module_of(file: Path) -> str:
-    return ".".join(("sglang_reasoncache", *file.relative_to(ROOT).with_suffix("").parts))
+def room_of(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -51,12 +46,12 @@ def imports(file: Path) -> Iterator[str]:
 
 def rooms_imported(file: Path) -> set[str]:
     ours = (name for name in imports(file) if name.startswith("sglang_reasoncache."))
-    return {room_of(name) for name in ours} - {"__version__"}
+    return {name.split(".")[1] for name in ours} - {"__version__"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_no_import_runs_upward(file: Path) -> None:
-    room = room_of(module_of(file))
+    room = room_of(file)
     if room != "__init__":
         above = {other for other in rooms_imported(file) if LAYER[other] > LAYER[room]}
         assert not above, f"{room} imports {', '.join(sorted(above))}"
@@ -66,7 +61,7 @@ def test_rooms_import_in_no_circle() -> None:
     """Within a layer, take away rooms that import none of the others until none is left."""
     needs: dict[str, set[str]] = {room: set() for room in LAYER}
     for file in FILES:
-        room = room_of(module_of(file))
+        room = room_of(file)
         if room in needs:
             needs[room] |= rooms_imported(file) - {room}
     while free := {room for room in needs if not needs[room] & needs.keys()}:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP peer that answers chat completions, and the server of a run that speaks for it."""
+"""An HTTP peer that answers chat completions, the server of a run that speaks for it, and rows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
+from eval.runs.records import Leg, Moment, Response, Result
 from eval.runs.servers import Server
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -34,97 +34,74 @@ def event(delta: dict[str, Any] | None = None, **fields: Any) -> bytes:
 END = raw("data: [DONE]") + b"0\r\n\r\n"
 
 
-def answer(text: str, finish_reason: str = "stop", tokens: int = 7) -> bytes:
+def answer(text: str, finish_reason: str = "stop") -> bytes:
     """A whole response."""
-    usage = {"prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens}
+    usage = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
     end = event({}, finish_reason=finish_reason) + event(usage=usage) + END
     return HEAD + event({"content": text}) + end
 
 
-class Peer:
-    """Sends each request the next script; the last one again and again.
+class Peer(ThreadingHTTPServer):
+    """Sends each request the next script; the last one again and again. A context manager."""
 
-    Attributes:
-        url: where, while it is :meth:`serving`.
-        bodies: of the requests, in order of arrival.
-        pages: what a GET of a path says; 404 elsewhere.
-        most_open: requests that were open at once.
-    """
+    request_queue_size = 256  # the requests of a run all come at once
 
     def __init__(self, *scripts: bytes, pause: float = 0.0, endless: bool = False) -> None:
-        self.url = ""
-        self.bodies: list[dict[str, Any]] = []
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.bodies: list[dict[str, Any]] = []  # of the requests, in order of arrival
+        # What a GET of a path says; 404 elsewhere.
         self.pages: dict[str, Callable[[], Any]] = {"/v1/models": lambda: {"data": [{"id": "m"}]}}
         self.scripts = scripts or (answer("a"),)
-        self.most_open = self._open = 0
-        self._pause, self._endless, self._lock = pause, endless, threading.Lock()
+        self.open = self.most_open = 0  # requests at once
+        self.pause, self.endless, self.lock = pause, endless, threading.Lock()
 
-    @contextmanager
-    def serving(self) -> Iterator[Peer]:
-        peer = self
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                page = peer.pages.get(self.path)
-                self.send_response(404 if page is None else 200)
-                self.end_headers()
-                self.wfile.write(json.dumps(page() if page else {}).encode())
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
 
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                with contextlib.suppress(ConnectionError):
-                    for piece in peer._pieces(json.loads(body)):
-                        self.wfile.write(piece)
 
-            def log_message(self, *_: object) -> None:
-                return None
+class _Handler(BaseHTTPRequestHandler):
+    server: Peer
 
-        class Listener(ThreadingHTTPServer):
-            # The requests of a run all come at once.
-            request_queue_size = 256
+    def do_GET(self) -> None:
+        page = self.server.pages.get(self.path)
+        self.send_response(404 if page is None else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(page() if page else {}).encode())
 
-        server = Listener(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        self.url = f"http://127.0.0.1:{server.server_port}"
-        try:
-            yield self
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+    def do_POST(self) -> None:
+        body, peer = self.rfile.read(int(self.headers["Content-Length"])), self.server
+        with peer.lock:
+            peer.bodies.append(json.loads(body))
+            script = peer.scripts[min(len(peer.bodies), len(peer.scripts)) - 1]
+            peer.open += 1
+            peer.most_open = max(peer.most_open, peer.open)
+        with contextlib.suppress(ConnectionError):
+            time.sleep(peer.pause)
+            self.wfile.write(script)
+            while peer.endless:
+                self.wfile.write(event({"content": "x" * 1000}))
+        with peer.lock:
+            peer.open -= 1
 
-    def _pieces(self, body: dict[str, Any]) -> Iterator[bytes]:
-        with self._lock:
-            self.bodies.append(body)
-            script = self.scripts[min(len(self.bodies), len(self.scripts)) - 1]
-            self._open += 1
-            self.most_open = max(self.most_open, self._open)
-        try:
-            time.sleep(self._pause)
-            yield script
-            while self._endless:
-                yield event({"content": "x" * 1000})
-        finally:
-            with self._lock:
-                self._open -= 1
+    def log_message(self, *_: object) -> None:
+        return None
 
 
 class PeerServer(Server):
-    """A peer as what a cell is measured on; every fault can be had on demand.
-
-    Attributes:
-        totals: of its report.
-        settling: raised when it is to settle.
-        log: what it has written; an OSError is raised instead.
-    """
+    """A peer as what a cell is measured on; every fault can be had on demand."""
 
     def __init__(self, peer: Peer, *flags: str) -> None:
         super().__init__(url=peer.url)
         self.command = ["serve", *flags]
-        self.totals: dict[str, Any] = {}
-        self.settling: Exception | None = None
-        self.log: str | OSError = ""
+        self.totals: dict[str, Any] = {}  # of its report
+        self.settling: Exception | None = None  # raised when it is to settle
+        self.log: str | OSError = ""  # what it has written; an OSError is raised instead
 
     def report(self) -> dict[str, Any]:
         return {"totals": dict(self.totals)} if self.totals else {}
@@ -143,3 +120,26 @@ class PeerServer(Server):
         if isinstance(self.log, OSError):
             raise self.log
         return self.log[since:]
+
+
+def response(problem: str, **changes: Any) -> Response:
+    row: dict[str, Any] = {"started": 0.5, "first_token": 1.0, "ended": 2.0, "leg": 0, "text": ""}
+    row |= {"request_id": "r", "prompt_tokens": 5, "output_tokens": 11, "finish_reason": "stop"}
+    return Response(problem_id=problem, **{**row, **changes})
+
+
+def result(problem: str, right: bool, group: str = "", tokens: int = 5) -> Result:
+    return Result(problem, right, float(right), None, "", group, tokens)
+
+
+def leg(number: int = 0, totals: dict[str, Any] | None = None, **changes: Any) -> Leg:
+    row: dict[str, Any] = {"seconds": 10.0, "output_tokens": 100, "responses": 4, "decode_steps": 9}
+    row |= {"retractions": 1, "leaked_slots": 0, "command": ["serve"]}
+    row |= {"report": {"totals": totals} if totals else {}}
+    return Leg(leg=number, **{**row, **changes})
+
+
+def moment(
+    step: int, running: int = 1, used: int = 10, saved: int = 3, rate: float = 100.0
+) -> Moment:
+    return Moment(0, step, running, 0, used, saved, rate)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -16,27 +15,29 @@ import pytest
 from matplotlib.image import imread
 
 from eval.bench import policies, policies_accuracy, policies_speed
-from eval.bench.policies_accuracy import DENSE, Runs, carry_out
+from eval.bench.policies_accuracy import Runs, carry_out
 from eval.bench.policies_points import (
+    _EMBEDDED,
+    _REPLAYED,
     POLICIES,
     SAVINGS,
     Point,
-    PointError,
     installed,
     method_of,
     points,
     prompt_points,
+    timed_points,
 )
 from eval.bench.policies_results import dense_row, row_of, rows, table
 from eval.bench.policies_speed import LIMIT, PIECES, matched_step_ms, timing
-from eval.methods import find_method
+from eval.methods import DENSE, find_method
 from eval.replay.pieces import write_pieces
 from eval.runs.folder import Cell
 from eval.runs.records import Moment
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 from eval.tiny_reasoner.task import generate
 from eval.tokenizers import load_tokenizer
-from tests.eval.rows import leg, moment, response, result
+from tests.eval.peer import leg, moment, response, result
 
 PROBLEMS = 6
 
@@ -51,11 +52,9 @@ def test_every_setting_is_a_method_that_the_server_takes() -> None:
     for point in found:
         assert find_method(point.method, EMBEDDED_SETTINGS).shares
     assert {point.policy for point in found} == set(installed())
-    assert {"reasoncache", "streamingllm", "keydiff", "random", "random_eviction"} <= set(
-        installed()
-    )
-    reached = {point.aim for point in found if point.policy == "reasoncache"}
-    assert reached == {0.1, 0.2}
+    expected = {"reasoncache", "streamingllm", "keydiff", "random", "random_eviction"}
+    assert expected <= set(installed())
+    assert {point.aim for point in found if point.policy == "reasoncache"} == {0.1, 0.2}
     told = [line for line in left_out if line.startswith("reasoncache at")]
     assert len(told) == 2 and "40%" in told[0] and "60%" in told[1]
 
@@ -69,25 +68,20 @@ def test_every_setting_is_a_method_that_the_server_takes() -> None:
         ("random", 0.9, False, "random:random_ratio=1"),
         # SnapKV saves prompts only.
         ("snapkv", 0.1, False, "policy=snapkv:share=0.5"),
-        (
-            *("reasoncache+snapkv", 0.1, True),
-            "policy=reasoncache+snapkv:share=0.5,block=8,warmup=32",
-        ),
+        ("reasoncache+snapkv", 0.1, True, "policy=reasoncache+snapkv:share=0.5"),
         ("snapkv", 0.2, False, None),
         ("reasoncache+snapkv", 0.2, False, None),
         # A pair has its evictor's budget.
         ("keydiff", 0.4, False, "policy=keydiff:budget=214:slack=8"),
         ("reasoncache+keydiff", 0.4, False, "policy=reasoncache+keydiff:budget=214:slack=8"),
-        (
-            *("reasoncache+random_eviction", 0.6, True),
-            "policy=reasoncache+random:budget=344:slack=32,block=8,warmup=32",
-        ),
+        ("reasoncache+random_eviction", 0.6, True, "policy=reasoncache+random:budget=344:slack=32"),
     ],
 )
 def test_settings(policy: str, saving: float, replayed: bool, method: str | None) -> None:
-    found = method_of(policy, saving, replayed)
+    found = method_of(policy, saving, _REPLAYED if replayed else _EMBEDDED)
     if method is not None:
         method = method if method.startswith("random:") else f"reasoncache:{method}"
+        method += ",block=8,warmup=32" if replayed else ""
         assert find_method(method).values.get("block") == (8 if replayed else None)
     assert found == method
 
@@ -129,14 +123,17 @@ def test_bad_commands_are_refused(
     assert told in capsys.readouterr().err
 
 
-def test_policies_of_another_version_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policies_of_another_version_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from sglang_reasoncache import registry
 
     others = {name: kind for name, kind in registry.BUILT_IN.items() if name != "keydiff"}
     monkeypatch.setattr(registry, "BUILT_IN", others)
     assert "keydiff" not in installed() and "random_eviction" in installed()
-    with pytest.raises(PointError, match="no policy 'keydiff'"):
-        points(["keydiff"], [0.2])
+    with pytest.raises(SystemExit):
+        policies.parse(["traces", "--policies", "keydiff"])
+    assert "no policy 'keydiff'" in capsys.readouterr().err
 
 
 def test_a_plan_tells_settings_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +184,7 @@ def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) ->
 
 def test_replays_measure_a_policy_where_it_gets_to() -> None:
     asked = ["reasoncache+keydiff", "snapkv", "reasoncache", "random"]
-    found = policies.timed(asked, [0.2, 0.4])
+    found = timed_points(asked, [0.2, 0.4])
     chosen = found[0.2]
     assert [point.policy for point in chosen] == ["reasoncache+keydiff", "snapkv", "reasoncache"]
     assert [point.aim for point in chosen] == [0.2, 0.1, 0.2]
@@ -207,27 +204,23 @@ class Scripted(Runs):
     script: str = ""
 
     def command(self, method: str) -> list[str]:
-        folder = self.cell(method).folder
-        return [sys.executable, "-c", self.script, str(folder), method, str(self.problems)]
+        words = [str(self.folder(method)), self.task, method, str(self.problems)]
+        return [sys.executable, "-c", self.script, *words]
 
 
 ANSWERS = """
-import json, pathlib, sys, time
-folder, method, problems = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-started = folder.parents[4] / "started"
+import pathlib, sys
+from eval.runs.folder import Cell
+from tests.eval.rows import response, result
+home, task, method, problems = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+started = home.parents[1] / "started"
 started.mkdir(exist_ok=True)
 (started / f"{len(list(started.iterdir()))}-{method}").touch()
 if method == "broken":
-    print("the server died")
-    sys.exit(1)
-folder.mkdir(parents=True, exist_ok=True)
-answer = dict(leg=0, request_id="", text="", prompt_tokens=1, output_tokens=5, started=0.0,
-              first_token=0.1, ended=1.0, finish_reason="stop", error=None)
-grade = dict(correct=True, score=1.0, extracted=None, note="", group="", output_tokens=5)
-with (folder / "responses.jsonl").open("w") as a, (folder / "results.jsonl").open("w") as g:
-    for i in range(problems):
-        a.write(json.dumps({"problem_id": str(i), **answer}) + chr(10))
-        g.write(json.dumps({"problem_id": str(i), **grade}) + chr(10))
+    sys.exit("the server died")
+cell, names = Cell(home, task, method, 0), [str(i) for i in range(int(problems))]
+cell.append(*map(response, names))
+cell.write_results(result(name, True) for name in names)
 """
 
 
@@ -249,7 +242,7 @@ def test_only_what_is_not_whole_is_run_and_failures_stop_nothing(tmp_path: Path)
 
 
 def test_runs_end_with_the_bench(tmp_path: Path) -> None:
-    script = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600 * (sys.argv[2] == 'slow'))"
+    script = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600 * ('slow' in sys.argv))"
     runs = Scripted(tmp_path, PROBLEMS, script=script)
     logs = runs.folder("slow") / policies_accuracy.LOG
 
@@ -295,15 +288,13 @@ def fill(
     cell.append(*(moment(step, running, rate=rate) for step in range(20)))
     command = ["serve", *(["--enable-reasoncache"] if totals else [])]
     counts = {"polls": 20, "requests_finished": len(right), **totals}
-    cell.append(
-        leg(
-            seconds=50 * len(right) / rate,
-            output_tokens=50 * len(right),
-            responses=len(right),
-            report={"totals": counts, **parts} if totals else {},
-            command=command,
-        )
-    )
+    tokens, report = 50 * len(right), {"totals": counts, **parts} if totals else {}
+    counted: dict[str, Any] = {
+        "seconds": tokens / rate,
+        "output_tokens": tokens,
+        "responses": len(right),
+    }
+    cell.append(leg(**counted, report=report, command=command))
 
 
 def filled(runs: Runs, point: Point, totals: dict[str, float] | None = None, **parts: Any) -> Runs:
@@ -317,9 +308,6 @@ def test_a_row_says_what_was_counted_and_not_what_was_set(tmp_path: Path) -> Non
     point = Point("keydiff", 0.2, str(method_of("keydiff", 0.2)))
     runs = filled(Runs(tmp_path, PROBLEMS), point)
     row = row_of(point, runs, {})
-    assert {"policy", "saved", "accuracy", "accuracy_error", "throughput_ratio", "step_ms"} <= set(
-        row
-    )
     assert (row["policy"], row["saved"], row["aim"]) == ("keydiff", 0.17, 0.2)
     assert row["accuracy"] == pytest.approx(4 / 6)
     assert row["accuracy_difference"] == pytest.approx(-2 / 6)
@@ -332,15 +320,9 @@ def test_a_row_says_what_was_counted_and_not_what_was_set(tmp_path: Path) -> Non
 def test_selection_saves_reads_and_no_memory(tmp_path: Path) -> None:
     method = str(method_of("quest", 0.4))
     point = Point("quest", 0.4, method)
-    runs = filled(
-        Runs(tmp_path, PROBLEMS),
-        point,
-        {"memory_saving_ratio": 0.0},
-        selection={"positions_held": 1000, "positions_read": 620},
-    )
-    assert (
-        "--page-size 16" in runs.command(method)[runs.command(method).index("--server-flags") + 1]
-    )
+    counted = {"positions_held": 1000, "positions_read": 620}
+    runs = filled(Runs(tmp_path, PROBLEMS), point, {"memory_saving_ratio": 0.0}, selection=counted)
+    assert any(word.endswith("--page-size 16") for word in runs.command(method))
     row = row_of(point, runs, {})
     assert (row["saved"], row["reads_saved"]) == (0.0, 0.38)
 
@@ -374,12 +356,10 @@ def test_batches_that_only_one_server_had_do_not_count() -> None:
 
     theirs = [line(4, 10)] * 10 + [line(2, 8)] * 6
     mine = [line(6, 30)] * 50 + [line(4, 12)] * 5 + [line(2, 9)] * 30
-    assert matched_step_ms(mine, theirs) == pytest.approx(
-        ((5 * 12 + 6 * 9) / 11, (5 * 10 + 6 * 8) / 11)
-    )
-    assert matched_step_ms([line(6, 30)] * 50, theirs) is None
-    assert matched_step_ms([line(4, 12)] * 4, theirs) is None
-    assert matched_step_ms([], theirs) is None
+    expected = ((5 * 12 + 6 * 9) / 11, (5 * 10 + 6 * 8) / 11)
+    assert matched_step_ms(mine, theirs) == pytest.approx(expected)
+    for other in ([line(6, 30)] * 50, [line(4, 12)] * 4, []):
+        assert matched_step_ms(other, theirs) is None
 
 
 def test_a_round_that_was_stopped_half_way_is_measured_anew(tmp_path: Path) -> None:
@@ -393,20 +373,14 @@ def test_a_round_that_was_stopped_half_way_is_measured_anew(tmp_path: Path) -> N
 
 def test_records_are_pieces_of_unlike_lengths(tmp_path: Path) -> None:
     assert len(set(PIECES)) == len(PIECES)
-    texts = [" ".join(p.response for p in generate(seed, 3)) for seed in range(2)]
-    asked = [
-        {"id": f"r{i}", "prompt": "q", "target": text, "max_tokens": 900}
-        for i, text in enumerate(texts)
-    ]
-    path = tmp_path / "pieces.jsonl"
-    count = write_pieces(asked, load_tokenizer(str(CHECKPOINT)), (200, 300), 900, path)
+    text, path = " ".join(p.response for p in generate(0, 3)), tmp_path / "pieces.jsonl"
+    asked = [{"id": name, "prompt": "q", "target": text, "max_tokens": 900} for name in "ab"]
+    write_pieces(asked, load_tokenizer(str(CHECKPOINT)), (200, 300), 900, path)
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len({row["id"] for row in found}) == len(found) == count > 4
-    for number, text in enumerate(texts):
-        pieces = [row["response"] for row in found if row["id"].startswith(f"r{number}.")]
-        assert text.startswith("".join(pieces))
-        words = [len(piece.split(" ")) for piece in pieces]
-        assert all((200, 300)[number] <= size < (200, 300)[number] + 60 for size in words)
+    for name, size in (("a", 200), ("b", 300)):
+        pieces = [row["response"] for row in found if row["id"].startswith(f"{name}.")]
+        assert len(pieces) > 1 and text.startswith("".join(pieces))
+        assert all(size <= len(piece.split(" ")) < size + 60 for piece in pieces)
 
 
 # -- results -----------------------------------------------------------------------------------
@@ -430,37 +404,26 @@ def test_results_are_written_from_what_there_is(tmp_path: Path) -> None:
     assert timed is not None
     policies.write(options, {("keydiff", 0.2): timed})
     result = json.loads((tmp_path / "policies.json").read_text())
-    assert [(row["policy"], row["aim"]) for row in result["rows"]] == [
-        ("reasoncache", 0.2),
-        ("keydiff", 0.2),
+    assert [(row["policy"], row["aim"], row["throughput_ratio"]) for row in result["rows"]] == [
+        *(("reasoncache", 0.2, None), ("keydiff", 0.2, pytest.approx(1.5))),
     ]
-    assert result["rows"][0]["throughput_ratio"] is None
-    assert result["rows"][1]["throughput_ratio"] == pytest.approx(1.5)
-    [replayed_row] = result["replays"]
-    assert (replayed_row["policy"], replayed_row["aim"]) == ("keydiff", 0.2)
-    assert replayed_row["step_ms"] == pytest.approx(1000 * 4 / 150)
+    [one] = result["replays"]
+    assert (one["policy"], one["aim"], one["step_ms"]) == ("keydiff", 0.2, 1000 * 4 / 150)
     assert result["left_out"] == options.left_out != []
     text = (tmp_path / "policies.md").read_text()
-    assert "| 20% | keydiff | 17.0% | 19.0% | 0.667 | -33.3 ±" in text
-    assert "1.50 (1.50 to 1.50)" in text and "Left out: reasoncache at 40%" in text
+    [line] = [[cell.strip() for cell in x.split("|")] for x in text.split("\n") if "keydiff" in x]
+    assert line[1:7] == ["0.200", "keydiff", "0.170", "0.190", "0.667", "-0.333"]
+    assert line[9] == "1.500" and "Left out: reasoncache at 40%" in text
     assert imread(tmp_path / "policies.png").shape[0] > 300
 
 
 def test_the_table_goes_by_saving_and_then_by_policy(tmp_path: Path) -> None:
-    chosen = [
-        Point(policy, aim, f"{policy}{aim}")
-        for policy in ("reasoncache+new", *reversed(POLICIES[:5]))
-        for aim in (0.4, 0.1)
-    ]
+    names, runs = [*POLICIES[:5], "reasoncache+new"], Runs(tmp_path, PROBLEMS)
+    chosen = [Point(name, aim, f"{name}{aim}") for name in reversed(names) for aim in (0.4, 0.1)]
+    assert rows(chosen, runs, {}) == []
     for point in chosen:
-        runs = filled(Runs(tmp_path / "home" / point.policy, PROBLEMS), point)
-        assert rows([point], runs, {})
-    found = [
-        row_of(point, Runs(tmp_path / "home" / point.policy, PROBLEMS), {}) for point in chosen
-    ]
+        filled(runs, point)
     dense = {"accuracy": None, "accuracy_error": None, "problems": 0}
-    lines = table(found, dense).rows
-    names = [(line["aim"], line["policy"]) for line in lines[1:]]
-    order = [*POLICIES[:5], "reasoncache+new"]
-    assert names == [(aim, name) for aim in ("10%", "40%") for name in order]
-    assert os.linesep not in "".join(text for line in lines for text in line.values())
+    text = table(rows(chosen, runs, {}), dense, "Title").split("\n")
+    cells = [[cell.strip() for cell in line.split("|")][1:3] for line in text[5:] if line]
+    assert cells == [[aim, name] for aim in ("0.100", "0.400") for name in names]

@@ -51,15 +51,9 @@ def checkout(tmp_path: Path) -> Path:
 
 def run(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     told = dict.fromkeys(("FAILS", "HANGS", "SKIPS"), "nothing") | {"CUDA_HOME": "/nowhere"}
-    home = os.environ.get("HOME", "/")
-    return subprocess.run(
-        [checkout / "tools" / "gpu.sh"],
-        env={"PATH": str(checkout / "path"), "HOME": home, **told, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    told |= {"PATH": str(checkout / "path"), "HOME": os.environ.get("HOME", "/"), **environment}
+    script = checkout / "tools" / "gpu.sh"
+    return subprocess.run(script, env=told, capture_output=True, text=True, timeout=60, check=False)
 
 
 def results(checkout: Path) -> dict[str, str]:
@@ -70,28 +64,23 @@ def results(checkout: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("program_text", "fails", "message"),
+    ("text", "fails", "message"),
     [
         (None, "nothing", "needs an NVIDIA GPU"),
-        (
-            "echo 'No devices were found'\nexit 6",
-            "nothing",
-            "nvidia-smi finds no GPU: No devices were found",
-        ),
+        ("echo 'None found'\nexit 6", "nothing", "nvidia-smi finds no GPU: None found"),
         (GPU, "import sys, torch", "PyTorch cannot use it"),
     ],
 )
 def test_without_a_gpu_that_can_be_used_it_says_so(
-    checkout: Path, program_text: str | None, fails: str, message: str
+    checkout: Path, text: str | None, fails: str, message: str
 ) -> None:
     (checkout / "path" / "nvidia-smi").unlink()
-    if program_text is not None:
-        program(checkout / "path" / "nvidia-smi", f"#!/bin/sh\n{program_text}\n")
+    if text is not None:
+        program(checkout / "path" / "nvidia-smi", f"#!/bin/sh\n{text}\n")
     done = run(checkout, FAILS=fails)
-    assert done.returncode == 2
-    assert message in done.stderr
+    assert done.returncode == 2 and message in done.stderr
     # Nothing is installed before a GPU was seen.
-    assert (checkout / "installed").exists() == (program_text == GPU)
+    assert (checkout / "installed").exists() == (text == GPU)
     assert not (checkout / "build").exists()
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,18 @@ from transformers import AutoConfig, AutoTokenizer
 from eval.redundancy.rows import texts_of
 from eval.replay.__main__ import main
 from eval.replay.forcing import FORCED, forced_request
-from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE, build
+from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE
 from eval.replay.pieces import cut, write_pieces
+from eval.runs.cells import retractions
 from eval.runs.client import Request, ask_all
-from eval.server_log import retractions
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tasks.documents import replay
-from eval.tasks.harness import EvalTask, Problem, Source, TaskError
+from eval.tasks.harness import EvalTask, Source, TaskError
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import generate
 
 
-def write(path: Path, rows: list[dict[str, object]]) -> Path:
+def write(path: Path, *rows: dict[str, object]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -32,11 +31,11 @@ def write(path: Path, rows: list[dict[str, object]]) -> Path:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Reference responses of the embedded reasoner's task; they repeat themselves."""
+    asked = enumerate(generate(seed=5, count=12))
     rows: list[dict[str, object]] = [
-        {"id": f"r{i}", "question": problem.prompt, "response": problem.response}
-        for i, problem in enumerate(generate(seed=5, count=12))
+        {"id": f"r{i}", "question": p.prompt, "response": p.response} for i, p in asked
     ]
-    return write(tmp_path_factory.mktemp("recorded") / "responses.jsonl", rows)
+    return write(tmp_path_factory.mktemp("recorded") / "responses.jsonl", *rows)
 
 
 def load(path: Path, limit: int | None = None) -> EvalTask:
@@ -48,10 +47,8 @@ def records(path: Path) -> dict[str, str]:
 
 
 def reproduced(task: EvalTask, texts: dict[str, str]) -> dict[str, bool]:
-    def answer(problems: Sequence[Problem]) -> list[str]:
-        return [texts[problem.id] for problem in problems]
-
-    return {name: grade.score == 1.0 for name, grade in task.evaluate(answer, True).items()}
+    found = task.evaluate(lambda problems: [texts[problem.id] for problem in problems], True)
+    return {name: grade.score == 1.0 for name, grade in found.items()}
 
 
 def test_problems_are_longest_first_and_hold_every_token(recorded: Path) -> None:
@@ -66,14 +63,14 @@ def test_problems_are_longest_first_and_hold_every_token(recorded: Path) -> None
         assert tokenizer.decode(forced) == texts[problem.id]
 
 
-@pytest.mark.parametrize("limit", [1, 4, 11, 12, 40])
-def test_a_limit_takes_evenly(recorded: Path, limit: int) -> None:
+def test_a_limit_takes_evenly(recorded: Path) -> None:
     everything = [problem.id for problem in load(recorded).problems]
-    chosen = [everything.index(problem.id) for problem in load(recorded, limit).problems]
-    assert len(chosen) == min(limit, 12)
-    assert chosen == sorted(set(chosen))
-    gaps = [b - a for a, b in zip([-1, *chosen], [*chosen, 12], strict=True)]
-    assert max(gaps) <= 12 / len(chosen) + 1
+    for limit in (1, 4, 11, 12, 40):
+        chosen = [everything.index(problem.id) for problem in load(recorded, limit).problems]
+        assert len(chosen) == min(limit, 12)
+        assert chosen == sorted(set(chosen))
+        gaps = [b - a for a, b in zip([-1, *chosen], [*chosen, 12], strict=True)]
+        assert max(gaps) <= 12 / len(chosen) + 1
 
 
 def test_grading(recorded: Path) -> None:
@@ -81,29 +78,18 @@ def test_grading(recorded: Path) -> None:
     task = load(recorded, 1)
     (problem,) = task.problems
     record = records(recorded)[problem.id]
-    for text, same in (
-        *((record, True), (f" {record}\n", True), ("", False), (record[:-1], False)),
-        *((record + " .", False), ("x" * 10_000_000, False)),
-    ):
+    others = ("", record[:-1], record + " .", "x" * 10_000_000)
+    for text, same in {record: True, f" {record}\n": True, **dict.fromkeys(others, False)}.items():
         assert reproduced(task, {problem.id: text}) == {problem.id: same}
 
 
-@pytest.mark.parametrize(
-    ("row", "fault"),
-    [
-        ({"id": "a", "question": "q"}, "no field 'response'"),
-        ({"id": "a", "question": "q", "response": ""}, "no text"),
-        ({"id": "a", "question": "q", "response": 7}, "no text"),
-        ({"id": "a", "response": "r"}, "no field 'question'"),
-    ],
-)
-def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, object], fault: str) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"id": "0", "question": "q", "response": "j = q"}, row])
-    with pytest.raises(TaskError, match=rf"rows\.jsonl:2: .*{fault}"):
+def test_no_file_no_tokenizer_no_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "rows.jsonl", {"question": "q", "answer": "no response here"})
+    with pytest.raises(SystemExit):
+        main([str(path), "--out", str(tmp_path)])
+    assert f"{path}:1" in capsys.readouterr().err
+    with pytest.raises(TaskError, match=r"rows\.jsonl:1: no field 'response'"):
         load(path)
-
-
-def test_no_file_no_tokenizer_no_token() -> None:
     with pytest.raises(TaskError, match="--data x_replay=FILE"):
         EvalTask("x_replay", Source(model=str(CHECKPOINT)))
     with pytest.raises(TaskError, match="the tokenizer of '/no/such/model'"):
@@ -112,7 +98,7 @@ def test_no_file_no_tokenizer_no_token() -> None:
         forced_request([])
 
 
-def test_the_model_is_built_once_and_spells_exactly(
+def test_the_model_spells(
     tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main([str(recorded), "--out", str(tmp_path)])
@@ -126,27 +112,15 @@ def test_the_model_is_built_once_and_spells_exactly(
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert max(ids) < VOCABULARY_SIZE
         assert tokenizer.decode(ids) == text
-
-
-def test_a_bad_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"answer": "no response here"}])
-    with pytest.raises(SystemExit):
-        main([str(path), "--out", str(tmp_path)])
-    assert f"{path}:1" in capsys.readouterr().err
-
-
-def test_proportion_of_weights_to_kv(tmp_path: Path, recorded: Path) -> None:
-    """A step's weights against a token's KV, as the module says."""
-    folder = build(tmp_path, texts_of([recorded]))
+    # A step's weights against a token's KV, as the module says.
     config = AutoConfig.from_pretrained(folder)
     heads, size = config.num_key_value_heads, config.head_dim
     kv_bytes = 4 * config.num_hidden_layers * heads * size
-    weights = (folder / "model.safetensors").stat().st_size
-    assert weights / kv_bytes == pytest.approx(130_000, rel=0.05)
+    assert weights.stat().st_size / kv_bytes == pytest.approx(130_000, rel=0.05)
     assert config.max_position_embeddings == CONTEXT_LENGTH
 
 
-def test_pieces_are_whole_steps_in_order() -> None:
+def test_pieces_are_whole_steps_in_order(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     response = generate(seed=9, count=1)[0].response
     for tokens in (1, 20, 100):
@@ -159,10 +133,7 @@ def test_pieces_are_whole_steps_in_order() -> None:
         assert len(left) < tokens or not left
     assert cut(response, tokenizer, 10_000) == []
     assert cut("", tokenizer, 5) == []
-
-
-def test_short_responses_are_not_cut(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    # Short responses are not cut.
     long, short = "j = q\n\n" * 50, "j = q\n\n" * 5
     problems = [
         {"id": name, "prompt": "q", "target": text, "max_tokens": len(tokenizer.encode(text))}

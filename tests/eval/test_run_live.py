@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 from eval.report.__main__ import main as report_of
 from eval.runs.folder import Cell, cells, read_config
 from eval.serving import ServerProcess
-from tests.server.harness import STOCK
+from tests.server.specs import STOCK
 
 pytestmark = pytest.mark.server
 
@@ -28,22 +27,18 @@ BASE = ("--tasks", "tiny_reasoner", "--limit", str(PROBLEMS), "--warm-up", "2")
 
 
 def start(*argv: str) -> subprocess.Popen[str]:
+    command, pipe = [sys.executable, "-m", "eval.run", *argv], subprocess.PIPE
+    # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
+    heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     return subprocess.Popen(
-        [sys.executable, "-m", "eval.run", *argv],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, preexec_fn=heeded
     )
 
 
-def run(*argv: str) -> str:
-    """Run to the end; what it printed."""
+def run(*argv: str, status: int = 0) -> str:
     process = start(*argv)
     out, _ = process.communicate(timeout=1800)
-    assert process.returncode == 0, out
+    assert process.returncode == status, out
     return out
 
 
@@ -59,8 +54,7 @@ def assert_complete(cell: Cell) -> None:
     """Every problem was answered once, and nothing is left in the server."""
     rows = cell.responses()
     counts = collections.Counter(row.problem_id for row in rows if row.error is None)
-    assert len(counts) == PROBLEMS
-    assert set(counts.values()) == {1}
+    assert len(counts) == PROBLEMS and set(counts.values()) == {1}
     assert all(row.output_tokens > 0 and row.text for row in rows if row.error is None)
     legs = cell.legs()
     assert legs[-1].responses == sum(row.leg == legs[-1].leg for row in rows)
@@ -86,23 +80,17 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert 2 <= len(kept) < PROBLEMS
     with (cell.folder / "responses.jsonl").open("a") as file:
         file.write('{"problem_id": "tiny_reasoner-0-7", "leg": 0, "te')
-
-    refused = start(*argv, "--seeds", "1", "--out", str(out))
-    told, _ = refused.communicate(timeout=120)
-    assert refused.returncode == 1
+    told = run(*argv, "--seeds", "1", "--out", str(out), status=1)
     assert "seeds is [0] in this run, now [1]" in told
-
     run("--resume", str(out))
     begun = cells(out)
     assert [found.method for found in begun] == ["dense", "reasoncache"]
     for found in begun:
         assert_complete(found)
         leg = found.legs()[-1]
-        assert leg.leaked_slots == 0
-        assert leg.decode_steps > 0
+        assert leg.leaked_slots == 0 and leg.decode_steps > 0
         assert found.log_path(leg.leg).is_file()
         timeline = found.timeline()
-        assert timeline
         # A step that ends the last request is logged after its slots came back.
         assert all(0 <= moment.used <= 4000 and moment.running <= 4 for moment in timeline)
         assert max(moment.used for moment in timeline) > 0
@@ -110,13 +98,11 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert {row.leg for row in dense.responses()} == {0, 1}
     assert {name: dense.answered()[name] for name in kept} == kept
     assert dense.legs()[-1].report == {}
-    report = shared.legs()[-1].report
+    totals = shared.legs()[-1].report["totals"]
     # The warm-up was flushed away, and the totals with it.
-    assert report["totals"]["requests_finished"] == PROBLEMS
-    assert 0 < report["totals"]["affected_ratio"] < 1
+    assert totals["requests_finished"] == PROBLEMS and 0 < totals["affected_ratio"] < 1
     assert max(moment.saved for moment in shared.timeline()) > 0
     assert len(read_config(out)["resumed"]) == 1
-
     before = {found.method: found.results() for found in begun}
     for found in begun:
         (found.folder / "results.jsonl").unlink()
@@ -125,7 +111,6 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     # Nothing is left to do, so no server starts.
     run(*argv, "--out", str(out))
     assert len(list((out / "servers").glob("*.log"))) == 3
-
     assert report_of([str(out)]) == 0
     document = (out / "report" / "REPORT.md").read_text()
     assert "ReasonCache" in document and "resumed" in document
@@ -147,11 +132,8 @@ def test_a_given_server_and_ctrl_c(server: ServerProcess, tmp_path: Path) -> Non
     (leg,) = cell.legs()
     assert (leg.leg, leg.leaked_slots, leg.command) == (0, None, [])
     assert leg.responses == len(cell.answered())
-
     run(*argv, "--in-flight", "1")
     assert_complete(cell)
     assert [leg.leg for leg in cell.legs()] == [0, 1]
-    assert cell.timeline() == []
-    assert not (out / "servers").exists()
-    config = json.loads((out / "config.json").read_text())
-    assert config["method_details"]["dense"]["url"] == server.url
+    assert cell.timeline() == [] and not (out / "servers").exists()
+    assert read_config(out)["method_details"]["dense"]["url"] == server.url

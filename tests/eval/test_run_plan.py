@@ -1,20 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of the cells, flags of their servers, and what is derived from seeds."""
+"""What a run asks and in which order, its command lines, methods and folder, and grading again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eval.methods import find_methods
+from eval import demo, run, sweep
+from eval.methods import METHODS, MethodError, find_method, find_methods, with_ratio
 from eval.replay.model import train_tokenizer
-from eval.runs.folder import RunError
-from eval.runs.options import RunOptions
-from eval.runs.plan import Plan, Step, order, samples, sampling_seed
-from eval.tasks.harness import Problem
+from eval.run import main
+from eval.runs import work
+from eval.runs.config import default_folder, make_config, options_of, settle_config
+from eval.runs.folder import Cell, RunError, locked, read_config
+from eval.runs.options import RunOptions, parse
+from eval.runs.plan import Plan, Step, order, request_body, samples, sampling_seed
+from eval.runs.session import grade
+from eval.serving import free_port
+from eval.tasks.harness import EvalTask, Problem, Source
+from eval.tasks.sandbox import SandboxError
+from eval.tiny_reasoner import EMBEDDED_FLAGS, EMBEDDED_SETTINGS
+from sglang_reasoncache.config import parse_settings
+from sglang_reasoncache.filter.presets import PRESETS
+from sglang_reasoncache.plugin.flags import add_cli_args
+from tests.eval.peer import response
+
+OPTIONS = RunOptions(tasks=("tiny_reasoner",), seeds=(0, 1), limit=3, device="cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(path: Path, *answers: int) -> str:
+    rows = [{"id": i, "problem": f"{i} + 1", "answer": str(a)} for i, a in enumerate(answers)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -35,80 +61,425 @@ def test_order(tasks: str, specs: str, seeds: tuple[int, ...], expected: str) ->
     assert names == expected.split()
 
 
-class Asked:
-    """A task as a plan needs it."""
-
-    def __init__(self, flags: Sequence[str] = (), problems: Sequence[Problem] = ()) -> None:
-        self.server_flags, self.problems = tuple(flags), list(problems)
-
-
-def planned(options: RunOptions, task: Asked, body: Mapping[str, Any]) -> Plan:
-    """A plan of a task ``t`` that needs no loading."""
-    plan = object.__new__(Plan)
-    plan.options, plan.body = options, dict(body)
-    plan.tasks = {("t", seed): task for seed in options.seeds}  # type: ignore[misc]
+def planned(task_flags: Sequence[str] = (), model: str = "m", **options: Any) -> Plan:
+    """A plan of one problem, of a task with these flags."""
+    asked = RunOptions(model=model, tasks=("tiny_reasoner",), limit=1, **options)
+    plan = Plan(asked, {"temperature": 0.0})
+    for task in plan.tasks.values():
+        task.server_flags = (*task_flags,)
     return plan
 
 
-def flags_of(
-    options: RunOptions, task_flags: Sequence[str], spec: str, seed: int, body: Mapping[str, Any]
-) -> list[str]:
-    method = find_methods([spec])[0]
-    plan = planned(options, Asked(task_flags), body)
-    return plan.server_flags(Step("t", seed, method), method)
+def flags_of(plan: Plan, spec: str, seed: int = 0) -> list[str]:
+    (method,) = find_methods([spec])
+    return plan.server_flags(Step("tiny_reasoner", seed, method), method)
 
 
 def test_flags_of_a_server() -> None:
-    options = RunOptions(
-        model="m",
-        tasks=("t",),
-        seeds=(3,),
-        kv_budget=500,
-        server_flags=("--tp", "2"),
-        decode_log_interval=5,
-    )
-    assert flags_of(options, ["--of-task"], "reasoncache", 3, {"temperature": 0.0}) == [
+    own: dict[str, Any] = {
+        "kv_budget": 500,
+        "server_flags": ("--tp", "2"),
+        "decode_log_interval": 5,
+    }
+    assert flags_of(planned(["--of-task"], **own), "reasoncache") == [
         "--decode-log-interval", "5", "--allow-auto-truncate", "--stream-interval", "8",
         "--max-total-tokens", "500", "--of-task", "--tp", "2",
         *find_methods(["reasoncache"])[0].flags,
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("of", ["task", "run"])
-def test_one_stream_interval(of: str) -> None:
-    """A replay's own, or the operator's, takes the place of ours."""
-    own = ["--stream-interval", "16"] if of == "task" else ["--stream-interval=16"]
-    options = RunOptions(model="m", tasks=("t",), server_flags=tuple(own) if of == "run" else ())
-    flags = flags_of(options, own if of == "task" else [], "dense", 0, {})
-    assert [flag for flag in flags if flag.startswith("--stream-interval")] == own[:1]
-    assert flags[-len(own) :] == own
+    # A replay's own stream interval, or the operator's, takes the place of ours.
+    one, other = ["--stream-interval", "16"], ["--stream-interval=16"]
+    for plan, own_flags in ((planned(one), one), (planned(server_flags=tuple(other)), other)):
+        flags = flags_of(plan, "dense")
+        assert [flag for flag in flags if flag.startswith("--stream-interval")] == own_flags[:1]
+        assert flags[-len(own_flags) :] == own_flags
 
 
 def test_sampling_draws_other_numbers_with_each_seed() -> None:
     """Greedy servers serve every seed; others begin with numbers of the seed."""
+    plan = planned(seeds=(0, 1))
     for body, same in (({"temperature": 0.0}, True), ({"temperature": 0.6}, False), ({}, False)):
-        options = RunOptions(tasks=("t",), seeds=(0, 1))
-        flags = [flags_of(options, [], "dense", seed, body) for seed in (0, 1)]
-        assert (flags[0] == flags[1]) == same
+        plan.body = body
+        assert (flags_of(plan, "dense", 0) == flags_of(plan, "dense", 1)) == same
         assert samples(body) != same
+    seeds = {sampling_seed(seed, f"p-{i}") for seed in (0, 1) for i in range(100)}
+    assert len(seeds) == 200 and all(0 <= seed < 2**31 for seed in seeds)
+    assert sampling_seed(0, "p-1") == sampling_seed(0, "p-1")
+    assert sampling_seed(0, "\ud800") >= 0
 
 
 def test_a_replay_needs_room_for_prompt_and_record(tmp_path: Path) -> None:
     train_tokenizer(["zzz"]).save_pretrained(tmp_path)
     free = Problem("free", [{"role": "user", "content": "x" * 999}], {})
     forced = Problem("p", [{"role": "user", "content": "abc"}], {"custom_logit_processor": ""}, 100)
-    options = RunOptions(model=str(tmp_path), tasks=("t",))
-    plan = planned(options, Asked(problems=[free, forced]), {})
+    plan = planned(model=str(tmp_path))
+    plan.tasks["tiny_reasoner", 0].problems = [free, forced]
     # <|user|>, a, b, c, <|assistant|>, 100 forced tokens, and two slots that SGLang keeps.
-    plan.refuse_what_cannot_fit("t", 107)
-    told = r"--kv-budget: t: problem 'p' needs at least 107 .* got 106"
+    plan.refuse_what_cannot_fit("tiny_reasoner", 107)
+    told = r"--kv-budget: tiny_reasoner: problem 'p' needs at least 107 .* got 106"
     with pytest.raises(RunError, match=told):
-        plan.refuse_what_cannot_fit("t", 106)
+        plan.refuse_what_cannot_fit("tiny_reasoner", 106)
 
 
-def test_seeds_of_requests() -> None:
-    seeds = {sampling_seed(seed, f"p-{i}") for seed in (0, 1) for i in range(100)}
-    assert len(seeds) == 200
-    assert all(0 <= seed < 2**31 for seed in seeds)
-    assert sampling_seed(0, "p-1") == sampling_seed(0, "p-1")
-    assert sampling_seed(0, "\ud800") >= 0
+def test_other_problems_are_not_the_measured_ones(tmp_path: Path) -> None:
+    plan = Plan(OPTIONS, {})
+    measured = [p.messages for task in plan.tasks.values() for p in task.problems]
+    others = plan.others("tiny_reasoner", 0, 8)
+    assert len(others) == 8
+    assert not [p for p in others if p.messages in measured]
+    # Sums fill up what a file lacks.
+    data = {"aime24": write(tmp_path / "aime.jsonl", 1, 2, 3)}
+    plan = Plan(RunOptions(tasks=("aime24",), data=data, limit=2, device="cpu"), {})
+    others = plan.others("aime24", 0, 3)
+    assert [p.id.startswith("sum-") for p in others] == [False, True, True]
+    assert len(plan.others("aime24", 0, 3, generic=False)) == 1
+
+
+def config_of(options: RunOptions) -> dict[str, Any]:
+    plan = Plan(options, request_body(options))
+    return make_config(plan, find_methods(options.methods, EMBEDDED_SETTINGS), False)
+
+
+def test_a_folder_says_what_is_run_and_goes_on(tmp_path: Path) -> None:
+    settle_config(tmp_path, config_of(OPTIONS))
+    config = read_config(tmp_path)
+    assert config["methods"] == ["dense", "reasoncache"]
+    assert config["method_details"]["reasoncache"]["flags"][-2:] == EMBEDDED_FLAGS
+    assert config["problems"]["tiny_reasoner/1"]["count"] == 3
+    assert config["sampling"]["temperature"] == 0.0
+    assert config["machine"]["cores"] > 0 and config["machine"]["ram_bytes"] > 0
+    assert config["versions"]["sglang"]
+    assert options_of(config) == OPTIONS
+    config, changed = settle_config(tmp_path, config_of(OPTIONS))
+    assert changed == []
+    assert len(config["resumed"]) == len(read_config(tmp_path)["resumed"]) == 1
+    # Another machine is told, not refused.
+    config = config_of(OPTIONS)
+    config["machine"]["cores"] = 1024
+    settle_config(tmp_path / "other", config)
+    _, changed = settle_config(tmp_path / "other", config_of(OPTIONS))
+    assert [what for what in changed if what.startswith("machine.cores was 1024, is ")]
+    # The default folder is the command's own.
+    folder = default_folder(config_of(OPTIONS))
+    assert folder == default_folder(config_of(OPTIONS)) and folder.parent == Path("out")
+    assert folder.name.startswith("tiny_reasoner-tiny_reasoner-")
+    assert folder != default_folder(config_of(dataclasses.replace(OPTIONS, limit=2)))
+
+
+def test_another_command_is_refused(tmp_path: Path) -> None:
+    settle_config(tmp_path, config_of(OPTIONS))
+    before = (tmp_path / "config.json").read_bytes()
+    others: list[dict[str, Any]] = [{"limit": 4}, {"seeds": (0, 2)}, {"in_flight": 2}]
+    others += [{"kv_budget": 4000}, {"max_tokens": 100}, {"temperature": 0.5}]
+    others += [{"server_flags": ("--tp", "2")}, {"methods": ("reasoncache", "dense")}]
+    for other in (*others, {"methods": ("dense", "reasoncache:block=4")}):
+        (field,) = other
+        with pytest.raises(RunError, match=rf"config.json: {field} is .* in this run, now "):
+            settle_config(tmp_path, config_of(dataclasses.replace(OPTIONS, **other)))
+        assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "aime.jsonl"
+    options = RunOptions(tasks=("aime24",), data={"aime24": write(data, 2)}, device="cpu")
+    settle_config(tmp_path / "run", config_of(options))
+    data.write_text(data.read_text() + "\n")
+    with pytest.raises(RunError, match=r"config.json: data is .*sha256"):
+        settle_config(tmp_path / "run", config_of(options))
+    with pytest.raises(ValueError, match=str(tmp_path / "no")):
+        config_of(dataclasses.replace(options, data={"aime24": str(tmp_path / "no")}))
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    """Another process is refused and told who holds the folder; the kernel frees a dead one's."""
+    script = (
+        "import sys, pathlib\nfrom eval.runs.folder import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n    print('in', flush=True)\n    sys.stdin.read()\n"
+    )
+    command, pipe = [sys.executable, "-c", script, str(tmp_path)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "in\n"
+        with pytest.raises(RunError, match=f"lock: process {holder.pid} "), locked(tmp_path):
+            pass
+        holder.kill()
+    with locked(tmp_path):
+        pass
+
+
+def test_reasoning_that_the_prompt_opened_holds_no_answer(tmp_path: Path) -> None:
+    """A response cut off within it has neither tag; a request that failed is a wrong answer."""
+    cell = Cell(tmp_path, "aime24", "dense", 0)
+    task = EvalTask("aime24", Source(file=write(tmp_path / "x.jsonl", 7, 7, 7, 7)))
+    cell.append(response("0", text="Perhaps \\boxed{7}? No,"))
+    cell.append(response("1", text="Perhaps 8? No.</think> \\boxed{7}"))
+    cell.append(response("2", error="timed out"))
+    for opens, right in ((True, [False, True, False]), (False, [True, True, False])):
+        results = grade(cell, task, opens)
+        assert [row.correct for row in results] == right
+        assert results[2].note == "no response: timed out" and results == cell.results()
+
+
+def test_grading_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both problems of the first task are answered, one of the second; one grader cannot run."""
+    data = {name: write(tmp_path / f"{name}.jsonl", 1, 2) for name in ("aime24", "aime25")}
+    options = RunOptions(tasks=tuple(data), methods=("dense",), data=data, device="cpu")
+    run = tmp_path / "run"
+    settle_config(run, make_config(Plan(options, {}), find_methods(["dense"]), False))
+    one, other = (Cell(run, name, "dense", 0) for name in data)
+    for cell, i in ((one, 0), (one, 1), (other, 0)):
+        cell.append(response(str(i), text=f"\\boxed{{{i + 1}}}"))
+    assert main(["--grade", str(run)]) == 1
+    told = capsys.readouterr().out
+    assert "aime24, dense, seed 0: 2 graded, score 1.000" in told
+    assert "aime25, dense, seed 0: 1 problems are not answered" in told
+
+    def lacking(cell: Cell, *rest: Any) -> Any:
+        if cell.task == "aime24":
+            raise SandboxError("no user namespaces")
+        return grade(cell, *rest)
+
+    monkeypatch.setattr(work, "grade", lacking)
+    assert main(["--grade", str(run)]) == 1
+    told = capsys.readouterr().out
+    assert "aime24, dense, seed 0: not graded: no user namespaces" in told
+    assert "aime25, dense, seed 0: 1 graded" in told
+    monkeypatch.undo()
+    assert options_of(read_config(run)).tasks == ("aime24", "aime25")
+    other.append(response("1", text="\\boxed{0}"))
+    assert main(["--grade", str(run)]) == 0
+
+
+def options(*argv: str) -> RunOptions:
+    found = parse(argv).options
+    assert found is not None
+    return found
+
+
+def test_defaults_lists_and_pairs(tmp_path: Path) -> None:
+    found = options("--tasks", "tiny_reasoner")
+    assert found.embedded and found.methods == ("dense", "reasoncache")
+    assert (found.seeds, found.in_flight, found.attempts) == ((0,), None, 2)
+    found = options(
+        "--tasks", "a,b",
+        "--methods", "dense,reasoncache:block=8,percentile=50,random:match=memshare,p20",
+        "--seeds", "2,0",
+        "--data", f"a={tmp_path}/x=y.jsonl",
+        "--url", "dense=http://h:1/x=1",
+        "--url", "reasoncache:block=8,percentile=50=http://h:2",
+        "--server-flags", "--tp 2 --mem-fraction-static '0.8'",
+        "--top-k", "20", "--temperature", "0.6",
+    )  # fmt: skip
+    own = "reasoncache:block=8,percentile=50"
+    assert found.methods == ("dense", own, "random:match=memshare", "p20")
+    assert found.seeds == (2, 0)
+    assert found.data == {"a": f"{tmp_path}/x=y.jsonl"}
+    assert found.urls == {"dense": "http://h:1/x=1", own: "http://h:2"}
+    assert found.server_flags == ("--tp", "2", "--mem-fraction-static", "0.8")
+    assert found.sampling_overrides == {"top_k": 20, "temperature": 0.6}
+
+
+def test_a_single_server_flag_is_a_value() -> None:
+    flag = "--enable-deterministic-inference"
+    for words in (["--server-flags", flag], [f"--server-flags={flag}"]):
+        found = options("--tasks", "a", *words, "--seeds", "3")
+        assert (found.server_flags, found.seeds) == ((flag,), (3,))
+    args = demo.parse(["--both", "--tp=2", "--shared", "--reasoncache-admission-credit 0"])
+    assert args.shared == ["--reasoncache-admission-credit", "0"]
+    assert demo.run_options(args).server_flags == ("--tp=2",)
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'model = "m"\ntasks = ["a"]\nmethods = "dense,p20"\nseeds = [1, 2]\nmax-tokens = 9\n'
+        'out = "there"\ntemperature = 0.5\n[data]\na = "a.jsonl"\n[url]\ndense = "http://h"\n'
+    )
+    command = parse(["--config", str(file), "--seeds", "7"])
+    found = command.options
+    assert found is not None
+    assert (found.model, found.tasks, found.methods) == ("m", ("a",), ("dense", "p20"))
+    assert (found.seeds, found.max_tokens, command.out) == ((7,), 9, Path("there"))
+    assert found.sampling_overrides == {"temperature": 0.5}
+    assert found.urls == {"dense": "http://h"}
+
+
+def test_a_folder_has_it_all() -> None:
+    argv = ("--tasks", "a", "--methods", "dense,p20:block=4", "--seeds", "0,1", "--top-p", "1")
+    found = options(*argv)
+    config = {**found.to_dict(), "method_specs": found.methods, "data": {}}
+    assert options_of(json.loads(json.dumps(config))) == found
+    assert parse(["--resume", "x"]).resume == Path("x")
+    command = parse(["--grade", "x", "--allow-code-execution"])
+    assert (command.grade, command.allow_code_execution) == (Path("x"), True)
+
+
+BAD_FLAGS = {
+    "": "--tasks must name at least one, none twice",
+    "--tasks a,a": "--tasks must name at least one, none twice, got ['a', 'a']",
+    "--tasks a --seeds 0,x": "--seeds: must be numbers, got '0,x'",
+    "--tasks a --limit 0": "--limit must be an integer of at least 1, got 0",
+    "--tasks a --in-flight -1": "--in-flight must be",
+    "--tasks a --attempts 0": "--attempts must be",
+    "--tasks a --temperature -1": "--temperature must be between 0 and 100",
+    "--tasks a --top-p nan": "--top-p must be between 0 and 1, got nan",
+    "--tasks a --request-timeout inf": "--request-timeout must be between",
+    "--tasks a --device tpu": "--device must be auto, cpu or cuda, got 'tpu'",
+    "--tasks a --data b=c": "--data b=...: 'b' is not among --tasks",
+    "--tasks a --url p20=http://h": "'p20' is not among --methods",
+    "--tasks a --url dense=ftp://h": "METHOD=http://",
+    "--tasks a --data a": "must be NAME=VALUE, got 'a'",
+    "--resume x --limit 3": "--resume goes without --limit",
+    "--grade x --config y": "--grade goes without --config",
+    "--tasks a --config /nowhere.toml": "--config /nowhere.toml",
+    "--task a": "unrecognized arguments",
+    "--tasks a --server-flags": "--server-flags: expected one argument",
+}
+BAD_FILES = {
+    "tasks = 'a'\nlimit = 'x'": "--limit: invalid int value: 'x'",
+    "tasks = 'a'\nseeds = 'x'": "--seeds: must be numbers",
+    "tasks = 'a'\nseeds = []": "--seeds must name at least one",
+    "task = 'a'": "unknown name 'task'",
+    "tasks = [": "--config",
+    "tasks = 'a'\ndata = 3": "--data: must be NAME=VALUE, got '3'",
+}
+
+
+@pytest.mark.parametrize("words", [*BAD_FLAGS, *BAD_FILES])
+def test_the_bad_is_named(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text(words)
+    argv = words.split() if words in BAD_FLAGS else ["--config", str(tmp_path / "run.toml")]
+    with pytest.raises(SystemExit) as refused:
+        parse(argv)
+    assert refused.value.code == 2
+    assert (BAD_FLAGS | BAD_FILES)[words] in capsys.readouterr().err
+
+
+def test_dead_servers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    urls = [f"{name}=http://127.0.0.1:{free_port()}" for name in ("dense", "reasoncache")]
+    argv = ["--tasks", "tiny_reasoner", "--limit", "2", "--device", "cpu"]
+    argv += ["--out", str(tmp_path), "--url", urls[0], "--url", urls[1]]
+    assert run.main(argv) == 1
+    told = capsys.readouterr().out
+    for url in urls:
+        assert f"--url {url.partition('=')[2]}: /v1/models says" in told
+    assert read_config(tmp_path)["methods"] == ["dense", "reasoncache"]
+    assert list(tmp_path.glob("tiny_reasoner/*")) == []
+    # Other mistakes are one line.
+    out = tmp_path / "out"
+    assert run.main(["--tasks", "nothing", "--out", str(out)]) == 1
+    assert run.main(["--tasks", "tiny_reasoner", "--methods", "sparse", "--device", "cpu"]) == 1
+    assert run.main(["--resume", str(tmp_path / "no")]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith("eval.run: error: ") for line in lines] == [True] * 3
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "tried", "status"),
+    [([0, 0, 0], 3, 0), ([0, 1, 0], 3, 1), ([1, 0, 0], 3, 1), ([0, 130, 0], 2, 130), ([2], 1, 2)],
+)
+def test_a_run_that_is_not_whole_does_not_stop_the_sweep(
+    statuses: list[int], tried: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def main(argv: list[str]) -> int:
+        commands.append(argv)
+        return statuses[len(commands) - 1]
+
+    monkeypatch.setattr(run, "main", main)
+    rest = ["--tasks", "tiny_reasoner", "--server-flags", "--tp=2"]
+    assert sweep.main(["--budgets", "900,300,100", "--out", str(tmp_path), *rest]) == status
+    assert len(commands) == tried
+    given = ["--tasks", "tiny_reasoner", "--server-flags=--tp=2", "--kv-budget", "900"]
+    assert commands[0] == [*given, "--out", str(tmp_path / "kv-900")]
+
+
+def test_bad_budgets_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for budgets in ("9,9", "0,3", "x", "9,x", ""):
+        with pytest.raises(SystemExit):
+            sweep.main(["--budgets", budgets, "--out", "o"])
+        assert (
+            f"--budgets: must be different numbers of KV slots of at least 1, got {budgets!r}"
+            in (capsys.readouterr().err)
+        )
+    with pytest.raises(SystemExit):
+        sweep.main(["--budgets", "9", "--out", "o", "--kv-budget=4"])
+    assert "--kv-budget=4 does not go with --budgets" in capsys.readouterr().err
+
+
+def test_every_preset_is_a_method_and_dense_is_stock() -> None:
+    dense = find_method("dense", EMBEDDED_SETTINGS)
+    assert (dense.name, dense.flags, dense.shares) == ("dense", [], False)
+    for name in PRESETS:
+        method = find_method(name)
+        assert method.flags == ["--enable-reasoncache", "--reasoncache-preset", name]
+    assert [find_method(name).title for name in METHODS] == list(METHODS.values())
+    assert all(METHODS.values())
+
+
+def test_options_become_values_and_flags() -> None:
+    """SGLang's parser with our flags reads them back."""
+    spec = "reasoncache:block=32,use-structure=false,fixed_tau=0.8"
+    method = find_method(spec, EMBEDDED_SETTINGS)
+    own = {"block": 32, "use_structure": False, "fixed_tau": 0.8}
+    assert method.values == {"preset": "reasoncache", **own}
+    assert (method.name, method.title.count("block=32")) == (spec, 1)
+    parser = argparse.ArgumentParser()
+    add_cli_args(None, parser)
+    args = parser.parse_args(method.flags)
+    assert args.enable_reasoncache and args.reasoncache_preset == "reasoncache"
+    (others,) = args.reasoncache_set
+    assert {"block": args.reasoncache_block, **parse_settings(others)} == own
+    # A name is a folder.
+    assert "/" not in find_method("reasoncache:calibration=a/b.json").name
+    assert find_method("memshare", EMBEDDED_SETTINGS).flags[-2:] == ["--reasoncache-block", "8"]
+    assert find_method("memshare:block=4", EMBEDDED_SETTINGS).values["block"] == 4
+    # Further words come last.
+    method = dataclasses.replace(find_method("p50"), more=("--page-size", "8"))
+    assert method.flags == [*find_method("p50").flags, "--page-size", "8"]
+
+
+def test_refusals_name_the_fault() -> None:
+    for spec, told in {
+        "sparse": "known are dense, reasoncache",
+        "": "--methods",
+        "reasoncache:block": "'block' is not key=value",
+        "reasoncache:blocks=3": "no option 'blocks'",
+        "reasoncache:preset=random": "no option 'preset'",
+        "reasoncache:block=x": "--reasoncache-block must be an integer, got 'x'",
+        "reasoncache:block=0": "--reasoncache-block must be between 1 and 1024, got 0",
+        "reasoncache:use_structure=maybe": "true or false",
+        "reasoncache:match=dense": "no option 'match'",
+        "dense:block=8": "dense takes no options",
+        "random:match=reasoncache,random_ratio=0.2": "exclude",
+        "random:random_ratio=0.2,match=reasoncache:block=8": "exclude",
+        "random:match=": "'match=' is not key=value",
+        **dict.fromkeys(("random:block=8,", "random:match=memshare,"), "'' is not key=value"),
+        "reasoncache:encoder=a b": "is no method",
+    }.items():
+        with pytest.raises(MethodError, match="--methods") as refused:
+            find_method(spec)
+        assert told in str(refused.value), spec
+
+
+def test_what_random_matches() -> None:
+    methods = find_methods(["random", "dense", "reasoncache"])
+    assert methods[0].match == "reasoncache"
+    ratio = ["--reasoncache-set", "random_ratio=0.4321"]
+    assert with_ratio(methods[0], 0.43211).flags[-2:] == ratio
+    assert find_methods(["memshare", "random:match=memshare"])[1].match == "memshare"
+    # What is matched can have options, and a given ratio matches nothing.
+    target = "reasoncache:block=32,percentile=50"
+    methods = find_methods([target, f"random:block=8,match={target}", f"random:match={target}"])
+    assert [method.match for method in methods] == ["", target, target]
+    assert methods[1].values == {"preset": "random", "block": 8}
+    assert methods[2].flags == find_method("random").flags
+    (method,) = find_methods(["random:random_ratio=0.4321"])
+    assert (method.match, method.flags[-2:]) == ("", ratio)
+    refused = ["dense random", "random:match=dense dense", "random:match=random", "dense dense"]
+    for specs in (*refused, "reasoncache random:match=nothing"):
+        with pytest.raises(MethodError, match="--methods"):
+            find_methods(specs.split())

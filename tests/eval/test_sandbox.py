@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -10,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from eval.tasks import sandbox
+from eval.tasks import grading, sandbox
 from eval.tasks.sandbox import Limits, Outcome, SandboxError, run
 
 LIMITS = Limits(wall_s=6.0, cpu_s=1)
-SLACK_S = 20.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,15 +29,10 @@ def _available() -> None:
 def _jailed() -> set[str]:
     """Processes in a process namespace below ours."""
     found = set()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                status = (folder / "status").read_text()
-            except OSError:
-                continue
-            ids = [line.split()[1:] for line in status.splitlines() if line.startswith("NSpid")]
-            if ids and len(ids[0]) > 1:
-                found.add(folder.name)
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            if re.search(r"^NSpid:\s+\d+\s+\d", status.read_text(), re.MULTILINE):
+                found.add(status.parent.name)
     return found
 
 
@@ -53,7 +49,7 @@ def _nothing_left() -> Iterator[None]:
 def _run(program: str) -> Outcome:
     begin = time.monotonic()
     outcome = run(program, LIMITS)
-    assert time.monotonic() - begin < LIMITS.wall_s + SLACK_S
+    assert time.monotonic() - begin < LIMITS.wall_s + 20
     return outcome
 
 
@@ -67,65 +63,50 @@ print("noise")
 open("/tmp/mine", "w").write("x")
 assert hashlib.md5(b"x").hexdigest().startswith("9dd4") and Point(1).x == 1
 """
-    assert _run(source) == Outcome(True)
+    assert _run(source) == _run("") == Outcome(True)
+    outcome = run("import time; time.sleep(1000)", Limits(wall_s=1.5))
+    assert outcome == Outcome(False, "ran longer than 1.5 s")
+    # Programs do not see each other.
+    assert _run("open('/tmp/left', 'w')").passed
+    assert _run("import os\nassert 'left' not in os.listdir('/tmp')").passed
 
 
-@pytest.mark.parametrize(
-    ("program", "note"),
-    [
-        ("assert 1 == 2, 'unequal'", "AssertionError"),
-        ("def broken(:", "SyntaxError"),
-        ("raise SystemExit(0)", "SystemExit"),
-        ("import os; os._exit(0)", "ended before"),
-        ("import ctypes; ctypes.string_at(0)", "ended before"),
-        ("import os; os.abort()", "ended before"),
-        ("def f(): f()\nf()", "RecursionError"),
-        ("x = '\x00'", ""),
-        ("x = '\ud800'", ""),
-        ("input()", "EOFError"),
-        ("", None),
-    ],
-    ids=range(11),
-)
-def test_how_a_program_ends(program: str, note: str | None) -> None:
-    outcome = _run(program)
-    assert outcome.passed == (note is None)
-    assert (note or "") in outcome.note
+ENDS = [
+    ("assert 1 == 2, 'unequal'", "AssertionError"),
+    ("def broken(:", "SyntaxError"),
+    ("raise SystemExit(0)", "SystemExit"),
+    ("import os; os._exit(0)", "ended before"),
+    ("import ctypes; ctypes.string_at(0)", "ended before"),
+    ("import os; os.abort()", "ended before"),
+    ("def f(): f()\nf()", "RecursionError"),
+    ("x = '\x00'", ""),
+    ("x = '\ud800'", ""),
+    ("input()", "EOFError"),
+    ("import os, signal\nos.kill(0, signal.SIGKILL)", ""),
+    ("import os, signal\nos.kill(-1, signal.SIGKILL)", ""),
+    ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", ""),
+    # Greed.
+    ("while True: pass", "ended before"),
+    ("import threading\nwhile True: threading.Thread(target=lambda: 9**9**9).start()", ""),
+    ("x = bytearray(1 << 34)", "MemoryError"),
+    ("x = []\nwhile True: x.append(bytearray(1 << 20))", ""),
+    ("9 ** 9 ** 9 ** 9", "ended before"),
+    ("import os\nwhile True: os.fork()", "PermissionError"),
+    ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", ""),
+    ("import os\nos.setsid()\nif os.fork(): raise ValueError\nwhile True: pass", ""),
+    ("while True: print('x' * 10000)", ""),
+    ("import sys\nwhile True: sys.stderr.write('x' * 10000)", ""),
+    ("open('/tmp/big', 'wb').write(bytes(64 << 20))", "OSError"),
+    ("for i in range(99): open(f'/tmp/{i}', 'wb').write(bytes(8 << 20))", "OSError"),
+    ("f = [open('/dev/null') for _ in range(999)]", "OSError"),
+]
 
 
-@pytest.mark.parametrize(
-    ("program", "note"),
-    [
-        ("while True: pass", "ended before"),
-        ("import threading\nwhile True: threading.Thread(target=lambda: 9**9**9).start()", ""),
-        ("x = bytearray(1 << 34)", "MemoryError"),
-        ("x = []\nwhile True: x.append(bytearray(1 << 20))", ""),
-        ("9 ** 9 ** 9 ** 9", "ended before"),
-        ("import os\nwhile True: os.fork()", "PermissionError"),
-        ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", ""),
-        ("import os\nos.setsid()\nif os.fork(): raise ValueError\nwhile True: pass", ""),
-        ("while True: print('x' * 10000)", ""),
-        ("import sys\nwhile True: sys.stderr.write('x' * 10000)", ""),
-        ("open('/tmp/big', 'wb').write(bytes(64 << 20))", "OSError"),
-        ("for i in range(99): open(f'/tmp/{i}', 'wb').write(bytes(8 << 20))", "OSError"),
-        ("f = [open('/dev/null') for _ in range(999)]", "OSError"),
-    ],
-    ids=range(13),
-)
-def test_greed_fails(program: str, note: str) -> None:
+@pytest.mark.parametrize(("program", "note"), ENDS, ids=range(len(ENDS)))
+def test_a_program_that_fails(program: str, note: str) -> None:
     outcome = _run(program)
     assert not outcome.passed
     assert note in outcome.note
-
-
-@pytest.mark.parametrize("target", ["0", "-1", "os.getpid()"], ids=lambda target: target)
-def test_killing_reaches_only_the_program(target: str) -> None:
-    assert not _run(f"import os, signal\nos.kill({target}, signal.SIGKILL)").passed
-
-
-def test_waiting_fails() -> None:
-    outcome = run("import time; time.sleep(1000)", Limits(wall_s=1.5))
-    assert outcome == Outcome(False, "ran longer than 1.5 s")
 
 
 def test_network_is_denied() -> None:
@@ -134,11 +115,8 @@ def test_network_is_denied() -> None:
         connect = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)"
         assert "PermissionError" in _run(connect).note
         # By system call, past Python's module, every family of addresses.
-        raw = (
-            "import ctypes\nlibc = ctypes.CDLL(None)\n"
-            "assert all(libc.socket(family, kind, 0) == -1"
-            " for family in range(46) for kind in (1, 2, 3))"
-        )
+        every = "libc.socket(family, kind, 0) == -1 for family in range(46) for kind in (1, 2, 3)"
+        raw = f"import ctypes\nlibc = ctypes.CDLL(None)\nassert all({every})"
         assert _run(raw) == Outcome(True)
         server.settimeout(0.1)
         with pytest.raises(TimeoutError):
@@ -149,14 +127,10 @@ def test_files_outside_cannot_be_seen_or_written(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("token")
     assert "FileNotFoundError" in _run(f"open({str(secret)!r})").note
-    assert not _run(f"open({str(tmp_path / 'made')!r}, 'w')").passed
-    for path in ("/usr/made", "/lib/made"):
-        assert not _run(f"open({path!r}, 'w')").passed
-        assert not Path(path).exists()
-    hidden = (
-        "import os\nassert not any(map(os.path.exists, ('/sys', '/home', '/var', '/etc/passwd')))"
-    )
-    assert _run(hidden) == Outcome(True)
+    for path in (str(tmp_path / "made"), "/usr/made", "/lib/made"):
+        assert not _run(f"open({path!r}, 'w')").passed and not Path(path).exists()
+    hidden = ("/sys", "/home", "/var", "/etc/passwd")
+    assert _run(f"import os\nassert not any(map(os.path.exists, {hidden}))") == Outcome(True)
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 
@@ -170,38 +144,33 @@ libc = ctypes.CDLL(None, use_errno=True)
 assert libc.unshare(0x10000000) == -1                        # a user namespace of its own
 assert libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, b"") == -1
 assert libc.setuid(0) == -1
-open_files = []
 for number in range(3, 64):
     try:
         os.fstat(number)
-        open_files.append(number)
     except OSError:
-        pass
-assert not open_files, open_files
+        continue
+    raise ValueError(f"{number} is open")
 """
     assert _run(source) == Outcome(True)
 
 
-def test_programs_do_not_see_each_other() -> None:
-    assert _run("open('/tmp/left', 'w')").passed
-    assert _run("import os\nassert 'left' not in os.listdir('/tmp')").passed
-
-
-def test_without_bubblewrap_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_locked_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel refuses namespaces bubblewrap ends before the program is read."""
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxError, match="bubblewrap is not installed"):
         run("print('ran')")
-
-
-def test_what_cannot_be_locked_does_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the kernel refuses namespaces bubblewrap ends before the program is read."""
-    refusing = tmp_path / "bwrap"
-    refusing.write_text(
-        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n"
-    )
+    refusing, fault = tmp_path / "bwrap", "No permissions to create new namespace"
+    refusing.write_text(f"#!/bin/sh\necho 'bwrap: {fault}' >&2; exit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(SandboxError, match="No permissions to create new namespace"):
+    with pytest.raises(SandboxError, match=fault):
         run("print('ran')")
+
+
+def test_functions_are_judged_by_their_tests() -> None:
+    doc = {"prompt": "import math\ndef f(x):\n    pass\n", "entry_point": "f"}
+    doc["test"] = "def check(f):\n    assert f(4) == 2\n"
+    future = "from __future__ import annotations\ndef f(x):\n    return math.isqrt(x)\n"
+    wrong = dict.fromkeys(("def f(x): return 1", "", "#" * 200_000), 0.0)
+    for code, score in ({future: 1.0} | wrong).items():
+        assert grading.passes_tests(doc, [code]) == {"score": score}

@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task files, what they refuse, and how models are sampled."""
+"""Task files, what they refuse, how models are sampled, and graders in bounded time."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from eval.tasks import harness
-from eval.tasks.harness import EvalTask, Problem, Source, TaskError, opens_thinking
+from eval.tasks import grading, harness
+from eval.tasks.grading import MATHEMATICS, MathGrader, extract_code, last_boxed
+from eval.tasks.harness import EvalTask, Problem, Source, TaskError, _after_thinking, opens_thinking
 from eval.tasks.sampling import sampling_for
+from eval.tasks.sandbox import SandboxError
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.model import build_tokenizer
-from eval.tiny_reasoner.task import BOX
-from eval.tiny_reasoner.transcript import transcripts
+from eval.tiny_reasoner.task import BOX, LONGEST, begin, generate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,13 +35,8 @@ def write(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-def scores(task: EvalTask, texts: Mapping[str, str] | Sequence[str]) -> list[float]:
-    by_id = (
-        texts
-        if isinstance(texts, Mapping)
-        else {p.id: text for p, text in zip(task.problems, texts, strict=True)}
-    )
-    found = task.evaluate(lambda problems: [by_id[p.id] for p in problems], False)
+def scores(task: EvalTask, texts: Sequence[str]) -> list[float]:
+    found = task.evaluate(lambda problems: texts, False)
     return [found[problem.id].score for problem in task.problems]
 
 
@@ -57,19 +56,28 @@ def test_long_prompts_are_responses_up_to_their_last_round() -> None:
     """What is left of the reference response finishes what was begun, and is graded right."""
     task = EvalTask("tiny_reasoner_long", Source(seed=3, limit=12))
     tokenizer, rests, begun = build_tokenizer(), [], []
-    for problem, given in zip(task.problems, transcripts(3, 12), strict=True):
+    for problem, source in zip(task.problems, generate(3, 12, "test", LONGEST), strict=True):
         user, assistant = problem.messages
-        assert user == {"role": "user", "content": given.problem.prompt}
+        assert user == {"role": "user", "content": source.prompt}
         assert problem.body == {"continue_final_message": True}
         begun.append(assistant["content"])
-        assert given.problem.response.startswith(begun[-1] + " ") and BOX not in begun[-1]
+        assert begun[-1] == begin(source.response) and BOX not in begun[-1]
+        assert source.response.startswith(begun[-1] + " ")
         ids = tokenizer(user["content"])["input_ids"] + tokenizer(begun[-1])["input_ids"]
         assert 450 < len(ids) < 760 and tokenizer.pad_token_id not in ids
-        rests.append(given.problem.response[len(begun[-1]) :].strip())
+        rests.append(source.response[len(begun[-1]) :].strip())
         assert problem.max_tokens is not None
         assert len(rests[-1].split(" ")) < problem.max_tokens / 2
     assert scores(task, rests) == [1.0] * 12
     assert scores(task, begun) == [0.0] * 12
+
+
+MATH = {"question": "Q", "answer": "\\frac{1}{2}"}
+WORKED = {"question": "Q", "answer": "1\n#### 1002"}
+CHOICES = {f"Incorrect Answer {i}": f"w{i}" for i in (1, 2, 3)}
+CHOICES |= {"Question": "Q {x}", "Correct Answer": "r"}
+WHO = {"question": "Who?", "context": "P {{0}}", "answers": ["Ada", "Ada Lovelace"]}
+CLASS = {"question": "?", "context": "c", "answers": ["Number"], "all_classes": ["Number", "P"]}
 
 
 @pytest.mark.parametrize(
@@ -77,50 +85,22 @@ def test_long_prompts_are_responses_up_to_their_last_round() -> None:
     [
         ("aime24", {"id": 60, "problem": "Q", "answer": "033"}, "\\boxed{33}", "\\boxed{34}"),
         ("aime25", {"problem": "Q", "answer": 33}, "<think>?</think>\\boxed{33.}", "33"),
-        ("math500", {"question": "Q", "answer": "\\frac{1}{2}"}, "\\boxed{0.5}", "\\boxed{2}"),
-        ("gsm8k", {"question": "Q", "answer": "1\n#### 1002"}, "\\boxed{1,002}", "<think>1002"),
-        (
-            "gpqa_diamond",
-            {
-                "Question": "Q {x}",
-                "Correct Answer": "r",
-                **{f"Incorrect Answer {i}": f"w{i}" for i in (1, 2, 3)},
-            },
-            "(C)",
-            "(B)",
-        ),
-        (
-            "hotpotqa",
-            {"question": "Who?", "context": "P {{0}}", "answers": ["Ada", "Ada Lovelace"]},
-            "<think>Bob</think>Ada Lovelace",
-            "Bob",
-        ),
-        (
-            "trec",
-            {
-                "question": "?",
-                "context": "c",
-                "answers": ["Number"],
-                "all_classes": ["Number", "P"],
-            },
-            "Number",
-            "P",
-        ),
+        ("math500", MATH, "\\boxed{0.5}", "\\boxed{2}"),
+        ("gsm8k", WORKED, "\\boxed{1,002}", "<think>1002"),
+        ("gpqa_diamond", CHOICES, "r", ""),
+        ("hotpotqa", WHO, "<think>Bob</think>Ada Lovelace", "Bob"),
+        ("trec", CLASS, "Number", "P"),
     ],
 )
-def test_local_files(
-    name: str, row: dict[str, Any], right: str, wrong: str, tmp_path: Path
-) -> None:
+def test_a_file(name: str, row: dict[str, Any], right: str, wrong: str, tmp_path: Path) -> None:
     """Ours in our own words, those of lm-eval's tasks as the data set on the hub has them."""
     task = EvalTask(name, Source(file=write(tmp_path / "x.jsonl", row, {**row, "id": 7}), limit=2))
     assert len(task.problems) == 2
     if name == "gpqa_diamond":
         # Shuffled by the seed.
-        prompt = task.problems[0].messages[0]["content"]
-        right = f"({prompt[prompt.index(') r') - 1]})"
-        wrong = "(A)" if right != "(A)" else "(B)"
-        assert scores(task, [right, wrong])[0] == 1.0
-        return
+        prompts = [problem.messages[0]["content"] for problem in task.problems]
+        right, other = (f"({prompt[prompt.index(') r') - 1]})" for prompt in prompts)
+        wrong = "(A)" if other != "(A)" else "(B)"
     assert scores(task, [right, wrong]) == [1.0, 0.0]
 
 
@@ -172,7 +152,8 @@ def test_what_cannot_be_used_is_told(name: str, text: str, told: str, tmp_path: 
 def test_half_surrogates_do_not_get_into_a_prompt(tmp_path: Path) -> None:
     file = write(tmp_path / "x.jsonl", '{"question": "a \\ud800 b", "answer": "1"}')
     (problem,) = EvalTask("aime24", Source(file=file)).problems
-    assert problem.messages[0]["content"].startswith("a ? b")
+    assert problem.messages[0]["content"].startswith("a ? b") and not problem.forced
+    assert Problem("p", [], {"custom_logit_processor": "..."}).forced
 
 
 def test_a_grader_that_takes_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,56 +175,42 @@ def test_no_hub_says_how_to_take_a_file(tmp_path: Path) -> None:
         "try:\n    EvalTask('aime24', Source())\n"
         "except TaskError as error:\n    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
     told = done.stdout.strip()
     assert told.startswith("--tasks aime24: cannot be loaded"), done.stderr
     assert told.endswith("--data aime24=FILE.jsonl takes a local file")
 
 
-def test_a_problem_that_is_forced() -> None:
-    assert not Problem("p", [], {"ignore_eos": True}).forced
-    assert Problem("p", [], {"custom_logit_processor": "..."}).forced
+SAMPLED = {
+    (0.6, 0.95, None, None): (
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B",
+        "/data/QwQ_ckpts/llama", "qwen3-fans/llama", "somebody/unheard-of", "",
+        "/hub/models--qwq-fans--llama/snapshots/0123abcd",
+    ),
+    (0.6, 0.95, 40, 0.0): (
+        "/models/qwq_32b", "out/QwQ-tuned/checkpoint-500", "Qwen/QwQ-32B",
+        "/hub/models--Qwen--QwQ-32B/snapshots/0123abcd",
+    ),
+    (0.6, 0.95, 20, 0.0): ("/models/Qwen3-8B/", "Qwen/Qwen3-30B-A3B"),
+    (0.0, 1.0, None, None): ("tiny_reasoner", "eval/tiny_reasoner/checkpoint"),
+    (0.7, 0.8, 20, 0.0): ("Qwen/Qwen3-30B-A3B-Instruct-2507",),
+    (0.8, 0.95, 50, None): ("microsoft/Phi-4-reasoning", "microsoft/Phi-4-reasoning-plus"),
+    (0.8, 0.95, None, None): ("microsoft/Phi-4-mini-reasoning",),
+    (1.0, 1.0, None, None): ("openai/gpt-oss-20b",),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", (0.6, 0.95, None, None)),
-        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", (0.6, 0.95, None, None)),
-        ("/models/qwq_32b", (0.6, 0.95, 40, 0.0)),
-        ("/models/Qwen3-8B/", (0.6, 0.95, 20, 0.0)),
-        ("/data/QwQ_ckpts/llama", (0.6, 0.95, None, None)),
-        ("qwen3-fans/llama", (0.6, 0.95, None, None)),
-        ("out/QwQ-tuned/checkpoint-500", (0.6, 0.95, 40, 0.0)),
-        ("/hub/models--Qwen--QwQ-32B/snapshots/0123abcd", (0.6, 0.95, 40, 0.0)),
-        ("/hub/models--qwq-fans--llama/snapshots/0123abcd", (0.6, 0.95, None, None)),
-        ("tiny_reasoner", (0.0, 1.0, None, None)),
-        ("Qwen/QwQ-32B", (0.6, 0.95, 40, 0.0)),
-        ("Qwen/Qwen3-30B-A3B", (0.6, 0.95, 20, 0.0)),
-        ("Qwen/Qwen3-30B-A3B-Instruct-2507", (0.7, 0.8, 20, 0.0)),
-        ("microsoft/Phi-4-reasoning", (0.8, 0.95, 50, None)),
-        ("microsoft/Phi-4-reasoning-plus", (0.8, 0.95, 50, None)),
-        ("microsoft/Phi-4-mini-reasoning", (0.8, 0.95, None, None)),
-        ("openai/gpt-oss-20b", (1.0, 1.0, None, None)),
-        ("eval/tiny_reasoner/checkpoint", (0.0, 1.0, None, None)),
-        ("somebody/unheard-of", (0.6, 0.95, None, None)),
-        ("", (0.6, 0.95, None, None)),
-    ],
-)
-def test_sampling(model: str, expected: tuple[float, float, int | None, float | None]) -> None:
-    found = sampling_for(model)
+@pytest.mark.parametrize("expected", SAMPLED)
+def test_sampling(expected: tuple[float, float, int | None, float | None]) -> None:
     names = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
     lengths = {"tiny_reasoner": 1500, "checkpoint": 1500, "Qwen3-30B-A3B-Instruct-2507": 16384}
-    values = (*expected, lengths.get(model.rpartition("/")[2], 32768))
-    # What a family says nothing about is not sent.
-    assert found == {k: v for k, v in zip(names, values, strict=True) if v is not None}
+    for model in SAMPLED[expected]:
+        values = (*expected, lengths.get(model.rpartition("/")[2], 32768))
+        # What a family says nothing about is not sent.
+        wanted = {k: v for k, v in zip(names, values, strict=True) if v is not None}
+        assert sampling_for(model) == wanted, model
 
 
 _TURNS = "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + m['content'] }}{%- endfor %}"
@@ -251,34 +218,171 @@ _ASKED = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
 _HYBRID = "{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "opens"),
-    [
-        # How the templates of QwQ-32B, the R1 distills, Qwen3 and Qwen2.5 end.
-        (_TURNS + _ASKED + "{{- '<think>\\n' }}{%- endif %}", True),
-        (_TURNS + "{% if add_generation_prompt %}{{'<|Assistant|><think>\\n'}}{% endif %}", True),
-        (_TURNS + _ASKED + _HYBRID + "{%- endif %}", False),
-        (_TURNS + _ASKED + "{%- endif %}", False),
-        # Without a generation prompt the user's own words come last.
-        ("{{- messages[0]['content'] + '<think></think>' }}", False),
-        ("{{ raise_exception('no such role') }}", False),
-        ("{% if %}", False),
-        (None, False),
-    ],
-    ids=range(8),
-)
-def test_templates_that_open_the_reasoning(
-    template: str | None, opens: bool, tmp_path: Path
-) -> None:
+def test_templates_that_open_the_reasoning(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(str(tmp_path))
-    assert opens_thinking(str(tmp_path)) is opens
-
-
-def test_a_model_without_tokenizer_opens_nothing(tmp_path: Path) -> None:
-    assert opens_thinking(str(tmp_path)) is False
+    r1 = "{% if add_generation_prompt %}{{'<|Assistant|><think>\\n'}}{% endif %}"
+    # How the templates of QwQ-32B, the R1 distills, Qwen3 and Qwen2.5 end.
+    opening = [_TURNS + _ASKED + "{{- '<think>\\n' }}{%- endif %}", _TURNS + r1]
+    others = [_TURNS + _ASKED + _HYBRID + "{%- endif %}", _TURNS + _ASKED + "{%- endif %}"]
+    # Without a generation prompt the user's own words come last.
+    others += ["{{- messages[0]['content'] + '<think></think>' }}"]
+    others += ["{{ raise_exception('no such role') }}", "{% if %}"]
+    for number, template in enumerate([*opening, *others, None]):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(str(tmp_path / str(number)))
+        assert opens_thinking(str(tmp_path / str(number))) is (template in opening), template
+    assert opens_thinking(str(tmp_path)) is opens_thinking("") is False
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "tokenizer_config.json").write_text("[]")
     assert opens_thinking(str(tmp_path)) is False
-    assert opens_thinking("") is False
+
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "shared" / "data" / "benchmarks"
+
+
+def _grade(reference: str, response: str) -> bool:
+    """As the harness does: reasoning away, filter, grader."""
+    ((answer,),) = grading.boxed([[_after_thinking(response, False)]], [])
+    found = grading.equal_mathematics({"target": reference}, [answer])["score"]
+    assert found in (0.0, 1.0)
+    return found == 1.0
+
+
+#: Right and wrong answers by reference.
+ANSWERS: dict[str, tuple[list[str], list[str]]] = {
+    "204": (["204", " 204 ", "204.", "\\text{204}", "n = 204"], ["205", "-204", "204x"]),
+    "25": (["025"], []),
+    "1002": (["1,002"], []),
+    "18": (["\\$18.00"], []),
+    "\\frac{14}{3}": (["\\dfrac{14}{3}", "14/3"], ["\\frac{3}{14}"]),
+    "\\frac{1}{2}": (["0.5"], []),
+    "\\frac{1}{3}": ([], ["0.33"]),
+    "p - q": (["-q+p"], ["q - p"]),
+    "\\left( 3, \\frac{\\pi}{2} \\right)": (["(3, \\pi/2)"], ["(\\frac{\\pi}{2}, 3)"]),
+    "\\text{Evelyn}": (["Evelyn"], ["Evan"]),
+    "\\text{(C)}": (["(C)"], []),
+    "2\\sqrt{3}": (["\\sqrt{12}"], []),
+    "\\{1, 2\\}": (["\\{2, 1\\}"], []),
+    "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}": (["\\begin{pmatrix}1\\\\2\\end{pmatrix}"], []),
+    "5": (["x \\in \\{5\\}"], []),
+    "(1,2)": ([], ["[1,2]"]),
+    "3": ([], ["\\frac{1}{", "3, 4", "\\infty", "__import__('os')"]),
+}
+
+
+@pytest.mark.parametrize("reference", ANSWERS)
+def test_answers(reference: str) -> None:
+    right, wrong = ANSWERS[reference]
+    for answer in right:
+        assert _grade(reference, f"<think>\\boxed{{0}}</think>So \\boxed{{{answer}}}."), answer
+    for answer in wrong:
+        assert not _grade(reference, f"\\boxed{{{answer}"), answer
+        if answer.count("{") == answer.count("}"):
+            assert not _grade(reference, f"\\boxed{{{reference}}} or \\boxed{{{answer}}}"), answer
+
+
+def test_last_box() -> None:
+    nothing = ("\\boxed{} \\fbox{2}", "\\boxed{", "", "\\boxed{1}" + "\\boxed{" * 1000)
+    for response, found in {
+        "\\boxed{1} then \\boxed{2}": "2",
+        "\\boxed{\\frac{1}{2}}": "\\frac{1}{2}",
+        "\\boxed{\\left\\{1\\right\\}}": "\\left\\{1\\right\\}",
+        "\\boxed{\\boxed{7}}": "7",
+        "\\fbox{8}": "8",
+        "\\boxed {9}": "9",
+        "in \\boxed form: \\fbox{2}": "2",
+        **dict.fromkeys(("\\boxed{1} \\boxed{2", "\\boxed{1} \\boxed{ } \\boxed{}"), "1"),
+        **dict.fromkeys(("\\boxed{1} or \\boxed{\\boxed{}", "\\boxed{1} in an \\fbox{2}"), "1"),
+        **dict.fromkeys((*nothing, "\\boxed{" + "1" * 1001 + "}"), ""),
+    }.items():
+        assert last_boxed(response) == found, response[:99]
+
+
+def test_a_response_that_was_cut_off_within_its_reasoning_has_no_answer() -> None:
+    for response, opened, answer in (
+        ("hm \\boxed{1}, no", True, ""),
+        ("hm \\boxed{1}, no", False, "hm \\boxed{1}, no"),
+        ("", True, ""),
+        ("hm</think>\\boxed{2}", True, "\\boxed{2}"),
+        ("<think>hm</think>\\boxed{2}", False, "\\boxed{2}"),
+        ("\n<think>\\boxed{1}", False, ""),
+        ("a</think>\\boxed{3}</think>done", False, "done"),
+        ("\\boxed{3}</think>", False, ""),
+    ):
+        assert _after_thinking(response, opened) == answer, response
+
+
+def test_code_is_found() -> None:
+    two = "```python\ndef f(x):\n    return x\n```\nor\n```\nf(1)\n```"
+    for text, code in {
+        two: "def f(x):\n    return x",
+        "```\na\n```\n```\nb\n```": "b",
+        "so:\n  ```py\n  def f(x):\n    pass\n  ```": "def f(x):\n  pass",
+        "```python\ndef f(x): pass": "def f(x): pass",
+        "def f(x): pass": "def f(x): pass",
+        "": "",
+    }.items():
+        assert extract_code(text, "f").strip() == code, text
+    assert len(extract_code("```\nx\n" * 50_000 + "```", "f")) < 10
+
+
+HOSTILE = {
+    "braces": "{" * 100_000,
+    "closed braces": "{" * 100_000 + "}" * 100_001,
+    "boxes": "\\boxed{" * 100_000,
+    "thoughts": "}" + "</think>" * 100_000 + "\\boxed{",
+    "backslashes": "\\" * 999 + "}",
+    "depth": "\\sqrt{" * 150 + "2" + "}" * 151,
+    "tower": "9^{9^{9^{9}}}}",
+    "factorial": "(10^{9})!}",
+    "digits": "9" * 1000 + "}",
+    "null bytes": "1\x002}",
+    "lone surrogates": "\ud800\udfff}",
+    "lines": "1\n2\r\n3}",
+    "dollars": "$$$1$$}",
+    "code": "__import__('os').system('exit 1')}",
+    "huge": "x" * 20_000_000 + "\\boxed{4}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_answers_are_wrong_and_in_time(name: str) -> None:
+    begin = time.monotonic()
+    assert not _grade("3", "\\boxed{" + HOSTILE[name])
+    # A parse, a comparison and a process killed and started again, on a busy machine.
+    assert time.monotonic() - begin < 30
+    assert _grade("3", "\\boxed{\\frac{6}{2}}")
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(alphabet="\\boxed{}</think> 17^$_", max_size=60))
+def test_any_text_gets_a_verdict(text: str) -> None:
+    _grade("3", text)
+    assert _after_thinking(text, False) in text
+
+
+@pytest.mark.parametrize("name", ["aime24", "aime25", "math500"])
+def test_every_reference_equals_itself(name: str) -> None:
+    """By math-verify, past the shortcut for equal texts."""
+    path = BENCHMARKS / f"{name}.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    answers = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
+    assert not [a for a in answers if not MATHEMATICS.equal(a, a)]
+
+
+def test_a_process_that_takes_too_long_or_dies_is_replaced() -> None:
+    with contextlib.closing(MathGrader()) as grader:
+        assert grader.equal("1", "1.0")
+        first, grader.limit_s = grader._process, 0.3
+        assert not grader.equal("3", "9^{9^{9^{9}}}")
+        assert first is not None and first.poll() is not None
+        grader.limit_s = 15.0
+        assert grader.equal("1", "1.0") and grader._process is not None
+        grader._process.kill()
+        assert not grader.equal("1", "1.0")
+        assert grader.equal("1", "1.0")
+        limits = Path(f"/proc/{grader._process.pid}/limits").read_text()
+        assert f"Max address space         {2 << 30}" in limits
+    with pytest.raises(SandboxError, match="did not start"):
+        MathGrader(memory_bytes=40 << 20).equal("1", "2")

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import pytest
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
-from tests.property.world import Setup, World
-from tests.unit.test_pipeline import assert_empty, decode, finish, start
+from tests.property.world import Setup, World, decode, start
+
+SINGLE = Setup(page=1, block=4, slots=200, publish="exact")
+PAGED = Setup(page=4, block=4, slots=200, publish="exact")
+SETUPS = pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
 
 
 def world_of(setup: Setup, *policies: Any, **options: Any) -> World:
@@ -18,9 +23,9 @@ def world_of(setup: Setup, *policies: Any, **options: Any) -> World:
     return World(setup, evictors=named, **options)
 
 
-def begun(setup: Setup, *policies: Any) -> tuple[World, Req]:
+def begun(setup: Setup, *policies: Any, **options: Any) -> tuple[World, Req]:
     """A world and a request in it; without policies it answers what a test tells it to."""
-    world = world_of(setup, *policies) if policies else World(setup)
+    world = world_of(setup, *policies, **options)
     return world, start(world)
 
 
@@ -31,8 +36,9 @@ def steps(world: World, req: Req, count: int, first: int = 0) -> None:
         world.controller.after_decode([req])
 
 
-def end(world: World, *reqs: Req) -> None:
-    """All requests finish, and nothing is left."""
-    for req in reqs:
-        finish(world, req)
-    assert_empty(world)
+def refusals(world: World) -> dict[str, int]:
+    return dict(world.controller.stats.eviction_refusals)
+
+
+def evicted(world: World, req: Req) -> list[int]:
+    return np.flatnonzero(world.row(req) < 0).tolist()

@@ -14,42 +14,41 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.common import release_kv_cache
 
-from sglang_reasoncache import native
-from sglang_reasoncache.eviction.apply import EvictionRefusal
 from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy, RequestView
-from sglang_reasoncache.eviction.policies.keydiff import KeyDiff, similarity
+from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.random_eviction import RandomEviction
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
-from sglang_reasoncache.kernels import reference
-from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.gather import gather_kv
-from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.sharing.measure import BlockMeter
-from tests.eviction.rows import begun, end, steps, world_of
-from tests.property.world import LAYERS, Pair, Setup, World
-from tests.unit.test_pipeline import (
+from tests.eviction.rows import (
+    PAGED,
+    SETUPS,
+    SINGLE,
+    begun,
+    evicted,
+    refusals,
+    steps,
+    world_of,
+)
+from tests.property.world import (
+    LAYERS,
     OUTPUT,
     PROMPT,
-    SlowMeter,
-    arrive,
-    assert_empty,
+    Pair,
+    Setup,
+    World,
     decode,
     finish,
     prefill,
     propose,
+    retract,
     start,
-    state,
-    used,
 )
+from tests.unit.test_pipeline import SlowMeter, arrive, state, used
 
-pytestmark = pytest.mark.usefixtures("published_config")
+pytestmark = pytest.mark.usefixtures("everything_comes_back")
 
-SINGLE = Setup(page=1, block=4, slots=120, publish="exact")
-ALIASED = Setup(page=1, block=4, slots=120, publish="aliased")
-PAGED = Setup(page=4, block=4, slots=160, publish="exact")
+ALIASED = Setup(page=1, block=4, slots=200, publish="aliased")
 #: Positions of :func:`start`'s request whose KV is there, all but the first of them its own.
 WRITTEN = len(PROMPT) + OUTPUT
 
@@ -60,26 +59,14 @@ def evict(world: World, req: Req, *evictions: object) -> int:
     return world.controller.after_decode([req])
 
 
-def refusals(world: World) -> dict[str, int]:
-    return dict(world.controller.stats.eviction_refusals)
-
-
-def evicted(world: World, req: Req) -> list[int]:
-    return np.flatnonzero(world.row(req) < 0).tolist()
-
-
-def retract(world: World, req: Req) -> None:
-    release_kv_cache(req, world.tree, checkpoint=False)
-    req.reset_for_retract()
-
-
 def test_an_evicted_slot_is_free_at_once() -> None:
     world, req = begun(SINGLE)
     before, row = used(world), world.row(req).copy()
     assert evict(world, req, Eviction(10, 3), Eviction(20, 1)) == 4
     assert used(world) == before - 4
-    assert evicted(world, req) == [10, 11, 12, 20]
-    assert set(row[[10, 11, 12, 20]].tolist()) <= set(world.free_pages().tolist())
+    gone = evicted(world, req)
+    assert gone == [10, 11, 12, 20]
+    assert set(row[gone].tolist()) <= set(world.free_pages().tolist())
     kept = world.row(req) >= 0
     assert (world.row(req)[kept] == row[kept]).all()
     seen = world.controller.describe()
@@ -87,62 +74,53 @@ def test_an_evicted_slot_is_free_at_once() -> None:
     assert seen["totals"]["positions_evicted"] == seen["totals"]["slots_freed_by_eviction"] == 4
     finish(world, req)
     assert world.controller.describe()["recent"][0]["evicted_positions"] == 4
-    assert_empty(world)
 
 
-HOSTILE: list[tuple[EvictionRefusal, list[Any]]] = [
-    (EvictionRefusal.MALFORMED, [None, 7, (10, 3), "10", Pair(10, 3)]),
-    (EvictionRefusal.MALFORMED, [Eviction(10, 0), Eviction(10, -4), Eviction(-3, 2)]),
-    (
-        EvictionRefusal.MALFORMED,
-        [Eviction(*run) for run in ((10.0, 2), (10, 2.0), (True, 9), ("10", 1), (math.nan, 1))],  # type: ignore[arg-type]
-    ),
-    (EvictionRefusal.TREE_OWNED, [Eviction(0, 1), Eviction(len(PROMPT) - 1, 4)]),
-    (EvictionRefusal.TREE_OWNED, [Eviction(0, 10**30)]),
-    (EvictionRefusal.NOT_WRITTEN, [Eviction(WRITTEN, 1), Eviction(10, 10**30)]),
-    (EvictionRefusal.NOT_WRITTEN, [Eviction(10**30, 1)]),
-    (EvictionRefusal.NEWEST, [Eviction(WRITTEN - 1, 1), Eviction(10, WRITTEN - 10)]),
+#: Runs that are refused.
+HOSTILE: list[tuple[str, list[Any]]] = [
+    ("malformed", [(10, 0), (10, -4), (-3, 2), (10.0, 2), (10, 2.0), (True, 9), ("10", 1)]),
+    ("malformed", [(math.nan, 1)]),
+    ("tree_owned", [(0, 1), (len(PROMPT) - 1, 4), (0, 10**30)]),
+    ("not_written", [(WRITTEN, 1), (10, 10**30), (10**30, 1)]),
+    ("newest", [(WRITTEN - 1, 1), (10, WRITTEN - 10)]),
 ]
 
 
-@pytest.mark.parametrize(("refusal", "evictions"), HOSTILE)
-def test_nonsense_is_refused_by_name(refusal: EvictionRefusal, evictions: list[object]) -> None:
+@pytest.mark.parametrize(
+    ("setup", "refusal", "evictions", "right"),
+    [
+        *((SINGLE, name, [Eviction(*run) for run in runs], (12, 2)) for name, runs in HOSTILE),
+        (SINGLE, "malformed", [None, 7, (10, 3), "10", Pair(10, 3)], (12, 2)),
+        (PAGED, "part_of_page", [Eviction(*run) for run in ((9, 4), (8, 3), (10, 2))], (8, 8)),
+        (PAGED, "part_of_page", [Eviction(8, 6)], (8, 8)),
+    ],
+)
+def test_nonsense_is_refused_by_name(
+    setup: Setup, refusal: str, evictions: list[object], right: tuple[int, int]
+) -> None:
     """Slots of others, unwritten positions, things that are no evictions: counted, and nothing changes."""
-    world = World(SINGLE)
-    req, other = start(world), start(world, "other", first=300)
+    world, req = begun(setup)
+    other = start(world, "other", first=300)
     rows = world.row(req).copy(), world.row(other).copy()
     before = used(world)
     for one in evictions:
         assert evict(world, req, one) == 0
-    assert refusals(world) == {refusal.value: len(evictions)}
+    assert refusals(world) == {refusal: len(evictions)}
     assert (world.row(req) == rows[0]).all() and (world.row(other) == rows[1]).all()
     assert used(world) == before
-    # What is right in the same answer is applied.
-    assert evict(world, req, *evictions, Eviction(12, 2)) == 2
-    end(world, req, other)
+    # What is right in the same answer is applied, and every later token finds its place.
+    assert evict(world, req, *evictions, Eviction(*right)) == right[1]
+    assert evicted(world, req) == list(range(right[0], sum(right)))
+    for i in range(9):
+        decode(world, req, i)
 
 
 def test_a_position_is_evicted_once() -> None:
     world, req = begun(SINGLE)
-    assert (
-        evict(world, req, Eviction(10, 4), Eviction(12, 4), Eviction(10, 4), Eviction(14, 1)) == 5
-    )
+    twice = Eviction(10, 4), Eviction(12, 4), Eviction(10, 4), Eviction(14, 1)
+    assert evict(world, req, *twice) == 5
     assert evict(world, req, Eviction(9, 2)) == 0
     assert refusals(world) == {"already_evicted": 3}
-    end(world, req)
-
-
-@pytest.mark.parametrize("run", [Eviction(9, 4), Eviction(8, 3), Eviction(10, 2), Eviction(8, 6)])
-def test_parts_of_pages_are_refused(run: Eviction) -> None:
-    world, req = begun(PAGED)
-    assert evict(world, req, run) == 0
-    assert refusals(world) == {"part_of_page": 1}
-    assert evict(world, req, Eviction(8, 8)) == 8
-    assert evicted(world, req) == list(range(8, 16))
-    # Every later token finds its place: the page of the newest position is there.
-    for i in range(9):
-        decode(world, req, i)
-    end(world, req)
 
 
 class Raising(Eviction):
@@ -181,32 +159,23 @@ class Foreign:
         return self.answer(view)
 
 
+FAILING: dict[str, Callable[[RequestView], Any]] = {
+    "raises": lambda _view: raises(KeyError("oops")),
+    "is no list": lambda _view: 5,
+    "raises half way": lambda _view: (Eviction(10 // (3 - i), 1) for i in range(5)),
+    "writes into its view": writes,
+    "exits": lambda _view: raises(SystemExit(1)),
+    "answers half an eviction": lambda _view: [Eviction.__new__(Eviction)],
+}
+
+
 @pytest.mark.parametrize(
     ("policy", "refused"),
     [
-        (Foreign(lambda _view: raises(KeyError("oops"))), {"policy_failed": 1}),
-        (Foreign(lambda _view: 5), {"policy_failed": 1}),
+        *(pytest.param(Foreign(FAILING[name]), {"policy_failed": 1}, id=name) for name in FAILING),
         (Foreign(lambda _view: [], excessive=None), {"policy_failed": 2}),
-        (
-            Foreign(lambda _view: (Eviction(10 // (3 - i), 1) for i in range(5))),
-            {"policy_failed": 1},
-        ),
         (Foreign(lambda _view: itertools.repeat(Eviction(0, 1))), {"tree_owned": WRITTEN + 2}),
-        (Foreign(writes), {"policy_failed": 1}),
-        (Foreign(lambda _view: raises(SystemExit(1))), {"policy_failed": 1}),
-        (Foreign(lambda _view: [Eviction.__new__(Eviction)]), {"policy_failed": 1}),
         (Foreign(lambda _view: [Raising(10, 1)]), {"malformed": 1}),
-    ],
-    ids=[
-        "raises",
-        "is no list",
-        "has no excess",
-        "raises half way",
-        "is endless",
-        "writes into its view",
-        "exits",
-        "answers half an eviction",
-        "answers an eviction that raises",
     ],
 )
 def test_a_policy_that_fails_harms_nobody(policy: Any, refused: dict[str, int]) -> None:
@@ -219,15 +188,12 @@ def test_a_policy_that_fails_harms_nobody(policy: Any, refused: dict[str, int]) 
     assert world.controller.after_decode([req]) == 0
     assert refusals(world) == refused
     assert (world.row(req)[: len(row)] == row).all()
-    end(world, req)
 
 
 def test_slack_is_asked_for_once() -> None:
-    policy = Foreign(lambda _view: [], later_slack=np.array([1, 2]))
-    world, req = begun(SINGLE, policy)
+    world, req = begun(SINGLE, Foreign(lambda _view: [], later_slack=np.array([1, 2])))
     steps(world, req, 3)
     assert world.controller.stats.eviction_decisions > 1 and refusals(world) == {}
-    end(world, req)
 
 
 def test_policies_are_described_as_they_were_at_the_start() -> None:
@@ -259,7 +225,6 @@ def test_what_a_policy_does_to_its_view_stays_there() -> None:
 
     world, req = begun(SINGLE, Foreign(shuffling))
     assert refusals(world) == {} and evicted(world, req) == [WRITTEN - 2]
-    end(world, req)
 
 
 # -- shared slots ---------------------------------------------------------------
@@ -282,7 +247,6 @@ def test_a_shared_slot_outlives_an_evicted_name(publish: Setup, run: Eviction, f
     kept = np.delete(np.arange(len(row)), slice(run.start, run.end))
     assert (now[kept] == row[kept]).all()
     assert world.controller.saved_positions == 4 + freed
-    end(world, req)
 
 
 @pytest.mark.parametrize("setup", [SINGLE, ALIASED, PAGED], ids=str)
@@ -294,8 +258,7 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
     assert world.controller.after_decode([req]) == 4
     before = []
     for i in range(40):
-        decode(world, req, i)
-        world.controller.after_decode([req])
+        steps(world, req, 1, first=i)
         row = world.row(req)
         slots = len(set(row[row >= 0].tolist()))
         assert slots <= budget + 1
@@ -304,27 +267,28 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
             before.append(len(row))
         # The older name of a slot stays as long as the newer one.
         assert (row[8:12] == row[20:24]).all()
-    assert before[-1] == budget + 4 + 1, (
-        "nothing was evicted while the slots were within the budget"
-    )
+    assert before[-1] == budget + 4 + 1, "evicted while the slots were within the budget"
     # All but the prompt, which stays, up to the newest one that is left.
     gone = evicted(world, req)
     assert gone == list(range(gone[0], gone[-1] + 1)) and gone[-1] > 23
     totals = world.controller.stats
     assert totals.positions_evicted - totals.slots_freed_by_eviction == 4
     assert refusals(world) == {} and world.controller.live_positions == 0
-    end(world, req)
 
 
-@pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+@SETUPS
 @pytest.mark.parametrize("meter", [BlockMeter, SlowMeter])
 def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
     setup: Setup, meter: type[BlockMeter]
 ) -> None:
     """Its blocks are applied again some polls later, and policies do not run before."""
-    evictor = RandomEviction(budget=WRITTEN - 2, slack=4, recent=4)
-    world = world_of(setup, evictor, meter_type=meter)
-    arrive_if_slow(world, True)
+
+    def arrive_if_slow(yes: bool) -> None:
+        if meter is SlowMeter:
+            arrive(world, yes)
+
+    world = world_of(setup, RandomEviction(budget=WRITTEN - 2, slack=4, recent=4), meter_type=meter)
+    arrive_if_slow(True)
     req = start(world)
     propose(world, req, Pair(24, 8), Pair(20, 12))
     world.controller.after_decode([req])
@@ -336,25 +300,19 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
     written = np.arange(len(world.row(req)))
     assert (state(world, req).slot_aliases.of(written) == written).all()
     req.output_ids.append(9)
-    arrive_if_slow(world, False)
+    arrive_if_slow(False)
     asked = world.controller.stats.eviction_decisions
     for _ in range(3):
         world.controller.after_decode([req])
         assert evicted(world, req) == gone
     assert world.controller.stats.eviction_decisions == asked or meter is BlockMeter
-    arrive_if_slow(world, True)
+    arrive_if_slow(True)
     world.controller.after_decode([req])
     assert evicted(world, req) == gone and world.controller.live_positions == live
     assert state(world, req).slot_aliases.of(written)[24:28].tolist() == [8, 9, 10, 11]
     # Later it runs as before.
     steps(world, req, 20)
     assert len(evicted(world, req)) > len(gone) and refusals(world) == {}
-    end(world, req)
-
-
-def arrive_if_slow(world: World, yes: bool) -> None:
-    if isinstance(world.meter, SlowMeter):
-        arrive(world, yes)
 
 
 def test_what_shares_a_slot_with_a_sink_stays() -> None:
@@ -363,7 +321,6 @@ def test_what_shares_a_slot_with_a_sink_stays() -> None:
     steps(world, req, 16)
     totals = world.controller.stats
     assert totals.positions_evicted == totals.slots_freed_by_eviction > 0
-    end(world, req)
 
 
 def test_blocks_over_evicted_positions_are_refused() -> None:
@@ -374,15 +331,12 @@ def test_blocks_over_evicted_positions_are_refused() -> None:
     assert world.controller.after_decode([req]) == 4
     assert world.controller.stats.refusals == {"evicted": 2}
     assert evicted(world, req) == [9, 24]
-    end(world, req)
 
 
 @pytest.mark.parametrize("run", [Eviction(21, 1), Eviction(9, 2)], ids=["destination", "source"])
 def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
     """The block comes too late; its stale slots are neither shared nor released."""
-    world = World(SINGLE, SlowMeter)
-    arrive(world, False)
-    req = start(world)
+    world, req = begun(SINGLE, meter_type=SlowMeter)
     propose(world, req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 0
     assert evict(world, req, run) == run.length
@@ -394,7 +348,6 @@ def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
     assert world.controller.stats.refusals["evicted"] == 1
     assert evicted(world, req) == list(range(run.start, run.end))
     assert (world.row(other) == row).all()
-    end(world, req, other)
 
 
 # -- ends of a row ----------------------------------------------------------------
@@ -418,10 +371,9 @@ def test_nothing_behind_an_evicted_position_is_published(setup: Setup, grouped: 
     assert follow_up.prefix_len == 16
     assert used(world) == world.tree.evictable_size() == 16
     prefill(world, follow_up)
-    end(world, follow_up)
 
 
-@pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+@SETUPS
 def test_a_retracted_request_evicts_the_same_again(setup: Setup) -> None:
     world, req = begun(setup)
     propose(world, req, Pair(24, 8))
@@ -441,7 +393,6 @@ def test_a_retracted_request_evicts_the_same_again(setup: Setup) -> None:
     assert used(world) == before - 12
     assert world.row(req)[24:28].tolist() == world.row(req)[8:12].tolist()
     assert refusals(world) == {}
-    end(world, req)
 
 
 def test_evictions_that_the_tree_owns_by_now_stay_undone() -> None:
@@ -458,34 +409,35 @@ def test_evictions_that_the_tree_owns_by_now_stay_undone() -> None:
     assert evicted(world, req) == [16, 17, 18, 19]
     assert refusals(world) == {}
     other.output_ids.append(1)
-    end(world, other, req)
+
+
+def prompted(world: World, exact_only: bool) -> Req:
+    """A request whose prompt is there, and no more."""
+    req = world.request("r", PROMPT, exact_only, None)
+    prefill(world, req)
+    req.output_ids.append(1)
+    return req
 
 
 def test_an_opted_out_request_is_never_asked_about() -> None:
     world = world_of(SINGLE, StreamingLLM(budget=10, slack=1, recent=1))
-    req = world.request("exact", PROMPT, True, None)
-    prefill(world, req)
-    req.output_ids.append(1)
+    req = prompted(world, True)
     for i in range(30):
         decode(world, req, i)
     assert world.controller.after_decode([req]) == 0
     assert evicted(world, req) == [] and world.controller.stats.eviction_decisions == 0
-    end(world, req)
 
 
 # -- real policies ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+@SETUPS
 def test_a_budget_holds_from_step_to_step(setup: Setup) -> None:
     budget, slack = 20, 4
     world = world_of(setup, StreamingLLM(budget=budget, slack=slack, recent=1))
-    req = world.request("r", PROMPT, False, None)
-    prefill(world, req)
-    req.output_ids.append(1)
+    req = prompted(world, False)
     for i in range(80):
-        decode(world, req, i)
-        world.controller.after_decode([req])
+        steps(world, req, 1, first=i)
         held = len(world.row(req)) - len(evicted(world, req))
         assert held <= budget + slack + setup.page
         assert used(world) <= budget + slack + 2 * setup.page
@@ -496,7 +448,6 @@ def test_a_budget_holds_from_step_to_step(setup: Setup) -> None:
     assert kept[-8:].tolist() == list(range(len(world.row(req)) - 8, len(world.row(req))))
     assert world.controller.stats.eviction_decisions <= 80 / slack
     assert refusals(world) == {}
-    end(world, req)
 
 
 def test_a_budget_below_the_prompt_is_not_asked_for_each_time() -> None:
@@ -504,17 +455,15 @@ def test_a_budget_below_the_prompt_is_not_asked_for_each_time() -> None:
     steps(world, req, 16)
     assert world.controller.stats.eviction_decisions <= 1 + 16 // 8
     assert evicted(world, req)[0] == len(PROMPT)
-    end(world, req)
 
 
-@pytest.mark.parametrize("first", ["streamingllm", "keydiff"])
-def test_policies_in_sequence(first: str) -> None:
+@pytest.mark.parametrize(("order", "decisions"), [(1, 2), (-1, 1)])
+def test_policies_in_sequence(order: int, decisions: int) -> None:
     """The second one sees what the first one left."""
     both = [kind(budget=b, slack=1, recent=1) for kind, b in ((StreamingLLM, 20), (KeyDiff, 16))]
-    world, req = begun(SINGLE, *(both if first == "streamingllm" else both[::-1]))
+    world, req = begun(SINGLE, *both[::order])
     assert WRITTEN - len(evicted(world, req)) == 16
-    assert world.controller.stats.eviction_decisions == (2 if first == "streamingllm" else 1)
-    end(world, req)
+    assert world.controller.stats.eviction_decisions == decisions
 
 
 def test_keys_are_those_of_the_held_positions() -> None:
@@ -528,51 +477,10 @@ def test_keys_are_those_of_the_held_positions() -> None:
     world, req = begun(SINGLE, Foreign(watching))
     propose(world, req, Pair(24, 14))
     assert world.controller.after_decode([req]) == 4
-    decode(world, req)
-    world.controller.after_decode([req])
+    steps(world, req, 1)
     view = seen[-1]
     assert view.held.tolist() == [at for at in range(view.written) if at not in (10, 11)]
     slots = world.row(req)[view.held]
     for layer in range(LAYERS):
         expected = world.pool.k_buffer[layer][torch.from_numpy(slots).long()].float()
         assert torch.equal(view.keys.stored(layer), expected)
-    scores = view.keys.token_scores(lambda keys: similarity(keys, "mean_raw"))
-    by_layer = [similarity(view.keys.stored(layer), "mean_raw")[:, 0] for layer in range(LAYERS)]
-    assert scores == pytest.approx(torch.stack(by_layer).mean(dim=0).double().numpy())
-    with pytest.raises(RuntimeError, match="refused at start-up"):
-        view.keys.unrotated(0)
-    end(world, req)
-
-
-@pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
-def test_evicted_kv_is_not_read(backend: str, setup: Setup) -> None:
-    """Poison in every free slot, and what an evicted position could be mistaken for, changes nothing."""
-    if backend == "native":
-        try:
-            native.library()
-        except native.NativeUnavailable as error:
-            pytest.skip(str(error))
-    world, req = begun(setup)
-    evict(world, req, Eviction(8, 8), Eviction(20, 4))
-    row = world.row(req)
-    kept = torch.from_numpy(row[row >= 0]).long()
-    generator = torch.Generator().manual_seed(0)
-    keys, values = (
-        torch.full_like(b[0], math.nan) for b in (world.pool.k_buffer, world.pool.v_buffer)
-    )
-    keys[kept] = torch.randn(len(kept), 1, 4, generator=generator)
-    values[kept] = torch.randn(len(kept), 1, 4, generator=generator)
-    query = torch.randn(1, 2, 4, generator=generator)
-    read = torch.tensor([req.kv.req_pool_idx]), torch.tensor([len(row)])
-    plan = plan_rows(world.rows.req_to_token, *read, num_slots=len(keys))
-    if backend == "torch":
-        found = reference.plan_rows(world.rows.req_to_token, *read, None, len(keys))
-        plan = RowPlan(*found)
-    kv = PagedKv(keys, values, None, backend=backend)
-    out = decode_attention(query, kv, plan, scale=0.5)
-    weights = (0.5 * query[0] @ keys[kept, 0].T).softmax(dim=1)
-    torch.testing.assert_close(out[0], weights @ values[kept, 0])
-    gathered, _ = gather_kv(kv, plan.kv_indices, plan.shift, torch.float32)
-    assert torch.equal(gathered[0], keys[kept, 0])
-    end(world, req)

@@ -13,11 +13,11 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang_reasoncache.eviction.policies.contract import Eviction, Policy
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
-from tests.eviction.rows import end, steps, world_of
-from tests.property.world import Setup, World
-from tests.unit.test_pipeline import assert_empty, decode, finish, state, used
+from tests.eviction.rows import refusals, steps, world_of
+from tests.property.world import Setup, World, decode, finish, retract
+from tests.unit.test_pipeline import state, used
 
-pytestmark = pytest.mark.usefixtures("published_config")
+pytestmark = pytest.mark.usefixtures("everything_comes_back")
 
 #: Smaller than a prompt.
 SINGLE = Setup(page=1, block=4, slots=64, publish="exact")
@@ -86,35 +86,26 @@ def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind
     """KeyDiff's N + B, with a prompt that the pool could not hold."""
     world = world_of(setup, hard(kind), no_tree=no_tree)
     req = world.request("r", PROMPT, False, None)
-    more, peak = chunk(world, req, first=True), 0
-    while more:
+    before = np.zeros(0)
+    for _ in chunks(world, req):
         assert len(held(world, req)) <= BUDGET
-        before = world.row(req).copy()
-        more = chunk(world, req)
         # What was kept stays where it is, and evicted positions stay evicted positions.
         after = world.row(req)[: len(before)]
         assert ((after == before) | (after == -1)).all()
-        peak = max(peak, world.total - world.lowest_free())
+        before = world.row(req).copy()
+    peak = world.total - world.lowest_free()
     assert BUDGET < peak <= BUDGET + CHUNK + setup.page
     assert len(held(world, req)) <= BUDGET
     for i in range(20):
-        decode(world, req, 101 + i - 1)
-        world.controller.after_decode([req])
+        steps(world, req, 1, first=100 + i)
         assert used(world) <= BUDGET + 2 * setup.page
-    assert not world.controller.stats.eviction_refusals
-    end(world, req)
+    assert not refusals(world)
 
 
-def test_streamingllm_keeps_its_sinks_and_window() -> None:
+def test_sinks_and_window_stay_and_admission_does_not_count_on_the_rest() -> None:
     world = world_of(SINGLE, hard())
     req = start(world)
     assert held(world, req) == [0, 1, 2, 3, *range(80, 100)]
-    end(world, req)
-
-
-def test_admission_does_not_count_on_what_prompts_give_up() -> None:
-    world = world_of(SINGLE, hard())
-    req = start(world)
     steps(world, req, 8, first=100)
     finish(world, req)
     assert world.controller.stats.positions_evicted > 50
@@ -134,7 +125,6 @@ def test_what_is_published_ends_at_the_first_evicted_position(setup: Setup) -> N
         assert again.kv.cache_protected_len == 4
     # The tree's part stays, and counts.
     assert held(world, again)[:4] == [0, 1, 2, 3] and len(held(world, again)) <= BUDGET
-    end(world, again)
 
 
 def test_a_request_without_an_eviction_is_published_whole() -> None:
@@ -144,7 +134,6 @@ def test_a_request_without_an_eviction_is_published_whole() -> None:
     decode(world, req)
     finish(world, req)
     assert world.tree.evictable_size() == 13
-    assert_empty(world)
 
 
 @SETUPS
@@ -159,7 +148,6 @@ def test_a_prompt_given_up_halfway(setup: Setup, no_tree: bool, chunks: int) -> 
     req.finished_reason = FINISH_ABORT("client left")
     release_kv_cache(req, world.tree, checkpoint=False)
     assert used(world) == 0 and world.controller.saved_positions == 0
-    assert_empty(world)
 
 
 @SETUPS
@@ -170,16 +158,14 @@ def test_a_retracted_request_comes_back_within_its_budget(setup: Setup, kind: ty
     req = start(world)
     steps(world, req, 12, first=100)
     gone = set(range(100)) - set(held(world, req))
-    release_kv_cache(req, world.tree, checkpoint=False)
-    req.reset_for_retract()
+    retract(world, req)
     assert used(world) == 0 and world.controller.saved_positions == 0
     for _ in chunks(world, req):
         assert len(held(world, req)) <= BUDGET
         assert not gone & set(held(world, req)[:-CHUNK])
     assert len(held(world, req)) <= BUDGET
-    assert not world.controller.stats.eviction_refusals
+    assert not refusals(world)
     assert world.controller.saved_positions == len(world.row(req)) - len(held(world, req))
-    end(world, req)
 
 
 @SETUPS
@@ -192,7 +178,6 @@ def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: boo
     steps(world, req, 16, first=32)
     assert held(world, req)[:32] == list(range(32))
     assert len(held(world, req)) <= 32 + 2 * setup.page
-    end(world, req)
 
     world = World(setup, no_tree=True)
     req = start(world, prompt=PROMPT[:32])
@@ -200,8 +185,7 @@ def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: boo
     world.evictor.waiting["r"] = [Eviction(8, 8)]
     decode(world, req, 32)
     assert world.controller.after_decode([req]) == 0
-    assert world.controller.stats.eviction_refusals == {"tree_owned": 1}
-    end(world, req)
+    assert refusals(world) == {"tree_owned": 1}
 
 
 def test_an_opted_out_prompt_is_published_as_ever() -> None:
@@ -211,4 +195,3 @@ def test_an_opted_out_prompt_is_published_as_ever() -> None:
     assert lengths[0] == CHUNK
     assert req.kv.cache_protected_len == 40
     assert state(world, req) is None or not state(world, req).served
-    end(world, req)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sglang_reasoncache.eviction.policies import rkv
 from sglang_reasoncache.eviction.policies.contract import ATTENTION, RequestView, StatisticsNeeds
-from sglang_reasoncache.eviction.policies.evictor import Evictor, evict_highest, pooled, runs
+from sglang_reasoncache.eviction.policies.evictor import Evictor, ScoringEvictor, pooled, runs
 from sglang_reasoncache.eviction.policies.h2o import H2O
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.l2norm import L2Norm
@@ -35,6 +35,18 @@ from tests.eviction.views import (
     random_weights,
     view,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored(ScoringEvictor):
+    """Scores that are given, and no budget."""
+
+    given: Any = None
+    budget: int | None = 1
+
+    def scores(self, view: RequestView) -> np.ndarray:
+        return np.asarray(self.given)
+
 
 # -- candidates and picking by score ------------------------------------------------
 
@@ -67,32 +79,12 @@ def test_candidates(now: RequestView, recent: int, expected: list[int]) -> None:
     assert now.candidates(recent).tolist() == expected
 
 
-def test_a_shared_slot_counts_once() -> None:
-    for now, slots in (
-        (view(12, shared=[(8, 4, 2)]), 10),
-        (view(17, page=4, shared=[(8, 4, 4)]), 13),
-        (view(10, shared=[(4, 0, 3)]), 7),
-    ):
-        assert len(np.unique(now.slot_aliases)) == slots
-
-
-def test_positions_that_share_a_slot_go_together() -> None:
-    """When the one that is wanted most would, and they count as what comes back."""
-    scores = np.arange(20.0)[::-1].copy()
-    now = view(20, owned=2, shared=[(12, 4, 2), (15, 12, 1)])
-    # By age, where 5 counts as 13, and 4 as 15, the last ones with their slots.
-    order = [[2], [3], *([at] for at in range(6, 12)), [5, 13], [14], [4, 12, 15], [16], [17]]
-    for count in range(1, len(order) + 1):
-        found = positions(evict_highest(now, now.candidates(), scores, count))
-        assert found == sorted(at for slot in order[:count] for at in slot)
-
-
 def test_a_slot_without_a_score_stays_longest() -> None:
     """One of the positions that have it is enough."""
     now = view(8, owned=1, shared=[(5, 2, 1)])
     scores = np.array([9, 1, 9, 1, 1, np.nan, 1, 9.0])
-    assert positions(evict_highest(now, now.candidates(), scores, 4)) == [1, 3, 4, 6]
-    assert positions(evict_highest(now, now.candidates(), scores, 5)) == [1, 2, 3, 4, 5, 6]
+    assert positions(Scored(given=scores, recent=1).evict(now, 4)) == [1, 3, 4, 6]
+    assert positions(Scored(given=scores, recent=1).evict(now, 5)) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("page", [1, 4])
@@ -121,7 +113,7 @@ def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -
     by_page = {at: scores[now.held // page == at].mean() for v in whole.values() for at in v}
     wanted = sorted(whole, key=lambda k: (-min(by_page[at] for at in whole[k]), k))
     for excess in (1, page, 7, 5 * page, 1000):
-        found = positions(evict_highest(now, now.candidates(recent), scores, excess))
+        found = positions(Scored(given=scores, recent=recent).evict(now, excess))
         going = sorted(at for k in wanted[: math.ceil(excess / page)] for at in whole[k])
         assert found == [at * page + i for at in going for i in range(page)]
 
@@ -131,9 +123,8 @@ def test_a_view_keeps_its_positions() -> None:
     for array in (now.held, now.slot_aliases):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 5
-    np.random.default_rng(0).shuffle(now.candidates())
+    now.candidates()[:] = 0
     assert now.candidates().tolist() == [3, 4, 5, 6, 7, 8]
-    assert now.held.tolist() == list(range(10))
 
 
 def test_runs_are_the_positions_again() -> None:
@@ -162,28 +153,24 @@ def test_excess_has_slack(policy: Evictor, written: int, held: int, excess: int)
 # -- StreamingLLM --------------------------------------------------------------
 
 
-def test_streamingllm_keeps_sinks_and_window() -> None:
-    policy = StreamingLLM(budget=10, slack=1, recent=1)
-    assert positions(policy.evict(view(20), 10)) == list(range(4, 14))
-    # What is left: 4 sinks and the 6 newest.
-    assert positions(policy.evict(view(22, gone=range(4, 14)), 2)) == [14, 15]
-
-
-def test_streamingllm_cannot_have_the_prompt() -> None:
-    policy = StreamingLLM(budget=10, slack=1, recent=3)
-    assert positions(policy.evict(view(20, owned=15), 10)) == [15, 16]
-
-
-def test_streamingllm_in_pages() -> None:
-    """Sinks and excess are rounded up to whole pages."""
-    policy = StreamingLLM(budget=16, slack=1, recent=1)
-    assert positions(policy.evict(view(30, page=4), 13)) == list(range(4, 20))
-    assert positions(StreamingLLM(budget=16, sinks=5, recent=1).evict(view(30, page=4), 4)) == [
-        8,
-        9,
-        10,
-        11,
-    ]
+@pytest.mark.parametrize(
+    ("now", "options", "excess", "expected"),
+    [
+        (view(20), {}, 10, [*range(4, 14)]),
+        # What is left: 4 sinks and the 6 newest.
+        (view(22, gone=range(4, 14)), {}, 2, [14, 15]),
+        # The prompt stays.
+        (view(20, owned=15), {"recent": 3}, 10, [15, 16]),
+        # Sinks and excess are rounded up to whole pages.
+        (view(30, page=4), {}, 13, [*range(4, 20)]),
+        (view(30, page=4), {"sinks": 5}, 4, [8, 9, 10, 11]),
+    ],
+)
+def test_streamingllm_keeps_sinks_and_window(
+    now: RequestView, options: dict[str, int], excess: int, expected: list[int]
+) -> None:
+    policy = StreamingLLM(**{"budget": 10, "recent": 1, **options})  # type: ignore[arg-type]
+    assert positions(policy.evict(now, excess)) == expected
 
 
 # -- random --------------------------------------------------------------------
@@ -195,6 +182,12 @@ def test_random_eviction_is_the_same_again_and_differs_by_seed_and_prompt() -> N
     assert found == positions(policy.evict(view(40), 20))
     assert found != positions(RandomEviction(budget=10, seed=1, recent=1).evict(view(40), 20))
     assert found != positions(policy.evict(view(40, seed=8), 20))
+
+
+def assert_uniform(counts: np.ndarray, expected: float) -> None:
+    freedom = len(counts) - 1
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    assert chi_squared < freedom + 5 * math.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize("page", [1, 4])
@@ -211,8 +204,7 @@ def test_random_eviction_is_uniform_however_it_got_there(page: int) -> None:
         kept.update(sorted({at // page for at in range(last - 1)} - {at // page for at in gone}))
     counts = np.array([kept[at] for at in range(40)])
     assert counts.sum() == tries * 10
-    # 40 positions, each kept with probability 1/4: chi-squared with 39 degrees of freedom.
-    assert ((counts - tries / 4) ** 2 / (tries / 4)).sum() < 39 + 5 * math.sqrt(2 * 39)
+    assert_uniform(counts, tries / 4)
 
 
 def test_random_eviction_is_uniform_over_slots() -> None:
@@ -224,98 +216,66 @@ def test_random_eviction_is_uniform_over_slots() -> None:
         assert len(np.unique(now.slot_aliases[going])) == 15
         kept[np.setdiff1d(np.arange(40), going)] += 1
     assert (kept[20:30] == kept[:10]).all()
-    # 30 slots, each kept with probability 1/2: chi-squared with 29 degrees of freedom.
-    counts = np.delete(kept, np.s_[20:30])
-    assert ((counts - tries / 2) ** 2 / (tries / 4)).sum() < 30 + 5 * math.sqrt(2 * 30)
+    assert_uniform(np.delete(kept, np.s_[20:30]), tries / 2)
 
 
 # -- scores by formula ----------------------------------------------------------------
 
 
-def norm_by_hand(keys: torch.Tensor) -> list[float]:
-    layers, held, heads, _ = keys.shape
-    scores = [0.0] * held
-    for layer in range(layers):
-        for head in range(heads):
-            norms = [
-                math.sqrt(sum(x * x for x in keys[layer, i, head].tolist())) for i in range(held)
-            ]
-            mean = sum(norms) / held
-            for i in range(held):
-                scores[i] += norms[i] / mean / (layers * heads)
-    return scores
+def averaged(keys: torch.Tensor, score: Callable[[torch.Tensor], list[float]]) -> np.ndarray:
+    """Mean over layers and heads; ``score`` takes keys ``[held, dim]`` of one."""
+    return np.mean([score(own) for layer in keys.double() for own in layer.unbind(1)], axis=0)
 
 
-def keydiff_by_hand(keys: torch.Tensor, anchor: str) -> list[float]:
-    """The formulas of the paper, pair by pair, averaged over heads and layers."""
-    layers, held, heads, _ = keys.shape
-    scores = [0.0] * held
-    for layer in range(layers):
-        for head in range(heads):
-            own = keys[layer, :, head].double()
-            for i in range(held):
-                if anchor == "pairwise":
-                    score = sum(cosine(own[i], own[j]) for j in range(held)) / held
-                elif anchor == "mean_raw":
-                    score = cosine(own[i], own.mean(dim=0))
-                else:
-                    score = cosine(own[i], torch.stack([k / k.norm() for k in own]).mean(dim=0))
-                scores[i] += score / (layers * heads)
-    return scores
+def norms(own: torch.Tensor) -> list[float]:
+    found = [math.sqrt(sum(x * x for x in key)) for key in own.tolist()]
+    return [norm * len(found) / sum(found) for norm in found]
 
 
-def redundancy_by_hand(
-    keys: torch.Tensor, threshold: float, reach: int = 10**9
-) -> list[list[float]]:
-    """Pair by pair, ``[heads][held]``."""
-    held, heads, _ = keys.shape
-    found = []
-    for head in range(heads):
-        own = keys[:, head].double()
-        sums = [0.0] * held
-        for i in range(held):
-            similar = [j for j in range(held) if j != i and cosine(own[i], own[j]) > threshold]
-            spared = max((j for j in similar if j >= held - reach), default=None)
-            for j in range(held):
-                if j != i and j != spared:
-                    sums[j] += cosine(own[i], own[j])
-        powers = [math.exp(total / held) for total in sums]
-        found.append([power / sum(powers) for power in powers])
-    return found
+def similarities(own: torch.Tensor, anchor: str) -> list[float]:
+    """The formulas of the paper, pair by pair."""
+    if anchor == "pairwise":
+        return [sum(cosine(key, other) for other in own) / len(own) for key in own]
+    some = own if anchor == "mean_raw" else torch.stack([key / key.norm() for key in own])
+    return [cosine(key, some.mean(dim=0)) for key in own]
 
 
-def rkv_by_hand(keys: torch.Tensor, weights: np.ndarray, mix: float) -> list[float]:
-    """Of 5 queries, pooled over 3 positions; minus the paper's score."""
-    by_head, held = [redundancy_by_hand(layer, 0.5) for layer in keys], keys.shape[1]
-    found = []
-    for i in range(held):
-        near = [sum(w[j] for w in weights[-5:]) / 5 for j in range(held) if abs(i - j) <= 1]
-        redundant = sum(head[i] for layer in by_head for head in layer) / 6
-        found.append((1 - mix) * redundant - mix * max(near))
-    return found
+def redundancies(own: torch.Tensor, threshold: float = 0.5, reach: int = 10**9) -> list[float]:
+    """Pair by pair."""
+    held = range(len(own))
+    sums = [0.0] * len(own)
+    for i in held:
+        similar = [j for j in held if j != i and cosine(own[i], own[j]) > threshold]
+        spared = max((j for j in similar if j >= len(own) - reach), default=None)
+        for j in held:
+            if j not in (i, spared):
+                sums[j] += cosine(own[i], own[j])
+    powers = [math.exp(total / len(own)) for total in sums]
+    return [power / sum(powers) for power in powers]
 
 
-def snapkv_by_hand(weights: np.ndarray, pooling: str) -> list[float]:
-    """Of the last 6 queries, pooled over 5 of the 34 positions of the prompt before them."""
-    mean, found = weights[-6:].mean(axis=0), []
-    for i in range(34):
-        near = [mean[j] if 0 <= j < 34 else 0.0 for j in range(i - 2, i + 3)]
-        found.append(-(sum(near) / 5 if pooling == "avg" else max(near)))
-    return found
+def near(weights: np.ndarray, reach: int) -> list[list[float]]:
+    """Of each position its neighbours' weights, beyond the ends zeros."""
+    padded = [0.0] * reach + weights.tolist() + [0.0] * reach
+    return [padded[i : i + 2 * reach + 1] for i in range(len(weights))]
 
 
 def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[float]:
     """The policy's formula; the highest go."""
     if isinstance(policy, L2Norm):
-        return norm_by_hand(keys)
+        return averaged(keys, norms)
     if isinstance(policy, KeyDiff):
         read = keys.flip(1) if policy.keys == "unrotated" else keys
-        return keydiff_by_hand(read, policy.anchor)
+        return averaged(read, lambda own: similarities(own, policy.anchor))
     if isinstance(policy, H2O):
         return -weights.sum(axis=0)
     if isinstance(policy, RKV):
-        return rkv_by_hand(keys, weights, policy.mix)
-    return snapkv_by_hand(weights, policy.pooling)
+        important = [max(some) for some in near(weights[-5:].mean(axis=0), 1)]
+        redundant = averaged(keys, redundancies)
+        return (1 - policy.mix) * redundant - policy.mix * np.array(important)
+    # Of the last 6 queries, pooled over 5 of the 34 positions of the prompt before them.
+    pool = np.mean if policy.pooling == "avg" else max
+    return [-float(pool(some)) for some in near(weights[-6:].mean(axis=0)[:34], 2)]
 
 
 #: Policy, positions, first one and end of those that may go, and how many slots shall.
@@ -351,34 +311,6 @@ def test_what_goes_is_the_papers(rule: tuple[Any, int, int, int, int], seed: int
     assert found == highest(by_hand(policy, keys, weights), range(first, last), count)
 
 
-def test_keydiff_pairwise_ranks_a_head_as_the_normalised_anchor() -> None:
-    """As the paper says; over several heads the two averages differ."""
-    keys = random_keys(30, 3)
-    order: dict[str, list[list[int]]] = {}
-    for anchor in ("mean_norm", "pairwise"):
-        for i in range(12):
-            one = keys[:1, :, :1]
-            evictions = KeyDiff(budget=1, anchor=anchor, recent=1).evict(view(30, keys=one), i + 1)
-            order.setdefault(anchor, []).append(positions(evictions))
-    assert order["mean_norm"] == order["pairwise"]
-
-
-def test_keydiff_by_hand() -> None:
-    """Three keys to the right, one of them long, and one up: the odd one stays."""
-    keys = torch.tensor([[1.0, 0.0], [9.0, 3.0], [0.0, 1.0], [1.0, 0.1], [1.0, 0.0]])
-    # The raw mean leans to the long key, so that goes first; cosines with (2.4, 0.82) are
-    # 0.946, 0.9999, 0.323 and 0.974.
-    given = view(5, keys=keys[None, :, None])
-    assert positions(KeyDiff(budget=1, recent=1).evict(given, 1)) == [1]
-    assert positions(KeyDiff(budget=1, recent=1).evict(given, 2)) == [1, 3]
-    # At length 1 the mean is (0.789, 0.285): 0.941, 0.9996, 0.34 and 0.969.
-    assert positions(KeyDiff(budget=1, anchor="mean_norm", recent=1).evict(given, 3)) == [
-        0,
-        1,
-        3,
-    ]
-
-
 @pytest.mark.parametrize(
     ("seed", "threshold", "reach"),
     [
@@ -393,12 +325,14 @@ def test_redundancy_is_the_papers(
     """One that is alike is sought among the newest ``reach`` of 23."""
     monkeypatch.setattr(rkv, "_ELEMENTS", elements)
     keys = random_keys(23, seed)[1]
-    expected = torch.tensor(redundancy_by_hand(keys, threshold, reach)).T
-    if reach < 22:
-        whole = torch.tensor(redundancy_by_hand(keys, threshold)).T
-        assert not torch.allclose(expected, whole, rtol=1e-3)
+
+    def expected(*bounds: float) -> torch.Tensor:
+        heads = [redundancies(own, threshold, *bounds) for own in keys.double().unbind(1)]  # type: ignore[arg-type]
+        return torch.tensor(heads, dtype=torch.float64).T
+
+    assert reach >= 22 or not torch.allclose(expected(reach), expected(), rtol=1e-3)
     torch.testing.assert_close(
-        redundancy(keys, threshold, reach).double(), expected.double(), rtol=1e-4, atol=1e-7
+        redundancy(keys, threshold, reach).double(), expected(reach), rtol=1e-4, atol=1e-7
     )
 
 
@@ -410,15 +344,6 @@ def test_redundancy_takes_time_by_what_is_held_and_not_by_its_square() -> None:
 
     assert products(1024) > 0
     assert products(4096) == 4 * products(1024)
-
-
-def test_of_equal_keys_the_newest_is_spared() -> None:
-    """Three equal keys and one across: each of the three spares the newest other one."""
-    keys = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 2.0], [1.0, 0.0]])[:, None]
-    # 0 and 1 spare 3, and 3 spares 1: 0 is left with a cosine of 1 to two others, 1 to one.
-    power = [math.exp(2 / 4), math.exp(1 / 4), 1.0, 1.0]
-    expected = [p / sum(power) for p in power]
-    assert redundancy(keys, 0.5, 4)[:, 0].tolist() == pytest.approx(expected)
 
 
 def test_rkv_pools_over_what_is_held() -> None:
@@ -433,13 +358,9 @@ def test_rkv_pools_over_what_is_held() -> None:
     assert found == [0, 1, 2, 3, 4, 11, 12, 13]
 
 
-def test_h2o_by_hand() -> None:
-    """Four positions stay: the two newest and the two of most weight in all."""
-    weights = np.array([[0.5, 0.3, 0.1, 0.1, 0, 0, 0], [0.1, 0.1, 0.1, 0.4, 0.1, 0.1, 0.1]])
-    policy = H2O(budget=4, slack=1, recent=1)
-    # Sums: 0.6, 0.4, 0.2, 0.5, 0.1.
-    assert positions(policy.evict(view(7, weights), 3)) == [1, 2, 4]
-    # More recent ones may be asked for than the half.
+def test_h2o_keeps_more_recent_ones_than_the_half() -> None:
+    weights = np.array([[0.6, 0.4, 0.2, 0.5, 0.1, 0.1, 0.1]])
+    assert positions(H2O(budget=4, recent=1).evict(view(7, weights), 3)) == [1, 2, 4]
     assert positions(H2O(budget=4, recent=5).evict(view(7, weights), 3)) == [0, 1]
 
 
@@ -463,16 +384,9 @@ def test_snapkv_is_done_when_the_prompt_is() -> None:
     assert not list(policy.evict(view(30, weights, prompt=25, owned=25), 10))
 
 
-def test_snapkv_takes_a_share_of_the_prompt() -> None:
-    weights = random_weights(50, 2)
-    policy = SnapKV(share=0.5, window=4, recent=1)
-    assert policy.excess(50, 50) == 25
-    assert len(positions(policy.evict(view(50, weights, prompt=40), 25))) == 20
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
-    """What has been computed of a prompt is all there is."""
+    """What has been computed of a prompt is all there is; a share is one of the prompt."""
     weights = random_weights(50, seed)
     policy = SnapKV(budget=20, window=6, recent=1)
     assert policy.prompt
@@ -480,6 +394,9 @@ def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
     found = positions(policy.evict(chunk, 30))
     assert found == positions(policy.evict(whole, 30))
     assert len(found) == 30 and max(found) < 44
+    half = SnapKV(share=0.5, window=4, recent=1)
+    assert half.excess(50, 50) == 25
+    assert len(positions(half.evict(view(50, weights, prompt=40), 25))) == 20
 
 
 def test_pooling_by_hand() -> None:
@@ -563,21 +480,19 @@ def test_keys_and_weights_that_are_no_numbers(policy: Any) -> None:
     assert 6 <= len(set(found)) == len(found) <= (6 if policy in OF_KEYS else 22)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "key"),
-    [
-        (RKV, {"mix": 1.5}, "mix"),
-        (RKV, {"alpha": 65}, "alpha"),
-        (RKV, {"kernel": 0}, "kernel"),
-        (RKV, {"threshold": 2}, "threshold"),
-        (RKV, {"reach": 0}, "reach"),
-        (H2O, {"recent_share": -0.1}, "recent_share"),
-        (H2O, {"prompt_queries": 5000}, "prompt_queries"),
-        (SnapKV, {"window": 0}, "window"),
-        (SnapKV, {"pooling": "sum"}, "pooling"),
-    ],
-)
-def test_options_out_of_bounds(kind: type[Evictor], options: dict[str, float], key: str) -> None:
-    with pytest.raises(OptionError) as error:
-        kind(budget=10, **options)  # type: ignore[arg-type]
-    assert error.value.key == key
+OUT_OF_BOUNDS: dict[Any, dict[str, Any]] = {
+    RKV: {"mix": 1.5, "alpha": 65, "kernel": 0, "threshold": 2, "reach": 0},
+    H2O: {"recent_share": -0.1, "prompt_queries": 5000},
+    SnapKV: {"window": 0, "pooling": "sum", "prompt": False},
+    KeyDiff: {"anchor": "mean", "keys": "rotated"},
+    StreamingLLM: {"sinks": -1, "slack": -1, "recent": 0, "when": 1, "until": 0.5},
+    RandomEviction: {"seed": -1},
+}
+
+
+@pytest.mark.parametrize("kind", OUT_OF_BOUNDS)
+def test_options_out_of_bounds(kind: Any) -> None:
+    for key, value in OUT_OF_BOUNDS[kind].items():
+        with pytest.raises(OptionError) as error:
+            kind(budget=10, **{key: value})
+        assert error.value.key == key

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.eviction.keys import KeySource
+from sglang_reasoncache.eviction.held import HeldKeys, KeySource
 from sglang_reasoncache.eviction.policies.keydiff import similarity
 from sglang_reasoncache.eviction.policies.l2norm import relative_norms
 from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -48,7 +48,7 @@ def source(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_stored_keys_are_fp32_of_the_slots(dtype: torch.dtype) -> None:
     layers = buffers(dtype)
-    keys = source(layers).of(1, HELD)
+    keys = HeldKeys(source(layers), 1, HELD)
     assert keys.layers == range(2, 2 + LAYERS)
     for layer in keys.layers:
         found = keys.stored(layer)
@@ -57,6 +57,8 @@ def test_stored_keys_are_fp32_of_the_slots(dtype: torch.dtype) -> None:
         assert torch.equal(found, expected)
     # Position 4 reads what was computed for position 1.
     assert keys.cached_at().tolist() == [0, 1, 3, 1, 7, 8]
+    with pytest.raises(RuntimeError, match="refused at start-up"):
+        keys.unrotated(2)
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
@@ -68,7 +70,7 @@ def test_unrotated_keys_are_those_before_rotary_embedding(is_neox: bool) -> None
     for before, after in zip(plain, rotated, strict=True):
         for slot, cached_at in ((3, 0), (9, 1), (14, 3), (30, 7), (1, 8)):
             after[slot] = rotation.rotate(before[slot], torch.tensor(cached_at))
-    keys = source(rotated, rotation=rotation).of(1, HELD)
+    keys = HeldKeys(source(rotated, rotation=rotation), 1, HELD)
     for layer in keys.layers:
         expected = plain[layer - 2][[ROW[at] for at in HELD]]
         torch.testing.assert_close(keys.unrotated(layer), expected)
@@ -76,11 +78,20 @@ def test_unrotated_keys_are_those_before_rotary_embedding(is_neox: bool) -> None
 
 def test_scores_are_averaged_over_layers_and_heads() -> None:
     layers = buffers()
-    found = source(layers).of(1, HELD).token_scores(lambda keys: keys[..., 0])
+    found = HeldKeys(source(layers), 1, HELD).token_scores(lambda keys: keys[..., 0])
     slots = [ROW[at] for at in HELD]
     expected = torch.stack([layer[slots][..., 0] for layer in layers]).mean(dim=(0, 2))
     assert found.dtype == np.float64
     assert found == pytest.approx(expected.double().numpy())
+
+
+def scored(heads: slice, group: Any = None) -> list[list[float]]:
+    """By two policies' functions, of a process that has some of the heads."""
+    keys = HeldKeys(
+        source([layer[:, heads].contiguous() for layer in buffers()], group=group), 1, HELD
+    )
+    functions = relative_norms, lambda k: similarity(k, "mean_raw")
+    return [keys.token_scores(function).tolist() for function in functions]
 
 
 def _rank(rank: int, rendezvous: str, answers: Any) -> None:
@@ -89,13 +100,8 @@ def _rank(rank: int, rendezvous: str, answers: Any) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
     )
-    mine = [layer[:, rank * 2 : rank * 2 + 2].contiguous() for layer in buffers()]
-    keys = source(mine, group=torch.distributed.group.WORLD).of(1, HELD)
-    scores = [
-        keys.token_scores(relative_norms),
-        keys.token_scores(lambda k: similarity(k, "mean_raw")),
-    ]
-    answers.put((rank, [s.tolist() for s in scores]))
+    group = torch.distributed.group.WORLD
+    answers.put((rank, scored(slice(rank * 2, rank * 2 + 2), group)))
     torch.distributed.destroy_process_group()
 
 
@@ -103,10 +109,8 @@ def test_ranks_agree_on_the_scores_of_all_heads(tmp_path: Path) -> None:
     """Bit for bit the same on both ranks, and what one process with all heads finds."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    ranks = [
-        context.Process(target=_rank, args=(rank, str(tmp_path / "meet"), answers))
-        for rank in range(2)
-    ]
+    arguments = str(tmp_path / "meet"), answers
+    ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
     for process in ranks:
         process.start()
     try:
@@ -116,8 +120,5 @@ def test_ranks_agree_on_the_scores_of_all_heads(tmp_path: Path) -> None:
             process.join(30)
             process.kill()
     assert found[0] == found[1]
-    whole = source(buffers()).of(1, HELD)
-    for function, scores in zip(
-        (relative_norms, lambda k: similarity(k, "mean_raw")), found[0], strict=True
-    ):
-        assert scores == pytest.approx(whole.token_scores(function).tolist())
+    for scores, whole in zip(found[0], scored(slice(None)), strict=True):
+        assert scores == pytest.approx(whole)

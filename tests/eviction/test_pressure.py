@@ -11,23 +11,19 @@ from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
 from sglang_reasoncache.registry import parse
-from tests.eviction.rows import end, world_of
-from tests.property.world import Pair, Setup, World
-from tests.unit.test_pipeline import (
-    PROMPT,
-    decode,
-    finish,
-    prefill,
-    propose,
-    state,
-    used,
-)
+from tests.eviction.rows import SETUPS, SINGLE, world_of
+from tests.property.world import PROMPT, Pair, Setup, World, decode, finish, prefill, propose
+from tests.unit.test_pipeline import state, used
 
-pytestmark = pytest.mark.usefixtures("published_config")
+pytestmark = pytest.mark.usefixtures("everything_comes_back")
 
-SINGLE = Setup(page=1, block=4, slots=200, publish="exact")
-PAGED = Setup(page=4, block=4, slots=200, publish="exact")
-SETUPS = pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+
+def short(when: float, until: float | None = None) -> StreamingLLM:
+    return StreamingLLM(budget=16, slack=0, recent=1, when=when, until=until)
+
+
+def use(world: World) -> float:
+    return pool_use(world.allocator, world.tree)
 
 
 def grow(world: World, name: str, length: int) -> Req:
@@ -45,97 +41,88 @@ def evicted(world: World, req: Req) -> int:
 
 @SETUPS
 def test_nothing_goes_before_the_pool_is_short(setup: Setup) -> None:
-    world = world_of(setup, StreamingLLM(budget=16, slack=0, recent=1, when=0.7, until=0.5))
+    world = world_of(setup, short(0.7, 0.5))
     req, other = grow(world, "a", 90), grow(world, "b", 30)
     world.controller.after_decode([req, other])
-    assert pool_use(world.allocator, world.tree) < 0.7
+    assert use(world) < 0.7
     assert evicted(world, req) == evicted(world, other) == 0
     for i in range(20):
         decode(world, other, i)
-    assert pool_use(world.allocator, world.tree) > 0.7
+    assert use(world) > 0.7
     freed = world.controller.after_decode([other, req])
     # The longest gives first, and that is enough.
     assert freed == evicted(world, req) > 60
     assert evicted(world, other) == 0
-    assert pool_use(world.allocator, world.tree) <= 0.5
-    end(world, req, other)
+    assert use(world) <= 0.5
 
 
 def test_it_stops_later_than_it_began() -> None:
     """Once begun, more go until the lower bound is reached, though the upper one was passed."""
-    policy = StreamingLLM(budget=16, slack=0, recent=1, when=0.7, until=0.3)
+    policy = short(0.7, 0.3)
     world = world_of(SINGLE, policy)
     reqs = [grow(world, name, length) for name, length in (("a", 50), ("b", 45), ("c", 44))]
-    assert pool_use(world.allocator, world.tree) > 0.7
+    assert use(world) > 0.7
     world.controller.after_decode(reqs)
     assert all(evicted(world, req) > 0 for req in reqs)
-    assert pool_use(world.allocator, world.tree) < 0.3
+    assert use(world) < 0.3
     for i in range(60):
         # Asked now, it would find that it may stop; so it does not act again below 0.7.
         decode(world, reqs[0], i)
         world.controller.after_decode(reqs[:1])
-        if pool_use(world.allocator, world.tree) > 0.35:
+        if use(world) > 0.35:
             break
     else:
         pytest.fail("the request was kept to its budget below the lower bound")
-    end(world, *reqs)
+
+
+#: What happens instead of a question whether the policy may act.
+POLL, FLUSH = "poll", "flush"
 
 
 @pytest.mark.parametrize(
-    ("uses", "acts"),
+    "steps",
     [
-        ([0.7, 0.71, 0.6, 0.51, 0.5, 0.6, 0.7], [0, 1, 1, 1, 0, 0, 0]),
-        ([0.9, 0.4, 0.9], [1, 0, 1]),
+        [(0.7, 0), (0.71, 1), (0.6, 1), (0.51, 1), (0.5, 0), (0.6, 0), (0.7, 0)],
+        [(0.9, 1), (0.4, 0), (0.9, 1)],
+        # It ends, and begins, while nobody has too much: at a poll or a release.
+        [(0.9, 1), (0.1, POLL), (0.65, 0), (0.8, POLL), (0.65, 1), (0.65, FLUSH), (0.65, 0)],
     ],
 )
-def test_hysteresis(uses: list[float], acts: list[int]) -> None:
-    left = iter(uses)
-    pressure = PoolPressure(lambda: next(left))
-    pressure.watch([NamedPolicy("one", StreamingLLM(budget=16, when=0.7, until=0.5))])
-    assert [pressure.lets("one") for _ in uses] == [bool(yes) for yes in acts]
-
-
-def test_it_ends_while_nobody_has_too_much() -> None:
-    """A poll or a release sees that the pool emptied, though no policy ran meanwhile."""
-    now = 0.9
-    pressure = PoolPressure(lambda: now)
-    pressure.watch([NamedPolicy("one", StreamingLLM(budget=16, when=0.7, until=0.5))])
-    assert pressure.lets("one")
-    now = 0.1
-    pressure.poll()
-    now = 0.65
-    assert not pressure.lets("one")
-    now = 0.8
-    pressure.poll()
-    now = 0.65
-    assert pressure.lets("one"), "begun at a poll"
-    pressure.reset()
-    assert not pressure.lets("one")
+def test_hysteresis(steps: list[tuple[float, int | str]]) -> None:
+    seen: list[float] = []
+    pressure = PoolPressure([NamedPolicy("one", short(0.7, 0.5))], lambda: seen[-1])
+    for share, expected in steps:
+        seen.append(share)
+        if expected == POLL:
+            pressure.poll()
+        elif expected == FLUSH:
+            pressure.reset()
+        else:
+            assert pressure.lets("one") == bool(expected)
 
 
 def test_what_filled_the_pool_is_gone() -> None:
-    policy = StreamingLLM(budget=16, slack=0, recent=1, when=0.7, until=0.1)
+    policy = short(0.7, 0.1)
     world = world_of(SINGLE, policy)
     first, second = grow(world, "a", 100), grow(world, "b", 40)
     world.controller.after_decode([first, second])
     assert evicted(world, first) > 0 and evicted(world, second) > 0
     finish(world, first)
     finish(world, second)
-    assert pool_use(world.allocator, world.tree) == 0
+    assert use(world) == 0
     third = grow(world, "c", 60)
     world.controller.after_decode([third])
-    assert 0.1 < pool_use(world.allocator, world.tree) < 0.7
+    assert 0.1 < use(world) < 0.7
     assert evicted(world, third) == 0
-    end(world, third)
 
 
 def test_a_flush_ends_it() -> None:
-    world = world_of(SINGLE, StreamingLLM(budget=16, slack=0, recent=1, when=0.6, until=0.1))
+    world = world_of(SINGLE, short(0.6, 0.1))
     req = grow(world, "a", 120)
     world.controller.after_decode([req])
     for i in range(20):
         decode(world, req, i)
-    pressure = world.controller._eviction._pressure
+    pressure = world.controller.eviction._pressure
     assert pressure is not None and pressure.lets("policy0")
     world.controller.reset()
     assert not pressure.lets("policy0")
@@ -143,10 +130,10 @@ def test_a_flush_ends_it() -> None:
 
 def test_policies_have_bounds_of_their_own() -> None:
     now = 0.8
-    pressure = PoolPressure(lambda: now)
-    gentle, harsh = StreamingLLM(budget=16, when=0.7), StreamingLLM(budget=16, when=0.9)
+    gentle, harsh = short(0.7), short(0.9)
     policies = (gentle, harsh, StreamingLLM(budget=16))
-    pressure.watch([NamedPolicy(str(i), policy) for i, policy in enumerate(policies)])
+    named = [NamedPolicy(str(i), policy) for i, policy in enumerate(policies)]
+    pressure = PoolPressure(named, lambda: now)
     assert [pressure.lets(name) for name in "012"] == [True, False, True]
     now = 0.67
     assert pressure.lets("0"), "5% of the pool is the default"
@@ -156,23 +143,22 @@ def test_policies_have_bounds_of_their_own() -> None:
 
 def test_sharing_comes_first() -> None:
     """What sharing frees in the same poll the evictor need not."""
-    world = world_of(SINGLE, StreamingLLM(budget=16, slack=0, recent=1, when=0.5))
+    world = world_of(SINGLE, short(0.5))
     req = grow(world, "a", 60)
     world.controller.after_decode([req])
     propose(world, req, Pair(40, 20), Pair(48, 28))
-    other = grow(world, "b", 100 - used(world) + 4)
-    assert pool_use(world.allocator, world.tree) > 0.5
+    grow(world, "b", 100 - used(world) + 4)
+    assert use(world) > 0.5
     world.controller.after_decode([req])
     assert state(world, req).live_positions == 8
     assert evicted(world, req) == 0
-    end(world, req, other)
 
 
 def test_evictable_slots_are_not_in_use() -> None:
-    world = world_of(SINGLE, StreamingLLM(budget=16, when=0.5))
+    world = world_of(SINGLE, short(0.5))
     finish(world, grow(world, "a", 120))
     assert used(world) > 100
-    assert pool_use(world.allocator, world.tree) == 0
+    assert use(world) == 0
 
 
 def test_spelling() -> None:

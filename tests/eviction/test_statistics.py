@@ -4,6 +4,7 @@ interpreter. What both must do is tested once, for the one that this process run
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +18,21 @@ from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SHIFTED
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.eviction import host_statistics, statistics
-from sglang_reasoncache.eviction.attention import AttentionSource, needs_of
-from sglang_reasoncache.eviction.device_statistics import DeviceStatistics, DeviceUpdate
-from sglang_reasoncache.eviction.host_statistics import HostStatistics
-from sglang_reasoncache.eviction.policies.contract import ATTENTION, NamedPolicy, StatisticsNeeds
+from sglang_reasoncache.eviction import statistics
+from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
+from sglang_reasoncache.eviction.held import AttentionSource, HeldAttention
+from sglang_reasoncache.eviction.policies.contract import (
+    ATTENTION,
+    NamedPolicy,
+    StatisticsNeeds,
+    needs_of,
+)
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels import note_triton, plan_triton
 from sglang_reasoncache.kernels.batch import BatchRows
-from sglang_reasoncache.kernels.plan_triton import PlanBuffers
-from sglang_reasoncache.plugin import attention, cuda_attention
-from tests.eviction.statistics_world import ROWS, WANTED, DeviceWorld, World, dense_weights
+from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+from sglang_reasoncache.plugin import attention
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import LENGTHS, Rig, supported_runner
 from tests.unit.test_attention_cuda_graph import LENGTHS as SHORT
@@ -37,8 +42,160 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
 on_host = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")
 
+ROWS, WIDTH, SLOTS = 5, 90, 600
+WANTED = StatisticsNeeds(latest=4, total=True, prompt=6)
+
+
+class World:
+    """Rows that are built, grow, get evicted positions and are built anew, and all weights ever given."""
+
+    def __init__(self, seed: int, wanted: StatisticsNeeds) -> None:
+        self.random = random.Random(seed)
+        self.torch = torch.Generator().manual_seed(seed)
+        self.rows = torch.randint(-1, SLOTS, (ROWS, WIDTH), dtype=torch.int32)
+        self.wanted = wanted
+        #: Of each row, how many requests got it.
+        self.generations = torch.zeros(ROWS, dtype=torch.int64)
+        self.statistics: Any = self.made()
+        self.length = [0] * ROWS
+        #: Rows of requests some of whose positions were computed.
+        self.begun: set[int] = set()
+        #: Of each row: query position -> weights of the positions it saw.
+        self.given: list[dict[int, torch.Tensor]] = [{} for _ in range(ROWS)]
+
+    #: Of decode steps on a device, in buffers that stay.
+    weights: torch.Tensor | None = None
+
+    def made(self) -> AttentionStatistics:
+        """What is tested."""
+        return AttentionStatistics(self.rows, self.generations, self.wanted)
+
+    def planned(self, requests: torch.Tensor, lengths: torch.Tensor, decodes: bool) -> BatchRows:
+        """What a forward reads."""
+        plan = plan_rows(self.rows, requests, lengths, num_slots=SLOTS)
+        return BatchRows(plan, requests, lengths, int(lengths.max()))
+
+    def forward(self, requests: list[int], new: list[int] | None) -> None:
+        counts = new or [1] * len(requests)
+        for row, count in zip(requests, counts, strict=True):
+            self.length[row] += count
+            at = slice(self.length[row] - count, self.length[row])
+            self.rows[row, at] = torch.randint(0, SLOTS, (count,), dtype=torch.int32)
+        lengths = torch.tensor([self.length[row] for row in requests])
+        indices = torch.tensor(requests)
+        prefill = self.statistics.begin(indices.tolist(), lengths.tolist(), new)
+        read = self.planned(indices, lengths, prefill is None)
+        if prefill is None:
+            update = self.statistics.decode(read, self.weights)
+        else:
+            update = self.statistics.prefill(read, prefill)
+            for _, (begin, end), part in update.parts:
+                assert len(part) >= (end - begin).sum()
+                assert not len(begin) or (end - begin).max() <= update.longest
+        # As SGLang does with its own.
+        lengths += 1
+        indices.zero_()
+        expected = []
+        for row, count in zip(requests, counts, strict=True):
+            told = 1 if new is None else min(count, self.wanted.prompt)
+            if row in self.begun and count == 1:
+                told = 1
+            self.begun.add(row)
+            for query in range(self.length[row] - told, self.length[row]):
+                weights = torch.rand(query + 1, generator=self.torch)
+                weights[self.rows[row, : query + 1] < 0] = 0
+                self.given[row][query] = weights
+                expected.append(weights[self.rows[row, : query + 1] >= 0])
+        found = torch.cat([torch.zeros(0), *expected])
+        # As two layers do.
+        update.weights[: len(found)] += found / 4
+        update.weights[: len(found)] += found * 3 / 4
+        update.apply()
+        assert not update.weights.any(), "ready for the next step"
+
+    def step(self) -> None:
+        kind = self.random.random()
+        if kind < 0.2:  # a request begins, with some of its prompt from the prefix cache
+            row = self.random.randrange(ROWS)
+            self.begin(row, self.random.choice([self.random.randrange(0, 20), self.length[row]]))
+        elif kind < 0.3:  # the next chunk of a long prompt: what came before is forgotten
+            row = self.random.randrange(ROWS)
+            if 0 < self.length[row] < WIDTH - 20:
+                count = self.random.choice([2, 6, 7, 15])
+                if count > self.wanted.prompt:
+                    self.given[row].clear()
+                self.forward([row], [count])
+        elif kind < 0.4:  # evicted positions
+            row = self.random.randrange(ROWS)
+            if self.length[row] > 4:
+                start = self.random.randrange(self.length[row] - 2)
+                self.rows[row, start : start + 2] = -1
+        else:
+            some = [r for r in range(ROWS) if 0 < self.length[r] < WIDTH]
+            some = self.random.sample(some, self.random.randint(0, len(some)))
+            if some:
+                mixed = self.random.random() < 0.2
+                self.forward(some, [1] * len(some) if mixed else None)
+
+    def begin(self, row: int, cached: int) -> None:
+        """Another request gets the row and finds its first ``cached`` positions computed."""
+        self.given[row].clear()
+        self.begun.discard(row)
+        self.generations[row] += 1
+        self.length[row] = min(cached, WIDTH - 40)
+        self.rows[row, : self.length[row]] = 7
+        self.forward([row], [self.random.randrange(1, 20)])
+
+    def check(self, row: int) -> None:
+        length = self.length[row]
+        held = (self.rows[row, :length] >= 0).nonzero()[:, 0]
+        queries = sorted(self.given[row])
+        padded = [
+            torch.nn.functional.pad(self.given[row][q], (0, length - q - 1))[held].double()
+            for q in queries
+        ]
+        if self.wanted.total:
+            found = self.statistics.total(row, held)
+            torch.testing.assert_close(found, sum(padded), rtol=1e-5, atol=1e-6)
+        for newest in range(1, self.wanted.latest + 1):
+            some = padded[-newest:]
+            found = self.statistics.latest(row, held, newest)
+            torch.testing.assert_close(found, sum(some) / len(some), rtol=1e-5, atol=1e-6)
+
+
+class DeviceWorld(World):
+    """Its weights go the way of a GPU, decode steps in buffers that stay."""
+
+    def made(self) -> DeviceStatistics:
+        self.buffers = PlanBuffers.of(8, 8 * self.rows.shape[1], "cpu", positions=True)
+        self.weights = torch.zeros(8 * self.rows.shape[1])
+        return DeviceStatistics(self.rows, self.generations, self.wanted)
+
+    def planned(self, requests: torch.Tensor, lengths: torch.Tensor, decodes: bool) -> BatchRows:
+        plan_into(self.buffers, self.rows, requests, lengths, num_slots=SLOTS)
+        if not decodes:
+            return BatchRows(self.buffers, requests, lengths, int(lengths.max()))
+        # As in a graph: SGLang's buffers, written anew before each replay.
+        return BatchRows(self.buffers, requests.clone(), lengths.clone(), self.rows.shape[1])
+
+
+def dense_weights(rig: Rig, batch: Any, queries: int) -> list[torch.Tensor]:
+    """fp64 sums over heads and the last ``queries`` of each row, by position."""
+    keys = rig.pool.k_buffer[1].double()
+    found, query = [], iter(rig.query.double().split(batch.extend_seq_lens.tolist()))
+    for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True):
+        k = keys[rig.rows.req_to_token[row, :length].long()].repeat_interleave(
+            rig.heads // rig.kv_heads, dim=1
+        )
+        q = next(query)[-queries:]
+        logits = torch.einsum("qhd,nhd->hqn", q, k) * rig.layer.scaling
+        behind = torch.arange(length) > torch.arange(length - len(q), length)[:, None]
+        found.append(logits.masked_fill(behind, float("-inf")).softmax(-1).sum(dim=(0, 1)))
+    return found
+
+
 #: What this process tests.
-KIND: type[AttentionStatistics] = DeviceStatistics if INTERPRETED else HostStatistics
+KIND: type[AttentionStatistics] = DeviceStatistics if INTERPRETED else AttentionStatistics
 TESTED: type[World] = DeviceWorld if INTERPRETED else World
 
 
@@ -134,10 +291,14 @@ def test_without_memory_positions_count_as_never_looked_at(
     world.check(2)
 
 
-def test_no_memory_at_the_start_is_an_error() -> None:
+def without_memory(needs: StatisticsNeeds) -> AttentionStatistics:
     rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
+    return KIND(rows, torch.zeros(2, dtype=torch.int64), needs)
+
+
+def test_no_memory_at_the_start_is_an_error() -> None:
     with pytest.raises(MemoryError, match="bytes for attention statistics of a request"):
-        KIND(rows, torch.zeros(2, dtype=torch.int64), WANTED)
+        without_memory(WANTED)
 
 
 def test_only_what_was_announced_can_be_read() -> None:
@@ -181,7 +342,7 @@ def test_memory_is_that_of_the_requests_and_not_of_every_row(
     monkeypatch.setattr(AttentionStatistics, "_allocated", counted)
     rows = torch.zeros(1, dtype=torch.int32).expand(2049, 131_076)
     needs = StatisticsNeeds(latest=32, total=True, prompt=2)
-    found = HostStatistics(rows, torch.zeros(2049, dtype=torch.int64), needs)
+    found = AttentionStatistics(rows, torch.zeros(2049, dtype=torch.int64), needs)
     assert max(taken) == 33 * 131_076, "whether one request of the whole context has memory"
     taken.clear()
     assert found.begin([7, 9], [1000, 30], [1000, 30]) is not None
@@ -190,27 +351,14 @@ def test_memory_is_that_of_the_requests_and_not_of_every_row(
 
 @on_host
 def test_no_memory_ends_the_start_by_name() -> None:
-    class Large:
-        skips_evicted = True
-        rotation = None
-
-        @property
-        def paged(self) -> Any:
-            return self
-
-        def keep_statistics(self, needs: StatisticsNeeds) -> AttentionStatistics:
-            rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
-            return HostStatistics(rows, torch.zeros(2, dtype=torch.int64), needs)
-
-    runner: Any = SimpleNamespace(
-        is_draft_worker=False,
-        prefill_attention_backend_str="any",
-        decode_attention_backend_str="any",
-    )
+    large = SimpleNamespace(rotation=None, keep_statistics=without_memory)
+    backend = SimpleNamespace(paged=large, skips_evicted=True)
+    names = dict.fromkeys(("prefill_attention_backend_str", "decode_attention_backend_str"), "any")
+    runner: Any = SimpleNamespace(is_draft_worker=False, **names)
     config = ReasonCacheConfig(policy="snapkv:budget=64:window=48", positions="as-cached")
     cached = CachedPositions(1, "cpu")
     with pytest.raises(ValueError, match=r"--reasoncache-policy snapkv.* newest 48 queries"):
-        attention.attention_backend(runner, config, "any", lambda _runner: Large(), cached)
+        attention.attention_backend(runner, config, "any", lambda _runner: backend, cached)
 
 
 @pytest.mark.parametrize("entries", [1, 700, 1 << 19])
@@ -221,7 +369,7 @@ def test_backend_gives_weights_and_computes_the_same(
     entries: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_statistics, "_ENTRIES", entries)
+    monkeypatch.setattr(statistics, "_ENTRIES", entries)
     rig = Rig(shifted=0.0, heads=6)
     batch = rig.batch(new)
     decode = batch.forward_mode.is_decode()
@@ -264,7 +412,7 @@ def test_weights_are_averaged_over_heads() -> None:
     world.forward([2], [5])
     world.forward([2], None)
     held = np.array([0, 2, 5])
-    found = AttentionSource(world.statistics, heads=24).of(2, held)
+    found = HeldAttention(AttentionSource(world.statistics, heads=24), 2, held)
     by_hand: list[torch.Tensor] = [
         torch.nn.functional.pad(w, (0, 5 - q)) for q, w in world.given[2].items()
     ]
@@ -329,7 +477,7 @@ def test_rows_and_positions_out_of_range_are_left_alone() -> None:
     buffers.positions[15:615] = torch.arange(600)
     weights = torch.ones(700)
     requests, lengths = torch.tensor([2, 0, 9, -1]), torch.tensor([1000, 5, 5, 600])
-    found.apply(DeviceUpdate(weights, 600, BatchRows(buffers, requests, lengths, 600)))
+    found.decode(BatchRows(buffers, requests, lengths, 600), weights).apply()
     assert not weights[:615].any() and weights[615:].all()
     changed = (memory != 7).nonzero().tolist()
     assert changed == [[999 % 4, 0], [999 % 4, 255], [4, 0], [4, 255]]
@@ -345,7 +493,7 @@ def test_without_positions_nothing_is_written() -> None:
     buffers = PlanBuffers.of(2, 20, "cpu", positions=True)
     for length in (0, -1, -300):
         read = BatchRows(buffers, torch.tensor([2, 2]), torch.tensor([length, length]), 20)
-        found.apply(DeviceUpdate(torch.zeros(20), 20, read))
+        found.decode(read, torch.zeros(20)).apply()
         assert (around == 7).all(), length
 
 
@@ -360,14 +508,14 @@ def backend(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made = triton_backend(rig, monkeypatch)
         # Who gets which row is SGLang's to count.
         rig.rows.req_generation += 1
-        monkeypatch.setattr(cuda_attention, "_backend", made)
+        monkeypatch.setattr(attention, "_backend", made)
         yield made
 
 
 def announced(backend: Any, batch: Any) -> Any:
     """The batch as the hook lets the backend know it."""
     tree = SimpleNamespace(reads_shifted=lambda _reqs: False, reads_evicted=lambda _reqs: False)
-    cuda_attention._after_forward_batch(
+    attention._after_forward_batch(
         batch,
         type(batch),
         SimpleNamespace(

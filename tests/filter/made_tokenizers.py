@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,19 @@ _VOCAB_SIZE = 6000
 _SPECIAL = ["<unk>", "<eos>"]
 _REASONING = ["<think>", "</think>", "<\uff5ctool\u2581call\uff5c>"]
 
-# The pre-tokenizers of cl100k_base and o200k_base, the latter without its cases of
-# letters. Newlines merge with the punctuation before them, in o200k_base slashes
-# behind them as well.
+# Pre-tokenizers of byte-level BPE. Those of cl100k_base and o200k_base, the latter without its cases
+# of letters, merge newlines with the punctuation before them (``)\n\n\n``), in o200k_base with slashes
+# behind them as well. gpt2: white space never merges with anything visible behind it but one space.
+# no_split: tokens with text on both sides of a blank line.
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL
-)
-_O200K = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL
-)
+_BYTE_LEVEL = {
+    "gpt2": "",
+    "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL,
+    "o200k": r"[^\r\n\p{L}\p{N}]?\p{L}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,
+    "no_split": r".{1,12}?\n\n\p{L}+|\s|\S+",
+}
 
 TEXT = """<think>
 Let me think. We have x + 1 = 2, so \\( x = 1 \\).
@@ -61,18 +63,12 @@ Really\u2028\u2028done \u00a0\u00a0 here.\x0b\x0c\n</think>
 """
 
 
-def traces_folder() -> Path | None:
-    """Folder of ``*.jsonl`` with real responses; None if there is none."""
-    told = os.environ.get("REASONCACHE_TRACES")
-    folder = Path(told) if told else _ROOT.parent / "shared" / "data" / "traces"
-    return folder if any(folder.glob("*.jsonl")) else None
-
-
 @functools.cache
 def traces() -> tuple[str, ...]:
     """Every response of the traces, none without them."""
-    folder = traces_folder()
-    paths = sorted(folder.glob("*.jsonl")) if folder else []
+    told = os.environ.get("REASONCACHE_TRACES")
+    folder = Path(told) if told else _ROOT.parent / "shared" / "data" / "traces"
+    paths = sorted(folder.glob("*.jsonl"))
     return tuple(
         json.loads(line)["response"]
         for path in paths
@@ -109,26 +105,6 @@ def _byte_level(pattern: str) -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe, decoder, trainer = models.BPE(), decoders.ByteLevel(), trainers.BpeTrainer
     return _wrap(_train(bpe, split, decoder, trainer, initial_alphabet=alphabet))
-
-
-def gpt2() -> PreTrainedTokenizerFast:
-    """White space and newlines never merge with anything visible behind them but one space."""
-    return _byte_level("")
-
-
-def cl100k() -> PreTrainedTokenizerFast:
-    """Tokens such as ``.\\n\\n`` and ``)\\n\\n\\n``."""
-    return _byte_level(_CL100K)
-
-
-def o200k() -> PreTrainedTokenizerFast:
-    """As ``cl100k``, and slashes go on behind the newlines."""
-    return _byte_level(_O200K)
-
-
-def no_split() -> PreTrainedTokenizerFast:
-    """Merges across everything: tokens with text on both sides of a blank line."""
-    return _byte_level(r".{1,12}?\n\n\p{L}+|\s|\S+")
 
 
 def llama2() -> PreTrainedTokenizerFast:
@@ -183,21 +159,23 @@ def wordpiece() -> PreTrainedTokenizerFast:
     return _wrap(_train(model, split, decoder, trainers.WordPieceTrainer))
 
 
-def embedded() -> Any:
-    """The word-level tokenizer of the embedded reasoner; it knows some 130 words."""
-    return AutoTokenizer.from_pretrained(_ROOT / "eval" / "tiny_reasoner" / "checkpoint")
-
-
-MAKERS = (gpt2, cl100k, o200k, no_split, llama2, unigram, wordpiece, embedded)
-
-
-NAMES = [make.__name__ for make in MAKERS]
+_MAKERS: dict[str, Callable[[], Any]] = {
+    **{name: functools.partial(_byte_level, pattern) for name, pattern in _BYTE_LEVEL.items()},
+    "llama2": llama2,
+    "unigram": unigram,
+    "wordpiece": wordpiece,
+    # The word-level tokenizer of the embedded reasoner; it knows some 130 words.
+    "embedded": lambda: AutoTokenizer.from_pretrained(
+        _ROOT / "eval" / "tiny_reasoner" / "checkpoint"
+    ),
+}
+NAMES = list(_MAKERS)
 
 
 @functools.cache
 def made(name: str) -> Any:
     """The tokenizer of that name, made once."""
-    return MAKERS[NAMES.index(name)]()
+    return _MAKERS[name]()
 
 
 @functools.cache

@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole filter against a slow reference, and its choices one by one."""
+"""The whole filter against a slow reference, its choices one by one, block pairs and presets."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reasoncache.filter.align import BlockPair, align_blocks
+from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
+from sglang_reasoncache.filter.align import AlignMode, BlockPair, align_blocks
+from sglang_reasoncache.filter.presets import PRESETS
 from sglang_reasoncache.filter.request_filter import (
     FilterConfig,
     FilterCounters,
     Proposal,
     RequestFilter,
 )
+from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.structure.signature import same_structure, signature
 from sglang_reasoncache.filter.structure.tree import Limits
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.filter.test_lexical import slow_cosine
-from tests.filter.words import Words, filter_knobs, with_length_factor
+from tests.filter.words import Words, filter_knobs, step_of, with_length_factor
 
 _PHRASES = (
     "line c = a + 3 . here a 4 . 4 + 3 = 7 , so c 7 , now next .",
@@ -38,21 +44,26 @@ def make(words: Words, start: int = 0, **knobs: Any) -> RequestFilter:
     return RequestFilter(FilterConfig(**knobs), words.classes, words.vocabulary, start)
 
 
+def propose(phrases: list[str], **knobs: Any) -> tuple[RequestFilter, list[Proposal]]:
+    """A filter that has read a response of these steps."""
+    request = make(Words(), **knobs)
+    return request, request.push(Words().encode(response(phrases)))
+
+
 def response(phrases: list[str]) -> str:
     return "".join(f"{phrase} \n\n " for phrase in phrases)
 
 
-def slow_filter(words: Words, phrases: list[str], config: FilterConfig) -> list[list[BlockPair]]:
+def slow_filter(phrases: list[str], config: FilterConfig) -> list[list[BlockPair]]:
     """Stage 1 by the paper's text: every earlier step, one after the other."""
-    unshared = RequestFilter(
-        FilterConfig(max_step_tokens=10_000), words.classes, words.vocabulary, 0
-    )
-    steps = [proposal.step for proposal in unshared.push(words.encode(response(phrases)))]
+    _, proposals = propose(phrases, max_step_tokens=10_000)
+    steps = [proposal.step for proposal in proposals]
+    # Without the delimiter, as the papers split: one token of each step.
+    texts: list[Any] = [dataclasses.replace(s, token_ids=s.token_ids[:-1]) for s in steps]
+    signatures = [signature(Words().decode(list(step.token_ids))) for step in steps]
     found = []
     for k, step in enumerate(steps):
-        # Without the delimiter, as the papers split: one token of each step.
-        earlier = [_without_delimiter(step, words) for step in steps[:k]]
-        this = _without_delimiter(step, words)
+        earlier, this = texts[:k], texts[k]
         sims = [slow_cosine(this, other) for other in earlier]
         if config.length_factor:
             sims = [with_length_factor(*each, this) for each in zip(sims, earlier, strict=True)]
@@ -64,8 +75,7 @@ def slow_filter(words: Words, phrases: list[str], config: FilterConfig) -> list[
         covered, pairs, num_used = bytearray(len(step)), [], 0
         for _, minus_j in order:
             source = steps[-minus_j]
-            a, b = (signature(words.decode(list(each.token_ids))) for each in (step, source))
-            if config.use_structure and not same_structure(a, b):
+            if config.use_structure and not same_structure(signatures[k], signatures[-minus_j]):
                 continue
             if num_used == config.max_candidates:
                 break
@@ -76,10 +86,6 @@ def slow_filter(words: Words, phrases: list[str], config: FilterConfig) -> list[
                     covered[i] = 1
         found.append(sorted(pairs))
     return found
-
-
-def _without_delimiter(step: Any, words: Words) -> Any:
-    return dataclasses.replace(step, token_ids=step.token_ids[:-1])
 
 
 @settings(deadline=None, max_examples=60)
@@ -94,18 +100,16 @@ def test_same_pairs_as_the_slow_reference(
     phrases: list[str], preset: str, block: int, max_candidates: int, data: st.DataObject
 ) -> None:
     """However the tokens arrive, in ones or all at once."""
-    words = Words()
-    token_ids = words.encode(response(phrases))
-    knobs: dict[str, Any] = filter_knobs(preset)
-    knobs |= {"block": block, "max_candidates": max_candidates}
-    request = make(words, **knobs)
+    token_ids = Words().encode(response(phrases))
+    knobs = filter_knobs(preset) | {"block": block, "max_candidates": max_candidates}
+    request = make(Words(), **knobs)
     proposals: list[Proposal] = []
     position = 0
     while position < len(token_ids):
         size = data.draw(st.integers(1, 40))
         proposals += request.push(token_ids[position : position + size])
         position += size
-    expected = slow_filter(words, phrases, FilterConfig(**knobs))
+    expected = slow_filter(phrases, FilterConfig(**knobs))
     for proposal, pairs in zip(proposals, expected, strict=True):
         assert list(proposal.pairs) == pairs
     assert request.position == len(token_ids)
@@ -113,120 +117,72 @@ def test_same_pairs_as_the_slow_reference(
     for proposal in proposals:
         total.add(proposal.counters)
     assert total == request.counters
-    assert total.steps == len(phrases)
-    assert total.pairs == sum(map(len, expected))
+    assert (total.steps, total.pairs) == (len(phrases), sum(map(len, expected)))
 
 
 def test_positions_are_logical_and_the_delimiter_belongs_to_the_step() -> None:
-    words = Words()
-    request = make(words, start=100, block=3)
-    proposals = request.push(words.encode(response([_PHRASES[2], _PHRASES[2]])))
+    _, proposals = propose([_PHRASES[2]] * 2, start=100, block=3)
     first, second = (proposal.step for proposal in proposals)
     assert (first.start, first.end, second.start) == (100, 117, 117)
-    assert words.decode(list(first.token_ids)) == _PHRASES[2] + " \n\n"
+    assert Words().decode(list(first.token_ids)) == _PHRASES[2] + " \n\n"
     assert proposals[0].pairs == ()
-    assert proposals[1].pairs == tuple((117 + 3 * k, 100 + 3 * k) for k in range(5))
+    expected = tuple((117 + 3 * k, 100 + 3 * k) for k in range(5))
+    assert proposals[1].pairs == expected
 
 
-def test_a_differing_number_is_not_shared_unless_structure_is_off() -> None:
-    for use_structure, num_evicted in ((True, 1), (False, 0)):
-        words = Words()
-        request = make(words, block=4, use_structure=use_structure)
-        request.push(words.encode(response([_PHRASES[0], _PHRASES[1]])))
-        assert request.counters.candidates == 1
-        assert request.counters.dropped_structure == num_evicted
-        assert (request.counters.pairs == 0) == use_structure
-
-
-def test_the_most_recent_of_equal_candidates_wins() -> None:
-    words = Words()
-    request = make(words, block=16)
-    proposal = request.push(words.encode(response([_PHRASES[2]] * 3)))[-1]
-    assert [pair.src_start for pair in proposal.pairs] == [17]
-
-
-def test_a_later_candidate_fills_what_the_first_left_open() -> None:
-    words = Words()
-    request = make(words, block=6, use_structure=False, soft=0.5, strict=0.5)
-    steps = ["a b c d e f X h i j k l", "a b c d e f g h X j k l", "a b c d e f g h i j k l"]
-    pairs = request.push(words.encode(response(steps)))[-1].pairs
-    # The more recent of the two equally similar steps gives its first block,
-    # the other one nothing more: its only other equal block is covered.
-    assert [(pair.dst_start, pair.src_start) for pair in pairs] == [(26, 13), (33, 7)]
+@pytest.mark.parametrize(
+    ("knobs", "dropped", "shares"),
+    [
+        ({}, 1, False), ({"use_structure": False}, 0, True),
+        ({"structure_tolerance": 1}, 1, False), ({"structure_tolerance": 2}, 0, True),
+    ],
+)  # fmt: skip
+def test_a_differing_number_is_not_shared_unless_structure_allows_it(
+    knobs: dict[str, Any], dropped: int, shares: bool
+) -> None:
+    request, _ = propose([_PHRASES[0], _PHRASES[1]], block=4, **knobs)
+    assert (request.counters.candidates, request.counters.dropped_structure) == (1, dropped)
+    assert (request.counters.pairs > 0) is shares
 
 
 @pytest.mark.parametrize("align", ["tokens", "index"])
 def test_whole_pages(align: str) -> None:
-    words = Words()
-    request = make(words, start=6, block=4, page_size=4, align=align)
     # Two steps of 16 tokens: the second lies on the same page phase.
-    proposal = request.push(words.encode(response([_PHRASES[2][:-2]] * 2)))[-1]
-    assert [pair[:2] for pair in proposal.pairs] == [(24, 8), (28, 12), (32, 16)]
+    _, proposals = propose([_PHRASES[2][:-2]] * 2, start=6, block=4, page_size=4, align=align)
+    assert [pair[:2] for pair in proposals[-1].pairs] == [(24, 8), (28, 12), (32, 16)]
 
 
-def test_bounds_on_blocks_candidates_and_checks() -> None:
-    words = Words()
-    text = response([_PHRASES[2]] * 5)
-    request = make(words, block=2, max_blocks_per_step=3)
-    assert len(request.push(words.encode(text))[-1].pairs) == 3
-    request = make(words, block=2, max_structure_checks=2)
-    last = request.push(words.encode(text))[-1]
-    assert (last.counters.candidates, last.counters.dropped_excess) == (4, 3)
-
-
-@pytest.mark.parametrize(("max_candidates", "sources"), [(1, [13]), (2, [0, 13])])
-def test_sources_of_one_step_are_bounded(max_candidates: int, sources: list[int]) -> None:
-    """Each of two earlier steps holds one half of the third."""
-    words = Words()
-    halves = ["a b c d e f m n o p q r", "s t u v w x g h i j k l", "a b c d e f g h i j k l"]
-    request = make(
-        words, block=6, strict=0.4, soft=0.4, use_structure=False, max_candidates=max_candidates
-    )
-    pairs = request.push(words.encode(response(halves)))[-1].pairs
-    assert [pair.src_start - pair.src_start % 13 for pair in pairs] == sources
+def test_bounds_on_blocks_and_checks() -> None:
+    _, proposals = propose([_PHRASES[2]] * 5, block=2, max_blocks_per_step=3)
+    assert len(proposals[-1].pairs) == 3
+    _, proposals = propose([_PHRASES[2]] * 5, block=2, max_structure_checks=2)
+    last = proposals[-1].counters
+    assert (last.candidates, last.dropped_excess) == (4, 3)
 
 
 def test_a_step_over_a_bound_shares_nothing() -> None:
-    words = Words()
-    request = make(words, block=2, limits=Limits(max_chars=30))
-    proposals = request.push(words.encode(response([_PHRASES[2]] * 2)))
-    assert proposals[1].pairs == ()
-    assert proposals[1].counters.dropped_over_bound == 1
-    assert proposals[1].counters.over_bound == 2
-    found = proposals[1].step.signature
-    assert found is not None and found.bound
+    _, (_, last) = propose([_PHRASES[2]] * 2, block=2, limits=Limits(max_chars=30))
+    assert last.pairs == ()
+    assert (last.counters.dropped_over_bound, last.counters.over_bound) == (1, 2)
+    assert last.step.signature is not None and last.step.signature.bound
 
 
 def test_code_after_a_blank_line_inside_a_fence_is_code() -> None:
     """The second step has no fence of its own and would read as prose."""
-    words = Words()
-    request = make(words, block=2)
-    opened = "``` python\nx = 1"
-    text = response([opened, "return total later", "return total later", "```"])
-    proposals = request.push(words.encode(text))
-    assert [proposal.step.in_code for proposal in proposals] == [False, True, True, True]
+    steps = ["``` python\nx = 1", "return total later", "return total later", "```", "after"]
+    _, proposals = propose(steps, block=2)
+    assert [p.step.in_code for p in proposals] == [False, True, True, True, False]
     found = proposals[2].step.signature
     assert found is not None and found.digest
-    assert not request.push(words.encode(response(["after"])))[0].step.in_code
-
-
-def test_structure_tolerance_reaches_the_filter() -> None:
-    words = Words()
-    for tolerance, shares in ((1, False), (2, True)):
-        request = make(words, block=4, structure_tolerance=tolerance)
-        request.push(words.encode(response([_PHRASES[0], _PHRASES[1]])))
-        assert (request.counters.pairs > 0) is shares
 
 
 def test_random_sharing_is_seeded_in_range_and_of_the_given_ratio() -> None:
     rng = random.Random(5)
-    words = Words()
     phrases = [" ".join(f"w{rng.randrange(500)}" for _ in range(rng.randrange(3, 30)))
                for _ in range(300)]  # fmt: skip
-    token_ids = words.encode(response(phrases))
 
     def run(**knobs: Any) -> list[Proposal]:
-        return make(words, start=7, block=4, random_ratio=0.25, **knobs).push(token_ids)
+        return propose(phrases, start=7, block=4, random_ratio=0.25, **knobs)[1]
 
     proposals = run()
     assert [p.pairs for p in proposals] == [p.pairs for p in run()]
@@ -247,18 +203,198 @@ def test_random_sharing_is_seeded_in_range_and_of_the_given_ratio() -> None:
 
 
 def test_blank_tokens_between_steps_do_not_pile_up() -> None:
-    words = Words()
-    request = make(words, block=2)
-    request.push(words.encode("\n\n " * 5000))
-    request.push(words.encode("one two \n\n"))
-    assert request.counters.steps == 1
-    assert request.position == 5003
+    request = make(Words(), block=2)
+    request.push(Words().encode("\n\n " * 5000 + "one two \n\n"))
+    assert (request.counters.steps, request.position) == (1, 5003)
 
 
 @pytest.mark.parametrize(("fixed_tau", "num_candidates"), [(0.8, 0), (0.79, 1)])
 def test_a_candidate_is_strictly_above_the_threshold(fixed_tau: float, num_candidates: int) -> None:
     """Counts (1,1,2) and (1,2,2): cosine exactly 0.8."""
-    words = Words()
-    request = make(words, fixed_tau=fixed_tau, length_factor=False, use_structure=False)
-    request.push(words.encode(response(["up up down", "up down down"])))
+    knobs = {"fixed_tau": fixed_tau, "length_factor": False, "use_structure": False}
+    request, _ = propose(["up up down", "up down down"], **knobs)
     assert request.counters.candidates == num_candidates
+
+
+_TOKEN_IDS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+
+
+@settings(deadline=None)
+@given(_TOKEN_IDS, _TOKEN_IDS, st.integers(0, 9), st.integers(50, 59), st.integers(1, 6),
+       st.booleans(), st.sampled_from(["tokens", "index"]), st.data())  # fmt: skip
+def test_pairs_are_sound(
+    src_ids: list[int], dst_ids: list[int], src_start: int, dst_start: int, block: int,
+    is_paged: bool, mode: AlignMode, data: st.DataObject,
+) -> None:  # fmt: skip
+    """In range, on the grid, clear of covered tokens, ascending, without overlap."""
+    page_size = block if is_paged else 1
+    src, dst = step_of(src_ids, src_start), step_of(dst_ids, dst_start)
+    flags = data.draw(
+        st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=len(dst), max_size=len(dst))
+    )
+    covered = bytearray(flags)
+    pairs = align_blocks(dst, src, block, page_size, mode, covered)
+    assert bytes(covered) == bytes(flags)
+    free_from = dst.start
+    for pair in pairs:
+        i, j = pair.dst_start - dst.start, pair.src_start - src.start
+        assert pair.dst_start >= free_from
+        assert pair.dst_start + block <= dst.end
+        assert src.start <= pair.src_start <= src.end - block
+        assert not any(flags[i : i + block])
+        if page_size > 1:
+            assert pair.dst_start % page_size == pair.src_start % page_size == 0
+        if mode == "tokens":
+            assert dst_ids[i : i + block] == src_ids[j : j + block]
+        free_from = pair.dst_start + block
+
+
+@settings(deadline=None)
+@given(_TOKEN_IDS, _TOKEN_IDS, st.integers(1, 8), st.integers(0, 20))
+def test_tokens_mode_misses_nothing(
+    src_ids: list[int], dst_ids: list[int], block: int, gap: int
+) -> None:
+    """Greedy from the left: between two pairs no block of the source occurs. Repeats inside the
+    step do not pull a copy off its diagonal."""
+    src = step_of(src_ids)
+    pairs = align_blocks(step_of(dst_ids, 100), src, block)
+    taken = {pair.dst_start - 100 + k for pair in pairs for k in range(block)}
+    grams = {tuple(src_ids[j : j + block]) for j in range(len(src_ids) - block + 1)}
+    for i in range(len(dst_ids) - block + 1):
+        if not taken & set(range(i, i + block)):
+            assert tuple(dst_ids[i : i + block]) not in grams
+    start = len(src_ids) + gap
+    expected = [BlockPair(start + k, k) for k in range(0, len(src_ids) - block + 1, block)]
+    assert align_blocks(step_of(src_ids, start), src, block) == expected
+
+
+@pytest.mark.parametrize(
+    ("dst", "src", "block", "expected"),
+    [
+        ("abcdef", "abcdef", 2, [(0, 0), (2, 2), (4, 4)]),
+        ("xabcdef", "abcdef", 2, [(1, 0), (3, 2), (5, 4)]),
+        # One token replaced: the diagonal goes on behind it.
+        ("abXcdab", "abYcdab", 2, [(0, 0), (3, 3), (5, 5)]),
+        # The diagonal does not fit: nearest later occurrence, else the first.
+        ("abcd", "cdabxcd", 2, [(0, 2), (2, 5)]), ("abcd", "cdcdab", 2, [(0, 4), (2, 0)]),
+        # A source block may serve twice.
+        ("abab", "abz", 2, [(0, 0), (2, 0)]),
+        ("abc", "xyz", 2, []), ("ab", "abc", 3, []), ("abc", "ab", 3, []),
+    ],
+)  # fmt: skip
+def test_choices(dst: str, src: str, block: int, expected: list[tuple[int, int]]) -> None:
+    """For steps written as one letter a token."""
+    found = align_blocks(step_of([*map(ord, dst)], 1000), step_of([*map(ord, src)]), block)
+    assert [(i - 1000, j) for i, j in found] == expected
+
+
+def test_blocks_are_whole_pages_only() -> None:
+    """Page 4: the source holds pages 4 and 8, the destination 16 and 20."""
+    src: Step = step_of([9, 1, 2, 3, 4, 5, 6, 7, 8, 9], start=3)
+    dst: Step = step_of([5, 6, 7, 8, 1, 2, 3, 4, 9], start=16)
+    assert align_blocks(dst, src, 4, 4) == [BlockPair(16, 8), BlockPair(20, 4)]
+    assert align_blocks(step_of(list(dst.token_ids), start=17), src, 4, 4) == []
+    assert align_blocks(dst, src, 4, 4, "index") == [BlockPair(16, 4), BlockPair(20, 8)]
+
+
+def test_covered_tokens_and_the_kth_blocks_whatever_they_hold() -> None:
+    """A covered token takes its whole page out."""
+    step = step_of([7] * 12, start=16)
+    found = align_blocks(step, step_of([7] * 12), 4, 4, covered=b"\0\1" + bytes(10))
+    assert found == [BlockPair(20, 4), BlockPair(24, 8)]
+    src, dst = step_of(list(range(7)), start=5), step_of(list(range(90, 100)), start=30)
+    for covered, expected in ((b"", [(30, 5), (33, 8)]), (b"\0\1" + bytes(8), [(33, 8)])):
+        assert align_blocks(dst, src, 3, mode="index", covered=covered) == expected
+
+
+def test_a_page_size_of_uniform_tokens_stays_linear() -> None:
+    """Every block equals every other: the worst case for looking up occurrences."""
+    step = step_of([7] * 20_000)
+    later = step_of([7] * 20_000, start=20_000)
+    assert len(align_blocks(later, step, 16)) == 20_000 // 16
+
+
+_DEFAULTS = ReasonCacheConfig().to_dict()
+#: The paper's rule in full.
+_PAPER: dict[str, Any] = {"match": "steps", "direction": "oldest", "min_age": 0, "block": 16}
+_PAPER |= {"percentile": 80.0, "warmup": 128}
+_MEMSHARE_ROW = {"length_factor": False, "use_structure": False, "align": "index"}
+
+#: What each row of the papers' tables changes in it.
+_EXPECTED: dict[str, dict[str, Any]] = {
+    "newest": {},
+    "reasoncache": {},
+    "memshare": _MEMSHARE_ROW | {"fixed_tau": 0.8},
+    "memshare-0.9": _MEMSHARE_ROW | {"fixed_tau": 0.9},
+    "cosine": {"use_structure": False, "percentile": 100.0, "warmup": 0},
+    "cosine-structure": {"percentile": 100.0, "warmup": 0},
+    "p20": {"percentile": 20.0},
+    "p50": {"percentile": 50.0},
+    "p80": {},
+    "p100": {"percentile": 100.0, "warmup": 0},
+    "fixed-0.8": {"fixed_tau": 0.8},
+    "fixed-0.9": {"fixed_tau": 0.9},
+    "sentence-bert": {"encoder": "sentence-bert"},
+    "embedding": {"encoder": "embedding"},
+    "cosine-distance": {"distance": "cosine"},
+    "random": {"use_structure": False, "percentile": 100.0, "warmup": 0, "random_ratio": 0.3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *_EXPECTED])
+def test_a_preset_changes_what_its_row_says_and_explicit_values_win(name: str) -> None:
+    resolved = ReasonCacheConfig.from_mapping({"preset": name}).to_dict()
+    assert resolved.pop("preset") == name
+    base = _DEFAULTS if name == "newest" else _DEFAULTS | _PAPER
+    changed = {field: value for field, value in resolved.items() if value != base[field]}
+    assert changed == _EXPECTED[name]
+    given = {"percentile": 33.0, "warmup": 7, "encoder": "tokens", "distance": "euclidean"}
+    explicit = ReasonCacheConfig.from_mapping({"preset": name, **given}).to_dict()
+    assert given.items() <= explicit.items()
+    knobs = filter_knobs(name)
+    config = FilterConfig(**knobs)
+    assert {field: getattr(config, field) for field in knobs} == knobs
+    fields = {field.name for field in dataclasses.fields(FilterConfig)}
+    assert set(PRESETS[name]) - fields == set(PRESETS[name]) - set(knobs)
+
+
+@pytest.mark.parametrize("preset", ["p30", "", None, 80, ["p20"]])
+def test_an_unknown_preset_is_refused_with_the_names(preset: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ReasonCacheConfig.from_mapping({"preset": preset})
+    assert "--reasoncache-preset must be one of " in str(caught.value)
+    assert all(name in str(caught.value) for name in PRESETS)
+
+
+def test_at_percentile_100_the_first_finite_distance_may_share() -> None:
+    for name, row in PRESETS.items():
+        config = ReasonCacheConfig.from_mapping({"preset": name})
+        threshold = AdaptiveThreshold(config.percentile, config.warmup, config.half_life or None)
+        decided = threshold.decide([5.0, float("nan")]).tolist()
+        assert decided == [row.get("percentile", 100.0) == 100.0, False]
+
+
+_LONGER = "p q r s \n\n p q r s p q r s p q r s \n\n"
+_ONE_OFF = "a b c d e f \n\n a b c d e g \n\n"
+
+
+@pytest.mark.parametrize(
+    ("preset", "text", "is_candidate"),
+    [
+        # Fixed 0.8 on the plain cosine: a step three times as long is still a candidate.
+        ("memshare", _LONGER, True), ("fixed-0.8", _LONGER, False), ("reasoncache", _LONGER, False),
+        # Five of six tokens in common: a cosine of 0.83.
+        ("memshare", _ONE_OFF, True), ("memshare-0.9", _ONE_OFF, False),
+    ],
+)  # fmt: skip
+def test_lexical_thresholds(preset: str, text: str, is_candidate: bool) -> None:
+    request = make(Words(), block=2, **filter_knobs(preset))
+    request.push(Words().encode(text))
+    assert bool(request.counters.candidates) is is_candidate
+
+
+def test_the_documents_table_lists_the_presets_in_order() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "filter.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Presets\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
+    assert [name for row in rows for name in re.findall(r"`([^`]+)`", row)] == list(PRESETS)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -26,9 +27,8 @@ from sglang_reasoncache.filter.encoder import EmbeddingEncoder
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.request_filter import RequestFilter
-from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.span import ReasoningSpan
 from sglang_reasoncache.filter.structure.tree import Limits
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from tests.filter.made_tokenizers import made, read, traces
@@ -45,17 +45,16 @@ Make = Callable[..., FilterProcess]
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Starts processes and ends them."""
-    made: list[FilterProcess] = []
+    with contextlib.ExitStack() as made:
 
-    def start(
-        config: FilterConfig = _CONFIG, vocabulary: Vocabulary = Words.vocabulary, **knobs: Any
-    ) -> FilterProcess:
-        made.append(FilterProcess(config, vocabulary, **knobs))
-        return made[-1]
+        def start(
+            config: FilterConfig = _CONFIG, vocabulary: Vocabulary = Words.vocabulary, **knobs: Any
+        ) -> FilterProcess:
+            engine = FilterProcess(config, vocabulary, **knobs)
+            made.callback(engine.shut_down)
+            return engine
 
-    yield start
-    for one in made:
-        one.shut_down()
+        yield start
 
 
 def feed(engine: FilterProcess, requests: Sequence[int], *tokens: Sequence[int]) -> None:
@@ -81,15 +80,11 @@ def check_it_works(engine: FilterProcess) -> None:
     assert len(take_all(engine)) == 1
 
 
-def wait_until(found: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not found():
+def wait_until_it_failed(engine: FilterProcess) -> None:
+    deadline = time.monotonic() + 20
+    while engine.ready() >= 0:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def failed(engine: FilterProcess) -> bool:
-    return engine.ready() < 0
 
 
 def instead_of_the_child(engine: FilterProcess) -> socket.socket:
@@ -135,31 +130,26 @@ _TEXT = (
 @pytest.mark.parametrize(
     ("knobs", "markers"),
     [
-        ({}, ()),
-        ({}, _MARKERS),
-        ({"fixed_tau": 0.3, "length_factor": False, "align": "index"}, ()),
+        ({}, ()), ({}, _MARKERS), ({"fixed_tau": 0.3, "length_factor": False, "align": "index"}, ()),
         ({"limits": Limits(max_chars=9), "max_history_steps": 2}, ()),
         ({"page_size": 2, "soft": 0.0, "use_structure": False}, ()),
-        ({"random_ratio": 0.5, "seed": 3}, _MARKERS),
-        ({"structure_tolerance": 1}, ()),
+        ({"random_ratio": 0.5, "seed": 3}, _MARKERS), ({"structure_tolerance": 1}, ()),
+        ({"encoder": "embedding"}, ()),
     ],
-)
+)  # fmt: skip
 def test_same_results_as_the_filter_in_this_process(
     make: Make, knobs: dict[str, Any], markers: tuple[frozenset[int], ...]
 ) -> None:
     config = FilterConfig(block=2, **knobs)
     tokens = Words().encode(f"{_TEXT} \n\n " * 3)
-    engine = make(config, markers=markers or None)
-    assert in_child(engine, tokens) == in_process(config, Words.vocabulary, tokens, markers)
-
-
-def test_same_results_with_an_embedding(make: Make) -> None:
-    config = FilterConfig(block=2, encoder="embedding")
-    rng = np.random.default_rng(0)
-    matrix = rng.normal(size=(Words.vocabulary.size, 8)).astype(np.float32)
-    tokens = Words().encode(f"{_TEXT} \n\n " * 3)
-    expected = in_process(config, Words.vocabulary, tokens, (), EmbeddingEncoder(matrix))
-    assert in_child(make(config, embedding=matrix), tokens) == expected
+    matrix, encoder = None, None
+    if "encoder" in knobs:
+        rng = np.random.default_rng(0)
+        matrix = rng.normal(size=(len(Words.vocabulary.pieces), 8)).astype(np.float32)
+        encoder = EmbeddingEncoder(matrix)
+    expected = in_process(config, Words.vocabulary, tokens, markers, encoder)
+    engine = make(config, markers=markers or None, embedding=matrix)
+    assert in_child(engine, tokens) == expected
 
 
 def test_same_results_on_real_responses(make: Make) -> None:
@@ -190,8 +180,7 @@ def test_many_requests_come_back_in_order(make: Make) -> None:
 
 def test_closed_and_unknown_requests(make: Make) -> None:
     engine = make()
-    request = engine.open(0, True)
-    feed(engine, [request], _STEP * 3)
+    request = feed_new(engine, _STEP * 3)
     engine.close(request)
     engine.close(request)
     feed(engine, [request], _STEP)
@@ -221,16 +210,13 @@ def test_takes_so_many_replies_or_enough_pairs(make: Make) -> None:
 def test_sheds_by_what_was_fed_and_taken(make: Make, hurried: bool) -> None:
     """Not by how fast the process is."""
     engine = make(max_pending=10)
-    request = engine.open(0, True)
-    feed(engine, [request], _STEP * 100)
+    request = feed_new(engine, _STEP * 100)
     if not hurried:
         engine.wait()
-    feed(engine, [request], _STEP)
-    taken = take_all(engine)
-    assert (len(taken), engine.steps_shed) == (10, 91)
-    feed(engine, [request], _STEP * 12)
-    taken = take_all(engine)
-    assert (len(taken), engine.steps_shed) == (10, 93)
+    for steps, shed in ((1, 91), (12, 93)):
+        feed(engine, [request], _STEP * steps)
+        taken = take_all(engine)
+        assert (len(taken), engine.steps_shed) == (10, shed)
     # Steps that were shed are no candidates.
     assert taken[-1].counters.candidates == 19
     assert taken[0].start == 101 * len(_STEP)
@@ -241,13 +227,11 @@ def test_a_fence_is_followed_through_shed_steps(make: Make) -> None:
     code, fence = Words().encode("p x = 1 \n\n"), Words().encode("``` one \n\n")
     engine = make(max_pending=1)
     request = engine.open(0, True)
-    feed(engine, [request], code)
-    feed(engine, [request], fence)
-    take_all(engine)
-    feed(engine, [request], fence)
-    take_all(engine)
-    feed(engine, [request], code)
-    (last,) = take_all(engine)
+    for news in ((code, fence), (fence,), (code,)):
+        for tokens in news:
+            feed(engine, [request], tokens)
+        taken = take_all(engine)
+    (last,) = taken
     assert engine.steps_shed == 1
     assert [pair.src_start for pair in last.pairs] == [0, 2]
 
@@ -255,37 +239,28 @@ def test_a_fence_is_followed_through_shed_steps(make: Make) -> None:
 # -- failures ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["idle", "busy"])
-def test_a_killed_process_is_started_anew(
+@pytest.mark.parametrize("when", ["idle", "busy", "on another rank"])
+def test_a_process_that_failed_is_started_anew(
     make: Make, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make()
-    request = engine.open(0, True)
-    feed(engine, [request], _STEP * (20_000 if when == "busy" else 1))
-    if when == "idle":
+    before = engine.pid
+    request = feed_new(engine, _STEP * (20_000 if when == "busy" else 1))
+    if when != "busy":
         take_all(engine)
-    os.kill(engine.pid, signal.SIGKILL)
     feed(engine, [request], _STEP)
-    wait_until(lambda: failed(engine))
-    assert engine.outstanding == (2 if when == "busy" else 1)
+    if when != "on another rank":
+        os.kill(engine.pid, signal.SIGKILL)
+        wait_until_it_failed(engine)
+        assert engine.outstanding == (2 if when == "busy" else 1)
     with caplog.at_level(logging.WARNING):
         engine.restart()
-    assert "is started anew" in caplog.text
+    assert "is started anew" in caplog.text and not psutil.pid_exists(before)
     assert (engine.outstanding, engine.restarts, engine.given_up) == (0, 1, False)
     # It knows nothing of the request that ran, and follows new ones.
     other = engine.open(0, True)
     feed(engine, [request, other], _STEP, _STEP * 2)
     assert [(r.request, len(r.pairs)) for r in take_all(engine)] == [(other, 0), (other, 2)]
-
-
-def test_a_rank_that_did_not_fail_restarts_with_the_others(make: Make) -> None:
-    engine = make()
-    before = engine.pid
-    feed_new(engine)
-    engine.wait()
-    engine.restart()
-    assert (engine.outstanding, engine.ready(), engine.restarts) == (0, 0, 1)
-    assert not psutil.pid_exists(before)
 
 
 def test_after_three_restarts_it_is_given_up_and_says_so_once(
@@ -295,7 +270,7 @@ def test_after_three_restarts_it_is_given_up_and_says_so_once(
     for restarts in (1, 2, 3, 3):
         os.kill(engine.pid, signal.SIGKILL)
         feed_new(engine)
-        wait_until(lambda: failed(engine))
+        wait_until_it_failed(engine)
         engine.restart()
         assert (engine.restarts, engine.given_up) == (restarts, caplog.text.count("given up") > 0)
     assert engine.given_up and engine.pid == 0
@@ -329,16 +304,16 @@ def test_a_process_that_says_nothing_is_hung(make: Make, monkeypatch: pytest.Mon
     engine = make()
     monkeypatch.setattr(process, "SILENT_SECONDS", 0.3)
     os.kill(engine.pid, signal.SIGSTOP)
-    assert not failed(engine), "nothing is asked of it"
+    assert engine.ready() >= 0, "nothing is asked of it"
     feed_new(engine)
     start = time.monotonic()
-    wait_until(lambda: failed(engine))
+    wait_until_it_failed(engine)
     assert time.monotonic() - start > 0.25
     # A pause of the scheduler itself is no silence of the process.
     engine.restart()
     feed_new(engine)
     time.sleep(0.5)
-    assert not failed(engine)
+    assert engine.ready() >= 0
 
 
 _GOOD = [21, 1, 0, 1, 0, 0, 5, 7, 1, *[0] * 10, 2, 0]
@@ -372,38 +347,25 @@ def test_a_reply_in_pieces_is_read(make: Make) -> None:
     assert (result.start, result.end, result.pairs) == (0, 5, ((2, 0),))
 
 
+@pytest.mark.parametrize("refused", [(socket, "socketpair"), (subprocess, "Popen")])
 def test_a_process_that_cannot_be_started_is_a_failure(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch, refused: tuple[Any, str]
 ) -> None:
+    """And an exception only at the server's start."""
     engine = make()
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no memory")
 
-    monkeypatch.setattr(process.subprocess, "Popen", refuse)
+    monkeypatch.setattr(*refused, refuse)
     engine.restart()
     feed_new(engine)
     assert engine.ready() == -1
     with pytest.raises(RuntimeError, match="cannot be started: no memory"):
         make()
-
-
-def test_no_socket_is_a_failure_and_not_an_exception(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make()
-    monkeypatch.setattr(socket, "socketpair", _no_socket)
-    engine.restart()
-    feed_new(engine)
-    assert engine.ready() == -1
     monkeypatch.undo()
     engine.restart()
-    feed_new(engine)
-    take_all(engine)
-
-
-def _no_socket() -> None:
-    raise OSError(24, "Too many open files")
+    check_it_works(engine)
 
 
 def test_more_open_files_than_select_knows(make: Make) -> None:
@@ -413,8 +375,7 @@ def test_more_open_files_than_select_knows(make: Make) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
     try:
-        feed_new(engine := make())
-        assert len(take_all(engine)) == 1
+        check_it_works(make())
     finally:
         for file in held:
             os.close(file)
@@ -426,8 +387,7 @@ def test_modules_of_the_current_folder_are_not_imported(
 ) -> None:
     (tmp_path / "random.py").write_text("raise RuntimeError")
     monkeypatch.chdir(tmp_path)
-    feed_new(engine := make())
-    assert len(take_all(engine)) == 1
+    check_it_works(make())
 
 
 def test_a_request_whose_step_raises_costs_no_other(
@@ -460,14 +420,10 @@ def test_a_sentence_model_that_is_not_there_is_told_at_the_start(make: Make) -> 
 # -- its life --------------------------------------------------------------------
 
 
-def test_a_terminals_interrupt_does_not_end_it(make: Make) -> None:
+def test_a_terminals_interrupt_does_not_end_it_but_the_end_of_its_input(make: Make) -> None:
     engine = make()
     os.kill(engine.pid, signal.SIGINT)
     check_it_works(engine)
-
-
-def test_it_ends_when_its_input_does(make: Make) -> None:
-    engine = make()
     child = psutil.Process(engine.pid)
     assert engine._socket is not None
     engine._socket.close()
@@ -488,12 +444,9 @@ time.sleep(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_it_ends_with_its_parent(number: signal.Signals) -> None:
     env = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    command, out = [sys.executable, "-c", _PARENT], subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", _PARENT],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+        command, env=env, stdout=out, stderr=subprocess.DEVNULL, text=True
     ) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))

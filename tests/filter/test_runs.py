@@ -14,8 +14,8 @@ from sglang_reasoncache.filter import runs
 from sglang_reasoncache.filter.aging import AgeRule
 from sglang_reasoncache.filter.align import BlockPair
 from sglang_reasoncache.filter.runs import RunMatcher
+from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.step import Step
 
 STEPS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=6)
 

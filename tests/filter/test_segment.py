@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segmentation of a token stream equals splitting the decoded text at blank lines."""
+"""Steps of a token stream equal splitting the decoded text at blank lines; bytes of tokens."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,12 +21,15 @@ from sglang_reasoncache.filter.segment import (
     ENDS,
     OPENS,
     STARTS,
+    ReasoningMarkers,
+    ReasoningSpan,
     Segmenter,
     TokenClasses,
     classify,
 )
-from sglang_reasoncache.filter.vocabulary import Vocabulary
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 from tests.filter.made_tokenizers import NAMES, TEXT, made, read, traces
+from tests.filter.words import Words
 
 _WHITE = " \t\r\n"
 
@@ -59,40 +65,9 @@ def test_token_class(text: str, expected: int) -> None:
     assert classify(text.encode()) == expected
 
 
-def test_part_of_a_character_is_visible() -> None:
+def test_part_of_a_character_is_visible_and_no_token_blank() -> None:
     classes = TokenClasses(Vocabulary([bytes([byte]) for byte in "数".encode()]))
-    assert [classes(i) for i in range(3)] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("token_id", [-1, 2, 1 << 40])
-def test_an_id_outside_the_vocabulary_is_blank(token_id: int) -> None:
-    classes = classes_of(["a", "b"])
-    assert (classes(token_id), classes(0)) == (BLANK, 0)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "expected"),
-    [
-        (["one", " two", ".\n\n", "three"], [(0, 3)]),
-        (["one", "\n\n", "two", "\n\n"], [(0, 2), (2, 4)]),
-        (["one", ".\n", "\n", "two"], [(0, 3)]),
-        (["one", ".\n", "two", "\n", "\n"], [(0, 5)]),
-        (["one", "\n", " ", "\t", "\n", "two"], [(0, 5)]),
-        # Further blank tokens belong to no step and open none.
-        (["one", "\n\n", "\n", "\n\n", " ", "two", "\n\n"], [(0, 2), (5, 7)]),
-        (["\n\n", "one", "\n\n"], [(1, 3)]),
-        # A step of one token that carries its own delimiter.
-        (["one", "\n\n", "?\n\n", "two"], [(0, 2), (2, 3)]),
-        # Blank line completed by a token with text: it starts the next step.
-        (["one", "\n\ntwo", "\n\n"], [(0, 1), (1, 3)]),
-        (["one", "\n", "\ntwo", "\n\n"], [(0, 2), (2, 4)]),
-        (["one", "\n", "\ntwo\n", "\n"], [(0, 2), (2, 4)]),
-        (["one", "\n", "", "\n"], [(0, 4)]),
-        (["one", "\n", "two", "\n", "three"], []),
-    ],
-)
-def test_spans(pieces: list[str], expected: list[tuple[int, int]]) -> None:
-    assert spans_of(pieces) == expected
+    assert [*map(classes, (0, 1, 2, -1, 3, 1 << 40))] == [0] * 3 + [BLANK] * 3
 
 
 def test_long_steps_are_cut() -> None:
@@ -100,14 +75,15 @@ def test_long_steps_are_cut() -> None:
     assert spans_of(pieces, max_step_tokens=3) == [(0, 3), (3, 6), (6, 8), (8, 11)]
     # A delimiter right after a cut opens no step.
     assert spans_of(["a", "b", "\n", "\n", "c", "\n\n"], max_step_tokens=2) == [(0, 2), (4, 6)]
+    # A blank line completed by a token with text: it starts the next step.
+    assert spans_of(["one", "\n", "\ntwo\n", "\n", "\n", " "]) == [(0, 2), (2, 4)]
 
 
 def test_an_open_step_can_be_closed() -> None:
     segmenter = Segmenter(classes_of(["a", "\n", "\n\n"]), 10)
     assert segmenter.close(0) is None
     assert [segmenter.push(token, 5 + token) for token in (0, 1)] == [None, None]
-    assert segmenter.close(7) == (5, 7)
-    assert segmenter.close(7) is None
+    assert (segmenter.close(7), segmenter.close(7)) == ((5, 7), None)
     # The newline before it is forgotten.
     assert [segmenter.push(token, 7 + i) for i, token in enumerate((0, 1))] == [None, None]
     assert segmenter.start == 7
@@ -126,6 +102,8 @@ def test_same_steps_as_splitting_the_text(pieces: list[str]) -> None:
     steps = ["".join(pieces[start:end]) for start, end in spans]
     # The last part has not ended yet.
     assert [step.strip(_WHITE) for step in steps] == split_text(f"{''.join(pieces)}.")[:-1]
+    # Blank tokens between two steps belong to none.
+    assert all(pieces[start].strip(_WHITE) for start, _ in spans)
     for (_, end), (start, _) in pairwise(spans):
         assert end <= start
         assert not "".join(pieces[end:start]).strip()
@@ -160,7 +138,7 @@ def found_steps(vocabulary: Vocabulary, classes: TokenClasses, token_ids: list[i
 
 def straddling(vocabulary: Vocabulary, token_ids: list[int]) -> set[int]:
     """Ids of tokens across a blank line, or from one to the next."""
-    return {i for i in set(token_ids) if _STRADDLES.search(vocabulary.bytes_of(i))}
+    return {i for i in set(token_ids) if _STRADDLES.search(vocabulary.pieces[i])}
 
 
 def check(name: str, text: str) -> tuple[int, int]:
@@ -174,25 +152,15 @@ def check(name: str, text: str) -> tuple[int, int]:
     if not across:
         assert steps == split_text(decoded)
         return len(steps), 0
-    squeezed = [_WHITE_RUNS.sub("", step) for step in steps]
-    assert squeezed == [
-        _WHITE_RUNS.sub("", step) for step in split_text(_shifted(vocabulary, token_ids, across))
-    ]
-    return len(steps), sum(token in across for token in token_ids)
-
-
-_WHITE_RUNS = re.compile(f"[{_WHITE}]+")
-
-
-def _shifted(vocabulary: Vocabulary, token_ids: list[int], across: set[int]) -> str:
-    """The text with one blank line behind each straddling token, none inside."""
-    pieces = []
-    for token in token_ids:
-        piece = vocabulary.bytes_of(token)
-        if token in across:
-            piece = piece.translate(None, _WHITE.encode()) + b"\n\n"
-        pieces.append(piece)
-    return b"".join(pieces).decode(errors="replace")
+    # One blank line behind each straddling token, none inside.
+    pieces = [(vocabulary.pieces[token], token in across) for token in token_ids]
+    shifted = b"".join(
+        piece.translate(None, _WHITE.encode()) + b"\n\n" if is_across else piece
+        for piece, is_across in pieces
+    )
+    expected = split_text(shifted.decode(errors="replace"))
+    assert ["".join(step.split()) for step in steps] == ["".join(step.split()) for step in expected]
+    return len(steps), sum(is_across for _, is_across in pieces)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -230,22 +198,6 @@ def test_real_responses(name: str) -> None:
     assert num_across == 0 or name in ("no_split", "unigram")
 
 
-@pytest.mark.parametrize("name", ["cl100k", "llama2", "no_split"])
-def test_the_filter_finds_the_same_steps_in_chunks(name: str) -> None:
-    """Whatever number of tokens each forward brings."""
-    tokenizer, vocabulary, classes = made(name), read(name), _classes(name)
-    token_ids = tokenizer.encode(TEXT + "\n\n", add_special_tokens=False)
-    expected = found_steps(vocabulary, classes, token_ids)
-    for chunk in (1, 2, 7, len(token_ids)):
-        request = RequestFilter(FilterConfig(use_structure=False), classes, vocabulary, 0)
-        steps = [
-            vocabulary.text(proposal.step.token_ids).strip(_WHITE)
-            for at in range(0, len(token_ids), chunk)
-            for proposal in request.push(token_ids[at : at + chunk])
-        ]
-        assert steps == expected
-
-
 def test_a_straddling_token_goes_to_the_step_before_it() -> None:
     pieces = [b"a", b" b", b".\n\nc", b" d", b";\n\n//\n\n", b"e\n\nf", b"\n\ng", b"\n\n"]
     vocabulary = Vocabulary(pieces)
@@ -253,3 +205,152 @@ def test_a_straddling_token_goes_to_the_step_before_it() -> None:
     assert straddling(vocabulary, token_ids) == {2, 4, 5}
     steps = found_steps(vocabulary, TokenClasses(vocabulary), token_ids)
     assert steps == ["a b.\n\nc", "d;\n\n//", "e\n\nf", "g"]
+
+
+# -- what the model marks as reasoning --
+
+_START, _END = frozenset({1}), frozenset({2})
+
+
+def test_a_marker_is_no_reasoning_and_one_that_is_both_closes() -> None:
+    span = ReasoningSpan(_START | {3}, _END | {3}, True)
+    # Forced reasoning whose model writes the marker nevertheless; a second end.
+    found = [span.push(token) for token in (5, 1, 5, 2, 2, 5, 1, 5, 3, 5)]
+    assert found == [True, False, True, False, False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "force", "expected"),
+    [
+        ([], False, False), ([], True, True), ([7, 8], True, True), ([7, 1], False, True),
+        ([7, 1, 2, 9], True, False), ([1, 2, 9, 1, 9], False, True),
+    ],
+)  # fmt: skip
+def test_the_last_marker_of_the_prompt_decides(
+    prompt: list[int], force: bool, expected: bool
+) -> None:
+    assert ReasoningMarkers(_START, _END, force).inside_after(prompt) is expected
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from(["a", "b c", "\n\n", "<think>", "</think>", "."]), max_size=40),
+    st.booleans(),
+    st.integers(1, 7),
+)
+def test_same_steps_as_splitting_the_text_at_markers(
+    pieces: list[str], inside: bool, chunk: int
+) -> None:
+    """However the tokens arrive. Slow reference: cut at markers, keep what is inside."""
+    expected, parts, where = [], [""], [inside]
+    for piece in pieces:
+        if piece in ("<think>", "</think>"):
+            parts.append("")
+            where.append(piece == "<think>")
+        else:
+            parts[-1] += f" {piece}"
+    for part, is_inside in zip(parts, where, strict=True):
+        steps = [step.strip() for step in part.split("\n\n")]
+        expected += [step for step in steps if step and is_inside]
+    # Without a marker at its end the last step is still open.
+    words = Words()
+    token_ids = words.encode(" ".join([*pieces, "</think>"]))
+    opens, closes = (frozenset(words.encode(marker)) for marker in ("<think>", "</think>"))
+    span, config = ReasoningSpan(opens, closes, inside), FilterConfig()
+    request = RequestFilter(config, words.classes, words.vocabulary, 100, span)
+    chunks = (token_ids[at : at + chunk] for at in range(0, len(token_ids), chunk))
+    found = [proposal.step for part in chunks for proposal in request.push(part)]
+    assert request.position == 100 + len(token_ids)
+    assert [words.decode(list(step.token_ids)).strip() for step in found] == expected
+    for step in found:
+        assert [*step.token_ids] == token_ids[step.start - 100 : step.end - 100]
+
+
+_BYTE_EXACT = ["gpt2", "cl100k", "o200k", "no_split", "llama2"]
+
+
+@given(st.lists(st.binary(max_size=5), max_size=30), st.lists(st.integers(-3, 40), max_size=40))
+def test_text_is_the_concatenation(pieces: list[bytes], token_ids: list[int]) -> None:
+    vocabulary = Vocabulary(pieces)
+    assert vocabulary.pieces == tuple(pieces)
+    expected = b"".join(pieces[i] for i in token_ids if 0 <= i < len(pieces))
+    assert vocabulary.text([*token_ids, 1 << 40]) == expected.decode(errors="replace")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_text_as_the_tokenizer(name: str) -> None:
+    """But for the space before the first word, and with its markers."""
+    tokenizer, vocabulary = made(name), read(name)
+    assert len(vocabulary.pieces) == len(tokenizer)
+    # Llama 2 puts a space behind a special token.
+    if name in _BYTE_EXACT and name != "llama2":
+        assert vocabulary.text(tokenizer.encode(TEXT, add_special_tokens=False)) == TEXT
+    for marker in ("<think>", "</think>"):
+        assert vocabulary.text([tokenizer.convert_tokens_to_ids(marker)]).strip() == marker
+
+
+@pytest.mark.parametrize("name", _BYTE_EXACT)
+def test_any_bytes_can_be_spelled(name: str) -> None:
+    """Half characters too: reading each token through ``decode`` would lose them."""
+    single = set(read(name).pieces)
+    valid = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
+    assert all(bytes([byte]) in single for byte in valid)
+
+
+class _Custom:
+    """A tokenizer with code of its own around tiktoken, as some models bring along."""
+
+    eos_token_id = 300
+
+    def __init__(self, key_type: type) -> None:
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        for piece in (b"\n\n", b".\n", b".\n\n", b"th", b"the", b" x"):
+            ranks[piece] = len(ranks)
+        specials = {"<eos>": 300, "</think>": 301}
+        self.tokenizer = tiktoken.Encoding("made", pat_str=r"\S+\n*|\s+", mergeable_ranks=ranks,
+                                           special_tokens=specials)  # fmt: skip
+        self._vocab: dict[Any, int] = dict(specials)
+        for piece, i in ranks.items():
+            self._vocab[piece if key_type is bytes else piece.decode("latin-1")] = i
+
+    def __len__(self) -> int:
+        return 302
+
+    def get_vocab(self) -> dict[Any, int]:
+        return self._vocab
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(text, allowed_special="all")
+
+    def decode(self, token_ids: list[int]) -> str:
+        known = [i for i in token_ids if i < 262 or i in (300, 301)]
+        return self.tokenizer.decode(known)
+
+    def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
+        return [self.decode([i]) for i in token_ids]
+
+
+def test_a_tiktoken_tokenizer_is_read_exactly() -> None:
+    tokenizer = _Custom(bytes)
+    vocabulary = vocabulary_of(tokenizer)
+    assert vocabulary.text(tokenizer.encode(TEXT)) == TEXT
+    assert vocabulary.pieces[258] == b".\n\n"
+    found = [vocabulary.pieces[i] for i in (0xE6, 280, 300, 301)]
+    assert found == [b"\xe6", b"", b"<eos>", b"</think>"]
+
+
+def test_a_tokenizer_that_misstates_its_pieces_is_read_by_decoding(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its vocabulary spells bytes as Latin-1, which XGrammar cannot know."""
+    tokenizer = _Custom(str)
+    with caplog.at_level(logging.INFO, "sglang_reasoncache"):
+        vocabulary = vocabulary_of(tokenizer)
+    assert vocabulary.text(tokenizer.encode("the x. (y)\n\nz")) == "the x. (y)\n\nz"
+    # Characters over several tokens cannot be read that way, which is said.
+    assert "sequences differ" in caplog.text
+
+
+def test_what_is_no_tokenizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot read the tokens of int"):
+        vocabulary_of(5)

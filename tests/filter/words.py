@@ -5,15 +5,10 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from sglang_reasoncache.filter.lexical import StepIndex
 from sglang_reasoncache.filter.presets import PRESETS
-from sglang_reasoncache.filter.segment import TokenClasses
-from sglang_reasoncache.filter.step import Step
+from sglang_reasoncache.filter.segment import Step, TokenClasses
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _PLAIN = r"""
@@ -65,30 +60,3 @@ def step_of(token_ids: list[int], start: int = 0, text: str | None = None) -> St
 
 def with_length_factor(cosine: float, a: Step, b: Step) -> float:
     return cosine * min(a.num_chars, b.num_chars) / max(a.num_chars, b.num_chars)
-
-
-def check_index(
-    index: StepIndex,
-    drawn: list[tuple[list[int], int]],
-    cosine: Callable[[Step, Step], float],
-    length_factor: bool,
-    max_history_steps: int,
-    tolerance: float,
-) -> None:
-    """Add steps of (token ids, characters), and compare each with the formula before."""
-    history: list[Step] = []
-    for token_ids, num_chars in drawn:
-        step = step_of(token_ids, text="x" * num_chars)
-        kept = history[-max_history_steps:]
-        sims = index.similarities(step)
-        expected = [cosine(step, earlier) for earlier in kept]
-        if length_factor:
-            expected = [
-                with_length_factor(*each, step) for each in zip(expected, kept, strict=True)
-            ]
-        assert (len(index), sims.shape, sims.dtype) == (len(kept), (len(kept),), float)
-        assert sims == pytest.approx(expected, abs=tolerance)
-        assert all(-1.0 <= sim <= 1.0 for sim in sims)
-        assert all(index[i] is earlier for i, earlier in enumerate(kept))
-        index.add(step)
-        history.append(step)

@@ -14,7 +14,7 @@ import torch
 
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation
+from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation, turned
 from tests.triton_runs import INTERPRETED
 
 #: (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
@@ -48,14 +48,6 @@ class Case:
     shared: float = 0.3
     evicted: float = 0.0
     layout: str = "halves"
-
-    def __str__(self) -> str:
-        kind = f"{'neox' if self.is_neox else 'gptj'}{self.rotary_dim}"
-        return (
-            f"{max(self.lengths, default=0)}x{len(self.lengths)}-{self.heads}/{self.kv_heads}h-{self.k_dim}-"
-            f"{self.v_dim}-{kind if self.rotary_dim else 'plain'}-{str(self.dtype)[6:]}-"
-            f"{str(self.query_dtype)[6:]}-s{self.shared}-h{self.evicted}-{self.layout}"
-        )
 
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -137,18 +129,10 @@ class Rig:
         keys = double(self.keys)[plan.kv_indices.long()]
         if plan.shift is None or self.rotation is None:
             return keys
-        size, rotation = self.case.rotary_dim, self.rotation
-        by = plan.shift.long()
+        by, rotation = plan.shift.long(), self.rotation
         sines = rotation.sin.double()[by.abs()] * by.sign()[:, None]
-        turn = torch.complex(rotation.cos.double()[by.abs()], sines)[:, None]
-        x = keys[..., :size]
-        if self.case.is_neox:
-            pairs = torch.complex(x[..., : size // 2], x[..., size // 2 :]) * turn
-            x = torch.cat((pairs.real, pairs.imag), dim=-1)
-        else:
-            pairs = torch.view_as_complex(x.unflatten(-1, (size // 2, 2)).contiguous()) * turn
-            x = torch.view_as_real(pairs).flatten(-2)
-        return torch.cat((x, keys[..., size:]), dim=-1)
+        turn = torch.complex(rotation.cos.double()[by.abs()], sines)
+        return turned(keys, turn, self.case.is_neox)
 
     def expected(
         self,

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,22 +30,20 @@ NATIVE = () if INTERPRETED else ("native", *OLDER)
 HOST = () if INTERPRETED else ("torch", *NATIVE)
 
 
-@pytest.fixture(params=[*HOST, pytest.param("triton", marks=on_device)])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Backend to ask for; see :func:`use`."""
-    return use(request.param, monkeypatch)
+def _engines(*params: Any) -> Any:
+    @pytest.fixture(params=params)
+    def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+        """Backend to ask for; see :func:`use`."""
+        return use(request.param, monkeypatch)
+
+    return engine
 
 
-@pytest.fixture(params=HOST)
-def host_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Those that read host memory, and refuse what is out of range."""
-    return use(request.param, monkeypatch)
-
-
-@pytest.fixture(params=NATIVE)
-def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """C++ alone."""
-    return use(request.param, monkeypatch)
+backend = _engines(*HOST, pytest.param("triton", marks=on_device))
+#: Those that read host memory, and refuse what is out of range.
+host_backend = _engines(*HOST)
+#: C++ alone.
+cpu = _engines(*NATIVE)
 
 
 def use(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -48,3 +48,14 @@ def lay_out(
         case _:
             raise AssertionError(layout)
     return keys, values
+
+
+def turned(keys: torch.Tensor, turn: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    """fp64 ``[tokens, heads, dim]``, pairs of dims multiplied by complex ``[tokens, pairs]``."""
+    half, turn = turn.shape[1], turn[:, None]
+    x, rest = keys[..., : 2 * half], keys[..., 2 * half :]
+    if is_neox:
+        pairs = torch.complex(x[..., :half], x[..., half:]) * turn
+        return torch.cat((pairs.real, pairs.imag, rest), dim=-1)
+    pairs = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * turn
+    return torch.cat((torch.view_as_real(pairs).flatten(-2), rest), dim=-1)

@@ -24,7 +24,6 @@ from sglang_reasoncache.kernels import (
     note_triton,
     plan_triton,
     select_triton,
-    weights_triton,
 )
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
@@ -131,8 +130,9 @@ def test_distance(arch: int, dtype: torch.dtype, rotary_dim: int, is_neox: bool)
     """Both blocks of V and of K, the latter twice when halves are rotated, 16 bytes at a time."""
     buffer = torch.empty(1, 8, 128, dtype=dtype)
     rotary = rotation(rotary_dim, is_neox)
-    constants = distance_triton.constants((buffer, buffer), rotary, aligned=True, moments=False)
-    ptx = compile_for(distance_triton.distance_kernel, arch, constants, out="fp64")
+    constants = distance_triton.constants(buffer, buffer, rotary, ALIGNED=True, MOMENTS=False)
+    kernel = distance_triton.distance_kernel
+    ptx = compile_for(kernel, arch, constants, out="fp64", keys=NAMES[dtype])
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 4
     assert not re.findall(r"ld\.global\.(?:b8|b16|u8|u16)\b", ptx)
 
@@ -140,9 +140,9 @@ def test_distance(arch: int, dtype: torch.dtype, rotary_dim: int, is_neox: bool)
 @ARCHS
 def test_weights(arch: int) -> None:
     """A thread's loads of several heads are under way before the first is used."""
-    fixed = dict(heads=32, HEADS=weights_triton.HEADS, PIECES=64, TILE=weights_triton.TILE)
-    ptx = compile_for(weights_triton.weights_kernel, arch, fixed)
-    assert len(re.findall(r"ld\.global", ptx[: ptx.index("ex2.")])) >= weights_triton.HEADS
+    fixed = dict(heads=32, HEADS=decode_triton.HEADS, PIECES=64, TILE=decode_triton.TILE)
+    ptx = compile_for(decode_triton.weights_kernel, arch, fixed)
+    assert len(re.findall(r"ld\.global", ptx[: ptx.index("ex2.")])) >= decode_triton.HEADS
 
 
 @ARCHS
@@ -153,7 +153,8 @@ def test_gather(arch: int) -> None:
     assert re.search(r"ld\.global\.v4\.b32", ptx) and re.search(r"st\.global\.v4\.b32", ptx)
 
 
-PLAN = dict(PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
+MERGE = dict(SINKS=True, LSE=True, V_DIM=128, V_COLS=128, SPLITS=32, CHUNK=256)
+PLAN = dict(SHIFTS=True, POSITIONS=True, PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
 NOTE = dict(LATEST=8, AHEAD=8, TOTAL=True, PIECES=16, TILE=note_triton.TILE)
 SELECT = dict(PIECES=plan_triton.PIECES, TILE=select_triton.TILE)
 BOUNDS = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
@@ -163,24 +164,20 @@ BOUNDS = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        (
-            decode_triton.merge_kernel,
-            dict(SINKS=True, LSE=True, V_DIM=128, V_COLS=128, SPLITS=32, CHUNK=256),
-        ),
-        (plan_triton.count_kernel, PLAN),
+        (decode_triton.merge_kernel, MERGE),
+        (plan_triton.plan_kernel, PLAN | dict(WRITE=False)),
+        (plan_triton.plan_kernel, PLAN | dict(WRITE=True)),
         (plan_triton.scan_kernel, dict(PIECES=16, REQUESTS=plan_triton.REQUESTS)),
-        (plan_triton.write_kernel, PLAN | dict(SHIFTS=True, POSITIONS=True)),
         (note_triton.note_kernel, NOTE | dict(DECODE=True)),
         (note_triton.note_kernel, NOTE | dict(DECODE=False)),
         (select_triton.settle_kernel, dict(PAGE=16, TILE=select_triton.PAGES)),
-        (select_triton.count_kernel, SELECT | dict(PAGE=16)),
-        (select_triton.write_kernel, SELECT | dict(PAGE=16)),
+        (select_triton.select_kernel, SELECT | dict(PAGE=16, WRITE=False)),
+        (select_triton.select_kernel, SELECT | dict(PAGE=16, WRITE=True)),
         (select_triton.add_kernel, SELECT),
         (bounds_triton.bounds_kernel, BOUNDS | dict(ELEMENT="bf16")),
         (bounds_triton.bounds_kernel, BOUNDS | dict(ELEMENT="e4m3")),
     ],
 )
 def test_the_others(arch: int, kernel: Any, constants: dict[str, Any]) -> None:
-    compile_for(
-        kernel, arch, constants, keys="u8" if constants.get("ELEMENT") == "e4m3" else "bf16"
-    )
+    keys = "u8" if constants.get("ELEMENT") == "e4m3" else "bf16"
+    compile_for(kernel, arch, constants, keys=keys)

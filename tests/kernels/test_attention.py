@@ -14,17 +14,8 @@ from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
-from tests.kernels.attention_cases import (
-    CASES,
-    FEW,
-    TABLE,
-    Case,
-    Rig,
-    assert_attention,
-    assert_plans,
-    make,
-    poison,
-)
+from tests.kernels import attention_cases
+from tests.kernels.attention_cases import CASES, FEW, TABLE, Case, Rig, assert_attention, make
 from tests.kernels.engines import backend as backend
 from tests.kernels.engines import host_backend as host_backend
 from tests.triton_runs import DEVICE, INTERPRETED, run_interpreted, starts_interpreter, there
@@ -36,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes 10 ms even for one that has nothing to do."""
     if INTERPRETED:
-        for name in ("decode_triton.SPLITS", "plan_triton.PIECES", "weights_triton.PIECES"):
+        for name in ("decode_triton.SPLITS", "plan_triton.PIECES", "decode_triton.PIECES"):
             monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", 4)
 
 
@@ -103,24 +94,20 @@ def assert_decode(
     """The output is that of dense attention, with weights bit for bit the same. Weights are added
     to what is there; what the vector has besides stays."""
     out = decode(rig, backend, plan, query, **options)
-    named = dict(cap=options.get("logit_cap", 0.0), query=query)
-    expected, expected_weights = rig.expected(
-        plan, options.get("spans"), sinks=options.get("sinks"), **named
-    )
+    named = dict(cap=options.get("logit_cap", 0.0), query=query, sinks=options.get("sinks"))
+    expected, expected_weights = rig.expected(plan, options.get("spans"), **named)
     if atol is None:
         assert_attention(out, expected)
     else:
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
     if weights:
-        on_host = backend != "triton"
-        entries = len(expected_weights)
-        found = placed(torch.ones(entries if on_host else entries + 9), backend)
+        entries, spare = len(expected_weights), 9 if backend == "triton" else 0
+        found = placed(torch.ones(entries + spare), backend)
         more = dict(weights=found, longest=max(rig.case.lengths, default=0))
         assert torch.equal(decode(rig, backend, plan, query, **options, **more), out)
         found = found.cpu().double() - 1
         assert not found[entries:].any()
-        tolerance = (1e-4, 2e-6) if on_host else (1e-3, 2e-5)
-        rtol, atol = tolerance
+        rtol, atol = (1e-3, 2e-5) if spare else (1e-4, 2e-6)
         torch.testing.assert_close(found[:entries], expected_weights, rtol=rtol, atol=atol)
     return out
 
@@ -130,21 +117,15 @@ def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
     """No slot that a row does not name is read: they hold NaN."""
     rig = make(case)
     plan = plan_of(rig, backend)
-    assert_plans(plan, rig.plan())
+    attention_cases.assert_plans(plan, rig.plan())
     assert_decode(rig, backend, plan, weights=not INTERPRETED or case in FEW[:5])
 
 
 #: Shifts of the entries of one tile, repeated.
-TILES = {
-    "unshifted": [0],
-    "one": [7],
-    "one and none": [0, 0, -300],
-    "two": [5, -9, 0],
-    "many": [5, -9, 0, 300, 1, -1, TABLE - 1],
-}
+TILES = ([0], [7], [0, 0, -300], [5, -9, 0], [5, -9, 0, 300, 1, -1, TABLE - 1])
 
 
-@pytest.mark.parametrize("shifts", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("shifts", TILES, ids=str)
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_sort_of_tile(
@@ -223,14 +204,9 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
     plan = rig.plan()
     slots = plan.kv_indices.long()
     kv, entries = kv_of(rig, backend), placed(plan, backend)
-    dtypes: tuple[torch.dtype, ...] = (
-        case.query_dtype,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-    )
-    if INTERPRETED:  # narrower than the pool, the interpreter would cut what a GPU rounds
-        dtypes = case.query_dtype, torch.float16
+    # Narrower than the pool, the interpreter would cut what a GPU rounds.
+    others = (torch.float32, torch.bfloat16) if not INTERPRETED else ()
+    dtypes = case.query_dtype, torch.float16, *others
     for dtype in dict.fromkeys(dtypes):
         out_k, out_v = (s.cpu() for s in gather_kv(kv, entries.kv_indices, entries.shift, dtype))
         assert out_k.is_contiguous() and out_v.is_contiguous()
@@ -248,9 +224,9 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
 def test_plan(backend: str, dtype: torch.dtype) -> None:
     rig = make(Case(lengths=(0, 1, 19, 1300), evicted=0.3))
     ints = dict(lengths=rig.lengths.to(dtype), requests=rig.requests.to(dtype))
-    assert_plans(plan_of(rig, backend, **ints), rig.plan())
+    attention_cases.assert_plans(plan_of(rig, backend, **ints), rig.plan())
     as_cached = rig.plan()._replace(shift=None)
-    assert_plans(plan_of(rig, backend, **ints, cached_at=None), as_cached)
+    attention_cases.assert_plans(plan_of(rig, backend, **ints, cached_at=None), as_cached)
 
 
 @pytest.mark.parametrize(
@@ -304,16 +280,13 @@ def test_extend_sees_up_to_itself(
 def test_extend_plans_say_what_they_cannot_read() -> None:
     rig = make(Case(lengths=(1, 19)))
     plan, kv = rig.plan(), PagedKv(rig.keys, rig.values, rig.rotation, backend="torch")
-    with pytest.raises(ValueError, match="2 entries"):
-        ExtendPlan(plan, [1], torch.float32)
-    with pytest.raises(ValueError, match="20 new tokens in a row of 19"):
-        ExtendPlan(plan, [1, 20], torch.float32)
-    long = ExtendPlan(plan, [1, 19], torch.bfloat16)
-    with pytest.raises(ValueError, match="20 tokens"):
-        extend_attention(rig.query, kv, long, scale=1.0)
-    query = rig.query[:1].expand(20, -1, -1)
-    with pytest.raises(ValueError, match="singly"):
-        extend_attention(query, kv, long, scale=1.0, logit_cap=3.0)
+    for new, message in (([1], "2 entries"), ([1, 20], "20 new tokens in a row of 19")):
+        with pytest.raises(ValueError, match=message):
+            ExtendPlan(plan, new, torch.float32)
+    long, query = ExtendPlan(plan, [1, 19], torch.bfloat16), rig.query[:1].expand(20, -1, -1)
+    for some, cap, message in ((rig.query, 0.0, "20 tokens"), (query, 3.0, "singly")):
+        with pytest.raises(ValueError, match=message):
+            extend_attention(some, kv, long, scale=1.0, logit_cap=cap)
 
 
 # -- refusals --------------------------------------------------------------------
@@ -400,7 +373,7 @@ def test_pools_that_cannot_be_read_are_refused() -> None:
 def test_pools_are_poisoned() -> None:
     """The tests above would prove nothing otherwise."""
     buffer = torch.zeros(3, 1, 8, dtype=torch.float8_e4m3fn)
-    poison(buffer, torch.tensor([False, True, False]))
+    attention_cases.poison(buffer, torch.tensor([False, True, False]))
     assert buffer.float()[1].isnan().all() and not buffer.float()[[0, 2]].isnan().any()
     rig = make(Case(evicted=0.4))
     others = torch.ones(len(rig.keys), dtype=torch.bool)

@@ -31,7 +31,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels import common_triton, decode_triton, plan_triton, weights_triton
+from sglang_reasoncache.kernels import common_triton, decode_triton, plan_triton
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -78,7 +78,7 @@ def test_the_merge_is_exact(splits: int, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_weights_have_limits(launch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In launches that have memory for some logits, and of entries past either limit none."""
     rig = make(Case(lengths=(300, 19), heads=6, query_dtype=torch.float32))
-    monkeypatch.setattr(weights_triton, "LOGITS_BYTES", launch * 4 * 6 * 300)
+    monkeypatch.setattr(decode_triton, "LOGITS_BYTES", launch * 4 * 6 * 300)
     spans = tuple(torch.tensor(side).int() for side in ((0, 0, 300, 7, 7), (300, 299, 319, 7, 50)))
     query, sinks = rig.query[[0, 0, 1, 1, 0]], torch.linspace(-2, 3, 6)
     plan = rig.plan()
@@ -102,12 +102,12 @@ def test_weights_have_limits(launch: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_launches_begin_at_aligned_addresses() -> None:
     """What is compiled for the first launch serves the others."""
     for width in range(1, 600_000, 997):
-        rows = weights_triton.rows_of_a_launch(32, width)
+        rows = decode_triton.rows_of_a_launch(32, width)
         assert rows % 4 == 0 or rows < 4
-        assert rows < 4 or rows * 4 * 32 * width <= weights_triton.LOGITS_BYTES
+        assert rows < 4 or rows * 4 * 32 * width <= decode_triton.LOGITS_BYTES
     # As long as a context of 128k: no launch for the last of 16 requests alone.
-    assert weights_triton.rows_of_a_launch(32, (128 << 10) + 4) == 16
-    assert weights_triton.rows_of_a_launch(128, 10 << 20) == 1
+    assert decode_triton.rows_of_a_launch(32, (128 << 10) + 4) == 16
+    assert decode_triton.rows_of_a_launch(128, 10 << 20) == 1
 
 
 @on_device
@@ -137,13 +137,8 @@ class Launches(TorchDispatchMode):
 @on_device
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("kv_indices", -1),
-        ("kv_indices", 2**31 - 1),
-        ("shift", TABLE),
-        ("shift", -TABLE),
-        ("shift", -(2**31)),
-    ],
+    [("kv_indices", n) for n in (-1, 2**31 - 1)]
+    + [("shift", n) for n in (TABLE, -TABLE, -(2**31))],
 )
 def test_entries_out_of_range_count_for_nothing(name: str, value: int) -> None:
     """The host reads no values before a launch."""
@@ -184,15 +179,11 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
     """Of more requests than are planned; what is out of range yields nothing."""
     rig = make(Case(lengths=(30, 989, 19, 600, 7), shared=0.3, evicted=0.3))
     num_slots = rig.keys.shape[0]
-    spoiled = dataclasses.replace(
-        rig,
-        rows=rig.rows.clone(),
-        requests=rig.requests.clone().to(dtype),
-        lengths=rig.lengths.clone().to(dtype),
-    )
+    rows = rig.rows.clone()
+    requests, lengths = rig.requests.to(dtype, copy=True), rig.lengths.to(dtype, copy=True)
     # Requests 0 and 4 cannot be read; in request 1 two entries cannot.
-    spoiled.requests[0], spoiled.lengths[4] = rig.rows.shape[0], -1
-    spoiled.rows[rig.requests[1], :2] = torch.tensor([num_slots, 2**31 - 1], dtype=torch.int32)
+    rows[rig.requests[1], :2] = torch.tensor([num_slots, 2**31 - 1], dtype=torch.int32)
+    requests[0], lengths[4] = len(rows), -1
     rig.rows[rig.requests[1], :2] = -1
     rig.lengths[0] = rig.lengths[4] = 0
     expected = rig.plan()
@@ -209,19 +200,14 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
         for side in vars(buffers).values():
             side.fill_(-7)
         assert buffers.positions is not None
-        tensors = (spoiled.rows, spoiled.requests, spoiled.lengths, spoiled.cached_at)
-        plan = plan_triton.plan_into(buffers, *map(there, tensors), num_slots=num_slots)
+        tensors = map(there, (rows, requests, lengths, rig.cached_at))
+        plan = plan_triton.plan_into(buffers, *tensors, num_slots=num_slots)
         assert plan.shift is not None
-        assert_plans(
-            RowPlan(plan.kv_indptr, plan.kv_indices[:total], plan.shift[:total]),
-            RowPlan(
-                expected.kv_indptr.clamp(max=capacity),
-                expected.kv_indices[:capacity],
-                expected.shift[:capacity],
-            ),
-        )
-        found = buffers.positions.cpu()
-        assert torch.equal(found[:total], positions[:capacity]) and (found[total:] == -7).all()
+        found = RowPlan(plan.kv_indptr, plan.kv_indices[:total], plan.shift[:total])
+        right = RowPlan(*(side[:capacity] for side in expected if side is not None))
+        assert_plans(found, right._replace(kv_indptr=expected.kv_indptr.clamp(max=capacity)))
+        held = buffers.positions.cpu()
+        assert torch.equal(held[:total], positions[:capacity]) and (held[total:] == -7).all()
         assert (plan.kv_indices[total:] == -7).all() and (buffers.kv_indptr[6:] == -7).all()
 
 
@@ -241,30 +227,24 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 def test_a_captured_graph_follows_its_inputs() -> None:
     """Planned and read inside a CUDA graph; rows, lengths and cached positions change between replays."""
     rig = make(Case(lengths=(989, 19, 1, 300), evicted=0.1))
-    num_slots, kv = rig.keys.shape[0], kv_of(rig, "triton")
-    rows, requests, lengths, cached_at, query = map(
-        there, (rig.rows, rig.requests, rig.lengths, rig.cached_at, rig.query)
-    )
-    buffers = plan_triton.PlanBuffers.of(4, 2000, DEVICE)
+    kv = kv_of(rig, "triton")
+    read = [there(side) for side in (rig.rows, rig.requests, rig.lengths, rig.cached_at)]
+    query, buffers = there(rig.query), plan_triton.PlanBuffers.of(4, 2000, DEVICE)
 
     def step() -> torch.Tensor:
-        plan = plan_triton.plan_into(
-            buffers, rows, requests, lengths, cached_at, num_slots=num_slots
-        )
+        plan = plan_triton.plan_into(buffers, *read, num_slots=len(rig.keys))
         return decode_attention(query, kv, plan, scale=rig.scale)
 
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
-    for changed in (rig.lengths, torch.tensor([500, 0, 1, 7]), torch.tensor([0, 0, 0, 0])):
-        rig.lengths = changed
-        lengths.copy_(changed)
+    for changed in (rig.lengths.tolist(), [500, 0, 1, 7], [0, 0, 0, 0], [400, 19, 1, 300]):
+        rig.lengths = torch.tensor(changed)
+        if changed[0] == 400:
+            near = rig.cached_at.abs() <= 5000
+            rig.cached_at = torch.where(near, rig.cached_at + 5, rig.cached_at)
+        read[2].copy_(rig.lengths)
+        read[3].copy_(rig.cached_at)
         graph.replay()
         assert_attention(out.cpu(), rig.expected(rig.plan())[0])
-    rig.lengths = torch.tensor([400, 19, 1, 300])
-    lengths.copy_(rig.lengths)
-    rig.cached_at = torch.where(rig.cached_at.abs() > 5000, rig.cached_at, rig.cached_at + 5)
-    cached_at.copy_(rig.cached_at)
-    graph.replay()
-    assert_attention(out.cpu(), rig.expected(rig.plan())[0])

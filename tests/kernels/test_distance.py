@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -12,28 +13,86 @@ import torch
 
 from sglang_reasoncache import native
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances, cosine_distances
-from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.native.pool import DTYPES
-from tests.kernels.distance_cases import (
-    CASES,
-    SUM,
-    Case,
-    Layers,
-    assert_sums,
-    expected_moments,
-    make_entries,
-    make_layers,
-    rotation_of,
-    spoil,
-    tolerance,
-)
 from tests.kernels.engines import backend as backend
 from tests.kernels.engines import host_backend as host_backend
 from tests.kernels.engines import unavailable
-from tests.kernels.pools import TABLE
+from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation
 from tests.triton_runs import DEVICE, INTERPRETED, run_interpreted, starts_interpreter, there
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+#: Relative tolerance of sums in fp32 over up to 19 * 8 * 256 products; stored values are
+#: read exactly, so it does not depend on their dtype.
+SUM = 3e-6
+#: The same when source keys were rotated in fp32.
+TURNED_SUM = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One pool and one call."""
+
+    pairs: int = 2
+    block: int = 8
+    layers: int = 2
+    heads: int = 2
+    k_dim: int = 16
+    v_dim: int = 16
+    rotary_dim: int = 16  # 0: no rotation
+    is_neox: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    layout: str = "halves"
+
+
+CASES = [
+    *(Case(pairs=pairs, block=block) for pairs in (0, 1, 5) for block in (1, 8, 16, 19)),
+    *(
+        Case(heads=heads, k_dim=dim, v_dim=dim, rotary_dim=dim, is_neox=neox, block=3)
+        for heads, dim, neox in itertools.product((1, 3, 8), (6, 64, 96, 128, 256), (True, False))
+    ),
+    *(Case(dtype=dtype, is_neox=neox, k_dim=70, rotary_dim=70, v_dim=33, heads=3)
+      for dtype, neox in itertools.product(DTYPES, (True, False))),
+    *(Case(dtype=dtype, k_dim=128, rotary_dim=128, v_dim=128, block=16) for dtype in DTYPES),
+    *(Case(layout=layout, is_neox=neox, heads=3, k_dim=24, v_dim=24, rotary_dim=rotary)
+      for layout, neox, rotary in itertools.product(LAYOUTS, (True, False), (0, 8, 24))),
+    Case(k_dim=128, rotary_dim=32, v_dim=128),
+    Case(k_dim=96, rotary_dim=94, v_dim=16),
+    Case(k_dim=1, rotary_dim=0, v_dim=1, heads=1, layers=1),
+]  # fmt: skip
+
+
+def make_layers(case: Case, slots: int = 48, seed: int = 7) -> Layers:
+    """Random buffers ``[slots, heads, dim]`` in the case's layout."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    sizes = slots, case.heads, case.k_dim, case.v_dim
+    return [lay_out(case.layout, made, *sizes) for _ in range(case.layers)]
+
+
+def make_entries(
+    case: Case, slots: int = 48, seed: int = 11
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Slots with repeats within and between pairs; shifts of both signs, some 0, some huge."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (case.pairs, case.block)
+    dst = torch.randint(0, slots, shape, generator=generator)
+    src = torch.randint(0, slots, shape, generator=generator)
+    if not case.rotary_dim:
+        return dst, src, None
+    near = torch.randint(-40, 40, shape, generator=generator)
+    far = torch.randint(1 - TABLE, TABLE, shape, generator=generator)
+    shift = torch.where(torch.rand(shape, generator=generator) < 0.5, near, far)
+    if shift.numel():
+        shift[0, 0] = 0
+        shift[-1, -1] = 1 - TABLE
+    return dst, src, shift.to(torch.int32)
 
 
 @starts_interpreter
@@ -42,23 +101,41 @@ def test_interpreted() -> None:
 
 
 class Sums:
-    """Squares and moments on the host, computed where the backend computes."""
+    """A case's squares and moments on the host, computed where the backend computes."""
 
-    def __init__(self, layers: Layers, rotation: KeyRotation | None, backend: str) -> None:
+    def __init__(self, case: Case, backend: str, layers: Layers | None = None) -> None:
+        self.case, self.layers = case, make_layers(case) if layers is None else layers
+        self.rotation = make_rotation(case.rotary_dim, case.is_neox)
         self._device = DEVICE if backend == "triton" else "cpu"
+        placed = self.layers
         if backend == "triton":
-            layers = [(there(keys), there(values)) for keys, values in layers]
-        self.kernel = DistanceKernel(layers, rotation, backend=backend)
+            placed = [(there(keys), there(values)) for keys, values in placed]
+        self.kernel = DistanceKernel(placed, self.rotation, backend=backend)
         assert self.kernel.backend == backend
 
+    def __call__(self, name: str, *entries: torch.Tensor | None) -> torch.Tensor:
+        placed: Any = (None if side is None else side.to(self._device) for side in entries)
+        return getattr(self.kernel, name)(*placed).cpu()
+
     def squares(self, *entries: torch.Tensor | None) -> torch.Tensor:
-        return self.kernel.squares(*self._placed(entries)).cpu()
+        return self("squares", *entries)
 
-    def moments(self, *entries: torch.Tensor | None) -> torch.Tensor:
-        return self.kernel.moments(*self._placed(entries)).cpu()
-
-    def _placed(self, entries: tuple[torch.Tensor | None, ...]) -> Any:
-        return (None if side is None else side.to(self._device) for side in entries)
+    def expected(
+        self, dst: torch.Tensor, src: torch.Tensor, shift: torch.Tensor | None
+    ) -> torch.Tensor:
+        """fp64 ``[pairs, layers, 2, 4]``: |x|^2, |y|^2, x.y, |x - y|^2 of blocks gathered first."""
+        result = torch.zeros(dst.shape[0], len(self.layers), 2, 4, dtype=torch.float64)
+        for index, sides in enumerate(self.layers):
+            for side, buffer in enumerate(sides):
+                values = buffer.float()
+                x, y = values[dst], values[src]
+                if side == 0 and self.rotation is not None and shift is not None:
+                    turned = self.rotation.rotate(y, shift)
+                    y = torch.where((shift != 0)[..., None, None], turned, y)
+                x, y = x.double().flatten(1), y.double().flatten(1)
+                for k, product in enumerate((x * x, y * y, x * y, (x - y) ** 2)):
+                    result[:, index, side, k] = product.sum(-1)
+        return result
 
 
 def cases() -> list[Case]:
@@ -73,53 +150,60 @@ def cases() -> list[Case]:
     return [*dict.fromkeys(small), Case(pairs=3, layers=2, block=3)]
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", cases(), ids=repr)
 def test_agrees_with_gathered_blocks(backend: str, case: Case) -> None:
-    layers, rotation = make_layers(case), rotation_of(case)
+    """Squares relative to themselves, dot products to the norms they come from."""
     dst, src, shift = make_entries(case)
-    sums = Sums(layers, rotation, backend)
+    sums = Sums(case, backend)
     for by in {id(s): s for s in (None, shift)}.values():
-        squares, moments = sums.squares(dst, src, by), sums.moments(dst, src, by)
-        assert squares.shape == (case.pairs, case.layers, 2)
-        assert moments.shape == (case.pairs, case.layers, 2, 3)
-        expected = expected_moments(layers, rotation, dst, src, by)
-        assert_sums(squares, moments, expected, tolerance(by))
+        squares, moments = sums("squares", dst, src, by), sums("moments", dst, src, by)
+        assert squares.dtype == moments.dtype == torch.float64
+        expected, rel = sums.expected(dst, src, by), SUM if by is None else TURNED_SUM
+        torch.testing.assert_close(squares, expected[..., 3], rtol=rel, atol=0)
+        torch.testing.assert_close(moments[..., :2], expected[..., :2], rtol=rel, atol=0)
+        scale = (expected[..., 0] * expected[..., 1]).sqrt()
+        assert ((moments[..., 2] - expected[..., 2]).abs() <= rel * scale).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_what_is_not_finite_shows(backend: str, dtype: torch.dtype, is_neox: bool) -> None:
-    case = Case(
-        pairs=48, block=2, dtype=dtype, is_neox=is_neox, heads=3, k_dim=20, rotary_dim=12, v_dim=20
-    )
-    layers, rotation = make_layers(case), rotation_of(case)
-    spoiled = spoil(layers)
+    """NaN and infinities in first and last elements, where tiles begin and end."""
+    sizes: dict[str, Any] = dict(heads=3, k_dim=20, rotary_dim=12, v_dim=20)
+    case = Case(pairs=48, block=2, dtype=dtype, is_neox=is_neox, **sizes)
+    layers = make_layers(case)
+    infinite = math.inf if dtype != torch.float8_e4m3fn else math.nan
+    places = ((0, 0, 3), (0, 0, 4), (0, 1, 5), (1, 0, 6), (1, 1, 7), (1, 1, 3))
+    for number, (layer, side, slot) in enumerate(places):
+        row = layers[layer][side][slot].float()
+        row[(0, 0) if number % 2 else (2, 19)] = (math.nan, infinite, -infinite)[number % 3]
+        layers[layer][side][slot] = row.to(dtype)
     dst = torch.arange(48)[:, None].expand(-1, 2).contiguous()
     src, shift = dst.flip(0), make_entries(case)[2]
     assert shift is not None
     if INTERPRETED:
         dst = torch.tensor([[3, 0], [4, 1], [0, 1], [9, 9], [5, 6]])
         src, shift = torch.tensor([[1, 0], [0, 0], [7, 6], [8, 1], [2, 2]]), shift[:5]
-    sums = Sums(layers, rotation, backend)
+    sums = Sums(case, backend, layers)
     broken = torch.zeros(len(dst), 2, 2, dtype=torch.bool)
-    for layer, side, slot in spoiled:
+    for layer, side, slot in places:
         broken[:, layer, side] |= ((dst == slot) | (src == slot)).any(-1)
     for by in (None, shift):
         assert torch.equal(~sums.squares(dst, src, by).isfinite(), broken)
         if not INTERPRETED:
-            moments = sums.moments(dst, src, by)
+            moments = sums("moments", dst, src, by)
             assert torch.equal((~moments.isfinite()).any(-1), broken)
 
 
 def test_no_shift_is_as_cached(backend: str) -> None:
     """Bit for bit but by Triton, whose tiles differ."""
     case = Case(heads=3, k_dim=96, rotary_dim=96, v_dim=96)
-    layers, rotation = make_layers(case), rotation_of(case)
+    layers = make_layers(case)
     layers[0][0][5, 0, 0] = float("inf")
     dst, src, shift = make_entries(case)
     assert shift is not None
     src[0, 0] = 5
-    sums = Sums(layers, rotation, backend)
+    sums = Sums(case, backend, layers)
     still, cached = sums.squares(dst, src, torch.zeros_like(shift)), sums.squares(dst, src)
     torch.testing.assert_close(still, cached, rtol=1e-6 if backend == "triton" else 0, atol=0)
     assert torch.equal(still[..., 1], sums.squares(dst, src, shift)[..., 1])
@@ -129,7 +213,7 @@ def test_slots_may_be_views(backend: str) -> None:
     case = Case()
     dst, src, shift = make_entries(case)
     assert shift is not None
-    sums = Sums(make_layers(case), rotation_of(case), backend)
+    sums = Sums(case, backend)
     wide, shifts = torch.stack((dst, src), dim=-1), torch.stack((shift, shift), dim=-1)
     assert torch.equal(
         sums.squares(wide[..., 0], wide[..., 1], shifts[..., 0]), sums.squares(dst, src, shift)
@@ -150,16 +234,16 @@ _BAD_SHIFTS = [TABLE, -TABLE, (1 << 31) - 1, -(1 << 31)]
 def test_values_out_of_range(backend: str, name: str, value: int) -> None:
     """Refused; where the host reads no values before a launch, their pair alone is NaN."""
     case = Case(pairs=3)
-    sums = Sums(make_layers(case), rotation_of(case), backend)
+    sums = Sums(case, backend)
     entries = dict(zip(("dst_slots", "src_slots", "shift"), make_entries(case), strict=True))
     good = sums.squares(*entries.values())
     bad = entries[name]
     assert bad is not None
     bad[1, 3] = value
     if backend != "triton":
-        for call in (sums.squares, sums.moments):
+        for method in ("squares", "moments"):
             with pytest.raises(ValueError, match=f"{name} has .*(outside the pool|rotary table)"):
-                call(*entries.values())
+                sums(method, *entries.values())
         return
     found = sums.squares(*entries.values())
     assert found[1, :, 0].isnan().all()
@@ -168,36 +252,11 @@ def test_values_out_of_range(backend: str, name: str, value: int) -> None:
     assert torch.equal(found, good)
 
 
-# -- by hand, and by a loop ------------------------------------------------------
+# -- by hand ---------------------------------------------------------------------
 
 
 def random_layers(num_layers: int, heads: int, dim: int, dtype: torch.dtype) -> Layers:
-    return make_layers(
-        Case(layers=num_layers, heads=heads, k_dim=dim, v_dim=dim, dtype=dtype), slots=64
-    )
-
-
-def random_slots(pairs: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return make_entries(Case(pairs=pairs, block=block), slots=64)[:2]
-
-
-def squares_of(layers: Layers, dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-    return DistanceKernel(layers, backend="torch").squares(dst, src)
-
-
-def loop_distance(layers: Layers, dst: list[int], src: list[int], heads: int) -> float:
-    """The formula of the paper, one number at a time, in double precision."""
-    total = 0.0
-    for keys, values in layers:
-        for side in (keys.float(), values.float()):
-            squares = 0.0
-            for d, s in zip(dst, src, strict=True):
-                for x, y in zip(
-                    side[d].flatten().tolist(), side[s].flatten().tolist(), strict=True
-                ):
-                    squares += (x - y) ** 2
-            total += math.sqrt(squares) / (2 * len(dst) * heads)
-    return total / len(layers)
+    return make_layers(Case(layers=num_layers, heads=heads, k_dim=dim, v_dim=dim, dtype=dtype))
 
 
 _ONES, _ZEROS = torch.ones(2, 2, 1), torch.zeros(2, 2, 1)
@@ -238,34 +297,18 @@ def test_by_hand(host_backend: str, layers: Any, squares: Any, distance: float) 
     assert block_distances(found, tokens, heads).tolist() == [distance]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
-@pytest.mark.parametrize(
-    ("pairs", "block", "num_layers", "heads", "dim"),
-    [(1, 1, 1, 1, 2), (5, 3, 2, 1, 19), (2, 16, 3, 5, 8), (7, 8, 2, 2, 33)],
-)
-def test_agrees_with_a_loop(
-    pairs: int, block: int, num_layers: int, heads: int, dim: int, dtype: torch.dtype
-) -> None:
-    """Stored values are taken as they are: the dtype of the pool adds no error of its own. A
-    block is at distance 0 of itself, and there is as far as back."""
-    layers = random_layers(num_layers, heads, dim, dtype)
-    dst, src = random_slots(pairs, block)
-    squares = squares_of(layers, dst, src)
-    found = block_distances(squares, block, heads)
-    assert found.dtype == torch.float64
-    expected = [
-        loop_distance(layers, d, s, heads) for d, s in zip(dst.tolist(), src.tolist(), strict=True)
-    ]
-    assert found.tolist() == pytest.approx(expected, rel=1e-5)
-    assert torch.equal(squares, squares_of(layers, src, dst))
-    assert not squares_of(layers, dst, dst).any()
+def test_a_block_is_at_no_distance_of_itself_and_as_far_as_back(host_backend: str) -> None:
+    kernel = DistanceKernel(random_layers(2, 2, 33, torch.bfloat16), backend=host_backend)
+    dst, src, _ = make_entries(Case(pairs=7))
+    assert torch.equal(kernel.squares(dst, src), kernel.squares(src, dst))
+    assert not kernel.squares(dst, dst).any()
 
 
 @pytest.mark.parametrize("split", [1, 2, 5])
 def test_sums_of_split_heads_make_the_whole(host_backend: str, split: int) -> None:
     """Tensor-parallel ranks hold their own heads and add up their squares."""
     layers = random_layers(3, 6, 7, torch.bfloat16)
-    dst, src = random_slots(4, 5)
+    dst, src, _ = make_entries(Case(pairs=4, block=5))
     whole, *parts = (
         DistanceKernel([(k[:, a:b], v[:, a:b]) for k, v in layers], backend=host_backend).squares(
             dst, src
@@ -275,19 +318,11 @@ def test_sums_of_split_heads_make_the_whole(host_backend: str, split: int) -> No
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=0)
 
 
-def moments_of(*blocks: tuple[list[float], list[float]]) -> torch.Tensor:
-    """``[1, len(blocks) / 2, 2, 3]`` of pairs of vectors: K and V of each layer in turn."""
-    sums = []
-    for x, y in blocks:
-        a, b = torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)
-        sums.append(torch.stack((a @ a, b @ b, a @ b)))
-    return torch.stack(sums).view(1, -1, 2, 3)
-
-
 SAME, OPPOSITE = ([1.0, 2.0], [3.0, 6.0]), ([1.0, 0.0], [-5.0, 0.0])
 ORTHOGONAL, NOTHING = ([1.0, 0.0], [0.0, 2.0]), ([0.0, 0.0], [0.0, 0.0])
 HALF_NOTHING = ([0.0, 0.0], [3.0, 4.0])
 HUGE, TINY = ([1e150, 0.0], [1e150, 0.0]), ([1e-150, 0.0], [1e-150, 0.0])
+NAN, INFINITE = ([math.nan, 1.0], [1.0, 0.0]), ([0.0, 0.0], [0.0, math.inf])
 
 
 @pytest.mark.parametrize(
@@ -298,40 +333,16 @@ HUGE, TINY = ([1e150, 0.0], [1e150, 0.0]), ([1e-150, 0.0], [1e-150, 0.0])
         ((HALF_NOTHING, NOTHING), 0.5),
         # The product of the squared norms alone would overflow or vanish in fp64.
         ((HUGE, TINY), 0.0),
+        ((NAN, SAME), math.nan),
+        ((SAME, INFINITE), math.nan),
     ],
 )
 def test_cosine_by_hand(blocks: Any, expected: float) -> None:
-    assert cosine_distances(moments_of(*blocks)).tolist() == pytest.approx([expected])
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_cosine_hides_nothing(value: float) -> None:
-    spoiled = ([value, 1.0], [1.0, 0.0])
-    assert cosine_distances(moments_of(spoiled, ([1.0], [1.0]))).isnan().all()
-    assert cosine_distances(moments_of(([0.0], [0.0]), ([0.0], [value]))).isnan().all()
-
-
-def quarter_turns(dim: int = 4, is_neox: bool = True) -> KeyRotation:
-    """Every angle is the position times 90 degrees."""
-    angles = torch.arange(9)[:, None] * torch.full((dim // 2,), math.pi / 2)
-    return KeyRotation(torch.cat((angles.cos(), angles.sin()), dim=-1), dim, is_neox)
-
-
-@pytest.mark.parametrize("is_neox", [True, False])
-def test_source_key_is_rotated_by_its_shift(host_backend: str, is_neox: bool) -> None:
-    """A quarter turn takes (1, 0) to (0, 1), its opposite to (0, -1), two to (-1, 0). Values and
-    destinations stay."""
-    own, partner = (0, 2) if is_neox else (0, 1)
-    keys = torch.zeros(2, 1, 4)
-    keys[1, 0, own] = 1.0
-    keys[0, 0, partner] = 1.0
-    kernel = DistanceKernel([(keys, keys)], quarter_turns(is_neox=is_neox), backend=host_backend)
-    shift = torch.tensor([[0], [1], [-1], [2], [-3]], dtype=torch.int32)
-    dst, src = torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1, dtype=torch.int64)
-    squares = kernel.squares(dst, src, shift)
-    assert squares[:, 0, 0].tolist() == pytest.approx([2, 0, 4, 2, 0], abs=1e-5)
-    assert squares[:, 0, 1].tolist() == [2.0] * 5
-    assert kernel.squares(dst, src)[:, 0, 0].tolist() == [2.0] * 5
+    """K and V of each layer in turn."""
+    sides = (torch.tensor(pair, dtype=torch.float64) for pair in blocks)
+    sums = torch.stack([torch.stack((x @ x, y @ y, x @ y)) for x, y in sides])
+    found = cosine_distances(sums.view(1, -1, 2, 3)).tolist()
+    assert found == pytest.approx([expected], nan_ok=True)
 
 
 # -- refusals, and which backend ---------------------------------------------------
@@ -355,7 +366,7 @@ def test_entries_that_are_refused(
     host_backend: str, dst: torch.Tensor, src: torch.Tensor, shift: torch.Tensor, words: str
 ) -> None:
     layers = random_layers(2, 2, 8, torch.bfloat16)
-    kernel = DistanceKernel(layers, quarter_turns(8), backend=host_backend)
+    kernel = DistanceKernel(layers, make_rotation(8, True), backend=host_backend)
     for call in (kernel.squares, kernel.moments):
         with pytest.raises(ValueError, match=words):
             call(dst, src, shift)
@@ -379,7 +390,7 @@ def test_pools_that_are_refused(host_backend: str) -> None:
         with pytest.raises(ValueError, match=words):
             DistanceKernel(layers, backend=host_backend)
     with pytest.raises(ValueError, match="rotary_dim 16 does not fit head_dim 8"):
-        DistanceKernel([(good, good)], quarter_turns(16), backend=host_backend)
+        DistanceKernel([(good, good)], make_rotation(16, True), backend=host_backend)
     with pytest.raises(ValueError, match="native, triton, torch"):
         DistanceKernel([(good, good)], backend="cuda")
 
@@ -387,10 +398,11 @@ def test_pools_that_are_refused(host_backend: str) -> None:
 def test_pool_with_scattered_elements_is_left_to_pytorch() -> None:
     ((keys, _),) = random_layers(1, 8, 2, torch.float32)
     keys = keys.transpose(1, 2)
-    dst, src = random_slots(3, 4)
+    dst, src, _ = make_entries(Case(pairs=3, block=4))
     kernel = DistanceKernel([(keys, keys)])
     assert kernel.backend == "torch"
-    expected = squares_of([(keys.contiguous(), keys.contiguous())], dst, src)
+    whole = keys.contiguous()
+    expected = DistanceKernel([(whole, whole)], backend="torch").squares(dst, src)
     torch.testing.assert_close(kernel.squares(dst, src), expected, rtol=SUM, atol=0)
     with pytest.raises(ValueError, match="side by side"):
         DistanceKernel([(keys, keys)], backend="native")

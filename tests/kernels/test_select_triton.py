@@ -28,7 +28,7 @@ from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.selection import page_bounds
 from sglang_reasoncache.selection.device_selection import DeviceSelection
-from sglang_reasoncache.selection.host_selection import HostSelection
+from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.selection.quest import Quest
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -244,7 +244,7 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         for i, length in enumerate(changed):
             own = host_rows[2 - i : 3 - i]
             request, own_length = torch.tensor([0]), host_lengths[i : i + 1]
-            host = HostSelection("quest", rule, {0: host_keys}, PAGE, own, None)
+            host = PageSelection("quest", rule, {0: host_keys}, PAGE, own, None)
             bounds = host._bounds[0]
             bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
             host.update(0, own[0, :length])

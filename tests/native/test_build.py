@@ -16,39 +16,28 @@ import pytest
 from sglang_reasoncache.native import build as native_build
 
 ROOT = Path(__file__).parents[2]
-LOAD = "from sglang_reasoncache import native; print(native.library()._name)"
-TWICE = """
-from sglang_reasoncache import native
-for _ in range(3):
-    try:
-        native.library()
-    except native.NativeUnavailable as error:
-        print(str(error).splitlines()[0])
-"""
-PASS_ON = """
+#: Prints the library or why there is none, three times, and what children are told.
+LOAD = """
 import os
 from sglang_reasoncache import native
-try:
-    native.prepare_for_children()
-except native.NativeUnavailable:
-    pass
+for load in (native.library, native.library, native.prepare_for_children):
+    try:
+        print(load()._name)
+    except native.NativeUnavailable as error:
+        print(str(error).splitlines()[0])
 print(os.environ["REASONCACHE_NATIVE_LIBRARY"].splitlines()[0])
 """
 
 
-def python(code: str, **env: str) -> str:
-    """Standard output of a fresh interpreter with no library chosen and these variables."""
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("REASONCACHE")}
+def load(**env: str) -> list[str]:
+    """What a fresh interpreter prints, with no library chosen and these variables."""
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("REASONCACHE")} | env
+    command = [sys.executable, "-c", LOAD]
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**variables, **env},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout.splitlines()
 
 
 @pytest.fixture
@@ -63,43 +52,32 @@ def compiler(tmp_path: Path) -> Path:
 @pytest.fixture
 def fake_build(tmp_path: Path) -> Path:
     """A cache folder that claims to hold a build of these sources."""
-    root = native_build._source_root()
-    cache = tmp_path / "cache"
     flags = (*native_build._FLAGS, *native_build._OPTIMISED)
-    target = cache / native_build._key(root, flags) / native_build._NAME
-    target.parent.mkdir(parents=True, mode=0o700)
+    cache, key = tmp_path / "cache", native_build._key(native_build._source_root(), flags)
+    (cache / key).mkdir(parents=True, mode=0o700)
     cache.chmod(0o700)
-    target.write_bytes(b"no library")
+    (cache / key / native_build._NAME).write_bytes(b"no library")
     return cache
 
 
 def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler: Path) -> None:
-    said = python(TWICE, CXX=str(compiler), REASONCACHE_CACHE_DIR=str(tmp_path / "new"))
-    lines = said.splitlines()
-    assert len(lines) == 3 and "failed (3)" in lines[0]
-    # At most one attempt for each source file, all in parallel, and none later.
-    calls = len((tmp_path / "calls").read_text().splitlines())
-    assert calls <= len(list(native_build._source_root().rglob("*.cpp")))
+    """Ranks neither compile again nor fail in another way."""
+    said = load(CXX=str(compiler), REASONCACHE_CACHE_DIR=str(tmp_path / "new"))
+    assert len(said) == 4 and all("failed (3)" in line for line in said)
+    assert said[3] == f"!{said[0]}"
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1
+    told = "!no compiler in the parent"
+    assert load(REASONCACHE_NATIVE_LIBRARY=told) == [told[1:]] * 3 + [told]
 
 
 def test_no_compiler(tmp_path: Path) -> None:
-    said = python(TWICE, PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(tmp_path / "new"))
-    assert "no C++ compiler on PATH" in said.splitlines()[0]
-
-
-def test_children_hear_what_the_server_found(tmp_path: Path, compiler: Path) -> None:
-    """Ranks neither compile again nor fail in another way."""
-    env = {"CXX": str(compiler), "REASONCACHE_CACHE_DIR": str(tmp_path / "new")}
-    passed_on = python(PASS_ON, **env)
-    assert passed_on.startswith("!") and "failed (3)" in passed_on
-    assert "no compiler in the parent" in python(
-        TWICE, REASONCACHE_NATIVE_LIBRARY="!no compiler in the parent"
-    )
+    said = load(PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(tmp_path / "new"))
+    assert "no C++ compiler on PATH" in said[0]
 
 
 def test_what_is_in_the_cache_is_used_without_a_compiler(tmp_path: Path, fake_build: Path) -> None:
-    said = python(TWICE, PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(fake_build))
-    assert f"cannot load {fake_build}" in said.splitlines()[0]
+    said = load(PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(fake_build))
+    assert f"cannot load {fake_build}" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -115,13 +93,13 @@ def test_what_is_in_the_cache_is_used_without_a_compiler(tmp_path: Path, fake_bu
 )
 def test_a_cache_of_others_is_not_trusted(tmp_path: Path, fake_build: Path, spoil: Any) -> None:
     spoil(fake_build)
-    said = python(TWICE, PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(fake_build))
-    assert "no C++ compiler" in said.splitlines()[0], "nothing was loaded from there"
+    said = load(PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(fake_build))
+    assert "no C++ compiler" in said[0], "nothing was loaded from there"
 
 
-def test_no_home_leaves_no_folder_behind(tmp_path: Path, compiler: Path) -> None:
+def test_no_home_leaves_no_folder_behind(compiler: Path) -> None:
     """``~`` of nobody stays ``~``, which is no place to create."""
-    python(TWICE, HOME="~", XDG_CACHE_HOME="", CXX=str(compiler))
+    load(HOME="~", XDG_CACHE_HOME="", CXX=str(compiler))
     assert not (ROOT / "~").exists()
 
 
@@ -141,7 +119,7 @@ def test_another_library_is_refused(tmp_path: Path, code: str | None, message: s
             pytest.skip("no C compiler")
         source.write_text(code)
         subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
-    assert message in python(TWICE, REASONCACHE_NATIVE_LIBRARY=str(other))
+    assert message in load(REASONCACHE_NATIVE_LIBRARY=str(other))[0]
 
 
 def test_builds_once_in_a_private_folder(tmp_path: Path) -> None:
@@ -153,10 +131,10 @@ def test_builds_once_in_a_private_folder(tmp_path: Path) -> None:
     except native_build.NativeUnavailable as error:
         pytest.skip(str(error))
     cache = tmp_path / "new" / "cache"
-    first = Path(python(LOAD, REASONCACHE_CACHE_DIR=str(cache)))
+    first = Path(load(REASONCACHE_CACHE_DIR=str(cache))[0])
     built = first.stat().st_mtime_ns
     assert first.is_relative_to(cache)
     assert stat.S_IMODE(cache.stat().st_mode) & 0o022 == 0
-    assert Path(python(LOAD, REASONCACHE_CACHE_DIR=str(cache), CXX="")) == first
+    assert load(REASONCACHE_CACHE_DIR=str(cache), CXX="") == [str(first)] * 4
     assert first.stat().st_mtime_ns == built
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"], "no scratch left"

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What memory should hold, in plain Python, and the checks that compare.
 
-Every KV vector ever computed has a number, its *content*. The model knows for
-each content which token sequence it was computed for and whether everything it
-attended to was exact, and for each row position and tree position which content
-must be found there.
+Every KV vector ever computed has a number, its *content*. The model knows which token sequence it
+was computed for and whether all it attended to was exact, and where each content must be found.
 """
 
 from __future__ import annotations
@@ -62,49 +60,27 @@ class Path:
 Page = tuple[int, ...]
 
 
-class Contents:
-    """All contents, by number; 0 is never used."""
-
-    def __init__(self) -> None:
-        self.path: list[Path | None] = [None]
-        self.exact: list[bool] = [False]
-
-    def new(self, path: Path, exact: bool) -> int:
-        self.path.append(path)
-        self.exact.append(exact)
-        return len(self.path) - 1
-
-    def is_exact_at(self, content: int, path: Path) -> bool:
-        """Whether ``content`` is what an unshared run computes for the last token of ``path``."""
-        return self.exact[content] and self.path[content] is path
-
-
 @dataclass(eq=False)
 class Track:
-    """A request and what its row must show.
-
-    Attributes:
-        paths: Token sequence ending at each position of prompt and output.
-        shows: Content of every written row position.
-        exact: Whether all of ``shows`` is exact and there.
-        blocks: Redirected blocks of the current row, in order.
-        again: Blocks of the row before a retraction, not yet applied again.
-        evicted_again: EvictedPositions of the row before a retraction, to be evicted again.
-        claimed: Every block that was allowed, of this row and of earlier ones.
-        frontier: Where the next redirected block may start.
-        target: Tokens the prefill in progress has to reach.
-    """
+    """A request and what its row must show."""
 
     req: Req
     exact_only: bool
+    #: Token sequence ending at each position of prompt and output.
     paths: list[Path]
+    #: Content of every written row position, and whether all of it is exact and there.
     shows: list[int] = field(default_factory=list)
     exact: bool = True
+    #: Redirected blocks of the row, in order; those before a retraction, not yet applied again.
     blocks: list[Pair] = field(default_factory=list)
     again: list[Pair] = field(default_factory=list)
+    #: Positions of the row before a retraction, to be evicted again.
     evicted_again: set[int] = field(default_factory=set)
+    #: Every block that was allowed, of this row and of earlier ones.
     claimed: list[Pair] = field(default_factory=list)
+    #: Where the next redirected block may start.
     frontier: int = 0
+    #: Tokens the prefill in progress has to reach.
     target: int = 0
 
     @property
@@ -119,20 +95,15 @@ class Track:
     def evicted(self) -> list[int]:
         return [at for at, content in enumerate(self.shows) if content == EVICTED]
 
-    @property
-    def first_shared(self) -> int | None:
-        return min((block.dst_start for block in self.blocks), default=None)
-
 
 class Memory:
     """The model of one world."""
 
     def __init__(self, world: World, block: int, copies: bool) -> None:
-        self.world = world
-        self.block = block
-        self.copies = copies
+        self.world, self.block, self.copies = world, block, copies
         self._roots: dict[str | None, Path] = {}
-        self.contents = Contents()
+        #: What each content was computed for, if all was exact; 0 is never used.
+        self._exact_for: list[Path | None] = [None]
         self.running: list[Track] = []
         #: Contents of every page the tree holds, under the sequence its last token ends.
         self.tree: dict[Path, Page] = {}
@@ -141,11 +112,11 @@ class Memory:
 
     def root(self, salt: str | None) -> Path:
         """The empty sequence of a namespace."""
-        if salt not in self._roots:
-            self._roots[salt] = Path(salt)
-        return self._roots[salt]
+        return self._roots.setdefault(salt, Path(salt))
 
-    # -- what happens to rows ---------------------------------------------------
+    def is_exact_at(self, content: int, path: Path) -> bool:
+        """Whether ``content`` is what an unshared run computes for the last token of ``path``."""
+        return self._exact_for[content] is path
 
     def matched(self, track: Track) -> None:
         """The row starts with what the tree holds for its tokens."""
@@ -165,11 +136,11 @@ class Memory:
 
     def computed(self, track: Track, slots: np.ndarray) -> None:
         """A forward wrote the next ``len(slots)`` positions."""
-        start = len(track.shows)
-        new = [
-            self.contents.new(path, track.exact) for path in track.paths[start : start + len(slots)]
-        ]
-        assert len(new) == len(slots)
+        first, start = len(self._exact_for), len(track.shows)
+        paths = track.paths[start : start + len(slots)]
+        assert len(paths) == len(slots)
+        self._exact_for += paths if track.exact else [None] * len(paths)
+        new = list(range(first, first + len(paths)))
         self.world.write(slots, new)
         track.shows += new
 
@@ -190,13 +161,10 @@ class Memory:
 
     def may_share(self, track: Track, block: Pair) -> bool:
         """The rule of truth 1: written, private, sealed, and still there."""
-        if EVICTED in track.shows[block.dst_start : block.dst_start + self.block] or (
-            EVICTED in track.shows[block.src_start : block.src_start + self.block]
-        ):
-            return False
         return (
-            block.dst_start >= track.req.kv.cache_protected_len
-            and max(block.dst_start, block.src_start) + self.block <= len(track.shows)
+            not any(EVICTED in track.shows[start : start + self.block] for start in block)
+            and block.dst_start >= track.req.kv.cache_protected_len
+            and max(block) + self.block <= len(track.shows)
             and abs(block.dst_start - block.src_start) >= self.block
         )
 
@@ -212,7 +180,7 @@ class Memory:
         )
 
     def evict(self, track: Track, evictions: Iterable[object]) -> None:
-        """EvictedPositions the acceptor must make of what a policy answered, in order."""
+        """What must be evicted by what a policy answered, in order."""
         protected = track.req.kv.cache_protected_len
         end = (len(track.shows) - 1) // self.world.page * self.world.page
         again = {at for at in track.evicted_again if at < end}
@@ -252,12 +220,10 @@ class Memory:
 
     def _reassess(self, track: Track) -> None:
         track.exact = all(
-            self.contents.is_exact_at(content, path)
+            self.is_exact_at(content, path)
             for content, path in zip(track.shows, track.paths, strict=False)
         )
         assert track.exact or not track.exact_only, "an opted-out request reads approximations"
-
-    # -- checks -----------------------------------------------------------------
 
     def observe(self) -> None:
         """Walk tree and rows, compare everything with the model."""
@@ -289,7 +255,7 @@ class Memory:
                 found[paths[end - 1]] = tuple(contents[end - page : end])
             if not tree.publish_aliased:
                 for at, content in zip(paths, contents, strict=True):
-                    assert self.contents.is_exact_at(content, at), "approximation in an exact tree"
+                    assert self.is_exact_at(content, at), "approximation in an exact tree"
             pages = self._page_ids(slots)
             named.append(pages)
             own = set(pages.tolist()) - above
@@ -302,7 +268,13 @@ class Memory:
                 evictable += len(own) * page
             above = above | own
             stack += [(child, path, above) for child in node.children.values()]
-        self._check_tree_contents(found)
+        # Nothing appears in the tree that no request published, nothing changes there.
+        for path, page_contents in found.items():
+            if self.tree.get(path) != page_contents:
+                assert page_contents in self.publishable.get(path, ()), (
+                    f"nobody published {page_contents}, the tree's page that ends at {path.depth}"
+                )
+        self.tree, self.publishable = found, {}
         assert tree.evictable_size() == evictable
         assert tree.protected_size() == protected
 
@@ -325,10 +297,9 @@ class Memory:
                 continue
             if evicted:
                 # Some of the names of a shared slot are gone.
-                tree_owned = set(row[: kv.cache_protected_len].tolist())
-                expected_live += int((mine >= 0).sum()) - len(
-                    set(mine[mine >= 0].tolist()) - tree_owned
-                )
+                held = mine[mine >= 0]
+                own = set(held.tolist()) - set(row[: kv.cache_protected_len].tolist())
+                expected_live += len(held) - len(own)
             else:
                 expected_live += len(track.blocks) * self.block
         self._check_pages(named)
@@ -372,16 +343,6 @@ class Memory:
         first = first[first >= 0]
         assert (first % page == 0).all(), "a page does not start where its run does"
         return first // page
-
-    def _check_tree_contents(self, found: dict[Path, Page]) -> None:
-        """Nothing appears in the tree that no request published, nothing changes there."""
-        for path, page in found.items():
-            if self.tree.get(path) != page:
-                assert page in self.publishable.get(path, ()), (
-                    f"nobody published {page}, the tree's page that ends at {path.depth}"
-                )
-        self.tree = found
-        self.publishable = {}
 
     def _check_pages(self, named: list[np.ndarray]) -> None:
         """Every page is either free once or referenced as often as the books say."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random requests through allocator, tree and sharing, compared with a plain model after each rule.
 
-An operation is what a scheduler does at once: admit a request, run a prefill
-chunk or some decode steps, share blocks, evict positions, finish, abort, retract, match, evict,
-flush. The quick run takes ``QUICK_OPERATIONS`` of them,
-``REASONCACHE_PROPERTY_OPERATIONS`` sets another number, over all setups together.
+An operation is what a scheduler does at once: admit, prefill a chunk, decode some steps, share,
+evict, finish, abort, retract, match, flush. ``REASONCACHE_PROPERTY_OPERATIONS`` sets another number
+of them, over all setups together, than the quick run's.
 """
 
 from __future__ import annotations
@@ -16,22 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.common import (
-    checkpoint_kv_cache,
-    evict_from_tree_cache,
-    release_kv_cache,
-)
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_reasoncache.eviction.policies.contract import Eviction
@@ -88,19 +77,13 @@ class MemoryMachine(RuleBasedStateMachine):
         self.setup = setup
         self.world = World(setup)
         self.memory = Memory(self.world, setup.block, copies=setup.apply == "copy")
+        self.running = self.memory.running
         self.waiting: list[Track] = []
         self.seen: list[list[int]] = []
-        self.names = 0
-        self.starved = 0
-
-    # -- helpers ----------------------------------------------------------------
+        self.names = self.starved = 0
 
     def _count(self) -> None:
         type(self).operations += 1
-
-    @property
-    def running(self) -> list[Track]:
-        return self.memory.running
 
     @property
     def decoding(self) -> list[Track]:
@@ -118,14 +101,13 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _start(self, track: Track, chunk: int) -> bool:
         """Admit ``track`` if memory allows, and run its first chunk."""
-        req, tree, page = track.req, self.world.tree, self.setup.page
+        req, tree = track.req, self.world.tree
         req.init_next_round_input(tree)
         self.memory.observe()
         track.target = len(req.full_untruncated_fill_ids)
         self._set_chunk(track, chunk)
         req.lock = tree.lock(req.last_node)
-        needed = -(-req.extend_len // page) * page + page
-        if needed > self.world.allocator.available_size() + tree.evictable_size():
+        if not self._fits(track):
             tree.unlock(req.lock)
             req.lock = None
             return False
@@ -133,13 +115,18 @@ class MemoryMachine(RuleBasedStateMachine):
         self._extend(track)
         return True
 
+    def _fits(self, track: Track) -> bool:
+        """Whether the next chunk and a page more do."""
+        page, free = self.setup.page, self.world.allocator.available_size()
+        needed = -(-track.req.extend_len // page) * page + page
+        return needed <= free + self.world.tree.evictable_size()
+
     def _set_chunk(self, track: Track, chunk: int) -> None:
         """``chunk`` is 0 for the rest of the prompt, else a number of pages."""
         req, page = track.req, self.setup.page
         end = (req.prefix_len + chunk * page) // page * page
-        req.extend_end = (
-            end if chunk and end > req.prefix_len and end < track.target else track.target
-        )
+        stops = chunk and req.prefix_len < end < track.target
+        req.extend_end = end if stops else track.target
 
     def _extend(self, track: Track) -> None:
         """One prefill forward, then publish as the batch result processor does."""
@@ -236,7 +223,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self._count()
             self.memory.shared(track, blocks)
 
-    def _script_evictions(self, track: Track, draws: list[tuple[int, int, int]]) -> None:
+    def _script_evictions(self, track: Track, draws: Evictions) -> None:
         """Propose evictions on ``track``'s row: whole pages as a policy would, or nonsense."""
         page, low, high = self.setup.page, track.req.kv.cache_protected_len, len(track.shows)
         pages = max((high - 1 - low) // page, 1)
@@ -261,7 +248,7 @@ class MemoryMachine(RuleBasedStateMachine):
         willing = [track for track in self.decoding if not track.exact_only]
         return max(willing or self.decoding, key=lambda track: len(track.shows))
 
-    def _script(self, track: Track, draws: list[tuple[int, int]], ready: int) -> None:
+    def _script(self, track: Track, draws: Draws, ready: int) -> None:
         """Propose blocks on ``track``'s row. Destinations rise, as a segmenter's do."""
         state = self.world.controller.state_of(track.req)
         if state is None or state.followed is None:
@@ -301,10 +288,9 @@ class MemoryMachine(RuleBasedStateMachine):
             req = track.req
             req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
             req.finished_len = len(req.output_ids)
-            up_to = len(track.shows)
-            if not self.world.tree.publish_aliased and track.first_shared is not None:
-                up_to = min(up_to, track.first_shared)
-            up_to = min([up_to, *track.evicted])
+            blocks = [] if self.world.tree.publish_aliased else track.blocks
+            shared = [block.dst_start for block in blocks]
+            up_to = min([len(track.shows), *shared, *track.evicted])
             self.memory.publish(track, up_to)
             self._release(track, checkpoint=True)
             self.seen.append(track.tokens)
@@ -313,8 +299,6 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.observe()
         for track, up_to in left:
             self.memory.published(track, up_to)
-
-    # -- rules --------------------------------------------------------------------
 
     @precondition(lambda self: len(self.running) < MAX_ROWS)
     @rule(
@@ -370,12 +354,10 @@ class MemoryMachine(RuleBasedStateMachine):
         track = partial[pick % len(partial)]
         track.req.init_next_round_input()
         self._set_chunk(track, chunk)
-        page = self.setup.page
-        needed = -(-track.req.extend_len // page) * page + page
-        if needed > self.world.allocator.available_size() + self.world.tree.evictable_size():
+        if self._fits(track):
+            self._extend(track)
+        else:
             self._retract(track)
-            return
-        self._extend(track)
 
     @precondition(lambda self: len(self.decoding) > 0)
     @rule(
@@ -384,7 +366,7 @@ class MemoryMachine(RuleBasedStateMachine):
         bits=BITS,
         draws=st.lists(st.tuples(PICK, PICK), max_size=6),
     )
-    def decode(self, mask: int, steps: int, bits: int, draws: list[tuple[int, int]]) -> None:
+    def decode(self, mask: int, steps: int, bits: int, draws: Draws) -> None:
         """Some steps of some of the requests, then share blocks of what they wrote."""
         batch = [t for i, t in enumerate(self.decoding) if mask >> i & 1]
         self._decode(batch or self.decoding[:1], steps, bits, draws)
@@ -410,7 +392,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.waiting) + len(self.decoding) > 0)
     @rule(bits=BITS, draws=BLOCKS)
-    def go_on(self, bits: int, draws: list[tuple[int, int]]) -> None:
+    def go_on(self, bits: int, draws: Draws) -> None:
         """What waits comes back as far as rows and memory allow, then all decode."""
         waiting, self.waiting = self.waiting, []
         for track in waiting:
@@ -496,7 +478,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.decoding) > 0)
     @rule(polls=st.integers(1, 3), bits=BITS, draws=BLOCKS)
-    def starve(self, polls: int, bits: int, draws: list[tuple[int, int]]) -> None:
+    def starve(self, polls: int, bits: int, draws: Draws) -> None:
         """The engine's thread gets no time for a while; what it found comes when it may be stale."""
         self.starved = polls
         self._decode(self.decoding, 6, bits, draws)
@@ -532,7 +514,7 @@ class MemoryMachine(RuleBasedStateMachine):
         contents = self.memory.held(paths[: result.device_prefix_len])
         if exact_only:
             for content, path in zip(contents, paths, strict=False):
-                assert self.memory.contents.is_exact_at(content, path)
+                assert self.memory.is_exact_at(content, path)
         if not exact_only or not self.world.tree.publish_aliased:
             page = self.setup.page
             held = sum(path in self.memory.tree for path in paths[page - 1 :: page])
@@ -596,7 +578,7 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
 
     torch.set_num_threads(1)
     while Machine.operations < wanted:
-        run_state_machine_as_test(
+        stateful.run_state_machine_as_test(
             Machine,
             settings=settings(
                 # A rule is two operations or three.

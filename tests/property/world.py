@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real memory parts of one scheduler process, small and on the CPU.
 
-Nothing here is a stand-in except the policies: pools, rows, requests and the
-release path are SGLang's, allocator, tree, acceptor and controller are ours.
-The policies are scripted: which blocks are similar, or which positions are worth
-keeping, does not matter here.
+Only the policies are stand-ins, scripted by the test: which blocks are similar, or which
+positions are worth keeping, does not matter here.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -33,16 +32,17 @@ from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.eviction.apply import EvictionApplier
 from sglang_reasoncache.eviction.controller import EvictionController
-from sglang_reasoncache.eviction.keys import KeySource
+from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, RequestView
-from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
+from sglang_reasoncache.eviction.pressure import pool_use
 from sglang_reasoncache.filter.align import BlockPair
+from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import FilterCounters, StepResult
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.sharing.acceptor import Acceptor
+from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey
 from sglang_reasoncache.sharing.measure import BlockMeter
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.ranks import Ranks
@@ -59,17 +59,9 @@ NOTHING = -1
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to configure the memory core.
-
-    Attributes:
-        page: Page size, tokens.
-        block: Tokens per shared block; the page size when that is above 1.
-        slots: Pool size, tokens; small, so that it runs short.
-        publish: ``exact`` or ``aliased``.
-        apply: ``alias`` or ``copy``.
-        need_sort: Freed pages wait unsorted until an allocation runs short.
-        prompts: Positions of prompts may be evicted, between chunks too.
-    """
+    """One way to configure the memory core: page, block (the page size where that is above 1)
+    and pool in tokens, settings, freed pages that wait unsorted until an allocation runs short,
+    and whether positions of prompts may be evicted, between chunks too."""
 
     page: int
     block: int
@@ -93,20 +85,18 @@ class Pair(NamedTuple):
     src_start: int
 
 
-class ScriptedEngine:
+class ScriptedEngine(FilterProcess):
     """A step engine that proposes what the test put into ``waiting``, when it is fed.
 
     While it is ``slow``, results stay behind.
     """
 
-    steps_shed = 0
-    given_up = False
+    steps_shed = restarts = 0
+    given_up = slow = broken = False
 
     def __init__(self) -> None:
         self.waiting: dict[int, list[Pair]] = {}
         self.closed: set[int] = set()
-        self.slow = self.broken = False
-        self.restarts = 0
         self._results: list[StepResult] = []
 
     @property
@@ -132,12 +122,8 @@ class ScriptedEngine:
 
     def late(self, request: int) -> list[Pair]:
         """What was proposed for a request and not taken."""
-        return [
-            Pair(pair.dst_start, pair.src_start)
-            for result in self._results
-            if result.request == request
-            for pair in result.pairs
-        ]
+        results = (result for result in self._results if result.request == request)
+        return [Pair(pair.dst_start, pair.src_start) for result in results for pair in result.pairs]
 
     def ready(self) -> int:
         if self.broken:
@@ -156,13 +142,8 @@ class ScriptedEngine:
 
 @dataclass
 class ScriptedEvictor:
-    """A policy that gives up what the test put into ``waiting``, whatever that is, at the next poll.
-
-    Attributes:
-        waiting: Evicts by request name.
-        about: Name of the request that is polled; views have none.
-        prompt: Positions of prompts may go.
-    """
+    """A policy that gives up what the test put into ``waiting`` under a request's name, whatever
+    that is, when it is polled ``about`` it. ``prompt``: positions of prompts may go."""
 
     waiting: dict[str, list[Any]] = field(default_factory=dict)
     about: str = ""
@@ -187,22 +168,13 @@ class NamingEvictor(EvictionController):
         return super().poll(req, *rest)
 
 
-class AcceptAll:
-    """A distance threshold that every block is within."""
-
-    is_warm = True
-
-    def __init__(self) -> None:
-        self.threshold = self
-
-    def decide(self, distances: Sequence[float]) -> list[bool]:
-        return [True] * len(distances)
-
-    def maybe_save(self) -> None:
-        pass
-
-    def describe(self) -> dict[str, Any]:
-        return {}
+def allocator_of(page: int, slots: int, pool: Any = None, need_sort: bool = False) -> Any:
+    """Ours in place of SGLang's for this page size, over ``pool``."""
+    made: Any = TokenToKVPoolAllocator
+    if page > 1:
+        made = functools.partial(PagedTokenToKVPoolAllocator, page_size=page)
+    stock = made(slots, dtype=torch.float32, device="cpu", kvcache=pool, need_sort=need_sort)
+    return shared_allocator_of(stock)
 
 
 class World:
@@ -221,63 +193,41 @@ class World:
         self.page = setup.page
         self.total = self._lowest_free = setup.slots
         self.pool = MHATokenToKVPool(
-            size=setup.slots,
-            page_size=setup.page,
-            dtype=torch.float32,
-            head_num=1,
-            head_dim=4,
-            layer_num=LAYERS,
-            device="cpu",
-            enable_memory_saver=False,
+            **dict(size=setup.slots, page_size=setup.page, dtype=torch.float32, device="cpu"),
+            **dict(head_num=1, head_dim=4, layer_num=LAYERS, enable_memory_saver=False),
         )
-        common: dict[str, Any] = dict(
-            dtype=torch.float32, device="cpu", kvcache=self.pool, need_sort=setup.need_sort
-        )
-        stock = (
-            TokenToKVPoolAllocator(setup.slots, **common)
-            if setup.page == 1
-            else PagedTokenToKVPoolAllocator(setup.slots, page_size=setup.page, **common)
-        )
-        self.allocator = shared_allocator_of(stock)
+        self.allocator = allocator_of(setup.page, setup.slots, self.pool, setup.need_sort)
         self.rows = ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, "cpu", False)
-        self.tree = SharedRadixCache(
-            CacheInitParams(
-                disable=no_tree,
-                req_to_token_pool=self.rows,
-                token_to_kv_pool_allocator=self.allocator,
-                page_size=setup.page,
-            ),
-            publish_aliased=setup.publish == "aliased" and setup.apply == "alias",
-        )
+        aliased = setup.publish == "aliased" and setup.apply == "alias"
+        params = CacheInitParams(no_tree, self.rows, self.allocator, setup.page)
+        self.tree = SharedRadixCache(params, publish_aliased=aliased)
         cached_at = CachedPositions(setup.slots + setup.page, "cpu")
-        self.meter = meter = meter_type(
-            self.pool, self.rows.req_to_token, cached_at, None, num_heads=1
-        )
+        reads: Any = self.pool, self.rows.req_to_token, cached_at, None, 1
+        self.meter = meter = meter_type(*reads)
         #: Those that still exist.
         self.requests: weakref.WeakSet[Req] = weakref.WeakSet()
         self.ranks = Ranks() if ranks is None else ranks
         self.engine = ScriptedEngine()
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
-        config = ReasonCacheConfig(block=setup.block, publish=setup.publish, apply=setup.apply)
-        keys = KeySource(self.pool, self.rows.req_to_token, cached_at, None, num_heads=1)
+        # Every block is within the threshold.
+        config = ReasonCacheConfig(
+            block=setup.block, publish=setup.publish, apply=setup.apply, percentile=100, warmup=0
+        )
         eviction = NamingEvictor(
             evictors or [NamedPolicy("scripted", self.evictor)],
-            EvictionApplier(self.allocator, self.rows),
-            keys,
-            setup.page,
-            PoolPressure(lambda: pool_use(self.allocator, self.tree)),
+            self.allocator,
+            self.rows,
+            KeySource(*reads),
+            lambda: pool_use(self.allocator, self.tree),
         )
-        stats = SharingStats()
+        stats, block = SharingStats(), setup.block
         tracker = RequestTracker(self.engine, stats, self.ranks)
         acceptor = Acceptor(self.allocator, self.rows, meter, copies=setup.apply == "copy")
-        accept_all: Any = AcceptAll()
-        pipeline = BlockPipeline(
-            tracker, meter, acceptor, accept_all, stats, self.ranks, setup.block
-        )
+        key = CalibrationKey("", block, "", "")
+        threshold = CalibratedThreshold(config, key, "none", writes=False)
+        pipeline = BlockPipeline(tracker, meter, acceptor, threshold, stats, self.ranks, block)
         report = Report(config, stats, pipeline, eviction)
-        self.controller = Controller(
-            config, stats, tracker, pipeline, eviction, report, interval=interval
-        )
+        self.controller = Controller(config, stats, tracker, pipeline, eviction, report, interval)
         self.tree.controller = self.controller
         # Views of the same memory; NumPy reads small pieces faster.
         self._sides = [
@@ -296,8 +246,6 @@ class World:
         self.requests.add(req)
         return req
 
-    # -- KV content -----------------------------------------------------------
-
     def write(self, slots: np.ndarray, contents: Sequence[int]) -> None:
         """Store every number in all layers, K and V differing, as a forward would."""
         values = np.asarray(contents, dtype=np.float32)[:, None, None]
@@ -308,11 +256,8 @@ class World:
         """Number stored in every slot; fails where layers, sides or dims disagree."""
         contents = self._sides[0][0][:, :1, :1] / LAYERS
         for buffer, sign, layer in self._sides:
-            expected = sign * (contents * LAYERS + layer)
-            assert (buffer == expected).all(), "layers, sides or dims of a slot disagree"
+            assert (buffer == sign * (contents * LAYERS + layer)).all(), "sides of a slot disagree"
         return contents[:, 0, 0].astype(np.int64)
-
-    # -- what the scheduler does between forwards -------------------------------
 
     def extend(self, req: Req) -> np.ndarray:
         """Allocate ``[prefix_len, extend_end)`` of a locked request; return the new slots.

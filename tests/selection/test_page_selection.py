@@ -4,27 +4,48 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
-from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
+from sglang_reasoncache import registry
 from sglang_reasoncache.kernels.batch import BatchRows
-from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
-from sglang_reasoncache.selection.host_selection import HostSelection
+from sglang_reasoncache.policy_options import OptionError
 from sglang_reasoncache.selection.page_bounds import PageBounds
+from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.selection.quest import Quest
 from tests.kernels.pools import make_rotation
-from tests.selection.selectors import NONSENSE, wrong
-from tests.unit.attention_rig import Rig, supported_runner
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 4, 64, 4, 2, 8
 SLOTS = PAGE * PAGES
+
+
+class Wrong(Quest):
+    """Answers something else."""
+
+    answer: Any = None
+
+    def keep(self, shares: Any, held: Any, newest: Any, page: int) -> Any:
+        return self.answer(super().keep(shares, held, newest, page), newest)
+
+
+def wrong(answer: Any, budget: int = 16) -> Wrong:
+    policy = Wrong(budget=budget, whole_layers=0)
+    object.__setattr__(policy, "answer", answer)
+    return policy
+
+
+NONSENSE = [
+    (lambda keep, _newest: None, "malformed", "must give a plain bool tensor .*, got NoneType"),
+    (lambda keep, _newest: keep.float(), "malformed", "got Tensor torch.float32"),
+    (lambda keep, _newest: keep[:, :-1], "malformed", "must give a plain bool tensor"),
+    (lambda keep, _newest: keep.to_sparse(), "malformed", "must give a plain bool tensor"),
+    (lambda keep, _newest: 1 / 0, "policy_failed", "ZeroDivisionError: division by zero"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -108,7 +129,7 @@ class World:
         self.query = torch.randn(2, HEADS, DIM) * 3
         self.policy = policy or Quest(budget=16, whole_layers=0)
         read = "quest", self.policy, {7: self.keys}, PAGE, self.rows, self.cached_at
-        self.selection = HostSelection(*read, rotation=self.rotation)
+        self.selection = PageSelection(*read, self.rotation)
         self.selection.update(7, torch.arange(SLOTS))
         self.plan = plan_rows(
             self.rows, self.requests, self.lengths, self.cached_at, num_slots=SLOTS
@@ -237,38 +258,54 @@ def test_a_selector_must_say_what_it_reads_whole(key: str, value: Any) -> None:
     rows = torch.zeros(1, 8, dtype=torch.int32)
     setattr(Odd, key, value)
     with pytest.raises(ValueError, match=f"--reasoncache-policy odd: {key} .* got {value!r}"):
-        HostSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
+        PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
     delattr(Odd, key)
     with pytest.raises(ValueError, match=f"{key} .* got AttributeError"):
-        HostSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
+        PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
 
 
-def test_attention_and_weights_over_what_was_selected(
-    published_config: None, out_of_tree_platform: None
-) -> None:
-    """The backend reads the selected entries; what it left out weighs nothing."""
-    rig = Rig(shifted=0.0, lengths=[70, 12], heads=4)
-    rig.runner.token_to_kv_pool_allocator.page_size = 8
-    # Pages of 8 slots side by side, filled from the first one on.
-    for row, first in zip(rig.row_of.tolist(), (0, 80), strict=True):
-        slots = torch.arange(96)[: rig.lengths[row - 1]] + first
-        rig.rows.req_to_token[row, : len(slots)] = slots.to(torch.int32)
-        rig.cached_at.record(slots, torch.arange(len(slots)))
-    for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer):
-        buffer.copy_(torch.randn(buffer.shape, generator=rig.generator))
-    backend = PagedCpuBackend(supported_runner(rig), rig.cached_at)
-    statistics = backend.paged.keep_statistics(StatisticsNeeds(latest=1))
-    # A request is known from its prefill on.
-    statistics.begin([1, 2], [69, 11], [69, 11])
-    selection: Any = backend.paged.select("quest", Quest(budget=24, whole_layers=1))
-    selection.update(1, torch.arange(92))
-    batch = rig.batch([1, 1])
-    found = rig.forward(backend, batch)
-    chosen = selection.plan(1, rig.query, rig.layer.scaling)
-    assert chosen is not None and 24 + 12 - 8 < len(chosen[0].kv_indices) <= 24 + 12
-    kv = PagedKv(rig.pool.k_buffer[1], rig.pool.v_buffer[1])
-    right = decode_attention(rig.query, kv, chosen[0], scale=rig.layer.scaling)
-    assert torch.equal(found, right)
-    weights = statistics.latest(1, torch.arange(70), 1)
-    assert float(weights.sum()) == pytest.approx(4)
-    assert ((weights > 0) == selection._among[:70]).all()
+def test_bounds_without_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(PageBounds, "__init__", none)
+    with pytest.raises(MemoryError, match="Tried to allocate"):
+        World(shifted=False)
+
+
+# -- Quest's choice, on random shares and by hand ---------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("budget", [1, 4, 5, 12, 28, 500])
+def test_the_newest_page_and_the_best_are_read(seed: int, budget: int) -> None:
+    shares = torch.rand(3, 7, generator=torch.Generator().manual_seed(seed))
+    held = torch.ones(3, 7, dtype=torch.bool)
+    held[0, 3] = held[1, 5:] = False
+    newest = torch.tensor([6, 4, 6])
+    keep = Quest(budget=budget).keep(shares, held, newest, PAGE)
+    assert keep.dtype == torch.bool
+    for row, last in enumerate(newest.tolist()):
+        others = [page for page in held[row].nonzero()[:, 0].tolist() if page != last]
+        others.sort(key=lambda page: -float(shares[row, page]))
+        expected = {last, *others[: math.ceil(budget / PAGE) - 1]}
+        assert set(keep[row].nonzero()[:, 0].tolist()) == expected
+
+
+def test_by_hand() -> None:
+    shares = torch.tensor([[0.9, 0.7, 1.1, 0.1]])
+    held, newest = torch.ones(1, 4, dtype=torch.bool), torch.tensor([3])
+    keep = Quest(budget=40).keep(shares, held, newest, 16)
+    assert keep.tolist() == [[True, False, True, True]]
+
+
+def test_options() -> None:
+    choice = registry.parse("reasoncache+quest:budget=64:whole_layers=0+keydiff:budget=9")
+    assert choice.selector == ("quest", Quest(budget=64, whole_layers=0))
+    assert choice.shares and [name for name, _ in choice.evictors] == ["keydiff"]
+    for options, key in (({"budget": 0}, "budget"), ({"whole_layers": -1}, "whole_layers")):
+        with pytest.raises(OptionError) as error:
+            Quest(**options)
+        assert error.value.key == key
+    with pytest.raises(registry.PolicyError, match="budget of quest between"):
+        registry.parse("quest:budget=0")

@@ -6,11 +6,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eval.serving import ServerError, ServerProcess
+from tests.server.specs import ServerSpec
 
 #: SGLang's own checks: account for every slot after each batch and when idle
 #: (1: silent until one is missing), and look for pages both owned and free.
@@ -23,53 +23,10 @@ STRICT_CHECKS = {
 _BAD_LOG_WORDS = ("Traceback (most recent call last)", "leak detected", "Leak Detected")
 
 
-@dataclass(frozen=True)
-class ServerSpec:
-    """What a test asks of a server. Equal specs share one.
-
-    Attributes:
-        name: short, for test ids and log files.
-        flags: command-line flags, one string each.
-        env: environment variables as pairs, on top of :data:`STRICT_CHECKS`.
-        long: its tests have the marker ``long`` and are left out of ``make test``.
-        group: tests of one group run in one process; empty: those of this spec alone.
-    """
-
-    name: str
-    flags: tuple[str, ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
-    long: bool = False
-    group: str = ""
-
-    def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
-        """Return a spec with more flags and variables, called ``<this>-<name>``.
-
-        ``flags``: words, or several of them with blanks between.
-        """
-        words = " ".join((*self.flags, *flags)).split()
-        env_of_both = (*self.env, *sorted(env.items()))
-        return ServerSpec(f"{self.name}-{name}", tuple(words), env_of_both)
-
-    def for_long_runs(self) -> ServerSpec:
-        """Return the spec as one that ``make test`` does without."""
-        return replace(self, long=True)
-
-    def beside(self, other: ServerSpec) -> ServerSpec:
-        """Return the spec as one whose tests use ``other`` too, which starts once for all."""
-        return replace(self, group=other.name)
-
-
-#: SGLang without our flag, and with it.
-STOCK = ServerSpec("stock")
-STOCK_PAGE16 = STOCK.having("page16", "--page-size 16").beside(STOCK)
-SHARED = ServerSpec("shared", ("--enable-reasoncache",))
-
-
 class ServerPool:
     """Starts servers when first asked for and keeps the most recent ones alive.
 
-    Starting one costs a minute of processor time, an idle one costs none, but
-    each holds up to 3 GB.
+    A start costs a minute of processor time, an idle server up to 3 GB.
     """
 
     def __init__(self, model_path: Path, log_dir: Path, capacity: int = 2) -> None:
@@ -83,11 +40,7 @@ class ServerPool:
         self._unstartable: dict[ServerSpec, ServerError] = {}
 
     def get(self, spec: ServerSpec) -> ServerProcess:
-        """Return a living server for ``spec``; may end the least recently used one.
-
-        A test that compares two servers gets both from here, the capacity allowing
-        for it, and asks again rather than keeping one across tests.
-        """
+        """Return a living server for ``spec``; may end the least recently used one."""
         server = self._alive.pop(spec, None)
         if server is not None and not server.alive:
             server.close()
@@ -95,26 +48,23 @@ class ServerPool:
         if server is None:
             while len(self._alive) >= self._capacity:
                 self._alive.popitem(last=False)[1].close()
-            server = self._start(spec)
+            # Every test of a spec fails alike: fail the later ones without the wait.
+            if spec in self._unstartable:
+                raise ServerError(f"{spec.name} failed to start before: {self._unstartable[spec]}")
+            self._starts += 1
+            server = ServerProcess(
+                self._model_path,
+                flags=spec.flags,
+                env={**STRICT_CHECKS, **dict(spec.env)},
+                log_path=self._log_dir / f"{self._starts:02d}-{spec.name}.log",
+            )
+            try:
+                server.start()
+            except ServerError as error:
+                self._unstartable[spec] = error
+                raise
         self._alive[spec] = server
         return server
-
-    def _start(self, spec: ServerSpec) -> ServerProcess:
-        # Every test of a spec fails alike: fail the later ones without the wait.
-        if spec in self._unstartable:
-            raise ServerError(f"{spec.name} failed to start before: {self._unstartable[spec]}")
-        self._starts += 1
-        server = ServerProcess(
-            self._model_path,
-            flags=spec.flags,
-            env={**STRICT_CHECKS, **dict(spec.env)},
-            log_path=self._log_dir / f"{self._starts:02d}-{spec.name}.log",
-        )
-        try:
-            return server.start()
-        except ServerError as error:
-            self._unstartable[spec] = error
-            raise
 
     def close(self) -> None:
         """End every server."""
@@ -122,30 +72,21 @@ class ServerPool:
             self._alive.popitem()[1].close()
 
 
-def loads(server: ServerProcess) -> dict[str, Any]:
-    """Return SGLang's live counters: running, waiting, used slots and so on."""
-    response = server.get("/v1/loads", params={"include": "all"})
-    response.raise_for_status()
-    return response.json()["loads"][0]
+def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
+    """Wait until nothing runs, waits or holds slots of its own, by SGLang's live counters.
 
-
-def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> dict[str, Any]:
-    """Wait until nothing runs, waits or holds slots of its own; return the counters.
-
-    A slot counts as held unless it is free or belongs to the prefix cache and
-    could be evicted, so a slot that leaked or a lock never released shows here.
+    A slot is held unless it is free or evictable: leaks and locks never released show here.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         server.check_alive()
-        now = loads(server)
-        busy = {
-            name: now[name]
-            for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
-            if now[name]
-        }
+        response = server.get("/v1/loads", params={"include": "all"})
+        response.raise_for_status()
+        now = response.json()["loads"][0]
+        names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
+        busy = {name: now[name] for name in names if now[name]}
         if not busy:
-            return now
+            return
         assert time.monotonic() < deadline, f"not idle after {timeout_s:g} s: {busy}"
         time.sleep(0.1)
 
@@ -153,9 +94,7 @@ def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> dict[str
 def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
     """Check that every slot is back, the cache can be flushed, and nothing complained.
 
-    Args:
-        server: the server a test has used.
-        log_start: size of its log when the test began.
+    ``log_start``: size of the log when the test began.
     """
     wait_until_idle(server)
     flushed = server.post("/flush_cache", params={"timeout": 30})
@@ -165,12 +104,8 @@ def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
     wait_until_idle(server)
     log = server.log_text(log_start)
     for word in _BAD_LOG_WORDS:
-        assert word not in log, f"{word!r} in {server.log_path}:\n{_around(log, word)}"
-
-
-def _around(log: str, word: str, lines: int = 40) -> str:
-    start = log.index(word)
-    return "\n".join(log[start:].splitlines()[:lines])
+        around = "".join(log[log.find(word) :].splitlines(keepends=True)[:40])
+        assert word not in log, f"{word!r} in {server.log_path}:\n{around}"
 
 
 def generate(server: ServerProcess, text: str, max_new_tokens: int, **options: Any) -> Any:
@@ -178,11 +113,8 @@ def generate(server: ServerProcess, text: str, max_new_tokens: int, **options: A
 
     Sampling parameters other than the length go into ``sampling_params``.
     """
-    sampling = {
-        "temperature": 0,
-        "max_new_tokens": max_new_tokens,
-        **options.pop("sampling_params", {}),
-    }
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    sampling |= options.pop("sampling_params", {})
     response = server.post("/generate", json={"text": text, "sampling_params": sampling, **options})
     with contextlib.suppress(ValueError):
         assert response.status_code == 200, response.json()

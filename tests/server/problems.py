@@ -1,27 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for server tests: problems of the embedded reasoner through the OpenAI API."""
+"""Requests for server tests, problems of the embedded reasoner, and what servers tell of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from eval.runs.client import Request, ask_all
 from eval.runs.records import Response
 from eval.serving import MODEL_NAME, ServerProcess
-from eval.tiny_reasoner.task import Problem, generate, grade
-from tests.server.harness import wait_until_idle
+from eval.tiny_reasoner.task import Problem, grade
+from eval.tiny_reasoner.task import generate as make_problems
+from tests.server.harness import generate, wait_until_idle
 
 MAX_TOKENS = 1200
 #: Switches sharing off for one request.
 OPT_OUT: dict[str, Any] = {"custom_params": {"reasoncache": False}}
+#: Whatever the model says, a response has its full length.
+TO_THE_END: dict[str, Any] = {"sampling_params": {"ignore_eos": True}}
 
 
 def problems(count: int, seed: int = 5) -> list[Problem]:
     """Held-out problems, the same for the same seed."""
-    return generate(seed, count)
+    return make_problems(seed, count)
+
+
+def prompts(count: int, seed: int, each: int = 1) -> list[str]:
+    """For SGLang's own API, of ``each`` problems."""
+    todo = [problem.prompt for problem in problems(count * each, seed)]
+    return [f"<|user|> {' '.join(todo[at::count])} <|assistant|>" for at in range(count)]
 
 
 def solve(
@@ -41,6 +52,41 @@ def accuracy(todo: Sequence[Problem], answers: Sequence[Response]) -> float:
     return sum(right) / len(right)
 
 
+def respond(
+    server: ServerProcess, todo: Sequence[str], most: int = 700, **options: Any
+) -> list[dict[str, Any]]:
+    """All prompts at once; text, token ids, their log-probabilities, and what the endpoint tells.
+
+    ``inputs``: log-probabilities of the prompt's tokens but the first, where ``options`` ask
+    for them.
+    """
+    with ThreadPoolExecutor(len(todo)) as pool:
+        futures = [
+            pool.submit(generate, server, text, most, return_logprob=True, **options)
+            for text in todo
+        ]
+        bodies = [future.result() for future in futures]
+    wait_until_idle(server)
+    recent = {entry["rid"]: entry for entry in report(server)["recent"]}
+    found = []
+    for body in bodies:
+        meta = body["meta_info"]
+        outputs = meta["output_token_logprobs"]
+        found.append(
+            {
+                "text": body["text"],
+                "logprobs": [logprob for logprob, _, _ in outputs],
+                "tokens": [token for _, token, _ in outputs],
+                "inputs": [logprob for logprob, _, _ in meta["input_token_logprobs"][1:]],
+                "cached": meta["cached_tokens"],
+                "prompt_tokens": meta["prompt_tokens"],
+                # Requests that opted out are not listed, nor those of which nothing is saved.
+                **recent.get(meta["id"], {}),
+            }
+        )
+    return found
+
+
 def report(server: ServerProcess) -> dict[str, Any]:
     """The one scheduler's entry of ``GET /reasoncache``."""
     response = server.get("/reasoncache")
@@ -49,36 +95,19 @@ def report(server: ServerProcess) -> dict[str, Any]:
 
 
 def series(server: ServerProcess) -> dict[str, float]:
-    """Our samples by name, summed over labels."""
+    """Our samples by name, without ``sglang:reasoncache_``, summed over labels."""
     out: dict[str, float] = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
-            if sample.name.startswith("sglang:reasoncache_"):
-                out[sample.name] = out.get(sample.name, 0.0) + sample.value
+            ours, name = sample.name.partition("sglang:reasoncache_")[1:]
+            if ours:
+                out[name] = out.get(name, 0.0) + sample.value
     return out
 
 
-def assert_frees_slots(server: ServerProcess, seed: int) -> dict[str, Any]:
-    """A queue of requests evicts positions, their slots come back, and nothing was refused.
-
-    Returns:
-        The report's totals.
-    """
-    before = report(server)["totals"]
-    solve(server, problems(16, seed=seed))
-    wait_until_idle(server)
-    seen = report(server)
-    totals = seen["totals"]
-    assert totals["positions_evicted"] - before["positions_evicted"] > 16 * 50
-    assert totals["slots_freed_by_eviction"] > 0
-    assert totals["eviction_refusals"] == {}
-    assert seen["positions_evicted_now"] == seen["slots_saved_now"] == 0
-    return totals
-
-
 def chat_once(server: ServerProcess, messages: list[dict[str, str]], **options: Any) -> Any:
-    """One greedy, unstreamed chat completion with token log-probabilities."""
-    return server.openai().chat.completions.create(
+    """The choice of one greedy, unstreamed chat completion with token log-probabilities."""
+    response = server.openai().chat.completions.create(
         model=MODEL_NAME,
         messages=messages,  # type: ignore[arg-type]
         temperature=0.0,
@@ -86,9 +115,27 @@ def chat_once(server: ServerProcess, messages: list[dict[str, str]], **options: 
         logprobs=True,
         **options,
     )
+    return response.choices[0]
 
 
-def tokens_and_logprobs(response: Any) -> tuple[list[str], list[float]]:
-    """What a chat completion generated, token by token."""
-    content = response.choices[0].logprobs.content
-    return [entry.token for entry in content], [entry.logprob for entry in content]
+Answers = list[tuple[list[str], list[float]]]
+#: Prompts of :func:`answers`.
+COMPARED = problems(4, seed=11)
+
+
+def answers(server: ServerProcess, **extra: Any) -> Answers:
+    """Tokens and log-probabilities of each prompt alone, so that they do not depend on a batch."""
+    found = []
+    for problem in COMPARED:
+        choice = chat_once(server, [{"role": "user", "content": problem.prompt}], extra_body=extra)
+        entries = choice.logprobs.content
+        found.append(([entry.token for entry in entries], [entry.logprob for entry in entries]))
+    return found
+
+
+def assert_equal_but_for_rounding(one: Answers, other: Answers) -> None:
+    """The same tokens. One may come from attention in bf16 with rotated copies of the keys, the
+    other one from queries rotated in fp32, which changes log-probabilities by up to 0.05."""
+    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(one, other, strict=True):
+        assert tokens == other_tokens
+        assert logprobs == pytest.approx(other_logprobs, abs=0.05)

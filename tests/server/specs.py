@@ -1,12 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers that the sharing tests use; few, because each takes a while to start."""
+"""The servers that tests use; few, because each takes a while to start."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from sglang_reasoncache.arguments import arguments_of
 from sglang_reasoncache.filter.process import WAIT_ENV
-from tests.server import quest_rule, rkv_rule
-from tests.server.harness import SHARED, STOCK
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What a test asks of a server. Equal specs share one."""
+
+    #: Short, for test ids and log files.
+    name: str
+    flags: tuple[str, ...] = ()
+    #: Variables on top of :data:`STRICT_CHECKS`.
+    env: tuple[tuple[str, str], ...] = ()
+    #: Its tests have the marker ``long`` and are left out of ``make test``.
+    long: bool = False
+    #: Tests of one group run in one process; empty: those of this spec alone.
+    group: str = ""
+
+    def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
+        """Return a spec with more flags and variables, called ``<this>-<name>``.
+
+        ``flags``: words, or several of them with blanks between.
+        """
+        words = " ".join((*self.flags, *flags)).split()
+        env_of_both = (*self.env, *sorted(env.items()))
+        return ServerSpec(f"{self.name}-{name}", tuple(words), env_of_both)
+
+    def for_long_runs(self) -> ServerSpec:
+        """Return the spec as one that ``make test`` does without."""
+        return replace(self, long=True)
+
+    def beside(self, other: ServerSpec) -> ServerSpec:
+        """Return the spec as one whose tests use ``other`` too, which starts once for all."""
+        return replace(self, group=other.name)
+
+
+#: SGLang without our flag, and with it.
+STOCK = ServerSpec("stock")
+STOCK_PAGE16 = STOCK.having("page16", "--page-size 16").beside(STOCK)
+SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 
 #: KV slots that hold about five responses of the embedded model, so that
 #: requests queue, get retracted and the prefix cache is evicted.
@@ -22,6 +60,9 @@ PAGED_READS = "--attention-backend reasoncache_cpu"
 PAGE16 = "--page-size 16"
 ALIASING = "--reasoncache-publish aliased"
 POLICY = "--reasoncache-policy"
+#: Of servers whose decisions ``reference.py`` follows.
+RKV_POLICY = "rkv:budget=110:slack=24:recent=16"
+QUEST_POLICY = "quest:budget=48:whole_layers=1"
 TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
@@ -63,7 +104,7 @@ SHARING_AND_EVICTING = SHARED.having(
 )
 #: Attention weights decide, in a pool with room, so that runs can be followed; and with
 #: sharing on the same rows, under forced retractions.
-RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, *rkv_rule.POLICY)
+RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, POLICY, RKV_POLICY)
 SHARING_AND_RKV = SHARED.having(
     "and-rkv",
     *(TIGHT, *EAGER, CHUNKED, PAGED_READS, ALIASING),
@@ -77,7 +118,7 @@ SNAPKV_H2O = SHARED.having(
     "snapkv:budget=24:window=8:recent=8+h2o:budget=90:slack=16:recent=16",
 ).for_long_runs()
 #: Each step reads some pages, in a pool with room; and with pages shared as well.
-QUEST = SHARED.having("quest", PAGED_READS, *quest_rule.POLICY, "--enable-metrics")
+QUEST = SHARED.having("quest", PAGED_READS, PAGE16, POLICY, QUEST_POLICY, "--enable-metrics")
 SHARING_AND_QUEST = PAGED.having(
     "quest", PAGED_READS, POLICY, "reasoncache+quest:budget=96"
 ).for_long_runs()
@@ -121,3 +162,10 @@ CORRECTED = SHARED.having(
 CORRECTED_COPY = CORRECTED.having("copy", COPY).beside(CORRECTED)
 AS_CACHED = SHARED.having("as-cached", *EAGER, "--reasoncache-positions as-cached", **WAITING)
 AS_CACHED_COPY = AS_CACHED.having("copy", COPY).beside(AS_CACHED)
+
+SHARING = (EXACT, ALIASED, PAGED)
+EVICTORS = (EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING)
+EVERY_KIND = (
+    *(*SHARING, *EVICTORS, EVICTING_PROMPTS, EVICTING_PROMPTS_PAGES, RKV, SHARING_AND_RKV),
+    *(SNAPKV_H2O, QUEST, SHARING_AND_QUEST),
+)

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sglang_reasoncache.platform import PLATFORM_NAME
+from eval.serving import ServerProcess
+from tests.conftest import ROOT
 
 _SCRIPT = """
 import sys
@@ -47,21 +48,10 @@ def test_engine_shares_and_leaves_no_trace(model_path: Path, tmp_path: Path) -> 
     """Keyword arguments switch sharing on; the next engine of the process is stock."""
     script = tmp_path / "engines.py"
     script.write_text(_SCRIPT)
-    root = Path(__file__).resolve().parents[2]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    env |= {
-        "SGLANG_PLATFORM": PLATFORM_NAME,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join((str(root), str(root / "eval" / "lean_start"))),
-    }
+    env = {**ServerProcess(model_path).env, "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join((str(ROOT), env["PYTHONPATH"]))
+    command = [sys.executable, str(script), str(model_path)]
     done = subprocess.run(
-        [sys.executable, str(script), str(model_path)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+        command, env=env, capture_output=True, text=True, timeout=600, check=False
     )
     assert "both engines as asked" in done.stdout, done.stderr[-4000:]

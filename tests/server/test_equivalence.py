@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sharing computes, compared with the same thing done without sharing memory."""
+"""Stock SGLang on the CPU platform, the ground every comparison stands on, and what sharing
+computes, compared with the same thing done without sharing memory."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 
 import pytest
@@ -10,42 +12,55 @@ import pytest
 from eval.serving import ServerProcess
 from eval.tiny_reasoner.task import grade
 from sglang_reasoncache.compat import CPU_BACKEND
-from tests.server.harness import STOCK, ServerPool, ServerSpec
-from tests.server.problems import OPT_OUT, chat_once, problems, report, tokens_and_logprobs
-from tests.server.specs import (
-    ALIASED,
-    AS_CACHED,
-    AS_CACHED_COPY,
-    CORRECTED,
-    CORRECTED_COPY,
-    NOTHING_SHARED,
-    STOCK_TORCH,
+from tests.server import specs
+from tests.server.harness import ServerPool, assert_whole, generate
+from tests.server.problems import (
+    COMPARED,
+    OPT_OUT,
+    TO_THE_END,
+    Answers,
+    answers,
+    assert_equal_but_for_rounding,
+    report,
 )
 
-_PROBLEMS = problems(4, seed=11)
-_PROMPTS = [problem.prompt for problem in _PROBLEMS]
+_TEXTS = ["1 + 2 =", "3 + 4 = 7 , so 7 + 5 =", "9", "a b c d e f g h i j k l m n o p q r s t"]
 
 
-def _answers(server: ServerProcess, **extra: object):
-    chats = ([{"role": "user", "content": prompt}] for prompt in _PROMPTS)
-    return [tokens_and_logprobs(chat_once(server, chat, extra_body=extra)) for chat in chats]
+def _outputs(server: ServerProcess) -> list[list[int]]:
+    with ThreadPoolExecutor(len(_TEXTS)) as pool:
+        replies = list(pool.map(lambda text: generate(server, text, 40, **TO_THE_END), _TEXTS))
+    assert all(len(reply["output_ids"]) == 40 for reply in replies)
+    return [reply["output_ids"] for reply in replies]
 
 
-def _run(servers: ServerPool, spec: ServerSpec):
-    """Each prompt alone on a server: tokens and log-probabilities do not depend on a batch."""
+@pytest.mark.parametrize("spec", [specs.STOCK_PAGE16])
+def test_stock_serves_and_caches_prefixes(servers: ServerPool, spec: specs.ServerSpec) -> None:
+    """Outputs depend neither on that nor on the page size."""
+    found = []
+    for each in (specs.STOCK, spec):
+        server = servers.get(each)
+        found += [_outputs(server), _outputs(server)]
+        repeated = generate(server, _TEXTS[-1] + " u v w x y z", 1)
+        assert repeated["meta_info"]["cached_tokens"] > 0
+        assert_whole(server)
+    assert found == found[:1] * 4
+
+
+def _run(servers: ServerPool, spec: specs.ServerSpec) -> Answers:
     server = servers.get(spec)
     server.post("/flush_cache")
-    return _answers(server)
+    return answers(server)
 
 
-def _assert_same_answers(one, other) -> None:
+def _assert_same_answers(one: Answers, other: Answers) -> None:
     """The same but for rounding, and right.
 
     Where two tokens are equally likely, rounding decides which is taken; only the answers
     compare from there on.
     """
     for problem, (tokens, logprobs), (other_tokens, other_logprobs) in zip(
-        _PROBLEMS, one, other, strict=True
+        COMPARED, one, other, strict=True
     ):
         two = zip(tokens, other_tokens, strict=False)
         compared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], two)) + 1
@@ -53,48 +68,46 @@ def _assert_same_answers(one, other) -> None:
         assert grade("".join(tokens), problem) and grade("".join(other_tokens), problem)
 
 
-@pytest.mark.parametrize("spec", [NOTHING_SHARED])
-def test_percentile_zero_equals_stock(servers: ServerPool, spec: ServerSpec) -> None:
+@pytest.mark.parametrize("spec", [specs.NOTHING_SHARED])
+def test_percentile_zero_equals_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """With the flag on and nothing shared, tokens and log-probabilities are stock SGLang's, bit for bit."""
-    assert _run(servers, spec) == _run(servers, STOCK)
+    assert _run(servers, spec) == _run(servers, specs.STOCK)
 
 
-@pytest.mark.parametrize("spec", [STOCK_TORCH])
-def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: ServerSpec) -> None:
+@pytest.mark.parametrize("spec", [specs.STOCK_TORCH])
+def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """Without our flag, through ``torch_native`` and through ``reasoncache_cpu``."""
-    _assert_same_answers(_run(servers, spec), _run(servers, STOCK))
-    assert servers.get(STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
+    _assert_same_answers(_run(servers, spec), _run(servers, specs.STOCK))
+    assert servers.get(specs.STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
 
 
-@pytest.mark.parametrize("spec", [ALIASED])
-def test_opted_out_request_is_stock(servers: ServerPool, spec: ServerSpec) -> None:
+@pytest.mark.parametrize("spec", [specs.ALIASED])
+def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """An opted-out request gets stock results, also where others left approximations in the cache.
 
     But for rounding: this server prefills in pieces and recomputes after retractions.
     """
     server = servers.get(spec)
-    _answers(server)
+    answers(server)
     assert report(server)["totals"]["blocks_shared"] > 0
-    _assert_same_answers(_answers(server, **OPT_OUT), _run(servers, STOCK))
+    _assert_same_answers(answers(server, **OPT_OUT), _run(servers, specs.STOCK))
 
 
 @pytest.mark.parametrize(
-    ("spec", "copy"), [(AS_CACHED, AS_CACHED_COPY), (CORRECTED, CORRECTED_COPY)]
+    ("spec", "copy"),
+    [(specs.AS_CACHED, specs.AS_CACHED_COPY), (specs.CORRECTED, specs.CORRECTED_COPY)],
 )
-def test_sharing_equals_copying(servers: ServerPool, spec: ServerSpec, copy: ServerSpec) -> None:
+def test_sharing_equals_copying(
+    servers: ServerPool, spec: specs.ServerSpec, copy: specs.ServerSpec
+) -> None:
     """Redirecting a row reads what copying K and V (rotated, when corrected) into own slots reads.
 
     As cached both read the same values, so log-probabilities are identical.
-    Corrected, one turns the query in fp32, the other reads rotated copies of
-    the keys, rounded to bf16: attention changes log-probabilities by up to 0.05.
     """
     copied = _run(servers, copy)
     assert report(servers.get(copy))["totals"]["blocks_shared"] > 0
     shared = _run(servers, spec)
     assert report(servers.get(spec))["totals"]["blocks_shared"] > 0
-    if spec is AS_CACHED:
+    if spec is specs.AS_CACHED:
         assert shared == copied
-        return
-    for (tokens, logprobs), (copy_tokens, copy_logprobs) in zip(shared, copied, strict=True):
-        assert tokens == copy_tokens
-        assert logprobs == pytest.approx(copy_logprobs, abs=0.05)
+    assert_equal_but_for_rounding(shared, copied)

@@ -16,65 +16,53 @@ import httpx
 import pytest
 
 from eval.serving import MODEL_NAME, ServerProcess
+from sglang_reasoncache.native import NativeUnavailable, library
+from tests.server import specs
 from tests.server.harness import wait_until_idle
-from tests.server.problems import OPT_OUT, accuracy, chat_once, problems, report, solve
-from tests.server.specs import (
-    ALIASED,
-    EVICTING,
-    EVICTING_PAGES,
-    EVICTING_PROMPTS,
-    EVICTING_PROMPTS_PAGES,
-    EXACT,
-    PAGED,
-    QUEST,
-    RKV,
-    SHARING_AND_EVICTING,
-    SHARING_AND_QUEST,
-    SHARING_AND_RKV,
-    SNAPKV_H2O,
-    TWO_RANKS,
+from tests.server.problems import (
+    MAX_TOKENS,
+    OPT_OUT,
+    accuracy,
+    chat_once,
+    problems,
+    prompts,
+    report,
+    respond,
+    series,
+    solve,
 )
 
-SHARING = (EXACT, ALIASED, PAGED)
-ALL = pytest.mark.parametrize("server", SHARING, indirect=True)
-EVERY_KIND = (
-    *(*SHARING, EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING, EVICTING_PROMPTS),
-    *(EVICTING_PROMPTS_PAGES, RKV, SHARING_AND_RKV, SNAPKV_H2O, QUEST, SHARING_AND_QUEST),
+FEW_CORES = pytest.mark.skipif(
+    (os.cpu_count() or 1) < 2, reason="each rank needs a core of its own"
 )
-TOKEN_ALIGNED = pytest.mark.parametrize("server", [EXACT, ALIASED], indirect=True)
 
 
-@TOKEN_ALIGNED
-def test_shares_and_keeps_answers(server: ServerProcess) -> None:
+@pytest.mark.parametrize(
+    ("server", "count", "blocks", "saved", "right"),
+    [
+        (specs.EXACT, 24, 24, 0.1, 0.8),
+        (specs.ALIASED, 24, 24, 0.1, 0.8),
+        # Blocks are whole pages; by index they differ in tokens, so only memory is checked.
+        (specs.PAGED, 16, 0, 0.0, 0.0),
+        # Distances are summed over ranks, so both redirect the same rows; else they would hang.
+        pytest.param(specs.TWO_RANKS, 10, 0, 0.0, 0.8, marks=FEW_CORES),
+    ],
+    indirect=["server"],
+)
+def test_shares_and_keeps_answers(
+    server: ServerProcess, count: int, blocks: int, saved: float, right: float
+) -> None:
     """A queue of streamed requests shares memory, and its answers stay right."""
-    todo = problems(24)
+    todo = problems(count)
     answers = solve(server, todo)
-    totals = report(server)["totals"]
-    assert totals["blocks_shared"] > 24
-    assert totals["final_saving_ratio"] > 0.1
-    assert accuracy(todo, answers) >= 0.8
-
-
-@pytest.mark.parametrize("server", [PAGED], indirect=True)
-def test_shares_whole_pages(server: ServerProcess) -> None:
-    """At page size 16 blocks are pages; by index they differ in tokens, so only memory is checked."""
-    solve(server, problems(16))
     seen = report(server)
-    assert seen["block"] == 16
-    assert seen["totals"]["blocks_shared"] > 0
+    assert seen["block"] == max(8, server.get("/server_info").json()["page_size"])
+    assert seen["totals"]["blocks_shared"] > blocks
+    assert seen["totals"]["final_saving_ratio"] > saved
+    assert accuracy(todo, answers) >= right
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core of its own")
-@pytest.mark.parametrize("server", [TWO_RANKS], indirect=True)
-def test_tensor_parallel_ranks_agree(server: ServerProcess) -> None:
-    """Distances are summed over ranks, so both redirect the same rows; else they would hang."""
-    todo = problems(10, seed=14)
-    answers = solve(server, todo)
-    assert report(server)["totals"]["blocks_shared"] > 0
-    assert accuracy(todo, answers) >= 0.8
-
-
-@pytest.mark.parametrize("server", [ALIASED], indirect=True)
+@pytest.mark.parametrize("server", [specs.ALIASED], indirect=True)
 def test_retracted_requests_share_again(server: ServerProcess) -> None:
     """After a retraction the accepted blocks are applied to the recomputed row."""
     todo = problems(12, seed=6)
@@ -85,7 +73,36 @@ def test_retracted_requests_share_again(server: ServerProcess) -> None:
     assert seen["totals"]["blocks_reapplied"] > 0
 
 
-@pytest.mark.parametrize("server", EVERY_KIND, indirect=True)
+@pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
+def test_what_an_operator_can_see(server: ServerProcess) -> None:
+    """Prometheus beside SGLang's own series, the endpoint, and our words in the decode log line."""
+    start, before, totals_before = server.log_size(), series(server), report(server)["totals"]
+    solve(server, problems(6, seed=12))
+    wait_until_idle(server)
+    after, seen = series(server), report(server)
+    totals = seen["totals"]
+    for field in ("blocks_shared", "blocks_compared", "steps_seen", "steps_with_candidate"):
+        grown = after[f"{field}_total"] - before.get(f"{field}_total", 0.0)
+        # The last steps without a candidate may not have been published yet.
+        assert 0 < grown <= totals[field] - totals_before[field]
+    assert after["poll_seconds_count"] > 0
+    assert 0 < after["memory_saving_ratio"] < 1
+    assert "slots_saved_now" in after
+    assert seen["config"]["block"] == seen["block"] == 8
+    assert seen["config"]["positions"] == "corrected"
+    assert seen["threshold"]["warm"]
+    assert totals["filter_seconds"] > 0
+    assert totals["steps_shed"] == totals["filter_restarts"] == totals["filter_given_up"] == 0
+    assert 0 < totals["affected_ratio"] < 1
+    entry = max(seen["recent"], key=lambda request: request["shared_positions"])
+    assert entry["shared_positions"] == 8 * len(entry["blocks"])
+    assert all(src + 8 <= dst for dst, src in entry["blocks"])
+    states = server.get("/server_info").json()["internal_states"]
+    assert states[0]["reasoncache"]["totals"]["blocks_shared"] > 0
+    assert "#shared token: " in server.log_text(start)
+
+
+@pytest.mark.parametrize("server", specs.EVERY_KIND, indirect=True)
 def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
     """Requests that vanish mid-stream, by abort call or by closing the connection."""
 
@@ -121,26 +138,20 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
     assert seen["slots_saved_now"] == seen["positions_evicted_now"] == 0
 
 
-@ALL
+@pytest.mark.parametrize("server", specs.SHARING, indirect=True)
 def test_follow_up_turn(server: ServerProcess) -> None:
     """A second turn over a shared first answer is answered, twice alike."""
-    problem = problems(1, seed=8)[0]
-    first = chat_once(server, [{"role": "user", "content": problem.prompt}])
-    turns = [
-        {"role": "user", "content": problem.prompt},
-        {"role": "assistant", "content": first.choices[0].message.content},
-        {"role": "user", "content": problem.prompt},
-    ]
-    again = [chat_once(server, turns, max_tokens=64) for _ in range(2)]
-    texts = [response.choices[0].message.content for response in again]
-    assert texts[0] == texts[1]
+    ask = {"role": "user", "content": problems(1, seed=8)[0].prompt}
+    answer = {"role": "assistant", "content": chat_once(server, [ask]).message.content}
+    again = [chat_once(server, [ask, answer, ask], max_tokens=64) for _ in range(2)]
+    assert again[0].message.content == again[1].message.content
 
 
 @pytest.mark.parametrize(
     ("server", "total"),
     [
-        *((spec, "blocks_shared") for spec in SHARING),
-        *((spec, "positions_evicted") for spec in (EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING)),
+        *((spec, "blocks_shared") for spec in specs.SHARING),
+        *((spec, "positions_evicted") for spec in specs.EVICTORS),
     ],
     indirect=["server"],
 )
@@ -155,7 +166,7 @@ def test_flush_between_loads(server: ServerProcess, total: str) -> None:
     assert report(server)["totals"][total] > 0
 
 
-@pytest.mark.parametrize("server", [EXACT, ALIASED, EVICTING], indirect=True)
+@pytest.mark.parametrize("server", [specs.EXACT, specs.ALIASED, specs.EVICTING], indirect=True)
 def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
     """``custom_params`` of the OpenAI API switches sharing and evicting off for one request."""
     before = report(server)["totals"]
@@ -164,3 +175,42 @@ def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
     assert after["requests_opted_out"] == before["requests_opted_out"] + 4
     for total in ("blocks_compared", "positions_evicted"):
         assert after[total] == before[total]
+
+
+# -- a reasoning parser: only the part it marks may share --------------------------
+
+THINK, END_OF_THINKING = "<think>", "</think>"
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_blocks_end_before_the_reasoning_does(server: ServerProcess) -> None:
+    blocks = 0
+    for prompt in prompts(4, seed=31):
+        [found] = respond(
+            server, [prompt], MAX_TOKENS, sampling_params={"skip_special_tokens": False}
+        )
+        reasoning, end, _answer = found["text"].partition(END_OF_THINKING)
+        assert end, "the embedded model closes its reasoning"
+        # One token a word: the tokenizer of the embedded model splits at white space.
+        tokens = server.post("/tokenize", json={"prompt": reasoning}).json()["count"]
+        last = max((dst + 8 for dst, _src in found["blocks"]), default=0)
+        assert last <= found["prompt_tokens"] + tokens
+        blocks += len(found["blocks"])
+    assert blocks > 0
+    seen = report(server)
+    assert seen["threshold"]["observations"] > 0
+    with contextlib.suppress(NativeUnavailable):
+        library()
+        assert seen["distances"] == "native"
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_a_response_without_reasoning_shares_nothing(server: ServerProcess) -> None:
+    """The prompt opens and closes the reasoning, as templates do where the client wants none."""
+    # The model would open it again by itself.
+    sampling = {"skip_special_tokens": False, "logit_bias": {"4": -100.0}}
+    for prompt in prompts(2, seed=31):
+        text = f"{prompt} {THINK} {END_OF_THINKING}"
+        [found] = respond(server, [text], MAX_TOKENS, sampling_params=sampling)
+        assert THINK not in found["text"] and found["text"].count("\n\n") > 4
+        assert found["blocks"] == []

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool, rows and batches for the tests of attention backends; expectations in double precision.
-
-The reference takes another route: it rotates every cached key by complex
-multiplication to where it is used, then attends over the whole row.
-"""
+"""A pool, rows and batches for the tests of attention backends, and dense attention in fp64."""
 
 from __future__ import annotations
 
@@ -18,11 +14,13 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from tests.kernels.pools import turned
 
 DIM = 16
 BASE = 10_000
 CONTEXT = 1024
 LENGTHS = [1, 19, 989]
+FREQUENCIES = BASE ** (-torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
 
 #: fp32: angles of up to 1024 radians are off by 1024 * 2**-24, which the softmax
 #: turns into an error of the same order; bf16: keys, probabilities and the
@@ -41,13 +39,10 @@ BATCHES = {
 
 
 class Rig:
-    """A pool with rows of random keys, some of them cached for another position.
+    """A pool with rows of random keys, a share of them (``shifted``) cached for another position.
 
-    Args:
-        shifted: Share of the row entries that were cached for another position.
-        lengths: Tokens of each row, the newest included.
-        interleaved: GPT-J pairing of dims.
-        notes_shifted: The allocator has seen slots shared, even if no row holds one now.
+    ``lengths`` include the newest token. ``interleaved``: GPT-J pairing of dims. ``notes_shifted``:
+    the allocator has seen slots shared, even if no row holds one now.
     """
 
     def __init__(
@@ -66,16 +61,8 @@ class Rig:
         self.lengths, self.heads, self.kv_heads, self.dtype = lengths, heads, kv_heads, dtype
         self.interleaved = interleaved
         size = sum(lengths) + 64
-        self.pool = MHATokenToKVPool(
-            size=size,
-            page_size=1,
-            dtype=dtype,
-            head_num=kv_heads,
-            head_dim=DIM,
-            layer_num=2,
-            device="cpu",
-            enable_memory_saver=False,
-        )
+        sizes = dict(size=size, page_size=1, head_num=kv_heads, head_dim=DIM, layer_num=2)
+        self.pool = MHATokenToKVPool(**sizes, dtype=dtype, device="cpu", enable_memory_saver=False)
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
         self.rows = ReqToTokenPool(len(lengths), CONTEXT, "cpu", False)
@@ -103,8 +90,7 @@ class Rig:
             req_to_token_pool=self.rows,
             token_to_kv_pool=self.pool,
             token_to_kv_pool_allocator=SimpleNamespace(
-                has_shifted_slots=shifted > 0 or notes_shifted,
-                has_evicted=False,
+                has_shifted_slots=shifted > 0 or notes_shifted, has_evicted=False
             ),
             dtype=dtype,
             model=torch.nn.ModuleList([rope]),
@@ -166,12 +152,10 @@ class Rig:
         k, v = k.view(tokens, self.kv_heads, DIM), v.view(tokens, self.kv_heads, DIM)
         return run(q, k, v, self.layer, batch).view(tokens, self.heads, DIM)
 
-    def check(self, backend: Any, batch: Any) -> None:
+    def check(self, backend: Any, batch: Any, logit_cap: float = 0.0) -> None:
         """The backend's forward of the batch is as expected."""
-        found = self.forward(backend, batch)
-        torch.testing.assert_close(
-            found.double(), self.expected(batch), rtol=0, atol=TOLERANCE[self.dtype]
-        )
+        found, expected = self.forward(backend, batch).double(), self.expected(batch, logit_cap)
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[self.dtype])
 
     def expected(self, batch: Any, logit_cap: float = 0.0) -> torch.Tensor:
         """Dense attention in fp64 over rows whose keys are rotated to where they are used.
@@ -184,7 +168,8 @@ class Rig:
             slots = self.rows.req_to_token[row, :end].long()
             at, evicted = torch.arange(end), slots < 0
             slots = slots.clamp_min(0)
-            k = self._turn(keys[slots], at - self.cached_at.positions[slots])
+            by = (at - self.cached_at.positions[slots])[:, None] * FREQUENCIES
+            k = turned(keys[slots], torch.polar(torch.ones_like(by), by), not self.interleaved)
             k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
             v = values[slots].repeat_interleave(self.heads // self.kv_heads, dim=1)
             q = next(query)
@@ -196,26 +181,12 @@ class Rig:
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
         return torch.cat(outputs)
 
-    def _turn(self, keys: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        """Rotate by multiplying complex numbers, one per pair of dims."""
-        frequency = BASE ** (-torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
-        turn = torch.polar(torch.ones(1).double(), shift[:, None] * frequency)[:, None]
-        if self.interleaved:
-            pairs = torch.view_as_complex(keys.unflatten(-1, (DIM // 2, 2)).contiguous())
-            return torch.view_as_real(pairs * turn).flatten(-2)
-        pairs = torch.complex(keys[..., : DIM // 2], keys[..., DIM // 2 :]) * turn
-        return torch.cat((pairs.real, pairs.imag), dim=-1)
-
 
 def idle_batch() -> Any:
     """A forward of a rank that has no request."""
-    nothing = torch.empty(0, dtype=torch.int64)
-    return SimpleNamespace(
-        forward_mode=ForwardMode.IDLE,
-        out_cache_loc=nothing,
-        positions=nothing,
-        seq_lens=nothing,
-    )
+    names = ("out_cache_loc", "positions", "seq_lens")
+    nothing = dict.fromkeys(names, torch.empty(0, dtype=torch.int64))
+    return SimpleNamespace(forward_mode=ForwardMode.IDLE, **nothing)
 
 
 def supported_runner(rig: Rig) -> Any:

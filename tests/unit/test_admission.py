@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from sglang_reasoncache.cache.admission import SharingBudget, SharingForecast
+from tests.property.world import allocator_of
 
 FREE = 800
 EVICTABLE = 200
@@ -20,24 +19,16 @@ EVICTABLE = 200
 class _Tree:
     """A prefix cache with 200 evictable slots."""
 
-    @staticmethod
-    def evictable_size() -> int:
-        return EVICTABLE
-
-    @staticmethod
-    def supports_mamba() -> bool:
-        return False
+    evictable_size = staticmethod(lambda: EVICTABLE)
+    supports_mamba = staticmethod(lambda: False)
 
 
-def allocator(page: int) -> Any:
-    common: dict[str, Any] = dict(dtype=torch.float32, device="cpu", kvcache=None, need_sort=False)
-    if page == 1:
-        return TokenToKVPoolAllocator(FREE, **common)
-    return PagedTokenToKVPoolAllocator(FREE, page_size=page, **common)
-
-
-def budget(credit: float, page: int = 1, mixed: int = 0) -> SharingBudget:
-    return SharingBudget(allocator(page), _Tree(), credit=credit, num_mixed_decode_tokens=mixed)
+def budget(credit: float | None, page: int = 1, mixed: int = 0) -> Any:
+    """Of 800 free slots; ``credit`` None: SGLang's own."""
+    pool = allocator_of(page, FREE)
+    if credit is None:
+        return PrefillBudget(pool, _Tree(), num_mixed_decode_tokens=mixed)
+    return SharingBudget(pool, _Tree(), credit=credit, num_mixed_decode_tokens=mixed)
 
 
 def fits(made: PrefillBudget, prompt: int, output: int) -> bool:
@@ -55,20 +46,24 @@ def fits(made: PrefillBudget, prompt: int, output: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("credit", "page", "prompt", "fitting", "too_much"),
+    ("page", "offset", "prompt", "fitting", "too_much"),
     [
         # The whole prompt, and the undiscounted part of the output: 600 + 0.5 * 798 is 999 and
         # fits below 1000; one pair of tokens more does not.
-        (0.5, 1, 600, 798, 800),
+        (1, 0, 600, 798, 800),
         # A prompt of 601 takes 608, so 6 of the first output tokens are not discounted:
         # 608 + (601 + 784 - 608) * 0.5 = 996.5; 608 + (601 + 791 - 608) * 0.5 = 1000.
-        (0.5, 16, 601, 784, 791),
+        (16, 0, 601, 784, 791),
+        # A prompt of 1 with 3 output tokens needs 4, not the 16 of its page and a part of 3.
+        (16, 995, 1, 3, 4),
     ],
 )
 def test_request_needs_its_prompt_and_the_undiscounted_part_of_its_output(
-    credit: float, page: int, prompt: int, fitting: int, too_much: int
+    page: int, offset: int, prompt: int, fitting: int, too_much: int
 ) -> None:
-    made = budget(credit, page)
+    made = budget(0.5, page)
+    made.total_offset = made.current_offset = offset
+    assert made.remaining_total == FREE + EVICTABLE - offset
     assert fits(made, prompt, fitting)
     assert not fits(made, prompt, too_much)
 
@@ -96,21 +91,11 @@ def test_what_remains() -> None:
     assert below.remaining_total == 1000 - 40
 
 
-def test_rounding_does_not_exceed_what_the_request_can_ever_use() -> None:
-    """A prompt of 1 with 3 output tokens needs 4, not the 16 of its page and a part of 3."""
-    made = budget(0.5, page=16)
-    made.total_offset = made.current_offset = 995
-    assert made.remaining_total == 5
-    assert fits(made, prompt=1, output=3)
-    assert not fits(made, prompt=1, output=4)
-
-
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("mixed", [0, 13])
 def test_credit_zero_is_stock(page: int, mixed: int) -> None:
     """Same verdicts and same remainders after every reservation."""
-    ours = budget(0.0, page, mixed)
-    stock = PrefillBudget(allocator(page), _Tree(), num_mixed_decode_tokens=mixed)
+    ours, stock = budget(0.0, page, mixed), budget(None, page, mixed)
     for prompt, output in [(1, 0), (19, 64), (160, 0), (5, 300), (300, 1), (64, 200)]:
         for question in [(1, 0), (prompt, output), (400, 400), (16, 984), (999, 0), (1000, 0)]:
             assert fits(ours, *question) == fits(stock, *question), question
@@ -124,11 +109,7 @@ def test_credit_zero_is_stock(page: int, mixed: int) -> None:
 
 def test_more_credit_never_admits_less() -> None:
     verdicts = [fits(budget(credit / 10), prompt=500, output=900) for credit in range(10)]
-    assert verdicts == sorted(verdicts)
-    assert verdicts[0] is False and verdicts[-1] is True
-
-
-# -- forecast -------------------------------------------------------------------
+    assert verdicts == sorted(verdicts) and set(verdicts) == {False, True}
 
 
 ENDED, RUNNING = SharingForecast.observe, SharingForecast.poll

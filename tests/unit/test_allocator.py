@@ -7,40 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reasoncache.cache.admission import SharingBudget
 from sglang_reasoncache.cache.allocator import (
+    ReferenceCountError,
     SharedPagedAllocator,
     SharedTokenAllocator,
     shared_allocator_of,
 )
-from sglang_reasoncache.cache.references import ReferenceCountError
+from sglang_reasoncache.selection import waits
+from tests.property.world import allocator_of
 
 SLOTS = 16
 PAGE = 4
-COMMON: dict[str, Any] = dict(dtype=torch.float32, device="cpu", kvcache=None)
-
-
 Allocator = SharedTokenAllocator | SharedPagedAllocator
 
 
-def make(page: int, need_sort: bool = False) -> Allocator:
-    if page == 1:
-        return SharedTokenAllocator(SLOTS, need_sort=need_sort, **COMMON)
-    return SharedPagedAllocator(SLOTS, page_size=page, need_sort=need_sort, **COMMON)
-
-
-@pytest.fixture(params=[False, True], ids=["in-order", "need-sort"])
-def need_sort(request: pytest.FixtureRequest) -> bool:
+@pytest.fixture(params=[1, PAGE], ids=["page1", "page4"])
+def page(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
-@pytest.fixture(params=[1, PAGE], ids=["page1", "page4"])
-def either(request: pytest.FixtureRequest, need_sort: bool) -> Allocator:
-    return make(request.param, need_sort)
+@pytest.fixture(params=[False, True], ids=["in-order", "need-sort"])
+def either(request: pytest.FixtureRequest, page: int) -> Allocator:
+    return allocator_of(page, SLOTS, need_sort=request.param)
 
 
 def take(allocator: Allocator, pages: int) -> list[int]:
@@ -65,37 +57,15 @@ def free_list(allocator: Allocator) -> list[int]:
     return pages
 
 
-class DeviceReads(TorchDispatchMode):
-    """Notes the operators whose result depends on what is in a tensor: a GPU is waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        masks = args[1] if func is torch.ops.aten.index.Tensor else ()
-        if any(mask is not None and mask.dtype == torch.bool for mask in masks) or func in (
-            torch.ops.aten.nonzero.default,
-            torch.ops.aten.masked_select.default,
-            torch.ops.aten._local_scalar_dense.default,
-        ):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_an_eviction_does_not_wait_for_the_device(either: Allocator) -> None:
-    page = either.page_size
+def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) -> None:
     pages = either.alloc(2 * page)[::page] // page
-    with DeviceReads() as reads:
+    with waits.refused(torch.device("cpu")):
         assert either.evict(pages[:1]) == page
         assert either.evict(pages[1:]) == page
-    assert reads.found == []
-    # A row's own entries tell which of them are evicted positions.
-    with reads:
-        either.free(torch.full((page,), -1))
-    assert reads.found
+        # A row's own entries tell which of them are evicted positions.
+        with pytest.raises(waits.WouldWait):
+            either.free(torch.full((page,), -1))
+    either.free(torch.full((page,), -1))
     assert len(free_list(either)) == SLOTS // page
 
 
@@ -122,10 +92,9 @@ def test_an_eviction_does_not_wait_for_the_device(either: Allocator) -> None:
 @pytest.mark.parametrize("grouped", [False, True], ids=["each", "grouped"])
 @pytest.mark.parametrize("how", ["free", "free_segment", "free_page_ids", "cut-1", "cut-3"])
 def test_pages_come_back_with_their_last_reference(
-    either: Allocator, shared: str, freed: list[str], left: str, grouped: bool, how: str
+    either: Allocator, page: int, shared: str, freed: list[str], left: str, grouped: bool, how: str
 ) -> None:
     """SGLang frees a batch's finished requests in one group; rows may be cut at their ends."""
-    page = either.page_size
     ids = dict(zip("abc", take(either, 3), strict=True))
     either.share([ids[name] for name in shared])
     counted = dict(either.references)
@@ -153,29 +122,15 @@ def test_pages_come_back_with_their_last_reference(
 
 
 def test_double_free_is_noticed_while_anything_is_shared() -> None:
-    token = make(1)
+    """Without shared pages a free is the stock one: in any order, any part of a page."""
+    token, paged = allocator_of(1, SLOTS), allocator_of(PAGE, SLOTS)
     first, second = token.alloc(2).tolist()
     token.share([first])
+    assert token.references.touches([first, second]) and not token.references.touches([second])
     with pytest.raises(ReferenceCountError):
         token.free(slots(first, second, second))
-
-
-def test_free_without_shared_pages_is_the_stock_one() -> None:
-    """Any order and any part of a page, as SGLang allows."""
-    paged = make(PAGE)
     paged.free(page_slots(PAGE, *take(paged, 2))[[7, 0, 5, 2]])
     assert free_list(paged) == [1, 2, 3, 4]
-
-
-def test_freed_pages_can_all_be_allocated_again(either: Allocator) -> None:
-    page = either.page_size
-    taken = either.alloc(SLOTS)
-    assert either.alloc(page) is None
-    either.share((taken[::page] // page).tolist())
-    either.free_segment(taken, start_pos=0)
-    assert either.alloc(page) is None
-    either.free_segment(taken, start_pos=0)
-    assert sorted(either.alloc(SLOTS).tolist()) == list(range(page, SLOTS + page))
 
 
 def test_shifted_slots_outlive_their_references(either: Allocator) -> None:
@@ -195,33 +150,31 @@ def test_shifted_slots_outlive_their_references(either: Allocator) -> None:
 
 @pytest.mark.parametrize("credit", [None, 0.0, 0.25])
 def test_credit_above_zero_replaces_the_prefill_budget(credit: float | None) -> None:
-    allocator = make(1)
+    allocator = allocator_of(1, SLOTS)
     if credit is not None:
         allocator.credit_source = lambda: credit
-    budget = allocator.create_prefill_budget(None, num_mixed_decode_tokens=3)  # type: ignore[arg-type]
+    budget = allocator.create_prefill_budget(None, num_mixed_decode_tokens=3)
     assert type(budget) is (SharingBudget if credit else PrefillBudget)
     assert budget.total_offset == budget.current_offset == 3
 
 
-def test_rebuilt_allocator_keeps_size_page_and_pool() -> None:
+def test_rebuilt_allocator_keeps_size_page_and_pool(page: int) -> None:
     pool = object()
-    common: dict[str, Any] = {**COMMON, "kvcache": pool, "need_sort": True}
-    token = shared_allocator_of(TokenToKVPoolAllocator(SLOTS, **common))
-    paged = shared_allocator_of(PagedTokenToKVPoolAllocator(SLOTS, page_size=PAGE, **common))
-    assert (type(token), type(paged)) == (SharedTokenAllocator, SharedPagedAllocator)
-    for allocator, page in ((token, 1), (paged, PAGE)):
-        assert allocator.size == allocator.available_size() == SLOTS
-        assert allocator.page_size == page
-        assert allocator.get_kvcache() is pool
-        assert allocator.need_sort
-        assert allocator.dtype == torch.float32
+    allocator = allocator_of(page, SLOTS, pool, need_sort=True)
+    assert type(allocator) is (SharedTokenAllocator if page == 1 else SharedPagedAllocator)
+    assert allocator.size == allocator.available_size() == SLOTS
+    assert allocator.page_size == page
+    assert allocator.get_kvcache() is pool
+    assert allocator.need_sort
+    assert allocator.dtype == torch.float32
 
 
 def test_any_other_allocator_is_refused() -> None:
     class SlidingWindow(TokenToKVPoolAllocator):
         """A subclass may keep books of its own."""
 
+    pool: Any = None
     with pytest.raises(ValueError, match="SlidingWindow"):
-        shared_allocator_of(SlidingWindow(SLOTS, need_sort=False, **COMMON))
+        shared_allocator_of(SlidingWindow(SLOTS, torch.float32, "cpu", pool, need_sort=False))
     with pytest.raises(ValueError, match="SharedTokenAllocator"):
-        shared_allocator_of(make(1))
+        shared_allocator_of(allocator_of(1, SLOTS))

@@ -18,10 +18,11 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.attention.backend import PagedBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.plugin import attention, cuda_attention, refusals
+from sglang_reasoncache.plugin import attention, refusals
 from tests.unit.attention_rig import BATCHES, Rig, supported_runner
 from tests.unit.test_attention import backend_of
 
@@ -93,11 +94,11 @@ def test_prefill_graphs_run_what_is_not_shifted() -> None:
 @pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
 def test_sglangs_backend_is_behind_ours(name: str) -> None:
     """Whatever we do not mention is SGLang's own: flags it reads, and what kind of backend it is."""
-    made = cuda_attention.backend_class(name)
+    made = attention.backend_class(name)
     stock = {"flashinfer": compat.FlashInferAttnBackend, "triton": compat.TritonAttnBackend}[name]
-    assert made.__mro__[1:3] == (SharedSlotReads, stock)
+    assert made.__mro__[1:4] == (SharedSlotReads, PagedBackend, stock)
     theirs = {attribute for attribute in vars(stock) if not attribute.startswith(("__", "_abc_"))}
-    for attribute in theirs - vars(SharedSlotReads).keys():
+    for attribute in theirs - vars(SharedSlotReads).keys() - vars(PagedBackend).keys():
         assert getattr(made, attribute) is getattr(stock, attribute)
 
 
@@ -107,7 +108,7 @@ def test_other_devices_are_refused(name: str) -> None:
     with pytest.raises(
         ValueError, match=f"--x y over --attention-backend {name} needs an NVIDIA GPU.*cpu"
     ):
-        cuda_attention.make(runner_of(rig), name, None, requested_by="--x y")
+        attention.make_cuda(runner_of(rig), name, None, requested_by="--x y")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from transformers import Qwen3Config
 from sglang_reasoncache.attention import paged
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.plugin import cuda_attention
+from sglang_reasoncache.plugin import attention
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import DIM, TOLERANCE, Rig
 from tests.unit.test_attention import REQUESTED_BY
@@ -52,9 +52,7 @@ def test_interpreted() -> None:
 def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
     """Ours over SGLang's Triton backend, as a server's start makes it."""
     runner = runner_of(rig)
-    runner.sliding_window_size = None
-    runner.gpu_id = 0
-    runner.page_size = 1
+    runner.sliding_window_size, runner.gpu_id, runner.page_size = None, 0, 1
     runner.is_draft_worker = False
     runner.decode_num_tokens_per_req = lambda: 1
     runner.kv_cache_dtype = rig.dtype
@@ -73,14 +71,13 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     config.get_num_kv_heads = lambda *_: rig.kv_heads
     # On a device this is what a pool gets.
     monkeypatch.setattr(paged, "PagedKv", functools.partial(PagedKv, backend="triton"))
-    backend = cuda_attention.backend_class("triton")(
+    backend = attention.backend_class("triton")(
         runner, rig.cached_at if corrected else None, requested_by=REQUESTED_BY
     )
-    before = [buffer.clone() for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
+    buffers = (*rig.pool.k_buffer, *rig.pool.v_buffer)
+    before = [buffer.clone() for buffer in buffers]
     backend.paged.warm_up()
-    after = (*rig.pool.k_buffer, *rig.pool.v_buffer)
-    for old, new in zip(before, after, strict=True):
-        torch.testing.assert_close(old, new, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(before, [*buffers], rtol=0, atol=0, equal_nan=True)
     return backend
 
 
@@ -94,14 +91,10 @@ class Graphs:
         backend.init_cuda_graph_state(most, most)
         fill = backend.get_cuda_graph_seq_len_fill_value()
         whole = functools.partial(torch.zeros, most, dtype=torch.int64)
-        self.buffers = SimpleNamespace(
-            input_ids=whole(),
-            positions=whole(),
-            req_pool_indices=whole(),
-            seq_lens=whole().fill_(fill),
-            seq_lens_cpu=whole().fill_(fill),
-            mamba_track_indices=None,
-        )
+        ints = ("input_ids", "positions", "req_pool_indices", "seq_lens", "seq_lens_cpu")
+        self.buffers = SimpleNamespace(mamba_track_indices=None, **{n: whole() for n in ints})
+        self.buffers.seq_lens.fill_(fill)
+        self.buffers.seq_lens_cpu.fill_(fill)
         self.fill, self.out_cache_loc = fill, whole()
         self.q = torch.zeros(most, rig.heads * DIM, dtype=rig.dtype)
         self.kv = torch.zeros(2, most, rig.kv_heads, DIM, dtype=rig.dtype)
@@ -115,16 +108,13 @@ class Graphs:
 
     def _capture(self, size: int) -> Any:
         backend, buffers = self.backend, self.buffers
+        slices = {name: side[:size] for name, side in vars(buffers).items() if side is not None}
         batch = ForwardBatch(
+            **slices,
             forward_mode=ForwardMode.DECODE,
             batch_size=size,
-            input_ids=buffers.input_ids[:size],
-            req_pool_indices=buffers.req_pool_indices[:size],
-            seq_lens=buffers.seq_lens[:size],
-            seq_lens_cpu=buffers.seq_lens_cpu[:size],
             seq_lens_sum=size * self.fill,
             out_cache_loc=self.out_cache_loc[:size],
-            positions=buffers.positions[:size],
         )
         self.backend.kv_index_translator.bind_runner_slots(batch)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -145,14 +135,9 @@ class Graphs:
         label = DecodeCudaGraphRunner._resolve_attention_variant(self.runner, batch, self.size)
         assert label is not None
         self.replayed.append(label)
-        for name, padding in (
-            ("positions", 0),
-            ("req_pool_indices", 0),
-            ("seq_lens", self.fill),
-            ("seq_lens_cpu", self.fill),
-        ):
+        for name in ("positions", "req_pool_indices", "seq_lens", "seq_lens_cpu"):
             getattr(self.buffers, name)[:real] = getattr(batch, name)
-            getattr(self.buffers, name)[real:] = padding
+            getattr(self.buffers, name)[real:] = self.fill if "seq_lens" in name else 0
         self.out_cache_loc[:real] = batch.out_cache_loc
         self.out_cache_loc[real:] = 0
         self.backend.kv_index_translator.bind_runner_slots(batch)
@@ -235,13 +220,17 @@ def test_graphs_are_chosen_batch_by_batch(rig: Rig, backend: Any) -> None:
 
 @interpreted
 def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> None:
-    """A captured plan is made anew: other rows, lengths and batch sizes, other cached positions."""
+    """A captured plan is made anew: other rows, lengths and batch sizes, other cached positions.
+    An eager forward in between leaves graphs alone."""
     graphs = Graphs(rig, backend)
     for lengths in ([1, 19, 70], [1, 2, 33]):
         rig.lengths = lengths
         batch = rig.batch([1, 1, 1])
         assert close(rig, rig.forward(graphs, batch), batch)
         rig.cached_at.record(rig.rows.req_to_token[3, : lengths[2] - 1].long(), torch.tensor(5))
+    extend = rig.batch([1, 2, 30])
+    backend.kv_index_translator.bind_runner_slots(extend)
+    assert close(rig, rig.forward(backend, extend), extend)
     assert close(rig, rig.forward(graphs, batch), batch)
     for lengths, size in (([12, 33], 3), ([33], 1)):
         rig.row_of, rig.lengths = rig.row_of[-len(lengths) :], lengths
@@ -274,16 +263,6 @@ def test_graphs_and_eager_forwards_skip_evicted_positions(
 
 
 @interpreted
-def test_an_eager_forward_between_replays_leaves_graphs_alone(rig: Rig, backend: Any) -> None:
-    graphs = Graphs(rig, backend)
-    decode, extend = rig.batch([1, 1, 1]), rig.batch([1, 3, 30])
-    backend.kv_index_translator.bind_runner_slots(extend)
-    assert close(rig, rig.forward(graphs, decode), decode)
-    assert close(rig, rig.forward(backend, extend), extend)
-    assert close(rig, rig.forward(graphs, decode), decode)
-
-
-@interpreted
 def test_a_graph_of_no_known_variant_is_refused(rig: Rig, backend: Any) -> None:
     backend.init_cuda_graph_state(3, 3)
     batch = rig.batch([1, 1, 1])
@@ -295,8 +274,8 @@ def test_a_graph_of_no_known_variant_is_refused(rig: Rig, backend: Any) -> None:
 @pytest.fixture
 def hooked(backend: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """SGLang with our two hooks, which stay: this process ends with these tests."""
-    cuda_attention._install_hooks()
-    monkeypatch.setattr(cuda_attention, "_backend", backend)
+    attention._install_hooks()
+    monkeypatch.setattr(attention, "_backend", backend)
     yield backend
 
 
@@ -313,20 +292,12 @@ def test_hooks_reach_the_runner_and_every_batch(rig: Rig, hooked: Any) -> None:
     # The hook is there; what it is called with is in tests/contract.
     assert isinstance(ForwardBatch.__dict__["init_new"], classmethod)
     assert ForwardBatch.init_new.__wrapped__ is not None
-    asked: list[Any] = []
-
-    def reads_shifted(reqs: Any) -> bool:
-        asked.append(reqs)
-        return len(asked) == 1
-
-    tree = SimpleNamespace(reads_shifted=reads_shifted, reads_evicted=lambda _reqs: len(asked) == 2)
-    for expected in (True, True, False):
-        reqs = [object()]
-        cuda_attention._after_forward_batch(
-            batch,
-            ForwardBatch,
-            SimpleNamespace(tree_cache=tree, reqs=reqs),
-            SimpleNamespace(is_draft_worker=False),
+    reqs, runner = [object()], SimpleNamespace(is_draft_worker=False)
+    for shifted, evicted in ((True, False), (False, True), (False, False)):
+        tree = SimpleNamespace(
+            reads_shifted=lambda asked, answer=shifted: asked is reqs and answer,
+            reads_evicted=lambda asked, answer=evicted: asked is reqs and answer,
         )
-        assert asked[-1] is reqs
-        assert hooked.mark.reads_shifted(batch.rids) == expected
+        of_requests = SimpleNamespace(tree_cache=tree, reqs=reqs)
+        attention._after_forward_batch(batch, ForwardBatch, of_requests, runner)
+        assert hooked.mark.reads_shifted(batch.rids) == (shifted or evicted)

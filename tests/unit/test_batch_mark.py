@@ -12,20 +12,10 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_reasoncache.cache.batch_mark import BatchMark
+from sglang_reasoncache.cache.cached_positions import BatchMark
 from sglang_reasoncache.eviction.policies.contract import Eviction
-from tests.property.world import (
-    PROMPT,
-    Pair,
-    Setup,
-    World,
-    decode,
-    finish,
-    prefill,
-    propose,
-    retract,
-    start,
-)
+from tests.property import world as worlds
+from tests.property.world import PROMPT, Pair, Setup, World, prefill, retract, start
 
 pytestmark = pytest.mark.usefixtures("published_config")
 
@@ -37,7 +27,7 @@ def world_of(publish: str, apply: str = "alias") -> World:
 def share(world: World, req: Req) -> None:
     """The block at 16 is redirected to the one at 9."""
     world.controller.after_decode([req])
-    propose(world, req, Pair(16, 9))
+    worlds.propose(world, req, Pair(16, 9))
     world.controller.after_decode([req])
     assert world.controller.stats.blocks_shared == 1
 
@@ -49,9 +39,9 @@ def test_only_the_request_whose_block_was_redirected(publish: str) -> None:
     tree = world.tree
     assert not tree.reads_shifted([one, other])
     share(world, one)
-    assert world.has_shifted(one)
+    assert world.has_shifted(one) and not world.has_shifted(other)
     assert tree.reads_shifted([one]) and tree.reads_shifted([other, one])
-    assert not world.has_shifted(other) and not tree.reads_shifted([other])
+    assert not tree.reads_shifted([other])
     retract(world, one)
     assert world.allocator.has_shifted_slots
     prefill(world, one)
@@ -70,7 +60,7 @@ def test_a_prefix_from_an_aliased_node_is_shifted_behind_its_first_shared_positi
     first = start(world, "first")
     share(world, first)
     text = [*first.origin_input_ids, *first.output_ids]
-    finish(world, first)
+    worlds.finish(world, first)
     for length in range(len(PROMPT), len(text)):
         # A prompt is matched but for its last token.
         req = world.request(f"r{length}", [*text[:length], 99], False, None)
@@ -79,43 +69,39 @@ def test_a_prefix_from_an_aliased_node_is_shifted_behind_its_first_shared_positi
         retract(world, req)
 
 
-def test_an_unknown_batch_counts_as_shifted_once_something_was_shared() -> None:
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("seen", ["has_shifted_slots", "has_evicted"])
+def test_an_unknown_batch_counts_once_something_was_shared_or_evicted(
+    seen: str, corrected: bool
+) -> None:
+    """Evicted positions in both modes, shifted slots in one."""
     allocator = SimpleNamespace(has_shifted_slots=False, has_evicted=False)
-    mark = BatchMark(allocator)
+    mark = BatchMark(allocator, corrected=corrected)
     known, equal = ["a"], ["a"]
     assert not mark.reads_shifted(known) and not mark.reads_shifted(None)
-    allocator.has_shifted_slots = True
-    assert mark.reads_shifted(known)
+    setattr(allocator, seen, True)
+    counts = corrected or seen == "has_evicted"
+    assert mark.reads_shifted(known) == mark.reads_shifted(None) == counts
     mark.note(known, False)
     assert not mark.reads_shifted(known)
-    assert mark.reads_shifted(equal) and mark.reads_shifted(None)
+    assert mark.reads_shifted(equal) == mark.reads_shifted(None) == counts
     mark.note(known, True)
-    assert mark.reads_shifted(known)
-
-
-def test_evicted_positions_count_in_both_modes_and_shifted_slots_in_one() -> None:
-    allocator = SimpleNamespace(has_shifted_slots=True, has_evicted=False)
-    mark = BatchMark(allocator, corrected=False)
-    assert not mark.reads_shifted(None)
-    allocator.has_evicted = True
-    assert mark.reads_shifted(None)
-    known = ["a"]
-    mark.note(known, False)
-    assert not mark.reads_shifted(known)
+    assert mark.reads_shifted(known) == counts
 
 
 def test_evicted_positions_are_those_of_the_row_at_hand() -> None:
     """Not of a request beside it, and not of the row before a retraction."""
     world = world_of("aliased")
     one, other = start(world, "one"), start(world, "other", first=200)
+    tree, after_decode = world.tree, world.controller.after_decode
     world.evictor.waiting["one"] = [Eviction(12, 2)]
-    assert not world.tree.reads_evicted([one, other])
-    decode(world, one)
-    world.controller.after_decode([one, other])
-    assert world.tree.reads_evicted([other, one]) and not world.tree.reads_evicted([other])
+    assert not tree.reads_evicted([one, other])
+    worlds.decode(world, one)
+    after_decode([one, other])
+    assert tree.reads_evicted([other, one]) and not tree.reads_evicted([other])
     assert (world.row(one) < 0).any() and not (world.row(other) < 0).any()
     retract(world, one)
     prefill(world, one)
-    assert not world.tree.reads_evicted([one, other])
-    world.controller.after_decode([one])
-    assert world.tree.reads_evicted([one])
+    assert not tree.reads_evicted([one, other])
+    after_decode([one])
+    assert tree.reads_evicted([one])

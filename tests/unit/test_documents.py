@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``make docs`` cannot check: links outside of docs/, paths of source files, pictures' commands."""
+"""What ``make docs`` cannot check: links outside of docs/, paths, commands, tables, an example."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import pkgutil
 import re
+import sys
+from enum import Enum
 from pathlib import Path
 
 import pytest
 
-from sglang_reasoncache import metrics
+from sglang_reasoncache import registry
+from sglang_reasoncache.eviction.row_state import EvictionRefusal
+from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
+from sglang_reasoncache.selection.page_selection import SelectionRefusal
+from sglang_reasoncache.sharing.decision import Refusal
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.contract.test_layers import LAYER
+from tests.eviction.views import positions, view
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+TEXT = {page.stem: page.read_text() for page in PAGES}
 #: Read on their own; links into docs/ are relative.
 READMES = [ROOT / "README.md", ROOT / "csrc" / "README.md", ROOT / "eval/tiny_reasoner/README.md"]
 _LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -45,13 +56,21 @@ def test_links_of_readmes(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
-def test_source_paths_exist(page: Path) -> None:
-    for path, name in _SOURCE.findall(page.read_text()):
+def test_source_paths_and_commands_exist(page: Path) -> None:
+    text = page.read_text()
+    for path, name in _SOURCE.findall(text):
         if path.startswith(_MADE):
             continue
         existing = [place / path for place in (*_PLACES, page.parent) if (place / path).exists()]
         assert existing, path
         assert not name or re.search(rf"\b{name}\b", existing[0].read_text()), f"{path}: {name}"
+    # "That commit's" command is gone since.
+    pattern = r"(?<!that commit's\s`)python -m\s((?:eval|sglang_reasoncache)[\w.]*\w)"
+    for module in re.findall(pattern, text):
+        made = ROOT / module.replace(".", "/")
+        assert made.with_suffix(".py").exists() or (made / "__main__.py").exists(), module
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert not set(re.findall(r"`make ([\w-]+)", text)) - set(targets)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_ids)
@@ -62,47 +81,70 @@ def test_every_picture_names_its_command(page: Path) -> None:
         assert re.match(r"\(`(python -m eval\.|make )", after), picture
 
 
-@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
-def test_commands_exist(page: Path) -> None:
-    text = page.read_text()
-    # "That commit's" command is gone since.
-    pattern = r"(?<!that commit's\s`)python -m\s((?:eval|sglang_reasoncache)[\w.]*\w)"
-    for module in re.findall(pattern, text):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert not set(re.findall(r"`make ([\w-]+)", text)) - set(targets)
-
-
 def test_rooms_stand_in_the_order_of_layers() -> None:
-    text = (
-        (ROOT / "docs/architecture.md").read_text().partition("\n| room |")[2].partition("\n\n")[0]
-    )
-    rooms = re.findall(r"^\| `(\w+)/", text, re.MULTILINE)
+    rooms = re.findall(r"^`(\w+)/", _table("architecture", "room"), re.MULTILINE)
     assert [LAYER[room] for room in rooms] == sorted(LAYER[room] for room in rooms)
     package = ROOT / "sglang_reasoncache"
     assert set(rooms) == {path.parent.name for path in package.glob("*/__init__.py")}
 
 
+def _table(page: str, heading: str) -> str:
+    """First column of the table that begins with ``heading``."""
+    rows = TEXT[page].partition(f"\n| {heading} |")[2].partition("\n\n")[0]
+    return "\n".join(re.findall(r"^\| (.*?) \|", rows, re.MULTILINE))
+
+
 def test_refused_flags_and_series_are_in_their_pages() -> None:
-    index, architecture, evaluation = (
-        (ROOT / f"docs/{name}.md").read_text() for name in ("index", "architecture", "evaluation")
-    )
-    for page, fields in ((index, CONFLICTS), (architecture, CORRECTED_CONFLICTS)):
-        missing = [flag for field in fields if (flag := _flag(field)) not in page]
-        assert not missing
-    selected = (f"selection_{field}" for field in metrics._SELECTION)
-    series = [*(field.removesuffix("_total") for field in metrics._COUNTERS), *selected]
-    assert not [name for name in series if f"`{name}`" not in index]
-    totals = set(re.findall(r"`(\w+)`", _table(evaluation, "total")))
+    for page, fields in (("index", CONFLICTS), ("architecture", CORRECTED_CONFLICTS)):
+        flags = [f"`--{field.replace('_', '-')}" for field in fields]
+        assert not [flag for flag in flags if flag not in TEXT[page]]
+    selected = (f"selection_{field}" for field in report._SELECTION)
+    series = [*(field.removesuffix("_total") for field in report._COUNTERS), *selected]
+    assert not [name for name in series if f"`{name}`" not in TEXT["index"]]
+    totals = set(re.findall(r"`(\w+)`", _table("evaluation", "total")))
     assert totals == SharingStats().to_dict().keys()
 
 
-def _flag(field: str) -> str:
-    return "`--" + field.replace("_", "-") + "`"
+@pytest.mark.parametrize(
+    ("page", "heading", "refusals"),
+    [
+        ("eviction", "refusal", EvictionRefusal),
+        ("selection", "refusal", SelectionRefusal),
+        ("architecture", "reason", Refusal),
+    ],
+)
+def test_every_refusal_is_in_its_table(page: str, heading: str, refusals: type[Enum]) -> None:
+    names = re.findall(r"^`(\w+)`$", _table(page, heading), re.MULTILINE)
+    assert names == [each.value for each in refusals]
 
 
-def _table(text: str, heading: str) -> str:
-    """First column of the table that begins with ``heading``."""
-    rows = text.partition(f"\n| {heading} |")[2].partition("\n\n")[0]
-    return "\n".join(re.findall(r"^\| (.*?) \|", rows, re.MULTILINE))
+def test_every_policy_and_option_is_in_the_tables() -> None:
+    text = TEXT["eviction"] + TEXT["selection"]
+    for name, target in registry.BUILT_IN.items():
+        [row] = re.findall(rf"^\| `{name}` \|.*$", text, flags=re.MULTILINE)
+        for field in dataclasses.fields(pkgutil.resolve_name(target)):
+            common = re.search(rf"^\| `{field.name}\b|`{field.name}=F`", text, flags=re.MULTILINE)
+            assert f"`{field.name}={field.default}" in row or common, field.name
+
+
+def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document's module, as another package would have it, does what the text says."""
+    [source] = re.findall(r"```python\n(.*?)```", TEXT["eviction"], flags=re.DOTALL)
+    path = tmp_path / "thinning_of_the_document.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Type hints of a class are looked up in its module.
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    spec.loader.exec_module(module)
+    registered = {**registry.BUILT_IN, "thinning": f"{path.stem}:Thinning"}
+    monkeypatch.setattr(registry, "BUILT_IN", registered)
+    try:
+        [(_, policy)] = registry.parse("thinning:budget=10:keep=4:recent=2").evictors
+        with pytest.raises(registry.PolicyError, match="keep of thinning between 2 and 1000"):
+            registry.parse("thinning:budget=10:keep=1")
+    finally:
+        registry.parse.cache_clear()
+    assert positions(policy.evict(view(20, owned=3), 8)) == [3, 5, 6, 7, 9, 10, 11, 13]
+    assert positions(policy.evict(view(30, page=2), 5)) == [2, 3, 4, 5, 6, 7]

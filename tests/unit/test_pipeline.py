@@ -19,12 +19,9 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang_reasoncache.sharing.decision import BlockProposal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.ranks import Ranks
-from tests.property.world import (
-    OUTPUT as OUTPUT,
-)
-from tests.property.world import (
-    PROMPT as PROMPT,
-)
+from sglang_reasoncache.sharing.stats import SharingStats
+from tests.property.world import OUTPUT as OUTPUT
+from tests.property.world import PROMPT as PROMPT
 from tests.property.world import (
     Pair,
     Setup,
@@ -66,13 +63,13 @@ class SlowMeter(BlockMeter):
 def everything_comes_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """At the end of each test every request is finished, and then every slot is free."""
     made: list[World] = []
-    initialize = World.__init__
 
-    def note(world: World, *args: Any, **kwargs: Any) -> None:
-        initialize(world, *args, **kwargs)
-        made.append(world)
+    class Noted(World):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
 
-    monkeypatch.setattr(World, "__init__", note)
+    monkeypatch.setitem(globals(), "World", Noted)
     yield
     for world in made:
         for req in list(world.requests):
@@ -141,22 +138,29 @@ def test_shares_without_a_prefix_cache(setup: Setup, end: str) -> None:
         assert world.controller.after_decode([req]) == 8
 
 
-@pytest.mark.parametrize("end", ["finish", "retract"])
-def test_what_arrives_for_a_row_that_is_gone_is_refused(slow: World, end: str) -> None:
+@pytest.mark.parametrize("end", ["finish", "retract", "recompute"])
+@pytest.mark.parametrize("measured", [False, True], ids=["proposed", "measured"])
+def test_what_arrives_for_a_row_that_is_gone_is_refused(
+    slow: World, end: str, measured: bool
+) -> None:
+    """Its slots are somebody else's by now, or only a first chunk has slots again."""
     req, other = start(slow, "gone"), start(slow, "stays", first=200)
+    followed = state(slow, req).followed.id
     propose(slow, req, Pair(20, 8))
-    slow.controller.after_decode([req, other])
-    if end == "finish":
-        finish(slow, req)
-    else:
-        retract(slow, req)
-    # Its slots are somebody else's by now.
+    if measured:
+        slow.controller.after_decode([req, other])
+    (finish if end == "finish" else retract)(slow, req)
+    assert (followed in slow.engine.closed) == (end == "finish")
+    if end == "recompute":
+        prefill(slow, req, up_to=12)
     third = start(slow, "third", first=300)
     rows = slow.row(other).copy(), slow.row(third).copy()
+    free = slow.allocator.available_size()
     arrive(slow, True)
     assert slow.controller.after_decode([other, third]) == 0
     assert slow.controller.stats.refusals["late"] == 1
     assert (slow.row(other) == rows[0]).all() and (slow.row(third) == rows[1]).all()
+    assert slow.allocator.available_size() == free and not len(slow.allocator.references)
 
 
 def test_a_retracted_request_shares_again(slow: World) -> None:
@@ -182,20 +186,6 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     assert row[20:24] == row[8:12] and row[26:30] != row[14:18]
 
 
-def test_a_row_being_recomputed_is_left_alone() -> None:
-    """A result from before a retraction comes while only a first chunk has slots again."""
-    world = World(SETUP)
-    req, other = start(world, "again"), start(world, "other", first=200)
-    propose(world, req, Pair(20, 8))
-    retract(world, req)
-    prefill(world, req, up_to=12)
-    free = world.allocator.available_size()
-    assert world.controller.after_decode([other]) == 0
-    assert world.controller.stats.refusals["late"] == 1
-    assert world.allocator.available_size() == free and not len(world.allocator.references)
-    retract(world, req)
-
-
 def test_a_decision_survives_retraction_after_retraction() -> None:
     """Retracted again before its blocks were applied anew, a request still shares them."""
     world = World(SETUP)
@@ -211,21 +201,6 @@ def test_a_decision_survives_retraction_after_retraction() -> None:
     assert world.controller.after_decode([req]) == 8
     assert state(world, req).shared == [(20, 8), (26, 14)]
     assert world.controller.live_positions == 8
-
-
-def test_nothing_is_applied_before_old_decisions(slow: World) -> None:
-    """New blocks of a recomputed row come after those it had."""
-    arrive(slow, True)
-    req = start(slow)
-    propose(slow, req, Pair(20, 8))
-    assert slow.controller.after_decode([req]) == 4
-    propose(slow, req, Pair(26, 14))
-    retract(slow, req)
-    prefill(slow, req)
-    decode(slow, req)
-    slow.controller.after_decode([req])
-    slow.controller.after_decode([req])
-    assert slow.controller.live_positions == 4 * len(set(state(slow, req).shared))
 
 
 def test_results_of_a_request_that_disappeared_are_refused() -> None:
@@ -248,12 +223,6 @@ def test_results_of_a_request_that_disappeared_are_refused() -> None:
     assert world.controller.stats.refusals["late"] == 1
 
 
-def test_a_finished_request_leaves_the_engine(slow: World) -> None:
-    req = start(slow)
-    finish(slow, req)
-    assert state(slow, req).followed.id in slow.engine.closed
-
-
 class Voting(Ranks):
     """The slowest other rank has ``allowed``; None: the others have what we have."""
 
@@ -268,28 +237,18 @@ class Voting(Ranks):
 
 
 def test_ranks_take_only_what_all_of_them_have() -> None:
-    """Under tensor parallelism the slowest rank's filter decides."""
+    """Under tensor parallelism the slowest rank's filter decides, then its device."""
     ranks = Voting(0)
-    world = World(SETUP, ranks=ranks)
+    world = World(SETUP, SlowMeter, ranks=ranks)
     req = start(world)
     assert ranks.asked == [], "nothing handed over, nothing to agree on"
     propose(world, req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 0
-    decode(world, req)
     assert world.controller.after_decode([req]) == 0
-    assert ranks.asked == [1, 1]
+    assert ranks.asked == [1, 1] and world.engine.outstanding == 1
     ranks.allowed = 1
-    decode(world, req)
-    assert world.controller.after_decode([req]) == 4
-
-
-def test_ranks_wait_for_the_slowest_device() -> None:
-    """A batch is applied when it has arrived everywhere."""
-    ranks = Voting(None)
-    world = World(SETUP, SlowMeter, ranks=ranks)
-    req = start(world)
-    propose(world, req, Pair(20, 8))
-    world.controller.after_decode([req])
+    assert world.controller.after_decode([req]) == 0
+    assert world.engine.outstanding == 0
     arrive(world, True)
     ranks.asked, ranks.allowed = [], 0
     assert world.controller.after_decode([req]) == 0
@@ -329,24 +288,35 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
 
 
 def test_polls_the_requests_now_and_then() -> None:
+    """One that ended before the first poll is counted too."""
     world = World(SETUP, interval=4)
     req = start(world)  # one call
-    assert state(world, req) is None
-    for _ in range(2):
-        decode(world, req)
-        world.controller.after_decode([req])
+    finish(world, start(world, "short"))  # another one
+    stats = world.controller.stats
+    assert (stats.requests_seen, stats.requests_finished) == (1, 1)
+    decode(world, req)
+    world.controller.after_decode([req])
     assert state(world, req) is None
     decode(world, req)
     world.controller.after_decode([req])
     assert state(world, req).fed == len(req.output_ids) - 1
-    assert (world.controller.stats.decode_steps, world.controller.stats.polls) == (4, 1)
-    finish(world, req)
+    assert (stats.decode_steps, stats.polls, stats.requests_seen) == (4, 1, 2)
 
 
-def test_a_short_request_is_counted_too() -> None:
-    """It ended before the first poll."""
-    world = World(SETUP, interval=100)
-    req = start(world)
-    finish(world, req)
-    stats = world.controller.stats
-    assert (stats.requests_seen, stats.requests_finished) == (1, 1)
+def test_ratios_of_the_endpoint() -> None:
+    names = ("finished_redirected", "finished_positions", "finished_evicted")
+    for finished, affected, final in (
+        # One counts tokens, the other one requests.
+        ([(50, 100, 0), (0, 900, 0)], 0.05, 0.25),
+        # Evicted positions are saved too.
+        ([(10, 100, 30)], 0.4, 0.4),
+        ([], 0.0, 0.0),
+    ):
+        stats = SharingStats()
+        for redirected, positions, evicted in finished:
+            stats.request_finished(redirected, positions, evicted=evicted)
+        seen = stats.to_dict()
+        assert [seen[name] for name in names] == [sum(one[i] for one in finished) for i in range(3)]
+        assert seen["affected_ratio"] == pytest.approx(affected)
+        assert seen["final_saving_ratio"] == pytest.approx(final)
+        assert seen["eviction_refusals"] == {} and "sum_saved" not in seen

@@ -2,33 +2,186 @@
 """Rotating a cached key, with the rotary parameters of published models over their whole context.
 
 Hugging Face's module embeds a key for position s and for position t; rotated by t - s with
-SGLang's table, the first must be the second. The same through our attention operations.
+SGLang's table, the first must be the second. Models without such a rotation are refused by name.
 """
 
 from __future__ import annotations
 
-import math
+import importlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.rotary_embedding import factory
+import transformers
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import base, factory
+from sglang.srt.models.hunyuan import HunYuanAttention
+from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
-from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.gather import gather_kv
-from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.cpu_platform import TorchCpuPlatform
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from tests.kernels.engines import use
-from tests.unit.rotation_models import HEADS, MODELS, UNIT, Embedding, pairs
-from tests.unit.rotation_models import fresh_rotary_modules as fresh_rotary_modules
 
-pytestmark = pytest.mark.usefixtures("fresh_rotary_modules")
+HEADS = 2
+#: Half the distance between 1 and the next fp32 number.
+UNIT = 2.0**-24
 
-#: For what is off by more than angles: an angle of up to 4096 radians by 4096 * UNIT.
-NEAR = torch.tensor([0, 1, 19, 989, 1024, 2047])
-#: A bf16 key carries 8 bits and is rounded once when it was stored, once after rotation.
-BF16 = 2 * 2.0**-8
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_rotary_modules() -> Iterator[None]:
+    """On our platform, and without SGLang's cache, which would keep every table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "current_platform", TorchCpuPlatform())
+        patch.setattr(factory, "_ROPE_DICT", {})
+        yield
+
+
+@dataclass(frozen=True)
+class Model:
+    """``rope`` as in its config.json; ``positions`` is what its table has to hold, and the
+    first ``original`` of them what the model was first trained on (yarn, Llama 3)."""
+
+    name: str
+    family: str
+    positions: int
+    theta: float
+    rope: dict[str, Any]
+    original: int | None = None
+    head_dim: int = 128
+    max_position_embeddings: int | None = None
+    partial: float = 1.0
+    is_neox: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+    def config(self) -> Any:
+        rope = dict(rope_theta=self.theta, partial_rotary_factor=self.partial, **self.rope)
+        if self.original is not None:
+            rope["original_max_position_embeddings"] = self.original
+        return getattr(transformers, f"{self.family}Config")(
+            hidden_size=HEADS * self.head_dim,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings or self.positions,
+            rope_parameters=rope,
+        )
+
+
+def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
+    return dict(rope_type=kind, **more)
+
+
+_MSCALE = _rope("yarn", factor=10.0, beta_fast=16, beta_slow=2, mscale=1.0, mscale_all_dim=0.5)
+_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+
+MODELS = [
+    Model("plain-r1-distill-qwen", "Qwen2", 131_072, 1e4, _rope()),
+    Model(
+        "linear-deepseek-coder", "Llama", 65_536, 1e5, _rope("linear", factor=4.0),
+        max_position_embeddings=16_384,
+    ),
+    Model(
+        "dynamic-internlm2", "Llama", 65_536, 1e6, _rope("dynamic", factor=2.0),
+        max_position_embeddings=32_768,
+    ),
+    Model(
+        "dynamic-alpha-hunyuan", "HunYuanDenseV1", 32_768, 1e4,
+        _rope("dynamic", factor=1.0, alpha=1000.0),
+    ),
+    Model(
+        "yarn-qwq", "Qwen2", 131_072, 1e6, _rope("yarn", factor=4.0), 32_768,
+        max_position_embeddings=32_768,
+    ),
+    Model("yarn-with-mscale", "Llama", 40_960, 1e4, _MSCALE, 4096),
+    Model(
+        "yarn-gpt-oss", "GptOss", 131_072, 1.5e5, _rope("yarn", factor=32.0, truncate=False), 4096,
+        head_dim=64,
+    ),
+    Model("llama-3.1", "Llama", 131_072, 5e5, _LLAMA3, 8192),
+    Model("partial-phi-2", "Phi", 2048, 1e4, _rope(), head_dim=80, partial=0.4),
+    Model(
+        "partial-yarn-stablelm", "StableLm", 32_768, 1e4, _rope("yarn", factor=8.0), 4096,
+        partial=0.25,
+    ),
+    Model(
+        "interleaved-partial-glm-4", "Glm4", 32_768, 1e4, _rope(), partial=0.5, is_neox=False
+    ),
+    Model("interleaved-command-r", "Cohere", 131_072, 8e6, _rope(), is_neox=False),
+]  # fmt: skip
+
+
+class Embedding:
+    """Keys of one model, embedded by Hugging Face and by SGLang."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.rotary_dim = int(model.head_dim * model.partial)
+        config = model.config()
+        module = type(config).__module__.replace("configuration_", "modeling_")
+        self._modeling = importlib.import_module(module)
+        self._module = getattr(self._modeling, f"{model.family}RotaryEmbedding")(config)
+        self.sglang = self.made_by_sglang(torch.float32)
+        self.rotation = KeyRotation.from_model(torch.nn.ModuleList([self.sglang]), model.positions)
+
+    def made_by_sglang(self, dtype: torch.dtype) -> Any:
+        config = self.model.config()
+        theta, rope = get_rope_config(config)
+        dim, context = self.model.head_dim, config.max_position_embeddings
+        return factory.get_rope(
+            dim, dim, context, theta, self.model.is_neox, rope, dtype, self.model.partial
+        )
+
+    def by_hugging_face(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """``[tokens, heads, head_dim]`` at ``[tokens]``, in a response that fills the context."""
+        # With dynamic NTK the longest position decides on all; SGLang's table is the full one.
+        last = torch.tensor([self.model.positions - 1])
+        cos, sin = (t[:, :-1] for t in self._module(keys, torch.cat((positions, last))[None]))
+        rotated = keys[None, ..., : self.rotary_dim].transpose(1, 2)
+        found = self._modeling.apply_rotary_pos_emb(rotated, rotated, cos, sin)[1]
+        return torch.cat((found[0].transpose(0, 1), keys[..., self.rotary_dim :]), dim=-1)
+
+    def by_sglang(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        flat = keys.flatten(1)
+        return self.sglang.forward_native(positions, flat.clone(), flat.clone())[1].view_as(keys)
+
+    def assert_close(
+        self, found: torch.Tensor, raw: torch.Tensor, cached_at: torch.Tensor, used: torch.Tensor
+    ) -> None:
+        """``found`` is ``raw`` embedded at ``used``, within what fp32 angles allow.
+
+        Three angles n * f are rounded, both f are results of some four roundings, cosines,
+        products and sums add a few units: each dim of a pair is off by so much of its length.
+        """
+        expected = self.by_hugging_face(raw, used)
+        distance = (used - cached_at).abs()
+        positions = cached_at + used + distance + 8 * distance
+        angle = positions[:, None] * self._module.inv_freq.double()
+        pairs, at = ((2, -1), -2) if self.model.is_neox else ((-1, 2), -1)
+        rotated = expected[..., : self.rotary_dim].double().unflatten(-1, pairs)
+        bound = rotated.norm(dim=at, keepdim=True) * ((angle + 16) * UNIT)[:, None].unsqueeze(at)
+        bound = bound.expand(rotated.shape).flatten(-2)
+        error = (found.double() - expected.double()).abs()
+        assert torch.equal(found[..., self.rotary_dim :], raw[..., self.rotary_dim :])
+        excess = error[..., : self.rotary_dim] / bound
+        # NaN is not at most 1.
+        assert bool((excess <= 1).all()), f"{float(excess.max()):.3g} of what fp32 allows"
+
+    def positions(self) -> torch.Tensor:
+        last = self.model.positions - 1
+        return torch.tensor([0, 1, 19, last // 8, last // 3, last // 2 + 1, last - 1, last])
+
+    def keys(self, count: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(7)
+        return torch.randn(count, HEADS, self.model.head_dim, generator=generator)
+
+
+def pairs(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cached at, used at): no shift, small ones, nearly the whole context, both signs."""
+    grid = torch.cartesian_prod(positions, positions)
+    return grid[:, 0], grid[:, 1]
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=str)
@@ -57,16 +210,6 @@ def test_the_bound_sees_a_shift_of_one_position_less(embedding: Embedding) -> No
         embedding.assert_close(rotated, raw, cached_at, used)
 
 
-def test_rotated_bf16_key_is_off_by_its_roundings(embedding: Embedding) -> None:
-    cached_at, used = pairs(NEAR)
-    raw, rotation = embedding.keys(len(cached_at)), embedding.rotation
-    cached = embedding.by_hugging_face(raw, cached_at).bfloat16()
-    rotated = rotation.rotate(cached, used - cached_at).bfloat16().float()
-    expected = embedding.by_hugging_face(raw, used)
-    bound = (BF16 + 3 * 4096 * UNIT) * float(expected.abs().max())
-    torch.testing.assert_close(rotated, expected, rtol=0, atol=bound)
-
-
 def test_what_rotation_keeps(embedding: Embedding) -> None:
     """Every bit without a shift, the other dims, the length; and there and back is no shift."""
     rotation, rotary = embedding.rotation, embedding.rotary_dim
@@ -81,46 +224,6 @@ def test_what_rotation_keeps(embedding: Embedding) -> None:
     torch.testing.assert_close(rotated.norm(dim=-1), keys.norm(dim=-1), rtol=1e-6, atol=0)
     back = rotation.rotate(rotated, -shift)
     torch.testing.assert_close(back, keys, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("engine", ["torch", "native"])
-def test_through_plan_gather_and_decode(
-    embedding: Embedding, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row of evicted positions but for a few, whose keys were all cached at another one."""
-    backend = use(engine, monkeypatch)
-    used = embedding.positions()
-    count, head_dim = len(used), embedding.model.head_dim
-    generator = torch.Generator().manual_seed(11)
-    slots = torch.randperm(count + 3, generator=generator)[:count]
-    cached_at = used[torch.randperm(count, generator=generator)]
-    raw = embedding.keys(count)
-    pool_k, pool_v = torch.full((2, count + 3, HEADS, head_dim), math.nan)
-    pool_k[slots] = embedding.by_hugging_face(raw, cached_at)
-    pool_v[slots] = values = torch.randn(count, HEADS, head_dim, generator=generator)
-    of_slots = torch.zeros(count + 3, dtype=torch.int32)
-    of_slots[slots] = cached_at.int()
-    row = torch.full((1, embedding.model.positions), -1, dtype=torch.int32)
-    row[0, used] = slots.int()
-
-    kv = PagedKv(pool_k, pool_v, embedding.rotation, backend=backend)
-    lengths = torch.tensor([embedding.model.positions])
-    plan = plan_rows(row, torch.tensor([0]), lengths, of_slots, num_slots=count + 3)
-    assert plan.kv_indices.tolist() == slots.tolist()
-    assert plan.shift is not None and plan.shift.tolist() == (used - cached_at).tolist()
-    keys, _ = gather_kv(kv, plan.kv_indices, plan.shift, torch.float32)
-    embedding.assert_close(keys.transpose(0, 1), raw, cached_at, used)
-
-    query = embedding.keys(count + 1)[-1:]
-    scale = head_dim**-0.5
-    found = decode_attention(query, kv, plan, scale=scale)[0].double()
-    expected_k = embedding.by_hugging_face(raw, used).double()
-    logits = scale * torch.einsum("hd,nhd->hn", query[0].double(), expected_k)
-    expected = torch.einsum("hn,nhd->hd", logits.softmax(-1), values.double())
-    # A logit is off by at most the angles' error times the lengths of query and key.
-    angle = 11 * embedding.model.positions * UNIT
-    bound = scale * angle * float(query.norm(dim=-1).max() * expected_k.norm(dim=-1).max())
-    torch.testing.assert_close(found, expected, rtol=0, atol=2 * bound * float(values.abs().max()))
 
 
 def test_attention_factor_is_in_the_key_once(embedding: Embedding) -> None:
@@ -152,3 +255,102 @@ def test_shapes() -> None:
     rotated = rotation.rotate(both[:, :, 1], shift)
     assert torch.equal(rotated, rotation.rotate(both[:, :, 1].clone(), shift))
     assert torch.equal(rotated[2, 1], rotation.rotate(both[2, 1, 1], shift[2, 1]))
+
+
+# -- refusals ---
+
+
+def rotary_of(**changes: Any) -> Any:
+    arguments: dict[str, Any] = dict(
+        head_size=64, rotary_dim=64, max_position=256, base=10_000, dtype=torch.float32
+    )
+    return factory.get_rope(**{**arguments, **changes})
+
+
+def longrope() -> Any:
+    """Phi-3's: one table up to 4,096 tokens, another for longer responses."""
+    rope = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=256)
+    config = transformers.Phi3Config(
+        hidden_size=64,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        original_max_position_embeddings=256,
+        rope_parameters=rope | dict(short_factor=[1.0] * 32, long_factor=[4.0] * 32),
+    )
+    theta, rope = get_rope_config(config)
+    return rotary_of(max_position=512, base=theta, rope_scaling=rope)
+
+
+SECTIONS = {"mrope_section": [8, 12, 12]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+#: Kinds that are not linear in the position, by their class.
+KINDS: dict[str, Any] = {
+    "Phi3LongRoPEScaledRotaryEmbedding": longrope,
+    "MRotaryEmbedding": lambda: rotary_of(rope_scaling={"rope_type": "default", **SECTIONS}),
+    "YaRNScalingMRotaryEmbedding": lambda: rotary_of(rope_scaling={**YARN, **SECTIONS}),
+    "Gemma4RotaryEmbedding": lambda: rotary_of(
+        rope_scaling={"rope_type": "proportional"}, partial_rotary_factor=0.5
+    ),
+}
+
+
+class Attention(torch.nn.Module):
+    """A layer as SGLang's models build it."""
+
+    def __init__(self, rotary: torch.nn.Module | None) -> None:
+        super().__init__()
+        self.rotary_emb = rotary
+        self.attn = RadixAttention(1, 64, 1.0, 1, layer_id=0)
+
+
+def hunyuan(use_qk_norm: bool) -> Any:
+    """Its norm has a weight for each dim: turning its keys would turn the weights too."""
+    layer = HunYuanAttention.__new__(HunYuanAttention)
+    torch.nn.Module.__init__(layer)
+    layer.rotary_emb, layer.use_qk_norm = rotary_of(), use_qk_norm
+    layer.attn = RadixAttention(1, 64, 1.0, 1, layer_id=0)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("message", "modules"),
+    [
+        *((f"'{kind}'", lambda made=made: [made()]) for kind, made in KINDS.items()),
+        *((f"'{kind}'", lambda made=made: [made(), rotary_of()]) for kind, made in KINDS.items()),
+        ("none", lambda: [torch.nn.Linear(2, 2)]),
+        ("LinearScaling", lambda: [rotary_of(), rotary_of(rope_scaling=LINEAR)]),
+        ("same rotary embedding in every layer", lambda: [rotary_of(), rotary_of(base=500_000)]),
+        ("holds 63 positions, --context-length is 64", lambda: [rotary_of(max_position=63)]),
+        # Llama 4 and others leave it out in some layers, whose keys must not be rotated.
+        (r"1 \(Attention\)", lambda: [Attention(rotary_of()), Attention(None)]),
+        (r"0 \(HunYuanAttention, use_qk_norm\) scales keys", lambda: [hunyuan(True)]),
+        # XLLM's rotated dims are neither the first ones of a head nor side by side.
+        (
+            r"0 \(Attention\) rotates a part of \{32\} dims.*\{64\}",
+            lambda: [Attention(rotary_of(head_size=32, rotary_dim=32))],
+        ),
+    ],
+)
+def test_refused_by_name(message: str, modules: Any) -> None:
+    with pytest.raises(ValueError, match=f"--reasoncache-positions corrected.*{message}"):
+        KeyRotation.from_model(torch.nn.ModuleList(modules()), 64)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        lambda: [rotary_of()] * 2,
+        lambda: [Attention(rotary_of()), Attention(rotary_of())],
+        lambda: [hunyuan(False)],
+    ],
+    ids=["shared", "layers", "hunyuan"],
+)
+def test_not_refused(modules: Any) -> None:
+    KeyRotation.from_model(torch.nn.ModuleList(modules()), 64)
+
+
+def test_a_part_of_a_head_told_by_the_rotary_module_is_rotated() -> None:
+    usual = torch.nn.ModuleList([Attention(rotary_of(rotary_dim=32))])
+    assert KeyRotation.from_model(usual, 64).rotary_dim == 32

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix tree with shared slots, on hand-made rows.
+"""Prefix tree with shared slots, on hand-made rows; random ones, and locks, splits and releases
+in any order: ``tests/property``.
 
-Rows and token sequences are written as strings: every letter of a row is a page
-(a slot at page size 1), the same letter twice is a shared one. Sizes are in
-pages, so each case holds for every page size. Random rows: ``tests/property``.
+Rows and token sequences are written as strings: every letter of a row is a page, the same letter
+twice a shared one. Sizes are in pages, so each case holds for every page size.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_reasoncache.sharing.state import RequestState, attach
-from tests.property.world import Setup, World, finish, retract
+from tests.property.world import Setup, World, finish
 
 PAGES = 24
 
@@ -32,22 +32,30 @@ class Bench(World):
     def tokens(self, text: str) -> list[int]:
         return [ord(letter) for letter in text for _ in range(self.page)]
 
-    def match(self, text: str, exact_only: bool = False) -> MatchResult:
-        req = self.request("r", self.tokens(text), exact_only, None)
-        params = MatchPrefixParams(key=RadixKey(req.origin_input_ids), req=req)
-        return self.tree.match_prefix(params)
-
     def matched(self, text: str, exact_only: bool = False) -> int:
         """Pages of ``text`` that a request gets from the tree."""
-        return self.match(text, exact_only).device_prefix_len // self.page
+        return self._match(self.request("r", self.tokens(text), exact_only, None)) // self.page
 
-    def run(self, text: str, row: str, protected: int = 0, exact_only: bool = False) -> Req:
-        """A request that has computed ``text`` into ``row``, of which the tree owns the start."""
+    def _match(self, req: Req, upto: int | None = None) -> int:
+        """Slots; the request's lock is then on the last node."""
+        params = MatchPrefixParams(key=RadixKey(req.origin_input_ids[:upto]), req=req)
+        result = self.tree.match_prefix(params)
+        req.last_node = result.last_device_node
+        return result.device_prefix_len
+
+    def leave(
+        self,
+        text: str,
+        row: str,
+        first_shared: int | None = None,
+        protected: int = 0,
+        exact_only: bool = False,
+    ) -> None:
+        """A request computed ``text`` into ``row``, whose start the tree owned, and finished."""
         req = self.request("r", self.tokens(text), exact_only, None)
         if protected:
-            result = self.match(text[:protected])
-            assert result.device_prefix_len == protected * self.page
-            req.lock = self.tree.lock(result.last_device_node)
+            assert self._match(req, protected * self.page) == protected * self.page
+            req.lock = self.tree.lock(req.last_node)
         for letter in row[protected:]:
             if letter in self._pages:
                 self.allocator.share([self._pages[letter]])
@@ -59,24 +67,10 @@ class Bench(World):
         self.rows.write((req.kv.req_pool_idx, slice(0, len(slots))), slots.to(torch.int32))
         req.kv.cache_protected_len = protected * self.page
         req.kv.kv_allocated_len = req.kv.kv_committed_len = len(slots)
-        return req
-
-    def end(self, req: Req, first_shared: int | None = None) -> None:
         state = attach(req, RequestState(followed=None))
         if first_shared is not None:
             state.mark_shared(first_shared * self.page)
         finish(self, req)
-
-    def leave(
-        self,
-        text: str,
-        row: str,
-        first_shared: int | None = None,
-        protected: int = 0,
-        exact_only: bool = False,
-    ) -> None:
-        """A request ran and finished."""
-        self.end(self.run(text, row, protected, exact_only), first_shared)
 
     def evict(self, pages: int) -> int:
         """Evict; return pages that came back."""
@@ -154,48 +148,6 @@ def test_pages_are_counted_once(
     assert bench.free == PAGES - bench.sizes[0]
 
 
-@pytest.mark.parametrize("at", range(1, 6))
-@pytest.mark.parametrize("first", range(1, 6))
-def test_split_anywhere_keeps_the_sums(aliased: Bench, first: int, at: int) -> None:
-    """Halves are split again; every position stays with its node."""
-    aliased.leave("123456", "aababb", 1)
-    assert aliased.matched("123456"[:first]) == first
-    assert aliased.matched("123456"[:at]) == at
-    assert aliased.sizes == (2, 0, 4)
-    lock = aliased.tree.lock(aliased.match("123456"[:at]).last_device_node)
-    distinct = len(set("aababb"[:at]))
-    assert aliased.sizes == (2 - distinct, distinct, 4)
-    # What is below the lock goes, with the aliases it held.
-    assert aliased.evict(9) == 2 - distinct
-    assert aliased.sizes == (0, distinct, at - distinct)
-    aliased.tree.unlock(lock)
-    assert aliased.sizes == (distinct, 0, at - distinct)
-    assert aliased.evict(9) == distinct
-    assert aliased.sizes == (0, 0, 0)
-
-
-def test_lock_moves_physical_pages_only(aliased: Bench) -> None:
-    aliased.leave("12", "ab")
-    aliased.leave("123456", "abacda", 2, 2)
-    leaf = aliased.match("123456").last_device_node
-    first, second = aliased.tree.lock(leaf), aliased.tree.lock(leaf)
-    assert aliased.sizes == (0, 4, 2)
-    top = aliased.tree.lock(aliased.match("12").last_device_node)
-    for lock, sizes in ((first, (0, 4, 2)), (second, (2, 2, 2)), (top, (4, 0, 2))):
-        aliased.tree.unlock(lock)
-        assert aliased.sizes == sizes
-
-
-def test_running_request_keeps_its_page_when_the_tree_lets_it_go(aliased: Bench) -> None:
-    req = aliased.run("1234", "aaba")
-    aliased.leave("5", "c")
-    assert aliased.evict(9) == 1
-    assert aliased.free == PAGES - 2
-    aliased.end(req, 1)
-    assert aliased.evict(9) == 2
-    assert aliased.free == PAGES
-
-
 @pytest.mark.parametrize(
     ("runs", "text", "matched", "exact"),
     [
@@ -240,23 +192,3 @@ def test_a_forgotten_approximation(aliased: Bench, how: str) -> None:
     assert aliased.sizes == (0, 0, 0)
     aliased.leave("1234", "mnop")
     assert aliased.matched("1234", exact_only=True) == 4
-
-
-def test_running_request_with_output_publishes_its_prompt_only(aliased: Bench) -> None:
-    """After a retraction, output in the tree could not be shared again."""
-    req = aliased.run("1234", "abcd")
-    req.output_ids = req.origin_input_ids[2 * aliased.page :]
-    req.origin_input_ids = req.origin_input_ids[: 2 * aliased.page]
-    req.refresh_fill_ids()
-    aliased.tree.checkpoint(req, up_to=4 * aliased.page)
-    assert req.kv.cache_protected_len == 2 * aliased.page
-    assert aliased.sizes == (0, 2, 0)
-
-
-def test_release_tells_the_controller(aliased: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    released: list[Req] = []
-    monkeypatch.setattr(aliased.controller, "on_release", released.append)
-    req = aliased.run("12", "ab")
-    retract(aliased, req)
-    assert released == [req]
-    assert aliased.free == PAGES

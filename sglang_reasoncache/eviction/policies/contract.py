@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,25 +19,19 @@ ATTENTION = "attention"
 
 
 class StatisticsNeeds(NamedTuple):
-    """Which weights a policy that needs :data:`ATTENTION` reads.
-
-    Attributes:
-        latest: Newest queries whose weights are kept apart, for ``Attention.latest``.
-        total: Sums over all queries of the response are kept, for ``Attention.total``.
-        prompt: Queries at the end of a prompt that count as well.
-    """
+    """Which weights a policy that needs :data:`ATTENTION` reads."""
 
     latest: int = 0
+    """Newest queries whose weights are kept apart, for ``Attention.latest``."""
     total: bool = False
+    """Sums over all queries of the response are kept, for ``Attention.total``."""
     prompt: int = 0
+    """Queries at the end of a prompt that count as well."""
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """Give up positions ``[start, start + length)`` of a request.
-
-    Positions are logical, as a block's are; those behind keep their numbers.
-    """
+    """Give up positions ``[start, start + length)`` of a request; others keep their numbers."""
 
     start: int
     length: int
@@ -48,18 +42,13 @@ class Eviction:
 
 
 class Keys(Protocol):
-    """Keys of the positions a request holds; entry i belongs to ``RequestView.held[i]``.
-
-    Read from the pool on demand, one layer at a time. Under tensor parallelism a rank
-    has its own heads; :meth:`token_scores` covers all of them.
-    """
+    """Keys of ``RequestView.held``, read from the pool on demand; a rank has its own heads."""
 
     @property
     def layers(self) -> range: ...
 
     def cached_at(self) -> torch.Tensor:
-        """int64 ``[held]``: the position each key was rotated for, which is not where it is used
-        if the slot is shared. Meaningful where keys can be un-rotated."""
+        """int64 ``[held]``: the position each key was rotated for, where keys can be un-rotated."""
 
     def stored(self, layer: int) -> torch.Tensor:
         """fp32 ``[held, heads, head_dim]``, as cached: rotated for their cached positions."""
@@ -70,18 +59,13 @@ class Keys(Protocol):
     def token_scores(
         self, score: Callable[[torch.Tensor], torch.Tensor], *, unrotated: bool = False
     ) -> np.ndarray:
-        """float64 ``[held]``: ``score`` averaged over all layers and KV heads, of all ranks.
-
-        ``score`` maps a layer's keys ``[held, heads, head_dim]`` to ``[held, heads]``.
-        Every rank must call this alike.
-        """
+        """float64 ``[held]``: ``score`` averaged over all layers and KV heads, of all ranks, each
+        of which must call this. It maps keys ``[held, heads, head_dim]`` to ``[held, heads]``."""
 
 
 class Attention(Protocol):
-    """Softmax weights that the positions of a request got, averaged over the query heads of all
-    layers and ranks; entry i belongs to ``RequestView.held[i]``. Every rank must
-    read alike.
-    """
+    """Softmax weights that ``RequestView.held`` got, averaged over the query heads of all
+    layers and ranks. Every rank must read alike."""
 
     def latest(self, queries: int) -> np.ndarray:
         """float64 ``[held]``: mean over the ``queries`` newest ones, as far as they were
@@ -108,14 +92,12 @@ class RequestView:
     Attributes:
         prompt: Length of the prompt.
         written: Positions ``[0, written)`` have their KV in the pool or were evicted.
-        owned: First position that may be evicted. Everything before it belongs to the
-            prefix tree or is prompt (but for its last part of a page), and stays. With a
-            policy's ``prompt`` only the tree's part does.
+        owned: First position that may be evicted. What is before it belongs to the prefix
+            tree or, without a policy's ``prompt``, is prompt (but for its last part of a page).
         page: Positions per page; only whole pages can be evicted.
         held: int64, ascending: written positions that were not evicted. Read-only.
-        slot_aliases: int64 ``[held]``, a number per slot: positions with the same number share
-            one slot. Read-only.
-        seed: A number of the prompt's tokens, the same for the same prompt.
+        slot_aliases: int64 ``[held]``, equal where two positions share a slot. Read-only.
+        seed: The same for the same prompt.
         keys: On demand; only for a policy that ``needs`` them.
         attention: Likewise.
     """
@@ -150,12 +132,9 @@ class RequestView:
 class Policy(Protocol):
     """An evictor: a frozen dataclass, its fields the options of ``--reasoncache-policy``.
 
-    It keeps nothing between calls: what it decides follows from the view, so that
-    tensor-parallel ranks decide alike. ``__post_init__`` raises
-    :class:`~sglang_reasoncache.policy_options.OptionError`.
-
-    Three more attributes count if there are any: ``prompt`` (bool), ``when`` and ``until``
-    (shares of the pool); see :class:`~sglang_reasoncache.eviction.policies.evictor.Evictor`.
+    What it decides follows from the view alone, so that tensor-parallel ranks decide alike.
+    ``__post_init__`` raises ``policy_options.OptionError``. ``prompt``, ``when`` and ``until``
+    count if there are any, see ``evictor.Evictor``.
     """
 
     @property
@@ -181,3 +160,12 @@ class NamedPolicy(NamedTuple):
 
     name: str
     policy: Policy
+
+
+def needs_of(evictors: Iterable[NamedPolicy]) -> StatisticsNeeds | None:
+    """What all ``evictors`` together read; None: nothing."""
+    policies: list[Any] = [policy for _, policy in evictors if ATTENTION in policy.needs]
+    if not policies:
+        return None
+    latest, total, prompt = zip(*(policy.statistics_needs for policy in policies), strict=True)
+    return StatisticsNeeds(max(latest), any(total), max(prompt))

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +18,14 @@ from sglang_reasoncache.policy_options import OptionError, between
 HYSTERESIS = 0.05
 
 
+def bounded(default: float, low: float, high: float) -> Any:
+    """A field of a policy whose value must lie in ``[low, high]``."""
+    return dataclasses.field(default=default, metadata={"bounds": (low, high)})
+
+
 @dataclass(frozen=True)
 class Evictor:
-    """Options of every evicting policy.
-
-    Exactly one of ``budget`` and ``share`` must be given.
+    """Options of every evicting policy; exactly one of ``budget`` and ``share`` must be given.
 
     Attributes:
         budget: Slots a request takes, prompt included; positions that share one count once.
@@ -47,6 +52,9 @@ class Evictor:
         return frozenset()
 
     def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            if bounds := option.metadata.get("bounds"):
+                between(option.name, getattr(self, option.name), *bounds)
         if (self.budget is None) == (self.share is None):
             raise OptionError("budget or share", "given, one of the two")
         if self.budget is not None:
@@ -58,7 +66,6 @@ class Evictor:
         if not 0 <= self.when < 1:
             raise OptionError("when", "at least 0 and below 1")
         if self.until is None:
-            # Frozen; nobody has seen it yet.
             object.__setattr__(self, "until", max(self.when - HYSTERESIS, 0.0))
         elif not 0 <= self.until <= self.when:
             raise OptionError("until", f"between 0 and when ({self.when})")
@@ -88,19 +95,27 @@ class ScoringEvictor(Evictor):
         raise NotImplementedError
 
     def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
-        candidates = self.candidates(view)
+        """Older ones go first among equals; ``excess`` is rounded up to whole pages, which have
+        the mean score of their positions. Positions that share a slot go together, once the one
+        of them that is wanted most would."""
+        page, candidates = view.page, self.candidates(view)
         if not len(candidates):
             return []
-        return evict_highest(view, candidates, self.scores(view), excess)
+        at = np.searchsorted(view.held, candidates)
+        by_page = self.scores(view)[at].reshape(-1, page).mean(axis=1)
+        slots, slot_of = np.unique(view.slot_aliases[at[::page]], return_inverse=True)
+        least = np.full(len(slots), np.inf)
+        with np.errstate(invalid="ignore"):  # No number: such a page stays longest.
+            np.minimum.at(least, slot_of, by_page)
+        chosen = np.argsort(-least, kind="stable")[: math.ceil(excess / page)]
+        return runs(candidates.reshape(-1, page)[np.isin(slot_of, chosen)].ravel())
 
 
 def pooled(scores: np.ndarray, kernel: int, kind: str) -> np.ndarray:
     """``max`` or ``avg`` of the ``kernel`` scores around each, so that what is kept hangs
-    together; beyond the ends lie zeros.
+    together; beyond the ends lie zeros. An even ``kernel`` reaches one further back than forth.
 
-    Args:
-        scores: float ``[held]``, none below 0, neighbours in the cache side by side.
-        kernel: Odd; an even one reaches one further back than forth.
+    ``scores``: float ``[held]``, none below 0, neighbours in the cache side by side.
     """
     if not len(scores):
         return scores
@@ -115,26 +130,3 @@ def runs(positions: np.ndarray) -> list[Eviction]:
         return []
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     return [Eviction(int(part[0]), len(part)) for part in np.split(positions, breaks)]
-
-
-def evict_highest(
-    view: RequestView, candidates: np.ndarray, scores: np.ndarray, excess: int
-) -> Iterable[Eviction]:
-    """Give up the candidates of highest score, older ones first among equals.
-
-    Positions that share a slot go together, once the one of them that is wanted most would.
-
-    Args:
-        candidates: Of :meth:`RequestView.candidates`, or all positions of some slots of it.
-        scores: float ``[held]``. A page has the mean of its positions.
-        excess: Slots; rounded up to whole pages.
-    """
-    page = view.page
-    at = np.searchsorted(view.held, candidates)
-    by_page = scores[at].reshape(-1, page).mean(axis=1)
-    slots, slot_of = np.unique(view.slot_aliases[at[::page]], return_inverse=True)
-    least = np.full(len(slots), np.inf)
-    with np.errstate(invalid="ignore"):  # No number: such a page stays longest.
-        np.minimum.at(least, slot_of, by_page)
-    chosen = np.argsort(-least, kind="stable")[: math.ceil(excess / page)]
-    return runs(candidates.reshape(-1, page)[np.isin(slot_of, chosen)].ravel())

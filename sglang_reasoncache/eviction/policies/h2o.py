@@ -8,16 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_reasoncache.eviction.policies.contract import ATTENTION, RequestView, StatisticsNeeds
-from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
-from sglang_reasoncache.policy_options import between
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor, bounded
 
 
 @dataclass(frozen=True)
 class H2O(ScoringEvictor):
-    """Gives up the positions that queries so far gave the least weight, added up.
-
-    The paper spends half of the budget on the newest positions and evicts at every token
-    (``slack=0``).
+    """Gives up the positions of the least total weight; the paper does so at every token.
 
     Attributes:
         recent_share: Of the budget, for the newest positions; at least ``recent`` of them.
@@ -26,13 +22,8 @@ class H2O(ScoringEvictor):
 
     needs = frozenset({ATTENTION})
 
-    recent_share: float = 0.5
-    prompt_queries: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("recent_share", self.recent_share, 0, 1)
-        between("prompt_queries", self.prompt_queries, 0, 256)
+    recent_share: float = bounded(0.5, 0, 1)
+    prompt_queries: int = bounded(32, 0, 256)
 
     @property
     def statistics_needs(self) -> StatisticsNeeds:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,8 @@ def similarity(keys: torch.Tensor, variant: str) -> torch.Tensor:
     """``[held, heads, head_dim]`` to ``[held, heads]``: how much like the others each key is.
 
     ``mean_raw`` and ``mean_norm``: its cosine with the mean of the keys, as they are or at
-    length 1. ``pairwise``: the mean of its cosines with all keys, which is its product with
-    their mean at length 1. Within a head that ranks as ``mean_norm`` does; in an average over
-    heads it gives those more weight whose keys point the same way.
+    length 1. ``pairwise``: the mean of its cosines with all keys, which ranks a head as
+    ``mean_norm`` does, and in an average weighs heads more whose keys point the same way.
     """
     lengths = keys.norm(dim=-1, keepdim=True)
     unit = keys / lengths.clamp_min(_EPSILON)
@@ -60,7 +60,5 @@ class KeyDiff(ScoringEvictor):
         return frozenset({KEYS if self.keys == "cached" else UNROTATED_KEYS})
 
     def scores(self, view: RequestView) -> np.ndarray:
-        unrotated = self.keys == "unrotated"
-        return view.keys.token_scores(
-            lambda keys: similarity(keys, self.anchor), unrotated=unrotated
-        )
+        score = functools.partial(similarity, variant=self.anchor)
+        return view.keys.token_scores(score, unrotated=self.keys == "unrotated")

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 def relative_norms(keys: torch.Tensor) -> torch.Tensor:
     """``[held, heads, head_dim]`` to ``[held, heads]``: norms over their mean in the head.
 
-    Within a head the order is the paper's. Over heads and layers plain norms cannot be
-    averaged: those of one layer may be ten times those of another.
+    Within a head the order is the paper's; plain norms of different layers cannot be averaged.
     """
     norms = keys.norm(dim=-1)
     return norms / norms.mean(dim=0).clamp_min(1e-12)

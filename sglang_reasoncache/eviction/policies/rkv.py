@@ -12,8 +12,7 @@ from sglang_reasoncache.eviction.policies.contract import (
     RequestView,
     StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor, pooled
-from sglang_reasoncache.policy_options import between
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor, bounded, pooled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,9 +27,8 @@ def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor
     """``[held, heads, head_dim]`` to ``[held, heads]``, the paper's R: a softmax over positions
     of how similar the others are to each on average.
 
-    Each key spares the newest of those whose cosine with it is above ``threshold``: one of
-    several similar keys has to stay, and that is to be the newest. It is sought among the
-    newest ``reach`` keys, which makes it ``held * reach`` cosines a head.
+    Each key spares the newest of those whose cosine with it is above ``threshold``, sought
+    among the newest ``reach`` keys: one of several similar keys has to stay.
     """
     count = len(keys)
     unit = (keys / (keys.norm(dim=-1, keepdim=True) + _EPSILON)).transpose(0, 1)
@@ -62,27 +60,19 @@ class RKV(ScoringEvictor):
         alpha: Queries that count.
         kernel: Held positions whose weights are pooled, an odd number.
         threshold: Cosine from which two keys count as similar.
-        reach: Newest held positions among which a key finds one that is like it. The paper
-            has no such bound, but holds no more than its budget either.
+        reach: Newest held positions among which a key finds one like it; none in the paper,
+            which holds no more than its budget.
     """
 
     needs = frozenset({KEYS, ATTENTION})
 
     slack: int = 128
     recent: int = 8
-    mix: float = 0.1
-    alpha: int = 8
-    kernel: int = 7
-    threshold: float = 0.5
-    reach: int = 512
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("mix", self.mix, 0, 1)
-        between("alpha", self.alpha, 1, 64)
-        between("kernel", self.kernel, 1, 63)
-        between("threshold", self.threshold, -1, 1)
-        between("reach", self.reach, 1, 65_536)
+    mix: float = bounded(0.1, 0, 1)
+    alpha: int = bounded(8, 1, 64)
+    kernel: int = bounded(7, 1, 63)
+    threshold: float = bounded(0.5, -1, 1)
+    reach: int = bounded(512, 1, 65_536)
 
     @property
     def statistics_needs(self) -> StatisticsNeeds:

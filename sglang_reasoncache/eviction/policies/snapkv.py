@@ -14,17 +14,16 @@ from sglang_reasoncache.eviction.policies.contract import (
     RequestView,
     StatisticsNeeds,
 )
-from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor, pooled
-from sglang_reasoncache.policy_options import OptionError, between, one_of
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor, bounded, pooled
+from sglang_reasoncache.policy_options import OptionError, one_of
 
 
 @dataclass(frozen=True)
 class SnapKV(ScoringEvictor):
     """Brings the prompt down to the budget once it has been computed; the response stays.
 
-    Kept are the prompt's last ``window`` positions, and those with the highest weight by
-    its last ``window`` queries, pooled over neighbours. A prompt that is computed in chunks
-    is brought down after each of them.
+    Kept are its last ``window`` positions, and those with the highest weight by its last
+    ``window`` queries, pooled over neighbours. A prompt in chunks is brought down after each.
 
     Attributes:
         window: Positions at the end of the prompt whose queries count, and stay.
@@ -37,14 +36,12 @@ class SnapKV(ScoringEvictor):
     # At once: later queries push those of the prompt out of the window.
     slack: int = 1
     prompt: bool = True
-    window: int = 32
-    kernel: int = 7
+    window: int = bounded(32, 1, 256)
+    kernel: int = bounded(7, 1, 63)
     pooling: str = "avg"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        between("window", self.window, 1, 256)
-        between("kernel", self.kernel, 1, 63)
         one_of("pooling", self.pooling, ("avg", "max"))
         if not self.prompt:
             raise OptionError("prompt", "true, as it gives up positions of the prompt only")

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_reasoncache.eviction.policies.contract import RequestView
-from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor
-from sglang_reasoncache.policy_options import between
+from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor, bounded
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,7 @@ class StreamingLLM(ScoringEvictor):
         sinks: First positions of the request that stay. The prompt stays anyway.
     """
 
-    sinks: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("sinks", self.sinks, 0, 65_536)
+    sinks: int = bounded(4, 0, 65_536)
 
     def candidates(self, view: RequestView) -> np.ndarray:
         sinks = math.ceil(self.sinks / view.page) * view.page

@@ -1,6 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formal content of a step as labelled ordered trees (ReasonCache, stage 1).
-
-Two formal steps may share memory only when their trees agree. Text is read, never evaluated,
-and every read is bounded.
-"""
+"""Formal content of a step as labelled ordered trees (ReasonCache, stage 1). Text is read, never
+evaluated, and every read is bounded."""

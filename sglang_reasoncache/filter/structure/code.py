@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code, Python or C-like, as a tree of lines, blocks and brackets.
 
-Nothing is interpreted: names, numbers, strings and operators become leaves in their order,
-comments included, brackets and indentation become inner nodes. Spaces inside a line and line
-breaks inside brackets do not matter.
-"""
+Names, numbers, strings and operators become leaves in their order, comments included. Spaces
+inside a line and line breaks inside brackets do not matter."""
 
 from __future__ import annotations
 
@@ -28,11 +26,7 @@ _Line = tuple[int, list[Tree]]
 
 
 def code_tree(text: str, limits: Limits) -> Tree:
-    """Tree of a piece of code, labelled ``code``.
-
-    Raises:
-        OverBound: more than ``max_nodes`` tokens or ``max_depth`` levels.
-    """
+    """Tree of a piece of code, labelled ``code``; OverBound for too many tokens or levels."""
     lines = _lines("\n" + text, limits)
     # One frame for each open block: its indentation and its finished lines.
     frames: list[_Line] = [(lines[0][0] if lines else 0, [])]
@@ -51,33 +45,28 @@ def code_tree(text: str, limits: Limits) -> Tree:
 
 def _lines(text: str, limits: Limits) -> list[_Line]:
     """Logical lines that are not empty."""
-    found: list[_Line] = []
-    indent = 0
-    stack: list[list[Tree]] = [[]]
-    brackets: list[str] = []
-
-    def close(closed: str) -> None:
-        group: Tree = (brackets.pop() + closed, tuple(stack.pop()))
-        stack[-1].append(group)
-
+    found: list[_Line] = [(0, [])]
+    # Open brackets with what each holds, under the line itself.
+    stack: list[tuple[str, list[Tree]]] = [("", found[0][1])]
     for num_tokens, match in enumerate(_CODE.finditer(text)):
         if num_tokens > limits.max_nodes:
             raise OverBound("max_nodes")
         kind, value = match.lastgroup, match[0]
         if kind == "line":
-            if not brackets:
-                found.append((indent, stack[0]))
-                stack[0] = []
+            if len(stack) == 1:
                 indent = len(value.rpartition("\n")[2].expandtabs(_TAB_COLUMNS))
+                found.append((indent, []))
+                stack = [("", found[-1][1])]
         elif kind == "open":
-            if len(brackets) >= limits.max_depth:
+            if len(stack) > limits.max_depth:
                 raise OverBound("max_depth")
-            brackets.append(value)
-            stack.append([])
-        elif kind == "close" and brackets:
-            close(value)
+            stack.append((value, []))
+        elif kind == "close" and len(stack) > 1:
+            opened, inside = stack.pop()
+            stack[-1][1].append((opened + value, tuple(inside)))
         else:
-            stack[-1].append(leaf(value))
-    while brackets:
-        close("")
-    return [line for line in [*found, (indent, stack[0])] if line[1]]
+            stack[-1][1].append(leaf(value))
+    while len(stack) > 1:
+        opened, inside = stack.pop()
+        stack[-1][1].append((opened, tuple(inside)))
+    return [line for line in found if line[1]]

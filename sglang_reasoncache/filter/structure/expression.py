@@ -9,63 +9,48 @@ multiply.
 
 from __future__ import annotations
 
-from sglang_reasoncache.filter.structure.signs import (
-    COMMANDS,
-    LEVELS,
-    PREFIXES,
-    PRODUCT_LEVEL,
-    Token,
-)
-from sglang_reasoncache.filter.structure.tree import Limits, OverBound, Tree, leaf
+from sglang_reasoncache.filter.structure import signs
+from sglang_reasoncache.filter.structure.signs import LEVELS, PREFIXES, PRODUCT_LEVEL, Token
+from sglang_reasoncache.filter.structure.tree import OverBound, Tree, leaf
 
 _EMPTY = leaf("")
 _OPERAND_STARTS = frozenset({"number", "name", "open", "function", "command"})
 
 
-def parse(tokens: list[Token], limits: Limits, latex: bool) -> list[Tree]:
-    """Trees of a token list, one for each part between separators.
+class Parser:
+    """One pass over one token list. In ``latex`` a script takes one digit or group, as TeX
+    reads ``x^12``."""
 
-    Args:
-        latex: scripts take one digit or group, as TeX reads ``x^12``.
-
-    Raises:
-        OverBound: nesting beyond ``limits.max_depth``.
-    """
-    return _Parser(tokens, limits.max_depth, latex).parse()
-
-
-class _Parser:
-    """One pass over one token list."""
-
-    __slots__ = ("_depth", "_latex", "_max_depth", "_pos", "_tokens")
+    __slots__ = ("_depth", "_latex", "_left", "_max_depth")
 
     def __init__(self, tokens: list[Token], max_depth: int, latex: bool) -> None:
-        self._tokens = [*tokens, ("close", "")]
-        self._pos = 0
+        # The next one last; at the bottom one that ends every expression.
+        self._left: list[Token] = [("close", ""), *reversed(tokens)]
         self._depth = 0
         self._max_depth = max_depth
         self._latex = latex
 
     def parse(self) -> list[Tree]:
+        """Trees, one for each part between separators; OverBound for too deep a nesting."""
         found = self._items()
-        while self._pos < len(self._tokens) - 1:
-            self._pos += 1  # a closing bracket that nothing opened
+        while len(self._left) > 1:
+            self._left.pop()  # a closing bracket that nothing opened
             found += self._items()
         return found
 
     def _items(self) -> list[Tree]:
         """Parts up to the next closing bracket, which is not consumed."""
         found: list[Tree] = []
-        while (kind := self._tokens[self._pos][0]) != "close":
+        while (kind := self._left[-1][0]) != "close":
             if kind == "separator":
-                self._pos += 1
+                self._left.pop()
             else:
                 found.append(self._chain(1))
         return found
 
     def _level_ahead(self) -> int:
         """Binding strength of what comes next; 0 where the expression ends."""
-        kind, value = self._tokens[self._pos]
+        kind, value = self._left[-1]
         if kind == "operator":
             return LEVELS.get(value, PRODUCT_LEVEL)
         return PRODUCT_LEVEL if kind in _OPERAND_STARTS else 0
@@ -77,61 +62,54 @@ class _Parser:
             operators: list[str] = []
             operands = [left]
             while self._level_ahead() == here:
-                kind, value = self._tokens[self._pos]
+                kind, value = self._left[-1]
                 is_written = kind == "operator" and value in LEVELS
                 operators.append(value if is_written else "*")
-                self._pos += is_written
+                if is_written:
+                    self._left.pop()
                 is_product = here == PRODUCT_LEVEL
                 operands.append(self._prefixed() if is_product else self._chain(here + 1))
             left = (" ".join(operators), tuple(operands))
         return left
 
     def _prefixed(self) -> Tree:
-        signs: list[str] = []
-        while True:
-            kind, value = self._tokens[self._pos]
-            if kind != "operator" or value not in PREFIXES:
-                break
-            signs.append("sqrt" if value == "√" else f"unary {value}")
-            self._pos += 1
-            if len(signs) > self._max_depth:
+        found: list[str] = []
+        while self._left[-1][0] == "operator" and self._left[-1][1] in PREFIXES:
+            sign = self._left.pop()[1]
+            found.append("sqrt" if sign == "√" else f"unary {sign}")
+            if len(found) > self._max_depth:
                 raise OverBound("max_depth")
         node = self._operand()
-        for sign in reversed(signs):
+        for sign in reversed(found):
             node = (sign, (node,))
         return node
 
-    def _descend(self) -> None:
+    def _operand(self, scripted: bool = True) -> Tree:
+        """An atom, with its scripts if ``scripted``; the empty leaf where there is none."""
         self._depth += 1
         if self._depth > self._max_depth:
             raise OverBound("max_depth")
-
-    def _operand(self) -> Tree:
-        """An atom with its scripts; the empty leaf where there is none."""
-        self._descend()
-        kind, value = self._tokens[self._pos]
-        if kind == "number" or kind == "name":
-            self._pos += 1
-            node = leaf(value)
-        elif kind == "open":
+        kind, value = self._left[-1]
+        if kind == "open":
             node = self._group()
-        elif kind == "function":
-            node = self._function(value)
-        elif kind == "command":
-            node = self._command(value)
-        else:
+        elif kind not in _OPERAND_STARTS:
             node = _EMPTY
-        node = self._scripted(node)
+        else:
+            self._left.pop()
+            if kind == "function":
+                node = self._function(value)
+            else:
+                node = self._command(value) if kind == "command" else leaf(value)
+        if scripted:
+            node = self._scripted(node)
         self._depth -= 1
         return node
 
     def _scripted(self, base: Tree) -> Tree:
         """Scripts in canonical order, so that x_1^2 equals x^2_1."""
         scripts: list[tuple[str, Tree]] = []
-        while self._tokens[self._pos][0] == "script":
-            label = self._tokens[self._pos][1]
-            self._pos += 1
-            scripts.append((label, self._argument() if self._latex else self._exponent()))
+        while self._left[-1][0] == "script":
+            scripts.append((self._left.pop()[1], self._argument(self._latex)))
         if not scripts:
             return base
         scripts.sort(key=lambda script: script[0])  # stable: repeated ones keep their order
@@ -139,68 +117,44 @@ class _Parser:
         return " ".join(labels), (base, *nodes)
 
     def _group(self) -> Tree:
-        opened = self._tokens[self._pos][1]
-        self._pos += 1
+        opened = self._left.pop()[1]
         items = self._items()
-        closed = self._tokens[self._pos][1]
-        if self._pos < len(self._tokens) - 1:
-            self._pos += 1
+        closed = self._left.pop()[1] if len(self._left) > 1 else ""
         if opened in "({" and len(items) == 1:
             return items[0]
         if opened == "{" and not items:
             return _EMPTY
         return opened + closed, tuple(items)
 
-    def _nested_group(self) -> Tree:
-        """A bracket group that is not an operand; counts as one level all the same."""
-        self._descend()
-        node = self._group()
-        self._depth -= 1
-        return node
-
     def _function(self, label: str) -> Tree:
         """``sin x``, ``max(a, b)``, ``\\log_2 8``; a leaf where nothing follows."""
-        self._pos += 1
         head = self._scripted(leaf(label))
-        if self._tokens[self._pos][0] not in _OPERAND_STARTS:
+        if self._left[-1][0] not in _OPERAND_STARTS:
             return head
         argument = self._operand()
         return ("apply", (head, argument)) if head[1] else (label, (argument,))
 
-    def _command(self, name: str) -> Tree:
+    def _command(self, label: str) -> Tree:
         """``\\frac{a}{b}``, ``\\sqrt[3]{x}`` and other braced commands."""
-        self._pos += 1
-        label, num_arguments = COMMANDS[name]
-        has_index = label == "sqrt" and self._tokens[self._pos] == ("open", "[")
-        arguments = [self._nested_group()] if has_index else []
-        arguments += [self._argument() for _ in range(num_arguments)]
+        has_index = label == "sqrt" and self._left[-1] == ("open", "[")
+        arguments = [self._operand(scripted=False)] if has_index else []
+        arguments += [self._argument(True) for _ in range(1 + (label in signs.TWO_ARGUMENTS))]
         return label, tuple(arguments)
 
-    def _argument(self) -> Tree:
-        """What TeX takes as an argument: a group, a command or one character."""
-        kind, value = self._tokens[self._pos]
-        if kind == "open" and value == "{":
-            return self._nested_group()
-        if kind == "number" and len(value) > 1:
-            self._tokens[self._pos] = ("number", value[1:])
-            return leaf(value[0])
+    def _argument(self, latex: bool) -> Tree:
+        """What TeX takes as an argument: a group, a command or one character; in plain text
+        signs, then a whole number, name or group."""
+        kind, value = self._left[-1]
+        if kind == "open" and (value == "{" or not latex):
+            return self._operand(scripted=False)
         if kind == "function" or kind == "command":
             return self._operand()
+        if kind == "operator" and not latex:
+            return self._prefixed() if value in PREFIXES else _EMPTY
         if kind in ("close", "separator", "script"):
             return _EMPTY
-        self._pos += 1
+        self._left.pop()
+        if kind == "number" and latex and len(value) > 1:
+            self._left.append((kind, value[1:]))
+            return leaf(value[0])
         return leaf(value)
-
-    def _exponent(self) -> Tree:
-        """Script in plain text: signs, then a whole number, name or group."""
-        kind, value = self._tokens[self._pos]
-        if kind == "open":
-            return self._nested_group()
-        if kind == "operator" and value in PREFIXES:
-            return self._prefixed()
-        if kind == "function" or kind == "command":
-            return self._operand()
-        if kind == "number" or kind == "name":
-            self._pos += 1
-            return leaf(value)
-        return _EMPTY

@@ -1,36 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure signature of a step and the comparison of two."""
+"""The structure signature of a step, of its text, LaTeX and code, and the comparison of two."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
+from sglang_reasoncache.filter.structure import tree
 from sglang_reasoncache.filter.structure.code import code_tree
-from sglang_reasoncache.filter.structure.expression import parse
-from sglang_reasoncache.filter.structure.scan import regions
+from sglang_reasoncache.filter.structure.expression import Parser
 from sglang_reasoncache.filter.structure.tokens import parser_tokens
-from sglang_reasoncache.filter.structure.tree import (
-    Limits,
-    OverBound,
-    Tree,
-    digest,
-    edit_distance,
-    label_distance,
-    preorder,
-)
+from sglang_reasoncache.filter.structure.tree import Limits, OverBound, Tree
+
+Region = tuple[Literal["plain", "latex", "code"], str]
 
 _DEFAULT_LIMITS = Limits()
+_FENCE = "```"
+_OPENER = re.compile(r"```|`|\\\[|\\\(|\$\$|\$")
+_CLOSERS = {"\\[": "\\]", "\\(": "\\)"}
 
 
 class Signature(NamedTuple):
-    """Formal content of one step.
-
-    Attributes:
-        digest: canonical hash of the trees; empty for prose, and over a bound.
-        trees: the trees, kept only where edit distances are wanted.
-        bound: the field of :class:`Limits` exceeded. Such a step equals nothing, not even
-            itself.
-    """
+    """Formal content of one step: a canonical hash, empty for prose and over a bound; the trees,
+    kept only where edit distances are wanted; the field of :class:`Limits` exceeded."""
 
     digest: bytes = b""
     trees: tuple[Tree, ...] = ()
@@ -38,25 +31,19 @@ class Signature(NamedTuple):
 
 
 def signature(
-    text: str,
-    limits: Limits = _DEFAULT_LIMITS,
-    *,
-    in_code: bool = False,
-    keep_trees: bool = False,
+    text: str, limits: Limits = _DEFAULT_LIMITS, *, in_code: bool = False, keep_trees: bool = False
 ) -> Signature:
-    """Read the formal content of a decoded step.
+    """Read the formal content of a decoded step: any text, nothing in it can raise or be run.
 
-    Args:
-        text: any text; nothing in it can raise or be run.
-        limits: bounds of reading.
-        in_code: the step begins inside a code fence.
-        keep_trees: keep the trees for :func:`same_structure` with a tolerance.
+    ``in_code``: it begins inside a code fence. ``keep_trees``: for a tolerance later on.
     """
     try:
         trees = _trees(text, limits, in_code)
     except OverBound as over:
         return Signature(bound=over.args[0])
-    return Signature(digest(trees), tuple(trees) if keep_trees else ()) if trees else Signature()
+    return (
+        Signature(tree.digest(trees), tuple(trees) if keep_trees else ()) if trees else Signature()
+    )
 
 
 def _trees(text: str, limits: Limits, in_code: bool) -> list[Tree]:
@@ -66,14 +53,14 @@ def _trees(text: str, limits: Limits, in_code: bool) -> list[Tree]:
     num_nodes = 0
     for kind, part in regions(text, in_code):
         if kind == "code":
-            tree = code_tree(part, limits)
-            if tree[1]:
-                found.append(tree)
-                num_nodes += _size((tree,))
+            code = code_tree(part, limits)
+            if code[1]:
+                found.append(code)
+                num_nodes += _size((code,))
         else:
             tokens = parser_tokens(part, limits, kind == "latex")
             num_nodes += len(tokens)
-            found += parse(tokens, limits, kind == "latex")
+            found += Parser(tokens, limits.max_depth, kind == "latex").parse()
         # Each part is below the bound on its own; so must be the whole.
         if num_nodes > limits.max_nodes:
             raise OverBound("max_nodes")
@@ -81,7 +68,7 @@ def _trees(text: str, limits: Limits, in_code: bool) -> list[Tree]:
 
 
 def _size(trees: tuple[Tree, ...]) -> int:
-    return sum(1 for _ in preorder(trees))
+    return sum(1 for _ in tree.preorder(trees))
 
 
 def same_structure(
@@ -110,6 +97,57 @@ def same_structure(
         raise ValueError("a structure tolerance above 0 needs signatures with keep_trees=True")
     if max(_size(a.trees), _size(b.trees)) > limits.max_edit_nodes:
         return False
-    if label_distance(a.trees, b.trees) > tolerance:
+    is_near = tree.label_distance(a.trees, b.trees) <= tolerance
+    return is_near and tree.edit_distance(a.trees, b.trees) <= tolerance
+
+
+def leaves_fence_open(text: str, in_code: bool) -> bool:
+    """Whether a code fence is open after ``text``, given its state before."""
+    return in_code ^ bool(text.count(_FENCE) % 2)
+
+
+def regions(text: str, in_code: bool = False) -> Iterator[Region]:
+    """Split a step in plain text, LaTeX and code, in order; no region is empty.
+
+    Delimiters are left out. An unterminated fence reaches to the end; any other unterminated
+    delimiter is plain text. A generator, so that a reader at a bound saves the rest.
+    """
+    if in_code:
+        text = f"{_FENCE}\n{text}"
+    plain_start = pos = 0
+    # Closers known to be missing from here on: searching again for every
+    # opener would make hostile text quadratic.
+    missing: set[str] = set()
+    while (match := _OPENER.search(text, pos)) is not None:
+        opener = match[0]
+        closer = _CLOSERS.get(opener, opener)
+        pos = match.end()
+        stop = -1 if opener in missing else text.find(closer, pos)
+        if stop < 0:
+            missing.add(opener)
+            if opener != _FENCE:
+                continue
+            stop = len(text)
+        inside = text[pos:stop]
+        if opener in "`$" and not _is_span(inside, opener, text[stop + 1 : stop + 2]):
+            continue
+        if plain_start < match.start():
+            yield "plain", text[plain_start : match.start()]
+        if opener == _FENCE:
+            first, newline, rest = inside.partition("\n")
+            # The info string ("python") is not part of the code.
+            if newline and " " not in first.strip(" \t\r"):
+                inside = rest
+        if inside:
+            yield "code" if "`" in opener else "latex", inside
+        plain_start = pos = stop + len(closer)
+    if plain_start < len(text):
+        yield "plain", text[plain_start:]
+
+
+def _is_span(inside: str, opener: str, behind: str) -> bool:
+    """Tell inline code and ``$x$`` from stray back-ticks and amounts of money."""
+    if not inside or "\n" in inside:
         return False
-    return edit_distance(a.trees, b.trees) <= tolerance
+    # Pandoc's rule: no space inside the dollars, no digit after the second.
+    return opener == "`" or (inside == inside.strip() and not behind.isdigit())

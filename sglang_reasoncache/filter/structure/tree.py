@@ -20,10 +20,7 @@ class OverBound(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a step is read before it is given up.
-
-    A step over a bound gets a signature that matches nothing: it may be formal content that
-    nobody has compared, so sharing it would not be safe.
+    """How much of a step is read. One over a bound matches nothing: nobody has compared it.
 
     Attributes:
         max_chars: characters of the decoded step.
@@ -54,10 +51,8 @@ def preorder(trees: Iterable[Tree]) -> Iterator[Tree]:
 
 
 def serialise(trees: Iterable[Tree]) -> bytes:
-    """One spelling for every sequence of trees: equal bytes mean equal trees.
-
-    Preorder of (number of children, label length in characters, label), UTF-8.
-    """
+    """Preorder of (number of children, label length in characters, label), UTF-8: equal bytes
+    mean equal trees."""
     parts = [f"{len(children)},{len(label)}:{label}" for label, children in preorder(trees)]
     # surrogatepass: decoded text may hold lone surrogates, and must not raise.
     return "".join(parts).encode("utf-8", "surrogatepass")
@@ -70,39 +65,27 @@ def digest(trees: Iterable[Tree]) -> bytes:
 
 def label_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:
     """Lower bound of the edit distance: one operation changes at most one label."""
-    labels = [Counter(label for label, _ in preorder(trees)) for trees in (a, b)]
-    common = labels[0] & labels[1]
-    return max(counts.total() for counts in labels) - common.total()
+    one, other = (Counter(label for label, _ in preorder(trees)) for trees in (a, b))
+    return max((one - other).total(), (other - one).total())
 
 
 def edit_distance(a: Sequence[Tree], b: Sequence[Tree]) -> int:
-    """Tree edit distance with unit costs (Zhang and Shasha, package ``zss``).
-
-    Each sequence is joined under one root. The caller bounds the sizes.
-
-    Raises:
-        RuntimeError: ``zss`` is not installed.
-    """
-    return int(
-        # Not zss.simple_distance: it takes the empty label for a missing node
-        # and charges nothing for it.
-        require_zss()(
-            ("", tuple(a)),
-            ("", tuple(b)),
-            get_children=lambda tree: tree[1],
-            insert_cost=lambda _: 1,
-            remove_cost=lambda _: 1,
-            update_cost=lambda one, other: int(one[0] != other[0]),
-        )
+    """Tree edit distance with unit costs (Zhang and Shasha, package ``zss``) of two sequences,
+    each joined under one root. The caller bounds the sizes."""
+    # Not zss.simple_distance: it charges nothing for the empty label.
+    found = require_zss()(
+        ("", tuple(a)),
+        ("", tuple(b)),
+        get_children=lambda tree: tree[1],
+        insert_cost=lambda _: 1,
+        remove_cost=lambda _: 1,
+        update_cost=lambda one, other: int(one[0] != other[0]),
     )
+    return int(found)
 
 
 def require_zss() -> Callable[..., float]:
-    """The distance function of ``zss``, imported on first use.
-
-    Raises:
-        RuntimeError: ``zss`` is not installed.
-    """
+    """The distance function of ``zss``, imported on first use; RuntimeError without it."""
     try:
         from zss import distance
     except ImportError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the C++ attention kernels alone do, built for this machine and for older ones."""
+"""What the C++ kernels alone do, built for this machine and for older ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ import pytest
 import torch
 
 from sglang_reasoncache.kernels import decode as decode_module
+from sglang_reasoncache.kernels import distance as distance_module
+from sglang_reasoncache.kernels.distance import DistanceKernel
 from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.native.pool import NativePool
+from sglang_reasoncache.native.pool import DTYPES, NativePool
 from tests.kernels.attention_cases import Case, Rig, make
 from tests.kernels.engines import cpu as cpu
+from tests.kernels.pools import make_rotation
 from tests.kernels.test_attention import decode
+from tests.kernels.test_distance import Case as DistanceCase
+from tests.kernels.test_distance import make_entries, make_layers
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "cpu")
 
@@ -114,3 +119,40 @@ def test_every_half_rounds_as_pytorch_does() -> None:
         expected = values.to(dtype)
         assert torch.equal(out.flatten().isnan(), expected.isnan())
         assert torch.equal(out.flatten().nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_reads_every_code_exactly(dtype: torch.dtype) -> None:
+    """Each bit pattern at each place of a vector, subnormals and NaN included."""
+    bits = torch.int8 if dtype.itemsize == 1 else torch.int16
+    count, dim = 1 << (8 * dtype.itemsize), 67
+    codes = torch.arange(count).to(bits)
+    keys = torch.zeros(count + 1, 1, dim).to(dtype)
+    keys.view(bits)[torch.arange(count), 0, torch.arange(count) % dim] = codes
+    keys[count] = torch.ones(1, dim).to(dtype)
+    dst = torch.arange(count)[:, None]
+    kernel = DistanceKernel([(keys, keys)], backend="native")
+    found = kernel.moments(dst, torch.full_like(dst, count))[:, 0, 0, 2]
+    expected = codes.view(dtype).double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_distances_do_not_depend_on_threads(is_neox: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sum is made by one thread in one order, whoever makes it; calls may come together."""
+    sizes: dict[str, Any] = dict(layers=5, heads=4, k_dim=64, v_dim=64, rotary_dim=64)
+    case = DistanceCase(pairs=37, block=16, is_neox=is_neox, **sizes)
+    entries = make_entries(case, slots=300)
+    # Well above the size that is worth a thread.
+    assert entries[0].numel() * case.layers * 2 * 2 * 4 * 64 * 2 > 4 << 20
+    layers, rotation = make_layers(case, slots=300), make_rotation(64, is_neox)
+    kernel = DistanceKernel(layers, rotation, backend="native")
+    found = []
+    for threads in (1, 7, 64, 2):
+        monkeypatch.setattr(distance_module, "cpu_threads", lambda count=threads: count)
+        found.append((kernel.squares(*entries), kernel.moments(*entries)))
+    for several in found[1:]:
+        assert all(map(torch.equal, several, found[0]))
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda _: kernel.squares(*entries), range(40)))
+    assert all(torch.equal(squares, found[0][0]) for squares in together)

@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of a request's held positions, read from the pool when a policy needs them."""
+"""Keys and attention statistics of a request's held positions, over all tensor-parallel ranks.
+
+``held``: int64, positions of a row, none evicted. What is read is valid until the next forward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.kernels.pool import read_rows
+from sglang_reasoncache.eviction.statistics import AttentionStatistics
+from sglang_reasoncache.kernels.paged import read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 
-class KeySource:
+class KeySource(NamedTuple):
     """One per scheduler.
 
-    Args:
+    Attributes:
         pool: SGLang's ``MHATokenToKVPool``.
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
         cached_at: Slots' cached positions.
@@ -27,37 +31,20 @@ class KeySource:
         group: CPU process group of the tensor-parallel ranks, None when alone.
     """
 
-    def __init__(
-        self,
-        pool: Any,
-        rows: torch.Tensor,
-        cached_at: CachedPositions,
-        rotation: KeyRotation | None,
-        num_heads: int,
-        group: Any = None,
-    ) -> None:
-        self.layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
-        self.buffers = [pool.get_key_buffer(layer) for layer in self.layers]
-        self.rows, self.cached_at, self.rotation = rows, cached_at, rotation
-        self.num_heads, self.group = num_heads, group
-
-    def wait(self) -> None:
-        """Until the device has done all that is queued, on whichever stream."""
-        if self.rows.device.type == "cuda":
-            torch.cuda.synchronize(self.rows.device)
-
-    def of(self, row: int, held: np.ndarray) -> HeldKeys:
-        """Keys of positions ``held`` (int64, none evicted) of a row."""
-        return HeldKeys(self, row, held)
+    pool: Any
+    rows: torch.Tensor
+    cached_at: CachedPositions
+    rotation: KeyRotation | None
+    num_heads: int
+    group: Any = None
 
 
 class HeldKeys:
-    """See :class:`~sglang_reasoncache.eviction.policies.contract.Keys`. Valid until the next forward."""
+    """See :class:`~sglang_reasoncache.eviction.policies.contract.Keys`."""
 
     def __init__(self, source: KeySource, row: int, held: np.ndarray) -> None:
-        self._source = source
-        self.layers = source.layers
-        self._row = row
+        self._source, self._row, pool = source, row, source.pool
+        self.layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         # Whatever a policy does to its view.
         self._held = held.copy()
         self._slots: torch.Tensor | None = None
@@ -72,7 +59,7 @@ class HeldKeys:
         return self._source.cached_at.positions[self._where()].long()
 
     def stored(self, layer: int) -> torch.Tensor:
-        return read_rows(self._source.buffers[layer - self.layers.start], self._where())
+        return read_rows(self._source.pool.get_key_buffer(layer), self._where())
 
     def unrotated(self, layer: int) -> torch.Tensor:
         rotation = self._source.rotation
@@ -87,7 +74,33 @@ class HeldKeys:
         total = torch.zeros(len(self._held), dtype=torch.float64, device=source.rows.device)
         for layer in self.layers:
             total += score(read(layer)).sum(dim=1)
-        total = total.cpu()
-        if source.group is not None:
-            torch.distributed.all_reduce(total, group=source.group)
-        return (total / (len(self.layers) * source.num_heads)).numpy()
+        return _over_ranks(total.cpu(), source.group, len(self.layers) * source.num_heads)
+
+
+class AttentionSource(NamedTuple):
+    """Of this rank's attention backend; ``heads``: query heads of all layers and ranks."""
+
+    statistics: AttentionStatistics
+    heads: int
+    group: Any = None
+
+
+class HeldAttention:
+    """See :class:`~sglang_reasoncache.eviction.policies.contract.Attention`."""
+
+    def __init__(self, source: AttentionSource, row: int, held: np.ndarray) -> None:
+        self._source, self._row, self._held = source, row, torch.from_numpy(held.copy())
+
+    def latest(self, queries: int) -> np.ndarray:
+        statistics, heads, group = self._source
+        return _over_ranks(statistics.latest(self._row, self._held, queries), group, heads)
+
+    def total(self) -> np.ndarray:
+        statistics, heads, group = self._source
+        return _over_ranks(statistics.total(self._row, self._held), group, heads)
+
+
+def _over_ranks(sums: torch.Tensor, group: Any, heads: int) -> np.ndarray:
+    if group is not None:
+        torch.distributed.all_reduce(sums, group=group)
+    return (sums / heads).numpy()

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch of decode requests on one layer's pool: its shape, where its rows lie, what is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from sglang_reasoncache.kernels.decode import decode_attention
+from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.rotation import KeyRotation
+
+#: Tokens of a shared block.
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``requests`` of ``tokens`` each; a bf16 pool with K and V of ``[slots, kv_heads, head_dim]``."""
+
+    requests: int
+    tokens: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        return f"{self.requests}x{self.tokens}-{self.heads}/{self.kv_heads}x{self.head_dim}"
+
+    @property
+    def slots(self) -> int:
+        """Of the pool: slot 0 is SGLang's padding."""
+        return 1 + self.requests * self.tokens
+
+    @property
+    def layer_bytes(self) -> int:
+        """K and V of all entries in one layer."""
+        return self.requests * self.tokens * 2 * self.kv_heads * self.head_dim * 2
+
+
+def shared_blocks(tokens: int, fraction: float, draw: np.random.Generator) -> np.ndarray:
+    """``[2, pairs]``: blocks that cover ``fraction`` of the tokens, and an earlier one of each.
+
+    Earlier ones are not shared themselves; neither is the first block nor that of the newest token.
+    """
+    blocks = np.arange((tokens - 1) // BLOCK)
+    count = min(max(0, len(blocks) - 1), round(fraction * tokens / BLOCK))
+    chosen = np.sort(draw.choice(blocks[1:], count, replace=False))
+    kept = np.setdiff1d(blocks, chosen)
+    return np.stack([chosen, kept[draw.integers(np.searchsorted(kept, chosen))]])
+
+
+def lay_rows(shape: Shape, shared_percent: int) -> torch.Tensor:
+    """int32 ``[requests, tokens]``, the slot of each position, as ``req_to_token`` holds it.
+
+    Token t of request r was computed in slot ``1 + t * requests + r``, as decoding together leaves
+    it; shared blocks of a row lie at the slots of earlier ones.
+    """
+    rows = torch.arange(1, shape.slots, dtype=torch.int32).view(shape.tokens, -1).T.contiguous()
+    draw = np.random.default_rng(5)
+    for row in rows:
+        pairs = torch.from_numpy(shared_blocks(shape.tokens, shared_percent / 100, draw))
+        blocks, sources = pairs[..., None] * BLOCK + torch.arange(BLOCK)
+        row[blocks] = row[sources]
+    return rows
+
+
+def cached_positions(shape: Shape) -> torch.Tensor:
+    """int32 ``[slots]``: the position each slot's key was computed for; 0 for the padding."""
+    slots = torch.arange(shape.slots, dtype=torch.int32)
+    return ((slots - 1) // shape.requests).clamp_(min=0)
+
+
+def rotation(length: int, dim: int) -> KeyRotation:
+    """Rotary embedding of whole heads, base 10,000, with a table of ``length`` positions."""
+    angles = torch.arange(length)[:, None] * 1e4 ** -(torch.arange(0, dim, 2) / dim)
+    return KeyRotation(torch.cat((angles.cos(), angles.sin()), dim=-1), dim, True)
+
+
+class Batch:
+    """Requests of one shape on ``pool``, bf16 K and V of a layer, ``[slots, kv_heads, head_dim]``
+    each. A subclass adds the sides that attend it, and what their samples come to."""
+
+    #: Largest difference from fp32 attention, relative to its norm.
+    tolerance: ClassVar[float]
+
+    def __init__(self, shape: Shape, pool: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.shape, self.pool, self.device = shape, pool, pool[0].device
+        self.scale = shape.head_dim**-0.5
+        query = torch.randn(shape.requests, shape.heads, shape.head_dim)
+        self.query = query.to(self.device, torch.bfloat16)
+        self.cached_at = cached_positions(shape).to(self.device)
+        self.requests = torch.arange(shape.requests, device=self.device)
+        self.lengths = torch.full((shape.requests,), shape.tokens, device=self.device)
+        self.own_rows = self.rows = lay_rows(shape, 0).to(self.device)
+        self.reference = PagedKv(*pool, rotation(shape.tokens, shape.head_dim), backend="torch")
+        #: First, last and one between: their results are compared with the reference.
+        self.checked = sorted({0, (shape.requests - 1) // 2, shape.requests - 1})
+
+    @staticmethod
+    def fits(shape: Shape) -> bool:
+        """Whether the device has memory for it."""
+        return True
+
+    def share(self, percent: int) -> None:
+        """Lay the rows anew; raises RuntimeError where a result is not the reference's."""
+        self.rows = lay_rows(self.shape, percent).to(self.device)
+
+    def check(
+        self, name: str, found: torch.Tensor, rows: torch.Tensor, as_cached: bool = False
+    ) -> None:
+        """:meth:`judge` ``[requests, heads, head_dim]`` by fp32 attention over ``rows``."""
+        query, plan = self.query[self.checked].float(), self.plan_of(rows[self.checked], as_cached)
+        expected = decode_attention(query, self.reference, plan, scale=self.scale)
+        self.judge(name, found[self.checked], expected)
+
+    def judge(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+        """Raises RuntimeError where a checked request's ``found`` is off by more than tolerated."""
+        size = (len(self.checked), -1)
+        found, expected = (one.double().reshape(size) for one in (found, expected))
+        error = float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
+        if not error <= self.tolerance:  # NaN is not
+            raise RuntimeError(f"{name}, {self.shape}: relative error {error:.3g}")
+
+    def plan_of(self, rows: torch.Tensor, as_cached: bool = False) -> RowPlan:
+        """What whole rows read, by definition; ``as_cached`` without rotating keys."""
+        count, tokens = rows.shape
+        indptr = torch.arange(count + 1, dtype=torch.int32, device=self.device) * tokens
+        at = torch.arange(tokens, dtype=torch.int32, device=self.device)
+        shift = (at - self.cached_at[rows.long()]).flatten()
+        rotates = not as_cached and bool(shift.any())
+        return RowPlan(indptr, rows.flatten(), shift if rotates else None)

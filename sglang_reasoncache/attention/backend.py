@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our attention backends share, in front of SGLang's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.attention.paged import PagedAttention, attention_layers
+from sglang_reasoncache.cache.cached_positions import CachedPositions
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
+
+    # What stands behind the mixin: any of SGLang's backends.
+    _Stock = Any
+else:
+    _Stock = object
+
+
+class PagedBackend(_Stock):
+    """Put in front of one of SGLang's backends; a forward that was planned runs our kernels.
+
+    Evicted positions are skipped (``skips_evicted``): their row entries are below 0. Without a
+    plan the forward is SGLang's, unless ``always_ours``.
+    """
+
+    skips_evicted = True
+    always_ours = False
+
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        cached: CachedPositions | None,
+        *,
+        requested_by: str,
+        **stock: Any,
+    ) -> None:
+        """
+        Args:
+            model_runner: SGLang's runner, its pool already there.
+            cached: Slots' cached positions: shared keys are used at the position where they are
+                read. None reads every key as cached.
+            requested_by: The flags that request it, the beginning of every message.
+            **stock: For the backend behind.
+
+        Raises:
+            ValueError: what is not supported, by name; an embedding that cannot rotate keys.
+        """
+        check_supported(model_runner, requested_by)
+        self.requested_by = requested_by
+        # First, because it may raise: SGLang's backend takes memory.
+        self.paged = PagedAttention(model_runner, cached)
+        super().__init__(model_runner, **stock)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
+        if self.paged.rows is None and not self.always_ours:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        sinks = self._sinks(kwargs)
+        self.paged.write(k, v, layer, forward_batch, save_kv_cache)
+        return self.paged.decode(q, layer, sinks)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
+        sinks = kwargs.get("sinks")
+        if self.paged.extend_plan is None and not self.always_ours:
+            out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            self.paged.written(layer, forward_batch)
+        else:
+            sinks = self._sinks(kwargs)
+            self.paged.write(k, v, layer, forward_batch, save_kv_cache)
+            out = self.paged.extend(q, layer, forward_batch, sinks)
+        self.paged.weigh(q, layer, sinks)
+        return out
+
+    def _sinks(self, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        sinks = kwargs.pop("sinks", None)
+        unknown = sorted(name for name, value in kwargs.items() if value is not None)
+        if unknown:
+            raise ValueError(
+                f"{self.requested_by}: attention with {', '.join(unknown)} is not supported"
+            )
+        return sinks
+
+
+def check_supported(model_runner: ModelRunner, requested_by: str) -> None:
+    """Raises ValueError naming the first thing that our attention kernels do not compute."""
+    if model_runner.use_mla_backend:
+        raise ValueError(f"{requested_by} does not support multi-head latent attention")
+    if model_runner.model_config.is_encoder_decoder:
+        raise ValueError(f"{requested_by} does not support encoder-decoder models")
+    if not model_runner.spec_algorithm.is_none():
+        raise ValueError(f"{requested_by} does not support --speculative-algorithm")
+    pool = model_runner.token_to_kv_pool
+    if type(pool) is not compat.MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        raise ValueError(
+            f"{requested_by} reads one plain multi-head KV pool in NHD layout, this server uses "
+            f"{type(pool).__name__} ({getattr(pool, 'kv_cache_layout', 'own layout')})"
+        )
+    if pool.is_quantized_kv_cache:
+        raise ValueError(f"{requested_by} does not read block-quantised KV caches")
+    for layer in attention_layers(model_runner.model):
+        for name, found, supported in (
+            ("sliding window", layer.sliding_window_size, (-1, None)),
+            ("cross attention", layer.is_cross_attention, (False,)),
+            ("attention type", layer.attn_type, (compat.AttentionType.DECODER,)),
+            ("position encoding", layer.pos_encoding_mode, ("NONE",)),
+            ("logit capping", layer.logit_capping_method, ("tanh",)),
+            ("attention temperature length", layer.xai_temperature_len, (-1,)),
+        ):
+            if found not in supported:
+                raise ValueError(
+                    f"{requested_by}: layer {layer.layer_id} has {name} {found}, supported: {supported[0]}"
+                )

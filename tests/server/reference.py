@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What responses of a server that evicts or selects should be, by a Hugging Face model whose
+attention is masked. Its fixture, ``reference``, is tokenizer and model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from eval.serving import ServerProcess
+from sglang_reasoncache.eviction.policies.evictor import pooled
+from sglang_reasoncache.eviction.policies.rkv import redundancy
+from sglang_reasoncache.registry import parse
+from tests.server.problems import prompts, report, respond
+from tests.server.specs import QUEST_POLICY, RKV_POLICY
+
+
+@torch.no_grad()
+def differences(
+    reference: Any, prompt: str, found: dict[str, Any], after: int | None = 1
+) -> torch.Tensor:
+    """fp32 ``[tokens]``: how far log-probabilities are from those of the loop.
+
+    Args:
+        reference: Tokenizer and model.
+        found: As :func:`respond` returns it.
+        after: Queries that see what was evicted behind the prompt: on the overlap schedule the
+            forward in flight has read it. Between chunks nothing runs. None: nothing is masked.
+    """
+    tokenizer, model = reference
+    ids = tokenizer(prompt)["input_ids"]
+    assert len(ids) == found["prompt_tokens"]
+    text, logprobs = ids + found["tokens"], found["inputs"] + found["logprobs"]
+    visible = torch.ones(len(text), len(text), dtype=torch.bool).tril()
+    for written, start, length in found["evictions"] if after is not None else ():
+        query = written + (after or 0) * (written >= len(ids))
+        visible[query:, start : start + length] = False
+    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    out = model(input_ids=torch.tensor([text]), attention_mask=mask[None, None])
+    expected = out.logits[0].log_softmax(dim=-1)[-len(logprobs) - 1 : -1]
+    expected = expected.gather(1, torch.tensor(text[-len(logprobs) :])[:, None])[:, 0]
+    return (expected - torch.tensor(logprobs)).abs()
+
+
+def assert_masked(
+    reference: Any,
+    todo: Sequence[str],
+    found: Sequence[dict[str, Any]],
+    least: int,
+    ratio: float,
+    rounding: tuple[float, float] = (0.02, 0.6),
+    after: int = 1,
+) -> float:
+    """Log-probabilities are those of a loop that does not see what was evicted; returns how far
+    they are from them in sum.
+
+    Args:
+        least: Tokens to compare.
+        ratio: How much closer than a loop that sees everything.
+        rounding: Mean and most of a response's differences: bf16 in the server, fp32 in the loop.
+        after: See :func:`differences`.
+    """
+    compared, sums = 0, dict.fromkeys((after, None), 0.0)
+    for text, response in zip(todo, found, strict=True):
+        for masked in sums:
+            off = differences(reference, text, response, masked)
+            sums[masked] += float(off.sum())
+            if masked is not None:
+                assert off.mean() < rounding[0] and off.max() < rounding[1]
+                compared += len(off)
+    assert compared > least
+    assert sums[after] < sums[None] / ratio
+    return sums[after]
+
+
+RECENT: int = parse(RKV_POLICY).evictors[0].policy.recent  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def rkv_scores(model: Any, tokens: list[int], written: int) -> np.ndarray:
+    """The highest to go first, by attention and keys of a Hugging Face forward."""
+    # On the overlap schedule the query behind the written positions has been computed as well.
+    ids = torch.tensor([tokens[: written + 1]])
+    out = model(input_ids=ids, output_attentions=True, use_cache=True)
+    weights = torch.cat([layer[0] for layer in out.attentions])
+    importance = weights[:, -8:, :written].mean(dim=(0, 1)).double().numpy()
+    keys = [layer.keys[0, :, :written].transpose(0, 1) for layer in out.past_key_values.layers]
+    redundant = torch.stack([redundancy(of_layer, 0.5, 512) for of_layer in keys]).mean(dim=(0, 2))
+    scores: np.ndarray = 0.9 * redundant.double().numpy() - 0.1 * pooled(importance, 7, "max")
+    return scores
+
+
+def assert_rkv_decides(server: ServerProcess, reference: Any) -> None:
+    """The first evict of each response has the positions of highest score, but for rounding."""
+    tokenizer, model = reference
+    todo = prompts(6, seed=31)
+    same = total = 0
+    for text, found in zip(todo, respond(server, todo), strict=True):
+        tokens = tokenizer(text)["input_ids"] + found["tokens"]
+        written = found["evictions"][0][0]
+        runs = [
+            range(at, at + length) for when, at, length in found["evictions"] if when == written
+        ]
+        gone = {at for run in runs for at in run}
+        candidates = range(found["prompt_tokens"], written - RECENT)
+        scores = rkv_scores(model, tokens, written)
+        expected = sorted(candidates, key=lambda at: -scores[at])[: len(gone)]
+        assert gone <= set(candidates)
+        same += len(gone & set(expected))
+        total += len(gone)
+    assert total > 6 * 20
+    assert same / total > 0.95
+
+
+PAGE = 16
+QUEST: Any = parse(QUEST_POLICY).selector.policy  # type: ignore[union-attr]
+
+
+def pages_read(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """bool ``[positions]``, what the newest query ``[heads, dim]`` reads of its keys."""
+    ends = [(page.amin(dim=0), page.amax(dim=0)) for page in keys.split(PAGE)]
+    group = len(query) // keys.shape[1]
+    products = [[query * end.repeat_interleave(group, dim=0) for end in both] for both in ends]
+    logits = torch.stack([torch.maximum(*both).sum(1) for both in products])
+    shares = (logits * scale).softmax(dim=0).sum(dim=1)[None]
+    held, newest = torch.ones(shares.shape, dtype=torch.bool), torch.tensor([len(ends) - 1])
+    keep = QUEST.keep(shares, held, newest, PAGE)
+    return keep[0].repeat_interleave(PAGE)[: len(keys)]
+
+
+def selecting(prompt: int) -> Any:
+    """Attention of a Hugging Face model in which tokens of the response select what they read."""
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, _mask: Any, scaling: float, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+        if module.layer_idx >= QUEST.whole_layers:
+            for at in range(max(prompt, QUEST.budget), query.shape[2]):
+                keys = key[0, :, : at + 1].transpose(0, 1)
+                visible[at, : at + 1] = pages_read(query[0, :, at], keys, scaling)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    return attend
+
+
+def assert_quest_decides(server: ServerProcess, reference: Any) -> None:
+    """Log-probabilities are those of attention masked in every layer, but for rounding."""
+    from transformers import AttentionInterface
+
+    todo = prompts(4, seed=41)
+    right = dense = compared = 0.0
+    for text, found in zip(todo, respond(server, todo, 200), strict=True):
+        dense += float(differences(reference, text, found, None).sum())
+        AttentionInterface.register("selecting", selecting(found["prompt_tokens"]))
+        reference[1].set_attn_implementation("selecting")
+        right += float(differences(reference, text, found, None).sum())
+        reference[1].set_attn_implementation("eager")
+        compared += len(found["tokens"])
+    assert compared > 400
+    # A page is now and then another one: keys are rounded in the server.
+    assert right / compared < 0.02
+    assert right < dense / 5
+
+
+def assert_reads_less(server: ServerProcess, share: float) -> dict[str, Any]:
+    """Than ``share`` of what rows hold, with no refusal; returns what the endpoint tells."""
+    selection: dict[str, Any] = report(server)["selection"]
+    assert selection["name"] == "quest" and selection["refusals"] == {}
+    assert 0 < selection["positions_read"] < share * selection["positions_held"]
+    return selection
