@@ -62,6 +62,23 @@ class ReasonCacheConfig:
         choices=tuple(PRESETS),
         values="NAME",
     )
+    match: str = _setting(
+        "runs",
+        "Blocks that may share. runs: equal runs of tokens anywhere in the response. steps: blocks "
+        "of similar steps (the papers' filter).",
+        choices=("runs", "steps"),
+    )
+    direction: str = _setting(
+        "newest",
+        "Of two equal blocks the newest keeps its slots and earlier positions read them, or the "
+        "oldest (the papers).",
+        choices=("newest", "oldest"),
+    )
+    min_age: int = _setting(
+        256,
+        "Tokens that a block must lie behind the end of the response before it reads foreign slots.",
+        bounds=(0, 1_000_000),
+    )
     block: int = _setting(
         16,
         "Tokens per shared block (d in the ReasonCache paper); at --page-size > 1 the page is "

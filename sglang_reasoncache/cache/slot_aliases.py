@@ -10,22 +10,42 @@ class SlotAliases:
     """A number for each position, equal where a row names the same slot twice.
 
     The number is the position whose slot it was first; that one may name another slot by now,
-    or be evicted. Eight bytes a position once anything was shared.
+    or be evicted. Eight bytes a position once anything was shared, and 40 for each that reads a
+    foreign slot.
     """
 
     def __init__(self) -> None:
         self._of = np.zeros(0, dtype=np.int64)
+        # Number -> all positions with it, where there are several.
+        self._positions: dict[int, list[int]] = {}
 
-    def share(self, dst: int, src: int, length: int) -> None:
-        """Positions from ``dst`` on now have the slots of those from ``src`` on, which end before."""
-        end = dst + length
+    def redirect(self, dst: int, src: int, length: int) -> list[tuple[int, int]]:
+        """Positions from ``dst`` on now have the slots of those from ``src`` on.
+
+        All that had the slots of the destination move with it. Returns every position that
+        moved, with the offset in ``[0, length)`` of the slot it has now.
+        """
+        end = max(dst, src) + length
         if end > len(self._of):
             grown = np.arange(max(end, 2 * len(self._of), 256))
             grown[: len(self._of)] = self._of
             self._of = grown
-        self._of[dst : dst + length] = self._of[src : src + length]
+        moved = []
+        for offset in range(length):
+            old, new = int(self._of[dst + offset]), int(self._of[src + offset])
+            if old == new:
+                continue
+            going = self._positions.pop(old, [old])
+            self._positions.setdefault(new, [new]).extend(going)
+            self._of[going] = new
+            moved += [(position, offset) for position in going]
+        return moved
 
     def of(self, positions: np.ndarray) -> np.ndarray:
         """int64, as long as ``positions``, which ascend."""
         known = int(np.searchsorted(positions, len(self._of)))
         return np.concatenate((self._of[positions[:known]], positions[known:]))
+
+    def numbers(self, start: int, length: int) -> list[int]:
+        """Of consecutive positions."""
+        return self.of(np.arange(start, start + length)).tolist()

@@ -70,7 +70,7 @@ def pack_reply(number: int, num_shed: int, results: Sequence[StepResult]) -> byt
     for request, start, end, found, counters, seconds in results:
         steps.extend((request, start, end, round(seconds * 1e9), len(found), *_COUNTERS(counters)))
         for pair in found:
-            pairs.extend(pair[:2])
+            pairs.extend(pair)
     length = REPLY_HEADER + len(steps) + len(pairs)
     return (array("q", (length, number, num_shed, len(results))) + steps + pairs).tobytes()
 

@@ -10,19 +10,6 @@ from sglang_reasoncache.filter.align import BlockPair
 from sglang_reasoncache.filter.step import Step
 
 
-class CandidatePair(NamedTuple):
-    """Positions [dst_start, dst_start + length) may use the slots of the source's.
-
-    Positions are logical, in the request's sequence. ``similarity`` is the one of the two
-    steps, 0 for a random pair.
-    """
-
-    dst_start: int
-    src_start: int
-    length: int
-    similarity: float
-
-
 @dataclass(slots=True)
 class FilterCounters:
     """What happened in the filter; add them up over requests with :meth:`add`.
@@ -31,7 +18,7 @@ class FilterCounters:
         steps: finished steps.
         steps_compared: of those, with at least one earlier step.
         steps_with_candidates: with a lexical candidate.
-        steps_with_pairs: with at least one proposed block pair.
+        steps_with_pairs: with at least one block pair found, to be shared now or later.
         candidates: earlier steps above the lexical threshold.
         dropped_structure: candidates whose formal content differs.
         dropped_over_bound: candidates left out because one of the two steps is over a bound of
@@ -39,7 +26,7 @@ class FilterCounters:
         dropped_excess: candidates beyond ``max_structure_checks``, ``max_candidates`` or what
             may be read for one step, or not needed because all blocks had a pair.
         over_bound: signatures that went over a bound.
-        pairs: proposed block pairs.
+        pairs: block pairs that may be shared now.
     """
 
     steps: int = 0
@@ -60,13 +47,13 @@ class FilterCounters:
 
 
 class Proposal(NamedTuple):
-    """A finished step with its block pairs, ascending in ``dst_start`` and not overlapping.
+    """A finished step, and the block pairs that may be shared now, ascending in ``dst_start``.
 
-    ``counters`` are of this step alone.
+    With a least age these are pairs of earlier steps. ``counters`` are of this step alone.
     """
 
     step: Step
-    pairs: tuple[CandidatePair, ...]
+    pairs: tuple[BlockPair, ...]
     counters: FilterCounters
 
 
@@ -83,6 +70,6 @@ class StepResult(NamedTuple):
     request: int
     start: int
     end: int
-    pairs: tuple[BlockPair | CandidatePair, ...]
+    pairs: tuple[BlockPair, ...]
     counters: FilterCounters
     seconds: float

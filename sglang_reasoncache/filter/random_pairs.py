@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import random
 
-from sglang_reasoncache.filter.align import block_starts
-from sglang_reasoncache.filter.proposal import CandidatePair
+from sglang_reasoncache.filter.align import BlockPair, block_starts
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.step import Step
 
@@ -25,13 +24,13 @@ class RandomPairs:
         self._starts: list[int] = []
         self._per_step: list[int] = []
 
-    def propose(self, step: Step) -> list[CandidatePair]:
+    def propose(self, step: Step) -> list[BlockPair]:
         """Random pairs for a step, which becomes an earlier one; the oldest may be forgotten."""
         config = self._config
         ratio, earlier = config.random_ratio or 0.0, self._starts
         starts = block_starts(step, config.block, config.page_size)
         pairs = [
-            CandidatePair(start, self._random.choice(earlier), config.block, 0.0)
+            BlockPair(start, self._random.choice(earlier))
             for start in starts
             if earlier and self._random.random() < ratio
         ]

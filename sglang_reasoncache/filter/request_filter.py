@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from sglang_reasoncache.filter.align import align_blocks
+from sglang_reasoncache.filter.aging import AgeRule
+from sglang_reasoncache.filter.align import BlockPair, align_blocks
 from sglang_reasoncache.filter.encoder import DenseIndex, StepEncoder
 from sglang_reasoncache.filter.lexical import LexicalIndex, StepIndex, dynamic_threshold
-from sglang_reasoncache.filter.proposal import CandidatePair, FilterCounters, Proposal
+from sglang_reasoncache.filter.proposal import FilterCounters, Proposal
 from sglang_reasoncache.filter.random_pairs import RandomPairs
+from sglang_reasoncache.filter.runs import RunMatcher
 from sglang_reasoncache.filter.segment import BLANK, Segmenter, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.span import ReasoningSpan
@@ -24,7 +26,7 @@ from sglang_reasoncache.filter.structure.scan import leaves_fence_open
 from sglang_reasoncache.filter.structure.signature import Signature, same_structure, signature
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
-__all__ = ["CandidatePair", "FilterConfig", "FilterCounters", "Proposal", "RequestFilter"]
+__all__ = ["FilterConfig", "FilterCounters", "Proposal", "RequestFilter"]
 
 
 class RequestFilter:
@@ -74,10 +76,14 @@ class RequestFilter:
             self._history = LexicalIndex(config.max_history_steps, config.length_factor)
         else:
             self._history = DenseIndex(encoder, config.max_history_steps, config.length_factor)
-        self._random: RandomPairs | None = None
+        #: Instead of similar steps.
+        self._matcher: RandomPairs | RunMatcher | None = None
         if config.random_ratio is not None:
             # Requests differ, ranks agree.
-            self._random = RandomPairs(config, config.seed * 1_000_003 + start_position)
+            self._matcher = RandomPairs(config, config.seed * 1_000_003 + start_position)
+        elif config.match == "runs":
+            self._matcher = RunMatcher(config, start_position)
+        self._age_rule = AgeRule(config)
         # Characters of earlier steps that may still be read for the step at hand.
         self._readable = 0
         self.counters = FilterCounters()
@@ -111,6 +117,8 @@ class RequestFilter:
             yield self._build(span[0], finished)
 
     def _build(self, start: int, tokens: list[int]) -> Step:
+        if self._matcher is not None:
+            return Step.build(start, tokens, "")
         num_blank_tail = 0
         while self._classes(tokens[-1 - num_blank_tail]) & BLANK:
             num_blank_tail += 1
@@ -123,15 +131,16 @@ class RequestFilter:
         """Block pairs of the step that :meth:`steps` gave last, which becomes an earlier one."""
         counters = FilterCounters(steps=1)
         config = self._config
-        if self._random is not None:
-            pairs = self._random.propose(step)[: config.max_blocks_per_step]
+        if self._matcher is not None:
+            found = self._matcher.propose(step)[: config.max_blocks_per_step]
         else:
-            pairs = self._align(step, self._candidates(step, counters), counters)
+            found = self._align(step, self._candidates(step, counters), counters)
             self._history.add(step)
-        if not config.use_structure or self._random is not None:
-            step.text = ""  # nobody will read it any more
+            if not config.use_structure:
+                step.text = ""  # nobody will read it any more
+        pairs = self._age_rule.release(found, step.end)
         counters.pairs = len(pairs)
-        counters.steps_with_pairs = int(bool(pairs))
+        counters.steps_with_pairs = int(bool(found))
         self.counters.add(counters)
         return Proposal(step, tuple(pairs), counters)
 
@@ -157,14 +166,14 @@ class RequestFilter:
 
     def _align(
         self, step: Step, candidates: list[tuple[float, int]], counters: FilterCounters
-    ) -> list[CandidatePair]:
+    ) -> list[BlockPair]:
         """Block pairs of the best candidates that pass the structure check."""
         config = self._config
-        pairs: list[CandidatePair] = []
+        pairs: list[BlockPair] = []
         covered = bytearray(len(step))
         num_used = 0
         self._readable = config.limits.max_chars // 2
-        for rank, (similarity, index) in enumerate(candidates):
+        for rank, (_similarity, index) in enumerate(candidates):
             left = config.max_blocks_per_step - len(pairs)
             if num_used == config.max_candidates or left <= 0 or covered.count(0) < config.block:
                 counters.dropped_excess += len(candidates) - rank
@@ -177,7 +186,7 @@ class RequestFilter:
                 step, earlier, config.block, config.page_size, config.align, covered
             )
             for dst, src in found[:left]:
-                pairs.append(CandidatePair(dst, src, config.block, similarity))
+                pairs.append(BlockPair(dst, src))
                 at = dst - step.start
                 covered[at : at + config.block] = b"\x01" * config.block
         pairs.sort()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from sglang_reasoncache.filter.align import AlignMode
 from sglang_reasoncache.filter.structure.tree import Limits, require_zss
@@ -24,6 +25,10 @@ class FilterConfig:
         structure_tolerance: largest tree edit distance of formal content.
         max_structure_checks: candidates per step whose structure is compared, most similar
             first; the others are left out.
+        match: ``steps``: blocks of similar steps (the papers); ``runs``: equal runs anywhere.
+        direction: of two equal blocks the ``newest`` keeps its slots, or the ``oldest`` (the
+            papers).
+        min_age: tokens that a block must lie behind the end before it reads foreign slots.
         block: tokens per block.
         page_size: above 1, blocks are whole pages and ``block`` equals it.
         align: ``tokens`` or ``index``, see :func:`align_blocks`.
@@ -49,6 +54,9 @@ class FilterConfig:
     use_structure: bool = True
     structure_tolerance: int = 0
     max_structure_checks: int = 64
+    match: Literal["steps", "runs"] = "steps"
+    direction: Literal["newest", "oldest"] = "oldest"
+    min_age: int = 0
     block: int = 16
     page_size: int = 1
     align: AlignMode = "tokens"

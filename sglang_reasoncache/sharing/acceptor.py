@@ -4,17 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from typing import NamedTuple
 
 from sglang_reasoncache.cache.allocator import SharedPagedAllocator, SharedTokenAllocator
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import ReqToTokenPool
-from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
+from sglang_reasoncache.sharing.measure import BlockMeter
+
+
+class Redirection(NamedTuple):
+    """A position of a row, the slot that it names and the one that it will name."""
+
+    row: int
+    position: int
+    old_slot: int
+    new_slot: int
 
 
 class Acceptor:
-    """Shares blocks between two forwards.
+    """Shares slots between two forwards.
 
     A batch in flight may still read the old slots: they are only overwritten by
     a later forward on the same stream. The freed slots can be handed out at once.
@@ -31,30 +39,21 @@ class Acceptor:
         self._allocator, self._pool, self._meter = allocator, req_to_token_pool, meter
         self.copies = copies
 
-    def apply(self, chosen: Sequence[int], measured: Measurement) -> list[bool]:
-        """Redirect (or copy) the ``chosen`` blocks of a measured batch.
-
-        The rows must be as they were measured, and no block of one request may use
-        another's destination as source.
-
-        Returns:
-            For each, False where source and destination were the same slots already.
-        """
-        dst_slots, src_slots = measured.slots()
-        changed = [src_slots[i] != dst_slots[i] for i in chosen]
-        redirected = [i for i, yes in zip(chosen, changed, strict=True) if yes]
-        if not redirected:
-            return changed
+    def apply(self, redirections: Sequence[Redirection]) -> None:
+        """Redirect (or copy) whole pages, in this order; a position may come more than once."""
+        # Of a position only the last one is written.
+        last = {(entry.row, entry.position): entry.new_slot for entry in redirections}
+        if not last:
+            return
+        device, page = self._allocator.device, self._allocator.page_size
+        rows, positions, slots = upload(
+            [(row, position, slot) for (row, position), slot in last.items()], device
+        ).unbind(1)
         if self.copies:
-            self._meter.copy(redirected, measured)
-            return changed
-        page = self._allocator.page_size
+            self._meter.copy(rows, positions, slots)
+            return
+        starts = [entry for entry in redirections if entry.position % page == 0]
         # References first: a source must never be free in between.
-        self._allocator.share([slot // page for i in redirected for slot in src_slots[i][::page]])
-        index = upload(redirected, measured.src_slots.device)
-        self._pool.write(
-            (measured.rows[index], measured.dst_at[index]),
-            measured.src_slots[index].to(torch.int32),
-        )
-        self._allocator.release([slot // page for i in redirected for slot in dst_slots[i][::page]])
-        return changed
+        self._allocator.share([entry.new_slot // page for entry in starts])
+        self._pool.write((rows, positions), slots.int())
+        self._allocator.release([entry.old_slot // page for entry in starts])

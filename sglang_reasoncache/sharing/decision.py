@@ -23,7 +23,9 @@ class Refusal(Enum):
     NOT_WRITTEN = "not_written"
     SAME_SLOTS = "same_slots"
     OVERLAP = "overlap"
-    """Another block of the request has some of the positions."""
+    """Source and destination overlap, or another block of the request has some of the positions."""
+    TOO_YOUNG = "too_young"
+    """A position would read a foreign slot before it is ``min_age`` behind the end."""
     LATE = "late"
     """The request finished, or lost its row, before the block could be shared."""
     EVICTED = "evicted"
@@ -34,10 +36,11 @@ class Refusal(Enum):
 class BlockProposal:
     """Redirect positions ``[dst_start, dst_start + length)`` of ``req`` to the slots of ``[src_start, ...)``.
 
-    Positions are logical: index into prompt plus output. ``row`` counts the request's rows: a
-    proposal for an earlier row is void. The row is read when the proposal is measured, so a
-    source that is itself shared resolves to the slot that holds its KV. ``decided`` blocks were
-    accepted before a retraction and are not judged again.
+    All other positions with the slots of the destination move too, so these are free. Either may
+    come first in the response. Positions are logical: index into prompt plus output. ``row``
+    counts the request's rows: a proposal for an earlier row is void. The row is read when the
+    proposal is measured, so a source that is itself shared resolves to the slot that holds its
+    KV. ``decided`` blocks were accepted before a retraction and are not judged again.
     """
 
     req: Request
@@ -51,8 +54,12 @@ class BlockProposal:
     def dst_end(self) -> int:
         return self.dst_start + self.length
 
+    @property
+    def src_end(self) -> int:
+        return self.src_start + self.length
 
-def refusal_of(block: BlockProposal) -> Refusal | None:
+
+def refusal_of(block: BlockProposal, min_age: int = 0) -> Refusal | None:
     """Why ``block`` must not be applied now, or None."""
     req, state = block.req, state_of(block.req)
     # A row that is being recomputed may not even have slots yet.
@@ -63,10 +70,15 @@ def refusal_of(block: BlockProposal) -> Refusal | None:
         return Refusal.TREE_OWNED
     # The newest token's KV is not written before the next forward.
     written = min(len(req.origin_input_ids) + len(req.output_ids) - 1, req.kv.kv_allocated_len)
-    src_end, dst_end = block.src_start + block.length, block.dst_end
-    if dst_end > written or src_end > block.dst_start:
+    if max(block.dst_end, block.src_end) > written:
         return Refusal.NOT_WRITTEN
+    if abs(block.dst_start - block.src_start) < block.length:
+        return Refusal.OVERLAP
+    if block.dst_end > written - min_age:
+        return Refusal.TOO_YOUNG
     evicted = state.evicted
-    if evicted.any_in(block.dst_start, dst_end) or evicted.any_in(block.src_start, src_end):
+    if evicted.any_in(block.dst_start, block.dst_end) or evicted.any_in(
+        block.src_start, block.src_end
+    ):
         return Refusal.EVICTED
     return None

@@ -19,20 +19,13 @@ from sglang_reasoncache.sharing.decision import BlockProposal
 class Measurement:
     """Slots and sums of a batch of block pairs, on their way from the device to the host.
 
-    ``rows``, of the requests, are int64 ``[blocks, 1]``; ``dst_at``, destination positions, and
     ``dst_slots`` and ``src_slots`` are int64 ``[blocks, length]``.
     """
 
     def __init__(
-        self,
-        rows: torch.Tensor,
-        dst_at: torch.Tensor,
-        dst_slots: torch.Tensor,
-        src_slots: torch.Tensor,
-        sums: torch.Tensor,
+        self, dst_slots: torch.Tensor, src_slots: torch.Tensor, sums: torch.Tensor
     ) -> None:
-        self.rows, self.dst_at = rows, dst_at
-        self.dst_slots, self.src_slots = dst_slots, src_slots
+        self.block = dst_slots.shape[1]
         self._host = [dst_slots, src_slots, sums]
         self._arrived: torch.cuda.Event | None = None
         if sums.is_cuda:
@@ -112,7 +105,7 @@ class BlockMeter:
         dst_slots = self._rows[rows, dst].long()
         src_slots = self._rows[rows, src].long()
         sums = self._compare(dst_slots, src_slots, self._shift(src_slots, dst))
-        return Measurement(rows, dst, dst_slots, src_slots, sums)
+        return Measurement(dst_slots, src_slots, sums)
 
     def _shift(self, src_slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor | None:
         return None if self.rotation is None else self._cached_at.shift(src_slots, used_at)
@@ -124,13 +117,15 @@ class BlockMeter:
             torch.distributed.all_reduce(sums, group=self._group)
         if self._cosine:
             return cosine_distances(sums).tolist()
-        return block_distances(sums, measured.dst_slots.shape[1], self._num_heads).tolist()
+        return block_distances(sums, measured.block, self._num_heads).tolist()
 
-    def copy(self, chosen: Sequence[int], measured: Measurement) -> None:
-        """Write the source's K and V into the destination's own slots (``--reasoncache-apply copy``)."""
-        index = upload(chosen, self._rows.device)
-        dst_slots, src_slots = measured.dst_slots[index], measured.src_slots[index]
-        shift = self._shift(src_slots, measured.dst_at[index])
+    def copy(self, rows: torch.Tensor, positions: torch.Tensor, src_slots: torch.Tensor) -> None:
+        """Write K and V of slots into those of positions (``--reasoncache-apply copy``).
+
+        All int64 ``[n]``; ``rows`` are the requests'.
+        """
+        dst_slots = self._rows[rows, positions].long()
+        shift = self._shift(src_slots, positions)
         for keys, values in self._layers:
             # Slots used where they were cached are copied bit for bit.
             keys[dst_slots] = read_keys(keys, src_slots, shift, self.rotation).to(keys.dtype)

@@ -6,12 +6,11 @@ Nothing here waits for the step engine or for a device, and no request does.
 
 from __future__ import annotations
 
-import bisect
 import collections
 from collections.abc import Iterable, Sequence
 
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.sharing.acceptor import Acceptor
+from sglang_reasoncache.sharing.acceptor import Acceptor, Redirection
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
@@ -45,11 +44,12 @@ class BlockPipeline:
         stats: SharingStats,
         ranks: Ranks,
         block: int,
+        min_age: int = 0,
     ) -> None:
         self.threshold, self.meter, self.block = threshold, meter, block
         self.live_positions = 0
         self._tracker, self._acceptor = tracker, acceptor
-        self._stats, self._ranks = stats, ranks
+        self._stats, self._ranks, self._min_age = stats, ranks, min_age
         self._waiting: collections.deque[Batch] = collections.deque()
         self._in_flight: tuple[Batch, Measurement] | None = None
 
@@ -84,7 +84,7 @@ class BlockPipeline:
             for dst, src in state.shared
         ]
         state.shared = []
-        self._queue([blocks])
+        self._waiting.append(blocks)
 
     def reapplying(self) -> set[int]:
         """``id`` of the requests with blocks that are yet to be applied again."""
@@ -103,7 +103,7 @@ class BlockPipeline:
 
     def _collect(self) -> bool:
         """Queue the blocks of steps that the engine has compared; False when there are none."""
-        per_request: dict[int, Batch] = {}
+        blocks: Batch = []
         results = self._tracker.take(_TAKE_LIMIT, _MAX_BATCH)
         for req, result in results:
             state = None if req is None else state_of(req)
@@ -112,7 +112,6 @@ class BlockPipeline:
                 continue
             # Asked here as well as later: which requests still exist may differ between
             # ranks, and the batches they make must not.
-            blocks = per_request.setdefault(result.request, [])
             for pair in result.pairs:
                 block = BlockProposal(req, pair.dst_start, pair.src_start, self.block, state.row)
                 if not self._allows(block):
@@ -121,21 +120,18 @@ class BlockPipeline:
                     blocks.append(block)
                 else:
                     self._refuse(block, Refusal.OVERLAP)
-        self._queue(per_request.values())
+        if blocks:
+            self._waiting.append(blocks)
         return bool(results)
 
-    def _queue(self, requests: Iterable[Batch]) -> None:
-        batches: list[Batch] = []
-        for blocks in requests:
-            in_batches(blocks, batches)
-        for batch in batches:
-            parts = range(0, len(batch), _MAX_BATCH)
-            self._waiting.extend(batch[i : i + _MAX_BATCH] for i in parts)
-
     def _launch(self) -> bool:
-        """Measure the next batch; False when none waits."""
+        """Measure the next blocks that do not touch one another; False when none waits."""
         while self._waiting:
-            batch = [block for block in self._waiting.popleft() if self._allows(block)]
+            allowed = [block for block in self._waiting.popleft() if self._allows(block)]
+            batch, later = independent(allowed[:_MAX_BATCH])
+            later += allowed[_MAX_BATCH:]
+            if later:
+                self._waiting.appendleft(later)
             if batch:
                 self._in_flight = batch, self.meter.measure(batch)
                 return True
@@ -157,15 +153,42 @@ class BlockPipeline:
                 chosen.append(i)
             else:
                 self._refuse(batch[i], too_far)
-        for i, changed in zip(chosen, self._acceptor.apply(chosen, measured), strict=True):
-            if changed:
-                self._count_shared(batch[i])
-            else:
+        dst_slots, src_slots = measured.slots()
+        redirections: list[Redirection] = []
+        for i in chosen:
+            if dst_slots[i] == src_slots[i]:
                 self._refuse(batch[i], Refusal.SAME_SLOTS)
+            else:
+                redirections += self._redirect(batch[i], dst_slots[i], src_slots[i])
+        self._acceptor.apply(redirections)
+
+    def _redirect(
+        self, block: BlockProposal, dst_slots: Sequence[int], src_slots: Sequence[int]
+    ) -> list[Redirection]:
+        """What changes in the request's row; counted as shared."""
+        state, kv = state_of(block.req), block.req.kv
+        assert state is not None, "only requests with state propose blocks"
+        moved = state.slot_aliases.redirect(block.dst_start, block.src_start, block.length)
+        state.shared.append((block.dst_start, block.src_start))
+        self._stats.blocks_reapplied += block.decided
+        self._stats.blocks_shared += not block.decided
+        if not self._acceptor.copies:
+            saved = len({offset for _, offset in moved})
+            self.give_up(state, -saved)
+            self._stats.slots_saved_total += saved
+        redirections = []
+        for position, offset in moved:
+            # An evicted position has no slot any more.
+            if not state.evicted.any_in(position, position + 1):
+                state.mark_shared(position)
+                redirections.append(
+                    Redirection(kv.req_pool_idx, position, dst_slots[offset], src_slots[offset])
+                )
+        return redirections
 
     def _allows(self, block: BlockProposal) -> bool:
         """Ask the rules; what they refuse is counted."""
-        refusal = refusal_of(block)
+        refusal = refusal_of(block, self._min_age)
         if refusal is not None:
             self._refuse(block, refusal)
         return refusal is None
@@ -177,34 +200,25 @@ class BlockPipeline:
             # Retracted once more before it was applied: the decision stands.
             state.shared.append((block.dst_start, block.src_start))
 
-    def _count_shared(self, block: BlockProposal) -> None:
+
+def independent(blocks: Iterable[BlockProposal]) -> tuple[Batch, Batch]:
+    """Blocks that may be located together, and the others, which must wait for them.
+
+    A block waits that reads, or frees, slots that an earlier one of its request redirects, or
+    that frees slots which an earlier one reads: located now, it would share a freed slot.
+    """
+    batch, later = [], []
+    # By request: numbers of slots that are freed, and that are read.
+    touched: dict[int, tuple[set[int], set[int]]] = {}
+    for block in blocks:
         state = state_of(block.req)
         assert state is not None, "only requests with state propose blocks"
-        state.shared.append((block.dst_start, block.src_start))
-        state.mark_shared(block.dst_start)
-        self._stats.blocks_reapplied += block.decided
-        self._stats.blocks_shared += not block.decided
-        if not self._acceptor.copies:
-            state.slot_aliases.share(block.dst_start, block.src_start, block.length)
-            self.give_up(state, -block.length)
-            self._stats.slots_saved_total += block.length
-
-
-def in_batches(blocks: Sequence[BlockProposal], batches: list[Batch]) -> None:
-    """Distribute one request's ``blocks``, oldest first and of one length, over ``batches``.
-
-    A block whose source was redirected by another block of the same call must
-    be located after that one was applied, or it would share a freed slot.
-    """
-    # Destinations so far, sorted, and the batch of each. They do not overlap.
-    starts: list[int] = []
-    batch_of: dict[int, int] = {}
-    for block in blocks:
-        first = bisect.bisect_right(starts, block.src_start - block.length)
-        last = bisect.bisect_left(starts, block.src_start + block.length)
-        batch = max((batch_of[start] + 1 for start in starts[first:last]), default=0)
-        bisect.insort(starts, block.dst_start)
-        batch_of[block.dst_start] = batch
-        if len(batches) <= batch:
-            batches.append([])
-        batches[batch].append(block)
+        freed, read = touched.setdefault(id(block.req), (set(), set()))
+        frees = state.slot_aliases.numbers(block.dst_start, block.length)
+        reads = state.slot_aliases.numbers(block.src_start, block.length)
+        free = freed.isdisjoint(frees) and freed.isdisjoint(reads) and read.isdisjoint(frees)
+        (batch if free else later).append(block)
+        # What waits holds up what comes behind it, so that the order stays.
+        freed.update(frees)
+        read.update(reads)
+    return batch, later

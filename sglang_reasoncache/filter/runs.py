@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds blocks whose tokens stand earlier in the response, wherever steps begin."""
+
+from __future__ import annotations
+
+from array import array
+
+from sglang_reasoncache.filter.align import BlockPair
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.step import Step
+
+_MODULUS, _BASE = (1 << 61) - 1, 1_000_003_579
+#: Runs remembered for one request: 15 MB. Beyond, all are forgotten and collected anew.
+_MAX_RUNS = 1 << 17
+
+
+class RunMatcher:
+    """Equal runs of one response, grown as far as they go. Not thread safe.
+
+    A token costs O(1): its block is looked up by a rolling hash, and what is found is compared
+    token by token. Takes 120 bytes a token.
+    """
+
+    def __init__(self, config: FilterConfig, start: int) -> None:
+        self._block, self._page = config.block, config.page_size
+        self._keeps_first = config.direction == "oldest"
+        self._start = start
+        # By position less ``start``: tokens, and the hash of all before.
+        self._tokens, self._hashes = array("q"), array("q", [0])
+        self._power = pow(_BASE, self._block, _MODULUS)
+        # Hash of a block -> offset of its first or newest run.
+        self._runs: dict[int, int] = {}
+        # Offsets of the next block to look up and to remember; how far back the last one was found.
+        self._at = self._remembered = self._distance = 0
+
+    def propose(self, step: Step) -> list[BlockPair]:
+        """Blocks that end in ``step``, ascending, with earlier ones of the same tokens."""
+        self._append(step)
+        pairs, block = [], self._block
+        while self._at + block <= len(self._tokens):
+            at = self._at
+            self._remember(at - block)
+            earlier = self._earlier(at)
+            if earlier is None:
+                self._at += self._page
+                continue
+            self._distance = at - earlier
+            pairs.append(BlockPair(self._start + at, self._start + earlier))
+            self._at += block
+        return pairs
+
+    def _append(self, step: Step) -> None:
+        offset = step.start - self._start
+        gap = offset - len(self._tokens)
+        if gap:
+            # Tokens in between take no part; no run crosses them.
+            self._tokens.extend([-1] * gap)
+            self._hashes.extend([0] * gap)
+            self._at = self._remembered = offset + -step.start % self._page
+            self._distance = 0
+        rolling = self._hashes[-1]
+        for token in step.token_ids:
+            rolling = (rolling * _BASE + token + 1) % _MODULUS
+            self._hashes.append(rolling)
+        self._tokens.extend(step.token_ids)
+
+    def _hash(self, at: int) -> int:
+        hashes = self._hashes
+        return (hashes[at + self._block] - hashes[at] * self._power) % _MODULUS
+
+    def _remember(self, last: int) -> None:
+        """Runs up to offset ``last``: a block may not equal one that it overlaps."""
+        for at in range(self._remembered, last + 1, self._page):
+            if len(self._runs) >= _MAX_RUNS:
+                self._runs.clear()
+            if self._keeps_first:
+                self._runs.setdefault(self._hash(at), at)
+            else:
+                self._runs[self._hash(at)] = at
+            self._remembered = at + self._page
+
+    def _earlier(self, at: int) -> int | None:
+        """Where the tokens of the block at ``at`` stand: behind the last pair's, or anywhere."""
+        known = [at - self._distance] if self._distance else []
+        found = self._runs.get(self._hash(at))
+        if found is not None:
+            known.append(found)
+        tokens, block = self._tokens, self._block
+        wanted = tokens[at : at + block]
+        return next((i for i in known if tokens[i : i + block] == wanted), None)
