@@ -23,7 +23,9 @@ from sglang_reasoncache.filter.settings import FilterConfig
 RANDOM_RATIO = 0.3
 _OPTION = re.compile(r"(runs|steps|random|cached)|(age|p|)(\d+)")
 _FIELDS = {"age": "min_age", "p": "percentile", "": "block"}
-_GRAMMAR = "DIRECTION-MATCH-BLOCK as newest-runs-8, with -cached, -ageN, -pN, or a policy that evicts"
+_GRAMMAR = (
+    "DIRECTION-MATCH-BLOCK as newest-runs-8, with -cached, -ageN, -pN, or a policy that evicts"
+)
 
 
 class ArmError(ValueError):

@@ -42,7 +42,12 @@ class EditableCache(Cache):
         self.rows, self.length = 1, 0
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by each layer with ``[rows, heads, tokens, head_dim]``; all up to these."""
         if not len(self.keys):

@@ -90,7 +90,8 @@ class ArmCache:
 
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
         """Apply block pairs whose distance the threshold accepts."""
-        assert self.arm.filter is not None, "asked only of arms that share"
+        if not pairs or self.arm.filter is None:
+            return
         block = self.arm.filter.block
         chosen: Sequence[Any] = [True] * len(pairs)
         if self.arm.percentile < 100:
@@ -108,7 +109,7 @@ class ArmCache:
 
     def evict(self, target: int, seed: int) -> None:
         """Give up positions by the arm's policy until ``target`` are gone."""
-        written, cache = self._cache.length, self._cache
+        written = self._cache.length
         held = np.flatnonzero(~self._evicted[:written])
         excess = len(held) - (written - target)
         if excess <= 0:
@@ -158,7 +159,9 @@ class ArmCache:
         kernel = DistanceKernel(self._layers(), rotation)
         device = self._cache.keys.device
         within = torch.arange(block, device=device)
-        dst, src = (torch.tensor(s, device=device)[:, None] + within for s in zip(*pairs, strict=True))
+        dst, src = (
+            torch.tensor(s, device=device)[:, None] + within for s in zip(*pairs, strict=True)
+        )
         shift = None if rotation is None else (dst - src).int()
         squares = kernel.squares(dst, src, shift)
         return block_distances(squares, block, self._cache.keys.shape[2]).tolist()
@@ -231,6 +234,5 @@ def _ends(stops: set[int], prompt: int, length: int) -> Iterator[int]:
     """Ends of the forwards: at every stop, at the prompt's end and after ``_CHUNK`` tokens."""
     start = 0
     for stop in sorted({prompt, length} | stops):
-        for end in (*range(start + _CHUNK, stop, _CHUNK), stop):
-            yield end
+        yield from (*range(start + _CHUNK, stop, _CHUNK), stop)
         start = stop
