@@ -11,12 +11,7 @@ from transformers import AttentionInterface, Cache
 
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
-#: Of :func:`_attention` among transformers' implementations.
-ATTENTION = "editable_cache"
-#: Their angle depends on more than the position.
-_MOVING_ROPE = ("dynamic", "longrope")
-#: What a layer does to its scores that :func:`_attention` does not.
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+_NAME = "editable_cache"
 
 
 class ModelError(ValueError):
@@ -30,7 +25,7 @@ class EditableCache(Cache):
         keys, values: ``[layers, rows, heads, capacity, head_dim]``, by position; keys are rotated
             for the position where they lie.
         visible: bool ``[rows, capacity]``, false where a position was evicted.
-        rows: In use; the others' memory is reserved.
+        rows: In use; a row begins as a copy of row 0.
         length: Positions written.
     """
 
@@ -49,7 +44,7 @@ class EditableCache(Cache):
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by each layer with ``[rows, heads, tokens, head_dim]``; all up to these."""
+        """Takes a layer's ``[rows, heads, tokens, head_dim]``; returns those of all positions."""
         if not len(self.keys):
             layers, rows, capacity = self._shape
             self.keys, self.values = (
@@ -61,11 +56,8 @@ class EditableCache(Cache):
         keys[:, :, self.length :], values[:, :, self.length :] = key_states, value_states
         return keys, values
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
-
     def branch(self) -> int:
-        """A further row, a copy of row 0."""
+        """A further row."""
         row, self.rows = self.rows, self.rows + 1
         for all_ in (self.keys, self.values):
             all_[:, row, :, : self.length] = all_[:, 0, :, : self.length]
@@ -74,28 +66,21 @@ class EditableCache(Cache):
     def redirect(
         self, row: int, reads: Sequence[tuple[int, int]], rotation: KeyRotation | None
     ) -> None:
-        """Positions read others' K and V: ``(position, source position)`` each, all at once.
-
-        ``rotation`` takes the keys along; None: as cached.
-        """
+        """Positions read others' K and V, ``(position, source position)`` each; None: as cached."""
         to, source = torch.tensor(reads, device=self.keys.device).T
         keys = self.keys[:, row, :, source]
         if rotation is not None:
-            keys = rotation.rotate(keys.transpose(1, 2), (to - source).expand(len(keys), -1))
-            keys = keys.transpose(1, 2).to(self.keys.dtype)
+            rotated = rotation.rotate(keys.transpose(1, 2), (to - source).expand(len(keys), -1))
+            keys = rotated.transpose(1, 2).to(keys.dtype)
         self.keys[:, row, :, to] = keys
         self.values[:, row, :, to] = self.values[:, row, :, source]
 
 
 class Reader:
-    """Feeds tokens to a model through an :class:`EditableCache`.
-
-    Raises:
-        ModelError: no single plain rotary embedding, or attention of another kind.
-    """
+    """Feeds tokens to a model through an :class:`EditableCache`. Raises ModelError."""
 
     def __init__(self, model: Any) -> None:
-        model.set_attn_implementation(ATTENTION)
+        model.set_attn_implementation(_NAME)
         self.model, self.device = model.eval(), model.device
         self.layers = model.config.get_text_config().num_hidden_layers
         self.rotation = self._rotation()
@@ -105,12 +90,9 @@ class Reader:
 
     @torch.no_grad()
     def forward(self, cache: EditableCache, tokens: Sequence[int], first: int = 0) -> torch.Tensor:
-        """Logits ``[rows, tokens, vocabulary]`` of the next ``tokens``; the cache grows.
-
-        ``first`` is the position of the cache's first entry.
-        """
-        start, end = cache.length, cache.length + len(tokens)
-        at = torch.arange(start, end, device=self.device)
+        """Logits ``[rows, tokens, vocabulary]``; ``first`` is the position of the first entry."""
+        end = cache.length + len(tokens)
+        at = torch.arange(cache.length, end, device=self.device)
         causal = torch.arange(end, device=self.device) <= at[:, None]
         found = self.model(
             input_ids=torch.tensor(tokens, device=self.device).expand(cache.rows, -1),
@@ -122,27 +104,26 @@ class Reader:
         cache.length = end
         return found
 
+    @torch.no_grad()
     def _rotation(self) -> KeyRotation:
-        """The rotation that turns layer 0's keys into those computed at another position."""
+        """The one that turns layer 0's keys into those computed at another position."""
         modules = [m for m in self.model.modules() if hasattr(m, "inv_freq")]
         kinds = {getattr(module, "rope_type", "default") for module in modules}
-        if len(modules) != 1 or kinds & set(_MOVING_ROPE):
+        if len(modules) != 1 or kinds & {"dynamic", "longrope"}:
             raise ModelError(f"one plain rotary embedding is needed, found {len(modules)}: {kinds}")
         longest = self.model.config.get_text_config().max_position_embeddings
         at = torch.arange(longest, device=self.device)[None]
-        with torch.no_grad():
-            cos, sin = modules[0](torch.zeros(1, device=self.device), at)
-        size, shift, tokens = cos.shape[-1], 7, list(range(5))
-        here, there = self.cache(1, len(tokens)), self.cache(1, len(tokens))
+        cos, sin = modules[0](torch.zeros(1, device=self.device), at)
+        size, shift, tokens = cos.shape[-1], torch.full((5,), 7, device=self.device), range(5)
+        here, there = (self.cache(1, len(tokens)) for _ in range(2))
         self.forward(here, tokens)
-        self.forward(there, tokens, shift)
-        keys, wanted = (c.keys[0, 0].transpose(0, 1).float() for c in (here, there))
-        by = torch.full((len(tokens),), shift, device=self.device)
+        self.forward(there, tokens, int(shift[0]))
+        keys, wanted = (cache.keys[0, 0].transpose(0, 1).float() for cache in (here, there))
         halves, neighbours = slice(size // 2), slice(None, None, 2)
-        for paired, is_neox in ((halves, True), (halves, False), (neighbours, False)):
-            table = torch.cat((cos[0, :, paired], sin[0, :, paired]), dim=-1)
+        for part, is_neox in ((halves, True), (halves, False), (neighbours, False)):
+            table = torch.cat((cos[0, :, part], sin[0, :, part]), dim=-1)
             rotation = KeyRotation(table, size, is_neox)
-            error = (rotation.rotate(keys, by) - wanted).norm() / wanted.norm()
+            error = (rotation.rotate(keys, shift) - wanted).norm() / wanted.norm()
             if error < (1e-4 if self.model.dtype == torch.float32 else 1e-2):
                 return rotation
         raise ModelError("keys cannot be rotated to another position by the model's own table")
@@ -158,13 +139,13 @@ def _attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' sdpa, but that KV heads are not repeated in memory where there is a mask."""
-    asked = [name for name in _UNSUPPORTED if options.get(name) is not None]
-    if asked:
-        raise ModelError(f"{type(module).__name__} asks for {asked}, which is not computed here")
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} asks for {name}, not computed here")
     found = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )
     return found.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(_NAME, _attention)

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.jsonl import read_object, valid_text
 
 GROUPS = ("right", "loops", "wrong")
-#: Tokens of a run, and the share of a response's runs that stand earlier in it, from which on
-#: it loops.
+#: Tokens of a run, and the share of runs that stand earlier in a response from which on it loops.
 _RUN, _LOOPS = 32, 0.1
 
 
@@ -22,8 +18,7 @@ class ResponseError(ValueError):
     """Responses that cannot be read; the message names the file."""
 
 
-@dataclass(frozen=True)
-class Response:
+class Response(NamedTuple):
     """One row; ``tokens`` are cut at the cap, the first ``prompt`` of them are the question."""
 
     name: str
@@ -32,39 +27,26 @@ class Response:
     prompt: int
 
 
-def read(
-    path: Path, tokenizer: Any, cap: int, shortest: int, groups: Sequence[str], limit: int | None
-) -> list[Response]:
-    """At most ``limit`` responses of each group, the groups in turn.
-
-    Of a folder, the first response to each question counts, and files take turns.
+def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
+    """Responses of at least ``shortest`` tokens; of a folder the first to each question.
 
     Args:
-        path: JSONL file, or folder of such, of rows with ``question``, ``response`` and perhaps
+        path: JSONL file, or folder of such, of rows with ``question`` and ``response``, perhaps
             ``id`` and ``correct``.
         cap: Tokens of question and response together.
-        shortest: Tokens that a response must have to be read.
 
     Raises:
-        ResponseError: a bad line, or no response of any of the groups.
+        ResponseError: a file or line that cannot be read.
     """
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    rows: list[list[dict[str, Any]]] = []
     asked: set[str] = set()
-    for file in files:
-        fresh = [row for row in _rows(file) if not path.is_dir() or row["question"] not in asked]
-        asked.update(row["question"] for row in fresh)
-        rows.append(fresh)
-    found: dict[str, list[Response]] = defaultdict(list)
-    for row in (row for turn in zip_longest(*rows) for row in turn if row is not None):
-        response = _tokenized(row, tokenizer, cap)
-        if len(response.tokens) - response.prompt >= shortest:
-            found[response.group].append(response)
-    kept = [islice(found[group], limit) for group in groups]
-    responses = [one for turn in zip_longest(*kept) for one in turn if one is not None]
-    if not responses:
-        raise ResponseError(f"{path}: no response of {shortest} tokens in {', '.join(groups)}")
-    return responses
+    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+        for row in list(_rows(file)):
+            if path.is_dir() and row["question"] in asked:
+                continue
+            asked.add(row["question"])
+            response = _tokenized(row, tokenizer, cap)
+            if len(response.tokens) - response.prompt >= shortest:
+                yield response
 
 
 def loops(tokens: Sequence[int]) -> bool:
@@ -74,32 +56,24 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    number = 0
     try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ResponseError(f"{path}: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = read_object(line)
-        except ValueError as error:
-            raise ResponseError(f"{path}:{number}: {error}") from error
-        for field in ("question", "response"):
-            if not isinstance(row.get(field), str):
-                raise ResponseError(f"{path}:{number}: no text in field {field!r}")
-            row[field] = valid_text(row[field])
-        yield {"id": f"{path.stem}:{number}", **row}
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            row = {"id": f"{path.stem}:{number}", **read_object(line)}
+            for field in ("question", "response"):
+                if not isinstance(row.get(field), str):
+                    raise ValueError(f"no text in field {field!r}")
+                row[field] = valid_text(row[field])
+            yield row
+    except (OSError, ValueError) as error:
+        raise ResponseError(f"{path}:{number}: {error}") from error
 
 
 def _tokenized(row: dict[str, Any], tokenizer: Any, cap: int) -> Response:
-    asked = f"{row['question']}\n\n"
+    asked = row["question"] + "\n\n"
     if tokenizer.chat_template:
-        asked = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["question"]}],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
+        turns = [{"role": "user", "content": row["question"]}]
+        asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     prompt, response = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, row["response"])
     )
