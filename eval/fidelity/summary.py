@@ -84,7 +84,7 @@ def table(summed: Sequence[Mapping[str, Any]]) -> str:
             line[name] = "-" if row[name] is None else form.format(row[name])
             line[name] += "" if ends is None else f" ({' to '.join(map(form.format, ends))})"
         lines.append(line)
-    return str(pd.DataFrame(lines).to_markdown(index=False))
+    return str(pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True))
 
 
 def draw(summed: Sequence[Mapping[str, Any]], path: Path) -> None:
