@@ -50,14 +50,14 @@ class ReasonCacheConfig:
 
     policy: str = _setting(
         "reasoncache",
-        "What is done with the rows of running requests: reasoncache shares similar steps; "
+        "What is done with the rows of running requests: reasoncache shares what repeats; "
         f"{', '.join(BUILT_IN)} evict positions beyond budget=N or share=F, with when=F only "
         "while more of the pool is in use, or (quest) read fewer in a step; none; several "
         "joined by +. See docs/eviction.md.",
         values=_POLICY_BOUND,
     )
     preset: str = _setting(
-        "reasoncache",
+        "newest",
         "Named set of values for sharing; explicit settings win over it.",
         choices=tuple(PRESETS),
         values="NAME",
@@ -80,19 +80,19 @@ class ReasonCacheConfig:
         bounds=(0, 1_000_000),
     )
     block: int = _setting(
-        16,
+        8,
         "Tokens per shared block (d in the ReasonCache paper); at --page-size > 1 the page is "
         "the block.",
         bounds=(1, 1024),
     )
     percentile: float = _setting(
-        80.0,
+        100.0,
         "Share a block when its KV distance is within this percentile of those seen; 0 shares "
         "nothing, 100 everything that stage 1 lets through.",
         bounds=(0, 100),
     )
     warmup: int = _setting(
-        128, "KV distances observed before the first block may be shared.", bounds=(0, 1_000_000)
+        0, "KV distances observed before the first block may be shared.", bounds=(0, 1_000_000)
     )
     tau_strict: float = _setting(0.9, "Upper end of the dynamic lexical threshold.", bounds=(0, 1))
     tau_soft: float = _setting(0.7, "Lower end of the dynamic lexical threshold.", bounds=(0, 1))

@@ -30,6 +30,9 @@ class RunMatcher:
         self._power = pow(_BASE, self._block, _MODULUS)
         # Hash of a block -> offset of its first or newest run.
         self._runs: dict[int, int] = {}
+        # Offsets of blocks that read later ones, and a byte for each offset in one of them.
+        self._readers: set[int] = set()
+        self._read = bytearray()
         # Offsets of the next block to look up and to remember; how far back the last one was found.
         self._at = self._remembered = self._distance = 0
 
@@ -41,7 +44,7 @@ class RunMatcher:
             at = self._at
             self._remember(at - block)
             earlier = self._earlier(at)
-            if earlier is None:
+            if earlier is None or not self._take(earlier):
                 self._at += self._page
                 continue
             self._distance = at - earlier
@@ -49,11 +52,23 @@ class RunMatcher:
             self._at += block
         return pairs
 
+    def _take(self, earlier: int) -> bool:
+        """Whether a block may read: alone, or as often as it likes, but not a part of another."""
+        end = earlier + self._block
+        if self._keeps_first or earlier in self._readers:
+            return True
+        if 1 in self._read[earlier:end]:
+            return False
+        self._readers.add(earlier)
+        self._read[earlier:end] = b"\1" * self._block
+        return True
+
     def _append(self, step: Step) -> None:
         offset = step.start - self._start
         gap = offset - len(self._tokens)
         if gap:
             # Tokens in between take no part; no run crosses them.
+            self._remember(len(self._tokens) - self._block)
             self._tokens.extend([-1] * gap)
             self._hashes.extend([0] * gap)
             self._at = self._remembered = offset + -step.start % self._page
@@ -63,6 +78,7 @@ class RunMatcher:
             rolling = (rolling * _BASE + token + 1) % _MODULUS
             self._hashes.append(rolling)
         self._tokens.extend(step.token_ids)
+        self._read.extend(bytes(len(self._tokens) - len(self._read)))
 
     def _hash(self, at: int) -> int:
         hashes = self._hashes

@@ -128,7 +128,7 @@ class BlockPipeline:
         """Measure the next blocks that do not touch one another; False when none waits."""
         while self._waiting:
             allowed = [block for block in self._waiting.popleft() if self._allows(block)]
-            batch, later = independent(allowed[:_MAX_BATCH])
+            batch, later = independent(allowed[:_MAX_BATCH], self._acceptor.copies)
             later += allowed[_MAX_BATCH:]
             if later:
                 self._waiting.appendleft(later)
@@ -168,7 +168,8 @@ class BlockPipeline:
         """What changes in the request's row; counted as shared."""
         state, kv = state_of(block.req), block.req.kv
         assert state is not None, "only requests with state propose blocks"
-        moved = state.slot_aliases.redirect(block.dst_start, block.src_start, block.length)
+        aliases = state.copied if self._acceptor.copies else state.slot_aliases
+        moved = aliases.redirect(block.dst_start, block.src_start, block.length)
         state.shared.append((block.dst_start, block.src_start))
         self._stats.blocks_reapplied += block.decided
         self._stats.blocks_shared += not block.decided
@@ -201,7 +202,7 @@ class BlockPipeline:
             state.shared.append((block.dst_start, block.src_start))
 
 
-def independent(blocks: Iterable[BlockProposal]) -> tuple[Batch, Batch]:
+def independent(blocks: Iterable[BlockProposal], copies: bool = False) -> tuple[Batch, Batch]:
     """Blocks that may be located together, and the others, which must wait for them.
 
     A block waits that reads, or frees, slots that an earlier one of its request redirects, or
@@ -214,8 +215,9 @@ def independent(blocks: Iterable[BlockProposal]) -> tuple[Batch, Batch]:
         state = state_of(block.req)
         assert state is not None, "only requests with state propose blocks"
         freed, read = touched.setdefault(id(block.req), (set(), set()))
-        frees = state.slot_aliases.numbers(block.dst_start, block.length)
-        reads = state.slot_aliases.numbers(block.src_start, block.length)
+        aliases = state.copied if copies else state.slot_aliases
+        frees = aliases.numbers(block.dst_start, block.length)
+        reads = aliases.numbers(block.src_start, block.length)
         free = freed.isdisjoint(frees) and freed.isdisjoint(reads) and read.isdisjoint(frees)
         (batch if free else later).append(block)
         # What waits holds up what comes behind it, so that the order stays.

@@ -7,6 +7,7 @@ import bisect
 from collections import deque
 from dataclasses import dataclass, field
 
+from sglang_reasoncache.cache.slot_aliases import SlotAliases
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.row_state import RowState
 from sglang_reasoncache.filter.engine import StepEngine
@@ -61,6 +62,7 @@ class RequestState(RowState):
             after which they are applied again.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         first_shared: Lowest redirected position, None while there is none.
+        copied: Which positions hold the same KV, each in its own slot (``--reasoncache-apply copy``).
     """
 
     followed: Followed | None = None
@@ -71,6 +73,7 @@ class RequestState(RowState):
     shared: list[tuple[int, int]] = field(default_factory=list)
     claimed: list[int] = field(default_factory=list)
     first_shared: int | None = None
+    copied: SlotAliases = field(default_factory=SlotAliases)
 
     def claim(self, start: int, length: int) -> bool:
         """Keep positions for one block; False where another one, of the same length, overlaps."""
@@ -89,6 +92,7 @@ class RequestState(RowState):
         self.row += 1
         self.reapply = True
         self.first_shared = None
+        self.copied = SlotAliases()
 
 
 def state_of(req: Request) -> RequestState | None:

@@ -176,10 +176,17 @@ class Memory:
     def shared(self, track: Track, blocks: Sequence[Pair]) -> None:
         """Blocks the acceptor must have applied, in order."""
         for block in blocks:
+            before = track.shows.copy()
+            own = range(track.req.kv.cache_protected_len, len(track.shows))
             for i in range(self.block):
-                track.shows[block.dst_start + i] = track.shows[block.src_start + i]
-            track.blocks.append(block)
-            track.exact = False
+                old, new = track.shows[block.dst_start + i], track.shows[block.src_start + i]
+                # Whoever had the slot goes with it.
+                for at in own:
+                    if track.shows[at] == old:
+                        track.shows[at] = new
+            if track.shows != before:
+                track.blocks.append(block)
+                track.exact = False
 
     def may_share(self, track: Track, block: Pair) -> bool:
         """The rule of truth 1: written, private, sealed, and still there."""
@@ -189,8 +196,8 @@ class Memory:
             return False
         return (
             block.dst_start >= track.req.kv.cache_protected_len
-            and block.dst_start + self.block <= len(track.shows)
-            and block.src_start + self.block <= block.dst_start
+            and max(block.dst_start, block.src_start) + self.block <= len(track.shows)
+            and abs(block.dst_start - block.src_start) >= self.block
         )
 
     def may_evict(self, track: Track, evict: object) -> bool:

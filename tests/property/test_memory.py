@@ -282,8 +282,9 @@ class MemoryMachine(RuleBasedStateMachine):
             if start + block > ready or choices <= 0:
                 return
             # Low sources are the prompt, which the tree may own; high ones were just redirected.
-            at = source % 8 if source & 8 else choices - 1 - source % 8
-            waiting.append(Pair(start, at % choices * grid))
+            at = (source % 8 if source & 8 else choices - 1 - source % 8) % choices * grid
+            # The earlier block reads the newer one's slots, with all that read its own.
+            waiting.append(Pair(at, start) if source & 16 else Pair(start, at))
             start = track.frontier = start + block
 
     def _release(self, track: Track, *, checkpoint: bool) -> None:

@@ -38,7 +38,8 @@ from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.keys import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, RequestView
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
-from sglang_reasoncache.filter.proposal import CandidatePair, FilterCounters, StepResult
+from sglang_reasoncache.filter.align import BlockPair
+from sglang_reasoncache.filter.proposal import FilterCounters, StepResult
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.sharing.acceptor import Acceptor
@@ -125,7 +126,7 @@ class ScriptedEngine:
         for request in requests:
             pairs, self.waiting[request] = self.waiting[request], []
             if pairs:
-                found = tuple(CandidatePair(dst, src, 0, 1.0) for dst, src in pairs)
+                found = tuple(BlockPair(dst, src) for dst, src in pairs)
                 counters = FilterCounters(candidates=1)
                 self._results.append(StepResult(request, 0, 0, found, counters, 0.0))
 

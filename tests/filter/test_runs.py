@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equal runs against brute force, and who reads whom when."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_reasoncache.filter import runs
+from sglang_reasoncache.filter.aging import AgeRule
+from sglang_reasoncache.filter.align import BlockPair
+from sglang_reasoncache.filter.runs import RunMatcher
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.step import Step
+
+STEPS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=6)
+
+
+def propose(config: FilterConfig, steps: list[list[int]], start: int = 0) -> list[BlockPair]:
+    matcher, found = RunMatcher(config, start), []
+    for tokens in steps:
+        found += matcher.propose(Step.build(start, tokens, ""))
+        start += len(tokens)
+    return found
+
+
+@given(STEPS, st.sampled_from([(1, 1), (3, 1), (4, 4)]), st.integers(0, 9), st.booleans())
+def test_runs_are_those_of_brute_force(
+    steps: list[list[int]], shape: tuple[int, int], start: int, newest: bool
+) -> None:
+    block, page = shape
+    config = FilterConfig(
+        match="runs", block=block, page_size=page, direction="newest" if newest else "oldest"
+    )
+    tokens = [token for step in steps for token in step]
+    found = propose(config, steps, start)
+
+    def run(at: int) -> list[int]:
+        return tokens[at - start : at - start + block]
+
+    # Whatever is chosen: the first block that has an earlier equal is paired, then the next.
+    at = start
+    expected = []
+    while at + block <= start + len(tokens):
+        if any(run(earlier) == run(at) for earlier in range(start, at - block + 1, page)):
+            expected.append(at)
+            at += block
+        else:
+            at += page
+    if newest:
+        # Only of blocks that begin where another one does can a second part move.
+        starts = sorted({earlier for _, earlier in found})
+        assert all(b - a >= block for a, b in itertools.pairwise(starts))
+    else:
+        assert [pair.dst_start for pair in found] == expected
+    for later, earlier in found:
+        assert run(later) == run(earlier) and start <= earlier <= later - block
+        assert later % page == start % page == earlier % page or page == 1
+
+
+@pytest.mark.parametrize(("direction", "source"), [("newest", 6), ("oldest", 0)])
+def test_which_of_several_equal_runs(direction: str, source: int) -> None:
+    config = FilterConfig(match="runs", block=3, direction=direction)
+    assert propose(config, [[1, 2, 3, 7, 8, 9, 1, 2, 3, 4, 1, 2, 3]])[-1] == (10, source)
+
+
+def test_no_run_crosses_tokens_that_take_no_part() -> None:
+    matcher = RunMatcher(FilterConfig(match="runs", block=4), 0)
+    assert matcher.propose(Step.build(0, [1, 2, 3, 4], "")) == []
+    assert matcher.propose(Step.build(4, [1, 2], "")) == []
+    # Position 6 was not given.
+    assert matcher.propose(Step.build(7, [3, 4, 5, 1, 2, 3, 4], "")) == [(10, 0)]
+
+
+def test_a_loop_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_MAX_RUNS", 1000)
+    config = FilterConfig(match="runs", block=8)
+    matcher, began = RunMatcher(config, 0), time.process_time()
+    for start in range(0, 60_000, 1000):
+        matcher.propose(Step.build(start, [start % 3000] * 1000, ""))
+    assert time.process_time() - began < 20
+    assert len(matcher._runs) <= 1000
+
+
+def aged(direction: str, min_age: int, block: int = 4) -> AgeRule:
+    return AgeRule(FilterConfig(direction=direction, min_age=min_age, block=block))
+
+
+def test_the_later_block_waits_until_it_is_old() -> None:
+    rule = aged("oldest", 10)
+    assert rule.release([(20, 0)], 24) == []
+    assert rule.release([], 33) == []
+    assert rule.release([(30, 0)], 34) == [(20, 0)]
+    assert rule.release([], 44) == [(30, 0)]
+
+
+def test_the_earlier_block_reads_the_newest_of_its_chain() -> None:
+    rule = aged("newest", 10)
+    # Too young at first; meanwhile a third copy and a fourth one come, found at any of them.
+    assert rule.release([(8, 0)], 12) == []
+    assert rule.release([(12, 8)], 13) == []
+    assert rule.release([(18, 0)], 22) == [(0, 18), (8, 18)]
+    assert rule.release([], 26) == [(12, 18)]
+    # Readers move once more with the block they read.
+    assert rule.release([(40, 8)], 44) == [(18, 40)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=20),
+    st.sampled_from(["newest", "oldest"]),
+    st.integers(0, 30),
+)
+def test_no_reader_is_young_and_none_reads_twice(
+    draws: list[tuple[int, int]], direction: str, min_age: int
+) -> None:
+    rule, block, end = aged(direction, min_age), 4, 0
+    readers: set[int] = set()
+    for gap, earlier in draws:
+        later = end + gap
+        end = later + block
+        found = [(later, earlier * block)] if earlier * block <= later else []
+        for reader, source in rule.release(found, end):
+            assert reader + block <= end - min_age and source + block <= end
+            assert (source - reader if direction == "newest" else reader - source) >= block
+            assert reader not in readers
+            readers.add(reader)
