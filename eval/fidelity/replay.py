@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 
 from eval.fidelity.arms import Arm
 from eval.fidelity.cache import EditableCache, Reader
-from sglang_reasoncache.cache.slot_aliases import SlotAliases
 from sglang_reasoncache.eviction.keys import KeySource
 from sglang_reasoncache.eviction.policies.contract import RequestView
 from sglang_reasoncache.filter.align import BlockPair
@@ -24,6 +22,7 @@ from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
+from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
 #: Tokens of one forward, and of one comparison of log-probabilities.
@@ -38,35 +37,34 @@ class ArmCache:
     def __init__(self, arm: Arm, reader: Reader, cache: EditableCache, prompt: int) -> None:
         self.arm, self.cache, self.prompt, self.row = arm, cache, prompt, 0
         self._rotation = reader.rotation
-        self._aliases = SlotAliases()
+        self._state = RequestState()
         self._gone = np.zeros(cache.visible.shape[1], dtype=bool)
 
     @property
     def saved(self) -> int:
         """Positions written that have no slot of their own."""
         held = np.flatnonzero(~self._gone[: self.cache.length])
-        return self.cache.length - len(np.unique(self._aliases.of(held)))
+        return self.cache.length - len(np.unique(self._state.slot_aliases.of(held)))
 
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
         """Apply the block pairs whose distance the threshold accepts."""
         assert self.arm.filter is not None, "asked only of arms that share"
-        block, accepted = self.arm.filter.block, np.ones(len(pairs), dtype=bool)
-        rotation = self._rotation if self.arm.corrected else None
-        if len(pairs) and self.arm.percentile < 100:
+        block, rotation = self.arm.filter.block, self._rotation if self.arm.corrected else None
+        # The pipeline's rules: no position is redirected twice.
+        pairs = [pair for pair in pairs if self._state.claim(pair.dst_start, block)]
+        accepted = np.ones(len(pairs), dtype=bool)
+        if pairs and self.arm.percentile < 100:
             at = torch.tensor(pairs).T[..., None] + torch.arange(block)
             dst, src = at.to(self.cache.keys.device)
             shift = None if rotation is None else (dst - src).int()
             squares = DistanceKernel(self._layers(), rotation).squares(dst, src, shift)
             heads = self.cache.keys.shape[2]
             accepted = threshold.decide(block_distances(squares, block, heads).tolist())
-        for dst, src in itertools.compress(pairs, accepted):
-            reads = self._aliases.redirect(dst, src, block)
-            # A source that moves itself must have moved before it is read.
-            chained = any(src <= position < src + block for position, _ in reads)
-            by_offset = [list(group) for _, group in itertools.groupby(reads, itemgetter(1))]
-            for group in by_offset if chained else filter(None, [reads]):
-                moved = [(position, src + offset) for position, offset in group]
-                self._edited().redirect(self.row, moved, rotation)
+        for dst_start, src_start in itertools.compress(pairs, accepted):
+            moved = self._state.slot_aliases.redirect(dst_start, src_start, block)
+            if moved:
+                reads = [(position, src_start + offset) for position, offset in moved]
+                self._edited().redirect(self.row, reads, rotation)
 
     def evict(self, target: int, seed: int) -> None:
         """Give up positions by the arm's policy until ``target`` are gone."""
