@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.stats import bootstrap
 
 from eval.report.style import LABEL_SIZE, figure, light_grid, save, text
 
@@ -39,39 +38,22 @@ def rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     )
     found = []
     for (group, arm), part in scores.groupby(["group", "arm"], sort=False):
-        columns = [part[name].to_numpy() for name in ("saved", "kl", "nll", "top1", "dense")]
-        values, ends = _figures(*columns), np.full((2, len(_FORMS)), np.nan)
-        if len(part) > 1:
-            ends = _interval(columns)
-        row = {"arm": arm, "group": group, "responses": len(part)}
-        for name, value, pair in zip(_FORMS, values, ends.T, strict=True):
+        data, count = part[["saved", "kl", "nll", "top1", "dense"]].to_numpy().T, len(part)
+        drawn = np.random.default_rng(0).integers(count, size=(_RESAMPLES, count))
+        ends = np.percentile(_figures(data[:, drawn].mean(axis=-1)), (2.5, 97.5), axis=-1)
+        row = {"arm": arm, "group": group, "responses": count}
+        for name, value, pair in zip(_FORMS, _figures(data.mean(axis=-1)), ends.T, strict=True):
             row[name] = float(value) if np.isfinite(value) else None
-            row[f"{name}_95"] = pair.tolist() if np.isfinite(pair).all() else None
+            row[f"{name}_95"] = pair.tolist() if count > 1 and np.isfinite(pair).all() else None
         found.append(row)
     return found
 
 
-def _figures(
-    saved: np.ndarray, kl: np.ndarray, nll: np.ndarray, top1: np.ndarray, dense: np.ndarray
-) -> np.ndarray:
+def _figures(means: np.ndarray) -> np.ndarray:
     """In the order of ``_FORMS``."""
+    saved, kl, nll, top1, dense = means
     with np.errstate(divide="ignore", invalid="ignore"):
-        each = np.divide(kl.mean(), saved.mean())
-    return np.array((saved.mean(), kl.mean(), each, nll.mean() / dense.mean() - 1, top1.mean()))
-
-
-def _interval(columns: Sequence[np.ndarray]) -> np.ndarray:
-    with np.errstate(invalid="ignore"):
-        found = bootstrap(
-            columns,
-            _figures,
-            n_resamples=_RESAMPLES,
-            paired=True,
-            vectorized=False,
-            method="percentile",
-            rng=np.random.default_rng(0),
-        )
-    return np.stack(found.confidence_interval)
+        return np.stack((saved, kl, kl / saved, nll / dense - 1, top1))
 
 
 def table(summed: Sequence[Mapping[str, Any]]) -> str:
@@ -89,23 +71,20 @@ def table(summed: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(summed: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Damage (KL) against slots saved, a panel for each group."""
-    shown = pd.DataFrame(row for row in summed if row["kl"] > 0)
-    arms = list(dict.fromkeys(shown["arm"])) if len(shown) else []
-    groups = list(shown.groupby("group", sort=False)) if arms else []
-    made, axes = figure(5.2 * max(1, len(groups)), 4.6, 1, max(1, len(groups)))
-    for panel, (group, part) in zip(axes[0], groups, strict=False):
-        for row in part.to_dict("records"):
-            number = arms.index(row["arm"])
-            bars = {
-                f"{axis}err": np.abs(np.array(row[f"{name}_95"])[:, None] - row[name])
-                for axis, name in (("x", "saved"), ("y", "kl"))
-                if row[f"{name}_95"] is not None
-            }
-            look = dict(color=f"C{number % 10}", marker=_MARKERS[number % len(_MARKERS)])
-            panel.errorbar(row["saved"], row["kl"], **bars, **look, label=text(row["arm"]))
-        panel.set_yscale("log")
-        panel.set_title(group, fontsize=10)
-        panel.set_xlabel("slots saved at the end, share of the response")
+    groups = list(dict.fromkeys(row["group"] for row in summed))
+    arms = list(dict.fromkeys(row["arm"] for row in summed))
+    made, axes = figure(5.2 * len(groups), 4.6, 1, len(groups))
+    for row in (row for row in summed if row["kl"] > 0):
+        number, panel = arms.index(row["arm"]), axes[0][groups.index(row["group"])]
+        bars = {
+            f"{axis}err": np.abs(np.array(ends)[:, None] - row[name])
+            for axis, name in (("x", "saved"), ("y", "kl"))
+            if (ends := row[f"{name}_95"]) is not None
+        }
+        look = dict(color=f"C{number % 10}", marker=_MARKERS[number % len(_MARKERS)])
+        panel.errorbar(row["saved"], row["kl"], **bars, **look, label=text(row["arm"]))
+    for panel, group in zip(axes[0], groups, strict=True):
+        panel.set(yscale="log", title=group, xlabel="slots saved at the end, share of the response")
         light_grid(panel, "both")
     axes[0][0].set_ylabel("KL(dense || arm) a token, nats")
     axes[0][-1].legend(fontsize=LABEL_SIZE, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))

@@ -24,6 +24,9 @@ from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
 STEP = "We add three and four and get seven, so the sum is seven.\n\n"
 OTHER = "Now we look at another way to write the same thing: {} of them.\n\n"
+ARMS = ["newest-runs-8-age0", "oldest-runs-8", "newest-random-8-age0", "random-evict", "keydiff"]
+#: Share nothing: no distance is accepted, no block gets old enough.
+NOTHING = ["newest-runs-8-age0-p0", "newest-runs-8-age1000"]
 
 
 @pytest.fixture(scope="module")
@@ -112,51 +115,40 @@ def test_random_sharing_hurts_more_than_equal_blocks(model: Any, reader: Reader)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     text = "".join(STEP + OTHER.format(i % 3) for i in range(12))
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    names = [
-        "newest-runs-8-age0",
-        "oldest-runs-8",
-        "newest-random-8-age0",
-        "random-evict",
-        "keydiff",
-    ]
-    arms = parse_all([*names, "newest-runs-8-age0-p0", "newest-runs-8-age1000"], names[0])
-    found = Replay(reader, vocabulary_of(tokenizer), arms, names[0]).scores(tokens, 6)
+    arms = parse_all([*ARMS, *NOTHING], ARMS[0])
+    found = Replay(reader, vocabulary_of(tokenizer), arms, ARMS[0]).scores(tokens, 6)
     assert found["dense"]["kl"] == 0 and found["dense"]["top1"] == 1
     wanted = -forward(model, tokens).log_softmax(-1)[5:-1]
     nll = wanted.gather(1, torch.tensor(tokens[6:])[:, None]).mean()
     assert found["dense"]["nll"] == pytest.approx(float(nll), abs=1e-4)
-    newest, oldest, random, evicted, keydiff = (found[name] for name in names)
-    assert newest["saved"] > 0.5 and oldest["saved"] > 0.5
+    newest, oldest, random, evicted, keydiff = (found[name] for name in ARMS)
     for score in (newest, oldest):
+        assert score["saved"] > 0.5
         assert 0 < score["kl"] / score["saved"] < random["kl"] / random["saved"]
     assert evicted["saved"] == keydiff["saved"] == pytest.approx(newest["saved"], abs=0.1)
-    for name in ("newest-runs-8-age0-p0", "newest-runs-8-age1000"):
-        # Nothing is shared: no distance is accepted, no block gets old enough.
-        assert found[name] == {**found["dense"], "saved": 0}
+    for name in NOTHING:
+        assert found[name] == found["dense"]
 
 
 @pytest.mark.parametrize(
-    ("name", "block", "age", "match", "corrected", "percentile"),
+    ("name", "knobs"),
     [
-        ("newest-runs-8", 8, ReasonCacheConfig.min_age, "runs", True, 100),
-        ("oldest-steps-16", 16, 0, "steps", True, 100),
-        ("oldest-cached-steps-8", 8, 0, "steps", False, 100),
-        ("newest-steps-4-age64-cached-p80", 4, 64, "steps", False, 80),
+        ("newest-runs-8", (8, ReasonCacheConfig.min_age, "runs", "newest", True, 100)),
+        ("oldest-steps-16", (16, 0, "steps", "oldest", True, 100)),
+        ("oldest-cached-steps-8", (8, 0, "steps", "oldest", False, 100)),
+        ("newest-steps-4-age64-cached-p80", (4, 64, "steps", "newest", False, 80)),
     ],
 )
-def test_names(
-    name: str, block: int, age: int, match: str, corrected: bool, percentile: float
-) -> None:
+def test_names(name: str, knobs: tuple[object, ...]) -> None:
     arm = parse(name)
-    assert arm.filter is not None
-    assert (arm.filter.block, arm.filter.min_age, arm.filter.match) == (block, age, match)
-    assert (arm.filter.direction, arm.corrected) == (name.partition("-")[0], corrected)
-    assert arm.percentile == percentile
+    rule = arm.filter
+    assert rule is not None
+    found = rule.block, rule.min_age, rule.match, rule.direction, arm.corrected, arm.percentile
+    assert found == knobs
 
 
 def test_default_arms() -> None:
-    assert default_name() in default_names(8)
-    parse_all(default_names(8), default_name())
+    assert default_name() in [arm.name for arm in parse_all(default_names(8), default_name())]
     for field in ("direction", "match", "block", "min_age"):
         shipped = getattr(ReasonCacheConfig(), field)
         assert getattr(parse(default_name()).filter, field) == shipped
@@ -188,32 +180,23 @@ def test_loops() -> None:
 
 
 def test_the_program(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    right = "".join(STEP + OTHER.format(i) * (i % 2) for i in range(8))
-    rows = [{"question": f"{i}?", "response": f"{i}. " + right, "correct": i < 2} for i in range(4)]
-    traces = tmp_path / "traces"
-    traces.mkdir()
+    text = "".join(STEP + OTHER.format(i) * (i % 2) for i in range(8))
+    rows = [{"question": f"{i}?", "response": f"{i}. {text}", "correct": i < 2} for i in range(4)]
     for name in ("a", "b"):
-        (traces / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    out = tmp_path / "out" / "fidelity.json"
-    arguments = [str(folder), str(traces), "--out", str(out), "--cap=400", "--shortest=50"]
-    arguments += ["--threads=1", "--arms=newest-runs-8-age0,streamingllm"]
-    arguments += ["--like=newest-runs-8-age0"]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    out, arms = tmp_path / "out" / "fidelity.json", ["newest-runs-8-age0", "streamingllm"]
+    arguments = [str(folder), str(tmp_path), f"--out={out}", "--cap=400", "--shortest=50"]
+    arguments += ["--threads=1", f"--arms={','.join(arms)}", f"--like={arms[0]}"]
     assert main([*arguments, "--limit=1"]) == 0
     assert main(arguments) == 0
-    said = capsys.readouterr()
     # Each question once, and what the first run measured is not measured again.
     assert len(out.with_suffix(".jsonl").read_text().splitlines()) == 4
-    assert "| right   | newest-runs-8-age0 |" in said.out
+    assert "| right   | newest-runs-8-age0 |" in capsys.readouterr().out
     found = json.loads(out.read_text())
     assert found["default"] == default_name()
-    lines = {(row["arm"], row["group"]): row for row in found["rows"]}
-    assert lines.keys() == {
-        (arm, group)
-        for arm in ("newest-runs-8-age0", "streamingllm")
-        for group in ("right", "loops")
-    }
-    for row in lines.values():
-        assert row["responses"] == 2
+    wanted = [(arm, group, 2) for group in ("right", "loops") for arm in arms]
+    assert [(row["arm"], row["group"], row["responses"]) for row in found["rows"]] == wanted
+    for row in found["rows"]:
         for name in ("saved", "kl", "nll", "top1"):
             low, high = row[f"{name}_95"]
             assert low - 1e-9 <= row[name] <= high + 1e-9
@@ -235,8 +218,7 @@ def test_what_cannot_be_read(folder: Path, tmp_path: Path, model: Any) -> None:
     with pytest.raises(ResponseError, match=r"rows.jsonl:1: no text in field 'response'"):
         list(read(path, AutoTokenizer.from_pretrained(folder), 100, 1))
     assert main([str(tmp_path), str(path)]) == 1
-    config = LlamaConfig(**{**model.config.to_dict(), "rope_parameters": {
-        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0
-    }})  # fmt: skip
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = LlamaConfig(**{**model.config.to_dict(), "rope_parameters": rope})
     with pytest.raises(ModelError, match="one plain rotary embedding"):
         Reader(LlamaForCausalLM(config))
