@@ -104,8 +104,9 @@ def measure(
             replay = Replay(load(options), vocabulary, arms, options.like)
         begun = time.monotonic()
         scores = replay.scores(response.tokens, response.prompt)
-        record = dict(key=key, response=response.name, group=response.group, arms=scores)
+        record: dict[str, Any] = dict(key=key, response=response.name, group=response.group)
         record |= dict(tokens=len(response.tokens), seconds=round(time.monotonic() - begun, 1))
+        record["arms"] = scores
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         yield record

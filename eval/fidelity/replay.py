@@ -152,7 +152,7 @@ class Replay:
         """Block pairs that the plugin's filter lets share, by the tokens written by then."""
         assert arm.filter is not None, "asked only of arms that share"
         request = RequestFilter(arm.filter, self._classes, self._vocabulary, prompt)
-        found = defaultdict(list)
+        found: dict[int, list[BlockPair]] = defaultdict(list)
         for written, token in enumerate(tokens[prompt:], prompt + 1):
             for proposal in request.push([token]):
                 found[written] += proposal.pairs
