@@ -12,7 +12,7 @@ TRACES ?=
 # twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-policies docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-policies bench-fidelity real-model docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,8 @@ help:
 	@echo "make bench-serve TRACES=FOLDER     stock against ours: throughput, memory, answers (20 minutes)"
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
 	@echo "make bench-policies TRACES=FOLDER  cache policies at equal saving: accuracy, throughput (45 minutes)"
+	@echo "make bench-fidelity TRACES=FOLDER  what sharing costs a real language model on recorded responses (hours)"
+	@echo "make real-model   SmolLM2-135M-Instruct as a Hugging Face folder, build/models/smollm2"
 	@echo "make docs         the documents as a site in build/site, links checked"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff format and import order"
@@ -68,6 +70,12 @@ bench-kernels: setup
 
 bench-policies: with-traces setup
 	$(PYTHON_ENV) -m eval.bench.policies $(TRACES) $(BENCH_ARGS)
+
+real-model: setup
+	$(PYTHON_ENV) -m eval.fidelity.smollm2 build/models/smollm2
+
+bench-fidelity: with-traces real-model
+	$(PYTHON_ENV) -m eval.fidelity build/models/smollm2 $(TRACES) --limit 20 $(BENCH_ARGS)
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PYTHON_ENV) -m mkdocs build --strict

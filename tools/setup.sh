@@ -62,7 +62,7 @@ if [ "${1:-}" = constraints ]; then
     python=$(find_python)
     uv=$(find_uv "$python")
     pins=$("$uv" pip compile --quiet --python "$python" --python-version 3.11 \
-        --extra server --extra dev --no-annotate --no-header \
+        --extra server --extra dev --extra real-model --no-annotate --no-header \
         --no-emit-index-url --no-emit-find-links pyproject.toml)
     {
         echo "# The exact versions the tests ran with; no locations, any registry serves them."
@@ -89,6 +89,6 @@ export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-600}"
 unset VIRTUAL_ENV PYTHONPATH PYTHONHOME || true
 "$uv" venv --quiet --no-project --clear --no-python-downloads --python "$python" "$venv"
 "$uv" pip install --quiet --python "$venv/bin/python" \
-    --constraint constraints.txt --editable ".[server,dev]"
+    --constraint constraints.txt --editable ".[server,dev,real-model]"
 echo "$wanted" >"$stamp"
 echo "set-up: done" >&2

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arms by name: what is done to one KV cache while a response is read; see docs/fidelity.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_reasoncache import registry
+from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, filter_config
+from sglang_reasoncache.eviction.policies.contract import ATTENTION
+from sglang_reasoncache.filter.settings import FilterConfig
+
+#: Share of the blocks that random sharing redirects.
+RANDOM_RATIO = 0.3
+_OPTION = re.compile(
+    r"(?P<match>runs|steps|random)|(?P<cached>cached)|(?P<block>\d+)"
+    r"|age(?P<min_age>\d+)|p(?P<percentile>\d+)"
+)
+_GRAMMAR = (
+    "newest or oldest, runs, steps or random, block[, cached][, ageN][, pN], as newest-runs-8"
+)
+
+
+class ArmError(ValueError):
+    """A name that says no arm, or arms that cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One KV cache's treatment.
+
+    Attributes:
+        filter: Which blocks share; None where the arm evicts.
+        corrected: Keys are rotated to where they are used.
+        percentile: Of KV distances; 100: no threshold.
+        evictor: Its budget is to be replaced; None where the arm shares.
+    """
+
+    name: str
+    filter: FilterConfig | None = None
+    corrected: bool = True
+    percentile: float = 100.0
+    evictor: Any = None
+
+
+def parse(name: str) -> Arm:
+    """The arm of a name. Raises ArmError that says what is wrong."""
+    direction, *options = name.split("-")
+    if direction not in ("newest", "oldest"):
+        return _evictor(name)
+    found = [match for option in options if (match := _OPTION.fullmatch(option))]
+    values: dict[str, Any] = {str(match.lastgroup): match[0].lstrip("agep") for match in found}
+    if len(values) < len(options) or not {"match", "block"} <= values.keys():
+        raise ArmError(f"{name!r}: an arm that shares is {_GRAMMAR}")
+    cached, match = values.pop("cached", None), values.pop("match")
+    knobs: dict[str, Any] = {field: int(value) for field, value in values.items()}
+    percentile = knobs.pop("percentile", 100)
+    knobs["random_ratio"] = RANDOM_RATIO if match == "random" else None
+    knobs["match"] = "steps" if match == "random" else match
+    if direction == "oldest":
+        knobs.setdefault("min_age", 0)  # The papers share at once.
+    try:
+        config = ReasonCacheConfig(direction=direction, percentile=percentile, **knobs)
+    except ConfigError as error:
+        raise ArmError(f"{name!r}: {error}") from error
+    return Arm(name, filter_config(config, config.block, 1), cached is None, percentile)
+
+
+def _evictor(name: str) -> Arm:
+    policy = name.removesuffix("-evict")
+    try:
+        found = registry.parse(f"{policy}{',' if ':' in policy else ':'}budget=1").evictors
+    except registry.PolicyError as error:
+        raise ArmError(f"{name!r} is neither {_GRAMMAR}, nor a policy: must be {error}") from error
+    if len(found) != 1 or ATTENTION in found[0].policy.needs:
+        raise ArmError(f"{name!r} does not evict, or needs attention weights, not recorded here")
+    return Arm(name, evictor=found[0].policy)
+
+
+def default_name() -> str:
+    """The arm of the settings that an operator gets without setting any, positions corrected."""
+    config = ReasonCacheConfig()
+    name = f"{config.direction}-{config.match}-{config.block}"
+    if config.direction == "oldest" and config.min_age:
+        name += f"-age{config.min_age}"
+    return name if config.percentile >= 100 else f"{name}-p{config.percentile:.0f}"
+
+
+def default_names(block: int) -> list[str]:
+    """The arms that are measured unless others are named."""
+    sharing = ("newest-runs", "newest-steps", "oldest-steps", "oldest-cached-steps")
+    names = [*(f"{name}-{block}" for name in sharing), "random-evict", "streamingllm", "keydiff"]
+    return names if default_name() in names else [default_name(), *names]
+
+
+def parse_all(names: Sequence[str], like: str) -> list[Arm]:
+    """The arms of some names, first those that share.
+
+    Raises:
+        ArmError: a bad name, one given twice, or evictors without ``like``, which is to share.
+    """
+    arms = sorted(map(parse, names), key=lambda arm: arm.filter is None)
+    if len(set(names)) < len(names):
+        raise ArmError(f"--arms must name none twice, got {', '.join(names)}")
+    sharing = [arm.name for arm in arms if arm.filter is not None]
+    if len(sharing) < len(arms) and like not in sharing:
+        raise ArmError(f"--like must be an arm that shares ({', '.join(sharing)}), got {like!r}")
+    return arms

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV caches whose entries can be edited, under transformers' own model code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, Cache
+
+from sglang_reasoncache.kernels.rotation import KeyRotation
+
+_NAME = "editable_cache"
+
+
+class ModelError(ValueError):
+    """A model that cannot be measured; the message says why."""
+
+
+class EditableCache(Cache):
+    """KV of several arms that read the same tokens; row 0 is never edited.
+
+    Attributes:
+        keys, values: ``[layers, rows, heads, capacity, head_dim]``, by position; keys are rotated
+            for the position where they lie.
+        visible: bool ``[rows, capacity]``, false where a position was evicted.
+        rows: In use; a row begins as a copy of row 0.
+        length: Positions written.
+    """
+
+    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
+        super().__init__(layers=[])
+        self._shape = layers, rows, capacity
+        self.keys = self.values = torch.empty(0)
+        self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
+        self.rows, self.length = 1, 0
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes a layer's ``[rows, heads, tokens, head_dim]``; returns those of all positions."""
+        if not len(self.keys):
+            layers, rows, capacity = self._shape
+            self.keys, self.values = (
+                new.new_zeros(layers, rows, new.shape[1], capacity, new.shape[3])
+                for new in (key_states, value_states)
+            )
+        end = self.length + key_states.shape[2]
+        keys, values = (all_[layer_idx, : self.rows, :, :end] for all_ in (self.keys, self.values))
+        keys[:, :, self.length :], values[:, :, self.length :] = key_states, value_states
+        return keys, values
+
+    def branch(self) -> int:
+        """A further row."""
+        row, self.rows = self.rows, self.rows + 1
+        for all_ in (self.keys, self.values):
+            all_[:, row, :, : self.length] = all_[:, 0, :, : self.length]
+        return row
+
+    def redirect(
+        self, row: int, reads: Sequence[tuple[int, int]], rotation: KeyRotation | None
+    ) -> None:
+        """Positions read others' K and V, ``(position, source position)`` each; None: as cached."""
+        to, source = torch.tensor(reads, device=self.keys.device).T
+        keys = self.keys[:, row, :, source]
+        if rotation is not None:
+            rotated = rotation.rotate(keys.transpose(1, 2), (to - source).expand(len(keys), -1))
+            keys = rotated.transpose(1, 2).to(keys.dtype)
+        self.keys[:, row, :, to] = keys
+        self.values[:, row, :, to] = self.values[:, row, :, source]
+
+
+class Reader:
+    """Feeds tokens to a model through an :class:`EditableCache`. Raises ModelError."""
+
+    def __init__(self, model: Any) -> None:
+        model.set_attn_implementation(_NAME)
+        self.model, self.device = model.eval(), model.device
+        self.layers = model.config.get_text_config().num_hidden_layers
+        self.rotation = self._rotation()
+
+    def cache(self, rows: int, capacity: int) -> EditableCache:
+        return EditableCache(self.layers, rows, capacity, self.device)
+
+    @torch.no_grad()
+    def forward(self, cache: EditableCache, tokens: Sequence[int], first: int = 0) -> torch.Tensor:
+        """Logits ``[rows, tokens, vocabulary]``; ``first`` is the position of the first entry."""
+        end = cache.length + len(tokens)
+        at = torch.arange(cache.length, end, device=self.device)
+        causal = torch.arange(end, device=self.device) <= at[:, None]
+        found = self.model(
+            input_ids=torch.tensor(tokens, device=self.device).expand(cache.rows, -1),
+            attention_mask=cache.visible[: cache.rows, None, None, :end] & causal,
+            position_ids=(first + at).expand(cache.rows, -1),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+        cache.length = end
+        return found
+
+    @torch.no_grad()
+    def _rotation(self) -> KeyRotation:
+        """The one that turns layer 0's keys into those computed at another position."""
+        modules = [m for m in self.model.modules() if hasattr(m, "inv_freq")]
+        kinds = {getattr(module, "rope_type", "default") for module in modules}
+        if len(modules) != 1 or kinds & {"dynamic", "longrope"}:
+            raise ModelError(f"one plain rotary embedding is needed, found {len(modules)}: {kinds}")
+        longest = self.model.config.get_text_config().max_position_embeddings
+        at = torch.arange(longest, device=self.device)[None]
+        cos, sin = modules[0](torch.zeros(1, device=self.device), at)
+        size, shift, tokens = cos.shape[-1], torch.full((5,), 7, device=self.device), range(5)
+        here, there = (self.cache(1, len(tokens)) for _ in range(2))
+        self.forward(here, tokens)
+        self.forward(there, tokens, int(shift[0]))
+        keys, wanted = (cache.keys[0, 0].transpose(0, 1).float() for cache in (here, there))
+        halves, neighbours = slice(size // 2), slice(None, None, 2)
+        for part, is_neox in ((halves, True), (halves, False), (neighbours, False)):
+            table = torch.cat((cos[0, :, part], sin[0, :, part]), dim=-1)
+            rotation = KeyRotation(table, size, is_neox)
+            error = (rotation.rotate(keys, shift) - wanted).norm() / wanted.norm()
+            if error < (1e-4 if self.model.dtype == torch.float32 else 1e-2):
+                return rotation
+        raise ModelError("keys cannot be rotated to another position by the model's own table")
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' sdpa, but that KV heads are not repeated in memory where there is a mask."""
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} asks for {name}, not computed here")
+    found = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+    )
+    return found.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_NAME, _attention)

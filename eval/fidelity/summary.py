@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of responses summed up: means with bootstrap intervals, a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from eval.report.style import LABEL_SIZE, figure, light_grid, save, text
+
+_RESAMPLES = 2000
+#: Figure -> how a number of it is printed.
+_FORMS = {
+    "saved": "{:.1%}",
+    "kl": "{:.4f}",
+    "kl_per_saved": "{:.4f}",
+    "nll": "{:+.2%}",
+    "top1": "{:.1%}",
+}
+_MARKERS = "osD^vP*X<>ph"
+
+
+def rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each group and arm: means over responses, and of each, ``_95``, the ends of its 95%
+    bootstrap interval over responses, null for fewer than two.
+
+    ``nll`` is the relative change of the mean, ``kl_per_saved`` the ratio of the means.
+    """
+    scores = pd.DataFrame(
+        {"group": record["group"], "arm": name, **score, "dense": record["arms"]["dense"]["nll"]}
+        for record in records
+        for name, score in record["arms"].items()
+        if name != "dense"
+    )
+    found = []
+    for (group, arm), part in scores.groupby(["group", "arm"], sort=False):
+        data, count = part[["saved", "kl", "nll", "top1", "dense"]].to_numpy().T, len(part)
+        drawn = np.random.default_rng(0).integers(count, size=(_RESAMPLES, count))
+        ends = np.percentile(_figures(data[:, drawn].mean(axis=-1)), (2.5, 97.5), axis=-1)
+        row = {"arm": arm, "group": group, "responses": count}
+        for name, value, pair in zip(_FORMS, _figures(data.mean(axis=-1)), ends.T, strict=True):
+            row[name] = float(value) if np.isfinite(value) else None
+            row[f"{name}_95"] = pair.tolist() if count > 1 and np.isfinite(pair).all() else None
+        found.append(row)
+    return found
+
+
+def _figures(means: np.ndarray) -> np.ndarray:
+    """In the order of ``_FORMS``."""
+    saved, kl, nll, top1, dense = means
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.stack((saved, kl, kl / saved, nll / dense - 1, top1))
+
+
+def table(summed: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown; intervals in brackets."""
+    lines = []
+    for row in summed:
+        line = {name: row[name] for name in ("group", "arm", "responses")}
+        for name, form in _FORMS.items():
+            ends = row[f"{name}_95"]
+            line[name] = "-" if row[name] is None else form.format(row[name])
+            line[name] += "" if ends is None else f" ({' to '.join(map(form.format, ends))})"
+        lines.append(line)
+    return str(pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True))
+
+
+def draw(summed: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Damage (KL) against slots saved, a panel for each group."""
+    groups = list(dict.fromkeys(row["group"] for row in summed))
+    arms = list(dict.fromkeys(row["arm"] for row in summed))
+    made, axes = figure(5.2 * len(groups), 4.6, 1, len(groups))
+    for row in (row for row in summed if row["kl"] > 0):
+        number, panel = arms.index(row["arm"]), axes[0][groups.index(row["group"])]
+        bars = {
+            f"{axis}err": np.abs(np.array(ends)[:, None] - row[name])
+            for axis, name in (("x", "saved"), ("y", "kl"))
+            if (ends := row[f"{name}_95"]) is not None
+        }
+        look = dict(color=f"C{number % 10}", marker=_MARKERS[number % len(_MARKERS)])
+        panel.errorbar(row["saved"], row["kl"], **bars, **look, label=text(row["arm"]))
+    for panel, group in zip(axes[0], groups, strict=True):
+        panel.set(yscale="log", title=group, xlabel="slots saved at the end, share of the response")
+        light_grid(panel, "both")
+    axes[0][0].set_ylabel("KL(dense || arm) a token, nats")
+    axes[0][-1].legend(fontsize=LABEL_SIZE, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    save(made, path)

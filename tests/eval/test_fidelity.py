@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Editable caches against transformers' own forward, and what the harness writes, on a small
+Llama of random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from eval.fidelity import summary
+from eval.fidelity.__main__ import main
+from eval.fidelity.arms import ArmError, default_name, default_names, parse, parse_all
+from eval.fidelity.cache import ModelError, Reader
+from eval.fidelity.replay import Replay, compare
+from eval.fidelity.responses import ResponseError, loops, read
+from eval.tiny_reasoner import CHECKPOINT
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.filter.vocabulary import vocabulary_of
+
+STEP = "We add three and four and get seven, so the sum is seven.\n\n"
+OTHER = "Now we look at another way to write the same thing: {} of them.\n\n"
+ARMS = ["newest-runs-8-age0", "oldest-runs-8", "newest-random-8-age0", "random-evict", "keydiff"]
+#: Share nothing: no distance is accepted, no block gets old enough.
+NOTHING = ["newest-runs-8-age0-p0", "newest-runs-8-age1000"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )
+    made = LlamaForCausalLM(config).eval()
+    for weight in made.parameters():
+        # Sharp enough for attention to matter.
+        weight.data *= 4
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    model.save_pretrained(made)
+    AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def reader(folder: Path) -> Reader:
+    return Reader(LlamaForCausalLM.from_pretrained(folder))
+
+
+def tokens_of(count: int) -> list[int]:
+    return torch.randint(0, 40, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def forward(model: Any, tokens: list[int], mask: torch.Tensor | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), attention_mask=mask).logits[0]
+
+
+def test_chunks_and_a_branched_row_are_transformers_forward(model: Any, reader: Reader) -> None:
+    tokens = tokens_of(50)
+    cache = reader.cache(2, 50)
+    first = reader.forward(cache, tokens[:20])
+    assert cache.branch() == 1
+    rest = reader.forward(cache, tokens[20:])
+    wanted = forward(model, tokens)
+    torch.testing.assert_close(torch.cat((first[0], rest[0])), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rest[1], rest[0], atol=1e-5, rtol=1e-5)
+
+
+def test_evicted_positions_are_masked_keys(model: Any, reader: Reader) -> None:
+    tokens = tokens_of(40)
+    cache = reader.cache(2, 40)
+    reader.forward(cache, tokens[:30])
+    cache.visible[cache.branch(), 5:12] = False
+    found = reader.forward(cache, tokens[30:])
+    mask = torch.ones(40, 40).tril()
+    mask[30:, 5:12] = 0
+    additive = torch.where(mask > 0, 0.0, -torch.inf)[None, None]
+    wanted = forward(model, tokens, additive)[30:]
+    torch.testing.assert_close(found[1], wanted, atol=1e-4, rtol=1e-4)
+    assert compare(found, [*tokens[31:], 0])[1, 1] > 1e-3
+
+
+def test_a_rotated_key_is_the_recomputed_one_of_layer_0(reader: Reader) -> None:
+    tokens = tokens_of(8) * 2
+    cache = reader.cache(2, 16)
+    reader.forward(cache, tokens)
+    row, before = cache.branch(), cache.keys.clone()
+    cache.redirect(row, [(at, at) for at in range(16)], reader.rotation)
+    torch.testing.assert_close(cache.keys, before)
+    cache.redirect(row, [(at, at + 8) for at in range(8)], reader.rotation)
+    torch.testing.assert_close(cache.keys[0, row], before[0, 0], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(cache.keys[1, row, :, :8], before[1, 0, :, :8], atol=1e-3)
+    torch.testing.assert_close(cache.values[:, row, :, :8], cache.values[:, 0, :, 8:])
+    cache.redirect(row, [(0, 8)], None)
+    torch.testing.assert_close(cache.keys[:, row, :, 0], before[:, 0, :, 8])
+
+
+def test_random_sharing_hurts_more_than_equal_blocks(model: Any, reader: Reader) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    text = "".join(STEP + OTHER.format(i % 3) for i in range(12))
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    arms = parse_all([*ARMS, *NOTHING], ARMS[0])
+    found = Replay(reader, vocabulary_of(tokenizer), arms, ARMS[0]).scores(tokens, 6)
+    assert found["dense"]["kl"] == 0 and found["dense"]["top1"] == 1
+    wanted = -forward(model, tokens).log_softmax(-1)[5:-1]
+    nll = wanted.gather(1, torch.tensor(tokens[6:])[:, None]).mean()
+    assert found["dense"]["nll"] == pytest.approx(float(nll), abs=1e-4)
+    newest, oldest, random, evicted, keydiff = (found[name] for name in ARMS)
+    for score in (newest, oldest):
+        assert score["saved"] > 0.5
+        assert 0 < score["kl"] / score["saved"] < random["kl"] / random["saved"]
+    assert evicted["saved"] == keydiff["saved"] == pytest.approx(newest["saved"], abs=0.1)
+    for name in NOTHING:
+        assert found[name] == found["dense"]
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("newest-runs-8", (8, ReasonCacheConfig.min_age, "runs", "newest", True, 100)),
+        ("oldest-steps-16", (16, 0, "steps", "oldest", True, 100)),
+        ("oldest-cached-steps-8", (8, 0, "steps", "oldest", False, 100)),
+        ("newest-steps-4-age64-cached-p80", (4, 64, "steps", "newest", False, 80)),
+    ],
+)
+def test_names(name: str, knobs: tuple[object, ...]) -> None:
+    arm = parse(name)
+    rule = arm.filter
+    assert rule is not None
+    found = rule.block, rule.min_age, rule.match, rule.direction, arm.corrected, arm.percentile
+    assert found == knobs
+
+
+def test_default_arms() -> None:
+    assert default_name() in [arm.name for arm in parse_all(default_names(8), default_name())]
+    for field in ("direction", "match", "block", "min_age"):
+        shipped = getattr(ReasonCacheConfig(), field)
+        assert getattr(parse(default_name()).filter, field) == shipped
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["newest-8"], "'newest-8': an arm that shares is newest or oldest"),
+        (["newest-runs-8-fast"], "an arm that shares is"),
+        (["newest-runs-8-16"], "an arm that shares is"),
+        (["newest-runs-0"], "--reasoncache-block must be between 1 and 1024, got 0"),
+        (["fastest"], "'fastest' is neither .* nor a policy"),
+        (["quest"], "'quest' does not evict"),
+        (["h2o"], "needs attention weights"),
+        (["keydiff", "keydiff"], "--arms must name none twice"),
+        (["keydiff"], "--like must be an arm that shares"),
+    ],
+)
+def test_bad_names(names: list[str], said: str) -> None:
+    with pytest.raises(ArmError, match=said):
+        parse_all(names, "newest-runs-8")
+
+
+def test_loops() -> None:
+    assert loops(list(range(40)) * 4)
+    assert not loops(list(range(400)) + list(range(60)))
+    assert not loops([])
+
+
+def test_the_program(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "".join(STEP + OTHER.format(i) * (i % 2) for i in range(8))
+    rows = [{"question": f"{i}?", "response": f"{i}. {text}", "correct": i < 2} for i in range(4)]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    out, arms = tmp_path / "out" / "fidelity.json", ["newest-runs-8-age0", "streamingllm"]
+    arguments = [str(folder), str(tmp_path), f"--out={out}", "--cap=400", "--shortest=50"]
+    arguments += ["--threads=1", f"--arms={','.join(arms)}", f"--like={arms[0]}"]
+    assert main([*arguments, "--limit=1"]) == 0
+    assert main(arguments) == 0
+    # Each question once, and what the first run measured is not measured again.
+    assert len(out.with_suffix(".jsonl").read_text().splitlines()) == 4
+    assert "| right   | newest-runs-8-age0 |" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert found["default"] == default_name()
+    wanted = [(arm, group, 2) for group in ("right", "loops") for arm in arms]
+    assert [(row["arm"], row["group"], row["responses"]) for row in found["rows"]] == wanted
+    for row in found["rows"]:
+        for name in ("saved", "kl", "nll", "top1"):
+            low, high = row[f"{name}_95"]
+            assert low - 1e-9 <= row[name] <= high + 1e-9
+    assert out.with_suffix(".png").stat().st_size > 0
+
+
+def test_one_response_has_no_interval() -> None:
+    score = dict(saved=0.2, kl=0.01, nll=1.1, top1=0.9)
+    record = {"group": "right", "arms": {"dense": {**score, "nll": 1.0}, "an": score}}
+    (row,) = summary.rows([record])
+    assert row["nll"] == pytest.approx(0.1) and row["kl_per_saved"] == pytest.approx(0.05)
+    assert row["nll_95"] is None
+    assert "| right   | an    | 1           | 20.0%   | 0.0100 |" in summary.table([row])
+
+
+def test_what_cannot_be_read(folder: Path, tmp_path: Path, model: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1?", "response": 3}\n')
+    with pytest.raises(ResponseError, match=r"rows.jsonl:1: no text in field 'response'"):
+        list(read(path, AutoTokenizer.from_pretrained(folder), 100, 1))
+    assert main([str(tmp_path), str(path)]) == 1
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = LlamaConfig(**{**model.config.to_dict(), "rope_parameters": rope})
+    with pytest.raises(ModelError, match="one plain rotary embedding"):
+        Reader(LlamaForCausalLM(config))
