@@ -208,7 +208,8 @@ def independent(blocks: Iterable[BlockProposal], copies: bool = False) -> tuple[
     A block waits that reads, or frees, slots that an earlier one of its request redirects, or
     that frees slots which an earlier one reads: located now, it would share a freed slot.
     """
-    batch, later = [], []
+    batch: Batch = []
+    later: Batch = []
     # By request: numbers of slots that are freed, and that are read.
     touched: dict[int, tuple[set[int], set[int]]] = {}
     for block in blocks:

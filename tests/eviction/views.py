@@ -71,7 +71,7 @@ def view(
     given = GivenKeys(torch.zeros(1, len(held), 1, 2) if keys is None else keys)
     slot_aliases = SlotAliases()
     for dst, src, length in shared:
-        slot_aliases.share(dst, src, length)
+        slot_aliases.redirect(dst, src, length)
     attention: Attention = NoAttention()
     if weights is not None:
         assert weights.shape[1] == len(held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -63,7 +64,7 @@ def test_runs_are_those_of_brute_force(
 
 
 @pytest.mark.parametrize(("direction", "source"), [("newest", 6), ("oldest", 0)])
-def test_which_of_several_equal_runs(direction: str, source: int) -> None:
+def test_which_of_several_equal_runs(direction: Any, source: int) -> None:
     config = FilterConfig(match="runs", block=3, direction=direction)
     assert propose(config, [[1, 2, 3, 7, 8, 9, 1, 2, 3, 4, 1, 2, 3]])[-1] == (10, source)
 
@@ -86,7 +87,7 @@ def test_a_loop_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(matcher._runs) <= 1000
 
 
-def aged(direction: str, min_age: int, block: int = 4) -> AgeRule:
+def aged(direction: Any, min_age: int, block: int = 4) -> AgeRule:
     return AgeRule(FilterConfig(direction=direction, min_age=min_age, block=block))
 
 
