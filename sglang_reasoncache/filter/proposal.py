@@ -17,7 +17,7 @@ class FilterCounters:
     Attributes:
         steps: finished steps.
         steps_compared: of those, with at least one earlier step.
-        steps_with_candidates: with a lexical candidate.
+        steps_with_candidates: with a lexical candidate, or a block of an equal run.
         steps_with_pairs: with at least one block pair found, to be shared now or later.
         candidates: earlier steps above the lexical threshold.
         dropped_structure: candidates whose formal content differs.

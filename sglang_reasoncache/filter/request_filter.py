@@ -135,6 +135,8 @@ class RequestFilter:
         config = self._config
         if self._matcher is not None:
             found = self._matcher.propose(step)[: config.max_blocks_per_step]
+            counters.candidates = len(found)
+            counters.steps_with_candidates = int(bool(found))
         else:
             found = self._align(step, self._candidates(step, counters), counters)
             self._history.add(step)

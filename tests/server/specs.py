@@ -49,10 +49,12 @@ SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 #: KV slots that hold about five responses of the embedded model, so that
 #: requests queue, get retracted and the prefix cache is evicted.
 TIGHT = "--max-total-tokens 2400"
-#: Share whatever stage 1 proposes, from the first request on.
-EAGER = tuple(arguments_of({"percentile": 100, "warmup": 0, "block": 8}))
+#: The default rule, soon enough for short responses.
+EAGER = tuple(arguments_of({"min_age": 32}))
+#: The papers' rule, whatever the distance, from the first request on.
+PAPER = tuple(arguments_of({"preset": "reasoncache", "percentile": 100, "warmup": 0, "block": 8}))
 #: The same, block by block of the index: equal tokens rarely fall on the same page grid.
-EAGER_PAGES = tuple(arguments_of({"percentile": 100, "warmup": 0, "align": "index"}))
+EAGER_PAGES = tuple(arguments_of({"preset": "memshare", "percentile": 100, "warmup": 0}))
 #: Long prompts arrive in pieces, together with decoding requests.
 CHUNKED = "--chunked-prefill-size 64 --enable-mixed-chunk"
 #: Attention that skips evicted positions.
@@ -79,9 +81,7 @@ PAGED = SHARED.having(
     "page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, "--schedule-conservativeness 0.1"
 )
 #: Two tensor-parallel ranks, a core each: they must take every decision alike.
-TWO_RANKS = SHARED.having(
-    "tp2", TIGHT, "--reasoncache-block 8 --reasoncache-percentile 90 --tp 2", **TWO_CORES
-)
+TWO_RANKS = SHARED.having("tp2", TIGHT, *EAGER, "--reasoncache-percentile 90 --tp 2", **TWO_CORES)
 #: A budget well below a response, met often, on the overlap schedule.
 EVICTING = SHARED.having(
     "streamingllm",
@@ -160,7 +160,7 @@ CORRECTED = SHARED.having(
     "corrected", *EAGER, "--reasoning-parser qwen3 --reasoncache-set distance=cosine", **WAITING
 )
 CORRECTED_COPY = CORRECTED.having("copy", COPY).beside(CORRECTED)
-AS_CACHED = SHARED.having("as-cached", *EAGER, "--reasoncache-positions as-cached", **WAITING)
+AS_CACHED = SHARED.having("as-cached", *PAPER, "--reasoncache-positions as-cached", **WAITING)
 AS_CACHED_COPY = AS_CACHED.having("copy", COPY).beside(AS_CACHED)
 
 SHARING = (EXACT, ALIASED, PAGED)
