@@ -64,6 +64,12 @@ class ReasonCacheConfig:
         "of similar steps (the papers' filter).",
         choices=("runs", "steps"),
     )
+    min_run: int = _setting(
+        12,
+        "Tokens that must repeat before the blocks of a run share (match=runs); fewer save more and "
+        "hurt far more.",
+        bounds=(1, 65_536),
+    )
     direction: str = _setting(
         "newest",
         "Of two equal blocks the newest keeps its slots and earlier positions read them, or the "

@@ -17,11 +17,9 @@ from sglang_reasoncache.filter.settings import FilterConfig
 RANDOM_RATIO = 0.3
 _OPTION = re.compile(
     r"(?P<match>runs|steps|random)|(?P<cached>cached)|(?P<block>\d+)"
-    r"|age(?P<min_age>\d+)|p(?P<percentile>\d+)"
+    r"|age(?P<min_age>\d+)|p(?P<percentile>\d+)|run(?P<min_run>\d+)"
 )
-_GRAMMAR = (
-    "newest or oldest, runs, steps or random, block[, cached][, ageN][, pN], as newest-runs-8"
-)
+_GRAMMAR = "newest or oldest, runs, steps or random, block[, cached][, ageN][, runN][, pN], as newest-runs-8"
 
 
 class ArmError(ValueError):
@@ -52,7 +50,7 @@ def parse(name: str) -> Arm:
     if direction not in ("newest", "oldest"):
         return _evictor(name)
     found = [match for option in options if (match := _OPTION.fullmatch(option))]
-    values: dict[str, Any] = {str(match.lastgroup): match[0].lstrip("agep") for match in found}
+    values: dict[str, Any] = {str(m.lastgroup): m[str(m.lastgroup)] for m in found}
     if len(values) < len(options) or not {"match", "block"} <= values.keys():
         raise ArmError(f"{name!r}: an arm that shares is {_GRAMMAR}")
     cached, match = values.pop("cached", None), values.pop("match")

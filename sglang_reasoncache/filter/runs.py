@@ -27,7 +27,8 @@ class RunMatcher:
         self._start = start
         # By position less ``start``: tokens, and the hash of all before.
         self._tokens, self._hashes = array("q"), array("q", [0])
-        self._power = pow(_BASE, self._block, _MODULUS)
+        self._least = max(config.min_run, self._block)
+        self._power = pow(_BASE, self._least, _MODULUS)
         # Hash of a block -> offset of its first or newest run.
         self._runs: dict[int, int] = {}
         # Offsets of blocks that read later ones, and a byte for each offset in one of them.
@@ -42,8 +43,9 @@ class RunMatcher:
         pairs, block = [], self._block
         while self._at + block <= len(self._tokens):
             at = self._at
-            self._remember(at - block)
             earlier = self._earlier(at)
+            if earlier is None and at + self._least > len(self._tokens):
+                break
             if earlier is None or not self._take(earlier):
                 self._at += self._page
                 continue
@@ -68,7 +70,7 @@ class RunMatcher:
         gap = offset - len(self._tokens)
         if gap:
             # Tokens in between take no part; no run crosses them.
-            self._remember(len(self._tokens) - self._block)
+            self._remember(len(self._tokens) - self._least)
             self._tokens.extend([-1] * gap)
             self._hashes.extend([0] * gap)
             self._at = self._remembered = offset + -step.start % self._page
@@ -82,7 +84,7 @@ class RunMatcher:
 
     def _hash(self, at: int) -> int:
         hashes = self._hashes
-        return (hashes[at + self._block] - hashes[at] * self._power) % _MODULUS
+        return (hashes[at + self._least] - hashes[at] * self._power) % _MODULUS
 
     def _remember(self, last: int) -> None:
         """Runs up to offset ``last``: a block may not equal one that it overlaps."""
@@ -96,11 +98,16 @@ class RunMatcher:
             self._remembered = at + self._page
 
     def _earlier(self, at: int) -> int | None:
-        """Where the tokens of the block at ``at`` stand: behind the last pair's, or anywhere."""
-        known = [at - self._distance] if self._distance else []
+        """Where the tokens at ``at`` stand: behind the last pair's, or ``min_run`` of them
+        anywhere."""
+        tokens, block, least = self._tokens, self._block, self._least
+        if self._distance:
+            earlier = at - self._distance
+            if tokens[earlier : earlier + block] == tokens[at : at + block]:
+                return earlier
+        if at + least > len(tokens):
+            return None
+        self._remember(at - least)
         found = self._runs.get(self._hash(at))
-        if found is not None:
-            known.append(found)
-        tokens, block = self._tokens, self._block
-        wanted = tokens[at : at + block]
-        return next((i for i in known if tokens[i : i + block] == wanted), None)
+        same = found is not None and tokens[found : found + least] == tokens[at : at + least]
+        return found if same else None

@@ -42,6 +42,7 @@ class FilterConfig:
     match: Literal["steps", "runs"] = "steps"
     direction: Literal["newest", "oldest"] = "oldest"
     min_age: int = 0
+    min_run: int = 1
     block: int = 16
     page_size: int = 1
     align: AlignMode = "tokens"
