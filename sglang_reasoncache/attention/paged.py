@@ -21,12 +21,10 @@ from sglang_reasoncache.eviction.statistics import (
     Prefill,
     StatisticsUpdate,
 )
-from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
-from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import BatchRows, RowPlan, plan_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.selection.contract import Selector
 from sglang_reasoncache.selection.page_selection import PageSelection

@@ -73,7 +73,7 @@ def gather(
     out_k: torch.Tensor,
     out_v: torch.Tensor,
 ) -> None:
-    """See :func:`sglang_reasoncache.kernels.gather.gather_kv`; waits for nothing."""
+    """See :func:`sglang_reasoncache.kernels.extend.gather_kv`; waits for nothing."""
     count = len(kv_indices)
     if not count:
         return

@@ -157,7 +157,7 @@ def _own_backend(
         if on_cuda:
             requested_by = f"{flag_of('positions')} corrected"
             return make_cuda(model_runner, name, cached, requested_by=requested_by)
-        from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
+        from sglang_reasoncache.attention.paged_cpu import CorrectedTorchNativeBackend
 
         return CorrectedTorchNativeBackend(model_runner, cached)
     except ValueError as error:

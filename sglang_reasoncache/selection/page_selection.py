@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_reasoncache.arguments import flag_of
-from sglang_reasoncache.kernels.batch import BatchRows
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.plan import BatchRows, RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.selection.contract import Selector
 from sglang_reasoncache.selection.page_bounds import PageBounds

@@ -13,7 +13,7 @@ import torch
 from sglang_reasoncache.kernels import decode as decode_module
 from sglang_reasoncache.kernels import distance as distance_module
 from sglang_reasoncache.kernels.distance import DistanceKernel
-from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.native.pool import DTYPES, NativePool
 from tests.kernels.attention_cases import Case, Rig, make

@@ -15,9 +15,8 @@ from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, GraphVariants
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.kernels import decode_triton, plan_triton, select_triton
-from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.plan import BatchRows, RowPlan
 from sglang_reasoncache.kernels.reference import plan_rows
 from sglang_reasoncache.selection import page_bounds
 from sglang_reasoncache.selection.page_selection import PageSelection

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from sglang_reasoncache import registry
-from sglang_reasoncache.kernels.batch import BatchRows
-from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import BatchRows, RowPlan, plan_rows
 from sglang_reasoncache.policy_options import OptionError
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.page_selection import PageSelection
