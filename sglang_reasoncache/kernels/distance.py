@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.paged import check_pool, choose_backend
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Key and value buffer of a layer, ``[num_slots, heads, head_dim]`` each.
-Layer = tuple[torch.Tensor, torch.Tensor]
+Layer = tuple[Tensor, Tensor]
 
 
 class DistanceKernel:
@@ -65,7 +66,7 @@ class DistanceKernel:
         self._device = keys.device
         self.backend = choose_backend(backend, keys, values)
         #: ``(dst_slots, src_slots, shift, moments)`` to sums.
-        self._sums: Callable[..., torch.Tensor]
+        self._sums: Callable[..., Tensor]
         if self.backend == "torch":
             self._sums = functools.partial(reference.distance, layers, rotation)
         elif self.backend == "triton":
@@ -76,9 +77,7 @@ class DistanceKernel:
             pool = NativePool(layers, rotation)
             self._sums = functools.partial(_native_sums, pool, len(layers))
 
-    def squares(
-        self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def squares(self, dst_slots: Tensor, src_slots: Tensor, shift: Tensor | None = None) -> Tensor:
         """Sums of squared differences; on a CUDA device the call only launches.
 
         Args:
@@ -97,9 +96,7 @@ class DistanceKernel:
         """
         return self._checked(dst_slots, src_slots, shift, False)
 
-    def moments(
-        self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def moments(self, dst_slots: Tensor, src_slots: Tensor, shift: Tensor | None = None) -> Tensor:
         """fp64 ``[pairs, num_layers, 2, 3]``, for :func:`cosine_distances`; see :meth:`squares`.
 
         ``|x|^2``, ``|y|^2`` and ``x.y`` of the destination x and the rotated source y.
@@ -107,12 +104,8 @@ class DistanceKernel:
         return self._checked(dst_slots, src_slots, shift, True)
 
     def _checked(
-        self,
-        dst_slots: torch.Tensor,
-        src_slots: torch.Tensor,
-        shift: torch.Tensor | None,
-        moments: bool,
-    ) -> torch.Tensor:
+        self, dst_slots: Tensor, src_slots: Tensor, shift: Tensor | None, moments: bool
+    ) -> Tensor:
         shape, device = dst_slots.shape, self._device
         if len(shape) != 2 or not shape[1]:
             raise ValueError(f"dst_slots must be [pairs, d] with d >= 1, got {list(shape)}")
@@ -133,25 +126,25 @@ class DistanceKernel:
         return self._sums(dst_slots.contiguous(), src_slots.contiguous(), shift, moments)
 
 
-def _layout(buffer: torch.Tensor) -> tuple[object, ...]:
+def _layout(buffer: Tensor) -> tuple[object, ...]:
     return buffer.dtype, buffer.device, tuple(buffer.shape), buffer.stride()
 
 
 def _native_sums(
     pool: NativePool,
     num_layers: int,
-    dst_slots: torch.Tensor,
-    src_slots: torch.Tensor,
-    shift: torch.Tensor | None,
+    dst_slots: Tensor,
+    src_slots: Tensor,
+    shift: Tensor | None,
     moments: bool,
-) -> torch.Tensor:
+) -> Tensor:
     pairs, block = dst_slots.shape
     out = torch.empty((pairs, num_layers, 2, *[3] * moments), dtype=torch.float64)
     pool.call("distance", dst_slots, src_slots, shift, pairs, block, moments, cpu_threads(), out)
     return out
 
 
-def block_distances(squares: torch.Tensor, block: int, num_heads: int) -> torch.Tensor:
+def block_distances(squares: Tensor, block: int, num_heads: int) -> Tensor:
     """The paper's distance, fp64 ``[pairs]``, 0 for equal blocks.
 
     ``squares`` of :meth:`DistanceKernel.squares` and ``num_heads`` (h) are those of all ranks;
@@ -160,7 +153,7 @@ def block_distances(squares: torch.Tensor, block: int, num_heads: int) -> torch.
     return squares.sqrt().sum(dim=-1).mean(dim=-1) / (2 * block * num_heads)
 
 
-def cosine_distances(moments: torch.Tensor) -> torch.Tensor:
+def cosine_distances(moments: Tensor) -> Tensor:
     """Angle instead of difference (an ablation): mean ``1 - cos`` over layers and sides, ``[pairs]``.
 
     ``moments`` are summed over all ranks. Two blocks of zeros are equal, one is orthogonal.

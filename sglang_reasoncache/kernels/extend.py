@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 
@@ -32,8 +33,8 @@ _MASK_ELEMENTS = 1 << 22
 
 
 def gather_kv(
-    kv: PagedKv, kv_indices: torch.Tensor, shift: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    kv: PagedKv, kv_indices: Tensor, shift: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Copy entries out, heads first, as attention over one request reads them.
 
     Args:
@@ -100,7 +101,7 @@ class ExtendPlan:
         self.pieces: list[tuple[slice, slice]] = []
         self._device = device = plan.kv_indptr.device
         self._dtype = dtype
-        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int], Tensor] = {}
         bounds = plan.kv_indptr.tolist() if entries is None else [0, *accumulate(entries)]
         if not len(bounds) - 1 == len(new) == len(plan.kv_indptr) - 1:
             raise ValueError(
@@ -121,7 +122,7 @@ class ExtendPlan:
         self.singles = upload(tokens, device)
         self.spans = upload(begins, device, torch.int32), upload(ends, device, torch.int32)
 
-    def mask(self, new: int, total: int) -> torch.Tensor:
+    def mask(self, new: int, total: int) -> Tensor:
         """Additive ``[new, total]``: the last ``new`` entries see themselves and what is before."""
         found = self._masks.get((new, total))
         if found is None:
@@ -133,14 +134,14 @@ class ExtendPlan:
 
 
 def extend_attention(
-    query: torch.Tensor,
+    query: Tensor,
     kv: PagedKv,
     plan: ExtendPlan,
     *,
     scale: float,
     logit_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of every new token over its request's entries up to itself.
 
     ``query`` is ``[tokens, heads, k_dim]``, requests one after the other; the result
@@ -163,12 +164,7 @@ def extend_attention(
 
 
 def _extend_piece(
-    query: torch.Tensor,
-    kv: PagedKv,
-    plan: ExtendPlan,
-    entries: slice,
-    scale: float,
-    out: torch.Tensor,
+    query: Tensor, kv: PagedKv, plan: ExtendPlan, entries: slice, scale: float, out: Tensor
 ) -> None:
     """Attention of one request's new tokens over its entries, gathered."""
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
