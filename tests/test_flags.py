@@ -17,7 +17,7 @@ import pytest
 from sglang_reasoncache import compat, settings_table
 from sglang_reasoncache.arguments import arguments_of, flag_of
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
-from sglang_reasoncache.filter.presets import PRESETS
+from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin import flags, refusals
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglang_reasoncache.native import build as native_build
+from sglang_reasoncache import native as native_build
 
 ROOT = Path(__file__).parents[2]
 #: Prints the library or why there is none, three times, and what children are told.
