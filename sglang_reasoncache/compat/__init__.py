@@ -78,9 +78,6 @@ CUDA_HOOK_TARGETS: dict[str, str] = {
     "graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
 }
 
-#: The two hooks that exist without ``--enable-reasoncache``.
-FLAG_HOOKS = ("add_cli_args", "from_cli_args")
-
 #: ``--radix-cache-backend`` name of our tree.
 TREE_BACKEND = "reasoncache"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knobs of the step filter."""
+"""Knobs of the step filter, and named rules: rows of the papers' tables as settings."""
 
 from __future__ import annotations
 
@@ -12,22 +12,13 @@ from sglang_reasoncache.filter.structure.tree import Limits, require_zss
 
 # New blocks of 16 tokens read the slots of similar earlier steps at once; a percentile of the
 # distances decides.
-_PAPER: dict[str, object] = {
-    "match": "steps",
-    "direction": "oldest",
-    "min_age": 0,
-    "block": 16,
-    "percentile": 80.0,
-    "warmup": 128,
-}
+_PAPER: dict[str, object] = dict(
+    match="steps", direction="oldest", min_age=0, block=16, percentile=80.0, warmup=128
+)
 # Plain cosine over a constant, no structure check, k-th block with k-th block.
-_MEMSHARE: dict[str, object] = {
-    **_PAPER,
-    "length_factor": False,
-    "use_structure": False,
-    "align": "index",
-}
-_ALL: dict[str, object] = {**_PAPER, "percentile": 100.0, "warmup": 0}
+_MEMSHARE = {**_PAPER, "length_factor": False, "use_structure": False, "align": "index"}
+# No distance decides, so there is nothing to warm up for.
+_ALL = {**_PAPER, "percentile": 100.0, "warmup": 0}
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
     # The defaults: equal runs, old blocks read the newest copy.
