@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.paged import check_pool, choose_backend
-from sglang_reasoncache.native.pool import DTYPES, NativePool, cpu_threads
+from sglang_reasoncache.native.pool import DTYPES, NativePool
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -57,10 +57,9 @@ class DistanceKernel:
         if keys.dtype not in DTYPES:
             supported = ", ".join(map(str, DTYPES))
             raise ValueError(f"pool dtype {keys.dtype}, supported: {supported}")
-        for index, layer in enumerate(layers):
-            for side, found, wanted in zip(
-                "KV", map(_layout, layer), map(_layout, layers[0]), strict=True
-            ):
+        layouts = [[(x.dtype, x.device, tuple(x.shape), x.stride()) for x in kv] for kv in layers]
+        for index, layout in enumerate(layouts):
+            for side, found, wanted in zip("KV", layout, layouts[0], strict=True):
                 if found != wanted:
                     raise ValueError(f"{side} of layer {index} is {found}, not {wanted}")
         self._device = keys.device
@@ -74,8 +73,7 @@ class DistanceKernel:
 
             self._sums = TritonDistance(layers, rotation).sums
         else:
-            pool = NativePool(layers, rotation)
-            self._sums = functools.partial(_native_sums, pool, len(layers))
+            self._sums = NativePool(layers, rotation).distance
 
     def squares(self, dst_slots: Tensor, src_slots: Tensor, shift: Tensor | None = None) -> Tensor:
         """Sums of squared differences; on a CUDA device the call only launches.
@@ -124,24 +122,6 @@ class DistanceKernel:
                 raise ValueError("shift given, but the kernel was made without a rotation")
             shift = shift.contiguous()
         return self._sums(dst_slots.contiguous(), src_slots.contiguous(), shift, moments)
-
-
-def _layout(buffer: Tensor) -> tuple[object, ...]:
-    return buffer.dtype, buffer.device, tuple(buffer.shape), buffer.stride()
-
-
-def _native_sums(
-    pool: NativePool,
-    num_layers: int,
-    dst_slots: Tensor,
-    src_slots: Tensor,
-    shift: Tensor | None,
-    moments: bool,
-) -> Tensor:
-    pairs, block = dst_slots.shape
-    out = torch.empty((pairs, num_layers, 2, *[3] * moments), dtype=torch.float64)
-    pool.call("distance", dst_slots, src_slots, shift, pairs, block, moments, cpu_threads(), out)
-    return out
 
 
 def block_distances(squares: Tensor, block: int, num_heads: int) -> Tensor:

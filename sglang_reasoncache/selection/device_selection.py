@@ -172,15 +172,8 @@ class DeviceSelection(PageSelection):
 
     def _entries(self, step: _Step, keep: torch.Tensor) -> tuple[RowPlan, torch.Tensor | None]:
         settled = torch.empty_like(step.state)
-        select_triton.settle(
-            keep.contiguous(),
-            step.state,
-            step.lengths,
-            settled,
-            self._totals,
-            budget=self._budget,
-            page=self._page,
-        )
+        tensors = keep.contiguous(), step.state, step.lengths, settled, self._totals
+        select_triton.settle(*tensors, budget=self._budget, page=self._page)
         select_triton.select_into(step.buffers.plan, step.whole, settled, self._page)
         rows = step.buffers.plan.plan_of(len(settled))
         if self._cached_at is None:
