@@ -39,7 +39,7 @@ BUILT_IN: Mapping[str, str] = {
     "h2o": "sglang_reasoncache.eviction.policies.by_attention:H2O",
     "snapkv": "sglang_reasoncache.eviction.policies.by_attention:SnapKV",
     "rkv": "sglang_reasoncache.eviction.policies.by_attention:RKV",
-    "quest": "sglang_reasoncache.selection.quest:Quest",
+    "quest": "sglang_reasoncache.selection.contract:Quest",
 }
 #: Where other packages register theirs, ``name = "package.module:Class"``.
 ENTRY_POINTS = "sglang_reasoncache.policies"

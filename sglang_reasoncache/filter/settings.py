@@ -50,17 +50,7 @@ class FilterConfig:
     """Everything that decides which blocks are proposed. Defaults: ReasonCache's.
 
     Most are settings of ``ReasonCacheConfig``, which bounds and explains them: ``strict`` and
-    ``soft`` are its ``tau_strict`` and ``tau_soft``. The others:
-
-    Attributes:
-        max_structure_checks: candidates per step whose structure is compared, most similar
-            first; the others are left out.
-        page_size: above 1, blocks are whole pages and ``block`` equals it.
-        max_candidates: earlier steps that one step may take blocks from.
-        max_blocks_per_step: block pairs proposed for one step.
-        encoder: one of ``filter.encoder.ENCODERS``.
-        seed: of the random pairs.
-        limits: bounds of reading structure.
+    ``soft`` are its ``tau_strict`` and ``tau_soft``. The others say here what they are.
 
     Raises:
         ValueError: a block that is not the page.
@@ -73,20 +63,21 @@ class FilterConfig:
     length_factor: bool = True
     use_structure: bool = True
     structure_tolerance: int = 0
+    #: Candidates per step whose structure is compared, most similar first.
     max_structure_checks: int = 64
     match: Literal["steps", "runs"] = "steps"
     direction: Literal["newest", "oldest"] = "oldest"
     min_age: int = 0
     block: int = 16
-    page_size: int = 1
+    page_size: int = 1  # above 1, blocks are whole pages and ``block`` equals it
     align: AlignMode = "tokens"
     max_step_tokens: int = 1024
     max_history_steps: int = 2048
-    max_candidates: int = 4
-    max_blocks_per_step: int = 256
-    encoder: str = "tokens"
+    max_candidates: int = 4  # earlier steps that one step may take blocks from
+    max_blocks_per_step: int = 256  # block pairs proposed for one step
+    encoder: str = "tokens"  # one of ``filter.encoder.ENCODERS``
     random_ratio: float | None = None
-    seed: int = 0
+    seed: int = 0  # of the random pairs
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -26,12 +26,9 @@ logger = logging.getLogger(__name__)
 class SelectionRefusal(Enum):
     """Why a selector's answer was not used as it is; values are metric labels."""
 
-    MALFORMED = "malformed"
-    """No bool tensor of the pages' shape: everything was read."""
-    NEWEST = "newest"
-    """The page that is being filled was left out: it was read."""
-    POLICY_FAILED = "policy_failed"
-    """The policy raised an exception: everything was read."""
+    MALFORMED = "malformed"  # no bool tensor of the pages' shape: everything was read
+    NEWEST = "newest"  # the page that is being filled was left out: it was read
+    POLICY_FAILED = "policy_failed"  # the policy raised an exception: everything was read
 
 
 class _Step(NamedTuple):

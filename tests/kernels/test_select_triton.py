@@ -26,9 +26,9 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import BatchRows, RowPlan, plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.selection import page_bounds
+from sglang_reasoncache.selection.contract import Quest
 from sglang_reasoncache.selection.device_selection import DeviceSelection
 from sglang_reasoncache.selection.page_selection import PageSelection
-from sglang_reasoncache.selection.quest import Quest
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

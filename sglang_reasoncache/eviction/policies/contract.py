@@ -21,12 +21,9 @@ ATTENTION = "attention"
 class StatisticsNeeds(NamedTuple):
     """Which weights a policy that needs :data:`ATTENTION` reads."""
 
-    latest: int = 0
-    """Newest queries whose weights are kept apart, for ``Attention.latest``."""
-    total: bool = False
-    """Sums over all queries of the response are kept, for ``Attention.total``."""
-    prompt: int = 0
-    """Queries at the end of a prompt that count as well."""
+    latest: int = 0  # newest queries whose weights are kept apart, for ``Attention.latest``
+    total: bool = False  # sums over all queries of the response, for ``Attention.total``
+    prompt: int = 0  # queries at the end of a prompt that count as well
 
 
 @dataclass(frozen=True)
