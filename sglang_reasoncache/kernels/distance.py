@@ -39,16 +39,10 @@ class DistanceKernel:
         *,
         backend: str | None = None,
     ) -> None:
-        """
-        Args:
-            layers: Keys and values of every layer, of a dtype of ``DTYPES``. Keys are shaped and
-                strided alike in all layers, so are values; their head dims may differ.
-            rotation: The model's rotation of keys, None to compare as cached only.
-            backend: See ``choose_backend``.
-
-        Raises:
-            ValueError, NativeUnavailable: unlike layers; see ``check_pool``, ``choose_backend``.
-        """
+        """``layers``: keys and values of every layer, of a dtype of ``DTYPES``; keys shaped and
+        strided alike in all layers, so values; their head dims may differ. ``rotation``: of keys, None
+        to compare as cached only. Raises ValueError and NativeUnavailable for unlike layers, and as
+        ``check_pool`` and ``choose_backend``."""
         if not layers:
             raise ValueError("a pool of at least one layer is needed")
         layers = list(layers)
