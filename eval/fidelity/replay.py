@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang_reasoncache.eviction.keys import KeySource
 
 from eval.fidelity.arms import Arm
 from eval.fidelity.cache import EditableCache, Reader
+from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import RequestView
 from sglang_reasoncache.filter.align import BlockPair
 from sglang_reasoncache.filter.request_filter import RequestFilter
