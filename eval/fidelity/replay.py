@@ -15,7 +15,7 @@ import torch
 
 from eval.fidelity.arms import Arm
 from eval.fidelity.cache import EditableCache, Reader
-from sglang_reasoncache.eviction.held import KeySource
+from sglang_reasoncache.eviction.held import HeldKeys, KeySource
 from sglang_reasoncache.eviction.policies.contract import RequestView
 from sglang_reasoncache.filter.align import BlockPair
 from sglang_reasoncache.filter.request_filter import RequestFilter
@@ -87,7 +87,7 @@ class ArmCache:
             held=held,
             slot_aliases=held.copy(),
             seed=seed,
-            keys=source.of(0, held),
+            keys=HeldKeys(source, 0, held),
         )
         policy = dataclasses.replace(self.arm.evictor, budget=written - target, share=None)
         for gone in policy.evict(view, excess):
