@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_reasoncache.arguments import arguments_of
 from sglang_reasoncache.config import SETTINGS, ConfigError, ReasonCacheConfig, parse_setting
-from sglang_reasoncache.filter.presets import PRESETS
+from sglang_reasoncache.filter.settings import PRESETS
 
 
 class MethodError(ValueError):

@@ -11,8 +11,7 @@ from typing import Any
 from sglang_reasoncache import registry
 from sglang_reasoncache.arguments import CALLED, SET, flag_of, value_of
 from sglang_reasoncache.filter.encoder import ENCODER_BOUND, EncoderChoice
-from sglang_reasoncache.filter.presets import PRESETS
-from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
 from sglang_reasoncache.registry import BUILT_IN, PolicyChoice, PolicyError
 
 _POLICY_BOUND = "NAME[:key=value,...][+NAME...]"

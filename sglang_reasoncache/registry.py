@@ -32,14 +32,14 @@ from sglang_reasoncache.selection.contract import NamedSelector
 
 #: Every evictor and selector of this package: a policy is one line here.
 BUILT_IN: Mapping[str, str] = {
-    "streamingllm": "sglang_reasoncache.eviction.policies.streamingllm:StreamingLLM",
-    "random": "sglang_reasoncache.eviction.policies.random_eviction:RandomEviction",
-    "l2norm": "sglang_reasoncache.eviction.policies.l2norm:L2Norm",
-    "keydiff": "sglang_reasoncache.eviction.policies.keydiff:KeyDiff",
-    "h2o": "sglang_reasoncache.eviction.policies.h2o:H2O",
-    "snapkv": "sglang_reasoncache.eviction.policies.snapkv:SnapKV",
-    "rkv": "sglang_reasoncache.eviction.policies.rkv:RKV",
-    "quest": "sglang_reasoncache.selection.quest:Quest",
+    "streamingllm": "sglang_reasoncache.eviction.policies.by_position:StreamingLLM",
+    "random": "sglang_reasoncache.eviction.policies.by_position:RandomEviction",
+    "l2norm": "sglang_reasoncache.eviction.policies.by_keys:L2Norm",
+    "keydiff": "sglang_reasoncache.eviction.policies.by_keys:KeyDiff",
+    "h2o": "sglang_reasoncache.eviction.policies.by_attention:H2O",
+    "snapkv": "sglang_reasoncache.eviction.policies.by_attention:SnapKV",
+    "rkv": "sglang_reasoncache.eviction.policies.by_attention:RKV",
+    "quest": "sglang_reasoncache.selection.contract:Quest",
 }
 #: Where other packages register theirs, ``name = "package.module:Class"``.
 ENTRY_POINTS = "sglang_reasoncache.policies"

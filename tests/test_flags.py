@@ -17,7 +17,7 @@ import pytest
 from sglang_reasoncache import compat, settings_table
 from sglang_reasoncache.arguments import arguments_of, flag_of
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
-from sglang_reasoncache.filter.presets import PRESETS
+from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin import flags, refusals
 
 
@@ -235,7 +235,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_reasoncache import compat
-ours = {compat.HOOK_TARGETS[name] for name in compat.FLAG_HOOKS}
+ours = {compat.HOOK_TARGETS[name] for name in ("add_cli_args", "from_cli_args")}
 assert HookRegistry._patched == ours, HookRegistry._patched
 from sglang.srt.mem_cache.registry import registered_radix_cache_backends
 assert compat.TREE_BACKEND not in registered_radix_cache_backends()

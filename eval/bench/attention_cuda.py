@@ -16,7 +16,7 @@ import torch
 from eval.bench.attention_batch import Batch, Shape
 from eval.bench.turns import Side, spread
 from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into

@@ -38,17 +38,10 @@ class PagedBackend(_Stock):
         requested_by: str,
         **stock: Any,
     ) -> None:
-        """
-        Args:
-            model_runner: SGLang's runner, its pool already there.
-            cached: Slots' cached positions: shared keys are used at the position where they are
-                read. None reads every key as cached.
-            requested_by: The flags that request it, the beginning of every message.
-            **stock: For the backend behind.
-
-        Raises:
-            ValueError: what is not supported, by name; an embedding that cannot rotate keys.
-        """
+        """``cached``: slots' cached positions, so that shared keys are used at the position where
+        they are read; None reads every key as cached. ``requested_by``: the flags that request it,
+        the beginning of every message. ``stock``: for the backend behind. Raises ValueError for
+        what is not supported, by name, and an embedding that cannot rotate keys."""
         check_supported(model_runner, requested_by)
         self.requested_by = requested_by
         # First, because it may raise: SGLang's backend takes memory.

@@ -12,21 +12,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
-from sglang_reasoncache.eviction.statistics import (
-    AttentionStatistics,
-    Prefill,
-    StatisticsUpdate,
-)
-from sglang_reasoncache.kernels.batch import BatchRows
+from sglang_reasoncache.eviction.statistics import AttentionStatistics, Prefill, StatisticsUpdate
 from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
-from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import BatchRows, RowPlan, plan_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.selection.contract import Selector
 from sglang_reasoncache.selection.page_selection import PageSelection
@@ -144,7 +139,7 @@ class PagedAttention:
         self.plan_into(buffers, zero, zero + length)
         return buffers
 
-    def _zeros(self, heads: int, dim: int) -> torch.Tensor:
+    def _zeros(self, heads: int, dim: int) -> Tensor:
         return torch.zeros((1, heads, dim), dtype=self._dtype, device=self.device)
 
     # -- planning -------------------------------------------------------------------
@@ -163,9 +158,7 @@ class PagedAttention:
         entries = batch * self.width if entries is None else entries
         return PlanBuffers.of(batch, entries, self.device, positions=positions)
 
-    def plan_into(
-        self, buffers: PlanBuffers, requests: torch.Tensor, lengths: torch.Tensor
-    ) -> RowPlan:
+    def plan_into(self, buffers: PlanBuffers, requests: Tensor, lengths: Tensor) -> RowPlan:
         """Plan rows on a GPU; what this queues can be captured in a CUDA graph."""
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
@@ -220,7 +213,7 @@ class PagedAttention:
             self.selection.begin(read, self.statistics is not None)
 
     def begin_graph(
-        self, buffers: PlanBuffers, batch: ForwardBatch, weights: torch.Tensor | None
+        self, buffers: PlanBuffers, batch: ForwardBatch, weights: Tensor | None
     ) -> None:
         """A decode graph is about to be captured or replayed; it plans into ``buffers``."""
         self.rows = self._readable(buffers.plan_of(batch.batch_size))
@@ -253,8 +246,8 @@ class PagedAttention:
 
     def write(
         self,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool,
@@ -270,9 +263,7 @@ class PagedAttention:
         if self.selection is not None:
             self.selection.update(layer.layer_id, batch.out_cache_loc)
 
-    def decode(
-        self, q: torch.Tensor, layer: AttentionLayer, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def decode(self, q: Tensor, layer: AttentionLayer, sinks: Tensor | None) -> Tensor:
         """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
         rows, update, selection = self.rows, self._update, self.selection
         if rows is None:
@@ -290,9 +281,7 @@ class PagedAttention:
         self._updated(layer)
         return out
 
-    def extend(
-        self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, sinks: Any
-    ) -> torch.Tensor:
+    def extend(self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, sinks: Any) -> Tensor:
         """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
         plan = self.extend_plan
         if plan is None:
@@ -302,7 +291,7 @@ class PagedAttention:
             plan = self.extend_plan = self._planned_extend(plan.rows, batch)
         return self._attend(extend_attention, q, layer, plan, sinks)
 
-    def weigh(self, q: torch.Tensor, layer: AttentionLayer, sinks: torch.Tensor | None) -> None:
+    def weigh(self, q: Tensor, layer: AttentionLayer, sinks: Tensor | None) -> None:
         """Weights of a prefill's last queries, which fused attention does not give."""
         update, rows = self._update, self._weighed
         if update is None or rows is None:
@@ -320,13 +309,13 @@ class PagedAttention:
 
     def _attend(
         self,
-        run: Callable[..., torch.Tensor],
-        q: torch.Tensor,
+        run: Callable[..., Tensor],
+        q: Tensor,
         layer: AttentionLayer,
         plan: RowPlan | ExtendPlan,
-        sinks: torch.Tensor | None,
+        sinks: Tensor | None,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """``run``: of ``kernels``, for decode or extend."""
         scale, v_scale = self._scales(layer)
         out = run(

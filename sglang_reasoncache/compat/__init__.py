@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -77,9 +78,6 @@ CUDA_HOOK_TARGETS: dict[str, str] = {
     "graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
 }
 
-#: The two hooks that exist without ``--enable-reasoncache``.
-FLAG_HOOKS = ("add_cli_args", "from_cli_args")
-
 #: ``--radix-cache-backend`` name of our tree.
 TREE_BACKEND = "reasoncache"
 
@@ -122,3 +120,22 @@ def check_version(allow_untested: bool) -> None:
             f"--enable-reasoncache supports sglang {', '.join(SUPPORTED_SGLANG)}, found "
             f"{found}; pass {SET} allow_untested_sglang=true to start anyway"
         )
+
+
+def apply_hooks(hooks: Mapping[str, tuple[Callable[..., Any], Any]]) -> None:
+    """Hook what is not hooked yet: SGLang's function by its path -> our hook and its ``HookType``."""
+    registry = resolve("HookRegistry")
+    for target, (function, kind) in hooks.items():
+        if target not in registry._patched:
+            registry.register(target, function, kind)
+    registry.apply_hooks()
+    check_applied(hooks)
+
+
+def check_applied(targets: Iterable[str]) -> None:
+    """Raises RuntimeError when SGLang could not apply a hook (it only logs that)."""
+    patched = resolve("HookRegistry")._patched
+    missing = [target for target in targets if target not in patched]
+    if missing:
+        names = ", ".join(missing)
+        raise RuntimeError(f"sglang-reasoncache: SGLang did not apply the hooks {names}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's objects, with the attributes that this project reads or writes and no others.
 
-Static types only: nothing is checked at run time. ``tests/contract/test_types.py`` looks every
+Static types only: nothing is checked at run time. ``tests/contract/test_compat.py`` looks every
 attribute up in the class that the installed SGLang has.
 """
 

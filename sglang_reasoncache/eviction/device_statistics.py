@@ -17,7 +17,7 @@ from sglang_reasoncache.eviction.statistics import (
     StatisticsUpdate,
 )
 from sglang_reasoncache.kernels import note_triton
-from sglang_reasoncache.kernels.batch import BatchRows
+from sglang_reasoncache.kernels.plan import BatchRows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
 

@@ -20,23 +20,14 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 
 
 class KeySource(NamedTuple):
-    """One per scheduler.
+    """One per scheduler."""
 
-    Attributes:
-        pool: SGLang's ``MHATokenToKVPool``.
-        rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
-        cached_at: Slots' cached positions.
-        rotation: To take rotary embedding off; None where cached positions are not recorded.
-        num_heads: KV heads over all ranks.
-        group: CPU process group of the tensor-parallel ranks, None when alone.
-    """
-
-    pool: Any
-    rows: torch.Tensor
+    pool: Any  # SGLang's ``MHATokenToKVPool``
+    rows: torch.Tensor  # ``req_to_token``, int32 ``[max_requests, max_context]``
     cached_at: CachedPositions
-    rotation: KeyRotation | None
-    num_heads: int
-    group: Any = None
+    rotation: KeyRotation | None  # to take it off; None: cached positions are not recorded
+    num_heads: int  # KV heads over all ranks
+    group: Any = None  # CPU process group of the tensor-parallel ranks, None when alone
 
 
 class HeldKeys:

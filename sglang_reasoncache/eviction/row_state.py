@@ -22,16 +22,13 @@ _REMEMBERED = 1024
 class EvictionRefusal(Enum):
     """Why a proposed eviction was not applied; values are metric labels."""
 
-    MALFORMED = "malformed"
-    """Not a run of positions."""
+    MALFORMED = "malformed"  # not a run of positions
     TREE_OWNED = "tree_owned"
     NOT_WRITTEN = "not_written"
-    NEWEST = "newest"
-    """The newest position stays: the next forward reads its slot to place the one after it."""
+    NEWEST = "newest"  # it stays: the next forward reads its slot to place the one after it
     PART_OF_PAGE = "part_of_page"
     ALREADY_EVICTED = "already_evicted"
-    POLICY_FAILED = "policy_failed"
-    """The policy raised an exception."""
+    POLICY_FAILED = "policy_failed"  # it raised an exception
 
 
 @dataclass
@@ -126,18 +123,12 @@ def refusal_of_eviction(
 
 @dataclass
 class RowState:
-    """Of one request.
+    """Of one request."""
 
-    Attributes:
-        live_positions: Row positions less the slots that they name.
-        slot_aliases: Which positions name the same slot.
-        evicted: Evicted positions. Those of a row before a retraction are evicted again.
-        next_eviction: Policy -> written positions of the row before which it does not run again.
-    """
-
-    live_positions: int = 0
+    live_positions: int = 0  # row positions less the slots that they name
     slot_aliases: SlotAliases = field(default_factory=SlotAliases)
     evicted: EvictedPositions = field(default_factory=EvictedPositions)
+    #: Policy -> written positions of the row before which it does not run again.
     next_eviction: dict[str, int] = field(default_factory=dict)
 
     def forget_row(self) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
-from sglang_reasoncache.kernels.batch import BatchRows
+from sglang_reasoncache.kernels.plan import BatchRows
 
 logger = logging.getLogger(__name__)
 
@@ -40,27 +40,19 @@ _SPARE = 512 << 20
 class Prefill(NamedTuple):
     """Which queries of a prefill count. A number per request each."""
 
-    counts: list[int]
-    """Queries, the last ones."""
-    added: list[int]
-    """Positions whose totals go on; those behind begin anew."""
-    lengths: list[int]
-    """Positions, new ones included."""
-    new: list[int]
-    """New tokens."""
+    counts: list[int]  # queries, the last ones
+    added: list[int]  # positions whose totals go on; those behind begin anew
+    lengths: list[int]  # positions, new ones included
+    new: list[int]  # new tokens
 
 
 class StatisticsUpdate(NamedTuple):
     """Weights of one forward. Every layer adds to ``weights``."""
 
-    weights: torch.Tensor
-    """fp32, one for each entry of the first query, then of the next, and so on."""
-    longest: int
-    """Most entries of a query."""
-    apply: Callable[[], None]
-    """Brings the weights of all layers to the rows, and zeroes them."""
-    parts: Sequence[Part] = ()
-    """The queries of a prefill, for calls of decode attention."""
+    weights: torch.Tensor  # fp32, for each entry of the first query, then of the next
+    longest: int  # most entries of a query
+    apply: Callable[[], None]  # brings the weights of all layers to the rows, and zeroes them
+    parts: Sequence[Part] = ()  # the queries of a prefill, for calls of decode attention
 
 
 class AttentionStatistics:

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairing the blocks of a step with blocks of an earlier step."""
+"""Pairing the blocks of a step with blocks of an earlier step, by their tokens or at random."""
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_left
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from sglang_reasoncache.filter.segment import Step
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.filter.settings import FilterConfig
 
 AlignMode = Literal["tokens", "index"]
 
@@ -71,3 +75,31 @@ def block_starts(step: Step, block: int, page_size: int) -> range:
     """Positions of the step's consecutive blocks: on the page grid, or from its start."""
     first = step.start + -step.start % page_size
     return range(first, step.end - block + 1, block)
+
+
+class RandomPairs:
+    """Pairs blocks, each with probability ``config.random_ratio``, with uniformly random blocks
+    of earlier steps; the same seed and steps give the same pairs. Not thread safe."""
+
+    def __init__(self, config: FilterConfig, seed: int) -> None:
+        self._config = config
+        self._random = random.Random(seed)
+        # Starts of all earlier blocks; how many each retained step added.
+        self._starts: list[int] = []
+        self._per_step: list[int] = []
+
+    def propose(self, step: Step) -> list[BlockPair]:
+        """Random pairs for a step, which becomes an earlier one; the oldest may be forgotten."""
+        config, earlier = self._config, self._starts
+        ratio = config.random_ratio or 0.0
+        starts = block_starts(step, config.block, config.page_size)
+        pairs = [
+            BlockPair(start, self._random.choice(earlier))
+            for start in starts
+            if earlier and self._random.random() < ratio
+        ]
+        earlier += starts
+        self._per_step.append(len(starts))
+        if len(self._per_step) > config.max_history_steps:
+            del earlier[: self._per_step.pop(0)]
+        return pairs

@@ -28,13 +28,12 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
+#: When set to 1, polls wait for the filter, so that tests share at the same tokens in every run.
 WAIT_ENV = "REASONCACHE_WAIT_FOR_FILTER"
-"""When set to 1, polls wait for the filter, so that tests share at the same tokens in every run."""
-
 MAX_RESTARTS = 3
 START_SECONDS = 180.0
+#: Time polled without a reply to an outstanding feed, after which the process counts as hung.
 SILENT_SECONDS = 30.0
-"""Time polled without a reply to an outstanding feed, after which the process counts as hung."""
 _MAX_UNSENT = 8 << 20
 # A pause between two polls counts as this much at most: the scheduler may have stood still.
 _LONGEST_PAUSE = 1.0

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from sglang_reasoncache.filter.aging import AgeRule
-from sglang_reasoncache.filter.align import BlockPair, align_blocks
+from sglang_reasoncache.filter.align import BlockPair, RandomPairs, align_blocks
 from sglang_reasoncache.filter.encoder import DenseIndex, StepEncoder
 from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
 from sglang_reasoncache.filter.proposal import FilterCounters, Proposal
-from sglang_reasoncache.filter.random_pairs import RandomPairs
 from sglang_reasoncache.filter.runs import RunMatcher
 from sglang_reasoncache.filter.segment import BLANK, ReasoningSpan, Segmenter, Step, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig

@@ -109,31 +109,20 @@ class Segmenter:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One step: the tokens between two blank lines of a response.
+    """One step: the tokens between two blank lines of a response."""
 
-    Attributes:
-        start: logical position of the first token in the request's sequence.
-        end: one past the last token; the separator token is inside.
-        token_ids: ``end - start`` ids, separator included.
-        num_chars: length of the decoded step without surrounding white space, in characters,
-            at least 1 (|S| of ReasonCache, stage 1).
-        bag: occurrences of each token id, blank ones at the end left out: the papers' step is
-            the text *between* two blank lines.
-        norm_sq: squared Euclidean norm of the counts, an exact integer.
-        text: decoded step; emptied once ``signature`` makes it needless.
-        in_code: the step begins inside a code fence opened by an earlier step.
-        signature: structure signature, filled at most once and only when a candidate needs it.
-    """
-
-    start: int
-    end: int
-    token_ids: tuple[int, ...]
+    start: int  # logical position of the first token in the request's sequence
+    end: int  # one past the last token; the separator token is inside
+    token_ids: tuple[int, ...]  # ``end - start`` ids, separator included
+    #: Characters of the decoded step without white space around it, at least 1 (|S| of stage 1).
     num_chars: int
+    #: Occurrences of each token id, blank ones at the end left out: the papers' step is the text
+    #: *between* two blank lines.
     bag: Counter[int]
-    norm_sq: int
-    text: str = ""
-    in_code: bool = False
-    signature: Signature | None = None
+    norm_sq: int  # squared Euclidean norm of the counts, an exact integer
+    text: str = ""  # decoded step; emptied once ``signature`` makes it needless
+    in_code: bool = False  # the step begins inside a code fence opened by an earlier step
+    signature: Signature | None = None  # filled at most once, only when a candidate needs it
 
     @classmethod
     def build(

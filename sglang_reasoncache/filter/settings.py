@@ -1,13 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knobs of the step filter."""
+"""Knobs of the step filter, and named rules: rows of the papers' tables as settings."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from sglang_reasoncache.filter.align import AlignMode
 from sglang_reasoncache.filter.structure.tree import Limits, require_zss
+
+# New blocks of 16 tokens read the slots of similar earlier steps at once; a percentile of the
+# distances decides.
+_PAPER: dict[str, object] = dict(
+    match="steps", direction="oldest", min_age=0, block=16, percentile=80.0, warmup=128
+)
+# Plain cosine over a constant, no structure check, k-th block with k-th block.
+_MEMSHARE = {**_PAPER, "length_factor": False, "use_structure": False, "align": "index"}
+# No distance decides, so there is nothing to warm up for.
+_ALL = {**_PAPER, "percentile": 100.0, "warmup": 0}
+
+PRESETS: Mapping[str, Mapping[str, object]] = {
+    # The defaults: equal runs, old blocks read the newest copy.
+    "newest": {},
+    # Cosine with length factor, dynamic threshold, structure, distance at p = 80.
+    "reasoncache": _PAPER,
+    "memshare": {**_MEMSHARE, "fixed_tau": 0.8},
+    "memshare-0.9": {**_MEMSHARE, "fixed_tau": 0.9},
+    # Stage by stage: lexical similarity alone; with structure; `reasoncache` is all three.
+    "cosine": {**_ALL, "use_structure": False},
+    "cosine-structure": _ALL,
+    "p20": {**_PAPER, "percentile": 20.0},
+    "p50": {**_PAPER, "percentile": 50.0},
+    "p80": _PAPER,
+    "p100": _ALL,
+    # A constant in place of the dynamic lexical threshold, all else ReasonCache.
+    "fixed-0.8": {**_PAPER, "fixed_tau": 0.8},
+    "fixed-0.9": {**_PAPER, "fixed_tau": 0.9},
+    "sentence-bert": {**_PAPER, "encoder": "sentence-bert"},
+    "embedding": {**_PAPER, "encoder": "embedding"},
+    "cosine-distance": {**_PAPER, "distance": "cosine"},
+    # No stage at all: what careless sharing costs.
+    "random": {**_ALL, "use_structure": False, "random_ratio": 0.3},
+}
 
 
 @dataclass(frozen=True)
@@ -15,17 +50,7 @@ class FilterConfig:
     """Everything that decides which blocks are proposed. Defaults: ReasonCache's.
 
     Most are settings of ``ReasonCacheConfig``, which bounds and explains them: ``strict`` and
-    ``soft`` are its ``tau_strict`` and ``tau_soft``. The others:
-
-    Attributes:
-        max_structure_checks: candidates per step whose structure is compared, most similar
-            first; the others are left out.
-        page_size: above 1, blocks are whole pages and ``block`` equals it.
-        max_candidates: earlier steps that one step may take blocks from.
-        max_blocks_per_step: block pairs proposed for one step.
-        encoder: one of ``filter.encoder.ENCODERS``.
-        seed: of the random pairs.
-        limits: bounds of reading structure.
+    ``soft`` are its ``tau_strict`` and ``tau_soft``. The others say here what they are.
 
     Raises:
         ValueError: a block that is not the page.
@@ -38,21 +63,22 @@ class FilterConfig:
     length_factor: bool = True
     use_structure: bool = True
     structure_tolerance: int = 0
+    #: Candidates per step whose structure is compared, most similar first.
     max_structure_checks: int = 64
     match: Literal["steps", "runs"] = "steps"
     direction: Literal["newest", "oldest"] = "oldest"
     min_age: int = 0
     min_run: int = 1
     block: int = 16
-    page_size: int = 1
+    page_size: int = 1  # above 1, blocks are whole pages and ``block`` equals it
     align: AlignMode = "tokens"
     max_step_tokens: int = 1024
     max_history_steps: int = 2048
-    max_candidates: int = 4
-    max_blocks_per_step: int = 256
-    encoder: str = "tokens"
+    max_candidates: int = 4  # earlier steps that one step may take blocks from
+    max_blocks_per_step: int = 256  # block pairs proposed for one step
+    encoder: str = "tokens"  # one of ``filter.encoder.ENCODERS``
     random_ratio: float | None = None
-    seed: int = 0
+    seed: int = 0  # of the random pairs
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

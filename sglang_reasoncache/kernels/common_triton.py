@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -23,7 +24,7 @@ ELEMENT = {
 }
 
 
-def as_read(buffer: torch.Tensor) -> torch.Tensor:
+def as_read(buffer: Tensor) -> Tensor:
     """The buffer as the kernels take it: fp8 as uint8."""
     return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
 
@@ -41,11 +42,8 @@ def rotary_constants(rotation: KeyRotation | None) -> dict[str, Any]:
 
 
 def rotary_arguments(
-    shift: torch.Tensor | None,
-    rotation: KeyRotation | None,
-    ints: torch.Tensor,
-    unused: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    shift: Tensor | None, rotation: KeyRotation | None, ints: Tensor, unused: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
     """Shift, cosines, sines and their rows; in place of what is not read, tensors that are there."""
     if rotation is None or shift is None:
         return ints, unused, unused, 0

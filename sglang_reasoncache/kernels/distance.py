@@ -12,16 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.paged import check_pool, choose_backend
-from sglang_reasoncache.native.pool import DTYPES, NativePool, cpu_threads
+from sglang_reasoncache.native.pool import DTYPES, NativePool
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Key and value buffer of a layer, ``[num_slots, heads, head_dim]`` each.
-Layer = tuple[torch.Tensor, torch.Tensor]
+Layer = tuple[Tensor, Tensor]
 
 
 class DistanceKernel:
@@ -38,16 +39,10 @@ class DistanceKernel:
         *,
         backend: str | None = None,
     ) -> None:
-        """
-        Args:
-            layers: Keys and values of every layer, of a dtype of ``DTYPES``. Keys are shaped and
-                strided alike in all layers, so are values; their head dims may differ.
-            rotation: The model's rotation of keys, None to compare as cached only.
-            backend: See ``choose_backend``.
-
-        Raises:
-            ValueError, NativeUnavailable: unlike layers; see ``check_pool``, ``choose_backend``.
-        """
+        """``layers``: keys and values of every layer, of a dtype of ``DTYPES``; keys shaped and
+        strided alike in all layers, so values; their head dims may differ. ``rotation``: of keys, None
+        to compare as cached only. Raises ValueError and NativeUnavailable for unlike layers, and as
+        ``check_pool`` and ``choose_backend``."""
         if not layers:
             raise ValueError("a pool of at least one layer is needed")
         layers = list(layers)
@@ -56,16 +51,15 @@ class DistanceKernel:
         if keys.dtype not in DTYPES:
             supported = ", ".join(map(str, DTYPES))
             raise ValueError(f"pool dtype {keys.dtype}, supported: {supported}")
-        for index, layer in enumerate(layers):
-            for side, found, wanted in zip(
-                "KV", map(_layout, layer), map(_layout, layers[0]), strict=True
-            ):
+        layouts = [[(x.dtype, x.device, tuple(x.shape), x.stride()) for x in kv] for kv in layers]
+        for index, layout in enumerate(layouts):
+            for side, found, wanted in zip("KV", layout, layouts[0], strict=True):
                 if found != wanted:
                     raise ValueError(f"{side} of layer {index} is {found}, not {wanted}")
         self._device = keys.device
         self.backend = choose_backend(backend, keys, values)
         #: ``(dst_slots, src_slots, shift, moments)`` to sums.
-        self._sums: Callable[..., torch.Tensor]
+        self._sums: Callable[..., Tensor]
         if self.backend == "torch":
             self._sums = functools.partial(reference.distance, layers, rotation)
         elif self.backend == "triton":
@@ -73,12 +67,9 @@ class DistanceKernel:
 
             self._sums = TritonDistance(layers, rotation).sums
         else:
-            pool = NativePool(layers, rotation)
-            self._sums = functools.partial(_native_sums, pool, len(layers))
+            self._sums = NativePool(layers, rotation).distance
 
-    def squares(
-        self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def squares(self, dst_slots: Tensor, src_slots: Tensor, shift: Tensor | None = None) -> Tensor:
         """Sums of squared differences; on a CUDA device the call only launches.
 
         Args:
@@ -97,9 +88,7 @@ class DistanceKernel:
         """
         return self._checked(dst_slots, src_slots, shift, False)
 
-    def moments(
-        self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def moments(self, dst_slots: Tensor, src_slots: Tensor, shift: Tensor | None = None) -> Tensor:
         """fp64 ``[pairs, num_layers, 2, 3]``, for :func:`cosine_distances`; see :meth:`squares`.
 
         ``|x|^2``, ``|y|^2`` and ``x.y`` of the destination x and the rotated source y.
@@ -107,12 +96,8 @@ class DistanceKernel:
         return self._checked(dst_slots, src_slots, shift, True)
 
     def _checked(
-        self,
-        dst_slots: torch.Tensor,
-        src_slots: torch.Tensor,
-        shift: torch.Tensor | None,
-        moments: bool,
-    ) -> torch.Tensor:
+        self, dst_slots: Tensor, src_slots: Tensor, shift: Tensor | None, moments: bool
+    ) -> Tensor:
         shape, device = dst_slots.shape, self._device
         if len(shape) != 2 or not shape[1]:
             raise ValueError(f"dst_slots must be [pairs, d] with d >= 1, got {list(shape)}")
@@ -133,25 +118,7 @@ class DistanceKernel:
         return self._sums(dst_slots.contiguous(), src_slots.contiguous(), shift, moments)
 
 
-def _layout(buffer: torch.Tensor) -> tuple[object, ...]:
-    return buffer.dtype, buffer.device, tuple(buffer.shape), buffer.stride()
-
-
-def _native_sums(
-    pool: NativePool,
-    num_layers: int,
-    dst_slots: torch.Tensor,
-    src_slots: torch.Tensor,
-    shift: torch.Tensor | None,
-    moments: bool,
-) -> torch.Tensor:
-    pairs, block = dst_slots.shape
-    out = torch.empty((pairs, num_layers, 2, *[3] * moments), dtype=torch.float64)
-    pool.call("distance", dst_slots, src_slots, shift, pairs, block, moments, cpu_threads(), out)
-    return out
-
-
-def block_distances(squares: torch.Tensor, block: int, num_heads: int) -> torch.Tensor:
+def block_distances(squares: Tensor, block: int, num_heads: int) -> Tensor:
     """The paper's distance, fp64 ``[pairs]``, 0 for equal blocks.
 
     ``squares`` of :meth:`DistanceKernel.squares` and ``num_heads`` (h) are those of all ranks;
@@ -160,7 +127,7 @@ def block_distances(squares: torch.Tensor, block: int, num_heads: int) -> torch.
     return squares.sqrt().sum(dim=-1).mean(dim=-1) / (2 * block * num_heads)
 
 
-def cosine_distances(moments: torch.Tensor) -> torch.Tensor:
+def cosine_distances(moments: Tensor) -> Tensor:
     """Angle instead of difference (an ablation): mean ``1 - cos`` over layers and sides, ``[pairs]``.
 
     ``moments`` are summed over all ranks. Two blocks of zeros are equal, one is orthogonal.

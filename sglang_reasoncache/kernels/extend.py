@@ -14,20 +14,62 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 
 from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.gather import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 #: Up to this many new tokens a request is read token by token.
 MOST_SINGLE = 4
 #: Queries masked at once over a prefix, and the largest mask kept for the next layer.
 _BLOCK = 1024
 _MASK_ELEMENTS = 1 << 22
+
+
+def gather_kv(
+    kv: PagedKv, kv_indices: Tensor, shift: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Copy entries out, heads first, as attention over one request reads them.
+
+    Args:
+        kv_indices: int32 ``[count]``, slots.
+        shift: int32 ``[count]``, positions by which to rotate each key; None: none.
+        dtype: Of the result, fp32, bf16 or fp16; keys are rotated in fp32 and rounded once.
+
+    Returns:
+        ``[heads, count, k_dim]`` and ``[heads, count, v_dim]``, contiguous.
+
+    Raises:
+        ValueError: as :func:`decode_attention`; "triton" gives zeros for what is out of range.
+    """
+    kv.check(shift, dtype)
+    if kv_indices.dtype != torch.int32 or kv_indices.dim() != 1:
+        raise ValueError(f"kv_indices must be int32 [count], got {kv_indices.dtype}")
+    if shift is not None and (shift.dtype != torch.int32 or shift.shape != kv_indices.shape):
+        raise ValueError(f"shift must be int32 {list(kv_indices.shape)}, got {shift.dtype}")
+    if kv.backend == "torch":
+        found = reference.gather(kv, kv_indices, shift)
+        out_k, out_v = (side.transpose(0, 1).to(dtype).contiguous() for side in found)
+        return out_k, out_v
+    kv_indices = kv_indices.contiguous()
+    shift = None if shift is None else shift.contiguous()
+    shape = kv.num_heads, len(kv_indices)
+    out_k = kv.keys.new_empty((*shape, kv.keys.shape[2]), dtype=dtype)
+    out_v = kv.keys.new_empty((*shape, kv.values.shape[2]), dtype=dtype)
+    if kv.native is not None:
+        entries = kv_indices, shift, len(kv_indices)
+        kv.native.call("gather", *entries, out_k, out_v, DTYPES.index(dtype), cpu_threads())
+    else:
+        from sglang_reasoncache.kernels import gather_triton
+
+        gather_triton.gather(kv, kv_indices, shift, out_k, out_v)
+    return out_k, out_v
 
 
 class ExtendPlan:
@@ -59,7 +101,7 @@ class ExtendPlan:
         self.pieces: list[tuple[slice, slice]] = []
         self._device = device = plan.kv_indptr.device
         self._dtype = dtype
-        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int], Tensor] = {}
         bounds = plan.kv_indptr.tolist() if entries is None else [0, *accumulate(entries)]
         if not len(bounds) - 1 == len(new) == len(plan.kv_indptr) - 1:
             raise ValueError(
@@ -80,7 +122,7 @@ class ExtendPlan:
         self.singles = upload(tokens, device)
         self.spans = upload(begins, device, torch.int32), upload(ends, device, torch.int32)
 
-    def mask(self, new: int, total: int) -> torch.Tensor:
+    def mask(self, new: int, total: int) -> Tensor:
         """Additive ``[new, total]``: the last ``new`` entries see themselves and what is before."""
         found = self._masks.get((new, total))
         if found is None:
@@ -92,14 +134,14 @@ class ExtendPlan:
 
 
 def extend_attention(
-    query: torch.Tensor,
+    query: Tensor,
     kv: PagedKv,
     plan: ExtendPlan,
     *,
     scale: float,
     logit_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of every new token over its request's entries up to itself.
 
     ``query`` is ``[tokens, heads, k_dim]``, requests one after the other; the result
@@ -122,12 +164,7 @@ def extend_attention(
 
 
 def _extend_piece(
-    query: torch.Tensor,
-    kv: PagedKv,
-    plan: ExtendPlan,
-    entries: slice,
-    scale: float,
-    out: torch.Tensor,
+    query: Tensor, kv: PagedKv, plan: ExtendPlan, entries: slice, scale: float, out: Tensor
 ) -> None:
     """Attention of one request's new tokens over its entries, gathered."""
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]

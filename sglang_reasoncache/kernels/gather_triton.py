@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sglang_reasoncache.kernels import common_triton as common
 
@@ -67,13 +67,9 @@ def gather_kernel(
 
 
 def gather(
-    kv: PagedKv,
-    kv_indices: torch.Tensor,
-    shift: torch.Tensor | None,
-    out_k: torch.Tensor,
-    out_v: torch.Tensor,
+    kv: PagedKv, kv_indices: Tensor, shift: Tensor | None, out_k: Tensor, out_v: Tensor
 ) -> None:
-    """See :func:`sglang_reasoncache.kernels.gather.gather_kv`; waits for nothing."""
+    """See :func:`sglang_reasoncache.kernels.extend.gather_kv`; waits for nothing."""
     count = len(kv_indices)
     if not count:
         return

@@ -8,6 +8,7 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from sglang_reasoncache import native
 from sglang_reasoncache.native.pool import DTYPES, NativePool
@@ -39,8 +40,8 @@ class PagedKv:
 
     def __init__(
         self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
         rotation: KeyRotation | None = None,
         *,
         backend: str | None = None,
@@ -53,7 +54,7 @@ class PagedKv:
         if self.backend == "native":
             self.native = NativePool([(keys, values)], self.rotation)
 
-    def check(self, shift: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def check(self, shift: Tensor | None, dtype: torch.dtype) -> None:
         """Raises ValueError for shifts without a rotation, or a query dtype that is not supported."""
         if shift is not None and self.rotation is None:
             raise ValueError("the plan has shifted entries, but the pool was given no rotation")
@@ -61,9 +62,7 @@ class PagedKv:
             raise ValueError(f"{dtype} is not supported, {', '.join(map(str, QUERY_DTYPES))} are")
 
 
-def check_pool(
-    keys: torch.Tensor, values: torch.Tensor, rotation: KeyRotation | None
-) -> KeyRotation | None:
+def check_pool(keys: Tensor, values: Tensor, rotation: KeyRotation | None) -> KeyRotation | None:
     """``rotation`` on the pool's device.
 
     Raises:
@@ -92,7 +91,7 @@ def _on(rotation: KeyRotation, device: torch.device) -> KeyRotation:
     return there
 
 
-def choose_backend(asked: str | None, keys: torch.Tensor, values: torch.Tensor) -> str:
+def choose_backend(asked: str | None, keys: Tensor, values: Tensor) -> str:
     """The one of :data:`BACKENDS` asked for, or the first that can read these buffers.
 
     Raises:
@@ -124,7 +123,7 @@ def choose_backend(asked: str | None, keys: torch.Tensor, values: torch.Tensor) 
     return chosen
 
 
-def read_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def read_rows(buffer: Tensor, slots: Tensor) -> Tensor:
     """fp32 ``[*slots.shape, heads, head_dim]``."""
     if buffer.dtype.itemsize == 1:
         # Not every PyTorch operator knows fp8; its bytes can always be gathered.
@@ -133,11 +132,8 @@ def read_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def read_keys(
-    keys: torch.Tensor,
-    slots: torch.Tensor,
-    shift: torch.Tensor | None,
-    rotation: KeyRotation | None,
-) -> torch.Tensor:
+    keys: Tensor, slots: Tensor, shift: Tensor | None, rotation: KeyRotation | None
+) -> Tensor:
     """fp32 keys ``[*slots.shape, heads, head_dim]``, rotated by ``shift`` in PyTorch."""
     found = read_rows(keys, slots)
     if shift is None or rotation is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,3 +86,12 @@ def plan_rows(
     if shift is not None:
         shift = shift[:total] if is_shifted.value else None
     return RowPlan(kv_indptr, kv_indices[:total], shift)
+
+
+class BatchRows(NamedTuple):
+    """Of one forward."""
+
+    plan: Any  # a RowPlan; on a GPU PlanBuffers with positions
+    requests: torch.Tensor  # int [batch], rows
+    lengths: torch.Tensor  # int [batch], their positions, new ones included
+    longest: int  # upper bound on lengths

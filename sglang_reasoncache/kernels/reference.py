@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from sglang_reasoncache.kernels.paged import read_keys, read_rows
 
@@ -20,25 +21,21 @@ if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
 
-def _check_slots(name: str, slots: torch.Tensor, num_slots: int) -> None:
+def _check_slots(name: str, slots: Tensor, num_slots: int) -> None:
     """Raises ValueError where a slot is outside the pool; waits for the device."""
     if slots.numel() and (slots.min() < 0 or slots.max() >= num_slots):
         raise ValueError(f"{name} has a slot outside the pool")
 
 
-def _check_shift(shift: torch.Tensor, rotation: KeyRotation) -> None:
+def _check_shift(shift: Tensor, rotation: KeyRotation) -> None:
     """Raises ValueError where the rotary table lacks a shift; waits for the device."""
     if shift.numel() and shift.long().abs().max() >= len(rotation.cos):
         raise ValueError("shift has an entry beyond the rotary table")
 
 
 def plan_rows(
-    rows: torch.Tensor,
-    requests: torch.Tensor,
-    lengths: torch.Tensor,
-    cached_at: torch.Tensor | None,
-    num_slots: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    rows: Tensor, requests: Tensor, lengths: Tensor, cached_at: Tensor | None, num_slots: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """See :func:`sglang_reasoncache.kernels.plan.plan_rows`; on a device it waits for it."""
     if requests.numel():
         if requests.min() < 0 or requests.max() >= rows.shape[0]:
@@ -57,9 +54,7 @@ def plan_rows(
     return kv_indptr, kv_indices, shift if bool(shift.any()) else None
 
 
-def gather(
-    kv: PagedKv, kv_indices: torch.Tensor, shift: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(kv: PagedKv, kv_indices: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:
     """fp32 keys ``[count, heads, k_dim]``, rotated by their shift, and values."""
     slots = kv_indices.long()
     _check_slots("kv_indices", slots, kv.num_slots)
@@ -70,14 +65,14 @@ def gather(
 
 def decode(
     kv: PagedKv,
-    query: torch.Tensor,
-    out: torch.Tensor,
+    query: Tensor,
+    out: Tensor,
     plan: RowPlan,
-    spans: tuple[torch.Tensor, torch.Tensor],
-    sinks: torch.Tensor | None,
+    spans: tuple[Tensor, Tensor],
+    sinks: Tensor | None,
     scale: float,
     logit_cap: float,
-    weight_sums: torch.Tensor | None,
+    weight_sums: Tensor | None,
 ) -> None:
     """See :func:`sglang_reasoncache.kernels.decode.decode_attention`; computes in fp32."""
     bounds = list(zip(*(side.tolist() for side in spans), strict=True))
@@ -102,13 +97,13 @@ def decode(
 
 
 def distance(
-    layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    layers: Sequence[tuple[Tensor, Tensor]],
     rotation: KeyRotation | None,
-    dst_slots: torch.Tensor,
-    src_slots: torch.Tensor,
-    shift: torch.Tensor | None,
+    dst_slots: Tensor,
+    src_slots: Tensor,
+    shift: Tensor | None,
     moments: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """See ``DistanceKernel.squares`` and, with ``moments``, ``DistanceKernel.moments``.
 
     Values are checked on the CPU alone: that would wait for other devices.

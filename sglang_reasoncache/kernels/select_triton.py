@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some entries of a plan, by pages of their rows, on a GPU and without a wait.
+"""Some entries of a plan, by pages of their rows, and the pages' bounds, on a GPU without a wait.
 
 Layers read no rows, which may change while a forward runs, but the plan that was made of them.
 Grids depend on the batch alone.
@@ -18,6 +18,8 @@ from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 TILE = 512
 #: Pages a program settles at once.
 PAGES = 256
+#: Keys of a page that a program reads at once, at most.
+KEYS = 32
 
 #: What a row has of a page: nothing; keys that may be left out; keys that are read in any case.
 ABSENT, OPTIONAL, ALWAYS = 0, 1, 2
@@ -169,3 +171,57 @@ def add(weights: torch.Tensor, buffers: PlanBuffers, batch: int, whole: torch.Te
     selected = weights, buffers.kv_indptr, buffers.positions
     with common.current_device(weights.device):
         add_kernel[grid](*selected, whole, len(whole), PIECES=grid[0], TILE=TILE)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_slots"])
+def bounds_kernel(
+    keys,  # [num_slots, heads, DIM]
+    slots,  # int32 or int64 [tokens]
+    ends,  # [pages, heads, 2 * DIM], written
+    tokens, num_slots, slot_stride, head_stride, ELEMENT: tl.constexpr, DIM: tl.constexpr,
+    COLS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, heads)."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(slots + token).to(tl.int64)
+    after = tl.load(slots + token + 1, mask=token + 1 < tokens, other=-1).to(tl.int64)
+    place = (slot % PAGE).to(tl.int32)
+    sound = (slot >= 0) & (slot < num_slots)
+    # Of a page's tokens the last one sees them all.
+    if sound & ((place == PAGE - 1) | (after != slot + 1)):
+        column = tl.arange(0, COLS)
+        keys += (slot - place) * slot_stride + head.to(tl.int64) * head_stride
+        high = tl.full([COLS], float("-inf"), tl.float32)
+        low = tl.full([COLS], float("inf"), tl.float32)
+        for some in range(0, place + 1, TILE):
+            at = some + tl.arange(0, TILE)
+            mask = (at <= place)[:, None] & (column < DIM)[None, :]
+            where = keys + (at.to(tl.int64) * slot_stride)[:, None] + column[None, :]
+            key = common.to_fp32(tl.load(where, mask=mask, other=0), ELEMENT)
+            high = tl.maximum(high, tl.max(tl.where(mask, key, float("-inf")), axis=0))
+            low = tl.minimum(low, tl.min(tl.where(mask, key, float("inf")), axis=0))
+        to = ends + ((slot // PAGE) * tl.num_programs(1) + head) * (2 * DIM) + column
+        tl.store(to, high.to(ends.dtype.element_ty), mask=column < DIM)
+        tl.store(to + DIM, low.to(ends.dtype.element_ty), mask=column < DIM)
+
+
+def note_bounds(keys: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, page: int) -> None:
+    """Bring the bounds of pages of ``page`` slots up to date, after keys were written to ``slots``.
+
+    A page is filled from its first slot on; its ``slots`` lie side by side and ascend, those out of
+    range are skipped. ``ends`` are the largest and least keys, of a dtype that holds the keys'.
+    """
+    if not len(slots):
+        return
+    heads, dim = keys.shape[1:]
+    with common.current_device(keys.device):
+        bounds_kernel[(len(slots), heads)](
+            *(common.as_read(keys), slots.contiguous(), ends),
+            *(len(slots), len(keys), *keys.stride()[:2]),
+            ELEMENT=common.ELEMENT[keys.dtype],
+            DIM=dim,
+            COLS=triton.next_power_of_2(dim),
+            PAGE=page,
+            TILE=min(KEYS, triton.next_power_of_2(page)),
+        )

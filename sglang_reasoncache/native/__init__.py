@@ -1,7 +1,213 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ library of ``csrc/``: compiled on first use, called through ctypes, which releases the
-interpreter lock. Without a compiler PyTorch computes the same, slower."""
+"""The C++ library of ``csrc/``, called through ctypes, which releases the interpreter lock. It is
+compiled on first use, once for each content, compiler and CPU; without a compiler PyTorch computes.
 
-from sglang_reasoncache.native.build import NativeUnavailable, library, prepare_for_children
+``CXX`` chooses the compiler, ``REASONCACHE_CACHE_DIR`` the folder of the results (default:
+``sglang-reasoncache`` under ``XDG_CACHE_HOME`` or ``~/.cache``), ``REASONCACHE_SANITIZE=1`` a
+build with sanitizers. A server tells its children what it found.
+"""
 
-__all__ = ["NativeUnavailable", "library", "prepare_for_children"]
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_NAME = "libreasoncache.so"
+_TIMEOUT_SECONDS = 600
+_COMPILERS = ("c++", "g++", "clang++")
+# No contraction: kernels that want fused multiply-add ask for it in their source.
+_FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-g1")
+_OPTIMISED = ("-O3", "-march=native")
+#: With AddressSanitizer and UndefinedBehaviorSanitizer, for the tests.
+_SANITIZED = ("-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined")
+
+#: A path, or ``!`` and why there is none; also a way to point at a library built elsewhere.
+LIBRARY_ENV = "REASONCACHE_NATIVE_LIBRARY"
+
+
+class NativeUnavailable(RuntimeError):
+    """The library cannot be built or loaded here; the message says why."""
+
+
+# What the first call found; a failure is not tried again.
+_found: ctypes.CDLL | NativeUnavailable | None = None
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library; builds it when there is no build of this source yet.
+
+    Safe to call from several processes at once: one builds, the others wait.
+
+    Raises:
+        NativeUnavailable: no sources, no compiler, or an error of the compiler.
+    """
+    global _found
+    if _found is None:
+        try:
+            _found = _load()
+        except NativeUnavailable as error:
+            _found = error
+        except (OSError, subprocess.SubprocessError) as error:
+            _found = NativeUnavailable(f"cannot build the native library: {error}")
+    if isinstance(_found, NativeUnavailable):
+        raise _found
+    return _found
+
+
+def prepare_for_children() -> ctypes.CDLL:
+    """:func:`library`, and child processes will find the same, or raise the same."""
+    try:
+        found = library()
+    except NativeUnavailable as error:
+        os.environ[LIBRARY_ENV] = f"!{error}"
+        raise
+    os.environ[LIBRARY_ENV] = found._name
+    return found
+
+
+def sanitized() -> bool:
+    """Whether this process asks for the AddressSanitizer build."""
+    return os.environ.get("REASONCACHE_SANITIZE", "0") not in ("", "0")
+
+
+def _load() -> ctypes.CDLL:
+    given = os.environ.get(LIBRARY_ENV, "")
+    if given.startswith("!"):
+        raise NativeUnavailable(given[1:])
+    root = _source_root()
+    path = Path(given) if given else _build(root)
+    try:
+        found = ctypes.CDLL(str(path))
+        found.reasoncache_source.restype = ctypes.c_char_p
+        source = found.reasoncache_source().decode()
+    except (OSError, AttributeError) as error:
+        raise NativeUnavailable(f"cannot load {path}: {error}") from error
+    if source != _source_hash(root):
+        raise NativeUnavailable(f"{path} was built from other sources than {root}")
+    return found
+
+
+def _build(root: Path) -> Path:
+    """Path of the library for the sources in ``root`` and this CPU; compiles it if need be."""
+    flags = (*_FLAGS, *(_SANITIZED if sanitized() else _OPTIMISED))
+    key = _key(root, flags)
+    cache = _cache_folder()
+    if cache is not None and (cache / key / _NAME).is_file():
+        return cache / key / _NAME
+    if cache is None or not os.access(cache, os.W_OK):
+        # Kept until the process ends; the library stays mapped after that.
+        cache = Path(_private_folder().name)
+    target = cache / key / _NAME
+    compiler = _compiler()
+    with _locked(cache / f"{key}.lock"):
+        if not target.is_file():
+            _compile(root, [*compiler, *flags], target)
+    return target
+
+
+def _source_root() -> Path:
+    """``csrc`` inside the installed package, or beside it in a checkout."""
+    for root in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
+        if root.is_dir():
+            return root
+    raise NativeUnavailable(f"no folder csrc in {_PACKAGE} or beside it")
+
+
+def _compiler() -> list[str]:
+    given = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), "")
+    if not given:
+        names = ", ".join(_COMPILERS)
+        raise NativeUnavailable(f"no C++ compiler on PATH (looked for {names}; or CXX)")
+    return shlex.split(given)
+
+
+def _source_hash(root: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted([*root.rglob("*.cpp"), *root.rglob("*.h")]):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _key(root: Path, flags: Sequence[str]) -> str:
+    """Hash of what decides what the library holds; a compiler need not be there to be asked."""
+    parts = (_source_hash(root), os.environ.get("CXX", ""), *flags, _cpu())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _cpu() -> str:
+    """What ``-march=native`` depends on: unlike machines may share a home folder."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
+        for line in info:
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.processor() or platform.machine()
+
+
+def _cache_folder() -> Path | None:
+    """A folder that nobody else can write (what is in it gets executed), maybe root's; else None."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(os.environ.get("REASONCACHE_CACHE_DIR") or Path(base) / "sglang-reasoncache")
+    if not folder.is_absolute():
+        return None  # no home folder
+    try:
+        with contextlib.suppress(PermissionError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Links are followed once, here.
+        folder = folder.resolve(strict=True)
+        status = folder.stat()
+    except OSError:
+        return None
+    own = status.st_uid in (0, os.getuid())
+    return folder if own and not status.st_mode & 0o022 else None
+
+
+@functools.cache
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="sglang-reasoncache-")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock, or give up after ``_TIMEOUT_SECONDS`` when whoever holds it does not end."""
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    with path.open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise NativeUnavailable(f"another process holds {path}") from None
+                time.sleep(0.1)
+        yield
+
+
+def _compile(root: Path, compiler: Sequence[str], target: Path) -> None:
+    """Compile in a scratch folder, then move the result in place: nobody loads half a file."""
+    sources = map(str, sorted(root.rglob("*.cpp")))
+    source = f'-DREASONCACHE_SOURCE="{_source_hash(root)}"'
+    with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
+        output = f"{scratch}/{_NAME}"
+        command = [*compiler, f"-I{root}", source, "-shared", *sources, "-o", output]
+        done = subprocess.run(
+            command, capture_output=True, errors="replace", timeout=_TIMEOUT_SECONDS
+        )
+        if done.returncode:
+            said = f"failed ({done.returncode}):\n{done.stderr[-4000:]}"
+            raise NativeUnavailable(f"{shlex.join(command)} {said}")
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        os.replace(output, target)

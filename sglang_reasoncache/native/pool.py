@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_reasoncache import native
 
@@ -67,7 +68,7 @@ class NativePool:
     as cached. Raises NativeUnavailable without a library.
     """
 
-    def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], rotation: Any) -> None:
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], rotation: Any) -> None:
         keys, values = layers[0]
         buffers = [buffer for layer in layers for buffer in layer]
         bases = (_pointer * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
@@ -87,12 +88,19 @@ class NativePool:
             struct.is_neox = rotation.is_neox
         # What the structure points at has to live as long as it does.
         self._alive = buffers, bases, struct, rotation
-        self._struct = ctypes.byref(struct)
+        self._struct, self._num_layers = ctypes.byref(struct), len(layers)
         self._library = native.library()
 
     def call(self, name: str, *arguments: Any) -> None:
         """``reasoncache_NAME(pool, *arguments)``; see :func:`call`."""
         call(self._library, name, self._struct, *arguments)
+
+    def distance(self, dst: Tensor, src: Tensor, shift: Tensor | None, moments: bool) -> Tensor:
+        """Sums of ``kernels.distance.DistanceKernel``; slots and shifts are contiguous."""
+        pairs, block = dst.shape
+        out = torch.empty((pairs, self._num_layers, 2, *[3] * moments), dtype=torch.float64)
+        self.call("distance", dst, src, shift, pairs, block, moments, cpu_threads(), out)
+        return out
 
 
 def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:

@@ -14,7 +14,6 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.compat import hooking
 from sglang_reasoncache.compat.types import ModelRunner
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
 from sglang_reasoncache.eviction.policies.contract import ATTENTION, UNROTATED_KEYS, needs_of
@@ -157,7 +156,7 @@ def _own_backend(
         if on_cuda:
             requested_by = f"{flag_of('positions')} corrected"
             return make_cuda(model_runner, name, cached, requested_by=requested_by)
-        from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
+        from sglang_reasoncache.attention.paged_cpu import CorrectedTorchNativeBackend
 
         return CorrectedTorchNativeBackend(model_runner, cached)
     except ValueError as error:
@@ -206,8 +205,8 @@ def backend_class(name: str) -> type:
 
 def _install_hooks() -> None:
     batch, variants = (compat.CUDA_HOOK_TARGETS[key] for key in ("forward_batch", "graph_variants"))
-    hooking.apply({batch: (_after_forward_batch, compat.HookType.AFTER)})
-    hooking.apply({variants: (_around_graph_variants, compat.HookType.AROUND)})
+    compat.apply_hooks({batch: (_after_forward_batch, compat.HookType.AFTER)})
+    compat.apply_hooks({variants: (_around_graph_variants, compat.HookType.AROUND)})
 
 
 def _after_forward_batch(

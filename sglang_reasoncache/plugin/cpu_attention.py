@@ -10,7 +10,6 @@ from typing import Any
 
 from sglang_reasoncache import compat, native
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.compat import hooking
 from sglang_reasoncache.compat.types import ModelRunner
 from sglang_reasoncache.platform import PLATFORM_NAME
 
@@ -45,7 +44,7 @@ def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> An
 
     # At page sizes above 1 SGLang launches Triton for backends it does not know.
     target = compat.CPU_HOOK_TARGETS["last_loc"]
-    hooking.apply({target: (_around_last_loc, compat.HookType.AROUND)})
+    compat.apply_hooks({target: (_around_last_loc, compat.HookType.AROUND)})
     try:
         return PagedCpuBackend(model_runner, cached)
     except ValueError as error:

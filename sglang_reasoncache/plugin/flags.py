@@ -12,7 +12,6 @@ from typing import Any
 
 from sglang_reasoncache import compat, native
 from sglang_reasoncache.arguments import FLAGS, SET, flag_of
-from sglang_reasoncache.compat import hooking
 from sglang_reasoncache.config import (
     SETTINGS,
     ReasonCacheConfig,
@@ -141,7 +140,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     hooks.install()
     # Children get this from load_plugins(); here it has already run.
     compat.HookRegistry.apply_hooks()
-    hooking.check_applied(compat.HOOK_TARGETS.values())
+    compat.check_applied(compat.HOOK_TARGETS.values())
     return server_args
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.compat import hooking
 from sglang_reasoncache.compat.types import ScheduleBatch, TreeCacheBuildContext
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> A
 
 def _make_tree(context: TreeCacheBuildContext) -> Any:
     """Radix-cache factory: the tree and the controller of this scheduler."""
-    hooking.check_applied(compat.HOOK_TARGETS.values())
+    compat.check_applied(compat.HOOK_TARGETS.values())
     assert _server is not None, "SGLang builds the allocator before the prefix cache"
     return _server.tree(context)
 

@@ -13,9 +13,8 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config
-from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.eviction.controller import EvictionController, pool_use
 from sglang_reasoncache.eviction.held import AttentionSource, KeySource
-from sglang_reasoncache.eviction.pressure import pool_use
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.filter.vocabulary import vocabulary_of

@@ -40,9 +40,9 @@ class PageBounds:
         ``slots``: int ``[tokens]``; those of a page side by side and ascending.
         """
         if self._paged.backend == "triton":
-            from sglang_reasoncache.kernels import bounds_triton
+            from sglang_reasoncache.kernels import select_triton
 
-            bounds_triton.note(self._keys, slots, self.ends, self._page)
+            select_triton.note_bounds(self._keys, slots, self.ends, self._page)
             return
         slots = slots.long()
         at = torch.arange(self._page)

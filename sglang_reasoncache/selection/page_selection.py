@@ -12,10 +12,10 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from sglang_reasoncache.arguments import flag_of
-from sglang_reasoncache.kernels.batch import BatchRows
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.plan import BatchRows, RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.selection.contract import Selector
 from sglang_reasoncache.selection.page_bounds import PageBounds
@@ -26,24 +26,21 @@ logger = logging.getLogger(__name__)
 class SelectionRefusal(Enum):
     """Why a selector's answer was not used as it is; values are metric labels."""
 
-    MALFORMED = "malformed"
-    """No bool tensor of the pages' shape: everything was read."""
-    NEWEST = "newest"
-    """The page that is being filled was left out: it was read."""
-    POLICY_FAILED = "policy_failed"
-    """The policy raised an exception: everything was read."""
+    MALFORMED = "malformed"  # no bool tensor of the pages' shape: everything was read
+    NEWEST = "newest"  # the page that is being filled was left out: it was read
+    POLICY_FAILED = "policy_failed"  # the policy raised an exception: everything was read
 
 
 class _Step(NamedTuple):
     """What all layers of a decode step choose from."""
 
     whole: RowPlan
-    row: torch.Tensor  # int64 [entries], of the whole plan's entries
-    page: torch.Tensor  # int64 [entries], likewise
-    held: torch.Tensor  # bool [rows, pages], which pages the rows have
-    newest: torch.Tensor  # int64 [rows], the page that is being filled
-    first: torch.Tensor  # int64 [rows, pages], slot at the beginning of each page
-    shift: torch.Tensor | None  # int32 [rows, pages], position shift there; None: all are 0
+    row: Tensor  # int64 [entries], of the whole plan's entries
+    page: Tensor  # int64 [entries], likewise
+    held: Tensor  # bool [rows, pages], which pages the rows have
+    newest: Tensor  # int64 [rows], the page that is being filled
+    first: Tensor  # int64 [rows, pages], slot at the beginning of each page
+    shift: Tensor | None  # int32 [rows, pages], position shift there; None: all are 0
     pages: RowPlan  # its entries are the pages that are held
     weighs: bool
     strict: bool = False  # a selector's error ends the start
@@ -70,10 +67,10 @@ class PageSelection:
         self,
         name: str,
         selector: Selector,
-        layers: dict[int, torch.Tensor],
+        layers: dict[int, Tensor],
         page: int,
-        rows: torch.Tensor,
-        cached_at: torch.Tensor | None,
+        rows: Tensor,
+        cached_at: Tensor | None,
         rotation: KeyRotation | None = None,
     ) -> None:
         self._name, self._flag = name, f"{flag_of('policy')} {name}"
@@ -97,7 +94,7 @@ class PageSelection:
         self._step: Any = None
         # Of the layer planned last: which entries of the whole plan it reads, their weights.
         self._among = torch.empty(0, dtype=torch.bool)
-        self._weights: torch.Tensor | None = None
+        self._weights: Tensor | None = None
 
     def _count(self, key: str, least: int) -> int:
         try:
@@ -119,7 +116,7 @@ class PageSelection:
         """As :meth:`describe`; on a GPU of when this was called before, or later, without a wait."""
         return self.describe()
 
-    def _described(self, totals: torch.Tensor) -> dict[str, Any]:
+    def _described(self, totals: Tensor) -> dict[str, Any]:
         held, read, newest = totals.tolist()
         refusals = dict(self._refusals)
         if newest:
@@ -127,7 +124,7 @@ class PageSelection:
         counts = {"positions_held": held, "positions_read": read}
         return {"name": self._name, **counts, "refusals": refusals}
 
-    def update(self, layer: int, slots: torch.Tensor) -> None:
+    def update(self, layer: int, slots: Tensor) -> None:
         """Keys were written to ``slots``; see :meth:`PageBounds.update`."""
         if layer in self._bounds:
             self._bounds[layer].update(slots)
@@ -158,15 +155,13 @@ class PageSelection:
         newest = (lengths.long() - 1) // self._page
         return _Step(plan, row, at // self._page, held, newest, first, shift, named, weighs)
 
-    def _first_slots(self, requests: torch.Tensor, pages: int) -> torch.Tensor:
+    def _first_slots(self, requests: Tensor, pages: int) -> Tensor:
         """int ``[rows, pages]``, the slot at the beginning of each page."""
         return self._rows[:, : pages * self._page : self._page][requests.long()]
 
     # -- a layer ----------------------------------------------------------------
 
-    def plan(
-        self, layer: int, query: torch.Tensor, scale: float
-    ) -> tuple[RowPlan, torch.Tensor | None] | None:
+    def plan(self, layer: int, query: Tensor, scale: float) -> tuple[RowPlan, Tensor | None] | None:
         """What a layer reads, and zeros that its weights are added to; None: all.
 
         Args:
@@ -182,9 +177,7 @@ class PageSelection:
         keep = self._kept(step, self._shares(step, self._bounds[layer], query, scale))
         return None if keep is None else self._entries(step, keep)
 
-    def _shares(
-        self, step: Any, bounds: PageBounds, query: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def _shares(self, step: Any, bounds: PageBounds, query: Tensor, scale: float) -> Tensor:
         """fp32 ``[rows, pages]``, see ``Selector.keep``."""
         query = query.float()
         shares = torch.zeros(step.held.shape).masked_scatter_(
@@ -203,7 +196,7 @@ class PageSelection:
         shares[rows] = logits[rows].softmax(dim=1).sum(dim=2)
         return shares
 
-    def _kept(self, step: Any, shares: torch.Tensor) -> torch.Tensor | None:
+    def _kept(self, step: Any, shares: Tensor) -> Tensor | None:
         """bool ``[rows, pages]``, what the selector keeps; None: it failed or gave nonsense."""
         held, failure = step.held, None
         try:
@@ -214,7 +207,7 @@ class PageSelection:
             problem = f"failed on {shares.device}: {type(error).__name__}: {error}"
         else:
             if (
-                type(keep) is torch.Tensor
+                type(keep) is Tensor
                 and (keep.dtype, keep.shape) == (torch.bool, held.shape)
                 and (keep.device, keep.layout) == (held.device, torch.strided)
             ):
@@ -231,7 +224,7 @@ class PageSelection:
             logger.error(told, self._name, exc_info=failure)
         return None
 
-    def _entries(self, step: Any, keep: torch.Tensor) -> tuple[RowPlan, torch.Tensor | None]:
+    def _entries(self, step: Any, keep: Tensor) -> tuple[RowPlan, Tensor | None]:
         newest = step.newest[:, None]
         left_out = not bool(keep.gather(1, newest).all())
         if left_out:
@@ -244,17 +237,17 @@ class PageSelection:
         self._weights = torch.zeros(len(indices)) if step.weighs else None
         return RowPlan(_indptr(counts), indices, shift), self._weights
 
-    def add(self, whole: torch.Tensor) -> None:
+    def add(self, whole: Tensor) -> None:
         """Add the weights of what :meth:`plan` gave last to those of the whole plan's entries."""
         assert self._weights is not None, "of a step with weights"
         whole[self._among] += self._weights
 
 
-def _indptr(counts: torch.Tensor) -> torch.Tensor:
+def _indptr(counts: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _named(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"{type(value).__name__} {value.dtype} {list(value.shape)} on {value.device}"
     return type(value).__name__

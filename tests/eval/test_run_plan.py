@@ -29,7 +29,7 @@ from eval.tasks.harness import EvalTask, Problem, Source
 from eval.tasks.sandbox import SandboxError
 from eval.tiny_reasoner import EMBEDDED_FLAGS, EMBEDDED_SETTINGS
 from sglang_reasoncache.config import parse_settings
-from sglang_reasoncache.filter.presets import PRESETS
+from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin.flags import add_cli_args
 from tests.eval.peer import response
 

@@ -15,10 +15,9 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
 
+from sglang_reasoncache.eviction.policies.by_keys import KeyDiff
+from sglang_reasoncache.eviction.policies.by_position import RandomEviction, StreamingLLM
 from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy, RequestView
-from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
-from sglang_reasoncache.eviction.policies.random_eviction import RandomEviction
-from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 from sglang_reasoncache.sharing.measure import BlockMeter
 from tests.eviction.rows import (
     PAGED,

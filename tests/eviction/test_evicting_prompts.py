@@ -10,9 +10,9 @@ import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 
+from sglang_reasoncache.eviction.policies.by_keys import KeyDiff
+from sglang_reasoncache.eviction.policies.by_position import StreamingLLM
 from sglang_reasoncache.eviction.policies.contract import Eviction, Policy
-from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
-from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 from tests.eviction.rows import refusals, steps, world_of
 from tests.property.world import Setup, World, decode, finish, retract
 from tests.unit.test_pipeline import state, used

@@ -15,16 +15,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from sglang_reasoncache.eviction.policies import rkv
+from sglang_reasoncache.eviction.policies import by_attention
+from sglang_reasoncache.eviction.policies.by_attention import H2O, RKV, SnapKV, redundancy
+from sglang_reasoncache.eviction.policies.by_keys import KeyDiff, L2Norm
+from sglang_reasoncache.eviction.policies.by_position import RandomEviction, StreamingLLM
 from sglang_reasoncache.eviction.policies.contract import ATTENTION, RequestView, StatisticsNeeds
 from sglang_reasoncache.eviction.policies.evictor import Evictor, ScoringEvictor, pooled, runs
-from sglang_reasoncache.eviction.policies.h2o import H2O
-from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
-from sglang_reasoncache.eviction.policies.l2norm import L2Norm
-from sglang_reasoncache.eviction.policies.random_eviction import RandomEviction
-from sglang_reasoncache.eviction.policies.rkv import RKV, redundancy
-from sglang_reasoncache.eviction.policies.snapkv import SnapKV
-from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 from sglang_reasoncache.policy_options import OptionError
 from tests.eviction.views import (
     GivenKeys,
@@ -323,7 +319,7 @@ def test_redundancy_is_the_papers(
     monkeypatch: pytest.MonkeyPatch, seed: int, threshold: float, reach: int, elements: int
 ) -> None:
     """One that is alike is sought among the newest ``reach`` of 23."""
-    monkeypatch.setattr(rkv, "_ELEMENTS", elements)
+    monkeypatch.setattr(by_attention, "_ELEMENTS", elements)
     keys = random_keys(23, seed)[1]
 
     def expected(*bounds: float) -> torch.Tensor:

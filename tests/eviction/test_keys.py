@@ -14,8 +14,7 @@ import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.eviction.held import HeldKeys, KeySource
-from sglang_reasoncache.eviction.policies.keydiff import similarity
-from sglang_reasoncache.eviction.policies.l2norm import relative_norms
+from sglang_reasoncache.eviction.policies.by_keys import relative_norms, similarity
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 SLOTS, HEADS, DIM, LAYERS = 32, 4, 8, 3

@@ -7,9 +7,9 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
+from sglang_reasoncache.eviction.controller import PoolPressure, pool_use
+from sglang_reasoncache.eviction.policies.by_position import StreamingLLM
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
-from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
-from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
 from sglang_reasoncache.registry import parse
 from tests.eviction.rows import SETUPS, SINGLE, world_of
 from tests.property.world import PROMPT, Pair, Setup, World, decode, finish, prefill, propose

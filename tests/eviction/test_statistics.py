@@ -29,8 +29,7 @@ from sglang_reasoncache.eviction.policies.contract import (
 )
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels import note_triton, plan_triton
-from sglang_reasoncache.kernels.batch import BatchRows
-from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.plan import BatchRows, plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.plugin import attention
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter

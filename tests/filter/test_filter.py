@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.filter.align import AlignMode, BlockPair, align_blocks
-from sglang_reasoncache.filter.presets import PRESETS
 from sglang_reasoncache.filter.request_filter import (
     FilterConfig,
     FilterCounters,
@@ -23,6 +22,7 @@ from sglang_reasoncache.filter.request_filter import (
     RequestFilter,
 )
 from sglang_reasoncache.filter.segment import Step
+from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.filter.structure.signature import same_structure, signature
 from sglang_reasoncache.filter.structure.tree import Limits
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold

@@ -7,8 +7,8 @@ import re
 import string
 from typing import Any
 
-from sglang_reasoncache.filter.presets import PRESETS
 from sglang_reasoncache.filter.segment import Step, TokenClasses
+from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _PLAIN = r"""

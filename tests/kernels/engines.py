@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from sglang_reasoncache import native
-from sglang_reasoncache.native.build import sanitized
+from sglang_reasoncache.native import sanitized
 from tests.triton_runs import INTERPRETED, on_device
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"

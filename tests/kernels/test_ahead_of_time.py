@@ -17,7 +17,6 @@ pytest.importorskip("triton")
 import triton
 
 from sglang_reasoncache.kernels import (
-    bounds_triton,
     decode_triton,
     distance_triton,
     gather_triton,
@@ -174,8 +173,8 @@ BOUNDS = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
         (select_triton.select_kernel, SELECT | dict(PAGE=16, WRITE=False)),
         (select_triton.select_kernel, SELECT | dict(PAGE=16, WRITE=True)),
         (select_triton.add_kernel, SELECT),
-        (bounds_triton.bounds_kernel, BOUNDS | dict(ELEMENT="bf16")),
-        (bounds_triton.bounds_kernel, BOUNDS | dict(ELEMENT="e4m3")),
+        (select_triton.bounds_kernel, BOUNDS | dict(ELEMENT="bf16")),
+        (select_triton.bounds_kernel, BOUNDS | dict(ELEMENT="e4m3")),
     ],
 )
 def test_the_others(arch: int, kernel: Any, constants: dict[str, Any]) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
-from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 from tests.kernels import attention_cases

@@ -21,15 +21,14 @@ from tests.triton_runs import (
 
 pytest.importorskip("triton")
 
-from sglang_reasoncache.kernels import bounds_triton, decode_triton, plan_triton, select_triton
-from sglang_reasoncache.kernels.batch import BatchRows
+from sglang_reasoncache.kernels import decode_triton, plan_triton, select_triton
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import BatchRows, RowPlan, plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.selection import page_bounds
+from sglang_reasoncache.selection.contract import Quest
 from sglang_reasoncache.selection.device_selection import DeviceSelection
 from sglang_reasoncache.selection.page_selection import PageSelection
-from sglang_reasoncache.selection.quest import Quest
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -43,7 +42,7 @@ def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plan_triton, "PIECES", 2)
         monkeypatch.setattr(select_triton, "TILE", 8)
         monkeypatch.setattr(select_triton, "PAGES", 4)
-        monkeypatch.setattr(bounds_triton, "TILE", 2)
+        monkeypatch.setattr(select_triton, "KEYS", 2)
 
 
 @starts_interpreter
@@ -82,7 +81,9 @@ def test_bounds_are_those_of_the_keys_written(
             filled[page] += count
         keys[slots] = there((torch.randn(len(slots), HEADS, DIM) * 3).to(dtype))
         # As SGLang pads a batch.
-        bounds_triton.note(keys, there(torch.tensor([*slots, 0, 0], dtype=slots_dtype)), ends, PAGE)
+        select_triton.note_bounds(
+            keys, there(torch.tensor([*slots, 0, 0], dtype=slots_dtype)), ends, PAGE
+        )
         filled[0] = max(filled[0], 1)
     at = ends.cpu()
     for page, count in enumerate(filled):
@@ -97,8 +98,8 @@ def test_bounds_are_those_of_the_keys_written(
 @on_device
 def test_slots_out_of_range_are_left_out() -> None:
     keys, ends = there(torch.ones(2 * PAGE, 1, DIM)), there(torch.zeros(2, 1, 2 * DIM))
-    bounds_triton.note(keys, there(torch.tensor([-1, -5, 2 * PAGE, 99])), ends, PAGE)
-    bounds_triton.note(keys, there(torch.tensor([], dtype=torch.int64)), ends, PAGE)
+    select_triton.note_bounds(keys, there(torch.tensor([-1, -5, 2 * PAGE, 99])), ends, PAGE)
+    select_triton.note_bounds(keys, there(torch.tensor([], dtype=torch.int64)), ends, PAGE)
     assert not ends.any()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglang_reasoncache.native import build as native_build
+from sglang_reasoncache import native
 
 ROOT = Path(__file__).parents[2]
 #: Prints the library or why there is none, three times, and what children are told.
@@ -52,11 +52,11 @@ def compiler(tmp_path: Path) -> Path:
 @pytest.fixture
 def fake_build(tmp_path: Path) -> Path:
     """A cache folder that claims to hold a build of these sources."""
-    flags = (*native_build._FLAGS, *native_build._OPTIMISED)
-    cache, key = tmp_path / "cache", native_build._key(native_build._source_root(), flags)
+    flags = (*native._FLAGS, *native._OPTIMISED)
+    cache, key = tmp_path / "cache", native._key(native._source_root(), flags)
     (cache / key).mkdir(parents=True, mode=0o700)
     cache.chmod(0o700)
-    (cache / key / native_build._NAME).write_bytes(b"no library")
+    (cache / key / native._NAME).write_bytes(b"no library")
     return cache
 
 
@@ -124,11 +124,11 @@ def test_another_library_is_refused(tmp_path: Path, code: str | None, message: s
 
 def test_builds_once_in_a_private_folder(tmp_path: Path) -> None:
     """A real build, then the same file again; nobody else may write it."""
-    if native_build.sanitized():
+    if native.sanitized():
         pytest.skip("the sanitizers' runtime is not loaded in the child")
     try:
-        native_build.library()
-    except native_build.NativeUnavailable as error:
+        native.library()
+    except native.NativeUnavailable as error:
         pytest.skip(str(error))
     cache = tmp_path / "new" / "cache"
     first = Path(load(REASONCACHE_CACHE_DIR=str(cache))[0])

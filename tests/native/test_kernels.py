@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from sglang_reasoncache.kernels import decode as decode_module
-from sglang_reasoncache.kernels import distance as distance_module
 from sglang_reasoncache.kernels.distance import DistanceKernel
-from sglang_reasoncache.kernels.gather import gather_kv
+from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.native import pool as pool_module
 from sglang_reasoncache.native.pool import DTYPES, NativePool
 from tests.kernels.attention_cases import Case, Rig, make
 from tests.kernels.engines import cpu as cpu
@@ -149,7 +149,7 @@ def test_distances_do_not_depend_on_threads(is_neox: bool, monkeypatch: pytest.M
     kernel = DistanceKernel(layers, rotation, backend="native")
     found = []
     for threads in (1, 7, 64, 2):
-        monkeypatch.setattr(distance_module, "cpu_threads", lambda count=threads: count)
+        monkeypatch.setattr(pool_module, "cpu_threads", lambda count=threads: count)
         found.append((kernel.squares(*entries), kernel.moments(*entries)))
     for several in found[1:]:
         assert all(map(torch.equal, several, found[0]))

@@ -32,10 +32,9 @@ from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.eviction.controller import EvictionController, pool_use
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, RequestView
-from sglang_reasoncache.eviction.pressure import pool_use
 from sglang_reasoncache.filter.align import BlockPair
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import FilterCounters, StepResult

@@ -15,13 +15,12 @@ from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, GraphVariants
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.kernels import decode_triton, plan_triton, select_triton
-from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.plan import BatchRows, RowPlan
 from sglang_reasoncache.kernels.reference import plan_rows
 from sglang_reasoncache.selection import page_bounds
+from sglang_reasoncache.selection.contract import Quest
 from sglang_reasoncache.selection.page_selection import PageSelection
-from sglang_reasoncache.selection.quest import Quest
 from tests.selection.test_page_selection import NONSENSE, wrong
 from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
 from tests.unit.attention_rig import TOLERANCE, Rig, supported_runner

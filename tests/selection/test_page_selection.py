@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from sglang_reasoncache import registry
-from sglang_reasoncache.kernels.batch import BatchRows
-from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import BatchRows, RowPlan, plan_rows
 from sglang_reasoncache.policy_options import OptionError
+from sglang_reasoncache.selection.contract import Quest
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.page_selection import PageSelection
-from sglang_reasoncache.selection.quest import Quest
 from tests.kernels.pools import make_rotation
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 4, 64, 4, 2, 8

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from eval.serving import ServerProcess
+from sglang_reasoncache.eviction.policies.by_attention import redundancy
 from sglang_reasoncache.eviction.policies.evictor import pooled
-from sglang_reasoncache.eviction.policies.rkv import redundancy
 from sglang_reasoncache.registry import parse
 from tests.server.problems import prompts, report, respond
 from tests.server.specs import QUEST_POLICY, RKV_POLICY

@@ -10,14 +10,14 @@ import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
-from sglang_reasoncache.cache.admission import SharingBudget
 from sglang_reasoncache.cache.allocator import (
     ReferenceCountError,
     SharedPagedAllocator,
     SharedTokenAllocator,
+    SharingBudget,
     shared_allocator_of,
 )
-from sglang_reasoncache.selection import waits
+from sglang_reasoncache.selection.device_selection import WouldWait, refused
 from tests.property.world import allocator_of
 
 SLOTS = 16
@@ -59,11 +59,11 @@ def free_list(allocator: Allocator) -> list[int]:
 
 def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) -> None:
     pages = either.alloc(2 * page)[::page] // page
-    with waits.refused(torch.device("cpu")):
+    with refused(torch.device("cpu")):
         assert either.evict(pages[:1]) == page
         assert either.evict(pages[1:]) == page
         # A row's own entries tell which of them are evicted positions.
-        with pytest.raises(waits.WouldWait):
+        with pytest.raises(WouldWait):
             either.free(torch.full((page,), -1))
     either.free(torch.full((page,), -1))
     assert len(free_list(either)) == SLOTS // page

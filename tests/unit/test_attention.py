@@ -13,9 +13,8 @@ import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
+from sglang_reasoncache.attention.paged_cpu import CorrectedTorchNativeBackend, PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
-from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
 from sglang_reasoncache.kernels import extend
 from tests.unit import attention_rig
 from tests.unit.attention_rig import BATCHES, DIM, TOLERANCE, UNSUPPORTED, Rig, supported_runner

@@ -14,10 +14,10 @@ import pytest
 from eval.methods import MethodError, find_method
 from sglang_reasoncache import registry
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
+from sglang_reasoncache.eviction.policies.by_keys import KeyDiff
+from sglang_reasoncache.eviction.policies.by_position import StreamingLLM
 from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
 from sglang_reasoncache.eviction.policies.evictor import Evictor, runs
-from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
-from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,9 @@ ATTENTION = "attention"
 class StatisticsNeeds(NamedTuple):
     """Which weights a policy that needs :data:`ATTENTION` reads."""
 
-    latest: int = 0
-    """Newest queries whose weights are kept apart, for ``Attention.latest``."""
-    total: bool = False
-    """Sums over all queries of the response are kept, for ``Attention.total``."""
-    prompt: int = 0
-    """Queries at the end of a prompt that count as well."""
+    latest: int = 0  # newest queries whose weights are kept apart, for ``Attention.latest``
+    total: bool = False  # sums over all queries of the response, for ``Attention.total``
+    prompt: int = 0  # queries at the end of a prompt that count as well
 
 
 @dataclass(frozen=True)
@@ -87,30 +84,19 @@ class NoAttention:
 
 @dataclass(frozen=True)
 class RequestView:
-    """One request between two forwards.
+    """One request between two forwards."""
 
-    Attributes:
-        prompt: Length of the prompt.
-        written: Positions ``[0, written)`` have their KV in the pool or were evicted.
-        owned: First position that may be evicted. What is before it belongs to the prefix
-            tree or, without a policy's ``prompt``, is prompt (but for its last part of a page).
-        page: Positions per page; only whole pages can be evicted.
-        held: int64, ascending: written positions that were not evicted. Read-only.
-        slot_aliases: int64 ``[held]``, equal where two positions share a slot. Read-only.
-        seed: The same for the same prompt.
-        keys: On demand; only for a policy that ``needs`` them.
-        attention: Likewise.
-    """
-
-    prompt: int
-    written: int
+    prompt: int  # length of the prompt
+    written: int  # positions ``[0, written)`` have their KV in the pool or were evicted
+    #: First position that may be evicted. What is before it belongs to the prefix tree or, without
+    #: a policy's ``prompt``, is prompt (but for its last part of a page).
     owned: int
-    page: int
-    held: np.ndarray
-    slot_aliases: np.ndarray
-    seed: int
-    keys: Keys
-    attention: Attention = field(default_factory=NoAttention)
+    page: int  # positions per page; only whole pages can be evicted
+    held: np.ndarray  # int64, ascending: written positions that were not evicted; read-only
+    slot_aliases: np.ndarray  # int64 ``[held]``, equal where two share a slot; read-only
+    seed: int  # the same for the same prompt
+    keys: Keys  # on demand; only for a policy that ``needs`` them
+    attention: Attention = field(default_factory=NoAttention)  # likewise
 
     def __post_init__(self) -> None:
         # What one policy does to it must not show in what it reads of keys and weights.

@@ -20,20 +20,13 @@ class OverBound(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a step is read. One over a bound matches nothing: nobody has compared it.
+    """How much of a step is read. One over a bound matches nothing: nobody has compared it."""
 
-    Attributes:
-        max_chars: characters of the decoded step.
-        max_depth: nesting of brackets, arguments, prefixes and indentation; at most 128, for
-            the parser recurses.
-        max_nodes: lexical tokens, hence tree nodes, of all trees together.
-        max_edit_nodes: nodes of either step when a tree edit distance is computed (tolerance
-            above 0); its cost grows faster than the product.
-    """
-
-    max_chars: int = 8192
+    max_chars: int = 8192  # of the decoded step
+    #: Nesting of brackets, arguments, prefixes and indentation; at most 128: the parser recurses.
     max_depth: int = 64
-    max_nodes: int = 1024
+    max_nodes: int = 1024  # lexical tokens, hence tree nodes, of all trees together
+    #: Of either step when a tree edit distance is computed: its cost grows faster than the product.
     max_edit_nodes: int = 32
 
 

@@ -1,14 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random eviction: what a budget costs when nothing is known about the positions."""
+"""Policies that look at no keys and no attention."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_reasoncache.eviction.policies.contract import RequestView
 from sglang_reasoncache.eviction.policies.evictor import ScoringEvictor, bounded
+
+
+@dataclass(frozen=True)
+class StreamingLLM(ScoringEvictor):
+    """StreamingLLM (Xiao et al., 2024): gives up the oldest positions behind the sinks. Positions
+    keep their numbers, where the paper counts anew within its cache.
+
+    Attributes:
+        sinks: First positions of the request that stay. The prompt stays anyway.
+    """
+
+    sinks: int = bounded(4, 0, 65_536)
+
+    def candidates(self, view: RequestView) -> np.ndarray:
+        sinks = math.ceil(self.sinks / view.page) * view.page
+        behind = dataclasses.replace(view, owned=max(view.owned, sinks))
+        return behind.candidates(self.recent)
+
+    def scores(self, view: RequestView) -> np.ndarray:
+        return -view.held
 
 
 @dataclass(frozen=True)

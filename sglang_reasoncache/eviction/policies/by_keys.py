@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KeyDiff (Park et al., 2025): keys unlike the other keys draw attention and stay."""
+"""Policies that rank positions by their keys alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,28 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-#: The paper guards its denominators and does not say with what.
+#: The KeyDiff paper guards its denominators and does not say with what.
 _EPSILON = 1e-8
+
+
+def relative_norms(keys: torch.Tensor) -> torch.Tensor:
+    """``[held, heads, head_dim]`` to ``[held, heads]``: norms over their mean in the head.
+
+    Within a head the order is the paper's; plain norms of different layers cannot be averaged.
+    """
+    norms = keys.norm(dim=-1)
+    return norms / norms.mean(dim=0).clamp_min(1e-12)
+
+
+@dataclass(frozen=True)
+class L2Norm(ScoringEvictor):
+    """Key norms (Devoto et al., 2024): gives up the positions with the largest keys. Rotation does
+    not change a norm."""
+
+    needs = frozenset({KEYS})
+
+    def scores(self, view: RequestView) -> np.ndarray:
+        return view.keys.token_scores(relative_norms)
 
 
 def similarity(keys: torch.Tensor, variant: str) -> torch.Tensor:
@@ -37,7 +57,8 @@ def similarity(keys: torch.Tensor, variant: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class KeyDiff(ScoringEvictor):
-    """Gives up the positions whose keys are most like the mean of all held keys.
+    """KeyDiff (Park et al., 2025): gives up the positions whose keys are most like the mean of all
+    held keys.
 
     The paper protects no recent positions (``recent=1``), or 10 to 20% of the budget.
 
