@@ -21,7 +21,7 @@ import pandas as pd
 import psutil
 
 from eval.bench import distance, idle
-from eval.redundancy.rows import texts_of
+from eval.jsonl import texts_of
 from eval.runs.folder import write_whole
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig

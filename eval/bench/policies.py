@@ -21,8 +21,8 @@ from eval.bench.policies_accuracy import LONG, Runs
 from eval.bench.policies_points import installed
 from eval.bench.policies_results import Aim, dense_row, picture, rows, table
 from eval.bench.serve import AIME, pieces_of
+from eval.jsonl import texts_of
 from eval.methods import DENSE
-from eval.redundancy.rows import texts_of
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build
 from eval.runs.folder import write_whole

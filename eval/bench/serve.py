@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eval.jsonl import texts_of
 from eval.measures.accuracy import accuracy, compare, keyed
 from eval.measures.figures import of_cells
 from eval.methods import DENSE, RANDOM
-from eval.redundancy.rows import texts_of
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build
 from eval.replay.pieces import write_pieces

@@ -7,15 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.jsonl import read_object, valid_text
+from eval.jsonl import read_rows, valid_text
 
 GROUPS = ("right", "loops", "wrong")
 #: Tokens of a run, and the share of runs that stand earlier in a response from which on it loops.
 _RUN, _LOOPS = 32, 0.1
-
-
-class ResponseError(ValueError):
-    """Responses that cannot be read; the message names the file."""
 
 
 class Response(NamedTuple):
@@ -28,23 +24,19 @@ class Response(NamedTuple):
 
 
 def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
-    """Responses of at least ``shortest`` tokens; of a folder the first to each question.
+    """Responses of at least ``shortest`` tokens, question and response cut at ``cap``.
 
-    Args:
-        path: JSONL file, or folder of such, of rows with ``question`` and ``response``, perhaps
-            ``id`` and ``correct``.
-        cap: Tokens of question and response together.
-
-    Raises:
-        ResponseError: a file or line that cannot be read.
+    ``path`` is a JSONL file of rows with ``question`` and ``response``, perhaps ``id`` and
+    ``correct``, or a folder of such, of which the first response to each question counts. Raises
+    OSError, ValueError: a file or line that cannot be read; names it.
     """
     asked: set[str] = set()
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
-        for row in list(_rows(file)):
+        for number, row in read_rows(file, _texts):
             if path.is_dir() and row["question"] in asked:
                 continue
             asked.add(row["question"])
-            response = _tokenized(row, tokenizer, cap)
+            response = _tokenized({"id": f"{file.stem}:{number}", **row}, tokenizer, cap)
             if len(response.tokens) - response.prompt >= shortest:
                 yield response
 
@@ -55,18 +47,12 @@ def loops(tokens: Sequence[int]) -> bool:
     return bool(runs) and 1 - len(set(runs)) / len(runs) >= _LOOPS
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    number = 0
-    try:
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            row = {"id": f"{path.stem}:{number}", **read_object(line)}
-            for field in ("question", "response"):
-                if not isinstance(row.get(field), str):
-                    raise ValueError(f"no text in field {field!r}")
-                row[field] = valid_text(row[field])
-            yield row
-    except (OSError, ValueError) as error:
-        raise ResponseError(f"{path}:{number}: {error}") from error
+def _texts(row: dict[str, Any]) -> dict[str, Any]:
+    for field in ("question", "response"):
+        if not isinstance(row.get(field), str):
+            raise ValueError(f"no text in field {field!r}")
+        row[field] = valid_text(row[field])
+    return row
 
 
 def _tokenized(row: dict[str, Any], tokenizer: Any, cap: int) -> Response:

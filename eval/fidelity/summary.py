@@ -14,22 +14,14 @@ from eval.report.style import LABEL_SIZE, figure, light_grid, save, text
 
 _RESAMPLES = 2000
 #: Figure -> how a number of it is printed.
-_FORMS = {
-    "saved": "{:.1%}",
-    "kl": "{:.4f}",
-    "kl_per_saved": "{:.4f}",
-    "nll": "{:+.2%}",
-    "top1": "{:.1%}",
-}
+_FORMS = dict(saved="{:.1%}", kl="{:.4f}", kl_per_saved="{:.4f}", nll="{:+.2%}", top1="{:.1%}")
 _MARKERS = "osD^vP*X<>ph"
 
 
 def rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each group and arm: means over responses, and of each, ``_95``, the ends of its 95%
-    bootstrap interval over responses, null for fewer than two.
-
-    ``nll`` is the relative change of the mean, ``kl_per_saved`` the ratio of the means.
-    """
+    bootstrap interval over responses, null for fewer than two. ``nll`` is the relative change of
+    the mean, ``kl_per_saved`` the ratio of the means."""
     scores = pd.DataFrame(
         {"group": record["group"], "arm": name, **score, "dense": record["arms"]["dense"]["nll"]}
         for record in records

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.redundancy.rows import texts_of
+from eval.jsonl import texts_of
 from eval.replay.model import build
 
 #: Under the folder from which the command is called.

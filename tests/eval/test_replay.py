@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from eval.redundancy.rows import texts_of
+from eval.jsonl import texts_of
 from eval.replay.__main__ import main
 from eval.replay.forcing import FORCED, forced_request
 from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE
