@@ -4,8 +4,6 @@
 Same model, same KV budget, same requests; the only difference is ``--enable-reasoncache``. Writes
 ``demo.json``, prints a table and one response with its shared steps marked."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

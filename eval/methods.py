@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods by name: what a server is started with so that it shares as one row of a table says."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence

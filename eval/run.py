@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.run``: tasks x methods x seeds against live servers. See docs/evaluation.md."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real SGLang servers as subprocesses, for the demo and the server tests."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
@@ -177,7 +175,7 @@ class ServerProcess:
         """POST ``json`` to ``path``; ``options`` as for :meth:`httpx.Client.post`."""
         return self._http.post(path, json=json, **options)
 
-    def openai(self, **options: Any) -> OpenAI:
+    def openai(self, **options: Any) -> "OpenAI":
         """Return an official client of this server; ``options`` go to its constructor."""
         import openai
 

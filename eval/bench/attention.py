@@ -6,8 +6,6 @@ each on one pool, in turn, beside the memory bandwidth. ``--growth`` adds curves
 ``--server`` two servers of the embedded model. Writes ``build/bench/kernels.json``.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

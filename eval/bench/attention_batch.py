@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch of decode requests on one layer's pool: its shape, where its rows lie, what is right."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

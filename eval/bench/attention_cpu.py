@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention on the CPU: our backend and SGLang's torch-native, called as SGLang does."""
 
-from __future__ import annotations
-
 import functools
 import math
 import time

@@ -4,8 +4,6 @@
 FlashInfer reads pages of one token and plans outside of the timing.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of the attention benchmark, the loop that times them, and the picture of its curves."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -52,7 +50,7 @@ _AXES = {
 
 
 def measure(
-    kind: type[CpuBatch] | type[CudaBatch], shapes: Mapping[str, Sequence[Shape]], rounds: int
+    kind: "type[CpuBatch] | type[CudaBatch]", shapes: Mapping[str, Sequence[Shape]], rounds: int
 ) -> list[Row]:
     """Shapes by axis with all shares that fit into the device's memory; prints a Markdown table.
 
@@ -80,7 +78,7 @@ def measure(
     return found
 
 
-def point(kind: type[CpuBatch] | type[CudaBatch], axis: str, shape: Shape, row: Row) -> Row:
+def point(kind: "type[CpuBatch] | type[CudaBatch]", axis: str, shape: Shape, row: Row) -> Row:
     """Of a curve: ``setting``, ``ms`` by curve, and ``read_ms``, what reading each entry's K and
     V once takes at the machine's bandwidth."""
     ours, theirs, other = kind.times

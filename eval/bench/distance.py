@@ -5,8 +5,6 @@ A pool far above the caches, other slots in every run, so nothing is left in a c
 before. Bytes are those of K and V that a call has to read, once.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -5,8 +5,6 @@ TRACES is a JSONL file of responses, or a folder of files named aime*.jsonl. Tim
 of one thread, which other work on the machine disturbs little.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

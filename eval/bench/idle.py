@@ -5,8 +5,6 @@ A stock server and ours stay up and take turns on random text, so that whatever 
 machine does hits both. Requests sample at a temperature so high that the text is noise.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

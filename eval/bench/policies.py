@@ -5,8 +5,6 @@ Writes ``policies.json``, ``policies.md`` and ``policies.png`` (docs/evaluation.
 beside them keep all that was measured: the same command goes on after a stop.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy of many methods on the same problems: a run folder each, some at work at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``bench-policies`` measures: each policy at settings chosen beforehand, one for each saving."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows, table and picture of ``bench-policies``: a policy at one setting, against dense."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

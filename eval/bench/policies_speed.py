@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Throughput and step time of policies on replayed responses, in turns with stock SGLang."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import statistics

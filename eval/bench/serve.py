@@ -6,8 +6,6 @@ flags; the embedded reasoner is also served with random sharing that saves as mu
 ``build/bench/serve.json``, and a run folder for each workload.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

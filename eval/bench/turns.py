@@ -2,8 +2,6 @@
 """Rounds in which sides take turns, and the memory bandwidth between them: what else a machine
 does changes within seconds, and so hits all of them."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.fidelity MODEL RESPONSES``: what sharing costs a model on recorded responses."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

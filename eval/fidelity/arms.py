@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arms by name: what is done to one KV cache while a response is read; see docs/fidelity.md."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

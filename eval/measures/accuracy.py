@@ -5,8 +5,6 @@ A problem is a cluster over its seeds: shares get Wilson's interval at the effec
 answers, other values (F1, lengths) Student's t over problems, differences of shares Newcombe's
 square-and-add (MOVER), those of other values paired t. Ratios take dense's mean as known."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ class Estimate:
     high: float | None
     n: int
 
-    def scaled(self, factor: float, shift: float = 0.0) -> Estimate:
+    def scaled(self, factor: float, shift: float = 0.0) -> "Estimate":
         """``factor * x + shift`` of a positive factor."""
         low, high = (None if e is None else factor * e + shift for e in (self.low, self.high))
         return Estimate(factor * self.value + shift, low, high, self.n)

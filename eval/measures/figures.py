@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed and KV memory of one cell, or of several as if they were one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line of the redundancy figures."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts over responses, with the production filter."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

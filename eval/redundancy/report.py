@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Totals as Markdown tables, as JSON and as a picture."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens of a response: by any Hugging Face tokenizer, or words and punctuation marks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

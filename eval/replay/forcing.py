@@ -4,8 +4,6 @@
 The server needs ``--enable-custom-logit-processor`` and must be able to import this module; what a
 request carries is its name, not its code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ A decode step reads the weights once for all requests and each request's KV besi
 bf16 has 65.5 GB of weights and 262 KB of KV a token, 250,000 to 1; this one 130,000 to 1, so that
 throughput follows the number of running requests on a CPU as it does on a GPU."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@
 Pieces repeat themselves nearly as much: of the looping AIME responses 54% of the tokens could share
 memory over time, of their pieces of 4,000 tokens 48% (docs/benchmarks.md)."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.report RUN...``: tables and pictures of folders of ``python -m eval.run``."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

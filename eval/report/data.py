@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run folders as data frames."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables in Markdown, and text that stays text in them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy against saving, throughput against the KV budget, and memory over time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One look for all figures: colour-blind-safe, quiet axes, names that stay text."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any

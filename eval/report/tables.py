@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What methods cost and save, against dense, by class of problem, and by KV budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pandas as pd

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures one cell against one server: requests, and what the server and its log say of them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

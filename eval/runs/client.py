@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of a run through the official OpenAI client: streaming, nothing retried behind our back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

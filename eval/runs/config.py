@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``config.json`` of a run: everything asked for, and what it ran on."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import hashlib

@@ -5,8 +5,6 @@ A process may be killed at any byte: a last line without its end is cut off when
 and everything before it counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

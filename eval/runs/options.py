@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator can ask of a run: command line and TOML file, with defaults and bounds."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

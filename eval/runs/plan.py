@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run asks: problems, requests, servers' flags, and the order of its cells."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

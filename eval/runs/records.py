@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run leaves on disk, one JSON object per record. Times in seconds since the leg began."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The servers of a run, started or given by URL, and what they say of themselves."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import OrderedDict

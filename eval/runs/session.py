@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process working on a run: every cell that is not complete, in the order of the plan."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a command to a finished run: what is needed is put together here."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

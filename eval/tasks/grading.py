@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filters and graders of the task files beside this. Responses are hostile: all is bounded."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

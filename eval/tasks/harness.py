@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """lm-evaluation-harness with task files of ours beside its own, and a model that asks one server."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -2,8 +2,6 @@
 """Compare answers with math-verify, one JSON line in and one out; a script of ``grading.py``. Only
 LaTeX is parsed: math-verify's parser of plain expressions evaluates them as Python."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the makers of a model say it should be sampled."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run code that a model wrote under bubblewrap: no network, no files, bounded time and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

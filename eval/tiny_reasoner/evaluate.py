@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Greedy accuracy of a checkpoint, under the Hugging Face loop and through the chat template."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

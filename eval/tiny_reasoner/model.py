@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Architecture, tokenizer and chat template of the tiny reasoner, and how they are saved."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

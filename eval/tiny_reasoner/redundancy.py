@@ -2,8 +2,6 @@
 """How much of a reference response could share KV slots, by the filter alone: the blocks that it
 proposes when a step ends, before distances are looked at, over tokens of prompts and responses."""
 
-from __future__ import annotations
-
 import argparse
 
 import pandas as pd

@@ -5,8 +5,6 @@ README.md beside this describes it. Every word is one token, words are separated
 "\\n\\n" is a word that ends a step.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from dataclasses import dataclass

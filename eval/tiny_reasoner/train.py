@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the tiny reasoner from scratch on a CPU; the defaults reproduce the shipped checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import tempfile
