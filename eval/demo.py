@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
+from eval.bench import at_least
 from eval.measures.figures import of_cells
 from eval.methods import find_methods
-from eval.runs.folder import Cell
+from eval.runs.folder import Cell, Response
 from eval.runs.options import RunOptions, with_values
-from eval.runs.records import Response
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 
 _TASK, _SEED = "tiny_reasoner", 20_261
@@ -49,36 +49,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m eval.demo", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
-    add("--problems", type=int, default=200, help="Problems sent at once (default 200).")
-    add("--kv-budget", type=int, default=4000, help="KV slots of the server (default 4000).")
-    add("--max-tokens", type=int, default=1500, help="Of each request (default 1500).")
+    add("--problems", type=at_least(1), default=200, help="Problems sent at once (default 200).")
+    add("--kv-budget", type=at_least(1), default=4000, help="KV slots (default 4000).")
+    add("--max-tokens", type=at_least(1), default=1500, help="Of each request (default 1500).")
     add("--output", type=Path, default=Path("demo.json"))
     add("--logs", type=Path, default=Path("build/demo"), help="Folder for logs and records.")
     for name, of in (("--both", "both servers"), ("--shared", "ours")):
         text = f"Further flags of {of}."
         add(name, type=shlex.split, default=[], metavar="FLAGS", help=text)
     words = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(with_values(words, ("--both", "--shared")))
-    for name in ("problems", "kv_budget", "max_tokens"):
-        if getattr(args, name) < 1:
-            flag = name.replace("_", "-")
-            parser.error(f"--{flag} must be at least 1, got {getattr(args, name)}")
-    return args
+    return parser.parse_args(with_values(words, ("--both", "--shared")))
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
     """What both servers are asked: one log line a decode step, and no request sent twice."""
-    return RunOptions(
-        tasks=(_TASK,),
-        seeds=(_SEED,),
-        limit=args.problems,
-        device="cpu",
-        kv_budget=args.kv_budget,
-        max_tokens=args.max_tokens,
-        server_flags=args.both,
-        decode_log_interval=1,
-        attempts=1,
-    )
+    most: dict[str, Any] = dict(limit=args.problems, max_tokens=args.max_tokens, attempts=1)
+    most |= dict(kv_budget=args.kv_budget, server_flags=args.both, decode_log_interval=1)
+    return RunOptions(tasks=(_TASK,), seeds=(_SEED,), device="cpu", **most)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Cell]:

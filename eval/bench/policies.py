@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.bench import at_least, policies_accuracy, policies_points, policies_speed
-from eval.bench.policies_accuracy import LONG, Runs
+from eval.bench import at_least, policies_points, policies_runs
 from eval.bench.policies_points import installed
 from eval.bench.policies_results import Aim, dense_row, picture, rows, table
+from eval.bench.policies_runs import LONG, Runs
 from eval.bench.serve import AIME, pieces_of
 from eval.jsonl import texts_of
 from eval.methods import DENSE
@@ -57,7 +57,7 @@ class Options(argparse.Namespace):
         # Runs take each other's processors now and then.
         speed = 0.8 * self.jobs if self.jobs > 1 else 1.0
         each = _START_S + self.problems * _PROBLEM_S
-        groups = map(policies_speed.groups, self.timed.values())
+        groups = map(policies_runs.groups, self.timed.values())
         servers = sum(1 + len(group) for several in groups for group in several)
         replays = servers * (_START_S + self.rounds * _ROUND_S)
         return todo * each / speed / 60, replays / 60
@@ -121,19 +121,19 @@ def carry_out(options: Options) -> bool:
     """
     failed: dict[str, str] = {}
     for runs, methods in options.asked:
-        failed |= policies_accuracy.carry_out(runs, methods, options.jobs, say)
-    timings: dict[Aim, policies_speed.Timing] = {}
+        failed |= policies_runs.carry_out(runs, methods, options.jobs, say)
+    timings: dict[Aim, policies_runs.Timing] = {}
     write(options, timings)
     if options.timed:
         traces = options.traces / AIME
         model = str(build(MODELS, texts_of([traces])))
-        path = options.out / "policies" / f"{policies_speed.TASK}.jsonl"
-        asked = (policies_speed.PIECES, policies_speed.LIMIT, policies_speed.KV_BUDGET, path)
+        path = options.out / "policies" / f"{policies_runs.TASK}.jsonl"
+        asked = (policies_runs.PIECES, policies_runs.LIMIT, policies_runs.KV_BUDGET, path)
         pieces_of(traces, model, *asked)
     for aim, chosen in options.timed.items():
         folder = path.with_name(f"replay-{options.rounds}-{aim:g}")
-        for group in policies_speed.groups(chosen):
-            found = policies_speed.measure(group, path, model, options.rounds, folder)
+        for group in policies_runs.groups(chosen):
+            found = policies_runs.measure(group, path, model, options.rounds, folder)
             for point in group:
                 if point.policy in found:
                     timings[point.policy, point.aim] = found[point.policy]
@@ -145,7 +145,7 @@ def carry_out(options: Options) -> bool:
     return not failed
 
 
-def write(options: Options, timings: dict[Aim, policies_speed.Timing]) -> None:
+def write(options: Options, timings: dict[Aim, policies_runs.Timing]) -> None:
     """``policies.json``, table and picture of what has been measured so far."""
     dense, long_dense = dense_row(options.runs), dense_row(options.long_runs)
     found = rows(options.points, options.runs, timings)
@@ -162,9 +162,9 @@ def write(options: Options, timings: dict[Aim, policies_speed.Timing]) -> None:
             "problems": options.problems,
             "rounds": options.rounds,
             "timed_aims": list(options.timed),
-            "in_flight": policies_accuracy.IN_FLIGHT,
-            "max_tokens": policies_accuracy.MAX_TOKENS,
-            "replay_kv_budget": policies_speed.KV_BUDGET,
+            "in_flight": policies_runs.IN_FLIGHT,
+            "max_tokens": policies_runs.MAX_TOKENS,
+            "replay_kv_budget": policies_runs.KV_BUDGET,
         },
     }
     write_whole(options.out / "policies.json", json.dumps(result, indent=2) + "\n")

@@ -8,9 +8,8 @@ from typing import Any
 import pandas as pd
 import seaborn as sns
 
-from eval.bench.policies_accuracy import Runs
 from eval.bench.policies_points import CONTROLS, POLICIES, RANDOM_SHARING, SELECTOR, Point, parts
-from eval.bench.policies_speed import Timing
+from eval.bench.policies_runs import Runs, Timing
 from eval.measures.accuracy import Estimate, accuracy, compare, keyed
 from eval.measures.figures import of_cells
 from eval.methods import DENSE

@@ -8,10 +8,11 @@ flags; the embedded reasoner is also served with random sharing that saves as mu
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +22,48 @@ from eval.measures.figures import of_cells
 from eval.methods import DENSE, RANDOM
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build
-from eval.replay.pieces import write_pieces
 from eval.runs.folder import Cell, RunError, write_whole
 from eval.runs.options import RunOptions
 from eval.runs.work import run
 from eval.tasks.documents import replay
 from eval.tokenizers import load_tokenizer
+
+_STEP = re.compile(r".*?\n\n|.+\Z", re.DOTALL)
+
+
+def cut(response: str, tokenizer: Any, tokens: int) -> list[str]:
+    """Whole steps of a response in pieces of about ``tokens`` tokens; the remainder is left out. A
+    piece ends with the step that reaches so many."""
+    pieces: list[str] = []
+    begun: list[str] = []
+    length = 0
+    for step in _STEP.findall(response):
+        begun.append(step)
+        length += len(tokenizer.encode(step, add_special_tokens=False, verbose=False))
+        if length >= tokens:
+            pieces.append("".join(begun))
+            begun, length = [], 0
+    return pieces
+
+
+def write_pieces(
+    records: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    tokens: Sequence[int],
+    least: int,
+    path: Path,
+) -> int:
+    """Write the pieces of all records of at least ``least`` tokens as JSONL; return how many.
+    ``tokens`` are lengths of pieces, in turn for each record."""
+    long = [record for record in records if record["max_tokens"] >= least]
+    lines = [
+        {"id": f"{record['id']}.{at}", "question": record["prompt"], "response": piece}
+        for number, record in enumerate(long)
+        for at, piece in enumerate(cut(record["target"], tokenizer, tokens[number % len(tokens)]))
+    ]
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+    return len(lines)
+
 
 AIME, _MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
 #: Responses of the AIME file that are longer go round in circles up to the limit of the model

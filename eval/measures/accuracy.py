@@ -15,7 +15,7 @@ from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.proportion import proportion_confint
 
-from eval.runs.records import Result
+from eval.runs.folder import Result
 
 #: Problem and seed.
 Key = tuple[str, int]

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from eval.runs.folder import Cell
-from eval.runs.records import Leg, Moment, Response
+from eval.runs.folder import Cell, Leg, Moment, Response
 
 _FLAG = "--enable-reasoncache"
 

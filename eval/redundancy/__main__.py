@@ -12,9 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 from eval.jsonl import one_line, read_rows, text_of
-from eval.redundancy.measure import Totals, measure
+from eval.redundancy.measure import WORDS, TokenizerSpeller, Totals, WordSpeller, measure
 from eval.redundancy.report import as_json, as_markdown, draw
-from eval.redundancy.spelling import WORDS, TokenizerSpeller, WordSpeller
 
 _OTHER = "other"
 _MAX_DATASETS = 50

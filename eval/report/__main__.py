@@ -10,8 +10,8 @@ from typing import Any
 
 from eval.report import tables
 from eval.report.data import Data, load
-from eval.report.markdown import words
 from eval.report.pictures import draw
+from eval.report.tables import words
 from eval.runs.folder import RunError, write_whole
 
 

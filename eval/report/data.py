@@ -11,8 +11,7 @@ import pandas as pd
 
 from eval.measures.accuracy import Key, keyed
 from eval.measures.figures import figures
-from eval.runs.folder import cells, read_config
-from eval.runs.records import Result
+from eval.runs.folder import Result, cells, read_config
 
 DENSE = "dense"
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 
-from eval.runs.records import Response
+from eval.runs.folder import Response
 
 MAX_CHARACTERS = 4_000_000  # of a response; a stream that goes on beyond has failed
 
@@ -33,9 +33,8 @@ Ended = Callable[[Response], None]
 
 
 def connect(url: str, timeout_s: float) -> AsyncOpenAI:
-    """A client of the server at ``url`` (without ``/v1``), with room for any number of requests. A
-    request may wait for memory for hours before its first byte, so ``timeout_s`` of silence is the
-    only limit besides that of connecting."""
+    """A client of the server at ``url`` (without ``/v1``) for any number of requests. One may wait
+    for memory for hours before its first byte: ``timeout_s`` of silence is the only limit."""
     # A connection is an open file; many systems allow 1,024 unless asked for more.
     with contextlib.suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -147,8 +146,7 @@ def ask_all(
 
 
 def tokens_per_s(answers: Sequence[Response]) -> float:
-    """Output tokens of requests sent together over the time that all took. Raises RuntimeError: a
-    request failed."""
+    """Of requests sent together, over the time of all. Raises RuntimeError: a request failed."""
     failed = [answer.error for answer in answers if answer.error]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")

@@ -2,6 +2,7 @@
 """What a run asks: problems, requests, servers' flags, and the order of its cells."""
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +40,9 @@ class Step:
 
 
 def order(tasks: Sequence[str], methods: Sequence[Method], seeds: Sequence[int]) -> list[Step]:
-    """For each task and seed each method, backwards in every second seed, so that drift hits all
-    methods alike and neighbouring cells often need the same server. In a task's first seed a method
-    that must reach another's saving comes after it."""
+    """For each task and seed each method, backwards in every second seed: drift hits all alike, and
+    neighbours often need the same server. In a task's first seed a method that must reach another's
+    saving comes after it."""
     first = sorted(methods, key=lambda method: bool(method.match))
     turns = [first, *([methods[::-1], methods] * len(seeds))]
     return [
@@ -72,11 +73,8 @@ class Plan:
     def __init__(self, options: RunOptions, body: Mapping[str, Any]) -> None:
         self.options = options
         self.body = dict(body)
-        self.tasks = {
-            (name, seed): self._load(name, seed, options.limit)
-            for name in options.tasks
-            for seed in options.seeds
-        }
+        pairs = itertools.product(options.tasks, options.seeds)
+        self.tasks = {(name, seed): self._load(name, seed, options.limit) for name, seed in pairs}
         self._others: dict[tuple[str, int], list[Problem]] = {}
         if options.kv_budget is not None:
             for name in options.tasks:

@@ -117,9 +117,8 @@ class Server:
 
 
 class Servers:
-    """Started servers, by their flags. A context manager. Where idle servers cost nothing (a CPU,
-    with ``--sleep-on-idle``) ``keep`` can stay up and take turns; the one that was used longest ago
-    is closed. Logs go into the run's folder."""
+    """Started servers by their flags, a context manager. ``keep`` stay up and take turns, of which
+    the one that was used longest ago is closed. Logs go into the run's folder."""
 
     def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
         self._logs, self._keep = run / "servers", keep
@@ -134,8 +133,7 @@ class Servers:
 
     def get(self, name: str, flags: Sequence[str], starting: Callable[[], None]) -> Server:
         """The running server with these flags, else a new one. ``name`` is for its log's file;
-        ``starting`` is called before a start, which takes a minute or, for large models, many.
-        Raises ServerError: it does not start."""
+        ``starting`` is called before a start. Raises ServerError: it does not start."""
         process = self._up.pop(tuple(flags), None)
         if process is not None and not process.alive:
             process.close()

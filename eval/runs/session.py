@@ -13,9 +13,8 @@ from rich.text import Text
 
 from eval.methods import Method, with_ratio
 from eval.runs.cells import faults, measure, warm_up, warnings
-from eval.runs.folder import Cell, RunError, write_config
+from eval.runs.folder import Cell, Leg, Result, RunError, write_config
 from eval.runs.plan import Plan, Step, order
-from eval.runs.records import Leg, Result
 from eval.runs.servers import Server, Servers
 from eval.serving import ServerError
 from eval.tasks.harness import EvalTask, Problem

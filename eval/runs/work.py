@@ -19,7 +19,7 @@ from eval.tiny_reasoner import EMBEDDED_SETTINGS
 
 def carry_out(command: Command) -> bool:
     """Run, resume or grade; True when every request was answered and graded. Raises ValueError:
-    the command or the folder is wrong; ServerError: a server did not start, or died."""
+    command or folder is wrong; ServerError."""
     if command.grade is not None:
         return grade_again(command.grade, command.allow_code_execution)
     if command.resume is not None:

@@ -6,8 +6,7 @@ import argparse
 
 import pandas as pd
 
-from eval.redundancy.measure import BLOCKS, measure
-from eval.redundancy.spelling import TokenizerSpeller
+from eval.redundancy.measure import BLOCKS, TokenizerSpeller, measure
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.task import ASSISTANT, USER, generate
 
