@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 #: What one setting's samples come to: JSON, times as :func:`eval.bench.turns.spread`.
 Row = dict[str, Any]
 
-
 _HEADS = ((4, 2, 64), (32, 8, 128))
 #: Shapes of each device by axis; results are named after 32x1000 and 64x16000.
 SHAPES = {
@@ -69,10 +68,7 @@ def measure(
     kind: "type[CpuBatch] | type[CudaBatch]", shapes: Mapping[str, Sequence[Shape]], rounds: int
 ) -> list[Row]:
     """Shapes by axis with all shares that fit into the device's memory; prints a Markdown table.
-
-    Returns:
-        Rows; on a curve points (:func:`point`).
-    """
+    Returns rows; on a curve points (:func:`point`)."""
     yardstick = Yardstick(torch.device(kind.device_type))
     found, lines = [], []
     for axis, shape in ((axis, shape) for axis, several in shapes.items() for shape in several):
@@ -230,8 +226,7 @@ def serve(rounds: int, logs: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 1 where a device's part failed. Each has a process of its own: in that of
-    the CPU SGLang is told there is no GPU."""
+    """The exit status: 1 where a device's part failed; each has a process of its own."""
     # Asks the driver's library whether there is a GPU, and leaves CUDA alone in this process.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     options = parse(argv)

@@ -116,9 +116,7 @@ def _different(given: list[Any]) -> list[Any]:
 
 def carry_out(options: Options) -> bool:
     """Measure what is not there yet and write the results, anew after each part; whether all is.
-
-    Raises OSError or ValueError where traces, model or a run folder are unusable.
-    """
+    Raises OSError, ValueError: traces, model or a run folder are unusable."""
     failed: dict[str, str] = {}
     for runs, methods in options.asked:
         failed |= policies_runs.carry_out(runs, methods, options.jobs, say)
@@ -151,6 +149,9 @@ def write(options: Options, timings: dict[Aim, policies_runs.Timing]) -> None:
     found = rows(options.points, options.runs, timings)
     long = rows(options.prompts, options.long_runs, {})
     replays = [{"policy": name, "aim": aim, **one} for (name, aim), one in timings.items()]
+    asked = dict(problems=options.problems, rounds=options.rounds, timed_aims=[*options.timed])
+    used = dict(in_flight=policies_runs.IN_FLIGHT, max_tokens=policies_runs.MAX_TOKENS)
+    used["replay_kv_budget"] = policies_runs.KV_BUDGET
     result = {
         "rows": found,
         "dense": dense,
@@ -158,14 +159,7 @@ def write(options: Options, timings: dict[Aim, policies_runs.Timing]) -> None:
         "prompt_dense": long_dense,
         "replays": replays,
         "left_out": options.left_out,
-        "settings": {
-            "problems": options.problems,
-            "rounds": options.rounds,
-            "timed_aims": list(options.timed),
-            "in_flight": policies_runs.IN_FLIGHT,
-            "max_tokens": policies_runs.MAX_TOKENS,
-            "replay_kv_budget": policies_runs.KV_BUDGET,
-        },
+        "settings": {**asked, **used},
     }
     write_whole(options.out / "policies.json", json.dumps(result, indent=2) + "\n")
     parts = [table(found, dense, "Policies at equal saving")]

@@ -91,10 +91,8 @@ def points(policies: Sequence[str], savings: Sequence[float]) -> tuple[list[Poin
 
 
 def prompt_points(policies: Sequence[str], budgets: Sequence[int]) -> list[Point]:
-    """Policies on long prompts, under budgets that hold during prefill too.
-
-    As in KeyDiff's paper nothing is protected; SnapKV keeps its window, H2O half of the budget.
-    """
+    """Policies on long prompts, under budgets that hold during prefill too. As in KeyDiff's paper
+    nothing is protected; SnapKV keeps its window, H2O half of the budget."""
     found = []
     for policy in policies:
         name = "random" if policy == RANDOM_EVICTION else policy

@@ -59,20 +59,18 @@ class Runs:
         return min(len(cell.answered()), len(cell.results())) >= self.problems
 
     def command(self, method: str) -> list[str]:
-        server_flags = (_SERVER_FLAGS, *_TASK_FLAGS[self.task], *flags_of(method))
-        flags = {
-            "--tasks": self.task,
-            "--methods": method,
-            "--limit": self.problems,
-            "--in-flight": IN_FLIGHT,
-            "--max-tokens": MAX_TOKENS,
-            "--kv-budget": _KV_BUDGET,
-            "--device": "cpu",
-            "--server-flags": " ".join(server_flags),
-            "--out": self.folder(method),
-        }
-        words = [str(word) for flag in flags.items() for word in flag]
-        return [sys.executable, "-m", "eval.run", *words]
+        flags = (_SERVER_FLAGS, *_TASK_FLAGS[self.task], *flags_of(method))
+        words = ["--tasks", self.task, "--methods", method, "--limit", self.problems]
+        words += ["--in-flight", IN_FLIGHT, "--max-tokens", MAX_TOKENS, "--kv-budget", _KV_BUDGET]
+        words += [
+            "--device",
+            "cpu",
+            "--server-flags",
+            " ".join(flags),
+            "--out",
+            self.folder(method),
+        ]
+        return [sys.executable, "-m", "eval.run", *map(str, words)]
 
 
 def carry_out(
@@ -154,31 +152,18 @@ def measure(
     folder = home / ",".join(point.policy for point in points)
     for method, seed in itertools.product(methods, range(rounds)):
         _forget_half(Cell(folder, TASK, method, seed))
-    cells = run_in_turns(
-        TASK,
-        methods,
-        rounds,
-        folder,
-        model=model,
-        limit=LIMIT,
-        data={TASK: str(records_path)},
-        temperature=0.0,
-        kv_budget=KV_BUDGET,
-        warm_up=2,
-        # Of steps between two lines of a server's log: batches last some hundred.
-        decode_log_interval=4,
-        server_flags=(*_FLAGS, *flags_of(points[0].method)),
-    )
+    options = dict(model=model, limit=LIMIT, data={TASK: str(records_path)}, temperature=0.0)
+    options |= dict(kv_budget=KV_BUDGET, warm_up=2)
+    # Of steps between two lines of a server's log: batches last some hundred.
+    options |= dict(decode_log_interval=4, server_flags=(*_FLAGS, *flags_of(points[0].method)))
+    cells = run_in_turns(TASK, methods, rounds, folder, **options)
     found = {point.policy: timing(cells[point.method], cells[DENSE]) for point in points}
     return {policy: one for policy, one in found.items() if one is not None}
 
 
 def timing(cells: Sequence[Cell], dense: Sequence[Cell]) -> Timing | None:
-    """Sum rounds up, those that both have measured in one go; None without any.
-
-    ``throughput_ratio`` is the median of rounds; steps are None if the two have too few batches
-    in common; ``reproduced`` is the share of responses that came back word for word.
-    """
+    """Sum rounds up, those that both have measured in one go; None without any. Steps are None if
+    the two have too few batches in common; ``reproduced``: responses that are word for word."""
     rates = [(_rate(one), _rate(other)) for one, other in zip(cells, dense, strict=True)]
     ratios = [one / other for one, other in rates if one and other]
     if not ratios:

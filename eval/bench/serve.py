@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make bench-serve``: throughput, saving and accuracy of three workloads in twenty minutes on two cores.
 
-Stock SGLang and ours stay up and take turns, with the same KV budget, attention backend and
-flags; the embedded reasoner is also served with random sharing that saves as much. Writes
-``build/bench/serve.json``, and a run folder for each workload.
-"""
+Stock SGLang and ours take turns, with the same KV budget, backend and flags; the embedded reasoner
+also with random sharing that saves as much. Writes ``serve.json``, and a run folder a workload."""
 
 import argparse
 import json
@@ -47,19 +45,15 @@ def cut(response: str, tokenizer: Any, tokens: int) -> list[str]:
 
 
 def write_pieces(
-    records: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    tokens: Sequence[int],
-    least: int,
-    path: Path,
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, tokens: Sequence[int], least: int, path: Path
 ) -> int:
-    """Write the pieces of all records of at least ``least`` tokens as JSONL; return how many.
-    ``tokens`` are lengths of pieces, in turn for each record."""
-    long = [record for record in records if record["max_tokens"] >= least]
+    """Write the pieces of all rows of at least ``least`` tokens as JSONL; return how many.
+    ``tokens`` are lengths of pieces, in turn for each row."""
+    long = [row for row in rows if row["max_tokens"] >= least]
     lines = [
-        {"id": f"{record['id']}.{at}", "question": record["prompt"], "response": piece}
-        for number, record in enumerate(long)
-        for at, piece in enumerate(cut(record["target"], tokenizer, tokens[number % len(tokens)]))
+        {"id": f"{row['id']}.{at}", "question": row["prompt"], "response": piece}
+        for number, row in enumerate(long)
+        for at, piece in enumerate(cut(row["target"], tokenizer, tokens[number % len(tokens)]))
     ]
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
     return len(lines)
@@ -104,11 +98,8 @@ def pieces_of(
     traces: Path, model: str, pieces: Sequence[int], limit: int, kv_budget: int, path: Path
 ) -> Path:
     """Responses to replay, ``limit`` in a round: ``traces``, or pieces of these lengths of its
-    looping ones, written to ``path``.
-
-    Raises:
-        OSError, ValueError: the traces are missing or bad, or a round would not be short of memory.
-    """
+    looping ones, written to ``path``: shorter, but they repeat themselves nearly as much. Raises
+    OSError, ValueError: bad traces, or a round would not be short of memory."""
     if pieces:
         whole = list(replay(str(traces), model)["test"])
         write_pieces(whole, load_tokenizer(model), pieces, LOOPING, path)
@@ -158,12 +149,11 @@ def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str
         "memory_saving_ratio": seen[ours].saving,
         "final_saving_ratio": seen[ours].final_saving,
         "tokens_per_s": speeds,
-        "mean_running": {name: one.mean_running for name, one in seen.items()},
-        "retractions": {name: one.retractions for name, one in seen.items()},
-        "leaked_slots": {name: one.leaked_slots for name, one in seen.items()},
         "failed_requests": {name: one.failed for name, one in seen.items()},
         "accuracy": {name: one.value if one else None for name, one in scores.items()},
     }
+    for figure in ("mean_running", "retractions", "leaked_slots"):
+        found[figure] = {name: getattr(one, figure) for name, one in seen.items()}
     if RANDOM in methods:
         for key, method in (("accuracy_ratio", ours), ("random_accuracy_ratio", RANDOM)):
             against = compare(results[method], results[DENSE])

@@ -20,9 +20,7 @@ def take_turns(
     sides: Mapping[str, Side], rounds: int, between: Callable[[], Mapping[str, float]] = dict
 ) -> pd.DataFrame:
     """Samples of all rounds, one a line: ``side``, ``round``, its figures and those ``between``.
-
-    Every second round runs in the opposite order; one more that warms up comes first.
-    """
+    Every second round runs in the opposite order; one more that warms up comes first."""
     lines = []
     for number in range(rounds + 1):
         for name in list(sides)[:: -1 if number % 2 else 1]:
@@ -68,10 +66,8 @@ def seconds(call: Call, device: torch.device) -> float:
 
 
 class Yardstick:
-    """Copies and reads 0.5 GB, on a GPU 2, with all threads, by whatever routine is the fastest.
-
-    The C library's copy writes past the cache and so saves reading what it overwrites.
-    """
+    """Copies and reads 0.5 GB, on a GPU 2, with all threads, by whatever routine is the fastest:
+    the C library's copy writes past the cache and so saves reading what it overwrites."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
