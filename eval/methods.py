@@ -61,8 +61,8 @@ _NAME = re.compile(r"[A-Za-z0-9._:=,+/-]{1,200}")
 
 def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
     """The method that ``NAME[:key=value,...]`` stands for; ``defaults`` are settings that a sharing
-    one leaves open. A key is a setting of the plugin; of ``random`` also ``match``, another's
-    specification, which ends the list. Raises MethodError: unknown name or key, or a bad value."""
+    one leaves open. Of ``random`` a key may be ``match``, another's specification, which ends the
+    list. Raises MethodError: unknown name or key, or a bad value."""
     name, colon, rest = spec.partition(":")
     if name not in METHODS or not _NAME.fullmatch(spec):
         known = ", ".join(METHODS)

@@ -31,7 +31,9 @@ _CALLS = [*itertools.product(_ORDERS, (False, True), (8, 16), (1, 4, 16, 64, 256
 def make_kernel(device: str, layers: int, slots: int, heads: int, head_dim: int) -> DistanceKernel:
     """On a pool in bf16 as SGLang lays it out: K and V of a layer are halves of one buffer."""
     torch.manual_seed(5)
-    empty = dict(size=(2, slots, heads, head_dim), dtype=torch.bfloat16, device=device)
+    empty: dict[str, Any] = dict(
+        size=(2, slots, heads, head_dim), dtype=torch.bfloat16, device=device
+    )
     pool = [tuple(torch.empty(**empty).uniform_(-1, 1)) for _ in range(layers)]
     backend = {"cpu": "native", "cuda": "triton"}[device]
     return DistanceKernel(pool, rotation(_TABLE, head_dim), backend=backend)

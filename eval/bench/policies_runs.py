@@ -152,7 +152,9 @@ def measure(
     folder = home / ",".join(point.policy for point in points)
     for method, seed in itertools.product(methods, range(rounds)):
         _forget_half(Cell(folder, TASK, method, seed))
-    options = dict(model=model, limit=LIMIT, data={TASK: str(records_path)}, temperature=0.0)
+    options: dict[str, Any] = dict(
+        model=model, limit=LIMIT, data={TASK: str(records_path)}, temperature=0.0
+    )
     options |= dict(kv_budget=KV_BUDGET, warm_up=2)
     # Of steps between two lines of a server's log: batches last some hundred.
     options |= dict(decode_log_interval=4, server_flags=(*_FLAGS, *flags_of(points[0].method)))

@@ -38,17 +38,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method against dense, over the problems and seeds that both have. ``difference`` is of
-    means, method less dense; ``kept`` the method's mean over dense's, None if that is 0.
-    ``only_dense`` and ``only_method`` are pairs that one alone has right (McNemar's b and c); the
-    exact two-sided McNemar ``p_value`` takes pairs as independent."""
+    """A method against dense, over the problems and seeds that both have."""
 
     pairs: int
-    difference: Estimate
-    kept: Estimate | None
-    only_dense: int
+    difference: Estimate  # of means, method less dense
+    kept: Estimate | None  # the method's mean over dense's, None if that is 0
+    only_dense: int  # pairs that one alone has right, McNemar's b and c
     only_method: int
-    p_value: float
+    p_value: float  # McNemar's, exact and two-sided; takes pairs as independent
 
 
 def keyed(results: Mapping[int, Sequence[Result]]) -> dict[Key, Result]:

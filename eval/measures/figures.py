@@ -64,13 +64,13 @@ def figures(
         tpot = (later["ended"] - later["first_token"]) / (later["output_tokens"] - 1)
     leaks = [leg.leaked_slots for leg in legs if leg.leaked_slots is not None]
     used = [moment.used for moment in timeline]
+    names = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
+    sides = ((times, share) for times in (ttft, tpot) for share in (0.5, 0.99))
+    tails = [float(times.quantile(share)) if len(times) else None for times, share in sides]
     return Figures(
         tokens_per_s=timed.output_tokens / timed.seconds if timed else None,
         problems_per_min=60 * timed.responses / timed.seconds if timed else None,
-        ttft_p50=_percentile(ttft, 0.5),
-        ttft_p99=_percentile(ttft, 0.99),
-        tpot_p50=_percentile(tpot, 0.5),
-        tpot_p99=_percentile(tpot, 0.99),
+        **dict(zip(names, tails, strict=True)),
         mean_running=float(np.mean([m.running for m in timeline])) if timeline else None,
         resumed=len(answering) > 1 or (only is not None and not only.ended),
         saving=_ratio(legs, "memory_saving_ratio", "polls"),
@@ -83,10 +83,6 @@ def figures(
         response_tokens=float(complete["output_tokens"].mean()) if len(complete) else None,
         failed=sum(row.error is not None for row in responses),
     )
-
-
-def _percentile(seconds: pd.Series, share: float) -> float | None:
-    return float(seconds.quantile(share)) if len(seconds) else None
 
 
 def _ratio(legs: Sequence[Leg], name: str, weight: str) -> float | None:

@@ -104,7 +104,9 @@ def draw(groups: Mapping[str, Totals], path: Path) -> None:
         for kind, style in zip(SIMILARITIES, ("-", ":"), strict=True):
             counts = np.array(found["best_similarity_histogram"][kind])
             at_least = 100 * counts[::-1].cumsum()[::-1] / max(1, counts.sum())
-            look = dict(color=f"C{2 + number}", label=name if style == "-" else None)
+            look: dict[str, Any] = dict(
+                color=f"C{2 + number}", label=name if style == "-" else None
+            )
             curves.plot(np.arange(BINS) / BINS, at_least, style, **look)
     curves.plot([], [], ":", color="grey", label="cosine alone")
     for level in LEVELS:

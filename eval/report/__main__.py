@@ -40,16 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write(data: Data, out: Path) -> None:
     """``REPORT.md`` with its pictures, and the tables again in ``summary.json``."""
-    first = (tables.methods, tables.against_dense, tables.classes)
-    rest = (tables.requests, tables.budgets, tables.random_ratios)
-    made = [table for maker in (*first, *rest) if (table := maker(data)) is not None]
+    made = [table for maker in tables.ALL if (table := maker(data)) is not None]
     parts = ["# Evaluation", *(_source(run, config) for run, config in data.configs.items())]
     parts += [table.markdown() for table in made]
     parts += [f"![{caption}]({file})" for file, caption in draw(data, out).items()]
-    summary = {
-        "cells": json.loads(data.cells.to_json(orient="records")),
-        "tables": {table.name: table.rows for table in made},
-    }
+    cells = json.loads(data.cells.to_json(orient="records"))
+    summary = {"cells": cells, "tables": {table.name: table.rows for table in made}}
     write_whole(out / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_whole(out / "REPORT.md", "\n\n".join(parts) + "\n")
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run folders as data frames."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,8 @@ class Data:
     """Everything that a report needs of some runs; ``results`` and ``lengths`` (output tokens of
     complete responses) are by run, task and method, over all seeds."""
 
-    cells: (
-        pd.DataFrame
-    )  # a row a cell: where, title, Figures, kv_slots, legs, answered, graded, cut
+    # A row a cell: where, title, Figures, kv_slots, legs, answered, graded, cut.
+    cells: pd.DataFrame
     timeline: pd.DataFrame  # rows of cells' logs: run, task, method, seed, and Moment
     results: Mapping[tuple[str, str, str], Mapping[Key, Result]]
     lengths: Mapping[tuple[str, str, str], Mapping[Key, float]]
@@ -31,8 +29,7 @@ class Data:
 
 
 def load(folders: Sequence[Path]) -> Data:
-    """Read run folders, in the order of their KV slots. Raises RunError: one is no run folder, or
-    has a broken file."""
+    """Read run folders. Raises RunError: one is no run folder, or has a broken file."""
     rows: list[dict[str, Any]] = []
     moments: list[dict[str, Any]] = []
     results: dict[tuple[str, str, str], dict[Key, Result]] = {}
@@ -48,18 +45,12 @@ def load(folders: Sequence[Path]) -> Data:
             # A replay always ends by length: those that reproduce the record are not cut.
             whole = {row.problem_id for row in graded if row.correct and "_replay" in cell.task}
             cut = [n for n, r in answered.items() if r.finish_reason == "length" and n not in whole]
-            rows.append(
-                {
-                    **where,
-                    "title": details.get(cell.method, {}).get("title", cell.method),
-                    **dataclasses.asdict(figures(responses, legs, timeline)),
-                    "kv_slots": min(slots, default=configs[run].get("kv_budget")),
-                    "legs": len({row.leg for row in legs} | {row.leg for row in responses}),
-                    "answered": len(answered),
-                    "graded": len(graded),
-                    "cut": len(cut),
-                }
-            )
+            title = details.get(cell.method, {}).get("title", cell.method)
+            row = {**where, "title": title, **vars(figures(responses, legs, timeline))}
+            row["kv_slots"] = min(slots, default=configs[run].get("kv_budget"))
+            row["legs"] = len({one.leg for one in (*legs, *responses)})
+            row |= dict(answered=len(answered), graded=len(graded), cut=len(cut))
+            rows.append(row)
             moments += [{**where, **vars(moment)} for moment in timeline]
             key = (run, cell.task, cell.method)
             results.setdefault(key, {}).update(keyed({cell.seed: graded}))

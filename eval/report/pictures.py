@@ -59,8 +59,7 @@ def _accuracy(data: Data, task: str, path: Path) -> bool:
 
 def _budget(data: Data, task: str, path: Path) -> bool:
     cells = _by_budget(data)
-    cells = cells[cells["task"] == task] if len(cells) else cells
-    cells = cells.dropna(subset="tokens_per_s") if len(cells) else cells
+    cells = cells[cells["task"] == task].dropna(subset="tokens_per_s")
     if cells.empty:
         return False
     ratios = pd.concat([speedups(data, key) for key, _ in _groups(data)], keys=dict(_groups(data)))
@@ -68,9 +67,8 @@ def _budget(data: Data, task: str, path: Path) -> bool:
     cells = cells.merge(ratios, how="left")
     made, axes = figure(8.5, 6.4, 2, 1)
     looks = {method: colour(method) for method in cells["method"].unique()}
-    for row, (value, label) in enumerate(
-        (("tokens_per_s", "output tokens/s"), ("ratio", "over dense's"))
-    ):
+    labels = {"tokens_per_s": "output tokens/s", "ratio": "over dense's"}
+    for row, (value, label) in enumerate(labels.items()):
         one = axes[row, 0]
         shown = cells if row == 0 else cells[cells["method"] != DENSE]
         sns.lineplot(

@@ -2,7 +2,7 @@
 """What methods cost and save, against dense, by class of problem and KV budget, in Markdown."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -39,11 +39,9 @@ def words(text: str) -> str:
     return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", one_line(text, _MAX_CHARS))
 
 
-def number(value: float | None, why: str = "", form: str = "{:.1f}") -> str:
-    """``-`` where there is none, and why."""
-    if value is None or pd.isna(value):
-        return f"- ({why})" if why else "-"
-    return form.format(value)
+def number(value: float | None, form: str = "{:.1f}") -> str:
+    """``-`` where there is none."""
+    return "-" if value is None or pd.isna(value) else form.format(value)
 
 
 def interval(estimate: Estimate | None, form: str = "{:.3f}") -> str:
@@ -110,20 +108,19 @@ def against_dense(data: Data) -> Table | None:
         found = compare(data.results[key], data.results[dense])
         points = found.difference.scaled(100) if found else None
         saving = group["saving"].dropna().astype(float)
-        rows.append(
-            {
-                **_names(key, group),
-                "pairs": str(found.pairs) if found else "-",
-                "difference, points": interval(points, "{:+.1f}"),
-                "accuracy kept": interval(found.kept if found else None),
-                "b: only dense right": str(found.only_dense) if found else "-",
-                "c: only method right": str(found.only_method) if found else "-",
-                "McNemar p": f"{found.p_value:.2g}" if found else "-",
-                "tokens/s ratio": spread(speedups(data, key), "{:.2f}"),
-                f"{GOAL}/(1 - s)": number(GOAL / (1 - saving.median()), form="{:.2f}"),
-                "response length ratio": interval(_length_ratio(data, key, dense)),
-            }
-        )
+        row = {
+            **_names(key, group),
+            "pairs": str(found.pairs) if found else "-",
+            "difference, points": interval(points, "{:+.1f}"),
+            "accuracy kept": interval(found.kept if found else None),
+            "b: only dense right": str(found.only_dense) if found else "-",
+            "c: only method right": str(found.only_method) if found else "-",
+            "McNemar p": f"{found.p_value:.2g}" if found else "-",
+            "tokens/s ratio": spread(speedups(data, key), "{:.2f}"),
+            f"{GOAL}/(1 - s)": number(GOAL / (1 - saving.median()), form="{:.2f}"),
+            "response length ratio": interval(_length_ratio(data, key, dense)),
+        }
+        rows.append(row)
     notes = [
         "Pairs: problem and seed. Difference: Wilson limits combined with the pairs' correlation. "
         "Accuracy kept and length ratio: over dense's mean, taken as known. McNemar: exact, "
@@ -169,26 +166,24 @@ def requests(data: Data) -> Table:
 def budgets(data: Data) -> Table | None:
     """Throughput by the KV slots that servers had, where runs differ in it."""
     rows = []
-    for (slots, task, method), group in _by_budget(data).groupby(
-        ["kv_slots", "task", "method"], sort=False
-    ):
+    by = ["kv_slots", "task", "method"]
+    for (slots, task, method), group in _by_budget(data).groupby(by, sort=False):
         keys = [(run, task, method) for run in group["run"].unique()]
         ratios = pd.concat([speedups(data, key) for key in keys])
         found = [one.value for key in keys if (one := accuracy(data.results[key]))]
-        rows.append(
-            {
-                "KV slots": f"{slots:,.0f}",
-                "task": words(task),
-                "method": words(group["title"].iloc[0]),
-                "tokens/s": spread(group["tokens_per_s"]),
-                "over dense": "1" if method == DENSE else spread(ratios, "{:.2f}"),
-                "saved, decode steps": spread(group["saving"], "{:.1%}"),
-                "running": spread(group["mean_running"]),
-                "mean slots": spread(group["mean_slots"], "{:.0f}"),
-                "retractions": spread(group["retractions"], "{:.0f}"),
-                "accuracy": number(pd.Series(found, dtype=float).mean(), form="{:.3f}"),
-            }
-        )
+        row = {
+            "KV slots": f"{slots:,.0f}",
+            "task": words(task),
+            "method": words(group["title"].iloc[0]),
+            "tokens/s": spread(group["tokens_per_s"]),
+            "over dense": "1" if method == DENSE else spread(ratios, "{:.2f}"),
+            "saved, decode steps": spread(group["saving"], "{:.1%}"),
+            "running": spread(group["mean_running"]),
+            "mean slots": spread(group["mean_slots"], "{:.0f}"),
+            "retractions": spread(group["retractions"], "{:.0f}"),
+            "accuracy": number(pd.Series(found, dtype=float).mean(), form="{:.3f}"),
+        }
+        rows.append(row)
     notes = ["Medians over runs and seeds, and range."]
     return Table("budgets", "KV budget", rows, notes) if rows else None
 
@@ -251,3 +246,9 @@ def _length_ratio(data: Data, key: Key, dense: Key) -> Estimate | None:
     sides = ({at: data.lengths[side][at] for at in keys} for side in (key, dense))
     difference = differ(*sides)
     return difference.scaled(1 / base.value, 1.0) if difference and base and base.value else None
+
+
+#: Tables of a report in their order; each is None where there is nothing to say.
+ALL: tuple[Callable[[Data], Table | None], ...] = (
+    methods, against_dense, classes, requests, budgets, random_ratios,
+)  # fmt: skip

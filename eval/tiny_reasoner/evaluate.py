@@ -55,9 +55,8 @@ def main() -> None:
     kind = pd.Series(["error" if problem.error else "clean" for problem in problems], name="kind")
     table = pd.concat([found.groupby(kind).mean(), found.mean().to_frame("all").T])
     print(table.to_markdown(floatfmt=".3f"))
-    for text, problem in [p for p, ok in zip(pairs, found["right"], strict=True) if not ok][
-        : args.wrong
-    ]:
+    wrong = [pair for pair, ok in zip(pairs, found["right"], strict=True) if not ok]
+    for text, problem in wrong[: args.wrong]:
         print(f"\nPROMPT {problem.prompt} (answer {problem.answer})\n{text}")
 
 

@@ -4,6 +4,7 @@
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -25,7 +26,6 @@ def chat_template(gap: str) -> str:
 
 
 def encode(words: list[str]) -> list[int]:
-    """Token ids of a list of words."""
     return [TOKEN_ID[w] for w in words]
 
 
@@ -72,9 +72,8 @@ def build_model() -> Qwen3ForCausalLM:
         for name, p in model.named_parameters():
             if p.dim() == 2:
                 # Wider than the default 0.02, which suits wide models and learns slowly here.
-                torch.nn.init.normal_(
-                    p, std=0.05 if "embed" in name else 0.7 / math.sqrt(p.shape[1])
-                )
+                std = 0.05 if "embed" in name else 0.7 / math.sqrt(p.shape[1])
+                torch.nn.init.normal_(p, std=std)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 p.mul_(0.35)
     return model
@@ -85,11 +84,8 @@ def save_checkpoint(model: Qwen3ForCausalLM, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     out = copy.deepcopy(model).to(torch.bfloat16)
     out.config.dtype = "bfloat16"
-    out.generation_config = GenerationConfig(
-        eos_token_id=TOKEN_ID[EOS],
-        pad_token_id=TOKEN_ID[PAD],
-        do_sample=False,
-        max_new_tokens=MAX_NEW_TOKENS,
-    )
+    ends = dict(eos_token_id=TOKEN_ID[EOS], pad_token_id=TOKEN_ID[PAD])
+    longest: dict[str, Any] = dict(do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
+    out.generation_config = GenerationConfig(**ends, **longest)
     out.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)

@@ -96,9 +96,7 @@ def positions(ids: list[int], rng: random.Random) -> list[int]:
     return out
 
 
-def collate(
-    batch: list[Example], rng: random.Random
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def collate(batch: list[Example], rng: random.Random) -> tuple[torch.Tensor, ...]:
     """Input ids, targets and positions."""
     rows = []
     for example in batch:
@@ -132,19 +130,6 @@ def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     return [muon, adam]
 
 
-def schedule(step: int, steps: int, decay: int) -> float:
-    """Learning rate over its peak: warm-up, plateau, and a line down to 2% in ``decay`` steps."""
-    return min(1.0, step / WARM_UP, max(0.02, (steps - step) / decay))
-
-
-def average_gradients(model: torch.nn.Module, workers: int) -> None:
-    """Replace the gradients of every worker by their mean."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    mean = parameters_to_vector(gradients)
-    dist.all_reduce(mean)
-    vector_to_parameters(mean.div_(workers), gradients)
-
-
 def train(rank: int, args: argparse.Namespace) -> None:
     """One worker: all hold the same weights and draw different problems."""
     dist.init_process_group(
@@ -161,22 +146,22 @@ def train(rank: int, args: argparse.Namespace) -> None:
     begin, seen = time.perf_counter(), 0
     for step, batch in enumerate(batches(rng, args.steps), 1):
         inputs, targets, where = collate(batch, rng)
-        scale = schedule(step, args.steps, args.decay)
+        # Warm-up, plateau, and a line down to 2%.
+        scale = min(1.0, step / WARM_UP, max(0.02, (args.steps - step) / args.decay))
         for part in parts:
             for group in part.param_groups:
                 group["lr"] = group["peak"] * scale
         # The all-ones mask keeps the library from reading gaps as bounds of packed sequences.
-        states = model.model(
-            input_ids=inputs,
-            attention_mask=torch.ones_like(inputs),
-            position_ids=where,
-            use_cache=False,
-        ).last_hidden_state
+        given = dict(input_ids=inputs, attention_mask=torch.ones_like(inputs), position_ids=where)
+        states = model.model(**given, use_cache=False).last_hidden_state
         counted = targets != IGNORE
         logits, wanted = model.lm_head(states[counted]), targets[counted]
         loss = F.cross_entropy(logits, wanted, weight=weight)
         loss.backward()
-        average_gradients(model, args.workers)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        mean = parameters_to_vector(gradients)
+        dist.all_reduce(mean)
+        vector_to_parameters(mean.div_(args.workers), gradients)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for part in parts:
             part.step()
