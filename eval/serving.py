@@ -185,8 +185,8 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago. A server binds it a minute later: below the kernel's
-    ephemeral range, where any outgoing connection could take it meanwhile."""
+    """A TCP port that was free a moment ago, below the kernel's ephemeral range, where any outgoing
+    connection could take it until a server binds it."""
     top = 32768
     with contextlib.suppress(OSError, ValueError):
         top = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -253,18 +253,15 @@ def _other_architectures(model_path: str) -> str:
 def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
     """Start a shell that kills a process group once this process is gone, however it ended. It
     waits for the end of a pipe that only we hold, which even SIGKILL closes."""
-    return subprocess.Popen(
-        ["/bin/sh", "-c", f"read line; kill -s KILL -- -{group}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+    pipes: dict[str, Any] = dict(
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
+    command = ["/bin/sh", "-c", f"read line; kill -s KILL -- -{group}"]
+    return subprocess.Popen(command, start_new_session=True, **pipes)
 
 
 def _kill_group(group: int, timeout_s: float = 10.0) -> None:
-    """Kill what is left of a process group and wait until it is gone, except zombies, which their
-    parent may never collect."""
+    """Kill a process group and wait until it is gone, except zombies that nobody collects."""
     deadline = time.monotonic() + timeout_s
     living = [group]
     while living:

@@ -66,8 +66,8 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def build(folder: Path, texts: Sequence[str], seed: int = 0) -> Path:
-    """Write model and tokenizer to a folder of their own under ``folder``; kept if it is there.
-    ``texts`` train the tokenizer and name the folder. Returns the model's folder."""
+    """Model and tokenizer in a folder of their own under ``folder``, which is returned; kept if it
+    is there. ``texts`` train the tokenizer and name the folder."""
     config = replay_config()
     key = hashlib.sha256(repr((config.to_dict(), seed)).encode())
     for text in texts:

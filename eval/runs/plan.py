@@ -84,9 +84,8 @@ class Plan:
         """Up to ``count`` problems that no cell of the task measures; with ``generic``, plain sums
         fill up what the task does not have."""
         if (task, seed) not in self._others:
-            asked = [
-                p.messages for one in self.options.seeds for p in self.tasks[task, one].problems
-            ]
+            several = (self.tasks[task, one].problems for one in self.options.seeds)
+            asked = [problem.messages for problems in several for problem in problems]
             try:
                 found = self._load(task, seed + _OTHER_SEED, None).problems
             except TaskError:

@@ -55,28 +55,24 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from, and how many: a local JSONL or the Hugging Face hub. ``seed``
-    chooses problems where a task generates or shuffles them; ``model`` is for tasks that must know
-    its tokens; ``allow_code`` is the operator's word on code that a model wrote."""
+    """Where documents come from, and how many."""
 
-    file: str = ""
-    seed: int = 0
+    file: str = ""  # a local JSONL; "" for the Hugging Face hub
+    seed: int = 0  # chooses problems where a task generates or shuffles them
     limit: int | None = None
-    model: str = ""
-    allow_code: bool = False
+    model: str = ""  # for tasks that must know its tokens
+    allow_code: bool = False  # the operator's word on code that a model wrote
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One request; ``body`` has further fields of it, ``max_tokens`` None is the run's own limit.
-    The id is unique within task and seed and the same in each run. ``group`` is a class of problems
-    with an accuracy of its own, "" for none."""
+    """One request."""
 
-    id: str
+    id: str  # unique within task and seed, the same in each run
     messages: list[dict[str, str]]
-    body: Mapping[str, Any]
-    max_tokens: int | None = None
-    group: str = ""
+    body: Mapping[str, Any]  # further fields
+    max_tokens: int | None = None  # None: the run's own limit
+    group: str = ""  # a class of problems with an accuracy of its own
 
     @property
     def forced(self) -> bool:
@@ -89,8 +85,7 @@ Answer = Callable[[Sequence[Problem]], Sequence[str]]
 
 
 class ServedModel(LocalChatCompletion):
-    """lm-eval's chat model; how requests are sent and responses kept is the caller's: lm-eval's own
-    client keeps neither times nor token counts."""
+    """lm-eval's chat model, whose own client keeps neither times nor token counts."""
 
     def __init__(self, name: str, answer: Answer) -> None:
         super().__init__(model=name, base_url="", num_concurrent=2)
@@ -160,8 +155,7 @@ class EvalTask:
 
     def evaluate(self, answer: Answer, opens_thinking: bool) -> dict[str, Grade]:
         """Ask and grade, by problem. ``answer`` gives "" for a problem that has none;
-        ``opens_thinking``: whether the chat template begins each response with ``<think>``, which
-        then is in no response."""
+        ``opens_thinking``: the chat template begins each response with ``<think>``."""
 
         def answers(_problems: Sequence[Problem]) -> list[str]:
             texts = zip(self.problems, answer(self.problems), strict=True)

@@ -69,10 +69,9 @@ class Outcome:
 
 
 def run(program: str, limits: Limits = Limits()) -> Outcome:
-    """Run a Python program to its end and say whether it got there without an exception. Ending
-    early by ``exit()`` is no pass. A program made to fool this check can (it shares an interpreter
-    with what reports the end); it cannot do anything else. Raises SandboxError: bubblewrap is
-    missing or cannot make namespaces."""
+    """Run a Python program to its end and say whether it got there without an exception or
+    ``exit()``. A program made to fool this check can (it shares an interpreter with what reports the
+    end), and no more. Raises SandboxError: bubblewrap is missing or cannot make namespaces."""
     token = secrets.token_hex(16)
     # Output goes to a file, whose size is limited as that of any other.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as rules:

@@ -215,9 +215,8 @@ def generate(
 
 
 def begin(response: str) -> str:
-    """A reference response up to its last verification round. With its problem it makes a long
-    prompt that the model can read: lines of other problems or words without meaning leave it at
-    chance, since it has never seen a prompt of over 60 tokens but its own responses."""
+    """A reference response up to its last verification round: with its problem a long prompt that
+    the model can read, which has seen none of over 60 tokens but its own responses."""
     steps = response.split(f" {STEP_END} ")
     rounds = ("wait", "now check", "check")
     last = max(number for number, step in enumerate(steps) if step.startswith(rounds))
@@ -235,7 +234,6 @@ def extract_answer(text: str) -> str | None:
 
 
 def grade(text: str, problem: Problem) -> bool:
-    """Whether the last boxed answer of ``text`` is right."""
     return extract_answer(text) == problem.answer
 
 
