@@ -83,28 +83,21 @@ def measure(args: argparse.Namespace) -> dict[str, Cell]:
 
 
 def arm_of(cell: Cell) -> dict[str, Any]:
-    """An arm's figures for ``demo.json``."""
     seen, results, (leg,) = of_cells([cell]), cell.results(), cell.legs()
 
     def share(group: str = "") -> float:
         chosen = [row.correct for row in results if group in ("", row.group)]
         return sum(chosen) / len(chosen) if chosen else 0.0
 
+    told = ("output_tokens", "seconds", "decode_steps", "retractions", "leaked_slots")
     return {
-        "problems": len(results),
-        "accuracy": share(),
-        "accuracy_clean": share("clean"),
-        "accuracy_error": share("error"),
+        **{"problems": len(results), "failed_requests": seen.failed},
+        **{"accuracy": share(), "accuracy_clean": share("clean"), "accuracy_error": share("error")},
+        **{name: getattr(leg, name) for name in told},
         "output_tokens_per_s": seen.tokens_per_s or 0.0,
-        "output_tokens": leg.output_tokens,
-        "seconds": leg.seconds,
-        "failed_requests": seen.failed,
         "peak_slots": seen.peak_slots or 0,
         "mean_slots": seen.mean_slots or 0.0,
         "mean_running": seen.mean_running or 0.0,
-        "decode_steps": leg.decode_steps,
-        "retractions": leg.retractions,
-        "leaked_slots": leg.leaked_slots,
         "memory_saving_ratio": seen.saving or 0.0,
         "final_saving_ratio": seen.final_saving or 0.0,
     }
@@ -132,10 +125,8 @@ def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> Te
     entry = max(known, key=lambda e: e["shared_positions"])
     start, block, positions = entry["prompt_tokens"], entry["block"], entry["shared_positions"]
     shared = {at - start for dst, _ in entry["blocks"] for at in range(dst, dst + block)}
-    out, share = Text(), positions / (start + entry["output_tokens"])
-    out.append(
-        f"\nRequest {entry['rid']}: {positions} positions share earlier slots ({share:.0%}). "
-    )
+    share = f"{positions / (start + entry['output_tokens']):.0%}"
+    out = Text(f"\nRequest {entry['rid']}: {positions} positions share earlier slots ({share}). ")
     out.append("Green text owns no memory.\n\n", style="green")
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     ids = tokenizer.encode(answers[entry["rid"]].text, add_special_tokens=False).ids

@@ -85,7 +85,6 @@ def texts_of(paths: Iterable[Path]) -> list[str]:
 
 
 def kind_of(value: Any) -> str:
-    """A value's kind, for messages."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
     return "null" if value is None else kinds.get(type(value), "a number")
 

@@ -118,7 +118,6 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the server's main process is running."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -168,7 +167,6 @@ class ServerProcess:
         return self.log_path.stat().st_size
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """GET ``path``; ``options`` as for :meth:`httpx.Client.get`."""
         return self._http.get(path, **options)
 
     def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:

@@ -96,7 +96,6 @@ class Batch:
 
     @staticmethod
     def fits(shape: Shape) -> bool:
-        """Whether the device has memory for it."""
         return True
 
     def share(self, percent: int) -> None:

@@ -41,11 +41,7 @@ class CpuBatch(Batch):
     def __init__(self, shape: Shape) -> None:
         # Together 1 GB, above the caches, or eight.
         self.num_layers = min(8, math.ceil(1e9 / shape.layer_bytes))
-        size = {
-            "head_num": shape.kv_heads,
-            "head_dim": shape.head_dim,
-            "layer_num": self.num_layers,
-        }
+        size = dict(head_num=shape.kv_heads, head_dim=shape.head_dim, layer_num=self.num_layers)
         pool = compat.MHATokenToKVPool(
             shape.slots - 1, 1, torch.bfloat16, device="cpu", enable_memory_saver=False, **size
         )

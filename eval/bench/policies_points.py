@@ -141,5 +141,4 @@ def method_of(policy: str, saving: float, load: _Load = _EMBEDDED) -> str | None
 
 
 def flags_of(method: str) -> tuple[str, ...]:
-    """Server flags that a method needs besides those of all."""
     return _SELECTOR_FLAGS if f"policy={SELECTOR}" in method or f"+{SELECTOR}" in method else ()

@@ -47,7 +47,6 @@ def _figures(means: np.ndarray) -> np.ndarray:
 
 
 def table(summed: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown; intervals in brackets."""
     lines = []
     for row in summed:
         line = {name: row[name] for name in ("group", "arm", "responses")}

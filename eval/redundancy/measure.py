@@ -91,7 +91,6 @@ Totals = Counter[Any]
 
 
 def measure(spelled: Spelled) -> Totals:
-    """Totals of one response."""
     tokens = len(spelled.token_ids)
     found: Totals = Counter(responses=1, tokens=tokens, held_over_time=tokens * (tokens + 1) // 2)
     proposals: list[Proposal] = []

@@ -28,7 +28,6 @@ of a response / averaged over decode steps, any candidate and candidates of equa
 
 
 def as_json(totals: Totals) -> dict[str, Any]:
-    """Shares, and the counts behind them."""
     later, tokens, held = (totals[name] for name in ("later_steps", "tokens", "held_over_time"))
     shareable: dict[str, dict[str, dict[str, float]]] = {rule: {} for rule in RULES}
     for rule, block in itertools.product(RULES, BLOCKS):

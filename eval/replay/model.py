@@ -26,21 +26,11 @@ def replay_config() -> Any:
     """Two layers of one KV head: 256 bytes of KV a token in bf16, 17 M parameters."""
     # Annotations of transformers are too coarse for what these classes take.
     config: Any = Qwen3Config
-    return config(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=256,
-        intermediate_size=8192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=CONTEXT_LENGTH,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
+    sizes = dict(hidden_size=256, intermediate_size=8192, num_hidden_layers=2, head_dim=32)
+    heads = dict(num_attention_heads=4, num_key_value_heads=1)
+    tokens = dict(vocab_size=VOCABULARY_SIZE, bos_token_id=None, eos_token_id=0, pad_token_id=0)
+    places = dict(max_position_embeddings=CONTEXT_LENGTH, rope_theta=1e6)
+    return config(**sizes, **heads, **tokens, **places, tie_word_embeddings=True)
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

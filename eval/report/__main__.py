@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.report import tables
-from eval.report.data import Data, load
 from eval.report.pictures import draw
-from eval.report.tables import words
+from eval.report.tables import Data, load, words
 from eval.runs.folder import RunError, write_whole
 
 

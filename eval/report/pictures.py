@@ -7,9 +7,8 @@ import pandas as pd
 import seaborn as sns
 
 from eval.measures.accuracy import accuracy
-from eval.report.data import DENSE, Data
 from eval.report.style import GREY, LABEL_SIZE, colour, figure, light_grid, marker, save, text
-from eval.report.tables import _by_budget, _groups, speedups
+from eval.report.tables import DENSE, Data, _by_budget, _groups, speedups
 
 _SIDE = {"fontsize": LABEL_SIZE, "frameon": False, "loc": "upper left", "bbox_to_anchor": (1, 1)}
 

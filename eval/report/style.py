@@ -32,7 +32,6 @@ def figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tupl
 
 
 def save(made: Figure, path: Path) -> None:
-    """Write a PNG of a size that documents can show."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made.savefig(path, dpi=150)
 

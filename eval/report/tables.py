@@ -4,12 +4,72 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from eval.jsonl import one_line
-from eval.measures.accuracy import Estimate, accuracy, compare, differ, mean
-from eval.report.data import DENSE, Data
+from eval.measures.accuracy import Estimate, Key, accuracy, compare, differ, keyed, mean
+from eval.measures.figures import figures
+from eval.methods import DENSE
+from eval.runs.folder import Result, cells, read_config
+
+#: Run, task and method.
+Place = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Everything that a report needs of some runs; ``results`` and ``lengths`` (output tokens of
+    complete responses) are by run, task and method, over all seeds."""
+
+    # A row a cell: where, title, Figures, kv_slots, legs, answered, graded, cut.
+    cells: pd.DataFrame
+    timeline: pd.DataFrame  # rows of cells' logs: run, task, method, seed, and Moment
+    results: Mapping[Place, Mapping[Key, Result]]
+    lengths: Mapping[Place, Mapping[Key, float]]
+    configs: Mapping[str, Mapping[str, Any]]  # by run
+
+
+def load(folders: Sequence[Path]) -> Data:
+    """Read run folders. Raises RunError: one is no run folder, or has a broken file."""
+    rows: list[dict[str, Any]] = []
+    moments: list[dict[str, Any]] = []
+    results: dict[Place, dict[Key, Result]] = {}
+    lengths: dict[Place, dict[Key, float]] = {}
+    configs = {_label(folder, folders): read_config(folder) for folder in folders}
+    for run, folder in zip(configs, folders, strict=True):
+        details = configs[run].get("method_details", {})
+        for cell in cells(folder):
+            responses, legs, timeline = cell.responses(), cell.legs(), cell.timeline()
+            graded, answered = cell.results(), cell.answered()
+            where = {"run": run, "task": cell.task, "method": cell.method, "seed": cell.seed}
+            slots = [leg.kv_slots for leg in legs if leg.kv_slots]
+            # A replay always ends by length: those that reproduce the record are not cut.
+            whole = {row.problem_id for row in graded if row.correct and "_replay" in cell.task}
+            cut = [n for n, r in answered.items() if r.finish_reason == "length" and n not in whole]
+            title = details.get(cell.method, {}).get("title", cell.method)
+            row = {**where, "title": title, **vars(figures(responses, legs, timeline))}
+            row["kv_slots"] = min(slots, default=configs[run].get("kv_budget"))
+            row["legs"] = len({one.leg for one in (*legs, *responses)})
+            row |= dict(answered=len(answered), graded=len(graded), cut=len(cut))
+            rows.append(row)
+            moments += [{**where, **vars(moment)} for moment in timeline]
+            key = (run, cell.task, cell.method)
+            results.setdefault(key, {}).update(keyed({cell.seed: graded}))
+            tokens = {(n, cell.seed): float(r.output_tokens) for n, r in answered.items()}
+            lengths.setdefault(key, {}).update(tokens)
+    frame = pd.DataFrame(rows)
+    return Data(frame, pd.DataFrame(moments), results, lengths, configs)
+
+
+def _label(folder: Path, folders: Sequence[Path]) -> str:
+    """The folder's name, with its parent's where others have the same."""
+    path = folder.resolve()
+    alone = sum(other.resolve().name == path.name for other in folders) == 1
+    return path.name if alone else f"{path.parent.name}/{path.name}"
+
 
 # An underscore inside a word is none of emphasis.
 _SPECIAL = re.compile(r"[\\`*{}\[\]<>#|~$&@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.")
@@ -27,7 +87,6 @@ class Table:
     notes: Sequence[str] = ()
 
     def markdown(self) -> str:
-        """Heading, table and notes."""
         columns = list(self.rows[0]) if self.rows else []
         lines = [columns, ["---"] * len(columns), *(row.values() for row in self.rows)]
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -45,7 +104,6 @@ def number(value: float | None, form: str = "{:.1f}") -> str:
 
 
 def interval(estimate: Estimate | None, form: str = "{:.3f}") -> str:
-    """A value, and its interval in brackets."""
     if estimate is None:
         return "-"
     text = form.format(estimate.value)
@@ -65,8 +123,6 @@ def spread(values: pd.Series, form: str = "{:.1f}") -> str:
 
 #: Of the throughput that memory alone allows, 1 / (1 - saving).
 GOAL = 0.9
-
-Key = tuple[str, str, str]
 
 
 def methods(data: Data) -> Table:
@@ -99,7 +155,6 @@ def methods(data: Data) -> Table:
 
 
 def against_dense(data: Data) -> Table | None:
-    """Accuracy, throughput and lengths on the same problems."""
     rows = []
     for key, group in _groups(data):
         dense = (*key[:2], DENSE)
@@ -132,7 +187,6 @@ def against_dense(data: Data) -> Table | None:
 
 
 def classes(data: Data) -> Table | None:
-    """Accuracy by class of problem."""
     rows = []
     for key, group in _groups(data):
         results = data.results[key]
@@ -145,7 +199,6 @@ def classes(data: Data) -> Table | None:
 
 
 def requests(data: Data) -> Table:
-    """What was asked, answered, failed and cut."""
     counts = {name: name for name in ("legs", "answered", "graded")}
     counts |= {"failed attempts": "failed", "cut by length": "cut", "retractions": "retractions"}
     counts |= {"leaked slots": "leaked_slots"}
@@ -204,7 +257,7 @@ def random_ratios(data: Data) -> Table | None:
     return Table("random_ratios", "Random sharing at equal saving", rows) if rows else None
 
 
-def speedups(data: Data, key: Key) -> pd.Series:
+def speedups(data: Data, key: Place) -> pd.Series:
     """Tokens/s over dense's, for each seed that both have."""
     rows = data.cells[(data.cells["run"] == key[0]) & (data.cells["task"] == key[1])]
     by_seed = rows.pivot(index="seed", columns="method", values="tokens_per_s").astype(float)
@@ -213,12 +266,12 @@ def speedups(data: Data, key: Key) -> pd.Series:
     return by_seed[key[2]] / by_seed[DENSE]
 
 
-def _groups(data: Data) -> Iterator[tuple[Key, pd.DataFrame]]:
+def _groups(data: Data) -> Iterator[tuple[Place, pd.DataFrame]]:
     """Cells by run, task and method; methods in the order of what they save."""
-    for (run, task), cells in data.cells.groupby(["run", "task"], sort=False):
-        saving = cells.groupby("method", sort=False)["saving"].median().astype(float)
+    for (run, task), rows in data.cells.groupby(["run", "task"], sort=False):
+        saving = rows.groupby("method", sort=False)["saving"].median().astype(float)
         for method in saving.fillna(0.0).sort_values(kind="stable").index:
-            yield (run, task, method), cells[cells["method"] == method]
+            yield (run, task, method), rows[rows["method"] == method]
 
 
 def _by_budget(data: Data) -> pd.DataFrame:
@@ -231,7 +284,7 @@ def _by_budget(data: Data) -> pd.DataFrame:
     return cells[several].sort_values("kv_slots", kind="stable")
 
 
-def _names(key: Key, group: pd.DataFrame) -> dict[str, str]:
+def _names(key: Place, group: pd.DataFrame) -> dict[str, str]:
     names = (*key[:2], group["title"].iloc[0])
     return dict(zip(("run", "task", "method"), map(words, names), strict=True))
 
@@ -240,7 +293,7 @@ def _two(one: pd.Series, other: pd.Series, form: str = "{:.1f}") -> str:
     return f"{spread(one, form)} / {spread(other, form)}"
 
 
-def _length_ratio(data: Data, key: Key, dense: Key) -> Estimate | None:
+def _length_ratio(data: Data, key: Place, dense: Place) -> Estimate | None:
     keys = [at for at in data.lengths[dense] if at in data.lengths[key]]
     base = mean({at: data.lengths[dense][at] for at in keys})
     sides = ({at: data.lengths[side][at] for at in keys} for side in (key, dense))

@@ -27,7 +27,6 @@ _OTHER_RANK = re.compile(r"\bTP[1-9]\d*\b")
 
 
 def retractions(log: str) -> int:
-    """Requests thrown out of a batch in a stretch of log."""
     return sum(int(n) for n in _RETRACT.findall(log))
 
 
@@ -108,7 +107,6 @@ def measure(
 def _keep(
     cell: Cell, told: dict[str, Any], responses: Sequence[Response], log: str, options: RunOptions
 ) -> Leg:
-    """Write a leg's record, timeline and log."""
     complete = [row for row in responses if row.error is None]
     timeline = moments(log, told["leg"])
     first = min((row.started for row in responses), default=0.0)

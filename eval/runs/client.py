@@ -155,7 +155,6 @@ def tokens_per_s(answers: Sequence[Response]) -> float:
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL is this machine's own loopback."""
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 

@@ -105,7 +105,6 @@ def default_folder(config: Mapping[str, Any]) -> Path:
 
 
 def _digest(problems: Sequence[Any]) -> str:
-    """SHA-256 of what is sent."""
     rows = [[p.id, p.messages, dict(p.body), p.max_tokens] for p in problems]
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 

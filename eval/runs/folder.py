@@ -123,7 +123,6 @@ class Cell:
         return read_records(self.folder / "legs.jsonl", Leg)
 
     def append(self, *records: Response | Moment | Leg) -> None:
-        """Add lines and hand them to the operating system."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for record in records:
             name = {Response: "responses", Moment: "timeline", Leg: "legs"}[type(record)]

@@ -114,12 +114,10 @@ class RunOptions:
 
     @property
     def sampling_overrides(self) -> dict[str, float]:
-        """What was set by hand."""
         given = {name: getattr(self, name) for name in SAMPLING}
         return {name: value for name, value in given.items() if value is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 

@@ -54,7 +54,6 @@ def order(tasks: Sequence[str], methods: Sequence[Method], seeds: Sequence[int])
 
 
 def model_path(options: RunOptions) -> str:
-    """Folder or hub name of the model."""
     return str(CHECKPOINT) if options.embedded else options.model
 
 

@@ -79,7 +79,6 @@ class Server:
         return self._sum("num_used_tokens")
 
     def log_size(self) -> int:
-        """Bytes it has written, for :meth:`log_text`."""
         return self.process.log_size() if self.process else 0
 
     def log_text(self, since: int) -> str:
@@ -87,7 +86,6 @@ class Server:
         return self.process.log_text(since) if self.process else ""
 
     def check(self) -> None:
-        """Raises ServerError if a server of our own is dead."""
         if self.process is not None:
             self.process.check_alive()
 
@@ -154,7 +152,6 @@ class Servers:
         return Server(process)
 
     def close(self) -> None:
-        """End all."""
         while self._up:
             self._up.popitem()[1].close()
 

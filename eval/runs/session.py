@@ -226,7 +226,6 @@ def grade(
 
 
 def summary(title: str, results: Sequence[Result], leg: Leg | None) -> str:
-    """One line about a cell."""
     words = [f"{title}: {len(results)} graded"]
     if results:
         words.append(f"score {sum(row.score for row in results) / len(results):.3f}")

@@ -92,7 +92,6 @@ class ServedModel(LocalChatCompletion):
         self._answer = answer
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """A text for each instance, in their order."""
         return list(self._answer([self._problem(instance) for instance in requests]))
 
     def _problem(self, instance: Instance) -> Problem:

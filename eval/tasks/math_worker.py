@@ -12,7 +12,6 @@ _ORPHAN_CPU_S = 30
 
 
 def main() -> None:
-    """Answer until standard input ends."""
     memory = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

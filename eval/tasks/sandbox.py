@@ -55,7 +55,6 @@ class Limits:
     disk_bytes: int = 32 << 20
 
     def resources(self) -> dict[str, int]:
-        """By the names of ``setrlimit``."""
         found = {"CORE": 0, "CPU": self.cpu_s, "FSIZE": self.file_bytes, "NOFILE": 64}
         return {**found, "AS": self.memory_bytes}
 

@@ -48,7 +48,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model() -> Qwen3ForCausalLM:
-    """A freshly initialised model, about 1.8 million parameters."""
     config = Qwen3Config(
         # Padded to a multiple of 64, as tensor-parallel serving likes it.
         vocab_size=-(-len(VOCABULARY) // 64) * 64,

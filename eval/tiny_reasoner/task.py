@@ -102,7 +102,6 @@ class _Line:
     constant: str
 
     def result(self, values: dict[str, int]) -> int:
-        """What the assignment gives under ``values``."""
         x, y = values[self.operand], int(self.constant)
         return (x + y if self.op == "+" else x - y) % 10
 
@@ -142,7 +141,6 @@ def _chain(rng: random.Random, count: int) -> tuple[str, int, list[_Line]]:
 
 
 def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> Problem:
-    """Draw one problem of the given difficulty."""
     first, given, lines = _chain(
         rng, rng.randint(difficulty.min_variables, difficulty.max_variables)
     )

@@ -97,7 +97,6 @@ def positions(ids: list[int], rng: random.Random) -> list[int]:
 
 
 def collate(batch: list[Example], rng: random.Random) -> tuple[torch.Tensor, ...]:
-    """Input ids, targets and positions."""
     rows = []
     for example in batch:
         pairs = zip(example.ids, example.learn, strict=True)
@@ -185,7 +184,6 @@ def train(rank: int, args: argparse.Namespace) -> None:
 
 
 def held_out(model: torch.nn.Module) -> float:
-    """Accuracy on 32 problems that are not trained on."""
     problems = tiny.generate(777, 32)
     model.eval()
     texts = respond(model, build_tokenizer(), [problem.prompt for problem in problems], 32)

@@ -15,6 +15,7 @@ import pytest
 from matplotlib.image import imread
 
 from eval.bench import policies, policies_runs
+from eval.bench.policies import dense_row, row_of, rows, table
 from eval.bench.policies_points import (
     _EMBEDDED,
     _REPLAYED,
@@ -27,7 +28,6 @@ from eval.bench.policies_points import (
     prompt_points,
     timed_points,
 )
-from eval.bench.policies_results import dense_row, row_of, rows, table
 from eval.bench.policies_runs import LIMIT, PIECES, Runs, carry_out, matched_step_ms, timing
 from eval.bench.serve import write_pieces
 from eval.methods import DENSE, find_method
@@ -209,7 +209,7 @@ class Scripted(Runs):
 ANSWERS = """
 import pathlib, sys
 from eval.runs.folder import Cell
-from tests.eval.rows import response, result
+from tests.eval.peer import response, result
 home, task, method, problems = pathlib.Path(sys.argv[1]), *sys.argv[2:]
 started = home.parents[1] / "started"
 started.mkdir(exist_ok=True)

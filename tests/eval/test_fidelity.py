@@ -13,11 +13,10 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from eval.fidelity import summary
-from eval.fidelity.__main__ import main
+from eval.fidelity.__main__ import loops, main, read
 from eval.fidelity.arms import default_name, default_names, parse, parse_all
 from eval.fidelity.cache import Reader
 from eval.fidelity.replay import Replay, compare
-from eval.fidelity.responses import loops, read
 from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
