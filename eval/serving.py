@@ -41,10 +41,9 @@ class ServerError(RuntimeError):
 
 
 class ServerProcess:
-    """One ``python -m sglang.launch_server``, from start to the death of its last child: a context
-    manager, or :meth:`start` and :meth:`close`. ``flags`` win over ours, ``env`` removes what is
-    None. The device ``"cpu"`` hides every GPU and runs on this project's CPU platform, so that a
-    result does not depend on the machine; ``"cuda"`` leaves platform and backend to SGLang."""
+    """One ``python -m sglang.launch_server``: a context manager, or :meth:`start` and :meth:`close`.
+    ``flags`` win over ours, ``env`` removes what is None. ``"cpu"`` hides every GPU and runs on this
+    project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
 
     def __init__(
         self,
@@ -79,21 +78,16 @@ class ServerProcess:
         self.close()
 
     def start(self) -> Self:
-        """Launch and wait until the server has generated its first token. Raises ServerError: it
-        died or was not ready within ``start_timeout_s``."""
+        """Wait for the first token. Raises ServerError: it died, or ``start_timeout_s`` is over."""
         if self._process is not None:
             raise RuntimeError(f"the server on port {self.port} was already started")
         deadline = time.monotonic() + self.start_timeout_s
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
+            pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            # A session of its own: close() reaches every child, and a terminal's Ctrl-C only us.
             self._process = subprocess.Popen(
-                self.command,
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # So that close() reaches every child, and a terminal's Ctrl-C only us.
-                start_new_session=True,
+                self.command, env=self.env, start_new_session=True, **pipes
             )
         self._guard = kill_when_we_die(self._process.pid)
         try:
@@ -163,7 +157,7 @@ class ServerProcess:
         return self.log_path.read_bytes()[since:].decode(errors="replace")
 
     def log_size(self) -> int:
-        """Return the output's size in bytes, to read only what follows."""
+        """Bytes of output, to read only what follows."""
         return self.log_path.stat().st_size
 
     def get(self, path: str, **options: Any) -> httpx.Response:
@@ -249,8 +243,8 @@ def _other_architectures(model_path: str) -> str:
 
 
 def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
-    """Start a shell that kills a process group once this process is gone, however it ended. It
-    waits for the end of a pipe that only we hold, which even SIGKILL closes."""
+    """A shell that kills a process group once this process is gone: it waits for the end of a pipe
+    that only we hold, which even SIGKILL closes."""
     pipes: dict[str, Any] = dict(
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

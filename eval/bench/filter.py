@@ -39,10 +39,8 @@ def tokenized(texts: Sequence[str]) -> tuple[Vocabulary, list[list[int]]]:
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(
-        texts, vocab_size=_VOCABULARY_SIZE, min_frequency=0, show_progress=False
-    )
+    bpe, sizes = ByteLevelBPETokenizer(), dict(vocab_size=_VOCABULARY_SIZE, min_frequency=0)
+    bpe.train_from_iterator(texts, **sizes, show_progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
     return vocabulary_of(tokenizer), [tokenizer.encode(text) for text in texts]
 

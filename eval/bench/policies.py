@@ -141,21 +141,14 @@ def picture(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], path: P
         shares, evictor = parts(str(policy))
         look = min(_rank(evictor), len(_COLOURS) - 1)
         points = points.sort_values("saved")
-        one.errorbar(
-            100 * points["saved"],
-            points["accuracy"],
-            yerr=points["accuracy_error"].astype(float).fillna(0),
-            color=_COLOURS[look],
-            marker="*" if shares else _MARKERS[look],
-            linestyle="--" if shares else ":" if policy in CONTROLS else "-",
-            linewidth=1.3,
-            markersize=6,
-            elinewidth=0.8,
-            label=text("random sharing" if policy == RANDOM_SHARING else str(policy)),
-        )
-    one.set_xlabel("KV slots freed, % of what dense holds, over decode steps")
-    one.set_ylabel("accuracy (± as of the difference from dense)")
-    one.set_ylim(-0.03, 1.06)
+        style: dict[str, Any] = dict(color=_COLOURS[look], linewidth=1.3, elinewidth=0.8)
+        style["linestyle"] = "--" if shares else ":" if policy in CONTROLS else "-"
+        style |= dict(marker="*" if shares else _MARKERS[look], markersize=6)
+        label = text("random sharing" if policy == RANDOM_SHARING else str(policy))
+        error = points["accuracy_error"].astype(float).fillna(0)
+        one.errorbar(100 * points["saved"], points["accuracy"], error, **style, label=label)
+    at = "KV slots freed, % of what dense holds, over decode steps"
+    one.set(xlabel=at, ylabel="accuracy (± as of the difference from dense)", ylim=(-0.03, 1.06))
     light_grid(one, "both")
     if one.get_legend_handles_labels()[0]:
         one.legend(fontsize=LABEL_SIZE, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))

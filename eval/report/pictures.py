@@ -47,9 +47,8 @@ def _accuracy(data: Data, task: str, path: Path) -> bool:
         methods.add(key[2])
     if len(methods) < 2:
         return False
-    one.set_xlabel("KV slots saved, % of positions held, over decode steps")
-    one.set_ylabel("accuracy (95% interval)")
-    one.set_ylim(-0.03, 1.06)
+    at = "KV slots saved, % of positions held, over decode steps"
+    one.set(xlabel=at, ylabel="accuracy (95% interval)", ylim=(-0.03, 1.06))
     light_grid(one, "both")
     one.legend(**_SIDE)
     save(made, path)

@@ -50,8 +50,7 @@ def connect(url: str, timeout_s: float) -> AsyncOpenAI:
 async def send(
     client: AsyncOpenAI, model: str, request: Request, leg: int, began: float
 ) -> Response:
-    """One chat completion; what goes wrong is in the record, not raised. ``model`` is the server's
-    name of its model, ``began`` the monotonic time of the leg's begin."""
+    """One chat completion; what goes wrong is in the record, not raised. ``began``: of the leg."""
     started = time.monotonic() - began
     first: float | None = None
     thoughts = text = ""
@@ -113,8 +112,8 @@ async def send_all(
     in_flight: int | None = None,
     attempts: int = 1,
 ) -> None:
-    """All requests, at most ``in_flight`` at a time, each up to ``attempts`` times if it fails.
-    Times begin now. ``ended`` is called for every attempt."""
+    """All requests, at most ``in_flight`` at a time, each up to ``attempts`` times if it fails;
+    ``ended`` is called for every attempt."""
     gate = asyncio.Semaphore(in_flight or max(len(requests), 1))
 
     async def one(client: AsyncOpenAI, request: Request, began: float) -> None:
@@ -138,7 +137,7 @@ async def send_all(
 def ask_all(
     url: str, model: str, requests: Sequence[Request], timeout_s: float = 600.0
 ) -> list[Response]:
-    """Responses to requests sent all at once, in the order of the requests; none is retried."""
+    """Responses to requests sent all at once, in their order; none is retried."""
     ended: list[Response] = []
     asyncio.run(send_all(url, model, requests, 0, ended.append, timeout_s))
     found = {response.problem_id: response for response in ended}

@@ -43,8 +43,7 @@ class Server:
                 raise ServerError(f"--url {self.url}: /v1/models says {error!r}") from error
 
     def report(self) -> dict[str, Any]:
-        """``GET /reasoncache`` as of :func:`merge`, {} for stock; of a given server :func:`since`.
-        Raises ServerError: it cannot be had."""
+        """``GET /reasoncache``, {} for stock; see :func:`merge`, :func:`since`. Raises ServerError."""
         try:
             response = self._get("/reasoncache")
             stock = response.status_code == 404
@@ -66,8 +65,8 @@ class Server:
             _wait(self._idle, f"{self.url}: requests still run")
 
     def clear(self) -> int | None:
-        """Flush its caches once it is idle, so that its totals restart; slots in use after. None of
-        a given server: what that has counted so far is taken off later reports."""
+        """Flush it once it is idle, so that its totals restart; slots in use after. None of a given
+        server: what that has counted so far is taken off later reports."""
         if self.process is None:
             self._before = {}
             self._before = self.report()
@@ -165,8 +164,8 @@ def _wait(ready: Callable[[], bool], problem: str) -> None:
 
 
 def merge(schedulers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """One report of all data-parallel schedulers: totals added up, ratios averaged by weight.
-    Settings are the first scheduler's, which all share. {} where nothing shares."""
+    """One report of all data-parallel schedulers: totals added up, ratios averaged by weight,
+    settings the first one's. {} where nothing shares."""
     reports = [dict(report) for report in schedulers if report]
     if len(reports) < 2:
         return reports[0] if reports else {}

@@ -24,8 +24,7 @@ Split = dict[str, Dataset]
 
 def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Split:
     """Held-out problems of the embedded reasoner, in groups "error" (a wrong draft) and "clean"; of
-    ``tiny_reasoner_long`` with the response up to the last verification round, which the server
-    continues: prompts have 470 to 740 tokens."""
+    ``tiny_reasoner_long`` with a response to continue: prompts have 470 to 740 tokens."""
     long, rows = name.endswith("_long"), []
     size = tiny.LONGEST if long else tiny.Difficulty()
     problems = tiny.generate(seed, _DEFAULT_COUNT if limit is None else limit, difficulty=size)
@@ -35,11 +34,9 @@ def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Sp
             parts = {"user": one.prompt, "assistant": tiny.begin(one.response)}
             messages = [{"role": role, "content": text} for role, text in parts.items()]
             body = {"messages": messages, "continue_final_message": True}
-        more = {"group": "error" if one.error else "clean"}
-        most = _LONG_TOKENS if long else _REASONER_TOKENS
-        rows.append(
-            _row(f"{name}-{seed}-{i}", one.prompt, one.answer, body, max_tokens=most, **more)
-        )
+        row = _row(f"{name}-{seed}-{i}", one.prompt, one.answer, body)
+        row["max_tokens"] = _LONG_TOKENS if long else _REASONER_TOKENS
+        rows.append({**row, "group": "error" if one.error else "clean"})
     return {"test": Dataset.from_list(rows)}
 
 
@@ -65,8 +62,8 @@ def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any)
 
 def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
     """Rows ``{id, question, response}``: each next token is forced to be the record's. With a
-    limit, responses are taken evenly from short to long. The longest are sent first, as offline
-    loads are, so that a run does not end with one long response alone in a batch."""
+    limit, responses are taken evenly from short to long. The longest are sent first: a run does not
+    end with one long response alone in a batch."""
     # Brings SGLang in, which whoever only lists tasks need not load.
     from eval.replay.forcing import forced_request
 

@@ -116,8 +116,8 @@ class Grade(NamedTuple):
 
 
 class EvalTask:
-    """A task of lm-eval or of ours with its problems. Raises TaskError: no such task or data, or it
-    runs code and that is not allowed."""
+    """A task with its problems. Raises TaskError: no such task or data, or it runs code and that is
+    not allowed."""
 
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
@@ -219,10 +219,8 @@ def _spec(name: str, source: Source) -> dict[str, Any]:
 
 def _allow_code(name: str, source: Source) -> None:
     if not source.allow_code:
-        raise TaskError(
-            f"--tasks {name} runs code that the model wrote, under bubblewrap; "
-            "allow it with --allow-code-execution"
-        )
+        how = "under bubblewrap; allow it with --allow-code-execution"
+        raise TaskError(f"--tasks {name} runs code that the model wrote, {how}")
     try:
         sandbox.check()
     except sandbox.SandboxError as error:
