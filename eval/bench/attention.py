@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.attention``: decode attention, ours against SGLang's and FlashInfer's.
 
-On the CPU our backend and SGLang's torch-native, on a CUDA device our kernels and FlashInfer's,
-each on one pool, in turn, beside the memory bandwidth. ``--growth`` adds curves and their picture,
-``--server`` two servers of the embedded model. Writes ``build/bench/kernels.json``.
-"""
+On one pool, in turn, beside the memory bandwidth. ``--growth`` adds curves and their picture,
+``--server`` two servers of the embedded model. Writes ``build/bench/kernels.json``."""
 
 import argparse
 import contextlib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention on a GPU: our operations and FlashInfer's decode on one layer's pool.
-
-FlashInfer reads pages of one token and plans outside of the timing.
-"""
+"""Decode attention on a GPU: our operations and FlashInfer's decode on one layer's pool, which
+reads pages of one token and plans outside of the timing."""
 
 import functools
 from collections.abc import Callable

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.filter TRACES``: what the step filter costs, alone and in a server.
 
-TRACES is a JSONL file of responses, or a folder of files named aime*.jsonl. Times are CPU seconds
-of one thread, which other work on the machine disturbs little.
-"""
+Times are CPU seconds of one thread, which other work on the machine disturbs little."""
 
 import argparse
 import itertools
@@ -30,7 +28,7 @@ _REQUESTS = 32
 #: Decode steps between two polls, as in a server.
 _INTERVAL = 4
 _POLLS = 2000
-#: Pause between two polls: the process is as far behind as in a server.
+#: Between two polls: the process is as far behind as in a server.
 _PAUSE_SECONDS = 0.004
 
 

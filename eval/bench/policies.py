@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make bench-policies``: cache policies in the same server, at equal saving.
 
-Writes ``policies.json``, ``policies.md`` and ``policies.png`` (docs/evaluation.md). Run folders
-beside them keep all that was measured: the same command goes on after a stop.
-"""
+Writes ``policies.json``, ``.md`` and ``.png`` (docs/evaluation.md). Run folders beside them keep
+all that was measured: the same command goes on after a stop."""
 
 import argparse
 import functools

@@ -38,12 +38,9 @@ class Response(NamedTuple):
 
 
 def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
-    """Responses of at least ``shortest`` tokens, question and response cut at ``cap``.
-
-    ``path`` is a JSONL file of rows with ``question`` and ``response``, perhaps ``id`` and
-    ``correct``, or a folder of such, of which the first response to each question counts. Raises
-    OSError, ValueError: a file or line that cannot be read; names it.
-    """
+    """Responses of at least ``shortest`` tokens, with their questions cut at ``cap``, of a JSONL file
+    of rows with ``question``, ``response``, perhaps ``id`` and ``correct``; of a folder the first to
+    each question. Raises OSError, ValueError: names the file or line that cannot be read."""
     asked: set[str] = set()
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         for number, row in read_rows(file, _texts):

@@ -86,8 +86,7 @@ def figures(
 
 
 def _ratio(legs: Sequence[Leg], name: str, weight: str) -> float | None:
-    """Weighted mean over legs; a stock server shares nothing, whose report is empty. None if a leg
-    that answered something does not tell."""
+    """Weighted mean over legs, 0 of a stock server's; None if a leg that answered does not tell."""
     total = weights = 0.0
     for leg in legs:
         totals = leg.report.get("totals") or {}

@@ -52,9 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _measure(
     args: argparse.Namespace, speller: WordSpeller | TokenizerSpeller
 ) -> tuple[dict[str, dict[bool | None, Totals]], int]:
-    """Totals by dataset and correctness, and how many lines were left out. Datasets beyond the 50th
-    go together. What is wrong with a line is said with file and number, for not more than a
-    screenful of lines."""
+    """Totals by dataset (beyond the 50th together) and correctness; how many lines were left out."""
     found: dict[str, dict[bool | None, Totals]] = {}
     left_out = itertools.count()
 

@@ -37,9 +37,8 @@ class Spelled(NamedTuple):
 
 
 class WordSpeller:
-    r"""Tokens ``\w+|[^\w\s]``, the ids fresh for each response: no table that grows. In a bag a
-    word counts as the same with and without a space before it, and white space not at all; blocks
-    have to agree in the space as well."""
+    r"""Tokens ``\w+|[^\w\s]``, the ids fresh for each response. In a bag a word is the same with
+    and without a space before it, and white space counts not at all; blocks agree in it as well."""
 
     name = WORDS
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model for replays: real proportions and a real tokenizer, weights that know nothing.
 
-A decode step reads the weights once for all requests and each request's KV beside them. QwQ-32B in
-bf16 has 65.5 GB of weights and 262 KB of KV a token, 250,000 to 1; this one 130,000 to 1, so that
-throughput follows the number of running requests on a CPU as it does on a GPU."""
+QwQ-32B in bf16 has 65.5 GB of weights and 262 KB of KV a token, 250,000 to 1; this one 130,000 to
+1: throughput follows the number of running requests on a CPU as it does on a GPU."""
 
 import hashlib
 from collections.abc import Iterable, Sequence

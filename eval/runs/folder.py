@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One folder per run, as docs/evaluation.md lists: configuration first, then what each cell left.
 
-A process may be killed at any byte: a last line without its end is cut off when the run goes on,
-and everything before it counts.
-"""
+A process may be killed at any byte: a last line without its end is cut off when it goes on."""
 
 import contextlib
 import fcntl
@@ -177,8 +175,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_records(path: Path, kind: type[_R]) -> list[_R]:
-    """The lines of a file, [] if there is none; an unfinished last line is passed over. Raises
-    RunError: a line that is no such record; names file and line."""
+    """Lines of a file, if there is one, but an unfinished last. Raises RunError: a bad line."""
     if not path.is_file():
         return []
     rows, known = [], {one.name for one in fields(kind)}
@@ -197,8 +194,7 @@ def read_records(path: Path, kind: type[_R]) -> list[_R]:
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Hold a run's folder, made if need be; the kernel lets go however the process ends. Raises
-    RunError: another process holds it."""
+    """Hold a run's folder, made if need be, until the process ends. Raises RunError: another does."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "lock").open("a+", encoding="utf-8") as file:
         try:

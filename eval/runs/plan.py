@@ -80,8 +80,7 @@ class Plan:
                 self.refuse_what_cannot_fit(name, options.kv_budget)
 
     def others(self, task: str, seed: int, count: int, generic: bool = True) -> list[Problem]:
-        """Up to ``count`` problems that no cell of the task measures; with ``generic``, plain sums
-        fill up what the task does not have."""
+        """Up to ``count`` problems that no cell measures, with ``generic`` filled up by plain sums."""
         if (task, seed) not in self._others:
             several = (self.tasks[task, one].problems for one in self.options.seeds)
             asked = [problem.messages for problems in several for problem in problems]
@@ -134,10 +133,9 @@ class Plan:
             )
             needed = len(prompt) + (problem.max_tokens or 0) + _SPARE_SLOTS
             if needed > slots:
-                raise RunError(
-                    f"--kv-budget: {task}: problem {problem.id!r} needs at least {needed} KV slots "
-                    f"for its prompt and its {problem.max_tokens} forced tokens, got {slots}"
-                )
+                what = f"its prompt and its {problem.max_tokens} forced tokens, got {slots}"
+                where = f"--kv-budget: {task}: problem {problem.id!r}"
+                raise RunError(f"{where} needs at least {needed} KV slots for {what}")
 
     def _load(self, name: str, seed: int, limit: int | None) -> EvalTask:
         options = self.options

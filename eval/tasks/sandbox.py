@@ -144,8 +144,7 @@ def _command(limits: Limits, rules: int, alive: int) -> list[str]:
 
 
 def _filter() -> bytes:
-    """A system call filter without ``socket`` (vsock and the like are in no network namespace) and
-    without new processes and threads, whose number no limit bounds where the operator is root."""
+    """System calls but ``socket`` (vsock is in no network namespace), new processes and threads."""
     machines = {
         "x86_64": (0xC000003E, (41, 56, 57, 58, 435)),
         "aarch64": (0xC00000B7, (198, 220, 435)),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a reference response could share KV slots, by the filter alone: the blocks that it
-proposes when a step ends, before distances are looked at, over tokens of prompts and responses."""
+"""How much of a reference response could share KV slots, by the filter alone: blocks that it
+proposes, before distances are looked at, over tokens of prompts and responses."""
 
 import argparse
 import itertools

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The task of the tiny reasoner: a chain of assignments modulo 10, solved once and then verified.
 
-README.md beside this describes it. Every word is one token, words are separated by one space, and
-"\\n\\n" is a word that ends a step.
-"""
+See README.md. Every word is a token, between single spaces; "\\n\\n" is a word that ends a step."""
 
 import hashlib
 import random
@@ -236,8 +234,8 @@ def grade(text: str, problem: Problem) -> bool:
 
 
 def follows_prompt(text: str, problem: Problem) -> bool:
-    """Whether every assignment that a step of ``text`` starts with is one of the prompt's.
-    ``grade`` cannot see this: sums commute, so mixed-up lines can still give the right answer."""
+    """Whether every assignment that a step starts with is the prompt's: mixed-up lines, which
+    ``grade`` cannot see, may still give the right answer."""
     facts = {fact.strip() for part in problem.prompt.split(" . ") for fact in part.split(",")}
     starts = [step.split()[:5] for step in text.split(STEP_END)]
     return all(" ".join(words) in facts for words in starts if words[1:2] == ["="])

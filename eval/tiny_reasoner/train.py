@@ -111,18 +111,13 @@ def collate(batch: list[Example], rng: random.Random) -> tuple[torch.Tensor, ...
 
 
 def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between embedding and head, AdamW for the rest. On this task Muon needs
-    about half the steps of AdamW alone."""
+    """Muon for the matrices between embedding and head (half the steps of AdamW alone), else AdamW."""
     inner = {n: p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n}
     tables = [p for n, p in model.named_parameters() if p.dim() == 2 and n not in inner]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     muon = torch.optim.Muon(inner.values(), lr=0.02, weight_decay=0.01, momentum=0.95)
-    adam = torch.optim.AdamW(
-        [{"params": tables, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}],
-        lr=3e-3,
-        betas=(0.9, 0.97),
-        fused=True,
-    )
+    groups = [{"params": tables, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.97), fused=True)
     for optimiser in (muon, adam):
         for group in optimiser.param_groups:
             group["peak"] = group["lr"]
