@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.demo``: stock SGLang and SGLang with sharing, in turn, on the embedded reasoner.
 
-Same model, same KV budget, same requests; the only difference is ``--enable-reasoncache``. Writes
-``demo.json``, prints a table and one response with its shared steps marked."""
+Writes ``demo.json``, prints a table and one response with its shared steps marked."""
 
 import argparse
 import dataclasses

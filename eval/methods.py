@@ -112,10 +112,9 @@ def _matched(method: Method, methods: Sequence[Method]) -> Method:
     match = method.match.replace("/", "_") or "reasoncache"
     target = next((other for other in methods if other.name == match), None)
     if target is None or target is method or not target.shares or target.match:
-        raise MethodError(
-            f"--methods: {method.name!r} shares as much as {match!r}, which must be a sharing "
-            "method of the same run; else give random:match=METHOD or random:random_ratio=R"
-        )
+        how = "method of the same run; else give random:match=METHOD or random:random_ratio=R"
+        what = f"{method.name!r} shares as much as {match!r}, which must be a sharing {how}"
+        raise MethodError(f"--methods: {what}")
     return dataclasses.replace(method, match=match)
 
 

@@ -31,8 +31,7 @@ class CpuBatch(Batch):
     """Decode steps, each the plan and all layers of a pool, by either backend."""
 
     device_type = "cpu"
-    #: Keys of our time and the other side's; the latter's name in the picture.
-    times = ("decode_ms", "native_ms", "torch-native")
+    times = ("decode_ms", "native_ms", "torch-native")  # keys, and the other's name in pictures
     # Read before every step: nothing of the pool is left in the caches.
     bandwidth = "read"
     # Our result is rounded to bf16, and so are the weights inside.
@@ -53,8 +52,7 @@ class CpuBatch(Batch):
         self._table = compat.ReqToTokenPool(shape.requests, shape.tokens, "cpu", False)
         cached = CachedPositions(shape.slots, "cpu")
         cached.positions.copy_(self.cached_at)
-        self._allocator = SimpleNamespace(has_shifted_slots=False)
-        dim = shape.head_dim
+        self._allocator, dim = SimpleNamespace(has_shifted_slots=False), shape.head_dim
         self._layers = [
             compat.RadixAttention(shape.heads, dim, self.scale, shape.kv_heads, layer_id=layer)
             for layer in range(self.num_layers)

@@ -305,10 +305,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     accuracy, replays = options.minutes()
     count = sum(len(methods) for _, methods in options.asked)
     replayed = [point for chosen in options.timed.values() for point in chosen]
-    say(
-        f"{count} runs of {options.problems} problems, about {accuracy:.0f} minutes; "
-        f"{len(replayed)} on replays, about {replays:.0f} minutes at most"
-    )
+    later = f"{len(replayed)} on replays, about {replays:.0f} minutes at most"
+    say(f"{count} runs of {options.problems} problems, about {accuracy:.0f} minutes; {later}")
     for sentence in options.left_out:
         say(f"left out: {sentence}")
     if options.plan:

@@ -108,10 +108,8 @@ def pieces_of(
     # A response of n tokens holds n/2 slots over n steps.
     crowding = sum(n * n / 2 for n in lengths) / kv_budget / max(lengths)
     if crowding < _LEAST_CROWDING:
-        raise RunError(
-            f"{path}: {kv_budget} KV slots leave room for everyone "
-            f"(crowding {crowding:.1f}, at least {_LEAST_CROWDING})"
-        )
+        found = f"(crowding {crowding:.1f}, at least {_LEAST_CROWDING})"
+        raise RunError(f"{path}: {kv_budget} KV slots leave room for everyone {found}")
     return path
 
 

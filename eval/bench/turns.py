@@ -79,15 +79,16 @@ class Yardstick:
         reads: list[Call] = [source.sum, source.view(torch.float32).sum]
         if device.type == "cpu":
             copies.append(lambda: _copy_by_threads(target, source, torch.get_num_threads()))
-        self._copy, self._read = (self._fastest(calls) for calls in (copies, reads))
+
+        def took(call: Call) -> float:
+            return min(seconds(call, device) for _ in range(4))
+
+        self._copy, self._read = min(copies, key=took), min(reads, key=took)
 
     def rates(self) -> dict[str, float]:
         """GB/s of one ``copy``, bytes read and bytes written, and of one ``read``."""
         copy, read = (seconds(call, self._device) for call in (self._copy, self._read))
         return {"copy": 2 * self._bytes / copy / 1e9, "read": self._bytes / read / 1e9}
-
-    def _fastest(self, calls: list[Call]) -> Call:
-        return min(calls, key=lambda call: min(seconds(call, self._device) for _ in range(4)))
 
 
 def _copy_by_threads(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:

@@ -11,7 +11,6 @@ import pandas as pd
 from eval.report.style import LABEL_SIZE, figure, light_grid, save, text
 
 _RESAMPLES = 2000
-#: Figure -> how a number of it is printed.
 _FORMS = dict(saved="{:.1%}", kl="{:.4f}", kl_per_saved="{:.4f}", nll="{:+.2%}", top1="{:.1%}")
 _MARKERS = "osD^vP*X<>ph"
 

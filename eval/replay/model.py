@@ -37,21 +37,13 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[_PAD, USER, ASSISTANT],
-        show_progress=False,
-    )
-    inner.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token=_PAD,
-        pad_token=_PAD,
-        clean_up_tokenization_spaces=False,
-        chat_template=chat_template(""),
-        model_max_length=CONTEXT_LENGTH,
-    )
+    sizes: dict[str, Any] = dict(vocab_size=VOCABULARY_SIZE, show_progress=False)
+    sizes["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    special = [_PAD, USER, ASSISTANT]
+    inner.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=special, **sizes))
+    how: dict[str, Any] = dict(eos_token=_PAD, pad_token=_PAD, model_max_length=CONTEXT_LENGTH)
+    how |= dict(clean_up_tokenization_spaces=False, chat_template=chat_template(""))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **how)
 
 
 def build(folder: Path, texts: Sequence[str], seed: int = 0) -> Path:

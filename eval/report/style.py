@@ -60,6 +60,5 @@ def text(name: str) -> str:
 
 
 def light_grid(axes: Axes, axis: str = "y") -> None:
-    """Lines to read values by, behind everything."""
     axes.grid(axis=axis, color="#EBEBEB", linewidth=0.8)  # type: ignore[arg-type]
     axes.set_axisbelow(True)

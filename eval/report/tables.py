@@ -237,8 +237,8 @@ def budgets(data: Data) -> Table | None:
             "accuracy": number(pd.Series(found, dtype=float).mean(), form="{:.3f}"),
         }
         rows.append(row)
-    notes = ["Medians over runs and seeds, and range."]
-    return Table("budgets", "KV budget", rows, notes) if rows else None
+    note = "Medians over runs and seeds, and range."
+    return Table("budgets", "KV budget", rows, [note]) if rows else None
 
 
 def random_ratios(data: Data) -> Table | None:

@@ -90,10 +90,8 @@ def check_same(run: Path, there: Mapping[str, Any], config: Mapping[str, Any]) -
     for name in dict.fromkeys((*wanted, *there)):
         if name not in _MAY_DIFFER and there.get(name) != wanted.get(name):
             was, now = (json.dumps(one.get(name))[:200] for one in (there, wanted))
-            raise RunError(
-                f"{run / CONFIG}: {name} is {was} in this run, now {now}; "
-                "use the same or another --out"
-            )
+            fault = f"{name} is {was} in this run, now {now}; use the same or another --out"
+            raise RunError(f"{run / CONFIG}: {fault}")
 
 
 def default_folder(config: Mapping[str, Any]) -> Path:

@@ -35,8 +35,12 @@ class Server:
         self.command = process.command if process else []  # [] of a given one
         self.model = MODEL_NAME  # the name that requests give
         self._before: dict[str, Any] = {}
-        self._get = process.get if process else self._client().get
-        if process is None:
+        if process is not None:
+            self._get = process.get
+        else:
+            own, key = is_local(self.url), {"Authorization": f"Bearer {api_key()}"}
+            client = httpx.Client(base_url=self.url, timeout=60.0, trust_env=not own, headers=key)
+            self._get = client.get
             try:
                 self.model = str(self._json("/v1/models")["data"][0]["id"])
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
@@ -87,10 +91,6 @@ class Server:
     def check(self) -> None:
         if self.process is not None:
             self.process.check_alive()
-
-    def _client(self) -> httpx.Client:
-        own, key = is_local(self.url), {"Authorization": f"Bearer {api_key()}"}
-        return httpx.Client(base_url=self.url, timeout=60.0, trust_env=not own, headers=key)
 
     def _json(self, path: str, **options: Any) -> Any:
         return self._get(path, **options).raise_for_status().json()

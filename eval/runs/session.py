@@ -173,10 +173,8 @@ class Session:
             # Every leg of it was killed before it could tell.
             saving = self._pilot(step, other)
         if not saving:
-            raise NothingToMatch(
-                f"{step.method.name}: {other.name} saved nothing on {step.task}, so there is "
-                "nothing to match; give random:random_ratio=R"
-            )
+            why = f"{other.name} saved nothing on {step.task}, so there is nothing to match"
+            raise NothingToMatch(f"{step.method.name}: {why}; give random:random_ratio=R")
         return saving
 
     def _pilot(self, step: Step, method: Method) -> float:

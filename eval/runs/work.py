@@ -88,8 +88,6 @@ def _methods(options: RunOptions) -> list[Method]:
     given = {m.name for m, s in zip(methods, options.methods, strict=True) if s in options.urls}
     for method in methods:
         if method.match in given and method.name not in given:
-            raise RunError(
-                f"--methods: {method.name!r} cannot match {method.match!r}, whose server is given "
-                "by --url"
-            )
+            what = f"{method.name!r} cannot match {method.match!r}, whose server is given by --url"
+            raise RunError(f"--methods: {what}")
     return methods

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _TAIL_BYTES = 2048
 _END_S = 10.0
@@ -54,10 +55,6 @@ class Limits:
     file_bytes: int = 16 << 20
     disk_bytes: int = 32 << 20
 
-    def resources(self) -> dict[str, int]:
-        found = {"CORE": 0, "CPU": self.cpu_s, "FSIZE": self.file_bytes, "NOFILE": 64}
-        return {**found, "AS": self.memory_bytes}
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -78,18 +75,14 @@ def run(program: str, limits: Limits = Limits()) -> Outcome:
         rules.seek(0)
         alive, alive_inside = os.pipe()
         python = [sys.executable, "-I", "-S", "-B", "-c", _RUNNER]
-        process = subprocess.Popen(
-            [*_command(limits, rules.fileno(), alive_inside), *python],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={},
-            cwd="/",
-            pass_fds=[rules.fileno(), alive_inside],
-            start_new_session=True,
-        )
+        command = [*_command(limits, rules.fileno(), alive_inside), *python]
+        pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=output, stderr=output)
+        pipes["pass_fds"] = [rules.fileno(), alive_inside]
+        process = subprocess.Popen(command, env={}, cwd="/", start_new_session=True, **pipes)
         os.close(alive_inside)
-        job = {"token": token, "program": program, "limits": limits.resources()}
+        bounds = dict(CORE=0, CPU=limits.cpu_s, FSIZE=limits.file_bytes, NOFILE=64)
+        bounds["AS"] = limits.memory_bytes
+        job = {"token": token, "program": program, "limits": bounds}
         try:
             process.communicate(json.dumps(job).encode(), timeout=limits.wall_s)
             in_time = True

@@ -16,13 +16,9 @@ def respond(model: Any, tokenizer: Any, prompts: list[str], batch: int) -> list[
     """Greedy responses of at most 900 tokens, special tokens left out."""
     texts: list[str] = []
     for start in range(0, len(prompts), batch):
-        inputs = tokenizer.apply_chat_template(
-            [[{"role": "user", "content": prompt}] for prompt in prompts[start : start + batch]],
-            add_generation_prompt=True,
-            padding=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+        chats = [[{"role": "user", "content": p}] for p in prompts[start : start + batch]]
+        how: dict[str, Any] = dict(padding=True, return_tensors="pt", return_dict=True)
+        inputs = tokenizer.apply_chat_template(chats, add_generation_prompt=True, **how)
         inputs.pop("token_type_ids", None)
         out = model.generate(**inputs, do_sample=False, max_new_tokens=900)
         new = out[:, inputs["input_ids"].shape[1] :]

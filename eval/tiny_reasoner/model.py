@@ -36,15 +36,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("\n\n", "isolated"), pre_tokenizers.Split(Regex(" +"), "removed")]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token=EOS,
-        pad_token=PAD,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        chat_template=chat_template(" "),
-        model_max_length=2048,
-    )
+    marks = dict(eos_token=EOS, pad_token=PAD, padding_side="left")
+    how: dict[str, Any] = dict(clean_up_tokenization_spaces=False, model_max_length=2048)
+    how["chat_template"] = chat_template(" ")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **marks, **how)
 
 
 def build_model() -> Qwen3ForCausalLM:
