@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.demo``: stock SGLang and SGLang with sharing, in turn, on the embedded reasoner.
 
-Same model, same KV budget, same requests; the only difference is ``--enable-reasoncache``. Writes
-``demo.json``, prints a table and one response with its shared steps marked."""
-
-from __future__ import annotations
+Writes ``demo.json``, prints a table and one response with its shared steps marked."""
 
 import argparse
 import dataclasses
@@ -21,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
+from eval.bench import at_least
 from eval.measures.figures import of_cells
 from eval.methods import find_methods
-from eval.runs.folder import Cell
+from eval.runs.folder import Cell, Response
 from eval.runs.options import RunOptions, with_values
-from eval.runs.records import Response
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 
 _TASK, _SEED = "tiny_reasoner", 20_261
@@ -51,36 +48,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m eval.demo", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
-    add("--problems", type=int, default=200, help="Problems sent at once (default 200).")
-    add("--kv-budget", type=int, default=4000, help="KV slots of the server (default 4000).")
-    add("--max-tokens", type=int, default=1500, help="Of each request (default 1500).")
+    add("--problems", type=at_least(1), default=200, help="Problems sent at once (default 200).")
+    add("--kv-budget", type=at_least(1), default=4000, help="KV slots (default 4000).")
+    add("--max-tokens", type=at_least(1), default=1500, help="Of each request (default 1500).")
     add("--output", type=Path, default=Path("demo.json"))
     add("--logs", type=Path, default=Path("build/demo"), help="Folder for logs and records.")
     for name, of in (("--both", "both servers"), ("--shared", "ours")):
         text = f"Further flags of {of}."
         add(name, type=shlex.split, default=[], metavar="FLAGS", help=text)
     words = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(with_values(words, ("--both", "--shared")))
-    for name in ("problems", "kv_budget", "max_tokens"):
-        if getattr(args, name) < 1:
-            flag = name.replace("_", "-")
-            parser.error(f"--{flag} must be at least 1, got {getattr(args, name)}")
-    return args
+    return parser.parse_args(with_values(words, ("--both", "--shared")))
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
     """What both servers are asked: one log line a decode step, and no request sent twice."""
-    return RunOptions(
-        tasks=(_TASK,),
-        seeds=(_SEED,),
-        limit=args.problems,
-        device="cpu",
-        kv_budget=args.kv_budget,
-        max_tokens=args.max_tokens,
-        server_flags=args.both,
-        decode_log_interval=1,
-        attempts=1,
-    )
+    most: dict[str, Any] = dict(limit=args.problems, max_tokens=args.max_tokens, attempts=1)
+    most |= dict(kv_budget=args.kv_budget, server_flags=args.both, decode_log_interval=1)
+    return RunOptions(tasks=(_TASK,), seeds=(_SEED,), device="cpu", **most)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Cell]:
@@ -98,28 +82,21 @@ def measure(args: argparse.Namespace) -> dict[str, Cell]:
 
 
 def arm_of(cell: Cell) -> dict[str, Any]:
-    """An arm's figures for ``demo.json``."""
     seen, results, (leg,) = of_cells([cell]), cell.results(), cell.legs()
 
     def share(group: str = "") -> float:
         chosen = [row.correct for row in results if group in ("", row.group)]
         return sum(chosen) / len(chosen) if chosen else 0.0
 
+    told = ("output_tokens", "seconds", "decode_steps", "retractions", "leaked_slots")
     return {
-        "problems": len(results),
-        "accuracy": share(),
-        "accuracy_clean": share("clean"),
-        "accuracy_error": share("error"),
+        **{"problems": len(results), "failed_requests": seen.failed},
+        **{"accuracy": share(), "accuracy_clean": share("clean"), "accuracy_error": share("error")},
+        **{name: getattr(leg, name) for name in told},
         "output_tokens_per_s": seen.tokens_per_s or 0.0,
-        "output_tokens": leg.output_tokens,
-        "seconds": leg.seconds,
-        "failed_requests": seen.failed,
         "peak_slots": seen.peak_slots or 0,
         "mean_slots": seen.mean_slots or 0.0,
         "mean_running": seen.mean_running or 0.0,
-        "decode_steps": leg.decode_steps,
-        "retractions": leg.retractions,
-        "leaked_slots": leg.leaked_slots,
         "memory_saving_ratio": seen.saving or 0.0,
         "final_saving_ratio": seen.final_saving or 0.0,
     }
@@ -147,10 +124,8 @@ def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> Te
     entry = max(known, key=lambda e: e["shared_positions"])
     start, block, positions = entry["prompt_tokens"], entry["block"], entry["shared_positions"]
     shared = {at - start for dst, _ in entry["blocks"] for at in range(dst, dst + block)}
-    out, share = Text(), positions / (start + entry["output_tokens"])
-    out.append(
-        f"\nRequest {entry['rid']}: {positions} positions share earlier slots ({share:.0%}). "
-    )
+    share = f"{positions / (start + entry['output_tokens']):.0%}"
+    out = Text(f"\nRequest {entry['rid']}: {positions} positions share earlier slots ({share}). ")
     out.append("Green text owns no memory.\n\n", style="green")
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     ids = tokenizer.encode(answers[entry["rid"]].text, add_special_tokens=False).ids

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines of JSONL files that anybody may have written."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+_Row = TypeVar("_Row")
 MAX_LINE_BYTES = 16 << 20
 
 
@@ -43,8 +42,49 @@ def read_object(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> dict[str, Any]:
     return content
 
 
+def read_rows(
+    path: Path,
+    made: Callable[[dict[str, Any]], _Row],
+    max_bytes: int = MAX_LINE_BYTES,
+    complain: Callable[[str, str], None] | None = None,
+) -> Iterator[tuple[int, _Row]]:
+    """Numbers of lines and what ``made`` makes of their objects. Of a line that cannot be read, or
+    with which ``made`` raises ValueError, ``complain`` is told ``file:line`` and fault. Raises
+    OSError; without ``complain`` ValueError, which names file and line."""
+    for number, line in read_lines(path, max_bytes):
+        try:
+            row = made(read_object(line, max_bytes))
+        except ValueError as error:
+            if complain is None:
+                raise ValueError(f"{path}:{number}: {error}") from error
+            complain(f"{path}:{number}", str(error))
+        else:
+            yield number, row
+
+
+def text_of(row: Mapping[str, Any], *names: str) -> str:
+    """The first of some fields that is there, valid Unicode. Raises ValueError: none, or no text."""
+    name = next((name for name in names if row.get(name) is not None), names[0])
+    if name not in row:
+        raise ValueError(f"no field {name!r}")
+    if not isinstance(row[name], str):
+        raise ValueError(f"field {name!r} is no text but {kind_of(row[name])}")
+    if not row[name].strip():
+        raise ValueError(f"field {name!r} is no text: it is empty")
+    return valid_text(row[name])
+
+
+def texts_of(paths: Iterable[Path]) -> list[str]:
+    """Field ``response`` of all lines. Raises OSError; ValueError: a bad line, which it names, or no
+    response at all."""
+    rows = (read_rows(path, lambda row: text_of(row, "response")) for path in paths)
+    found = [text for texts in rows for _, text in texts]
+    if not found:
+        raise ValueError("no response in the files")
+    return found
+
+
 def kind_of(value: Any) -> str:
-    """A value's kind, for messages."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
     return "null" if value is None else kinds.get(type(value), "a number")
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods by name: what a server is started with so that it shares as one row of a table says."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
@@ -63,8 +61,8 @@ _NAME = re.compile(r"[A-Za-z0-9._:=,+/-]{1,200}")
 
 def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
     """The method that ``NAME[:key=value,...]`` stands for; ``defaults`` are settings that a sharing
-    one leaves open. A key is a setting of the plugin; of ``random`` also ``match``, another's
-    specification, which ends the list. Raises MethodError: unknown name or key, or a bad value."""
+    one leaves open. Of ``random`` a key may be ``match``, another's specification, which ends the
+    list. Raises MethodError: unknown name or key, or a bad value."""
     name, colon, rest = spec.partition(":")
     if name not in METHODS or not _NAME.fullmatch(spec):
         known = ", ".join(METHODS)
@@ -114,10 +112,9 @@ def _matched(method: Method, methods: Sequence[Method]) -> Method:
     match = method.match.replace("/", "_") or "reasoncache"
     target = next((other for other in methods if other.name == match), None)
     if target is None or target is method or not target.shares or target.match:
-        raise MethodError(
-            f"--methods: {method.name!r} shares as much as {match!r}, which must be a sharing "
-            "method of the same run; else give random:match=METHOD or random:random_ratio=R"
-        )
+        how = "method of the same run; else give random:match=METHOD or random:random_ratio=R"
+        what = f"{method.name!r} shares as much as {match!r}, which must be a sharing {how}"
+        raise MethodError(f"--methods: {what}")
     return dataclasses.replace(method, match=match)
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.run``: tasks x methods x seeds against live servers. See docs/evaluation.md."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,9 +10,8 @@ from eval.serving import ServerError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry a command out; whatever the exit status, the folder holds all that was done. 0 when
-    every request was answered and graded, 1 when not, 2 for a bad command line, 130 after
-    Ctrl-C."""
+    """Carry a command out. 0 when every request was answered and graded, 1 when not, 2 for a bad
+    command line, 130 after Ctrl-C; the folder holds all that was done."""
     # Unwind, so that servers are closed and records completed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     command = parse(argv)

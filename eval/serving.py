@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real SGLang servers as subprocesses, for the demo and the server tests."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
@@ -43,10 +41,9 @@ class ServerError(RuntimeError):
 
 
 class ServerProcess:
-    """One ``python -m sglang.launch_server``, from start to the death of its last child: a context
-    manager, or :meth:`start` and :meth:`close`. ``flags`` win over ours, ``env`` removes what is
-    None. The device ``"cpu"`` hides every GPU and runs on this project's CPU platform, so that a
-    result does not depend on the machine; ``"cuda"`` leaves platform and backend to SGLang."""
+    """One ``python -m sglang.launch_server``: a context manager, or :meth:`start` and :meth:`close`.
+    ``flags`` win over ours, ``env`` removes what is None. ``"cpu"`` hides every GPU and runs on this
+    project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
 
     def __init__(
         self,
@@ -81,21 +78,16 @@ class ServerProcess:
         self.close()
 
     def start(self) -> Self:
-        """Launch and wait until the server has generated its first token. Raises ServerError: it
-        died or was not ready within ``start_timeout_s``."""
+        """Wait for the first token. Raises ServerError: it died, or ``start_timeout_s`` is over."""
         if self._process is not None:
             raise RuntimeError(f"the server on port {self.port} was already started")
         deadline = time.monotonic() + self.start_timeout_s
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
+            pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            # A session of its own: close() reaches every child, and a terminal's Ctrl-C only us.
             self._process = subprocess.Popen(
-                self.command,
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # So that close() reaches every child, and a terminal's Ctrl-C only us.
-                start_new_session=True,
+                self.command, env=self.env, start_new_session=True, **pipes
             )
         self._guard = kill_when_we_die(self._process.pid)
         try:
@@ -120,7 +112,6 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the server's main process is running."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -166,18 +157,17 @@ class ServerProcess:
         return self.log_path.read_bytes()[since:].decode(errors="replace")
 
     def log_size(self) -> int:
-        """Return the output's size in bytes, to read only what follows."""
+        """Bytes of output, to read only what follows."""
         return self.log_path.stat().st_size
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """GET ``path``; ``options`` as for :meth:`httpx.Client.get`."""
         return self._http.get(path, **options)
 
     def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
         """POST ``json`` to ``path``; ``options`` as for :meth:`httpx.Client.post`."""
         return self._http.post(path, json=json, **options)
 
-    def openai(self, **options: Any) -> OpenAI:
+    def openai(self, **options: Any) -> "OpenAI":
         """Return an official client of this server; ``options`` go to its constructor."""
         import openai
 
@@ -187,8 +177,8 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago. A server binds it a minute later: below the kernel's
-    ephemeral range, where any outgoing connection could take it meanwhile."""
+    """A TCP port that was free a moment ago, below the kernel's ephemeral range, where any outgoing
+    connection could take it until a server binds it."""
     top = 32768
     with contextlib.suppress(OSError, ValueError):
         top = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -253,20 +243,17 @@ def _other_architectures(model_path: str) -> str:
 
 
 def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
-    """Start a shell that kills a process group once this process is gone, however it ended. It
-    waits for the end of a pipe that only we hold, which even SIGKILL closes."""
-    return subprocess.Popen(
-        ["/bin/sh", "-c", f"read line; kill -s KILL -- -{group}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+    """A shell that kills a process group once this process is gone: it waits for the end of a pipe
+    that only we hold, which even SIGKILL closes."""
+    pipes: dict[str, Any] = dict(
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
+    command = ["/bin/sh", "-c", f"read line; kill -s KILL -- -{group}"]
+    return subprocess.Popen(command, start_new_session=True, **pipes)
 
 
 def _kill_group(group: int, timeout_s: float = 10.0) -> None:
-    """Kill what is left of a process group and wait until it is gone, except zombies, which their
-    parent may never collect."""
+    """Kill a process group and wait until it is gone, except zombies that nobody collects."""
     deadline = time.monotonic() + timeout_s
     living = [group]
     while living:

@@ -4,8 +4,6 @@
 ``python -m eval.report DIR/kv-*`` then shows where the gain of sharing starts, peaks and ends.
 A sweep that was stopped goes on."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face tokenizers, each loaded once."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

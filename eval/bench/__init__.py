@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Reads an option's whole number."""
 
     def number(text: str) -> int:
         if int(text) < least:

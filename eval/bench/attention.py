@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.attention``: decode attention, ours against SGLang's and FlashInfer's.
 
-On the CPU our backend and SGLang's torch-native, on a CUDA device our kernels and FlashInfer's,
-each on one pool, in turn, beside the memory bandwidth. ``--growth`` adds curves and their picture,
-``--server`` two servers of the embedded model. Writes ``build/bench/kernels.json``.
-"""
-
-from __future__ import annotations
+On one pool, in turn, beside the memory bandwidth. ``--growth`` adds curves and their picture,
+``--server`` two servers of the embedded model. Writes ``build/bench/kernels.json``."""
 
 import argparse
 import contextlib
@@ -15,19 +11,138 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import matplotlib.pyplot as plt
+import pandas as pd
+import seaborn as sns
 import torch
 
 from eval.bench import at_least
-from eval.bench.attention_curves import SHAPES, draw, measure
+from eval.bench.attention_batch import Shape
 from eval.bench.idle import compare
-from eval.bench.turns import spread
+from eval.bench.turns import Yardstick, as_text, spread, take_turns
+from eval.report.style import light_grid, save, text
 from eval.runs.config import describe_machine, describe_versions
 from eval.runs.folder import write_whole
 from sglang_reasoncache.platform import PLATFORM_NAME
+
+if TYPE_CHECKING:
+    from eval.bench.attention_cpu import CpuBatch
+    from eval.bench.attention_cuda import CudaBatch
+
+#: What one setting's samples come to: JSON, times as :func:`eval.bench.turns.spread`.
+Row = dict[str, Any]
+
+_HEADS = ((4, 2, 64), (32, 8, 128))
+#: Shapes of each device by axis; results are named after 32x1000 and 64x16000.
+SHAPES = {
+    "cpu": {
+        "": [Shape(*size, *heads) for size in ((32, 1000), (8, 16_000)) for heads in _HEADS],
+        "tokens": [Shape(8, tokens) for tokens in (250, 1000, 4000, 16_000)],
+        "requests": [Shape(requests, 1000) for requests in (1, 4, 16, 64)],
+        "shared_percent": [Shape(32, 1000)],
+    },
+    "cuda": {
+        "": [Shape(64, 16_000)],
+        "tokens": [Shape(64, tokens) for tokens in (1000, 4000, 16_000, 32_000)],
+        "requests": [Shape(requests, 16_000) for requests in (1, 8, 32, 128)],
+        "shared_percent": [Shape(64, 16_000)],
+    },
+}
+#: Percents of the entries that are shared, and the label of an axis.
+_AXES = {
+    "": ((0, 22, 50), ""),
+    "tokens": ((0, 22), "tokens a request, {requests} requests"),
+    "requests": ((0, 22), "requests of {tokens:,} tokens"),
+    "shared_percent": ((0, 10, 22, 35, 50, 75), "% shared, {requests} x {tokens:,} tokens"),
+}
+
+
+def measure(
+    kind: "type[CpuBatch] | type[CudaBatch]", shapes: Mapping[str, Sequence[Shape]], rounds: int
+) -> list[Row]:
+    """Shapes by axis with all shares that fit into the device's memory; prints a Markdown table.
+    Returns rows; on a curve points (:func:`point`)."""
+    yardstick = Yardstick(torch.device(kind.device_type))
+    found, lines = [], []
+    for axis, shape in ((axis, shape) for axis, several in shapes.items() for shape in several):
+        batch = kind(shape) if kind.fits(shape) else None
+        for percent in _AXES[axis][0]:
+            row: Row = {"shape": str(shape), "shared_percent": percent}
+            if batch is not None:
+                print(f"{axis} {shape}, {percent}%", file=sys.stderr)
+                batch.share(percent)
+                samples = take_turns(batch.sides(), rounds, yardstick.rates)
+                row |= batch.row(samples.rename(columns={kind.bandwidth: "bandwidth"}))
+                row[f"{kind.bandwidth}_gb_per_s"] = spread(samples[kind.bandwidth])
+                found.append(point(kind, axis, shape, row) if axis else row)
+            begin = {"growth over": axis} if axis else {}
+            lines.append(begin | {name: as_text(value) for name, value in row.items()})
+        del batch
+    table = pd.DataFrame(lines).fillna("no memory")
+    print("\n" + table.to_markdown(index=False, disable_numparse=True), flush=True)
+    return found
+
+
+def point(kind: "type[CpuBatch] | type[CudaBatch]", axis: str, shape: Shape, row: Row) -> Row:
+    """Of a curve: ``setting``, ``ms`` by curve, and ``read_ms``, what reading each entry's K and
+    V once takes at the machine's bandwidth."""
+    ours, theirs, other = kind.times
+    percent = row["shared_percent"]
+    # The other side reads shared entries like any other: one curve of it is enough.
+    if axis == "shared_percent" or not percent:
+        ms = {"ours": row[ours], other: row[theirs]}
+    else:
+        ms = {f"ours, {percent}% shared": row[ours]}
+    setting = {"axis": axis, "shape": asdict(shape), "shared_percent": percent}
+    rate = row[f"{kind.bandwidth}_gb_per_s"]["median"]
+    return {"setting": setting, "ms": ms, "read_ms": shape.layer_bytes / rate / 1e6}
+
+
+def curves(devices: Mapping[str, Sequence[Row]]) -> pd.DataFrame:
+    """``device``, ``panel``, ``axis``, ``value`` on it, ``curve`` and ``ms``: median and quartiles
+    of each point, a line each."""
+    lines = []
+    for device, points in devices.items():
+        for one in points:
+            setting, ms = one["setting"], one["ms"]
+            at = {"device": text(device), "axis": setting["axis"]}
+            at["panel"] = _AXES[setting["axis"]][1].format(**setting["shape"])
+            at["value"] = {**setting["shape"], **setting}[setting["axis"]]
+            lines += [
+                {**at, "curve": name, "ms": value}
+                for name, figure in ms.items()
+                for value in figure.values()
+            ]
+            lines.append({**at, "curve": "reading K and V once", "ms": one["read_ms"]})
+    return pd.DataFrame(lines)
+
+
+def draw(devices: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """A row of pictures for each device, by its name; bands are quartiles."""
+    found = curves(devices)
+    grid = sns.relplot(
+        found, kind="line", x="value", y="ms", hue="curve", style="curve", row="device",
+        col="axis", palette="colorblind", markers=True, dashes=False, estimator="median",
+        errorbar=("pi", 100), height=3.6, facet_kws={"sharex": False, "sharey": False},
+    )  # fmt: skip
+    for (device, axis), panel in grid.axes_dict.items():
+        shown = found[(found["device"] == device) & (found["axis"] == axis)]
+        panel.set(title=device, xlabel=shown["panel"].iloc[0], ylabel="ms a layer")
+        light_grid(panel)
+        if axis != "shared_percent":
+            values = shown["value"].unique()
+            panel.loglog()
+            panel.set_xticks(values, [f"{value:,}" for value in values], minor=False)
+            panel.minorticks_off()
+    grid.tight_layout()
+    save(grid.figure, path)
+    plt.close(grid.figure)
+
 
 #: Of the CPU's table.
 _SHAPES = {str(shape): shape for shape in SHAPES["cpu"][""]}
@@ -109,8 +224,7 @@ def serve(rounds: int, logs: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 1 where a device's part failed. Each has a process of its own: in that of
-    the CPU SGLang is told there is no GPU."""
+    """The exit status: 1 where a device's part failed; each has a process of its own."""
     # Asks the driver's library whether there is a GPU, and leaves CUDA alone in this process.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     options = parse(argv)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch of decode requests on one layer's pool: its shape, where its rows lie, what is right."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,10 +41,8 @@ class Shape:
 
 
 def shared_blocks(tokens: int, fraction: float, draw: np.random.Generator) -> np.ndarray:
-    """``[2, pairs]``: blocks that cover ``fraction`` of the tokens, and an earlier one of each.
-
-    Earlier ones are not shared themselves; neither is the first block nor that of the newest token.
-    """
+    """``[2, pairs]``: blocks that cover ``fraction`` of the tokens, and an earlier one of each, not
+    shared itself; neither is the first block nor that of the newest token."""
     blocks = np.arange((tokens - 1) // BLOCK)
     count = min(max(0, len(blocks) - 1), round(fraction * tokens / BLOCK))
     chosen = np.sort(draw.choice(blocks[1:], count, replace=False))
@@ -55,11 +51,8 @@ def shared_blocks(tokens: int, fraction: float, draw: np.random.Generator) -> np
 
 
 def lay_rows(shape: Shape, shared_percent: int) -> torch.Tensor:
-    """int32 ``[requests, tokens]``, the slot of each position, as ``req_to_token`` holds it.
-
-    Token t of request r was computed in slot ``1 + t * requests + r``, as decoding together leaves
-    it; shared blocks of a row lie at the slots of earlier ones.
-    """
+    """int32 ``[requests, tokens]``, the slot of each position: token t of request r was computed in
+    slot ``1 + t * requests + r``, as decoding together leaves it; shared blocks lie at earlier ones'."""
     rows = torch.arange(1, shape.slots, dtype=torch.int32).view(shape.tokens, -1).T.contiguous()
     draw = np.random.default_rng(5)
     for row in rows:
@@ -103,7 +96,6 @@ class Batch:
 
     @staticmethod
     def fits(shape: Shape) -> bool:
-        """Whether the device has memory for it."""
         return True
 
     def share(self, percent: int) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention on the CPU: our backend and SGLang's torch-native, called as SGLang does."""
 
-from __future__ import annotations
-
 import functools
 import math
 import time
@@ -33,8 +31,7 @@ class CpuBatch(Batch):
     """Decode steps, each the plan and all layers of a pool, by either backend."""
 
     device_type = "cpu"
-    #: Keys of our time and the other side's; the latter's name in the picture.
-    times = ("decode_ms", "native_ms", "torch-native")
+    times = ("decode_ms", "native_ms", "torch-native")  # keys, and the other's name in pictures
     # Read before every step: nothing of the pool is left in the caches.
     bandwidth = "read"
     # Our result is rounded to bf16, and so are the weights inside.
@@ -43,11 +40,7 @@ class CpuBatch(Batch):
     def __init__(self, shape: Shape) -> None:
         # Together 1 GB, above the caches, or eight.
         self.num_layers = min(8, math.ceil(1e9 / shape.layer_bytes))
-        size = {
-            "head_num": shape.kv_heads,
-            "head_dim": shape.head_dim,
-            "layer_num": self.num_layers,
-        }
+        size = dict(head_num=shape.kv_heads, head_dim=shape.head_dim, layer_num=self.num_layers)
         pool = compat.MHATokenToKVPool(
             shape.slots - 1, 1, torch.bfloat16, device="cpu", enable_memory_saver=False, **size
         )
@@ -59,8 +52,7 @@ class CpuBatch(Batch):
         self._table = compat.ReqToTokenPool(shape.requests, shape.tokens, "cpu", False)
         cached = CachedPositions(shape.slots, "cpu")
         cached.positions.copy_(self.cached_at)
-        self._allocator = SimpleNamespace(has_shifted_slots=False)
-        dim = shape.head_dim
+        self._allocator, dim = SimpleNamespace(has_shifted_slots=False), shape.head_dim
         self._layers = [
             compat.RadixAttention(shape.heads, dim, self.scale, shape.kv_heads, layer_id=layer)
             for layer in range(self.num_layers)

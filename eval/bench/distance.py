@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.distance``: how fast the KV distance reads the pool, on each device.
 
-A pool far above the caches, other slots in every run, so nothing is left in a cache by the run
-before. Bytes are those of K and V that a call has to read, once.
-"""
-
-from __future__ import annotations
+A pool far above the caches, other slots in every run. Bytes are K and V that a call reads, once."""
 
 import argparse
 import functools
@@ -35,14 +31,12 @@ _CALLS = [*itertools.product(_ORDERS, (False, True), (8, 16), (1, 4, 16, 64, 256
 def make_kernel(device: str, layers: int, slots: int, heads: int, head_dim: int) -> DistanceKernel:
     """On a pool in bf16 as SGLang lays it out: K and V of a layer are halves of one buffer."""
     torch.manual_seed(5)
-    size = (2, slots, heads, head_dim)
-    pool = [
-        tuple(torch.empty(size, dtype=torch.bfloat16, device=device).uniform_(-1, 1))
-        for _ in range(layers)
-    ]
-    return DistanceKernel(
-        pool, rotation(_TABLE, head_dim), backend={"cpu": "native", "cuda": "triton"}[device]
+    empty: dict[str, Any] = dict(
+        size=(2, slots, heads, head_dim), dtype=torch.bfloat16, device=device
     )
+    pool = [tuple(torch.empty(**empty).uniform_(-1, 1)) for _ in range(layers)]
+    backend = {"cpu": "native", "cuda": "triton"}[device]
+    return DistanceKernel(pool, rotation(_TABLE, head_dim), backend=backend)
 
 
 def random_slots(slots: int, pairs: int, block: int, order: str) -> torch.Tensor:
@@ -54,8 +48,8 @@ def random_slots(slots: int, pairs: int, block: int, order: str) -> torch.Tensor
 
 
 def read_rates(device: str, slots: int) -> pd.DataFrame:
-    """Of a pool of 32 layers x 8 heads x 128: a line a call, with the best of 8 runs in ms and
-    GB/s, the median run's GB/s, and the best bandwidth meanwhile."""
+    """Of a pool of 32 layers x 8 heads x 128: a line a call, the best and the median of 8 runs, and
+    the best bandwidth meanwhile."""
     at, kernel = torch.device(device), make_kernel(device, 32, slots, 8, 128)
     yardstick = Yardstick(at)
 

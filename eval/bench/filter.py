@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.filter TRACES``: what the step filter costs, alone and in a server.
 
-TRACES is a JSONL file of responses, or a folder of files named aime*.jsonl. Times are CPU seconds
-of one thread, which other work on the machine disturbs little.
-"""
-
-from __future__ import annotations
+Times are CPU seconds of one thread, which other work on the machine disturbs little."""
 
 import argparse
 import itertools
@@ -21,7 +17,7 @@ import pandas as pd
 import psutil
 
 from eval.bench import distance, idle
-from eval.redundancy.rows import texts_of
+from eval.jsonl import texts_of
 from eval.runs.folder import write_whole
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
@@ -32,7 +28,7 @@ _REQUESTS = 32
 #: Decode steps between two polls, as in a server.
 _INTERVAL = 4
 _POLLS = 2000
-#: Pause between two polls: the process is as far behind as in a server.
+#: Between two polls: the process is as far behind as in a server.
 _PAUSE_SECONDS = 0.004
 
 
@@ -41,10 +37,8 @@ def tokenized(texts: Sequence[str]) -> tuple[Vocabulary, list[list[int]]]:
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(
-        texts, vocab_size=_VOCABULARY_SIZE, min_frequency=0, show_progress=False
-    )
+    bpe, sizes = ByteLevelBPETokenizer(), dict(vocab_size=_VOCABULARY_SIZE, min_frequency=0)
+    bpe.train_from_iterator(texts, **sizes, show_progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
     return vocabulary_of(tokenizer), [tokenizer.encode(text) for text in texts]
 

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.idle ROUNDS``: what sharing costs where there is nothing to share.
 
-A stock server and ours stay up and take turns on random text, so that whatever else the
-machine does hits both. Requests sample at a temperature so high that the text is noise.
-"""
-
-from __future__ import annotations
+A stock server and ours take turns on random text; the temperature is so high that it is noise."""
 
 import contextlib
 import functools
@@ -65,14 +61,8 @@ def compare(
     flags: Mapping[str, Sequence[str]], body: Mapping[str, object], rounds: int, logs: Path
 ) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
     """Two servers of the embedded model, by their flags, in turn with the same requests; prints
-    a table. ``logs`` begins the paths of their logs.
-
-    Returns:
-        :data:`_FIGURES`, a line a round and a column a server, and totals of the second if it shares.
-
-    Raises:
-        RuntimeError: a request failed.
-    """
+    a table. ``logs`` begins the paths of their logs. Returns :data:`_FIGURES`, a line a round and a
+    column a server, and totals of the second if it shares. Raises RuntimeError: a request failed."""
     with contextlib.ExitStack() as up:
         sides, totals = {}, {}
         for name, words in flags.items():

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``bench-policies`` measures: each policy at settings chosen beforehand, one for each saving."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -93,10 +91,8 @@ def points(policies: Sequence[str], savings: Sequence[float]) -> tuple[list[Poin
 
 
 def prompt_points(policies: Sequence[str], budgets: Sequence[int]) -> list[Point]:
-    """Policies on long prompts, under budgets that hold during prefill too.
-
-    As in KeyDiff's paper nothing is protected; SnapKV keeps its window, H2O half of the budget.
-    """
+    """Policies on long prompts, under budgets that hold during prefill too. As in KeyDiff's paper
+    nothing is protected; SnapKV keeps its window, H2O half of the budget."""
     found = []
     for policy in policies:
         name = "random" if policy == RANDOM_EVICTION else policy
@@ -145,5 +141,4 @@ def method_of(policy: str, saving: float, load: _Load = _EMBEDDED) -> str | None
 
 
 def flags_of(method: str) -> tuple[str, ...]:
-    """Server flags that a method needs besides those of all."""
     return _SELECTOR_FLAGS if f"policy={SELECTOR}" in method or f"+{SELECTOR}" in method else ()

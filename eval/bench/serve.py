@@ -1,34 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make bench-serve``: throughput, saving and accuracy of three workloads in twenty minutes on two cores.
 
-Stock SGLang and ours stay up and take turns, with the same KV budget, attention backend and
-flags; the embedded reasoner is also served with random sharing that saves as much. Writes
-``build/bench/serve.json``, and a run folder for each workload.
-"""
-
-from __future__ import annotations
+Stock SGLang and ours take turns, with the same KV budget, backend and flags; the embedded reasoner
+also with random sharing that saves as much. Writes ``serve.json``, and a run folder a workload."""
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eval.jsonl import texts_of
 from eval.measures.accuracy import accuracy, compare, keyed
 from eval.measures.figures import of_cells
 from eval.methods import DENSE, RANDOM
-from eval.redundancy.rows import texts_of
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build
-from eval.replay.pieces import write_pieces
 from eval.runs.folder import Cell, RunError, write_whole
 from eval.runs.options import RunOptions
 from eval.runs.work import run
 from eval.tasks.documents import replay
 from eval.tokenizers import load_tokenizer
+
+_STEP = re.compile(r".*?\n\n|.+\Z", re.DOTALL)
+
+
+def cut(response: str, tokenizer: Any, tokens: int) -> list[str]:
+    """Whole steps of a response in pieces of about ``tokens`` tokens; the remainder is left out. A
+    piece ends with the step that reaches so many."""
+    pieces: list[str] = []
+    begun: list[str] = []
+    length = 0
+    for step in _STEP.findall(response):
+        begun.append(step)
+        length += len(tokenizer.encode(step, add_special_tokens=False, verbose=False))
+        if length >= tokens:
+            pieces.append("".join(begun))
+            begun, length = [], 0
+    return pieces
+
+
+def write_pieces(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, tokens: Sequence[int], least: int, path: Path
+) -> int:
+    """Write the pieces of all rows of at least ``least`` tokens as JSONL; return how many.
+    ``tokens`` are lengths of pieces, in turn for each row."""
+    long = [row for row in rows if row["max_tokens"] >= least]
+    lines = [
+        {"id": f"{row['id']}.{at}", "question": row["prompt"], "response": piece}
+        for number, row in enumerate(long)
+        for at, piece in enumerate(cut(row["target"], tokenizer, tokens[number % len(tokens)]))
+    ]
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+    return len(lines)
+
 
 AIME, _MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
 #: Responses of the AIME file that are longer go round in circles up to the limit of the model
@@ -69,11 +98,8 @@ def pieces_of(
     traces: Path, model: str, pieces: Sequence[int], limit: int, kv_budget: int, path: Path
 ) -> Path:
     """Responses to replay, ``limit`` in a round: ``traces``, or pieces of these lengths of its
-    looping ones, written to ``path``.
-
-    Raises:
-        OSError, ValueError: the traces are missing or bad, or a round would not be short of memory.
-    """
+    looping ones, written to ``path``: shorter, but they repeat themselves nearly as much. Raises
+    OSError, ValueError: bad traces, or a round would not be short of memory."""
     if pieces:
         whole = list(replay(str(traces), model)["test"])
         write_pieces(whole, load_tokenizer(model), pieces, LOOPING, path)
@@ -82,10 +108,8 @@ def pieces_of(
     # A response of n tokens holds n/2 slots over n steps.
     crowding = sum(n * n / 2 for n in lengths) / kv_budget / max(lengths)
     if crowding < _LEAST_CROWDING:
-        raise RunError(
-            f"{path}: {kv_budget} KV slots leave room for everyone "
-            f"(crowding {crowding:.1f}, at least {_LEAST_CROWDING})"
-        )
+        found = f"(crowding {crowding:.1f}, at least {_LEAST_CROWDING})"
+        raise RunError(f"{path}: {kv_budget} KV slots leave room for everyone {found}")
     return path
 
 
@@ -123,12 +147,11 @@ def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str
         "memory_saving_ratio": seen[ours].saving,
         "final_saving_ratio": seen[ours].final_saving,
         "tokens_per_s": speeds,
-        "mean_running": {name: one.mean_running for name, one in seen.items()},
-        "retractions": {name: one.retractions for name, one in seen.items()},
-        "leaked_slots": {name: one.leaked_slots for name, one in seen.items()},
         "failed_requests": {name: one.failed for name, one in seen.items()},
         "accuracy": {name: one.value if one else None for name, one in scores.items()},
     }
+    for figure in ("mean_running", "retractions", "leaked_slots"):
+        found[figure] = {name: getattr(one, figure) for name, one in seen.items()}
     if RANDOM in methods:
         for key, method in (("accuracy_ratio", ours), ("random_accuracy_ratio", RANDOM)):
             against = compare(results[method], results[DENSE])

@@ -2,8 +2,6 @@
 """Rounds in which sides take turns, and the memory bandwidth between them: what else a machine
 does changes within seconds, and so hits all of them."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +20,7 @@ def take_turns(
     sides: Mapping[str, Side], rounds: int, between: Callable[[], Mapping[str, float]] = dict
 ) -> pd.DataFrame:
     """Samples of all rounds, one a line: ``side``, ``round``, its figures and those ``between``.
-
-    Every second round runs in the opposite order; one more that warms up comes first.
-    """
+    Every second round runs in the opposite order; one more that warms up comes first."""
     lines = []
     for number in range(rounds + 1):
         for name in list(sides)[:: -1 if number % 2 else 1]:
@@ -70,10 +66,8 @@ def seconds(call: Call, device: torch.device) -> float:
 
 
 class Yardstick:
-    """Copies and reads 0.5 GB, on a GPU 2, with all threads, by whatever routine is the fastest.
-
-    The C library's copy writes past the cache and so saves reading what it overwrites.
-    """
+    """Copies and reads 0.5 GB, on a GPU 2, with all threads, by whatever routine is the fastest:
+    the C library's copy writes past the cache and so saves reading what it overwrites."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,15 +79,16 @@ class Yardstick:
         reads: list[Call] = [source.sum, source.view(torch.float32).sum]
         if device.type == "cpu":
             copies.append(lambda: _copy_by_threads(target, source, torch.get_num_threads()))
-        self._copy, self._read = (self._fastest(calls) for calls in (copies, reads))
+
+        def took(call: Call) -> float:
+            return min(seconds(call, device) for _ in range(4))
+
+        self._copy, self._read = min(copies, key=took), min(reads, key=took)
 
     def rates(self) -> dict[str, float]:
         """GB/s of one ``copy``, bytes read and bytes written, and of one ``read``."""
         copy, read = (seconds(call, self._device) for call in (self._copy, self._read))
         return {"copy": 2 * self._bytes / copy / 1e9, "read": self._bytes / read / 1e9}
-
-    def _fastest(self, calls: list[Call]) -> Call:
-        return min(calls, key=lambda call: min(seconds(call, self._device) for _ in range(4)))
 
 
 def _copy_by_threads(target: torch.Tensor, source: torch.Tensor, threads: int) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.fidelity MODEL RESPONSES``: what sharing costs a model on recorded responses."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -11,64 +9,113 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from eval.bench import at_least
 from eval.fidelity import summary
-from eval.fidelity.arms import ArmError, default_name, default_names, parse_all
-from eval.fidelity.cache import ModelError, Reader
+from eval.fidelity.arms import default_name, default_names, parse_all
+from eval.fidelity.cache import Reader
 from eval.fidelity.replay import Replay
-from eval.fidelity.responses import GROUPS, Response, ResponseError, read
-from eval.tokenizers import TokenizerError, load_tokenizer
+from eval.jsonl import read_rows, valid_text
+from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
+
+GROUPS = ("right", "loops", "wrong")
+#: Tokens of a run, and the share of runs that stand earlier in a response from which on it loops.
+_RUN, _LOOPS = 32, 0.1
+
+
+class Response(NamedTuple):
+    """One row; ``tokens`` are cut at the cap, the first ``prompt`` of them are the question."""
+
+    name: str
+    group: str
+    tokens: tuple[int, ...]
+    prompt: int
+
+
+def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
+    """Responses of at least ``shortest`` tokens, with their questions cut at ``cap``, of a JSONL file
+    of rows with ``question``, ``response``, perhaps ``id`` and ``correct``; of a folder the first to
+    each question. Raises OSError, ValueError: names the file or line that cannot be read."""
+    asked: set[str] = set()
+    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+        for number, row in read_rows(file, _texts):
+            if path.is_dir() and row["question"] in asked:
+                continue
+            asked.add(row["question"])
+            response = _tokenized({"id": f"{file.stem}:{number}", **row}, tokenizer, cap)
+            if len(response.tokens) - response.prompt >= shortest:
+                yield response
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether a tenth of the runs of 32 tokens stand earlier in the response, word for word."""
+    runs = [tuple(tokens[i : i + _RUN]) for i in range(len(tokens) - _RUN + 1)]
+    return bool(runs) and 1 - len(set(runs)) / len(runs) >= _LOOPS
+
+
+def _texts(row: dict[str, Any]) -> dict[str, Any]:
+    for field in ("question", "response"):
+        if not isinstance(row.get(field), str):
+            raise ValueError(f"no text in field {field!r}")
+        row[field] = valid_text(row[field])
+    return row
+
+
+def _tokenized(row: dict[str, Any], tokenizer: Any, cap: int) -> Response:
+    asked = row["question"] + "\n\n"
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": row["question"]}]
+        asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    prompt, response = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, row["response"])
+    )
+    response = response[: max(0, cap - len(prompt))]
+    group = "right" if row.get("correct") is True else "loops" if loops(response) else "wrong"
+    return Response(str(row["id"]), group, (*prompt, *response), len(prompt))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.fidelity", description=__doc__)
-    add = parser.add_argument
+    add, count = parser.add_argument, at_least(1)
     add("model", type=Path, help="Hugging Face folder of a causal model with rotary positions.")
     add("responses", type=Path, help="JSONL file of rows with question and response, or a folder.")
     add("--arms", help="Comma-separated; default: those of docs/fidelity.md.")
-    add("--block", type=int, default=8, help="Tokens per block of the default arms (default 8).")
+    add("--block", type=count, default=8, help="Tokens per block of the default arms (default 8).")
     add("--like", default=default_name(), help="Arm whose saving evictors match (%(default)s).")
     add("--groups", default="right,loops", help=f"Of {', '.join(GROUPS)} (default the first two).")
-    add("--limit", type=int, default=1 << 30, help="Responses of each group; default all.")
-    add("--cap", type=int, default=2600, help="Tokens of question and response (default 2600).")
-    add("--shortest", type=int, default=1000, help="Leave shorter responses out (default 1000).")
+    add("--limit", type=count, default=1 << 30, help="Responses of each group; default all.")
+    add("--cap", type=count, default=2600, help="Tokens of question and response (default 2600).")
+    add("--shortest", type=count, default=1000, help="Leave shorter responses out (default 1000).")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    add("--threads", type=int, default=torch.get_num_threads(), help="Of PyTorch on a CPU.")
+    add("--threads", type=count, default=torch.get_num_threads(), help="Of PyTorch on a CPU.")
     add("--out", type=Path, default=Path("build/bench/fidelity.json"))
     options = parser.parse_args(argv)
     options.groups = options.groups.split(",")
     if not set(options.groups) <= set(GROUPS):
         parser.error(f"--groups must be of {', '.join(GROUPS)}, got {','.join(options.groups)}")
-    for name in ("block", "limit", "cap", "shortest", "threads"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     options.arms = options.arms.split(",") if options.arms else default_names(options.block)
     return options
 
 
 def load(options: argparse.Namespace) -> Reader:
-    """The model. Raises ModelError for one that cannot be measured."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            options.model, local_files_only=True, dtype=getattr(torch, options.dtype)
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{options.model}: {str(error).partition(chr(10))[0]}") from error
+    """The model. Raises OSError, ValueError: one that cannot be measured."""
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, local_files_only=True, dtype=getattr(torch, options.dtype)
+    )
     longest = model.config.get_text_config().max_position_embeddings
     if longest < options.cap:
-        raise ModelError(f"--cap must be at most the model's {longest} positions")
+        raise ValueError(f"--cap must be at most the model's {longest} positions")
     return Reader(model.to(options.device))
 
 
-def chosen(options: argparse.Namespace) -> list[Response]:
+def chosen(options: argparse.Namespace, tokenizer: Any) -> list[Response]:
     """``--limit`` responses of each group, the groups in turn."""
-    tokenizer = load_tokenizer(str(options.model), local=True)
     seen: Counter[str] = Counter()
     ranked = []
     for response in read(options.responses, tokenizer, options.cap, options.shortest):
@@ -77,39 +124,32 @@ def chosen(options: argparse.Namespace) -> list[Response]:
             seen[response.group] += 1
             ranked.append((rank, options.groups.index(response.group), response))
     if not ranked:
-        raise ResponseError(f"{options.responses}: no response of --shortest and --groups")
+        raise ValueError(f"{options.responses}: no response of --shortest and --groups")
     return [response for *_, response in sorted(ranked)]
 
 
 def measure(
-    options: argparse.Namespace, responses: Sequence[Response]
+    options: argparse.Namespace, responses: Sequence[Response], tokenizer: Any
 ) -> Iterator[Mapping[str, Any]]:
-    """A record for each response, also of an earlier run with the same settings.
-
-    Each is appended to a JSONL file at once, so that a run that is cut goes on where it stopped.
-    """
+    """A record for each response, also of an earlier run with the same settings: each is appended
+    to a JSONL file at once, so that a run that is cut goes on where it stopped."""
     path, known, replay = options.out.with_suffix(".jsonl"), {}, None
     if path.exists():
         known = {record["key"]: record for record in map(json.loads, path.open())}
     arms = parse_all(options.arms, options.like)
     settings = [str(options.model.resolve()), options.dtype, options.like, *map(repr, arms)]
     for response in responses:
-        text = json.dumps([settings, response])
-        key = hashlib.sha256(text.encode()).hexdigest()[:16]
-        if key in known:
-            yield known[key]
-            continue
-        if replay is None:
-            vocabulary = vocabulary_of(load_tokenizer(str(options.model), local=True))
-            replay = Replay(load(options), vocabulary, arms, options.like)
-        begun = time.monotonic()
-        scores = replay.scores(response.tokens, response.prompt)
-        record: dict[str, Any] = dict(key=key, response=response.name, group=response.group)
-        record |= dict(tokens=len(response.tokens), seconds=round(time.monotonic() - begun, 1))
-        record["arms"] = scores
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        yield record
+        key = hashlib.sha256(json.dumps([settings, response]).encode()).hexdigest()[:16]
+        if key not in known:
+            replay = replay or Replay(load(options), vocabulary_of(tokenizer), arms, options.like)
+            begun = time.monotonic()
+            scores = replay.scores(response.tokens, response.prompt)
+            record: dict[str, Any] = dict(key=key, response=response.name, group=response.group)
+            record |= dict(tokens=len(response.tokens), seconds=round(time.monotonic() - begun, 1))
+            known[key] = {**record, "arms": scores}
+            with path.open("a") as file:
+                file.write(json.dumps(known[key]) + "\n")
+        yield known[key]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,23 +158,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     records: list[Mapping[str, Any]] = []
     summed: list[dict[str, Any]] = []
+    settings = {name: str(value) for name, value in vars(options).items()}
     try:
-        responses = chosen(options)
+        tokenizer = load_tokenizer(str(options.model), local=True)
+        responses = chosen(options, tokenizer)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        for record in measure(options, responses):
+        for record in measure(options, responses, tokenizer):
             records.append(record)
             facts = "{response}, {group}, {tokens} tokens, {seconds:.0f} s".format(**record)
             print(f"{len(records)} of {len(responses)}: {facts}", file=sys.stderr, flush=True)
             summed = summary.rows(records)
-            settings = {name: str(value) for name, value in vars(options).items()}
             result = {"rows": summed, "default": default_name(), "settings": settings}
             options.out.write_text(json.dumps(result, indent=1) + "\n")
-    except (ArmError, ModelError, ResponseError, TokenizerError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     summary.draw(summed, options.out.with_suffix(".png"))
-    print(summary.table(summed))
-    print(f"\nwrote {options.out}")
+    print(f"{summary.table(summed)}\n\nwrote {options.out}")
     return 0
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arms by name: what is done to one KV cache while a response is read; see docs/fidelity.md."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,37 +20,27 @@ _OPTION = re.compile(
 _GRAMMAR = "newest or oldest, runs, steps or random, block[, cached][, ageN][, runN][, pN], as newest-runs-8"
 
 
-class ArmError(ValueError):
-    """A name that says no arm, or arms that cannot be compared."""
-
-
 @dataclass(frozen=True)
 class Arm:
-    """One KV cache's treatment.
-
-    Attributes:
-        filter: Which blocks share; None where the arm evicts.
-        corrected: Keys are rotated to where they are used.
-        percentile: Of KV distances; 100: no threshold.
-        evictor: Its budget is to be replaced; None where the arm shares.
-    """
+    """One KV cache's treatment: blocks share by ``filter``, or ``evictor`` evicts (its budget is
+    to be replaced)."""
 
     name: str
     filter: FilterConfig | None = None
-    corrected: bool = True
-    percentile: float = 100.0
+    corrected: bool = True  # keys are rotated to where they are used
+    percentile: float = 100.0  # of KV distances; 100: no threshold
     evictor: Any = None
 
 
 def parse(name: str) -> Arm:
-    """The arm of a name. Raises ArmError that says what is wrong."""
+    """The arm of a name. Raises ValueError that says what is wrong."""
     direction, *options = name.split("-")
     if direction not in ("newest", "oldest"):
         return _evictor(name)
     found = [match for option in options if (match := _OPTION.fullmatch(option))]
     values: dict[str, Any] = {str(m.lastgroup): m[str(m.lastgroup)] for m in found}
     if len(values) < len(options) or not {"match", "block"} <= values.keys():
-        raise ArmError(f"{name!r}: an arm that shares is {_GRAMMAR}")
+        raise ValueError(f"{name!r}: an arm that shares is {_GRAMMAR}")
     cached, match = values.pop("cached", None), values.pop("match")
     knobs: dict[str, Any] = {field: int(value) for field, value in values.items()}
     percentile = knobs.pop("percentile", 100)
@@ -63,7 +51,7 @@ def parse(name: str) -> Arm:
     try:
         config = ReasonCacheConfig(direction=direction, percentile=percentile, **knobs)
     except ConfigError as error:
-        raise ArmError(f"{name!r}: {error}") from error
+        raise ValueError(f"{name!r}: {error}") from error
     return Arm(name, filter_config(config, config.block, 1), cached is None, percentile)
 
 
@@ -72,9 +60,11 @@ def _evictor(name: str) -> Arm:
     try:
         found = registry.parse(f"{policy}{',' if ':' in policy else ':'}budget=1").evictors
     except registry.PolicyError as error:
-        raise ArmError(f"{name!r} is neither {_GRAMMAR}, nor a policy: must be {error}") from error
+        raise ValueError(
+            f"{name!r} is neither {_GRAMMAR}, nor a policy: must be {error}"
+        ) from error
     if len(found) != 1 or ATTENTION in found[0].policy.needs:
-        raise ArmError(f"{name!r} does not evict, or needs attention weights, not recorded here")
+        raise ValueError(f"{name!r} does not evict, or needs attention weights, not recorded here")
     return Arm(name, evictor=found[0].policy)
 
 
@@ -95,15 +85,12 @@ def default_names(block: int) -> list[str]:
 
 
 def parse_all(names: Sequence[str], like: str) -> list[Arm]:
-    """The arms of some names, first those that share.
-
-    Raises:
-        ArmError: a bad name, one given twice, or evictors without ``like``, which is to share.
-    """
+    """The arms of some names, first those that share. Raises ValueError: a bad name, one given
+    twice, or evictors without ``like``, which is to share."""
     arms = sorted(map(parse, names), key=lambda arm: arm.filter is None)
     if len(set(names)) < len(names):
-        raise ArmError(f"--arms must name none twice, got {', '.join(names)}")
+        raise ValueError(f"--arms must name none twice, got {', '.join(names)}")
     sharing = [arm.name for arm in arms if arm.filter is not None]
     if len(sharing) < len(arms) and like not in sharing:
-        raise ArmError(f"--like must be an arm that shares ({', '.join(sharing)}), got {like!r}")
+        raise ValueError(f"--like must be an arm that shares ({', '.join(sharing)}), got {like!r}")
     return arms

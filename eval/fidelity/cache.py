@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches whose entries can be edited, under transformers' own model code."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,27 +12,17 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 _NAME = "editable_cache"
 
 
-class ModelError(ValueError):
-    """A model that cannot be measured; the message says why."""
-
-
 class EditableCache(Cache):
-    """KV of several arms that read the same tokens; row 0 is never edited.
-
-    Attributes:
-        keys, values: ``[layers, rows, heads, capacity, head_dim]``, by position; keys are rotated
-            for the position where they lie.
-        visible: bool ``[rows, capacity]``, false where a position was evicted.
-        rows: In use; a row begins as a copy of row 0.
-        length: Positions written.
-    """
+    """KV of several arms that read the same tokens; row 0 is never edited. ``keys``, rotated for
+    the position where they lie, and ``values`` are ``[layers, rows, heads, capacity, head_dim]``;
+    ``visible`` ``[rows, capacity]`` is false where a position was evicted."""
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
         super().__init__(layers=[])
         self._shape = layers, rows, capacity
         self.keys = self.values = torch.empty(0)
         self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
-        self.rows, self.length = 1, 0
+        self.rows, self.length = 1, 0  # in use, positions written
 
     def update(
         self,
@@ -57,7 +45,7 @@ class EditableCache(Cache):
         return keys, values
 
     def branch(self) -> int:
-        """A further row."""
+        """A further row, a copy of row 0."""
         row, self.rows = self.rows, self.rows + 1
         for all_ in (self.keys, self.values):
             all_[:, row, :, : self.length] = all_[:, 0, :, : self.length]
@@ -77,7 +65,8 @@ class EditableCache(Cache):
 
 
 class Reader:
-    """Feeds tokens to a model through an :class:`EditableCache`. Raises ModelError."""
+    """Feeds tokens to a model through an :class:`EditableCache`. Raises ValueError: a model that
+    cannot be measured."""
 
     def __init__(self, model: Any) -> None:
         model.set_attn_implementation(_NAME)
@@ -110,7 +99,7 @@ class Reader:
         modules = [m for m in self.model.modules() if hasattr(m, "inv_freq")]
         kinds = {getattr(module, "rope_type", "default") for module in modules}
         if len(modules) != 1 or kinds & {"dynamic", "longrope"}:
-            raise ModelError(f"one plain rotary embedding is needed, found {len(modules)}: {kinds}")
+            raise ValueError(f"one plain rotary embedding is needed, found {len(modules)}: {kinds}")
         longest = self.model.config.get_text_config().max_position_embeddings
         at = torch.arange(longest, device=self.device)[None]
         cos, sin = modules[0](torch.zeros(1, device=self.device), at)
@@ -126,7 +115,7 @@ class Reader:
             error = (rotation.rotate(keys, shift) - wanted).norm() / wanted.norm()
             if error < (1e-4 if self.model.dtype == torch.float32 else 1e-2):
                 return rotation
-        raise ModelError("keys cannot be rotated to another position by the model's own table")
+        raise ValueError("keys cannot be rotated to another position by the model's own table")
 
 
 def _attention(
@@ -141,7 +130,7 @@ def _attention(
     """transformers' sdpa, but that KV heads are not repeated in memory where there is a mask."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} asks for {name}, not computed here")
+            raise ValueError(f"{type(module).__name__} asks for {name}, not computed here")
     found = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )

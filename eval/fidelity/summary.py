@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of responses summed up: means with bootstrap intervals, a table and a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,23 +11,14 @@ import pandas as pd
 from eval.report.style import LABEL_SIZE, figure, light_grid, save, text
 
 _RESAMPLES = 2000
-#: Figure -> how a number of it is printed.
-_FORMS = {
-    "saved": "{:.1%}",
-    "kl": "{:.4f}",
-    "kl_per_saved": "{:.4f}",
-    "nll": "{:+.2%}",
-    "top1": "{:.1%}",
-}
+_FORMS = dict(saved="{:.1%}", kl="{:.4f}", kl_per_saved="{:.4f}", nll="{:+.2%}", top1="{:.1%}")
 _MARKERS = "osD^vP*X<>ph"
 
 
 def rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each group and arm: means over responses, and of each, ``_95``, the ends of its 95%
-    bootstrap interval over responses, null for fewer than two.
-
-    ``nll`` is the relative change of the mean, ``kl_per_saved`` the ratio of the means.
-    """
+    bootstrap interval over responses, null for fewer than two. ``nll`` is the relative change of
+    the mean, ``kl_per_saved`` the ratio of the means."""
     scores = pd.DataFrame(
         {"group": record["group"], "arm": name, **score, "dense": record["arms"]["dense"]["nll"]}
         for record in records
@@ -57,7 +46,6 @@ def _figures(means: np.ndarray) -> np.ndarray:
 
 
 def table(summed: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown; intervals in brackets."""
     lines = []
     for row in summed:
         line = {name: row[name] for name in ("group", "arm", "responses")}

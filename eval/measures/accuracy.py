@@ -5,8 +5,6 @@ A problem is a cluster over its seeds: shares get Wilson's interval at the effec
 answers, other values (F1, lengths) Student's t over problems, differences of shares Newcombe's
 square-and-add (MOVER), those of other values paired t. Ratios take dense's mean as known."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.proportion import proportion_confint
 
-from eval.runs.records import Result
+from eval.runs.folder import Result
 
 #: Problem and seed.
 Key = tuple[str, int]
@@ -32,7 +30,7 @@ class Estimate:
     high: float | None
     n: int
 
-    def scaled(self, factor: float, shift: float = 0.0) -> Estimate:
+    def scaled(self, factor: float, shift: float = 0.0) -> "Estimate":
         """``factor * x + shift`` of a positive factor."""
         low, high = (None if e is None else factor * e + shift for e in (self.low, self.high))
         return Estimate(factor * self.value + shift, low, high, self.n)
@@ -40,17 +38,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method against dense, over the problems and seeds that both have. ``difference`` is of
-    means, method less dense; ``kept`` the method's mean over dense's, None if that is 0.
-    ``only_dense`` and ``only_method`` are pairs that one alone has right (McNemar's b and c); the
-    exact two-sided McNemar ``p_value`` takes pairs as independent."""
+    """A method against dense, over the problems and seeds that both have."""
 
     pairs: int
-    difference: Estimate
-    kept: Estimate | None
-    only_dense: int
+    difference: Estimate  # of means, method less dense
+    kept: Estimate | None  # the method's mean over dense's, None if that is 0
+    only_dense: int  # pairs that one alone has right, McNemar's b and c
     only_method: int
-    p_value: float
+    p_value: float  # McNemar's, exact and two-sided; takes pairs as independent
 
 
 def keyed(results: Mapping[int, Sequence[Result]]) -> dict[Key, Result]:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed and KV memory of one cell, or of several as if they were one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from eval.runs.folder import Cell
-from eval.runs.records import Leg, Moment, Response
+from eval.runs.folder import Cell, Leg, Moment, Response
 
 _FLAG = "--enable-reasoncache"
 
@@ -67,13 +64,13 @@ def figures(
         tpot = (later["ended"] - later["first_token"]) / (later["output_tokens"] - 1)
     leaks = [leg.leaked_slots for leg in legs if leg.leaked_slots is not None]
     used = [moment.used for moment in timeline]
+    names = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
+    sides = ((times, share) for times in (ttft, tpot) for share in (0.5, 0.99))
+    tails = [float(times.quantile(share)) if len(times) else None for times, share in sides]
     return Figures(
         tokens_per_s=timed.output_tokens / timed.seconds if timed else None,
         problems_per_min=60 * timed.responses / timed.seconds if timed else None,
-        ttft_p50=_percentile(ttft, 0.5),
-        ttft_p99=_percentile(ttft, 0.99),
-        tpot_p50=_percentile(tpot, 0.5),
-        tpot_p99=_percentile(tpot, 0.99),
+        **dict(zip(names, tails, strict=True)),
         mean_running=float(np.mean([m.running for m in timeline])) if timeline else None,
         resumed=len(answering) > 1 or (only is not None and not only.ended),
         saving=_ratio(legs, "memory_saving_ratio", "polls"),
@@ -88,13 +85,8 @@ def figures(
     )
 
 
-def _percentile(seconds: pd.Series, share: float) -> float | None:
-    return float(seconds.quantile(share)) if len(seconds) else None
-
-
 def _ratio(legs: Sequence[Leg], name: str, weight: str) -> float | None:
-    """Weighted mean over legs; a stock server shares nothing, whose report is empty. None if a leg
-    that answered something does not tell."""
+    """Weighted mean over legs, 0 of a stock server's; None if a leg that answered does not tell."""
     total = weights = 0.0
     for leg in legs:
         totals = leg.report.get("totals") or {}

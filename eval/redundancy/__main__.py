@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line of the redundancy figures."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from eval.redundancy.measure import Totals, measure
+from eval.jsonl import one_line, read_rows, text_of
+from eval.redundancy.measure import WORDS, TokenizerSpeller, Totals, WordSpeller, measure
 from eval.redundancy.report import as_json, as_markdown, draw
-from eval.redundancy.rows import read_rows
-from eval.redundancy.spelling import WORDS, TokenizerSpeller, WordSpeller
 
 _OTHER = "other"
 _MAX_DATASETS = 50
 _MAX_COMPLAINTS = 20
+_MAX_NAME_CHARS = 40
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,25 +52,30 @@ def main(arguments: list[str] | None = None) -> int:
 def _measure(
     args: argparse.Namespace, speller: WordSpeller | TokenizerSpeller
 ) -> tuple[dict[str, dict[bool | None, Totals]], int]:
-    """Totals by dataset and correctness, and how many lines were left out. Datasets beyond the 50th
-    go together. What is wrong with a line is said with file and number, for not more than a
-    screenful of lines."""
+    """Totals by dataset (beyond the 50th together) and correctness; how many lines were left out."""
     found: dict[str, dict[bool | None, Totals]] = {}
     left_out = itertools.count()
 
-    def complain(path: Path, number: int, fault: str) -> None:
+    def complain(where: str, fault: str) -> None:
         count = next(left_out)
         if count < _MAX_COMPLAINTS:
-            print(f"{path}:{number}: left out: {fault}", file=sys.stderr)
+            print(f"{where}: left out: {fault}", file=sys.stderr)
         elif count == _MAX_COMPLAINTS:
             print("further lines are left out silently", file=sys.stderr)
 
+    def made(row: dict[str, Any]) -> tuple[str, bool | None, str]:
+        dataset, correct = row.get("dataset"), row.get("correct")
+        # A name that fits a table cell and a figure.
+        name = one_line(dataset, _MAX_NAME_CHARS) if isinstance(dataset, str) else ""
+        return name, correct if isinstance(correct, bool) else None, text_of(row, args.field)
+
     for path in args.traces:
-        rows = read_rows(path, args.field, args.max_line_bytes, complain)
-        for row in tqdm(rows, path.name, disable=None, unit=" responses"):
-            name = row.dataset if row.dataset in found or len(found) < _MAX_DATASETS else _OTHER
-            totals = found.setdefault(name, {}).setdefault(row.correct, Counter())
-            totals.update(measure(speller.spell(row.response)))
+        rows = read_rows(path, made, args.max_line_bytes, complain)
+        for _, (name, correct, response) in tqdm(rows, path.name, disable=None, unit=" responses"):
+            name = name or one_line(path.stem, _MAX_NAME_CHARS)
+            name = name if name in found or len(found) < _MAX_DATASETS else _OTHER
+            totals = found.setdefault(name, {}).setdefault(correct, Counter())
+            totals.update(measure(speller.spell(response)))
     return found, next(left_out)
 
 

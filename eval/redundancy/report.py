@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Totals as Markdown tables, as JSON and as a picture."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from eval.redundancy.measure import BINS, BLOCKS, LEVELS, RULES, SIMILARITIES, Totals
+from eval.report.style import figure as new_figure
+from eval.report.style import save, text
 
 #: More groups than this make no readable picture; the largest are drawn.
 MAX_GROUPS = 6
@@ -30,24 +28,21 @@ of a response / averaged over decode steps, any candidate and candidates of equa
 
 
 def as_json(totals: Totals) -> dict[str, Any]:
-    """Shares, and the counts behind them."""
     later, tokens, held = (totals[name] for name in ("later_steps", "tokens", "held_over_time"))
     shareable: dict[str, dict[str, dict[str, float]]] = {rule: {} for rule in RULES}
     for rule, block in itertools.product(RULES, BLOCKS):
-        shareable[rule][str(block)] = {
-            "at_the_end": _share(totals[rule, block], tokens),
-            "over_decode_steps": _share(totals[rule, block, "over_time"], held),
-        }
+        end = _share(totals[rule, block], tokens)
+        over = _share(totals[rule, block, "over_time"], held)
+        shareable[rule][str(block)] = {"at_the_end": end, "over_decode_steps": over}
+    histogram = {name: [totals[name, i] for i in range(BINS)] for name in SIMILARITIES}
+    similar = {
+        name: {str(v): _share(totals[name, v], later) for v in LEVELS} for name in SIMILARITIES
+    }
     return {
         **{name: totals[name] for name in ("responses", "tokens", "steps", "later_steps")},
         "tokens_per_step": _share(tokens, totals["steps"]),
-        "similar_steps": {
-            name: {str(v): _share(totals[name, v], later) for v in LEVELS} for name in SIMILARITIES
-        },
-        "best_similarity_histogram": {
-            "bin_width": 1 / BINS,
-            **{name: [totals[name, i] for i in range(BINS)] for name in SIMILARITIES},
-        },
+        "similar_steps": similar,
+        "best_similarity_histogram": {"bin_width": 1 / BINS, **histogram},
         "steps_with_candidate": _share(totals["candidates"], later),
         "shareable_tokens": shareable,
     }
@@ -86,14 +81,10 @@ def as_markdown(groups: Mapping[str, Totals], tokenizer: str, left_out: int) -> 
 
 
 def draw(groups: Mapping[str, Totals], path: Path) -> None:
-    """Shares of similar steps, and the distribution behind them, as PNG. Raises OSError: the file
-    cannot be written."""
+    """Shares of similar steps, and the distribution behind them, as PNG. Raises OSError."""
     largest = sorted(groups, key=lambda name: -groups[name]["later_steps"])[:MAX_GROUPS]
-    # Matplotlib reads formulas between dollar signs.
-    shown = {n.replace("$", r"\$"): as_json(groups[n]) for n in groups if n in largest}
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    bars, curves = figure.subplots(1, 2, width_ratios=(5, 4))
+    shown = {text(n): as_json(groups[n]) for n in groups if n in largest}
+    made, ((bars, curves),) = new_figure(11, 4.4, 1, 2)
     shares = {
         (f"> {level}, {label}", name): 100 * found["similar_steps"][kind][str(level)]
         for level in LEVELS
@@ -112,10 +103,10 @@ def draw(groups: Mapping[str, Totals], path: Path) -> None:
         for kind, style in zip(SIMILARITIES, ("-", ":"), strict=True):
             counts = np.array(found["best_similarity_histogram"][kind])
             at_least = 100 * counts[::-1].cumsum()[::-1] / max(1, counts.sum())
-            label = name if style == "-" else None
-            curves.plot(
-                np.arange(BINS) / BINS, at_least, style, color=f"C{2 + number}", label=label
+            look: dict[str, Any] = dict(
+                color=f"C{2 + number}", label=name if style == "-" else None
             )
+            curves.plot(np.arange(BINS) / BINS, at_least, style, **look)
     curves.plot([], [], ":", color="grey", label="cosine alone")
     for level in LEVELS:
         curves.axvline(level, color="lightgrey", linewidth=0.8, zorder=0)
@@ -123,9 +114,7 @@ def draw(groups: Mapping[str, Totals], path: Path) -> None:
     curves.set_xlabel("best similarity to an earlier step, at least")
     curves.set_title("Distribution of that similarity", fontsize=11)
     curves.legend(fontsize=8, frameon=False, loc="lower left")
-    for axes in (bars, curves):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    save(made, path)
 
 
 def _share(part: float, whole: float) -> float:

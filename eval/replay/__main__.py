@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.replay FILE...``: makes the model that replays of these responses run on."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.redundancy.rows import texts_of
+from eval.jsonl import texts_of
 from eval.replay.model import build
 
 #: Under the folder from which the command is called.

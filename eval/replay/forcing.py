@@ -4,8 +4,6 @@
 The server needs ``--enable-custom-logit-processor`` and must be able to import this module; what a
 request carries is its name, not its code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -16,9 +14,8 @@ FORCED = "forced_tokens"
 
 
 class ForcedTokens(CustomLogitProcessor):
-    """Leaves one token possible, the one that was recorded at this place. The place is how much of
-    the request has KV, which a retraction does not upset: what is recomputed is followed by the
-    same token as before. A request that runs on after its last recorded token is left alone."""
+    """Leaves one token possible, the one recorded at this place: how much of the request has KV,
+    which a retraction does not upset. After its last recorded token a request is left alone."""
 
     def __call__(
         self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
@@ -39,8 +36,7 @@ class ForcedTokens(CustomLogitProcessor):
 
 
 def forced_request(token_ids: list[int]) -> dict[str, Any]:
-    """Fields of a request's body that make its response these tokens, and no more. Raises
-    ValueError: no token."""
+    """Body of a request whose response is these tokens, and no more. Raises ValueError: none."""
     if not token_ids:
         raise ValueError("a response to replay needs at least one token, got none")
     return {

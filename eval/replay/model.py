@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model for replays: real proportions and a real tokenizer, weights that know nothing.
 
-A decode step reads the weights once for all requests and each request's KV beside them. QwQ-32B in
-bf16 has 65.5 GB of weights and 262 KB of KV a token, 250,000 to 1; this one 130,000 to 1, so that
-throughput follows the number of running requests on a CPU as it does on a GPU."""
-
-from __future__ import annotations
+QwQ-32B in bf16 has 65.5 GB of weights and 262 KB of KV a token, 250,000 to 1; this one 130,000 to
+1: throughput follows the number of running requests on a CPU as it does on a GPU."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -28,21 +25,11 @@ def replay_config() -> Any:
     """Two layers of one KV head: 256 bytes of KV a token in bf16, 17 M parameters."""
     # Annotations of transformers are too coarse for what these classes take.
     config: Any = Qwen3Config
-    return config(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=256,
-        intermediate_size=8192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=CONTEXT_LENGTH,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
+    sizes = dict(hidden_size=256, intermediate_size=8192, num_hidden_layers=2, head_dim=32)
+    heads = dict(num_attention_heads=4, num_key_value_heads=1)
+    tokens = dict(vocab_size=VOCABULARY_SIZE, bos_token_id=None, eos_token_id=0, pad_token_id=0)
+    places = dict(max_position_embeddings=CONTEXT_LENGTH, rope_theta=1e6)
+    return config(**sizes, **heads, **tokens, **places, tie_word_embeddings=True)
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -50,26 +37,18 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[_PAD, USER, ASSISTANT],
-        show_progress=False,
-    )
-    inner.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token=_PAD,
-        pad_token=_PAD,
-        clean_up_tokenization_spaces=False,
-        chat_template=chat_template(""),
-        model_max_length=CONTEXT_LENGTH,
-    )
+    sizes: dict[str, Any] = dict(vocab_size=VOCABULARY_SIZE, show_progress=False)
+    sizes["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    special = [_PAD, USER, ASSISTANT]
+    inner.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=special, **sizes))
+    how: dict[str, Any] = dict(eos_token=_PAD, pad_token=_PAD, model_max_length=CONTEXT_LENGTH)
+    how |= dict(clean_up_tokenization_spaces=False, chat_template=chat_template(""))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **how)
 
 
 def build(folder: Path, texts: Sequence[str], seed: int = 0) -> Path:
-    """Write model and tokenizer to a folder of their own under ``folder``; kept if it is there.
-    ``texts`` train the tokenizer and name the folder. Returns the model's folder."""
+    """Model and tokenizer in a folder of their own under ``folder``, which is returned; kept if it
+    is there. ``texts`` train the tokenizer and name the folder."""
     config = replay_config()
     key = hashlib.sha256(repr((config.to_dict(), seed)).encode())
     for text in texts:

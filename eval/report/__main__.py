@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.report RUN...``: tables and pictures of folders of ``python -m eval.run``."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -11,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.report import tables
-from eval.report.data import Data, load
-from eval.report.markdown import words
 from eval.report.pictures import draw
+from eval.report.tables import Data, load, words
 from eval.runs.folder import RunError, write_whole
 
 
@@ -42,16 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write(data: Data, out: Path) -> None:
     """``REPORT.md`` with its pictures, and the tables again in ``summary.json``."""
-    first = (tables.methods, tables.against_dense, tables.classes)
-    rest = (tables.requests, tables.budgets, tables.random_ratios)
-    made = [table for maker in (*first, *rest) if (table := maker(data)) is not None]
+    made = [table for maker in tables.ALL if (table := maker(data)) is not None]
     parts = ["# Evaluation", *(_source(run, config) for run, config in data.configs.items())]
     parts += [table.markdown() for table in made]
     parts += [f"![{caption}]({file})" for file, caption in draw(data, out).items()]
-    summary = {
-        "cells": json.loads(data.cells.to_json(orient="records")),
-        "tables": {table.name: table.rows for table in made},
-    }
+    cells = json.loads(data.cells.to_json(orient="records"))
+    summary = {"cells": cells, "tables": {table.name: table.rows for table in made}}
     write_whole(out / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_whole(out / "REPORT.md", "\n\n".join(parts) + "\n")
 

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy against saving, throughput against the KV budget, and memory over time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd
 import seaborn as sns
 
 from eval.measures.accuracy import accuracy
-from eval.report.data import DENSE, Data
 from eval.report.style import GREY, LABEL_SIZE, colour, figure, light_grid, marker, save, text
-from eval.report.tables import _by_budget, _groups, speedups
+from eval.report.tables import DENSE, Data, _by_budget, _groups, speedups
 
 _SIDE = {"fontsize": LABEL_SIZE, "frameon": False, "loc": "upper left", "bbox_to_anchor": (1, 1)}
 
@@ -50,9 +47,8 @@ def _accuracy(data: Data, task: str, path: Path) -> bool:
         methods.add(key[2])
     if len(methods) < 2:
         return False
-    one.set_xlabel("KV slots saved, % of positions held, over decode steps")
-    one.set_ylabel("accuracy (95% interval)")
-    one.set_ylim(-0.03, 1.06)
+    at = "KV slots saved, % of positions held, over decode steps"
+    one.set(xlabel=at, ylabel="accuracy (95% interval)", ylim=(-0.03, 1.06))
     light_grid(one, "both")
     one.legend(**_SIDE)
     save(made, path)
@@ -61,8 +57,7 @@ def _accuracy(data: Data, task: str, path: Path) -> bool:
 
 def _budget(data: Data, task: str, path: Path) -> bool:
     cells = _by_budget(data)
-    cells = cells[cells["task"] == task] if len(cells) else cells
-    cells = cells.dropna(subset="tokens_per_s") if len(cells) else cells
+    cells = cells[cells["task"] == task].dropna(subset="tokens_per_s")
     if cells.empty:
         return False
     ratios = pd.concat([speedups(data, key) for key, _ in _groups(data)], keys=dict(_groups(data)))
@@ -70,9 +65,8 @@ def _budget(data: Data, task: str, path: Path) -> bool:
     cells = cells.merge(ratios, how="left")
     made, axes = figure(8.5, 6.4, 2, 1)
     looks = {method: colour(method) for method in cells["method"].unique()}
-    for row, (value, label) in enumerate(
-        (("tokens_per_s", "output tokens/s"), ("ratio", "over dense's"))
-    ):
+    labels = {"tokens_per_s": "output tokens/s", "ratio": "over dense's"}
+    for row, (value, label) in enumerate(labels.items()):
         one = axes[row, 0]
         shown = cells if row == 0 else cells[cells["method"] != DENSE]
         sns.lineplot(

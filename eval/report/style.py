@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One look for all figures: colour-blind-safe, quiet axes, names that stay text."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ def figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tupl
 
 
 def save(made: Figure, path: Path) -> None:
-    """Write a PNG of a size that documents can show."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made.savefig(path, dpi=150)
 
@@ -63,6 +60,5 @@ def text(name: str) -> str:
 
 
 def light_grid(axes: Axes, axis: str = "y") -> None:
-    """Lines to read values by, behind everything."""
     axes.grid(axis=axis, color="#EBEBEB", linewidth=0.8)  # type: ignore[arg-type]
     axes.set_axisbelow(True)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures one cell against one server: requests, and what the server and its log say of them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re
@@ -10,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eval.runs.client import Ended, Request, send_all
-from eval.runs.folder import Cell, RunError
+from eval.runs.folder import Cell, Leg, Moment, Response, RunError
 from eval.runs.options import RunOptions
-from eval.runs.records import Leg, Moment, Response
 from eval.runs.servers import Server
 from eval.serving import ServerError
 
@@ -30,7 +27,6 @@ _OTHER_RANK = re.compile(r"\bTP[1-9]\d*\b")
 
 
 def retractions(log: str) -> int:
-    """Requests thrown out of a batch in a stretch of log."""
     return sum(int(n) for n in _RETRACT.findall(log))
 
 
@@ -75,10 +71,9 @@ def measure(
     options: RunOptions,
     advance: Callable[[], None],
 ) -> Leg:
-    """One leg of a cell: every response is on disk the moment it ends, the rest follows. However
-    this ends, what the log and a living server tell about the leg is kept. Raises ServerError: the
-    server died; RunError: requests still run after the last response, or the flush is refused;
-    OSError: something cannot be written."""
+    """One leg of a cell: every response is on disk the moment it ends; however this ends, what log
+    and a living server tell is kept. Raises ServerError: the server died; RunError: requests still
+    run after the last response, or the flush is refused; OSError."""
     leg = _next_leg(cell)
     server.clear()
     told: dict[str, Any] = {"leg": leg, "kv_slots": server.kv_slots(), "report": {}, "ended": False}
@@ -112,7 +107,6 @@ def measure(
 def _keep(
     cell: Cell, told: dict[str, Any], responses: Sequence[Response], log: str, options: RunOptions
 ) -> Leg:
-    """Write a leg's record, timeline and log."""
     complete = [row for row in responses if row.error is None]
     timeline = moments(log, told["leg"])
     first = min((row.started for row in responses), default=0.0)
@@ -132,8 +126,7 @@ def _keep(
 
 
 def warnings(slots: int, wanted: int | None, longest: int) -> list[str]:
-    """What an operator should know before a cell: it has ``slots``, was to have ``wanted``, and
-    the greatest ``max_tokens`` is ``longest``."""
+    """Of a cell that has ``slots``, was to have ``wanted``, and ``longest`` as ``max_tokens``."""
     found = []
     if wanted is not None and slots < wanted:
         found.append(f"the server has {slots} KV slots, not the {wanted} of --kv-budget")
@@ -143,8 +136,7 @@ def warnings(slots: int, wanted: int | None, longest: int) -> list[str]:
 
 
 def faults(leg: Leg, responses: Sequence[Response], limits: Mapping[str, int]) -> list[str]:
-    """What did not fit into a leg, and what its server did not give back. ``responses`` are the
-    cell's, ``limits`` the ``max_tokens`` by problem."""
+    """What did not fit into a leg, or was not given back; ``limits``: ``max_tokens`` by problem."""
     found = []
     if leg.leaked_slots:
         found.append(f"{leg.leaked_slots} KV slots leaked")
@@ -176,8 +168,6 @@ def _send(
     ended: Ended,
     attempts: int,
 ) -> None:
-    timeout, at_once = options.request_timeout, options.in_flight
-    asyncio.run(
-        send_all(server.url, server.model, requests, leg, ended, timeout, at_once, attempts)
-    )
+    how = (ended, options.request_timeout, options.in_flight, attempts)
+    asyncio.run(send_all(server.url, server.model, requests, leg, *how))
     server.check()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of a run through the official OpenAI client: streaming, nothing retried behind our back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -16,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 
-from eval.runs.records import Response
+from eval.runs.folder import Response
 
 MAX_CHARACTERS = 4_000_000  # of a response; a stream that goes on beyond has failed
 
@@ -35,9 +33,8 @@ Ended = Callable[[Response], None]
 
 
 def connect(url: str, timeout_s: float) -> AsyncOpenAI:
-    """A client of the server at ``url`` (without ``/v1``), with room for any number of requests. A
-    request may wait for memory for hours before its first byte, so ``timeout_s`` of silence is the
-    only limit besides that of connecting."""
+    """A client of the server at ``url`` (without ``/v1``) for any number of requests. One may wait
+    for memory for hours before its first byte: ``timeout_s`` of silence is the only limit."""
     # A connection is an open file; many systems allow 1,024 unless asked for more.
     with contextlib.suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -53,8 +50,7 @@ def connect(url: str, timeout_s: float) -> AsyncOpenAI:
 async def send(
     client: AsyncOpenAI, model: str, request: Request, leg: int, began: float
 ) -> Response:
-    """One chat completion; what goes wrong is in the record, not raised. ``model`` is the server's
-    name of its model, ``began`` the monotonic time of the leg's begin."""
+    """One chat completion; what goes wrong is in the record, not raised. ``began``: of the leg."""
     started = time.monotonic() - began
     first: float | None = None
     thoughts = text = ""
@@ -116,8 +112,8 @@ async def send_all(
     in_flight: int | None = None,
     attempts: int = 1,
 ) -> None:
-    """All requests, at most ``in_flight`` at a time, each up to ``attempts`` times if it fails.
-    Times begin now. ``ended`` is called for every attempt."""
+    """All requests, at most ``in_flight`` at a time, each up to ``attempts`` times if it fails;
+    ``ended`` is called for every attempt."""
     gate = asyncio.Semaphore(in_flight or max(len(requests), 1))
 
     async def one(client: AsyncOpenAI, request: Request, began: float) -> None:
@@ -141,7 +137,7 @@ async def send_all(
 def ask_all(
     url: str, model: str, requests: Sequence[Request], timeout_s: float = 600.0
 ) -> list[Response]:
-    """Responses to requests sent all at once, in the order of the requests; none is retried."""
+    """Responses to requests sent all at once, in their order; none is retried."""
     ended: list[Response] = []
     asyncio.run(send_all(url, model, requests, 0, ended.append, timeout_s))
     found = {response.problem_id: response for response in ended}
@@ -149,8 +145,7 @@ def ask_all(
 
 
 def tokens_per_s(answers: Sequence[Response]) -> float:
-    """Output tokens of requests sent together over the time that all took. Raises RuntimeError: a
-    request failed."""
+    """Of requests sent together, over the time of all. Raises RuntimeError: a request failed."""
     failed = [answer.error for answer in answers if answer.error]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")
@@ -159,7 +154,6 @@ def tokens_per_s(answers: Sequence[Response]) -> float:
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL is this machine's own loopback."""
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 

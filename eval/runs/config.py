@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``config.json`` of a run: everything asked for, and what it ran on."""
 
-from __future__ import annotations
-
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -35,10 +34,9 @@ def make_config(plan: Plan, methods: Sequence[Method], opens_thinking: bool) -> 
     """The configuration of a new run, in plain JSON values; ``methods`` as ``options.methods``."""
     options = plan.options
     details = {
-        method.name: {
-            **{name: getattr(method, name) for name in ("title", "flags", "match")},
-            "url": options.urls.get(spec),
-        }
+        method.name: dict(
+            title=method.title, flags=method.flags, match=method.match, url=options.urls.get(spec)
+        )
         for method, spec in zip(methods, options.methods, strict=True)
     }
     data = {
@@ -56,8 +54,7 @@ def make_config(plan: Plan, methods: Sequence[Method], opens_thinking: bool) -> 
 
 
 def options_of(config: Mapping[str, Any]) -> RunOptions:
-    """The options that a run folder's configuration was made of. Raises RunError: a field is
-    missing or has a bad value."""
+    """The options of a run folder. Raises RunError: a field is missing or has a bad value."""
     values = {**config, "methods": config.get("method_specs")}
     try:
         values["data"] = {task: entry["path"] for task, entry in config["data"].items()}
@@ -67,8 +64,8 @@ def options_of(config: Mapping[str, Any]) -> RunOptions:
 
 
 def settle_config(run: Path, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Write the configuration of a new run, or hold it against the one that is there; RunError if
-    that is another run's. Returns the folder's, and what has changed on the machine since."""
+    """Write the configuration of a new run, or check that the one there is its; RunError if not.
+    Returns the folder's, and what has changed on the machine since."""
     if not (run / CONFIG).exists():
         write_config(run, config)
         return config, []
@@ -93,10 +90,8 @@ def check_same(run: Path, there: Mapping[str, Any], config: Mapping[str, Any]) -
     for name in dict.fromkeys((*wanted, *there)):
         if name not in _MAY_DIFFER and there.get(name) != wanted.get(name):
             was, now = (json.dumps(one.get(name))[:200] for one in (there, wanted))
-            raise RunError(
-                f"{run / CONFIG}: {name} is {was} in this run, now {now}; "
-                "use the same or another --out"
-            )
+            fault = f"{name} is {was} in this run, now {now}; use the same or another --out"
+            raise RunError(f"{run / CONFIG}: {fault}")
 
 
 def default_folder(config: Mapping[str, Any]) -> Path:
@@ -108,18 +103,15 @@ def default_folder(config: Mapping[str, Any]) -> Path:
 
 
 def _digest(problems: Sequence[Any]) -> str:
-    """SHA-256 of what is sent."""
     rows = [[p.id, p.messages, dict(p.body), p.max_tokens] for p in problems]
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _circumstances() -> dict[str, Any]:
-    return {
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command_line": shlex.join(["python", *sys.orig_argv[1:]]),
-    }
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    words = shlex.join(["python", *sys.orig_argv[1:]])
+    machine, versions = describe_machine(), describe_versions()
+    return {"machine": machine, "versions": versions, "date": date, "command_line": words}
 
 
 def describe_machine() -> dict[str, Any]:
@@ -141,12 +133,10 @@ def describe_machine() -> dict[str, Any]:
 def describe_versions() -> dict[str, str | None]:
     """Versions of what computes the result, None for what is not installed, and our git commit,
     with ``+`` where files differ from it."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
     git = ("git", "-C", str(_ROOT))
     changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
     commit = _output(*git, "rev-parse", "HEAD") + ("+" if changed else "")
@@ -155,8 +145,8 @@ def describe_versions() -> dict[str, str | None]:
 
 def _output(*command: str) -> str:
     """What a command prints, "" if it cannot run or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=20
+        ).strip()
+    return ""

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One folder per run, as docs/evaluation.md lists: configuration first, then what each cell left.
 
-A process may be killed at any byte: a last line without its end is cut off when the run goes on,
-and everything before it counts.
-"""
-
-from __future__ import annotations
+A process may be killed at any byte: a last line without its end is cut off when it goes on."""
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -16,7 +13,71 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eval.runs.records import Leg, Moment, Response, Result
+
+@dataclass(frozen=True)
+class Response:
+    """One answered (or failed) request."""
+
+    problem_id: str
+    leg: int  # server session of the cell; a resumed run adds legs
+    request_id: str
+    text: str  # all that was streamed; reasoning that a server sends apart first, in <think> tags
+    prompt_tokens: int  # counted by the server, as output_tokens
+    output_tokens: int
+    started: float
+    first_token: float | None  # when the first text arrived
+    ended: float
+    finish_reason: str = ""  # as the server gave it
+    error: str | None = None  # what went wrong, None for a complete response
+
+
+@dataclass(frozen=True)
+class Result:
+    """One graded response; ``group`` is the problem's."""
+
+    problem_id: str
+    correct: bool
+    score: float
+    extracted: str | None
+    note: str
+    group: str
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The server during a decode step, as its own log tells."""
+
+    leg: int
+    step: int  # number of the logged line within the leg
+    running: int  # requests in the batch
+    queued: int  # requests that wait
+    used: int  # KV slots in use
+    saved: int  # KV slots that sharing and eviction made unnecessary
+    tokens_per_s: float  # generation throughput by the server's own clock
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One server session of a cell."""
+
+    leg: int
+    seconds: float  # from the first request sent to the last response ended
+    output_tokens: int  # of complete responses
+    responses: int  # complete ones
+    decode_steps: int  # decode forwards, from the log's lines times their interval
+    retractions: int  # requests that were thrown out of a batch and recomputed
+    report: dict[str, Any]  # the scheduler's entry of GET /reasoncache, {} for a stock server
+    leaked_slots: int | None  # slots in use after the last response and a flush
+    command: list[str]  # the server's command line, [] for one that was only given as URL
+    # Whether its last request ended with the server alive; one that was stopped has requests whose
+    # time counts and whose tokens are lost.
+    ended: bool = True
+    kv_slots: int | None = None  # those that the server really has, of one data-parallel scheduler
+    # Prompts longer than the model's context or the KV slots, which the server cut; None for a
+    # given server, whose log is out of reach.
+    cut_prompts: int | None = None
+
 
 _R = TypeVar("_R", Response, Result, Moment, Leg)
 CONFIG = "config.json"
@@ -60,16 +121,17 @@ class Cell:
         return read_records(self.folder / "legs.jsonl", Leg)
 
     def append(self, *records: Response | Moment | Leg) -> None:
-        """Add lines and hand them to the operating system."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for record in records:
             name = {Response: "responses", Moment: "timeline", Leg: "legs"}[type(record)]
             with (self.folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-                file.write(_line(record))
+                # ASCII, so that lone surrogates in a response survive.
+                file.write(json.dumps(asdict(record)) + "\n")
 
     def write_results(self, results: Iterable[Result]) -> None:
         """Replace the grades; grading again loses nothing."""
-        write_whole(self.folder / "results.jsonl", "".join(map(_line, results)))
+        lines = "".join(json.dumps(asdict(result)) + "\n" for result in results)
+        write_whole(self.folder / "results.jsonl", lines)
 
     def mend(self) -> None:
         """Cut unfinished last lines off, before anything is appended to them."""
@@ -80,21 +142,14 @@ class Cell:
 
 
 def cells(run: Path) -> list[Cell]:
-    """The cells of a run that have been begun, in the order of its configuration. Raises RunError:
-    not a run folder."""
+    """A run's cells that have been begun, in its order. Raises RunError: not a run folder."""
     config = read_config(run)
-    found = [
-        Cell(run, task, method, seed)
-        for task in config["tasks"]
-        for method in config["methods"]
-        for seed in config["seeds"]
-    ]
-    return [cell for cell in found if cell.folder.is_dir()]
+    each = itertools.product(*(config[name] for name in ("tasks", "methods", "seeds")))
+    return [cell for one in each if (cell := Cell(run, *one)).folder.is_dir()]
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """``config.json``; ``tasks``, ``methods`` and ``seeds`` are lists of names and numbers. Raises
-    RunError: missing or broken."""
+    """``config.json``, with lists of tasks, methods and seeds. Raises RunError: missing or broken."""
     path = run / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -120,8 +175,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_records(path: Path, kind: type[_R]) -> list[_R]:
-    """The lines of a file, [] if there is none; an unfinished last line is passed over. Raises
-    RunError: a line that is no such record; names file and line."""
+    """Lines of a file, if there is one, but an unfinished last. Raises RunError: a bad line."""
     if not path.is_file():
         return []
     rows, known = [], {one.name for one in fields(kind)}
@@ -138,15 +192,9 @@ def read_records(path: Path, kind: type[_R]) -> list[_R]:
     return rows
 
 
-def _line(record: Response | Result | Moment | Leg) -> str:
-    # ASCII, so that lone surrogates in a response survive.
-    return json.dumps(asdict(record)) + "\n"
-
-
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Hold a run's folder, made if need be; the kernel lets go however the process ends. Raises
-    RunError: another process holds it."""
+    """Hold a run's folder, made if need be, until the process ends. Raises RunError: another does."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "lock").open("a+", encoding="utf-8") as file:
         try:

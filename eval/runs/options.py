@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator can ask of a run: command line and TOML file, with defaults and bounds."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys
@@ -74,13 +72,10 @@ def _option(
 
 @dataclass(frozen=True)
 class RunOptions:
-    """A run as asked for; every field is part of ``config.json`` and must match on resuming. None:
-    all problems, all requests at once, SGLang's or the model family's own. ``data`` is made
-    absolute. Raises RunError: names the flag, its bound and the value."""
+    """A run as asked for, part of ``config.json``: must match on resuming. None: all problems, all
+    requests at once, SGLang's or the model family's own. Raises RunError: names flag, bound, value."""
 
-    model: str = _option(
-        EMBEDDED, str, "M", f"Folder or hub name (default {EMBEDDED}, the embedded model)."
-    )
+    model: str = _option(EMBEDDED, str, "M", f"Folder or hub name (default {EMBEDDED}, embedded).")
     tasks: tuple[str, ...] = _option((), _names, "a,b", "Names.")
     methods: tuple[str, ...] = _option(
         ("dense", "reasoncache"), _specs, "x,y", "Names with options (default dense,reasoncache)."
@@ -89,15 +84,11 @@ class RunOptions:
     limit: int | None = _option(None, int, "N", "The first N problems of each task.", 1)
     in_flight: int | None = _option(None, int, "N", "Open requests (default: all at once).", 1)
     data: Mapping[str, str] = _option((), _pair, "TASK=FILE", "Local JSONL of a task.")
-    server_flags: tuple[str, ...] = _option(
-        (), shlex.split, "FLAGS", "Further flags of each server."
-    )
+    server_flags: tuple[str, ...] = _option((), shlex.split, "FLAGS", "More of each server.")
     device: str = _option("auto", str, "D", "auto, cpu or cuda (default auto).")
     kv_budget: int | None = _option(None, int, "SLOTS", "KV slots of each server.", 1)
     max_tokens: int | None = _option(None, int, "N", "Longest response.", 1)
-    temperature: float | None = _option(
-        None, float, "X", "Instead of the model family's own, as the next three.", 0, 100
-    )
+    temperature: float | None = _option(None, float, "X", "Not the model family's own.", 0, 100)
     top_p: float | None = _option(None, float, "X", "", 0, 1)
     top_k: int | None = _option(None, int, "N", "", -1, 1_000_000)
     min_p: float | None = _option(None, float, "X", "", 0, 1)
@@ -106,9 +97,7 @@ class RunOptions:
     attempts: int = _option(2, int, "N", "Times a failing request is sent (default 2).", 1)
     warm_up: int = _option(8, int, "N", "Requests before each cell (default 8).", 0)
     decode_log_interval: int = _option(10, int, "K", "Decode steps a log line (10).", 1)
-    request_timeout: float = _option(
-        21_600.0, float, "S", "Longest silence (default 21600).", 1e-9, 1e9
-    )
+    request_timeout: float = _option(21_600.0, float, "S", "Longest silence (21600).", 1e-9, 1e9)
     keep_servers: int = _option(1, int, "N", "Servers up at once (default 1).", 1)
 
     def __post_init__(self) -> None:
@@ -125,12 +114,10 @@ class RunOptions:
 
     @property
     def sampling_overrides(self) -> dict[str, float]:
-        """What was set by hand."""
         given = {name: getattr(self, name) for name in SAMPLING}
         return {name: value for name, value in given.items() if value is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
@@ -146,8 +133,7 @@ class Command:
 
 
 def parse(argv: Sequence[str] | None = None) -> Command:
-    """Read the command line, and the file of ``--config`` below it. Exits with status 2 and a
-    message that names flag (or file), bound and value."""
+    """Read the command line, and the file of ``--config`` below it; exits with status 2."""
     parser = _parser()
     words = with_values(sys.argv[1:] if argv is None else argv, ("--server-flags",))
     given = vars(parser.parse_args(words))
@@ -171,8 +157,8 @@ def parse(argv: Sequence[str] | None = None) -> Command:
 
 
 def with_values(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """A command line in which each of ``flags`` is joined to the word after it. Their values are
-    flags of a server: left apart, argparse would take ``--tp=2`` for a flag of its own."""
+    """Joins each of ``flags`` to the word after it, the flags of a server: left apart, argparse
+    would take ``--tp=2`` for a flag of its own."""
     joined: list[str] = []
     for word in argv:
         if joined and joined[-1] in flags:

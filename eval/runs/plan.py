@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run asks: problems, requests, servers' flags, and the order of its cells."""
 
-from __future__ import annotations
-
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +40,9 @@ class Step:
 
 
 def order(tasks: Sequence[str], methods: Sequence[Method], seeds: Sequence[int]) -> list[Step]:
-    """For each task and seed each method, backwards in every second seed, so that drift hits all
-    methods alike and neighbouring cells often need the same server. In a task's first seed a method
-    that must reach another's saving comes after it."""
+    """For each task and seed each method, backwards in every second seed: drift hits all alike, and
+    neighbours often need the same server. In a task's first seed a method that must reach another's
+    saving comes after it."""
     first = sorted(methods, key=lambda method: bool(method.match))
     turns = [first, *([methods[::-1], methods] * len(seeds))]
     return [
@@ -55,7 +54,6 @@ def order(tasks: Sequence[str], methods: Sequence[Method], seeds: Sequence[int])
 
 
 def model_path(options: RunOptions) -> str:
-    """Folder or hub name of the model."""
     return str(CHECKPOINT) if options.embedded else options.model
 
 
@@ -74,23 +72,18 @@ class Plan:
     def __init__(self, options: RunOptions, body: Mapping[str, Any]) -> None:
         self.options = options
         self.body = dict(body)
-        self.tasks = {
-            (name, seed): self._load(name, seed, options.limit)
-            for name in options.tasks
-            for seed in options.seeds
-        }
+        pairs = itertools.product(options.tasks, options.seeds)
+        self.tasks = {(name, seed): self._load(name, seed, options.limit) for name, seed in pairs}
         self._others: dict[tuple[str, int], list[Problem]] = {}
         if options.kv_budget is not None:
             for name in options.tasks:
                 self.refuse_what_cannot_fit(name, options.kv_budget)
 
     def others(self, task: str, seed: int, count: int, generic: bool = True) -> list[Problem]:
-        """Up to ``count`` problems that no cell of the task measures; with ``generic``, plain sums
-        fill up what the task does not have."""
+        """Up to ``count`` problems that no cell measures, with ``generic`` filled up by plain sums."""
         if (task, seed) not in self._others:
-            asked = [
-                p.messages for one in self.options.seeds for p in self.tasks[task, one].problems
-            ]
+            several = (self.tasks[task, one].problems for one in self.options.seeds)
+            asked = [problem.messages for problems in several for problem in problems]
             try:
                 found = self._load(task, seed + _OTHER_SEED, None).problems
             except TaskError:
@@ -140,10 +133,9 @@ class Plan:
             )
             needed = len(prompt) + (problem.max_tokens or 0) + _SPARE_SLOTS
             if needed > slots:
-                raise RunError(
-                    f"--kv-budget: {task}: problem {problem.id!r} needs at least {needed} KV slots "
-                    f"for its prompt and its {problem.max_tokens} forced tokens, got {slots}"
-                )
+                what = f"its prompt and its {problem.max_tokens} forced tokens, got {slots}"
+                where = f"--kv-budget: {task}: problem {problem.id!r}"
+                raise RunError(f"{where} needs at least {needed} KV slots for {what}")
 
     def _load(self, name: str, seed: int, limit: int | None) -> EvalTask:
         options = self.options

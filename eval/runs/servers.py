@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The servers of a run, started or given by URL, and what they say of themselves."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import OrderedDict
@@ -37,16 +35,19 @@ class Server:
         self.command = process.command if process else []  # [] of a given one
         self.model = MODEL_NAME  # the name that requests give
         self._before: dict[str, Any] = {}
-        self._get = process.get if process else self._client().get
-        if process is None:
+        if process is not None:
+            self._get = process.get
+        else:
+            own, key = is_local(self.url), {"Authorization": f"Bearer {api_key()}"}
+            client = httpx.Client(base_url=self.url, timeout=60.0, trust_env=not own, headers=key)
+            self._get = client.get
             try:
                 self.model = str(self._json("/v1/models")["data"][0]["id"])
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 raise ServerError(f"--url {self.url}: /v1/models says {error!r}") from error
 
     def report(self) -> dict[str, Any]:
-        """``GET /reasoncache`` as of :func:`merge`, {} for stock; of a given server :func:`since`.
-        Raises ServerError: it cannot be had."""
+        """``GET /reasoncache``, {} for stock; see :func:`merge`, :func:`since`. Raises ServerError."""
         try:
             response = self._get("/reasoncache")
             stock = response.status_code == 404
@@ -68,8 +69,8 @@ class Server:
             _wait(self._idle, f"{self.url}: requests still run")
 
     def clear(self) -> int | None:
-        """Flush its caches once it is idle, so that its totals restart; slots in use after. None of
-        a given server: what that has counted so far is taken off later reports."""
+        """Flush it once it is idle, so that its totals restart; slots in use after. None of a given
+        server: what that has counted so far is taken off later reports."""
         if self.process is None:
             self._before = {}
             self._before = self.report()
@@ -81,7 +82,6 @@ class Server:
         return self._sum("num_used_tokens")
 
     def log_size(self) -> int:
-        """Bytes it has written, for :meth:`log_text`."""
         return self.process.log_size() if self.process else 0
 
     def log_text(self, since: int) -> str:
@@ -89,13 +89,8 @@ class Server:
         return self.process.log_text(since) if self.process else ""
 
     def check(self) -> None:
-        """Raises ServerError if a server of our own is dead."""
         if self.process is not None:
             self.process.check_alive()
-
-    def _client(self) -> httpx.Client:
-        own, key = is_local(self.url), {"Authorization": f"Bearer {api_key()}"}
-        return httpx.Client(base_url=self.url, timeout=60.0, trust_env=not own, headers=key)
 
     def _json(self, path: str, **options: Any) -> Any:
         return self._get(path, **options).raise_for_status().json()
@@ -119,9 +114,8 @@ class Server:
 
 
 class Servers:
-    """Started servers, by their flags. A context manager. Where idle servers cost nothing (a CPU,
-    with ``--sleep-on-idle``) ``keep`` can stay up and take turns; the one that was used longest ago
-    is closed. Logs go into the run's folder."""
+    """Started servers by their flags, a context manager. ``keep`` stay up and take turns, of which
+    the one that was used longest ago is closed. Logs go into the run's folder."""
 
     def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
         self._logs, self._keep = run / "servers", keep
@@ -136,8 +130,7 @@ class Servers:
 
     def get(self, name: str, flags: Sequence[str], starting: Callable[[], None]) -> Server:
         """The running server with these flags, else a new one. ``name`` is for its log's file;
-        ``starting`` is called before a start, which takes a minute or, for large models, many.
-        Raises ServerError: it does not start."""
+        ``starting`` is called before a start. Raises ServerError: it does not start."""
         process = self._up.pop(tuple(flags), None)
         if process is not None and not process.alive:
             process.close()
@@ -158,7 +151,6 @@ class Servers:
         return Server(process)
 
     def close(self) -> None:
-        """End all."""
         while self._up:
             self._up.popitem()[1].close()
 
@@ -172,8 +164,8 @@ def _wait(ready: Callable[[], bool], problem: str) -> None:
 
 
 def merge(schedulers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """One report of all data-parallel schedulers: totals added up, ratios averaged by weight.
-    Settings are the first scheduler's, which all share. {} where nothing shares."""
+    """One report of all data-parallel schedulers: totals added up, ratios averaged by weight,
+    settings the first one's. {} where nothing shares."""
     reports = [dict(report) for report in schedulers if report]
     if len(reports) < 2:
         return reports[0] if reports else {}

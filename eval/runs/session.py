@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process working on a run: every cell that is not complete, in the order of the plan."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +13,8 @@ from rich.text import Text
 
 from eval.methods import Method, with_ratio
 from eval.runs.cells import faults, measure, warm_up, warnings
-from eval.runs.folder import Cell, RunError, write_config
+from eval.runs.folder import Cell, Leg, Result, RunError, write_config
 from eval.runs.plan import Plan, Step, order
-from eval.runs.records import Leg, Result
 from eval.runs.servers import Server, Servers
 from eval.serving import ServerError
 from eval.tasks.harness import EvalTask, Problem
@@ -41,11 +38,10 @@ class Display(Progress):
     """What an operator sees: one bar a cell at the bottom, lines above. A context manager."""
 
     def __init__(self) -> None:
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        title = TextColumn("{task.description}", markup=False)
+        columns = (title, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # Drawing shares the processors with a server without a GPU.
-        super().__init__(
-            TextColumn("{task.description}", markup=False), *columns, refresh_per_second=2
-        )
+        super().__init__(*columns, refresh_per_second=2)
 
     @contextmanager
     def bar(self, title: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
@@ -62,8 +58,8 @@ class Display(Progress):
 
 @dataclass(frozen=True)
 class Session:
-    """Runs what is left of a run, whose folder the caller has locked; random ratios that are found
-    are added to ``config`` and to its file. ``methods`` are in the order of the options'."""
+    """What is left of a run, whose folder the caller has locked; random ratios that are found are
+    added to ``config`` and its file. ``methods`` are in the order of the options'."""
 
     run: Path
     config: dict[str, Any]
@@ -88,12 +84,11 @@ class Session:
                 continue
             except SandboxError as error:
                 self.display.say(f"{step.title}: not graded: {error}", "red")
-            except NothingToMatch as error:
-                self.display.say(f"{step.title}: {error}", "red")
             except (ServerError, RunError) as error:
                 # One cell that cannot be measured must not cost the others their night.
                 self.display.say(f"{step.title}: {error}", "red")
-                self.servers.close()
+                if not isinstance(error, NothingToMatch):
+                    self.servers.close()
             whole = False
         return whole
 
@@ -151,10 +146,8 @@ class Session:
         return self._start(step, method, step.title)
 
     def _start(self, step: Step, method: Method, title: str) -> Server:
-        flags = self.plan.server_flags(step, method)
-        return self.servers.get(
-            method.name, flags, lambda: self.display.say(f"{title}: starting a server")
-        )
+        flags, say = self.plan.server_flags(step, method), self.display.say
+        return self.servers.get(method.name, flags, lambda: say(f"{title}: starting a server"))
 
     def _ratio(self, step: Step) -> float:
         """The ratio of a random method for a task, found once and kept in ``config.json``."""
@@ -167,11 +160,9 @@ class Session:
             write_config(self.run, self.config)
             last = found["pilots"][-1][1]
             if abs(last - target) > TOLERANCE * target:
-                self.display.say(
-                    f"{key}: the last pilot saved {last:.1%}, not {target:.1%}; "
-                    f"measuring at ratio {found['ratio']}",
-                    "yellow",
-                )
+                missed = f"the last pilot saved {last:.1%}, not {target:.1%}"
+                at = f"measuring at ratio {found['ratio']}"
+                self.display.say(f"{key}: {missed}; {at}", "yellow")
         return float(ratios[key]["ratio"])
 
     def _target(self, step: Step) -> float:
@@ -182,10 +173,8 @@ class Session:
             # Every leg of it was killed before it could tell.
             saving = self._pilot(step, other)
         if not saving:
-            raise NothingToMatch(
-                f"{step.method.name}: {other.name} saved nothing on {step.task}, so there is "
-                "nothing to match; give random:random_ratio=R"
-            )
+            why = f"{other.name} saved nothing on {step.task}, so there is nothing to match"
+            raise NothingToMatch(f"{step.method.name}: {why}; give random:random_ratio=R")
         return saving
 
     def _pilot(self, step: Step, method: Method) -> float:
@@ -210,8 +199,8 @@ def grade(
     ask: Callable[[Sequence[Problem]], None] = lambda problems: None,
 ) -> list[Result]:
     """Have lm-eval grade a cell, ``ask`` called before with all problems; a result for each that was
-    sent, in their order. A request that failed for good is a wrong answer: leaving it out would
-    flatter the method that fails most. ``opens_thinking`` is of :meth:`EvalTask.evaluate`."""
+    sent, in order. One that failed for good is wrong: leaving it out would flatter the method that
+    fails most. ``opens_thinking`` is of :meth:`EvalTask.evaluate`."""
 
     def answer(problems: Sequence[Problem]) -> list[str]:
         ask(problems)
@@ -235,7 +224,6 @@ def grade(
 
 
 def summary(title: str, results: Sequence[Result], leg: Leg | None) -> str:
-    """One line about a cell."""
     words = [f"{title}: {len(results)} graded"]
     if results:
         words.append(f"score {sum(row.score for row in results) / len(results):.3f}")
@@ -267,11 +255,9 @@ def match(target: float, pilot: Callable[[float], float]) -> dict[str, Any]:
 def final_saving(cells: Sequence[Cell]) -> float | None:
     """Saving at the end of a response over all legs of some cells; None if no leg has told."""
     totals = [leg.report.get("totals", {}) for cell in cells for leg in cell.legs()]
-    whole = sum(one.get("requests_finished", 0) for one in totals)
-    saved = sum(
-        one.get("final_saving_ratio", 0.0) * one.get("requests_finished", 0) for one in totals
-    )
-    return saved / whole if whole else None
+    sizes = [(t.get("final_saving_ratio", 0.0), t.get("requests_finished", 0)) for t in totals]
+    whole = sum(count for _, count in sizes)
+    return sum(saving * count for saving, count in sizes) / whole if whole else None
 
 
 def _bounded(ratio: float) -> float:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a command to a finished run: what is needed is put together here."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from eval.tiny_reasoner import EMBEDDED_SETTINGS
 
 def carry_out(command: Command) -> bool:
     """Run, resume or grade; True when every request was answered and graded. Raises ValueError:
-    the command or the folder is wrong; ServerError: a server did not start, or died."""
+    command or folder is wrong; ServerError."""
     if command.grade is not None:
         return grade_again(command.grade, command.allow_code_execution)
     if command.resume is not None:
@@ -90,8 +88,6 @@ def _methods(options: RunOptions) -> list[Method]:
     given = {m.name for m, s in zip(methods, options.methods, strict=True) if s in options.urls}
     for method in methods:
         if method.match in given and method.name not in given:
-            raise RunError(
-                f"--methods: {method.name!r} cannot match {method.match!r}, whose server is given "
-                "by --url"
-            )
+            what = f"{method.name!r} cannot match {method.match!r}, whose server is given by --url"
+            raise RunError(f"--methods: {what}")
     return methods

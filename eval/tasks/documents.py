@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of the task files beside this: each function is a file's ``custom_dataset``."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
-from eval.jsonl import kind_of, read_lines, read_object, valid_text
+from eval.jsonl import read_rows, text_of, valid_text
 from eval.tiny_reasoner import task as tiny
 from eval.tokenizers import load_tokenizer
 
@@ -26,8 +24,7 @@ Split = dict[str, Dataset]
 
 def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Split:
     """Held-out problems of the embedded reasoner, in groups "error" (a wrong draft) and "clean"; of
-    ``tiny_reasoner_long`` with the response up to the last verification round, which the server
-    continues: prompts have 470 to 740 tokens."""
+    ``tiny_reasoner_long`` with a response to continue: prompts have 470 to 740 tokens."""
     long, rows = name.endswith("_long"), []
     size = tiny.LONGEST if long else tiny.Difficulty()
     problems = tiny.generate(seed, _DEFAULT_COUNT if limit is None else limit, difficulty=size)
@@ -37,49 +34,49 @@ def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Sp
             parts = {"user": one.prompt, "assistant": tiny.begin(one.response)}
             messages = [{"role": role, "content": text} for role, text in parts.items()]
             body = {"messages": messages, "continue_final_message": True}
-        more = {"group": "error" if one.error else "clean"}
-        most = _LONG_TOKENS if long else _REASONER_TOKENS
-        rows.append(
-            _row(f"{name}-{seed}-{i}", one.prompt, one.answer, body, max_tokens=most, **more)
-        )
+        row = _row(f"{name}-{seed}-{i}", one.prompt, one.answer, body)
+        row["max_tokens"] = _LONG_TOKENS if long else _REASONER_TOKENS
+        rows.append({**row, "group": "error" if one.error else "clean"})
     return {"test": Dataset.from_list(rows)}
 
 
 def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any) -> Split:
     """Rows ``{id, question, answer}``; with ``largest`` answers are integers from 0 to it. A worked
     answer ends in ``#### ANSWER``, as GSM8K's do."""
-    rows = []
-    for where, number, row in _lines(file):
-        if type(row.get("answer")) is int and abs(row["answer"]) < 10**30:
-            row["answer"] = str(row["answer"])
-        answer = _text(where, row, "answer", "Answer").rpartition("####")[2].strip()
+
+    def made(row: Mapping[str, Any]) -> dict[str, Any]:
+        given = row.get("answer")
+        number = type(given) is int and abs(given) < 10**30
+        answer = str(given) if number else text_of(row, "answer", "Answer")
+        answer = answer.rpartition("####")[2].strip()
         if largest and not (answer.isdecimal() and len(answer) < 7 and int(answer) <= largest):
-            raise ValueError(f"{where}: answers are integers from 0 to {largest}: {answer!r}")
+            raise ValueError(f"answers are integers from 0 to {largest}: {answer!r}")
         answer = str(int(answer)) if largest else answer
         if not 0 < len(answer) <= _MAX_ANSWER_CHARS:
-            raise ValueError(f"{where}: an answer has 1 to {_MAX_ANSWER_CHARS} characters")
-        question = _text(where, row, "question", "problem", "Problem")
-        rows.append(_row(_name(row, number), f"{question}\n\n{_INSTRUCTION}", answer))
-    return _checked(file, rows[:limit])
+            raise ValueError(f"an answer has 1 to {_MAX_ANSWER_CHARS} characters")
+        question = text_of(row, "question", "problem", "Problem")
+        return _row(_name(row), f"{question}\n\n{_INSTRUCTION}", answer)
+
+    return _checked(file, _read(file, made)[:limit])
 
 
 def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
     """Rows ``{id, question, response}``: each next token is forced to be the record's. With a
-    limit, responses are taken evenly from short to long. The longest are sent first, as offline
-    loads are, so that a run does not end with one long response alone in a batch."""
+    limit, responses are taken evenly from short to long. The longest are sent first: a run does not
+    end with one long response alone in a batch."""
     # Brings SGLang in, which whoever only lists tasks need not load.
     from eval.replay.forcing import forced_request
 
-    tokenizer, rows = load_tokenizer(model), []
-    for where, number, row in _lines(file):
-        token_ids = tokenizer.encode(
-            _text(where, row, "response"), add_special_tokens=False, verbose=False
-        )
-        if not token_ids:
-            raise ValueError(f"{where}: a response without tokens")
-        question, record = _text(where, row, "question"), tokenizer.decode(token_ids)
-        body, length = forced_request(token_ids), len(token_ids)
-        rows.append(_row(_name(row, number), question, record, body, max_tokens=length))
+    tokenizer = load_tokenizer(model)
+
+    def made(row: Mapping[str, Any]) -> dict[str, Any]:
+        response = text_of(row, "response")
+        token_ids = tokenizer.encode(response, add_special_tokens=False, verbose=False)
+        body, record = forced_request(token_ids), tokenizer.decode(token_ids)
+        question, length = text_of(row, "question"), len(token_ids)
+        return _row(_name(row), question, record, body, max_tokens=length)
+
+    rows = _read(file, made)
     rows.sort(key=lambda row: (row["max_tokens"], row["id"]), reverse=True)
     count = len(rows) if limit is None else min(limit, len(rows))
     return _checked(file, [rows[(2 * i + 1) * len(rows) // (2 * count)] for i in range(count)])
@@ -90,29 +87,14 @@ def _row(name: str, prompt: str, target: str, body: Any = None, **more: Any) -> 
     return {**row, "group": "", "max_tokens": 0, **more}
 
 
-def _lines(file: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """``file:line``, number and object of each line that is not blank."""
-    for number, line in read_lines(Path(file)):
-        where = f"{file}:{number}"
-        try:
-            yield where, number, read_object(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+def _read(file: str, made: Callable[[Mapping[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = list(read_rows(Path(file), made))
+    return [{**row, "id": row["id"] or f"line-{number}"} for number, row in rows]
 
 
-def _text(where: str, row: Mapping[str, Any], *names: str) -> str:
-    name = next((name for name in names if row.get(name) is not None), None)
-    if name is None:
-        raise ValueError(f"{where}: no field {names[0]!r}")
-    value = row[name]
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: field {name!r} is no text but {kind_of(value)}")
-    return valid_text(value)
-
-
-def _name(row: Mapping[str, Any], number: int) -> str:
+def _name(row: Mapping[str, Any]) -> str:
     given = next((row[key] for key in ("id", "ID", "unique_id") if row.get(key) is not None), "")
-    return valid_text(str(given))[:200] or f"line-{number}"
+    return valid_text(str(given))[:200]
 
 
 def _checked(file: str, rows: list[dict[str, Any]]) -> Split:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filters and graders of the task files beside this. Responses are hostile: all is bounded."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json
@@ -67,9 +65,8 @@ def equal_mathematics(doc: Mapping[str, Any], results: Sequence[str]) -> dict[st
 
 
 def passes_tests(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Run the problem's tests in the sandbox. The prompt comes first: its imports and helpers hold,
-    and what the response defines again replaces them. Only imports from ``__future__`` must stand
-    before everything."""
+    """Run the problem's tests in the sandbox, behind the prompt (whose imports and helpers hold) and
+    the response; only imports from ``__future__`` stand before everything."""
     code = results[0]
     if not code.strip() or len(code) > _MAX_CODE_CHARS:
         return {"score": 0.0}
@@ -144,11 +141,9 @@ class MathGrader:
     def _start(self) -> None:
         worker, pipe = Path(__file__).with_name("math_worker.py"), subprocess.PIPE
         command = [sys.executable, "-I", str(worker), str(self.memory_bytes)]
+        pipes: dict[str, Any] = dict(stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         # A session of its own: Ctrl-C is for the run, which closes this in its own time.
-        self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env={},
-            start_new_session=True,
-        )  # fmt: skip
+        self._process = subprocess.Popen(command, env={}, start_new_session=True, **pipes)
         # 1/2 is 0.5, or math-verify does not work here.
         if self._ask({"reference": "\\frac{1}{2}", "answer": "0.5"}, _START_S) is not True:
             self.close()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """lm-evaluation-harness with task files of ours beside its own, and a model that asks one server."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -57,28 +55,24 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from, and how many: a local JSONL or the Hugging Face hub. ``seed``
-    chooses problems where a task generates or shuffles them; ``model`` is for tasks that must know
-    its tokens; ``allow_code`` is the operator's word on code that a model wrote."""
+    """Where documents come from, and how many."""
 
-    file: str = ""
-    seed: int = 0
+    file: str = ""  # a local JSONL; "" for the Hugging Face hub
+    seed: int = 0  # chooses problems where a task generates or shuffles them
     limit: int | None = None
-    model: str = ""
-    allow_code: bool = False
+    model: str = ""  # for tasks that must know its tokens
+    allow_code: bool = False  # the operator's word on code that a model wrote
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One request; ``body`` has further fields of it, ``max_tokens`` None is the run's own limit.
-    The id is unique within task and seed and the same in each run. ``group`` is a class of problems
-    with an accuracy of its own, "" for none."""
+    """One request."""
 
-    id: str
+    id: str  # unique within task and seed, the same in each run
     messages: list[dict[str, str]]
-    body: Mapping[str, Any]
-    max_tokens: int | None = None
-    group: str = ""
+    body: Mapping[str, Any]  # further fields
+    max_tokens: int | None = None  # None: the run's own limit
+    group: str = ""  # a class of problems with an accuracy of its own
 
     @property
     def forced(self) -> bool:
@@ -91,15 +85,13 @@ Answer = Callable[[Sequence[Problem]], Sequence[str]]
 
 
 class ServedModel(LocalChatCompletion):
-    """lm-eval's chat model; how requests are sent and responses kept is the caller's: lm-eval's own
-    client keeps neither times nor token counts."""
+    """lm-eval's chat model, whose own client keeps neither times nor token counts."""
 
     def __init__(self, name: str, answer: Answer) -> None:
         super().__init__(model=name, base_url="", num_concurrent=2)
         self._answer = answer
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """A text for each instance, in their order."""
         return list(self._answer([self._problem(instance) for instance in requests]))
 
     def _problem(self, instance: Instance) -> Problem:
@@ -124,8 +116,8 @@ class Grade(NamedTuple):
 
 
 class EvalTask:
-    """A task of lm-eval or of ours with its problems. Raises TaskError: no such task or data, or it
-    runs code and that is not allowed."""
+    """A task with its problems. Raises TaskError: no such task or data, or it runs code and that is
+    not allowed."""
 
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
@@ -162,8 +154,7 @@ class EvalTask:
 
     def evaluate(self, answer: Answer, opens_thinking: bool) -> dict[str, Grade]:
         """Ask and grade, by problem. ``answer`` gives "" for a problem that has none;
-        ``opens_thinking``: whether the chat template begins each response with ``<think>``, which
-        then is in no response."""
+        ``opens_thinking``: the chat template begins each response with ``<think>``."""
 
         def answers(_problems: Sequence[Problem]) -> list[str]:
             texts = zip(self.problems, answer(self.problems), strict=True)
@@ -228,10 +219,8 @@ def _spec(name: str, source: Source) -> dict[str, Any]:
 
 def _allow_code(name: str, source: Source) -> None:
     if not source.allow_code:
-        raise TaskError(
-            f"--tasks {name} runs code that the model wrote, under bubblewrap; "
-            "allow it with --allow-code-execution"
-        )
+        how = "under bubblewrap; allow it with --allow-code-execution"
+        raise TaskError(f"--tasks {name} runs code that the model wrote, {how}")
     try:
         sandbox.check()
     except sandbox.SandboxError as error:

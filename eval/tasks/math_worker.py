@@ -2,8 +2,6 @@
 """Compare answers with math-verify, one JSON line in and one out; a script of ``grading.py``. Only
 LaTeX is parsed: math-verify's parser of plain expressions evaluates them as Python."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -14,7 +12,6 @@ _ORPHAN_CPU_S = 30
 
 
 def main() -> None:
-    """Answer until standard input ends."""
     memory = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

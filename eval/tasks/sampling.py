@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the makers of a model say it should be sampled."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -32,9 +30,8 @@ _FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def sampling_for(model_name: str) -> dict[str, Any]:
-    """The official settings of a model's family, else temperature 0.6 and top-p 0.95. The family's
-    name may stand anywhere in the last part of a hub name or folder, not in the owner's name or a
-    folder's above."""
+    """The official settings of a model's family, whose name may stand anywhere in the last part of
+    a hub name or folder, else temperature 0.6 and top-p 0.95."""
     parts = [part for part in model_name.split("/") if part] or [""]
     # The folder of a training run's checkpoint has no name of its own.
     if len(parts) > 1 and re.fullmatch(r"checkpoint(-[0-9]+)?", parts[-1]):

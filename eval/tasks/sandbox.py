@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run code that a model wrote under bubblewrap: no network, no files, bounded time and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -17,6 +15,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _TAIL_BYTES = 2048
 _END_S = 10.0
@@ -56,11 +55,6 @@ class Limits:
     file_bytes: int = 16 << 20
     disk_bytes: int = 32 << 20
 
-    def resources(self) -> dict[str, int]:
-        """By the names of ``setrlimit``."""
-        found = {"CORE": 0, "CPU": self.cpu_s, "FSIZE": self.file_bytes, "NOFILE": 64}
-        return {**found, "AS": self.memory_bytes}
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -71,10 +65,9 @@ class Outcome:
 
 
 def run(program: str, limits: Limits = Limits()) -> Outcome:
-    """Run a Python program to its end and say whether it got there without an exception. Ending
-    early by ``exit()`` is no pass. A program made to fool this check can (it shares an interpreter
-    with what reports the end); it cannot do anything else. Raises SandboxError: bubblewrap is
-    missing or cannot make namespaces."""
+    """Run a Python program to its end and say whether it got there without an exception or
+    ``exit()``. A program made to fool this check can (it shares an interpreter with what reports the
+    end), and no more. Raises SandboxError: bubblewrap is missing or cannot make namespaces."""
     token = secrets.token_hex(16)
     # Output goes to a file, whose size is limited as that of any other.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as rules:
@@ -82,18 +75,14 @@ def run(program: str, limits: Limits = Limits()) -> Outcome:
         rules.seek(0)
         alive, alive_inside = os.pipe()
         python = [sys.executable, "-I", "-S", "-B", "-c", _RUNNER]
-        process = subprocess.Popen(
-            [*_command(limits, rules.fileno(), alive_inside), *python],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={},
-            cwd="/",
-            pass_fds=[rules.fileno(), alive_inside],
-            start_new_session=True,
-        )
+        command = [*_command(limits, rules.fileno(), alive_inside), *python]
+        pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=output, stderr=output)
+        pipes["pass_fds"] = [rules.fileno(), alive_inside]
+        process = subprocess.Popen(command, env={}, cwd="/", start_new_session=True, **pipes)
         os.close(alive_inside)
-        job = {"token": token, "program": program, "limits": limits.resources()}
+        bounds = dict(CORE=0, CPU=limits.cpu_s, FSIZE=limits.file_bytes, NOFILE=64)
+        bounds["AS"] = limits.memory_bytes
+        job = {"token": token, "program": program, "limits": bounds}
         try:
             process.communicate(json.dumps(job).encode(), timeout=limits.wall_s)
             in_time = True
@@ -148,8 +137,7 @@ def _command(limits: Limits, rules: int, alive: int) -> list[str]:
 
 
 def _filter() -> bytes:
-    """A system call filter without ``socket`` (vsock and the like are in no network namespace) and
-    without new processes and threads, whose number no limit bounds where the operator is root."""
+    """System calls but ``socket`` (vsock is in no network namespace), new processes and threads."""
     machines = {
         "x86_64": (0xC000003E, (41, 56, 57, 58, 435)),
         "aarch64": (0xC00000B7, (198, 220, 435)),

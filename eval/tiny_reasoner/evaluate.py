@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Greedy accuracy of a checkpoint, under the Hugging Face loop and through the chat template."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
@@ -18,13 +16,9 @@ def respond(model: Any, tokenizer: Any, prompts: list[str], batch: int) -> list[
     """Greedy responses of at most 900 tokens, special tokens left out."""
     texts: list[str] = []
     for start in range(0, len(prompts), batch):
-        inputs = tokenizer.apply_chat_template(
-            [[{"role": "user", "content": prompt}] for prompt in prompts[start : start + batch]],
-            add_generation_prompt=True,
-            padding=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+        chats = [[{"role": "user", "content": p}] for p in prompts[start : start + batch]]
+        how: dict[str, Any] = dict(padding=True, return_tensors="pt", return_dict=True)
+        inputs = tokenizer.apply_chat_template(chats, add_generation_prompt=True, **how)
         inputs.pop("token_type_ids", None)
         out = model.generate(**inputs, do_sample=False, max_new_tokens=900)
         new = out[:, inputs["input_ids"].shape[1] :]
@@ -57,9 +51,8 @@ def main() -> None:
     kind = pd.Series(["error" if problem.error else "clean" for problem in problems], name="kind")
     table = pd.concat([found.groupby(kind).mean(), found.mean().to_frame("all").T])
     print(table.to_markdown(floatfmt=".3f"))
-    for text, problem in [p for p, ok in zip(pairs, found["right"], strict=True) if not ok][
-        : args.wrong
-    ]:
+    wrong = [pair for pair, ok in zip(pairs, found["right"], strict=True) if not ok]
+    for text, problem in wrong[: args.wrong]:
         print(f"\nPROMPT {problem.prompt} (answer {problem.answer})\n{text}")
 
 

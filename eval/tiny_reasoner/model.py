@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Architecture, tokenizer and chat template of the tiny reasoner, and how they are saved."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -27,7 +26,6 @@ def chat_template(gap: str) -> str:
 
 
 def encode(words: list[str]) -> list[int]:
-    """Token ids of a list of words."""
     return [TOKEN_ID[w] for w in words]
 
 
@@ -38,19 +36,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("\n\n", "isolated"), pre_tokenizers.Split(Regex(" +"), "removed")]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token=EOS,
-        pad_token=PAD,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        chat_template=chat_template(" "),
-        model_max_length=2048,
-    )
+    marks = dict(eos_token=EOS, pad_token=PAD, padding_side="left")
+    how: dict[str, Any] = dict(clean_up_tokenization_spaces=False, model_max_length=2048)
+    how["chat_template"] = chat_template(" ")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **marks, **how)
 
 
 def build_model() -> Qwen3ForCausalLM:
-    """A freshly initialised model, about 1.8 million parameters."""
     config = Qwen3Config(
         # Padded to a multiple of 64, as tensor-parallel serving likes it.
         vocab_size=-(-len(VOCABULARY) // 64) * 64,
@@ -74,9 +66,8 @@ def build_model() -> Qwen3ForCausalLM:
         for name, p in model.named_parameters():
             if p.dim() == 2:
                 # Wider than the default 0.02, which suits wide models and learns slowly here.
-                torch.nn.init.normal_(
-                    p, std=0.05 if "embed" in name else 0.7 / math.sqrt(p.shape[1])
-                )
+                std = 0.05 if "embed" in name else 0.7 / math.sqrt(p.shape[1])
+                torch.nn.init.normal_(p, std=std)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 p.mul_(0.35)
     return model
@@ -87,11 +78,8 @@ def save_checkpoint(model: Qwen3ForCausalLM, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     out = copy.deepcopy(model).to(torch.bfloat16)
     out.config.dtype = "bfloat16"
-    out.generation_config = GenerationConfig(
-        eos_token_id=TOKEN_ID[EOS],
-        pad_token_id=TOKEN_ID[PAD],
-        do_sample=False,
-        max_new_tokens=MAX_NEW_TOKENS,
-    )
+    ends = dict(eos_token_id=TOKEN_ID[EOS], pad_token_id=TOKEN_ID[PAD])
+    longest: dict[str, Any] = dict(do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
+    out.generation_config = GenerationConfig(**ends, **longest)
     out.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a reference response could share KV slots, by the filter alone: the blocks that it
-proposes when a step ends, before distances are looked at, over tokens of prompts and responses."""
-
-from __future__ import annotations
+"""How much of a reference response could share KV slots, by the filter alone: blocks that it
+proposes, before distances are looked at, over tokens of prompts and responses."""
 
 import argparse
+import itertools
 
 import pandas as pd
 
-from eval.redundancy.measure import BLOCKS, measure
-from eval.redundancy.spelling import TokenizerSpeller
+from eval.redundancy.measure import BLOCKS, TokenizerSpeller, measure
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.task import ASSISTANT, USER, generate
 
@@ -40,16 +38,12 @@ def main() -> None:
     print(f"later steps with similarity > {SIMILAR} to an earlier one {similar:.1%}\n")
     held = rows["held_over_time"] + lengths * prompts
     groups = {"all": error | ~error, "clean": ~error, "error": error}
-    table = [
-        {
-            "problems": name,
-            "block": block,
-            "shareable at the end": rows["structure", block][chosen].sum() / whole[chosen].sum(),
-            "over decode steps": (rows["structure", block, "over_time"] / held)[chosen].mean(),
-        }
-        for name, chosen in groups.items()
-        for block in BLOCKS
-    ]
+    table = []
+    for (name, chosen), block in itertools.product(groups.items(), BLOCKS):
+        end = rows["structure", block][chosen].sum() / whole[chosen].sum()
+        over = (rows["structure", block, "over_time"] / held)[chosen].mean()
+        line = {"problems": name, "block": block, "shareable at the end": end}
+        table.append({**line, "over decode steps": over})
     print(pd.DataFrame(table).to_markdown(index=False, floatfmt=".3f"))
 
 

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The task of the tiny reasoner: a chain of assignments modulo 10, solved once and then verified.
 
-README.md beside this describes it. Every word is one token, words are separated by one space, and
-"\\n\\n" is a word that ends a step.
-"""
-
-from __future__ import annotations
+See README.md. Every word is a token, between single spaces; "\\n\\n" is a word that ends a step."""
 
 import hashlib
 import random
@@ -104,7 +100,6 @@ class _Line:
     constant: str
 
     def result(self, values: dict[str, int]) -> int:
-        """What the assignment gives under ``values``."""
         x, y = values[self.operand], int(self.constant)
         return (x + y if self.op == "+" else x - y) % 10
 
@@ -144,7 +139,6 @@ def _chain(rng: random.Random, count: int) -> tuple[str, int, list[_Line]]:
 
 
 def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> Problem:
-    """Draw one problem of the given difficulty."""
     first, given, lines = _chain(
         rng, rng.randint(difficulty.min_variables, difficulty.max_variables)
     )
@@ -217,9 +211,8 @@ def generate(
 
 
 def begin(response: str) -> str:
-    """A reference response up to its last verification round. With its problem it makes a long
-    prompt that the model can read: lines of other problems or words without meaning leave it at
-    chance, since it has never seen a prompt of over 60 tokens but its own responses."""
+    """A reference response up to its last verification round: with its problem a long prompt that
+    the model can read, which has seen none of over 60 tokens but its own responses."""
     steps = response.split(f" {STEP_END} ")
     rounds = ("wait", "now check", "check")
     last = max(number for number, step in enumerate(steps) if step.startswith(rounds))
@@ -237,13 +230,12 @@ def extract_answer(text: str) -> str | None:
 
 
 def grade(text: str, problem: Problem) -> bool:
-    """Whether the last boxed answer of ``text`` is right."""
     return extract_answer(text) == problem.answer
 
 
 def follows_prompt(text: str, problem: Problem) -> bool:
-    """Whether every assignment that a step of ``text`` starts with is one of the prompt's.
-    ``grade`` cannot see this: sums commute, so mixed-up lines can still give the right answer."""
+    """Whether every assignment that a step starts with is the prompt's: mixed-up lines, which
+    ``grade`` cannot see, may still give the right answer."""
     facts = {fact.strip() for part in problem.prompt.split(" . ") for fact in part.split(",")}
     starts = [step.split()[:5] for step in text.split(STEP_END)]
     return all(" ".join(words) in facts for words in starts if words[1:2] == ["="])

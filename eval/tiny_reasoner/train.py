@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the tiny reasoner from scratch on a CPU; the defaults reproduce the shipped checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import tempfile
@@ -98,10 +96,7 @@ def positions(ids: list[int], rng: random.Random) -> list[int]:
     return out
 
 
-def collate(
-    batch: list[Example], rng: random.Random
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Input ids, targets and positions."""
+def collate(batch: list[Example], rng: random.Random) -> tuple[torch.Tensor, ...]:
     rows = []
     for example in batch:
         pairs = zip(example.ids, example.learn, strict=True)
@@ -116,35 +111,17 @@ def collate(
 
 
 def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between embedding and head, AdamW for the rest. On this task Muon needs
-    about half the steps of AdamW alone."""
+    """Muon for the matrices between embedding and head (half the steps of AdamW alone), else AdamW."""
     inner = {n: p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n}
     tables = [p for n, p in model.named_parameters() if p.dim() == 2 and n not in inner]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     muon = torch.optim.Muon(inner.values(), lr=0.02, weight_decay=0.01, momentum=0.95)
-    adam = torch.optim.AdamW(
-        [{"params": tables, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}],
-        lr=3e-3,
-        betas=(0.9, 0.97),
-        fused=True,
-    )
+    groups = [{"params": tables, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.97), fused=True)
     for optimiser in (muon, adam):
         for group in optimiser.param_groups:
             group["peak"] = group["lr"]
     return [muon, adam]
-
-
-def schedule(step: int, steps: int, decay: int) -> float:
-    """Learning rate over its peak: warm-up, plateau, and a line down to 2% in ``decay`` steps."""
-    return min(1.0, step / WARM_UP, max(0.02, (steps - step) / decay))
-
-
-def average_gradients(model: torch.nn.Module, workers: int) -> None:
-    """Replace the gradients of every worker by their mean."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    mean = parameters_to_vector(gradients)
-    dist.all_reduce(mean)
-    vector_to_parameters(mean.div_(workers), gradients)
 
 
 def train(rank: int, args: argparse.Namespace) -> None:
@@ -163,22 +140,22 @@ def train(rank: int, args: argparse.Namespace) -> None:
     begin, seen = time.perf_counter(), 0
     for step, batch in enumerate(batches(rng, args.steps), 1):
         inputs, targets, where = collate(batch, rng)
-        scale = schedule(step, args.steps, args.decay)
+        # Warm-up, plateau, and a line down to 2%.
+        scale = min(1.0, step / WARM_UP, max(0.02, (args.steps - step) / args.decay))
         for part in parts:
             for group in part.param_groups:
                 group["lr"] = group["peak"] * scale
         # The all-ones mask keeps the library from reading gaps as bounds of packed sequences.
-        states = model.model(
-            input_ids=inputs,
-            attention_mask=torch.ones_like(inputs),
-            position_ids=where,
-            use_cache=False,
-        ).last_hidden_state
+        given = dict(input_ids=inputs, attention_mask=torch.ones_like(inputs), position_ids=where)
+        states = model.model(**given, use_cache=False).last_hidden_state
         counted = targets != IGNORE
         logits, wanted = model.lm_head(states[counted]), targets[counted]
         loss = F.cross_entropy(logits, wanted, weight=weight)
         loss.backward()
-        average_gradients(model, args.workers)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        mean = parameters_to_vector(gradients)
+        dist.all_reduce(mean)
+        vector_to_parameters(mean.div_(args.workers), gradients)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for part in parts:
             part.step()
@@ -202,7 +179,6 @@ def train(rank: int, args: argparse.Namespace) -> None:
 
 
 def held_out(model: torch.nn.Module) -> float:
-    """Accuracy on 32 problems that are not trained on."""
     problems = tiny.generate(777, 32)
     model.eval()
     texts = respond(model, build_tokenizer(), [problem.prompt for problem in problems], 32)

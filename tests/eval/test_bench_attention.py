@@ -16,9 +16,9 @@ import torch
 from matplotlib.image import imread
 
 from eval.bench import attention
+from eval.bench.attention import curves, measure, point
 from eval.bench.attention_batch import BLOCK, Shape, cached_positions, lay_rows, shared_blocks
 from eval.bench.attention_cpu import CpuBatch
-from eval.bench.attention_curves import curves, measure, point
 from eval.bench.turns import as_text, spread, take_turns
 from sglang_reasoncache.kernels.plan import plan_rows
 from tests.triton_runs import interpreted

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from matplotlib.image import imread
 
-from eval.bench import policies, policies_accuracy, policies_speed
-from eval.bench.policies_accuracy import Runs, carry_out
+from eval.bench import policies, policies_runs
+from eval.bench.policies import dense_row, row_of, rows, table
 from eval.bench.policies_points import (
     _EMBEDDED,
     _REPLAYED,
@@ -28,12 +28,10 @@ from eval.bench.policies_points import (
     prompt_points,
     timed_points,
 )
-from eval.bench.policies_results import dense_row, row_of, rows, table
-from eval.bench.policies_speed import LIMIT, PIECES, matched_step_ms, timing
+from eval.bench.policies_runs import LIMIT, PIECES, Runs, carry_out, matched_step_ms, timing
+from eval.bench.serve import write_pieces
 from eval.methods import DENSE, find_method
-from eval.replay.pieces import write_pieces
-from eval.runs.folder import Cell
-from eval.runs.records import Moment
+from eval.runs.folder import Cell, Moment
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 from eval.tiny_reasoner.task import generate
 from eval.tokenizers import load_tokenizer
@@ -190,7 +188,7 @@ def test_replays_measure_a_policy_where_it_gets_to() -> None:
     assert [point.aim for point in chosen] == [0.2, 0.1, 0.2]
     # Sharing gets to where it was measured already.
     assert [(point.policy, point.aim) for point in found[0.4]] == [("reasoncache+keydiff", 0.4)]
-    groups = policies_speed.groups([*chosen, *chosen[:1]])
+    groups = policies_runs.groups([*chosen, *chosen[:1]])
     assert [len(group) for group in groups] == [3, 1]
 
 
@@ -211,7 +209,7 @@ class Scripted(Runs):
 ANSWERS = """
 import pathlib, sys
 from eval.runs.folder import Cell
-from tests.eval.rows import response, result
+from tests.eval.peer import response, result
 home, task, method, problems = pathlib.Path(sys.argv[1]), *sys.argv[2:]
 started = home.parents[1] / "started"
 started.mkdir(exist_ok=True)
@@ -244,7 +242,7 @@ def test_only_what_is_not_whole_is_run_and_failures_stop_nothing(tmp_path: Path)
 def test_runs_end_with_the_bench(tmp_path: Path) -> None:
     script = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600 * ('slow' in sys.argv))"
     runs = Scripted(tmp_path, PROBLEMS, script=script)
-    logs = runs.folder("slow") / policies_accuracy.LOG
+    logs = runs.folder("slow") / policies_runs.LOG
 
     def say(_: str) -> None:
         deadline = time.monotonic() + 60
@@ -328,7 +326,7 @@ def test_selection_saves_reads_and_no_memory(tmp_path: Path) -> None:
 
 
 def replayed(home: Path, method: str, seed: int, **values: float) -> Cell:
-    cell = Cell(home, policies_speed.TASK, method, seed)
+    cell = Cell(home, policies_runs.TASK, method, seed)
     saving = {"memory_saving_ratio": 0.2, "scheduler_seconds": 0.1, "decode_steps": 200}
     fill(cell, [True] * LIMIT, {} if method == DENSE else saving, **values)  # type: ignore[arg-type]
     return cell
@@ -365,8 +363,8 @@ def test_batches_that_only_one_server_had_do_not_count() -> None:
 def test_a_round_that_was_stopped_half_way_is_measured_anew(tmp_path: Path) -> None:
     whole, half = (replayed(tmp_path, method, 0) for method in ("whole", "half"))
     (half.folder / "legs.jsonl").unlink()
-    for cell in (whole, half, Cell(tmp_path, policies_speed.TASK, "never", 0)):
-        policies_speed._forget_half(cell)
+    for cell in (whole, half, Cell(tmp_path, policies_runs.TASK, "never", 0)):
+        policies_runs._forget_half(cell)
     assert whole.folder.is_dir() and not half.folder.exists()
     assert timing([half], [whole]) is None
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from eval.redundancy.rows import texts_of
+from eval.bench.serve import cut, write_pieces
+from eval.jsonl import texts_of
 from eval.replay.__main__ import main
 from eval.replay.forcing import FORCED, forced_request
 from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE
-from eval.replay.pieces import cut, write_pieces
 from eval.runs.cells import retractions
 from eval.runs.client import Request, ask_all
 from eval.serving import MODEL_NAME, ServerProcess

@@ -23,9 +23,8 @@ from scipy import stats
 from eval.measures.accuracy import Estimate, Key, compare, differ, keyed, mean
 from eval.measures.figures import figures
 from eval.report.__main__ import main
-from eval.report.data import load
-from eval.runs.folder import Cell, read_config, write_config
-from eval.runs.records import Response
+from eval.report.tables import load
+from eval.runs.folder import Cell, Response, read_config, write_config
 from eval.tiny_reasoner import task as reasoner
 from tests.eval.peer import leg, moment, response, result
 

@@ -17,10 +17,9 @@ from eval.methods import find_methods
 from eval.runs import client
 from eval.runs.cells import cut_prompts, faults, measure, moments, retractions
 from eval.runs.client import Request, ask_all, send_all
-from eval.runs.folder import Cell, RunError, cells, write_config
+from eval.runs.folder import Cell, Leg, Response, RunError, cells, write_config
 from eval.runs.options import RunOptions
 from eval.runs.plan import Plan
-from eval.runs.records import Leg, Response
 from eval.runs.servers import Server, merge, since
 from eval.runs.session import PILOT_PROBLEMS, TOLERANCE, Display, Session, final_saving, match
 from sglang_reasoncache.sharing.stats import SharingStats

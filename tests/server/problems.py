@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from eval.runs.client import Request, ask_all
-from eval.runs.records import Response
+from eval.runs.folder import Response
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tiny_reasoner.task import Problem, grade
 from eval.tiny_reasoner.task import generate as make_problems
