@@ -47,12 +47,21 @@ def _config(*argv: str) -> ReasonCacheConfig:
 
 #: A value of every setting that is not its default.
 OTHER_VALUES: dict[str, Any] = dict(
-    **dict(policy="keydiff:budget=64", preset="memshare", block=8, percentile=55.5, warmup=3),
+    **dict(policy="keydiff:budget=64", preset="memshare", block=9, percentile=55.5, warmup=3),
     **dict(tau_strict=0.8, tau_soft=0.6, length_factor=False, use_structure=False, fixed_tau=0.75),
     **dict(structure_tolerance=2, positions="corrected", align="index", publish="aliased"),
     **dict(apply="copy", admission_credit=0.25, calibration="seen.json", random_ratio=0.5),
     **dict(half_life=1000, distance="cosine", encoder="sentence-bert:/models/mini:v2"),
-    **dict(span="response", max_pending=7, max_step_tokens=100, max_history_steps=9),
+    **dict(
+        match="steps",
+        direction="oldest",
+        min_age=7,
+        min_run=1,
+        span="response",
+        max_pending=7,
+        max_step_tokens=100,
+        max_history_steps=9,
+    ),
     allow_untested_sglang=True,
 )
 

@@ -388,7 +388,7 @@ _ONE_OFF = "a b c d e f \n\n a b c d e g \n\n"
     ],
 )  # fmt: skip
 def test_lexical_thresholds(preset: str, text: str, is_candidate: bool) -> None:
-    request = make(Words(), block=2, **filter_knobs(preset))
+    request = make(Words(), **filter_knobs(preset) | {"block": 2})
     request.push(Words().encode(text))
     assert bool(request.counters.candidates) is is_candidate
 
