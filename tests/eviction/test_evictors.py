@@ -150,26 +150,44 @@ def test_excess_has_slack(policy: Evictor, written: int, held: int, excess: int)
     assert policy.excess(written, held) == excess
 
 
-# -- StreamingLLM --------------------------------------------------------------
+PEAK, SEVEN = np.eye(12)[[6] * 8], np.array([[0.6, 0.4, 0.2, 0.5, 0.1, 0.1, 0.1]])
+FALLING = np.full((1, 10), 1.0) - np.arange(10) / 100
+STREAMING, DONE = StreamingLLM(budget=10, recent=1), SnapKV(budget=20, window=4, recent=1)
 
 
 @pytest.mark.parametrize(
-    ("now", "options", "excess", "expected"),
+    ("policy", "now", "excess", "expected"),
     [
-        (view(20), {}, 10, [*range(4, 14)]),
+        (STREAMING, view(20), 10, [*range(4, 14)]),
         # What is left: 4 sinks and the 6 newest.
-        (view(22, gone=range(4, 14)), {}, 2, [14, 15]),
+        (STREAMING, view(22, gone=range(4, 14)), 2, [14, 15]),
         # The prompt stays.
-        (view(20, owned=15), {"recent": 3}, 10, [15, 16]),
+        (StreamingLLM(budget=10, recent=3), view(20, owned=15), 10, [15, 16]),
         # Sinks and excess are rounded up to whole pages.
-        (view(30, page=4), {}, 13, [*range(4, 20)]),
-        (view(30, page=4), {"sinks": 5}, 4, [8, 9, 10, 11]),
+        (STREAMING, view(30, page=4), 13, [*range(4, 20)]),
+        (StreamingLLM(budget=10, recent=1, sinks=5), view(30, page=4), 4, [8, 9, 10, 11]),
+        # Neighbours are those in the cache, whatever was between them.
+        (
+            RKV(budget=1, mix=1.0, recent=1, kernel=3),
+            view(15, PEAK, gone=[6, 7, 8], keys=torch.ones(1, 12, 1, 4)),
+            8,
+            [0, 1, 2, 3, 4, 11, 12, 13],
+        ),
+        # More of the recent ones are kept than the half.
+        (H2O(budget=4, recent=1), view(7, SEVEN), 3, [1, 2, 4]),
+        (H2O(budget=4, recent=5), view(7, SEVEN), 3, [0, 1]),
+        # Of 10 positions in 7 slots 4 slots stay: so the two newest positions, not three. By
+        # weight, the most wanted of each slot: 9 and 8 are the newest, then 7, 3.
+        (H2O(budget=4, recent=1), view(10, FALLING, shared=[(4, 0, 3)]), 3, [2, 3, 6, 7]),
+        # As much of the prompt is held as may be, however long the response is.
+        (DONE, view(60, random_weights(30, 1), prompt=40, gone=range(5, 35)), 10, []),
+        # A prompt that belongs to the prefix tree stays.
+        (DONE, view(30, random_weights(30, 1), prompt=25, owned=25), 10, []),
     ],
 )
-def test_streamingllm_keeps_sinks_and_window(
-    now: RequestView, options: dict[str, int], excess: int, expected: list[int]
+def test_what_goes_by_hand(
+    policy: Evictor, now: RequestView, excess: int, expected: list[int]
 ) -> None:
-    policy = StreamingLLM(**{"budget": 10, "recent": 1, **options})  # type: ignore[arg-type]
     assert positions(policy.evict(now, excess)) == expected
 
 
@@ -337,56 +355,18 @@ def test_redundancy_is_the_papers(
 
 
 def test_redundancy_takes_time_by_what_is_held_and_not_by_its_square() -> None:
-    def products(held: int) -> int:
+    products = []
+    for held in (1024, 4096):
         with FlopCounterMode(display=False) as counter:
             redundancy(torch.ones(held, 2, 8), 0.5, RKV(budget=1).reach)
-        return counter.get_total_flops()
-
-    assert products(1024) > 0
-    assert products(4096) == 4 * products(1024)
-
-
-def test_rkv_pools_over_what_is_held() -> None:
-    """Neighbours are those in the cache, whatever was between them."""
-    weights = np.zeros((8, 12))
-    weights[:, 6] = 1.0
-    held = [0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13, 14]
-    gone = [at for at in range(15) if at not in held]
-    keys = torch.ones(1, 12, 1, 4)
-    policy = RKV(budget=1, mix=1.0, recent=1, kernel=3)
-    found = positions(policy.evict(view(15, weights, gone=gone, keys=keys), 8))
-    assert found == [0, 1, 2, 3, 4, 11, 12, 13]
-
-
-def test_h2o_keeps_more_recent_ones_than_the_half() -> None:
-    weights = np.array([[0.6, 0.4, 0.2, 0.5, 0.1, 0.1, 0.1]])
-    assert positions(H2O(budget=4, recent=1).evict(view(7, weights), 3)) == [1, 2, 4]
-    assert positions(H2O(budget=4, recent=5).evict(view(7, weights), 3)) == [0, 1]
-
-
-def test_h2o_keeps_the_newest_half_of_the_slots() -> None:
-    """Of 10 positions in 7 slots 4 slots stay: so the two newest positions, not three."""
-    weights = np.full((1, 10), 1.0) - np.arange(10) / 100
-    now = view(10, weights, shared=[(4, 0, 3)])
-    assert len(np.unique(now.slot_aliases)) == 7
-    # By weight, the most wanted of each slot: 9 and 8 are the newest, then 7, 3.
-    assert positions(H2O(budget=4, recent=1).evict(now, 3)) == [2, 3, 6, 7]
-
-
-def test_snapkv_is_done_when_the_prompt_is() -> None:
-    weights = random_weights(30, 1)
-    policy = SnapKV(budget=20, window=4, recent=1)
-    # As much of the prompt is held as may be, however long the response is.
-    now = view(60, weights, prompt=40, gone=range(5, 35))
-    assert policy.excess(60, 30) == 10 and policy.slack == 1
-    assert not list(policy.evict(now, 10))
-    # And a prompt that belongs to the prefix tree stays.
-    assert not list(policy.evict(view(30, weights, prompt=25, owned=25), 10))
+        products.append(counter.get_total_flops())
+    assert products[1] == 4 * products[0] > 0
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
     """What has been computed of a prompt is all there is; a share is one of the prompt."""
+    assert DONE.excess(60, 30) == 10 and DONE.slack == 1
     weights = random_weights(50, seed)
     policy = SnapKV(budget=20, window=6, recent=1)
     assert policy.prompt
@@ -412,13 +392,10 @@ def test_pooling_by_hand() -> None:
 # -- what all policies share -------------------------------------------------------
 
 
-OF_KEYS = [L2Norm(budget=8, recent=1), KeyDiff(budget=8, recent=1)]
-OF_WEIGHTS = [
-    RKV(budget=8, recent=1, alpha=4),
-    H2O(budget=8, recent=1),
-    SnapKV(budget=8, window=2, recent=1),
-]
-ALL: list[Any] = [*OF_KEYS, RandomEviction(budget=8, recent=1), *OF_WEIGHTS]
+FEW: Any = dict(budget=8, recent=1)
+OF_KEYS = [L2Norm(**FEW), KeyDiff(**FEW)]
+OF_WEIGHTS = [RKV(**FEW, alpha=4), H2O(**FEW), SnapKV(**FEW, window=2)]
+ALL: list[Any] = [*OF_KEYS, RandomEviction(**FEW), *OF_WEIGHTS]
 
 
 def by_name(policies: list[Any]) -> pytest.MarkDecorator:
@@ -445,9 +422,8 @@ def test_whole_pages_go_by_their_mean(policy: Any) -> None:
 
 @by_name(OF_WEIGHTS)
 def test_they_announce_what_they_read(policy: Any) -> None:
-    assert ATTENTION in policy.needs
     needs = policy.statistics_needs
-    assert isinstance(needs, StatisticsNeeds)
+    assert ATTENTION in policy.needs and isinstance(needs, StatisticsNeeds)
     assert needs.prompt >= needs.latest
     with pytest.raises(LookupError, match="'attention'"):
         policy.evict(view(30, prompt=30, keys=random_keys(30, 0)), 5)

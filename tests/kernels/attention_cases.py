@@ -14,7 +14,7 @@ import torch
 
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation, turned
+from tests.kernels.pools import LAYOUTS, TABLE, dense, lay_out, make_rotation, turned
 from tests.triton_runs import INTERPRETED
 
 #: (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
@@ -145,22 +145,14 @@ class Rig:
         """fp64 attention ``[batch, heads, v_dim]``, and ``[entries]``, query by query: each
         entry's weights added up over the heads."""
         begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
-        query = (self.query if query is None else query).double()
+        query = self.query if query is None else query
         keys, values = self.rotated(plan), double(self.values)[plan.kv_indices.long()]
-        group = self.case.heads // self.case.kv_heads
-        keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
         out = torch.zeros((*query.shape[:2], self.case.v_dim), dtype=torch.float64)
         sums = [torch.zeros(0, dtype=torch.float64)]
         for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
-            logits = torch.einsum("hd,nhd->hn", query[b], keys[first:last]) * self.scale
-            if cap:
-                logits = cap * (logits / cap).tanh()
-            weights = logits.exp()
-            total = weights.sum(-1) + (0 if sinks is None else sinks.double().exp())
-            weights = weights / total[:, None]
-            if last > first:
-                out[b] = torch.einsum("hn,nhd->hd", weights, values[first:last])
-            sums.append(weights.sum(0))
+            sides = query[b : b + 1], keys[first:last], values[first:last]
+            out[b : b + 1], weights = dense(*sides, self.scale, cap=cap, sinks=sinks)
+            sums.append(weights.sum(dim=(0, 1)))
         return out, torch.cat(sums)
 
 
@@ -230,9 +222,11 @@ def assert_plans(found: RowPlan, expected: RowPlan) -> None:
         assert mine is None or other is None or torch.equal(mine.cpu(), other)
 
 
-def assert_attention(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within the tolerance of the result's dtype; NaN never passes."""
-    relative, absolute = TOLERANCE[found.dtype]
+def assert_attention(
+    found: torch.Tensor, expected: torch.Tensor, atol: float | None = None
+) -> None:
+    """Within ``atol`` or the tolerance of the result's dtype; NaN never passes."""
+    relative, absolute = TOLERANCE[found.dtype] if atol is None else (0.0, atol)
     if INTERPRETED and found.dtype == torch.bfloat16:
         relative *= 2  # the interpreter cuts bf16, a GPU rounds
     torch.testing.assert_close(found.cpu().double(), expected, rtol=relative, atol=absolute)

@@ -96,8 +96,7 @@ def test_a_forked_child_has_threads_of_its_own(threads: Threads) -> None:
 
 def test_a_refused_gather_writes_nothing() -> None:
     rig = make(Case())
-    plan = rig.plan()
-    pool = NativePool([(rig.keys, rig.values)], rig.rotation)
+    plan, pool = rig.plan(), NativePool([(rig.keys, rig.values)], rig.rotation)
     out = torch.full((2, len(plan.kv_indices), 64), 7.0)
     for name, value in (("kv_indices", 10_000), ("kv_indices", -1), ("shift", -40_000)):
         spoiled = {name: getattr(plan, name).clone() for name in ("kv_indices", "shift")}

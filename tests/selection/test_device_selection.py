@@ -4,48 +4,36 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.runtime_context import get_parallel
 
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, GraphVariants
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
-from sglang_reasoncache.kernels import decode_triton, plan_triton, select_triton
 from sglang_reasoncache.kernels.batch import BatchRows
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan
-from sglang_reasoncache.kernels.reference import plan_rows
+from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.selection import page_bounds
-from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.selection.quest import Quest
-from tests.selection.test_page_selection import NONSENSE, wrong
-from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
+from tests.selection.test_page_selection import NONSENSE, selection_on_host, wrong
+from tests.triton_runs import INTERPRETED, under_interpreter
+from tests.triton_runs import small_launches as small_launches
+from tests.triton_runs import test_interpreted as test_interpreted
 from tests.unit.attention_rig import TOLERANCE, Rig, supported_runner
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
+from tests.unit.test_attention_cuda_graph import ranks as ranks
 
-pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
-
-
-@starts_interpreter
-def test_interpreted() -> None:
-    run_interpreted(__file__)
+pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform", "ranks")
 
 
 @pytest.fixture(autouse=True)
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds are read by Triton, as on a device; few programs for the interpreter."""
+    """Bounds are read by Triton, as on a device."""
     if INTERPRETED:
         paged = functools.partial(PagedKv, backend="triton")
         monkeypatch.setattr(page_bounds, "PagedKv", paged)
-        monkeypatch.setattr(decode_triton, "SPLITS", 2)
-        monkeypatch.setattr(plan_triton, "PIECES", 2)
-        monkeypatch.setattr(decode_triton, "PIECES", 2)
-        monkeypatch.setattr(select_triton, "PAGES", 16)
 
 
 class Wasteful(Quest):
@@ -91,12 +79,6 @@ def place(rig: Rig, lengths: list[int], shifted: tuple[int, ...] = ()) -> None:
             rig.cached_at.record(slots, start + away + torch.arange(len(slots)))
 
 
-@pytest.fixture
-def ranks() -> Iterator[None]:
-    with get_parallel().override(attn_dcp_rank=0, attn_tp_rank=0):
-        yield
-
-
 POLICY = Quest(budget=24, whole_layers=1)
 
 
@@ -121,15 +103,12 @@ def read_of(rig: Rig, policy: Any = POLICY) -> list[torch.Tensor]:
             continue
         rows = rig.rows.req_to_token[row : row + 1].clone()
         rows[0, :length][away] = -1
-        host = PageSelection("quest", policy, keys, 8, rows, None)
         # Bounds are those of pages as they lie, on both sides.
-        bounds = host._bounds[1]
-        bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
-        host.update(1, torch.arange(len(rig.pool.k_buffer[1])))
+        host = selection_on_host(policy, keys, 8, rows)
+        host.update(1, torch.arange(len(keys[1])))
         where = torch.tensor([0]), torch.tensor([length])
-        host.begin(
-            BatchRows(RowPlan(*plan_rows(rows, *where, None, 1 << 20)), *where, length), False
-        )
+        whole = plan_rows(rows, *where, num_slots=len(keys[1]))
+        host.begin(BatchRows(whole, *where, length), False)
         assert host.plan(1, rig.query[i : i + 1], rig.layer.scaling) is not None
         chosen = away.clone()
         chosen[rows[0, :length] >= 0] = host._among
@@ -162,8 +141,8 @@ def counts_of(rig: Rig, policy: Any = POLICY) -> dict[str, int]:
     return {"positions_held": held, "positions_read": read}
 
 
-@interpreted
-def test_decode_reads_what_was_selected(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@under_interpreter
+def test_decode_reads_what_was_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager and in graphs, one row within the budget; rows, cached and evicted positions change in between."""
     rig = rig_of([70, 19, 41], shifted=(1, 4))
     backend = noted(rig, triton_backend(rig, monkeypatch))
@@ -206,10 +185,8 @@ def test_decode_reads_what_was_selected(ranks: None, monkeypatch: pytest.MonkeyP
     assert seen["refusals"] == {} and 0 < seen["positions_read"] < seen["positions_held"]
 
 
-@interpreted
-def test_the_newest_page_is_read_whatever_the_answer(
-    ranks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@under_interpreter
+def test_the_newest_page_is_read_whatever_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_of([70, 19, 41])
     policy = wrong(lambda keep, _newest: torch.zeros_like(keep), budget=24)
     backend = noted(rig, triton_backend(rig, monkeypatch), policy)
@@ -219,8 +196,8 @@ def test_the_newest_page_is_read_whatever_the_answer(
         assert backend.paged.selection.describe()["refusals"] == {"newest": before + 2}
 
 
-@interpreted
-def test_bounds_follow_every_forward(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@under_interpreter
+def test_bounds_follow_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts by SGLang's kernels and by ours, then token by token, where keys are as cached."""
     rig = rig_of([30, 9, 17])
     backend = triton_backend(rig, monkeypatch, corrected=False)
@@ -247,7 +224,7 @@ def test_bounds_follow_every_forward(ranks: None, monkeypatch: pytest.MonkeyPatc
         right()
 
 
-def test_statistics_of_what_was_selected(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_what_was_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was left out weighs nothing, the rest sums to one a head; in host memory, or on a
     device with a shifted page, eager and in graphs."""
     rig = rig_of([70, 12, 40], shifted=(3,) if INTERPRETED else ())
@@ -269,10 +246,10 @@ def test_statistics_of_what_was_selected(ranks: None, monkeypatch: pytest.Monkey
             assert torch.equal(weights > 0, read)
 
 
-@interpreted
+@under_interpreter
 @pytest.mark.parametrize("poll", WAITS.values(), ids=WAITS)
 def test_a_selector_that_waits_is_refused_at_the_start(
-    poll: Any, ranks: None, monkeypatch: pytest.MonkeyPatch
+    poll: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = rig_of([70, 12])
     backend = triton_backend(rig, monkeypatch)
@@ -285,8 +262,8 @@ def test_a_selector_that_waits_is_refused_at_the_start(
     assert backend.paged.select("fast", policy).describe()["positions_held"] == 0
 
 
-@interpreted
-def test_nonsense_is_refused_at_the_start(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@under_interpreter
+def test_nonsense_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = triton_backend(rig_of([70, 12]), monkeypatch)
     for answer, _, message in NONSENSE:
         with pytest.raises(ValueError, match=f"--reasoncache-policy odd: keep .*{message}"):

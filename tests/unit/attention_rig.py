@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from tests.kernels.pools import turned
+from tests.kernels.pools import dense, turned
 
 DIM = 16
 BASE = 10_000
@@ -158,35 +158,23 @@ class Rig:
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[self.dtype])
 
     def expected(self, batch: Any, logit_cap: float = 0.0) -> torch.Tensor:
-        """Dense attention in fp64 over rows whose keys are rotated to where they are used.
+        return torch.cat([out for out, _ in self.dense(batch, logit_cap)])
 
-        Evicted positions are there, and masked.
-        """
+    def dense(self, batch: Any, cap: float = 0.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """By row, in fp64: attention ``[tokens, heads, dim]`` to keys rotated to where they are
+        used, evicted ones masked, and its weights ``[heads, tokens, positions]``."""
         keys, values = self.pool.k_buffer[1].double(), self.pool.v_buffer[1].double()
-        outputs, query = [], iter(self.query.double().split(batch.extend_seq_lens.tolist()))
+        found, query = [], iter(self.query.split(batch.extend_seq_lens.tolist()))
         for row, end in zip(self.row_of, self.lengths, strict=True):
             slots = self.rows.req_to_token[row, :end].long()
             at, evicted = torch.arange(end), slots < 0
             slots = slots.clamp_min(0)
             by = (at - self.cached_at.positions[slots])[:, None] * FREQUENCIES
             k = turned(keys[slots], torch.polar(torch.ones_like(by), by), not self.interleaved)
-            k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
-            v = values[slots].repeat_interleave(self.heads // self.kv_heads, dim=1)
             q = next(query)
-            scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
-            if logit_cap:
-                scores = logit_cap * torch.tanh(scores / logit_cap)
-            hidden = evicted | (at[None, :] > torch.arange(end - len(q), end)[:, None])
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-            outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
-        return torch.cat(outputs)
-
-
-def idle_batch() -> Any:
-    """A forward of a rank that has no request."""
-    names = ("out_cache_loc", "positions", "seq_lens")
-    nothing = dict.fromkeys(names, torch.empty(0, dtype=torch.int64))
-    return SimpleNamespace(forward_mode=ForwardMode.IDLE, **nothing)
+            hidden = evicted | (at > torch.arange(end - len(q), end)[:, None])
+            found.append(dense(q, k, values[slots], DIM**-0.5, hidden=hidden, cap=cap))
+        return found
 
 
 def supported_runner(rig: Rig) -> Any:
@@ -208,10 +196,7 @@ UNSUPPORTED: list[tuple[Callable[[Any], None], str]] = [
     (lambda r: setattr(r.layer, "xai_temperature_len", 4), "temperature"),
     (lambda r: setattr(r.runner, "use_mla_backend", True), "latent attention"),
     (lambda r: setattr(r.runner.model_config, "is_encoder_decoder", True), "encoder-decoder"),
-    (
-        lambda r: setattr(r.runner, "spec_algorithm", SimpleNamespace(is_none=lambda: False)),
-        "--speculative-algorithm",
-    ),
+    (lambda r: setattr(r.runner.spec_algorithm, "is_none", lambda: False), "--speculative-algo"),
     (lambda r: setattr(r.pool, "kv_cache_layout", "hnd"), "hnd"),
     (lambda r: setattr(r.runner, "token_to_kv_pool", SimpleNamespace()), "SimpleNamespace"),
 ]

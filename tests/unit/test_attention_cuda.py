@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in front of SGLang's backends on CUDA, here in front of one that runs on the CPU.
-
-Which forward goes where, what is recorded and what is refused do not depend on the
-backend behind. In front of SGLang's Triton backend, and in graphs:
-``test_attention_cuda_graph.py``.
-"""
+"""What stands in front of SGLang's backends on CUDA, here in front of one that runs on the CPU; in
+front of the Triton backend, and in graphs: ``test_attention_cuda_graph.py``."""
 
 from __future__ import annotations
 
@@ -70,25 +66,20 @@ def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: s
     assert torch.equal(ours, stock)
 
 
-def test_a_mark_survives_the_copies_sglang_makes_of_a_batch() -> None:
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300]], ids=["decode", "extend"])
+def test_a_mark_survives_the_copies_sglang_makes_of_a_batch(new: list[int]) -> None:
+    """Prefill graphs run what is not shifted."""
     rig = Rig(shifted=0.5)
     backend = backend_of("cuda", rig)
-    batch = rig.batch([1, 1, 1])
+    batch = rig.batch(new)
+    assert not backend.can_run_prefill_cuda_graph(batch)
     backend.mark.note(batch.rids, False)
+    assert backend.can_run_prefill_cuda_graph(batch)
     copied = dataclasses.replace(batch, positions=batch.positions.clone())
     stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
     assert torch.equal(rig.forward(backend, copied), stock)
     # Another batch of the same requests was not looked at.
     rig.check(backend, dataclasses.replace(batch, rids=list(batch.rids)))
-
-
-def test_prefill_graphs_run_what_is_not_shifted() -> None:
-    rig = Rig(shifted=0.5)
-    backend = backend_of("cuda", rig)
-    batch = rig.batch([1, 7, 300])
-    assert not backend.can_run_prefill_cuda_graph(batch)
-    backend.mark.note(batch.rids, False)
-    assert backend.can_run_prefill_cuda_graph(batch)
 
 
 @pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
@@ -101,33 +92,23 @@ def test_sglangs_backend_is_behind_ours(name: str) -> None:
     for attribute in theirs - vars(SharedSlotReads).keys() - vars(PagedBackend).keys():
         assert getattr(made, attribute) is getattr(stock, attribute)
 
-
-@pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
-def test_other_devices_are_refused(name: str) -> None:
-    rig = Rig(shifted=0.0)
-    with pytest.raises(
-        ValueError, match=f"--x y over --attention-backend {name} needs an NVIDIA GPU.*cpu"
-    ):
-        attention.make_cuda(runner_of(rig), name, None, requested_by="--x y")
+    # On other devices it is refused.
+    over = f"--x y over --attention-backend {name} needs an NVIDIA GPU.*cpu"
+    with pytest.raises(ValueError, match=over):
+        attention.make_cuda(runner_of(Rig(shifted=0.0)), name, None, requested_by="--x y")
 
 
 @pytest.mark.parametrize(
-    ("field", "flag"),
-    [
-        ("enable_pdmux", "--enable-pdmux"),
-        ("enable_two_batch_overlap", "--enable-two-batch-overlap"),
-        ("enable_mis", "--enable-mis"),
-        ("enable_torch_compile", "--enable-torch-compile"),
-        ("enable_deterministic_inference", "--enable-deterministic-inference"),
-    ],
+    "flag",
+    ["pdmux", "two-batch-overlap", "mis", "torch-compile", "deterministic-inference"],
 )
-def test_flags_in_the_way_are_named(field: str, flag: str) -> None:
+def test_flags_in_the_way_are_named(flag: str) -> None:
     asked = "--reasoncache-positions corrected over --attention-backend flashinfer"
-    args = compat.ServerArgs(model_path="none", device="cpu")
+    args, field = compat.ServerArgs(model_path="none", device="cpu"), flag.replace("-", "_")
     refusals.check_corrected(args, asked)
-    assert not getattr(args, field)
-    setattr(args, field, True)
-    with pytest.raises(ValueError, match=f"{asked} cannot be combined with: {flag} "):
+    assert getattr(args, f"enable_{field}") is False
+    setattr(args, f"enable_{field}", True)
+    with pytest.raises(ValueError, match=f"{asked} cannot be combined with: --enable-{flag} "):
         refusals.check_corrected(args, asked)
 
 
@@ -153,10 +134,8 @@ def test_a_policy_that_evicts_or_selects_asks_for_our_kernels(positions: str, po
         return attention.attention_backend(runner, config, "triton", lambda _runner: stock, cached)
 
     assert made("reasoncache") == (stock, attention.AttentionParts())
-    with pytest.raises(
-        ValueError,
-        match=f"--reasoncache-policy {re.escape(policy)} over --attention-backend triton needs",
-    ):
+    flag = f"--reasoncache-policy {re.escape(policy)}"
+    with pytest.raises(ValueError, match=f"{flag} over --attention-backend triton needs"):
         made(policy)
     runner.prefill_attention_backend_str = "flashinfer"
     assert made(policy) == (stock, attention.AttentionParts(skips_evicted=False))

@@ -46,13 +46,11 @@ def test_only_the_request_whose_block_was_redirected(publish: str) -> None:
     assert world.allocator.has_shifted_slots
     prefill(world, one)
     assert not world.has_shifted(one) and not tree.reads_shifted([one])
-
-
-def test_copied_blocks_stay_where_cached() -> None:
-    world = world_of("exact", apply="copy")
-    req = start(world)
-    share(world, req)
-    assert not world.has_shifted(req) and not world.tree.reads_shifted([req])
+    # Copied blocks stay where cached.
+    world = world_of(publish, apply="copy")
+    one = start(world)
+    share(world, one)
+    assert not world.has_shifted(one) and not world.tree.reads_shifted([one])
 
 
 def test_a_prefix_from_an_aliased_node_is_shifted_behind_its_first_shared_position() -> None:

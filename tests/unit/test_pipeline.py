@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,13 +20,13 @@ from sglang_reasoncache.sharing.decision import BlockProposal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.ranks import Ranks
 from sglang_reasoncache.sharing.stats import SharingStats
+from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import OUTPUT as OUTPUT
 from tests.property.world import PROMPT as PROMPT
 from tests.property.world import (
     Pair,
     Setup,
     World,
-    assert_empty,
     decode,
     finish,
     prefill,
@@ -34,8 +34,6 @@ from tests.property.world import (
     retract,
     start,
 )
-
-pytestmark = pytest.mark.usefixtures("published_config")
 
 SETUP = Setup(page=1, block=4, slots=120, publish="exact")
 
@@ -57,25 +55,6 @@ class SlowMeter(BlockMeter):
 
         measured.__class__ = Slow
         return measured
-
-
-@pytest.fixture(autouse=True)
-def everything_comes_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """At the end of each test every request is finished, and then every slot is free."""
-    made: list[World] = []
-
-    class Noted(World):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setitem(globals(), "World", Noted)
-    yield
-    for world in made:
-        for req in list(world.requests):
-            if req.kv.holds_kv:
-                finish(world, req)
-        assert_empty(world)
 
 
 @pytest.fixture
@@ -203,7 +182,7 @@ def test_a_decision_survives_retraction_after_retraction() -> None:
     assert world.controller.live_positions == 8
 
 
-def test_results_of_a_request_that_disappeared_are_refused() -> None:
+def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back: list) -> None:
     """Aborted while it waited to be scheduled again, it is never released."""
     world = World(SETUP)
     req = start(world)
@@ -213,6 +192,7 @@ def test_results_of_a_request_that_disappeared_are_refused() -> None:
     retract(world, req)
     collector = threading.Thread(target=lambda held: held.clear(), args=([req],))
     del req
+    everything_comes_back.clear()
     collector.start()
     collector.join()
     gc.collect()
