@@ -393,17 +393,11 @@ def test_evictions_that_the_tree_owns_by_now_stay_undone() -> None:
     other.output_ids.append(1)
 
 
-def prompted(world: World, exact_only: bool) -> Req:
-    """A request whose prompt is there, and no more."""
-    req = world.request("r", PROMPT, exact_only, None)
-    prefill(world, req)
-    req.output_ids.append(1)
-    return req
-
-
 def test_an_opted_out_request_is_never_asked_about() -> None:
     world = world_of(SINGLE, StreamingLLM(budget=10, slack=1, recent=1))
-    req = prompted(world, True)
+    req = world.request("r", PROMPT, True, None)
+    prefill(world, req)
+    req.output_ids.append(1)
     for i in range(30):
         decode(world, req, i)
     assert world.controller.after_decode([req]) == 0
@@ -417,7 +411,9 @@ def test_an_opted_out_request_is_never_asked_about() -> None:
 def test_a_budget_holds_from_step_to_step(setup: Setup) -> None:
     budget, slack = 20, 4
     world = world_of(setup, StreamingLLM(budget=budget, slack=slack, recent=1))
-    req = prompted(world, False)
+    req = world.request("r", PROMPT, False, None)
+    prefill(world, req)
+    req.output_ids.append(1)
     for i in range(80):
         steps(world, req, 1, first=i)
         row = world.row(req)

@@ -26,15 +26,27 @@ from sglang_reasoncache.eviction.policies.rkv import RKV, redundancy
 from sglang_reasoncache.eviction.policies.snapkv import SnapKV
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 from sglang_reasoncache.policy_options import OptionError
-from tests.eviction.views import (
-    GivenKeys,
-    cosine,
-    highest,
-    positions,
-    random_keys,
-    random_weights,
-    view,
-)
+from tests.eviction.views import GivenKeys, positions, view
+
+
+def random_keys(held: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    # Heads and layers of very different length, as models have them.
+    scale = torch.rand(3, 1, 2, 1, generator=generator) * 20 + 0.1
+    return (torch.randn(3, held, 2, 8, generator=generator) + 0.5) * scale
+
+
+def random_weights(held: int, seed: int, queries: int = 40) -> np.ndarray:
+    return np.random.default_rng(seed).dirichlet(np.full(held, 0.3), queries)
+
+
+def highest(scores: Iterable[float], among: Iterable[int], count: int) -> list[int]:
+    by_position = list(scores)
+    return sorted(sorted(among, key=lambda at: -by_position[at])[:count])
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(a @ b / (a.norm() * b.norm()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +164,8 @@ def test_excess_has_slack(policy: Evictor, written: int, held: int, excess: int)
 
 PEAK, SEVEN = np.eye(12)[[6] * 8], np.array([[0.6, 0.4, 0.2, 0.5, 0.1, 0.1, 0.1]])
 FALLING = np.full((1, 10), 1.0) - np.arange(10) / 100
+POOLING = RKV(budget=1, mix=1.0, recent=1, kernel=3)
+BESIDE = view(15, PEAK, gone=[6, 7, 8], keys=torch.ones(1, 12, 1, 4))
 STREAMING, DONE = StreamingLLM(budget=10, recent=1), SnapKV(budget=20, window=4, recent=1)
 
 
@@ -167,12 +181,7 @@ STREAMING, DONE = StreamingLLM(budget=10, recent=1), SnapKV(budget=20, window=4,
         (STREAMING, view(30, page=4), 13, [*range(4, 20)]),
         (StreamingLLM(budget=10, recent=1, sinks=5), view(30, page=4), 4, [8, 9, 10, 11]),
         # Neighbours are those in the cache, whatever was between them.
-        (
-            RKV(budget=1, mix=1.0, recent=1, kernel=3),
-            view(15, PEAK, gone=[6, 7, 8], keys=torch.ones(1, 12, 1, 4)),
-            8,
-            [0, 1, 2, 3, 4, 11, 12, 13],
-        ),
+        (POOLING, BESIDE, 8, [0, 1, 2, 3, 4, 11, 12, 13]),
         # More of the recent ones are kept than the half.
         (H2O(budget=4, recent=1), view(7, SEVEN), 3, [1, 2, 4]),
         (H2O(budget=4, recent=5), view(7, SEVEN), 3, [0, 1]),
@@ -185,9 +194,7 @@ STREAMING, DONE = StreamingLLM(budget=10, recent=1), SnapKV(budget=20, window=4,
         (DONE, view(30, random_weights(30, 1), prompt=25, owned=25), 10, []),
     ],
 )
-def test_what_goes_by_hand(
-    policy: Evictor, now: RequestView, excess: int, expected: list[int]
-) -> None:
+def test_by_hand(policy: Evictor, now: RequestView, excess: int, expected: list[int]) -> None:
     assert positions(policy.evict(now, excess)) == expected
 
 
@@ -381,11 +388,10 @@ def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
 
 def test_pooling_by_hand() -> None:
     scores = np.array([1.0, 5.0, 0.0, 2.0])
-    assert pooled(scores, 3, "max").tolist() == [5, 5, 5, 2]
+    for width, best in ((3, [5, 5, 5, 2]), (2, [1, 5, 5, 2]), (9, [5, 5, 5, 5])):
+        assert pooled(scores, width, "max").tolist() == best
     assert pooled(scores, 3, "avg").tolist() == pytest.approx([2, 2, 7 / 3, 2 / 3])
     assert pooled(scores, 1, "avg").tolist() == scores.tolist()
-    assert pooled(scores, 2, "max").tolist() == [1, 5, 5, 2]
-    assert pooled(scores, 9, "max").tolist() == [5, 5, 5, 5]
     assert pooled(scores[:0], 3, "max").tolist() == []
 
 

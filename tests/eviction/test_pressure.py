@@ -6,11 +6,9 @@ from __future__ import annotations
 import pytest
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 from sglang_reasoncache.eviction.pressure import PoolPressure, pool_use
-from sglang_reasoncache.registry import parse
 from tests.eviction.rows import SETUPS, SINGLE, world_of
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import PROMPT, Pair, Setup, World, decode, finish, prefill, propose
@@ -149,13 +147,3 @@ def test_sharing_comes_first() -> None:
     world.controller.after_decode([req])
     assert state(world, req).live_positions == 8
     assert evicted(world, req) == 0
-
-
-def test_spelling() -> None:
-    text = "reasoncache+streamingllm:budget=64:when=0.9:until=0.8"
-    [(_, policy)] = parse(text).evictors
-    assert (policy.when, policy.until) == (0.9, 0.8)  # type: ignore[attr-defined]
-    assert parse(text.replace(":", ",").replace("llm,", "llm:")) == parse(text)
-    for wrong in ("when=1", "when=-0.1", "when=nan", "when=0.5:until=0.6", "until=0.5"):
-        with pytest.raises(ConfigError, match="(when|until) of streamingllm"):
-            ReasonCacheConfig(policy=f"streamingllm:budget=64:{wrong}")

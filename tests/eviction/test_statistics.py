@@ -33,7 +33,7 @@ from sglang_reasoncache.plugin import attention
 from tests.triton_runs import INTERPRETED, under_interpreter
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.unit.attention_rig import LENGTHS, Rig, supported_runner
+from tests.unit.attention_rig import LENGTHS, Rig
 from tests.unit.test_attention_cuda_graph import LENGTHS as SHORT
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
 from tests.unit.test_attention_cuda_graph import ranks as ranks
@@ -43,10 +43,12 @@ on_host = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")
 
 ROWS, WIDTH, SLOTS = 5, 90, 600
 WANTED = StatisticsNeeds(latest=4, total=True, prompt=6)
+#: What this process tests.
+KIND: type[AttentionStatistics] = DeviceStatistics if INTERPRETED else AttentionStatistics
 
 
 class World:
-    """Rows that are built, grow, get evicted positions and are built anew, and all weights ever given."""
+    """Rows that are built, grow, get evicted positions and are built anew, and all weights given."""
 
     def __init__(self, seed: int, wanted: StatisticsNeeds) -> None:
         self.random = random.Random(seed)
@@ -55,24 +57,26 @@ class World:
         self.wanted = wanted
         #: Of each row, how many requests got it.
         self.generations = torch.zeros(ROWS, dtype=torch.int64)
-        self.statistics: Any = self.made()
+        self.statistics: Any = KIND(self.rows, self.generations, wanted)
+        #: Of decode steps on a device, in buffers that stay.
+        self.weights = torch.zeros(8 * WIDTH) if INTERPRETED else None
+        self.buffers = PlanBuffers.of(8, 8 * WIDTH, "cpu", positions=True)
         self.length = [0] * ROWS
         #: Rows of requests some of whose positions were computed.
         self.begun: set[int] = set()
         #: Of each row: query position -> weights of the positions it saw.
         self.given: list[dict[int, torch.Tensor]] = [{} for _ in range(ROWS)]
 
-    #: Of decode steps on a device, in buffers that stay.
-    weights: torch.Tensor | None = None
-
-    def made(self) -> AttentionStatistics:
-        """What is tested."""
-        return AttentionStatistics(self.rows, self.generations, self.wanted)
-
     def planned(self, requests: torch.Tensor, lengths: torch.Tensor, decodes: bool) -> BatchRows:
         """What a forward reads."""
-        plan = plan_rows(self.rows, requests, lengths, num_slots=SLOTS)
-        return BatchRows(plan, requests, lengths, int(lengths.max()))
+        if not INTERPRETED:
+            plan = plan_rows(self.rows, requests, lengths, num_slots=SLOTS)
+            return BatchRows(plan, requests, lengths, int(lengths.max()))
+        plan_into(self.buffers, self.rows, requests, lengths, num_slots=SLOTS)
+        if not decodes:
+            return BatchRows(self.buffers, requests, lengths, int(lengths.max()))
+        # As in a graph: SGLang's buffers, written anew before each replay.
+        return BatchRows(self.buffers, requests.clone(), lengths.clone(), WIDTH)
 
     def forward(self, requests: list[int], new: list[int] | None) -> None:
         counts = new or [1] * len(requests)
@@ -161,30 +165,9 @@ class World:
             torch.testing.assert_close(found, sum(some) / len(some), rtol=1e-5, atol=1e-6)
 
 
-class DeviceWorld(World):
-    """Its weights go the way of a GPU, decode steps in buffers that stay."""
-
-    def made(self) -> DeviceStatistics:
-        self.buffers = PlanBuffers.of(8, 8 * self.rows.shape[1], "cpu", positions=True)
-        self.weights = torch.zeros(8 * self.rows.shape[1])
-        return DeviceStatistics(self.rows, self.generations, self.wanted)
-
-    def planned(self, requests: torch.Tensor, lengths: torch.Tensor, decodes: bool) -> BatchRows:
-        plan_into(self.buffers, self.rows, requests, lengths, num_slots=SLOTS)
-        if not decodes:
-            return BatchRows(self.buffers, requests, lengths, int(lengths.max()))
-        # As in a graph: SGLang's buffers, written anew before each replay.
-        return BatchRows(self.buffers, requests.clone(), lengths.clone(), self.rows.shape[1])
-
-
 def dense_weights(rig: Rig, batch: Any, queries: int) -> list[torch.Tensor]:
     """fp64 sums over heads and the last ``queries`` of each row, by position."""
     return [weights[:, -queries:].sum(dim=(0, 1)) for _, weights in rig.dense(batch)]
-
-
-#: What this process tests.
-KIND: type[AttentionStatistics] = DeviceStatistics if INTERPRETED else AttentionStatistics
-TESTED: type[World] = DeviceWorld if INTERPRETED else World
 
 
 # -- on a host and on a device ---------------------------------------------------
@@ -213,7 +196,7 @@ def test_sums_are_those_of_all_weights_given(
 
     monkeypatch.setattr(AttentionStatistics, "_allocated", spoiled)
     monkeypatch.setattr(statistics, "_LEAST", 4)
-    world, checked = TESTED(seed, wanted), 0
+    world, checked = World(seed, wanted), 0
     for _ in range(80 if INTERPRETED else 150):
         world.step()
         row = world.random.randrange(ROWS)
@@ -225,7 +208,7 @@ def test_sums_are_those_of_all_weights_given(
 
 def test_nothing_of_the_last_request_in_a_row_is_left() -> None:
     """The next one finds as many positions cached as the last one had reached."""
-    world = TESTED(1, WANTED)
+    world = World(1, WANTED)
     world.begin(2, 0)
     for _ in range(5):
         world.forward([2], None)
@@ -242,7 +225,7 @@ def test_without_memory_positions_count_as_never_looked_at(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only until another request gets the row."""
-    world = TESTED(1, WANTED)
+    world = World(1, WANTED)
     world.begin(2, 0)
     real = torch.empty
 
@@ -339,7 +322,7 @@ def test_backend_gives_weights_and_computes_the_same(
     rig = Rig(shifted=0.0, heads=6)
     batch = rig.batch(new)
     decode = batch.forward_mode.is_decode()
-    backend = PagedCpuBackend(supported_runner(rig), rig.cached_at)
+    backend = PagedCpuBackend(rig.runner, rig.cached_at)
     plain = rig.forward(backend, batch)
     found = backend.paged.keep_statistics(StatisticsNeeds(latest=5, total=True, prompt=5))
     before = [length - 1 for length in rig.lengths]
@@ -389,7 +372,7 @@ def test_weights_are_averaged_over_heads() -> None:
 def test_memory_of_rows_without_an_owner_is_given_back_when_it_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = DeviceWorld(1, WANTED)
+    world = World(1, WANTED)
     unowned: list[int] = []
     world.statistics = DeviceStatistics(world.rows, world.generations, WANTED, lambda: unowned)
     for row in (1, 2):
@@ -439,13 +422,7 @@ def test_rows_and_positions_out_of_range_are_left_alone() -> None:
     assert not weights[:615].any() and weights[615:].all()
     changed = (memory != 7).nonzero().tolist()
     assert changed == [[999 % 4, 0], [999 % 4, 255], [4, 0], [4, 255]]
-
-
-@under_interpreter
-def test_without_positions_nothing_is_written() -> None:
-    """A query before the first position has no place in the memory."""
-    found = DeviceStatistics(torch.zeros(4, 600).int(), torch.zeros(4).long(), WANTED)
-    found.begin([2], [10], None)
+    # A query before the first position has no place in the memory.
     around = torch.full((3, 5, 256), 7.0)
     found._bases[2] = around[1].data_ptr()
     buffers = PlanBuffers.of(2, 20, "cpu", positions=True)

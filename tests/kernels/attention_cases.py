@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools, rows and expected results for the tests of paged attention.
-
-Expectations take another route: plain Python over positions, keys rotated by complex
-multiplication, dense softmax, all in double precision over the values as stored.
-"""
+"""Pools, rows and expected results for the tests of paged attention. Expectations take another
+route: plain Python over positions, keys rotated by complex multiplication, dense softmax, all in
+double precision over the values as stored."""
 
 from __future__ import annotations
 
@@ -28,13 +26,7 @@ TOLERANCE = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One pool, and rows of ``lengths`` positions in it.
-
-    Attributes:
-        shared: Share of the entries whose slot was cached at another position.
-        evicted: Share of the positions that were evicted; 1 leaves one entry a row.
-        layout: Of ``LAYOUTS``.
-    """
+    """One pool, and rows of ``lengths`` positions in it."""
 
     lengths: tuple[int, ...] = (0, 1, 19, 989)
     heads: int = 4
@@ -45,9 +37,9 @@ class Case:
     is_neox: bool = True
     dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype = torch.bfloat16
-    shared: float = 0.3
-    evicted: float = 0.0
-    layout: str = "halves"
+    shared: float = 0.3  # of the entries: their slot was cached at another position
+    evicted: float = 0.0  # of the positions; 1 leaves one entry a row
+    layout: str = "halves"  # of LAYOUTS
 
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -117,16 +109,12 @@ class Rig:
             row = self.rows[request, :length].tolist()
             entries += [(s, at - int(self.cached_at[s])) for at, s in enumerate(row) if s >= 0]
             indptr.append(len(entries))
-        indices, shift = [slot for slot, _ in entries], [by for _, by in entries]
-        return RowPlan(
-            torch.tensor(indptr, dtype=torch.int32),
-            torch.tensor(indices, dtype=torch.int32),
-            torch.tensor(shift, dtype=torch.int32) if any(shift) else None,
-        )
+        indices, shift = torch.tensor(entries, dtype=torch.int32).view(-1, 2).T.contiguous()
+        return RowPlan(torch.tensor(indptr).int(), indices, shift if shift.any() else None)
 
     def rotated(self, plan: RowPlan) -> torch.Tensor:
         """fp64 keys of the plan's entries where they are used, ``[total, kv_heads, k_dim]``."""
-        keys = double(self.keys)[plan.kv_indices.long()]
+        keys = self.keys.float()[plan.kv_indices.long()].double()
         if plan.shift is None or self.rotation is None:
             return keys
         by, rotation = plan.shift.long(), self.rotation
@@ -146,7 +134,7 @@ class Rig:
         entry's weights added up over the heads."""
         begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
         query = self.query if query is None else query
-        keys, values = self.rotated(plan), double(self.values)[plan.kv_indices.long()]
+        keys, values = self.rotated(plan), self.values.float()[plan.kv_indices.long()]
         out = torch.zeros((*query.shape[:2], self.case.v_dim), dtype=torch.float64)
         sums = [torch.zeros(0, dtype=torch.float64)]
         for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
@@ -173,9 +161,8 @@ def make(case: Case, seed: int = 3) -> Rig:
     order = torch.randperm(num_slots - 1, generator=generator) + 1
     requests = torch.randperm(len(case.lengths) + 2, generator=generator)[: len(case.lengths)]
     used = torch.zeros(num_slots, dtype=torch.bool)
-    for request, slots in zip(
-        requests.tolist(), order[:total].split(list(case.lengths)), strict=True
-    ):
+    own = order[:total].split(list(case.lengths))
+    for request, slots in zip(requests.tolist(), own, strict=True):
         count = len(slots)
         at = torch.arange(count)
         cached_at[slots] = at
@@ -196,13 +183,13 @@ def make(case: Case, seed: int = 3) -> Rig:
         used[slots[~evicted]] = True
     for buffer in (keys, values):
         poison(buffer, ~used)
-    query = torch.randn((len(case.lengths), case.heads, case.k_dim), generator=generator).to(
-        case.query_dtype
+    query = torch.randn((len(case.lengths), case.heads, case.k_dim), generator=generator)
+    lengths, rotation = (
+        torch.tensor(case.lengths).long(),
+        make_rotation(case.rotary_dim, case.is_neox),
     )
-    return Rig(
-        case, keys, values, rows.to(torch.int32), requests, torch.tensor(case.lengths, dtype=torch.int64),
-        cached_at.to(torch.int32), make_rotation(case.rotary_dim, case.is_neox), query,
-    )  # fmt: skip
+    sides = keys, values, rows.int(), requests, lengths, cached_at.int()
+    return Rig(case, *sides, rotation, query.to(case.query_dtype))
 
 
 def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
@@ -210,10 +197,6 @@ def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
     filled = buffer.float()
     filled[where] = float("nan")
     buffer.copy_(filled.to(buffer.dtype))
-
-
-def double(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.float().double()
 
 
 def assert_plans(found: RowPlan, expected: RowPlan) -> None:

@@ -69,37 +69,28 @@ def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:
     return RowPlan(plan.kv_indptr.cpu(), plan.kv_indices[:total].cpu(), shift)
 
 
-def decode(
-    rig: Rig, backend: str, plan: RowPlan, query: torch.Tensor | None = None, **options: Any
-) -> torch.Tensor:
+def decode(rig: Rig, backend: str, plan: RowPlan, **options: Any) -> torch.Tensor:
     """On the host."""
-    query = placed(rig.query if query is None else query, backend)
-    options = {name: placed(value, backend) for name, value in options.items()}
-    plan = placed(plan, backend)
-    return decode_attention(query, kv_of(rig, backend), plan, scale=rig.scale, **options).cpu()
+    given = {"query": rig.query, "plan": plan, **options}
+    arguments: Any = {name: placed(value, backend) for name, value in given.items()}
+    return decode_attention(kv=kv_of(rig, backend), scale=rig.scale, **arguments).cpu()
 
 
 def assert_decode(
-    rig: Rig,
-    backend: str,
-    plan: RowPlan,
-    query: torch.Tensor | None = None,
-    *,
-    atol: float | None = None,
-    weights: bool = True,
+    rig: Rig, backend: str, plan: RowPlan, atol: float | None = None, weights: bool = True,
     **options: Any,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The output is that of dense attention, with weights bit for bit the same. Weights are added
     to what is there; what the vector has besides stays."""
-    out = decode(rig, backend, plan, query, **options)
-    named = dict(cap=options.get("logit_cap", 0.0), query=query, sinks=options.get("sinks"))
-    expected, expected_weights = rig.expected(plan, options.get("spans"), **named)
+    out = decode(rig, backend, plan, **options)
+    named = {name.removeprefix("logit_"): value for name, value in options.items()}
+    expected, expected_weights = rig.expected(plan, **named)
     assert_attention(out, expected, atol)
     if weights:
         entries, spare = len(expected_weights), 9 if backend == "triton" else 0
         found = placed(torch.ones(entries + spare), backend)
         more = dict(weights=found, longest=max(rig.case.lengths, default=0))
-        assert torch.equal(decode(rig, backend, plan, query, **options, **more), out)
+        assert torch.equal(decode(rig, backend, plan, **options, **more), out)
         found = found.cpu().double() - 1
         assert not found[entries:].any()
         rtol, atol = (1e-3, 2e-5) if spare else (1e-4, 2e-6)
@@ -158,7 +149,7 @@ def test_queries_may_read_the_same_entries(backend: str, monkeypatch: pytest.Mon
     sides = (0, 0, 5, 300, 7, 1, 299, 40), (300, 299, 5, 301, 50, 2, 319, 40)
     begin, end = (torch.tensor(side, dtype=torch.int32) for side in sides)
     query = rig.query[[0, 0, 1, 1, 0, 1, 0, 1]]
-    assert_decode(rig, backend, plan, query, spans=(begin, end))
+    assert_decode(rig, backend, plan, query=query, spans=(begin, end))
 
 
 def test_queries_may_be_strided(backend: str) -> None:
@@ -168,7 +159,7 @@ def test_queries_may_be_strided(backend: str) -> None:
     batch, heads, dim = rig.query.shape
     wide = torch.full((batch, heads + 3, dim + 8), float("nan"), dtype=rig.query.dtype)
     wide[:, 1 : heads + 1, 8:] = rig.query
-    found = decode(rig, backend, plan, wide[:, 1 : heads + 1, 8:])
+    found = decode(rig, backend, plan, query=wide[:, 1 : heads + 1, 8:])
     assert torch.equal(found, decode(rig, backend, plan))
 
 
@@ -252,16 +243,16 @@ def test_extend_sees_up_to_itself(
     query = torch.randn((sum(new), 6, rig.case.k_dim)).to(dtype)
     extend_plan = ExtendPlan(plan, new, dtype, singly=singly)
     out = extend_attention(query, kv_of(rig, host_backend), extend_plan, scale=rig.scale)
-    begin: list[int] = []
-    end: list[int] = []
-    for count, first, last in zip(new, plan.kv_indptr, plan.kv_indptr[1:], strict=False):
-        begin += [int(first)] * count
-        end += range(int(last) - count + 1, int(last) + 1)
-    expected, _ = rig.expected(plan, (torch.tensor(begin), torch.tensor(end)), query)
+    ends = plan.kv_indptr.tolist()
+    seen = [
+        (first, last - later)
+        for count, first, last in zip(new, ends, ends[1:], strict=False)
+        for later in reversed(range(count))
+    ]
+    begin, end = torch.tensor(seen).T
+    expected, _ = rig.expected(plan, (begin, end), query)
     # PyTorch's fused attention rounds weights, and a gathered key is rounded once more.
-    torch.testing.assert_close(
-        out.double(), expected, rtol=0, atol=2e-5 if dtype == torch.float32 else 3e-2
-    )
+    assert_attention(out, expected, 2e-5 if dtype == torch.float32 else 3e-2)
 
 
 def test_extend_plans_say_what_they_cannot_read() -> None:

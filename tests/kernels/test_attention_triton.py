@@ -74,7 +74,7 @@ def test_weights_have_limits(launch: int, monkeypatch: pytest.MonkeyPatch) -> No
     def weights_of(size: int, longest: int) -> torch.Tensor:
         weights = torch.zeros(size, device=DEVICE)
         options = dict(spans=spans, sinks=sinks, logit_cap=3.0, weights=weights, longest=longest)
-        decode(rig, "triton", plan, query, **options)
+        decode(rig, "triton", plan, query=query, **options)
         return weights.cpu()
 
     found = weights_of(len(expected), 300)

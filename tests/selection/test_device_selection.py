@@ -21,7 +21,7 @@ from tests.selection.test_page_selection import NONSENSE, selection_on_host, wro
 from tests.triton_runs import INTERPRETED, under_interpreter
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.unit.attention_rig import TOLERANCE, Rig, supported_runner
+from tests.unit.attention_rig import TOLERANCE, Rig
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
 from tests.unit.test_attention_cuda_graph import ranks as ranks
 
@@ -34,16 +34,6 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         paged = functools.partial(PagedKv, backend="triton")
         monkeypatch.setattr(page_bounds, "PagedKv", paged)
-
-
-class Wasteful(Quest):
-    """Reads its tensors on the host."""
-
-    poll: Any = None
-
-    def keep(self, shares: Any, held: Any, newest: Any, page: int) -> Any:
-        self.poll(shares, held)
-        return super().keep(shares, held, newest, page)
 
 
 WAITS = {
@@ -188,7 +178,7 @@ def test_decode_reads_what_was_selected(monkeypatch: pytest.MonkeyPatch) -> None
 @under_interpreter
 def test_the_newest_page_is_read_whatever_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_of([70, 19, 41])
-    policy = wrong(lambda keep, _newest: torch.zeros_like(keep), budget=24)
+    policy = wrong(lambda keep, *_: torch.zeros_like(keep), budget=24)
     backend = noted(rig, triton_backend(rig, monkeypatch), policy)
     for runner in (backend, Graphs(rig, backend)):
         before = backend.paged.selection.describe()["refusals"].get("newest", 0)
@@ -228,10 +218,8 @@ def test_statistics_of_what_was_selected(monkeypatch: pytest.MonkeyPatch) -> Non
     """What was left out weighs nothing, the rest sums to one a head; in host memory, or on a
     device with a shifted page, eager and in graphs."""
     rig = rig_of([70, 12, 40], shifted=(3,) if INTERPRETED else ())
-    if INTERPRETED:
-        backend = triton_backend(rig, monkeypatch)
-    else:
-        backend = PagedCpuBackend(supported_runner(rig), rig.cached_at)
+    on_host = PagedCpuBackend(rig.runner, rig.cached_at)
+    backend: Any = triton_backend(rig, monkeypatch) if INTERPRETED else on_host
     statistics = backend.paged.keep_statistics(StatisticsNeeds(latest=1, total=True))
     noted(rig, backend)
     for runner in (backend, Graphs(rig, backend)) if INTERPRETED else (backend,):
@@ -253,13 +241,14 @@ def test_a_selector_that_waits_is_refused_at_the_start(
 ) -> None:
     rig = rig_of([70, 12])
     backend = triton_backend(rig, monkeypatch)
-    policy = Wasteful(budget=24, whole_layers=0)
-    object.__setattr__(policy, "poll", poll)
+    slow = wrong(lambda keep, _newest, *given: (keep, poll(*given))[0], budget=24)
     with pytest.raises(ValueError, match="--reasoncache-policy slow: keep .* waits for the device"):
-        backend.paged.select("slow", policy)
+        backend.paged.select("slow", slow)
     assert backend.paged.selection is None and not backend.paged.always_needed
-    object.__setattr__(policy, "poll", lambda shares, _held: shares[:, torch.tensor([0, 1])])
-    assert backend.paged.select("fast", policy).describe()["positions_held"] == 0
+    fast = wrong(
+        lambda keep, _newest, shares, _held: (keep, shares[:, torch.tensor([0, 1])])[0], 24
+    )
+    assert backend.paged.select("fast", fast).describe()["positions_held"] == 0
 
 
 @under_interpreter

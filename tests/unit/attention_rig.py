@@ -22,9 +22,8 @@ CONTEXT = 1024
 LENGTHS = [1, 19, 989]
 FREQUENCIES = BASE ** (-torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
 
-#: fp32: angles of up to 1024 radians are off by 1024 * 2**-24, which the softmax
-#: turns into an error of the same order; bf16: keys, probabilities and the
-#: result are each rounded to 8 bits, for values of about 1.
+#: fp32: angles of up to 1024 radians are off by 1024 * 2**-24, and so are weights; bf16: keys,
+#: weights and the result are each rounded to 8 bits, for values of about 1.
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 3e-2}
 
 
@@ -41,8 +40,8 @@ BATCHES = {
 class Rig:
     """A pool with rows of random keys, a share of them (``shifted``) cached for another position.
 
-    ``lengths`` include the newest token. ``interleaved``: GPT-J pairing of dims. ``notes_shifted``:
-    the allocator has seen slots shared, even if no row holds one now.
+    ``interleaved``: GPT-J pairing of dims. ``notes_shifted``: the allocator has seen slots shared,
+    even if no row holds one now.
     """
 
     def __init__(
@@ -85,6 +84,8 @@ class Rig:
             stays = torch.rand(at.shape, generator=generator) >= shifted
             self.cached_at.record(slots, torch.where(stays, at, elsewhere))
         rope = factory.get_rope(DIM, DIM, CONTEXT, BASE, not interleaved, None, torch.float32)
+        self.layer = RadixAttention(heads, DIM, DIM**-0.5, kv_heads, layer_id=1)
+        #: With what the start of a server on CUDA reads.
         self.runner: Any = SimpleNamespace(
             device="cpu",
             req_to_token_pool=self.rows,
@@ -93,10 +94,14 @@ class Rig:
                 has_shifted_slots=shifted > 0 or notes_shifted, has_evicted=False
             ),
             dtype=dtype,
-            model=torch.nn.ModuleList([rope]),
-            model_config=SimpleNamespace(context_len=CONTEXT),
+            model=torch.nn.ModuleList([rope, self.layer]),
+            model_config=SimpleNamespace(context_len=CONTEXT, is_encoder_decoder=False),
+            use_mla_backend=False,
+            spec_algorithm=SimpleNamespace(is_none=lambda: True),
+            is_draft_worker=False,
+            decode_attention_backend_str="triton",
+            server_args=SimpleNamespace(),
         )
-        self.layer = RadixAttention(heads, DIM, DIM**-0.5, kv_heads, layer_id=1)
 
     def batch(self, new: list[int]) -> ForwardBatch:
         """A forward that computes the last ``new`` tokens of each row; decode if one each."""
@@ -175,17 +180,6 @@ class Rig:
             hidden = evicted | (at > torch.arange(end - len(q), end)[:, None])
             found.append(dense(q, k, values[slots], DIM**-0.5, hidden=hidden, cap=cap))
         return found
-
-
-def supported_runner(rig: Rig) -> Any:
-    """The rig's runner with what start-up reads, and the layer in its model."""
-    runner = rig.runner
-    runner.use_mla_backend = False
-    runner.spec_algorithm = SimpleNamespace(is_none=lambda: True)
-    runner.model_config.is_encoder_decoder = False
-    if not any(isinstance(module, RadixAttention) for module in runner.model):
-        runner.model.append(rig.layer)
-    return runner
 
 
 #: What our attention does not support: a change of a rig, and how the refusal names it.

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All backends that correct positions, on the CPU, against dense attention in double precision.
-
-The CUDA mixin stands in front of SGLang's torch-native backend here: which forward goes where
-does not depend on the backend behind. More of it: ``test_attention_cuda.py``.
-"""
+"""All backends that correct positions, on the CPU, against dense attention in double precision. The
+CUDA mixin stands in front of SGLang's torch-native backend here: which forward goes where does not
+depend on the backend behind. More of it: ``test_attention_cuda.py``."""
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.attention.torch_native import CorrectedTorchNativeBackend
 from sglang_reasoncache.kernels import extend
-from tests.unit.attention_rig import BATCHES, TOLERANCE, UNSUPPORTED, Rig, supported_runner
+from tests.unit.attention_rig import BATCHES, TOLERANCE, UNSUPPORTED, Rig
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
@@ -37,16 +36,10 @@ class Backend(SharedSlotReads, TorchNativeAttnBackend):
     """As ``attention.backend_class`` makes them."""
 
 
-def made_of(kind: str, runner: Any, cached: Any) -> Any:
-    if kind == "torch_native":
-        return CorrectedTorchNativeBackend(runner, cached)
-    if kind == "reasoncache_cpu":
-        return PagedCpuBackend(runner, cached)
-    return Backend(runner, cached, requested_by=REQUESTED_BY)
-
-
 def backend_of(kind: str, rig: Rig, corrected: bool = True) -> Any:
-    return made_of(kind, supported_runner(rig), rig.cached_at if corrected else None)
+    made: Any = {"torch_native": CorrectedTorchNativeBackend, "reasoncache_cpu": PagedCpuBackend}
+    made["cuda"] = functools.partial(Backend, requested_by=REQUESTED_BY)
+    return made[kind](rig.runner, rig.cached_at if corrected else None)
 
 
 @KINDS
@@ -91,27 +84,19 @@ def test_shifted_keys_do_matter() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("notes_shifted", [False, True], ids=["never", "not-here"])
-@pytest.mark.parametrize("new", [[1, 1, 1], [1, 19, 300]], ids=["decode", "extend"])
-def test_torch_native_gives_the_stock_bits_where_nothing_is_shifted(
-    new: list[int], notes_shifted: bool, dtype: torch.dtype
-) -> None:
-    rig = Rig(shifted=0.0, dtype=dtype, notes_shifted=notes_shifted)
-    batch = rig.batch(new)
-    ours = rig.forward(backend_of("torch_native", rig), batch)
-    assert torch.equal(ours, rig.forward(TorchNativeAttnBackend(rig.runner), batch))
-
-
-@DTYPES
+@pytest.mark.parametrize("why", ["never shared", "not here", "as cached"])
 @ALL_BATCHES
-def test_as_cached_reads_what_stock_reads(new: list[int], dtype: torch.dtype) -> None:
-    rig = Rig(shifted=0.5, dtype=dtype)
-    batch = rig.batch(new)
-    cached_at = rig.cached_at.positions.clone()
-    ours = rig.forward(backend_of("reasoncache_cpu", rig, corrected=False), batch)
+def test_rows_are_read_as_stock_reads_them(new: list[int], why: str, dtype: torch.dtype) -> None:
+    """Bit for bit by torch-native where nothing is shifted, and as cached by our kernels."""
+    as_cached = why == "as cached"
+    rig = Rig(shifted=0.5 * as_cached, dtype=dtype, notes_shifted=why == "not here")
+    batch, cached_at = rig.batch(new), rig.cached_at.positions.clone()
+    backend = backend_of("reasoncache_cpu" if as_cached else "torch_native", rig, not as_cached)
+    ours = rig.forward(backend, batch)
     stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
-    torch.testing.assert_close(ours, stock, rtol=0, atol=TOLERANCE[dtype])
-    assert torch.equal(rig.cached_at.positions, cached_at)
+    atol = TOLERANCE[dtype] if as_cached else 0
+    torch.testing.assert_close(ours, stock, rtol=0, atol=atol)
+    assert not as_cached or torch.equal(rig.cached_at.positions, cached_at)
 
 
 @KINDS
@@ -230,16 +215,15 @@ def test_sinks_take_weight(new: list[int], kind: str) -> None:
 @pytest.mark.parametrize(("change", "message"), UNSUPPORTED)
 def test_what_is_not_supported_is_refused_by_name(change: Any, message: str, kind: str) -> None:
     rig = Rig(shifted=0.0)
-    supported_runner(rig)
     change(rig)
     flag = {"reasoncache_cpu": "--attention-backend reasoncache_cpu", "cuda": REQUESTED_BY}[kind]
     with pytest.raises(ValueError, match=f"{flag}.*{message}"):
-        made_of(kind, rig.runner, rig.cached_at)
+        backend_of(kind, rig)
 
 
 def test_positions_without_a_linear_rotation_are_refused() -> None:
     rig = Rig(shifted=0.0)
-    supported_runner(rig).model = torch.nn.ModuleList([rig.layer])
+    rig.runner.model = torch.nn.ModuleList([rig.layer])
     with pytest.raises(ValueError, match="rotary embedding"):
         PagedCpuBackend(rig.runner, rig.cached_at)
     PagedCpuBackend(rig.runner)

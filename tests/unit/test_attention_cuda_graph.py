@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two decode graphs a batch size, in front of SGLang's own Triton backend.
-
-Without a GPU: SGLang's and our Triton kernels run under Triton's interpreter, on
-CPU tensors. What a CUDA graph would replay is a capture's call with the state it
-was captured with, over the same buffers.
-"""
+"""Two decode graphs a batch size, in front of SGLang's own Triton backend. Without a GPU: SGLang's
+and our Triton kernels run under Triton's interpreter, on CPU tensors. What a CUDA graph would
+replay is a capture's call with the state it was captured with, over the same buffers."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ from tests.triton_runs import test_interpreted as test_interpreted
 from tests.triton_runs import under_interpreter
 from tests.unit.attention_rig import DIM, TOLERANCE, Rig
 from tests.unit.test_attention import REQUESTED_BY
-from tests.unit.test_attention_cuda import runner_of
 
 #: Requests that graphs are captured for; batches are padded to one of these.
 SIZES = (3, 1)
@@ -46,9 +42,8 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
 def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
     """Ours over SGLang's Triton backend, as a server's start makes it."""
-    runner = runner_of(rig)
+    runner = rig.runner
     runner.sliding_window_size, runner.gpu_id, runner.page_size = None, 0, 1
-    runner.is_draft_worker = False
     runner.decode_num_tokens_per_req = lambda: 1
     runner.kv_cache_dtype = rig.dtype
     runner.kv_index_translator = KVIndexTranslator(

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotating a cached key, with the rotary parameters of published models over their whole context.
-
-Hugging Face's module embeds a key for position s and for position t; rotated by t - s with
-SGLang's table, the first must be the second. Models without such a rotation are refused by name.
-"""
+Hugging Face's module embeds a key for position s and for position t; rotated by t - s with SGLang's
+table, the first must be the second. Models without such a rotation are refused by name."""
 
 from __future__ import annotations
 
