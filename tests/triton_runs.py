@@ -23,8 +23,12 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
 )
-#: Of the test that calls :func:`run_interpreted`.
-starts_interpreter = pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
+_SMALL = {
+    **dict.fromkeys(("decode_triton.SPLITS", "decode_triton.PIECES", "plan_triton.PIECES"), 4),
+    **{"note_triton.PIECES": 2, "note_triton.TILE": 16},
+    **{"select_triton.TILE": 8, "select_triton.PAGES": 4},
+}
+under_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
 
 
 def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
@@ -40,8 +44,10 @@ def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.Com
     )
 
 
-def run_interpreted(file: str) -> None:
-    """Run the tests of a file again, interpreted; they must pass, and there must be some."""
+@pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
+def test_interpreted(request: pytest.FixtureRequest) -> None:
+    """The tests of the file that imports this pass interpreted too, and there are some."""
+    file = str(request.path)
     done = interpreted("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert re.search(r"\b\d+ passed", done.stdout)
@@ -54,3 +60,11 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage().to(device=DEVICE)
     empty = torch.empty(0, dtype=tensor.dtype, device=DEVICE)
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+@pytest.fixture(autouse=True)
+def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles and programs for short rows; the interpreter takes 10 ms for an idle one."""
+    if INTERPRETED:
+        for name, value in _SMALL.items():
+            monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", value)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of evicting do with the requests of a world."""
+"""What tests do with the requests of a world, and that in the end every slot is free."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,32 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
-from tests.property.world import Setup, World, decode, start
+from tests.property.world import Setup, World, assert_empty, decode, finish, start
 
 SINGLE = Setup(page=1, block=4, slots=200, publish="exact")
 PAGED = Setup(page=4, block=4, slots=200, publish="exact")
 SETUPS = pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def everything_comes_back(
+    published_config: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[tuple[World, Req]]]:
+    """At the end all requests of all worlds finish, and then every slot is free."""
+    made: list[tuple[World, Req]] = []
+    request = World.request
+
+    def noted(world: World, *arguments: Any) -> Req:
+        made.append((world, request(world, *arguments)))
+        return made[-1][1]
+
+    monkeypatch.setattr(World, "request", noted)
+    yield made
+    for world, req in made:
+        if req.kv.holds_kv:
+            finish(world, req)
+    for world, _ in made:
+        assert_empty(world)
 
 
 def world_of(setup: Setup, *policies: Any, **options: Any) -> World:

@@ -13,11 +13,10 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang_reasoncache.eviction.policies.by_keys import KeyDiff
 from sglang_reasoncache.eviction.policies.by_position import StreamingLLM
 from sglang_reasoncache.eviction.policies.contract import Eviction, Policy
+from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.eviction.rows import refusals, steps, world_of
 from tests.property.world import Setup, World, decode, finish, retract
 from tests.unit.test_pipeline import state, used
-
-pytestmark = pytest.mark.usefixtures("everything_comes_back")
 
 #: Smaller than a prompt.
 SINGLE = Setup(page=1, block=4, slots=64, publish="exact")
@@ -102,38 +101,24 @@ def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind
     assert not refusals(world)
 
 
-def test_sinks_and_window_stay_and_admission_does_not_count_on_the_rest() -> None:
-    world = world_of(SINGLE, hard())
+@SETUPS
+def test_what_is_published_ends_at_the_first_evicted_position(setup: Setup) -> None:
+    """Nothing while the request runs, then what was computed before any evict: its sinks. Admission
+    does not count on the rest."""
+    world = world_of(setup, hard())
     req = start(world)
-    assert held(world, req) == [0, 1, 2, 3, *range(80, 100)]
+    assert setup == PAGED or held(world, req) == [0, 1, 2, 3, *range(80, 100)]
+    assert req.kv.cache_protected_len == 0 and world.tree.protected_size() == 0
     steps(world, req, 8, first=100)
     finish(world, req)
     assert world.controller.stats.positions_evicted > 50
     assert world.controller.forecast.credit == 0
-
-
-@SETUPS
-def test_what_is_published_ends_at_the_first_evicted_position(setup: Setup) -> None:
-    """Nothing while the request runs, then what was computed before any evict."""
-    world = world_of(setup, hard())
-    req = start(world)
-    assert req.kv.cache_protected_len == 0 and world.tree.protected_size() == 0
-    finish(world, req)
     assert world.tree.evictable_size() == used(world) == 4
     again = world.request("again", PROMPT, False, None)
     for _ in chunks(world, again):
         assert again.kv.cache_protected_len == 4
     # The tree's part stays, and counts.
     assert held(world, again)[:4] == [0, 1, 2, 3] and len(held(world, again)) <= BUDGET
-
-
-def test_a_request_without_an_eviction_is_published_whole() -> None:
-    world = world_of(SINGLE, hard())
-    req = start(world, prompt=PROMPT[:12])
-    assert world.tree.total_size() == 0
-    decode(world, req)
-    finish(world, req)
-    assert world.tree.evictable_size() == 13
 
 
 @SETUPS
@@ -188,7 +173,14 @@ def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: boo
     assert refusals(world) == {"tree_owned": 1}
 
 
-def test_an_opted_out_prompt_is_published_as_ever() -> None:
+def test_what_no_policy_touches_is_published_as_ever() -> None:
+    """A request without an eviction as a whole when it ends, an opted-out prompt chunk by chunk."""
+    world = world_of(SINGLE, hard())
+    req = start(world, prompt=PROMPT[:12])
+    assert world.tree.total_size() == 0
+    decode(world, req)
+    finish(world, req)
+    assert world.tree.evictable_size() == 13
     world = world_of(SINGLE, hard())
     req = world.request("exact", PROMPT[:40], True, None)
     lengths = [req.kv.cache_protected_len for _ in chunks(world, req)]

@@ -22,15 +22,27 @@ from sglang_reasoncache.eviction.policies.by_position import RandomEviction, Str
 from sglang_reasoncache.eviction.policies.contract import ATTENTION, RequestView, StatisticsNeeds
 from sglang_reasoncache.eviction.policies.evictor import Evictor, ScoringEvictor, pooled, runs
 from sglang_reasoncache.policy_options import OptionError
-from tests.eviction.views import (
-    GivenKeys,
-    cosine,
-    highest,
-    positions,
-    random_keys,
-    random_weights,
-    view,
-)
+from tests.eviction.views import GivenKeys, positions, view
+
+
+def random_keys(held: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    # Heads and layers of very different length, as models have them.
+    scale = torch.rand(3, 1, 2, 1, generator=generator) * 20 + 0.1
+    return (torch.randn(3, held, 2, 8, generator=generator) + 0.5) * scale
+
+
+def random_weights(held: int, seed: int, queries: int = 40) -> np.ndarray:
+    return np.random.default_rng(seed).dirichlet(np.full(held, 0.3), queries)
+
+
+def highest(scores: Iterable[float], among: Iterable[int], count: int) -> list[int]:
+    by_position = list(scores)
+    return sorted(sorted(among, key=lambda at: -by_position[at])[:count])
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(a @ b / (a.norm() * b.norm()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,26 +158,39 @@ def test_excess_has_slack(policy: Evictor, written: int, held: int, excess: int)
     assert policy.excess(written, held) == excess
 
 
-# -- StreamingLLM --------------------------------------------------------------
+PEAK, SEVEN = np.eye(12)[[6] * 8], np.array([[0.6, 0.4, 0.2, 0.5, 0.1, 0.1, 0.1]])
+FALLING = np.full((1, 10), 1.0) - np.arange(10) / 100
+POOLING = RKV(budget=1, mix=1.0, recent=1, kernel=3)
+BESIDE = view(15, PEAK, gone=[6, 7, 8], keys=torch.ones(1, 12, 1, 4))
+STREAMING, DONE = StreamingLLM(budget=10, recent=1), SnapKV(budget=20, window=4, recent=1)
 
 
 @pytest.mark.parametrize(
-    ("now", "options", "excess", "expected"),
+    ("policy", "now", "excess", "expected"),
     [
-        (view(20), {}, 10, [*range(4, 14)]),
+        (STREAMING, view(20), 10, [*range(4, 14)]),
         # What is left: 4 sinks and the 6 newest.
-        (view(22, gone=range(4, 14)), {}, 2, [14, 15]),
+        (STREAMING, view(22, gone=range(4, 14)), 2, [14, 15]),
         # The prompt stays.
-        (view(20, owned=15), {"recent": 3}, 10, [15, 16]),
+        (StreamingLLM(budget=10, recent=3), view(20, owned=15), 10, [15, 16]),
         # Sinks and excess are rounded up to whole pages.
-        (view(30, page=4), {}, 13, [*range(4, 20)]),
-        (view(30, page=4), {"sinks": 5}, 4, [8, 9, 10, 11]),
+        (STREAMING, view(30, page=4), 13, [*range(4, 20)]),
+        (StreamingLLM(budget=10, recent=1, sinks=5), view(30, page=4), 4, [8, 9, 10, 11]),
+        # Neighbours are those in the cache, whatever was between them.
+        (POOLING, BESIDE, 8, [0, 1, 2, 3, 4, 11, 12, 13]),
+        # More of the recent ones are kept than the half.
+        (H2O(budget=4, recent=1), view(7, SEVEN), 3, [1, 2, 4]),
+        (H2O(budget=4, recent=5), view(7, SEVEN), 3, [0, 1]),
+        # Of 10 positions in 7 slots 4 slots stay: so the two newest positions, not three. By
+        # weight, the most wanted of each slot: 9 and 8 are the newest, then 7, 3.
+        (H2O(budget=4, recent=1), view(10, FALLING, shared=[(4, 0, 3)]), 3, [2, 3, 6, 7]),
+        # As much of the prompt is held as may be, however long the response is.
+        (DONE, view(60, random_weights(30, 1), prompt=40, gone=range(5, 35)), 10, []),
+        # A prompt that belongs to the prefix tree stays.
+        (DONE, view(30, random_weights(30, 1), prompt=25, owned=25), 10, []),
     ],
 )
-def test_streamingllm_keeps_sinks_and_window(
-    now: RequestView, options: dict[str, int], excess: int, expected: list[int]
-) -> None:
-    policy = StreamingLLM(**{"budget": 10, "recent": 1, **options})  # type: ignore[arg-type]
+def test_by_hand(policy: Evictor, now: RequestView, excess: int, expected: list[int]) -> None:
     assert positions(policy.evict(now, excess)) == expected
 
 
@@ -333,56 +358,18 @@ def test_redundancy_is_the_papers(
 
 
 def test_redundancy_takes_time_by_what_is_held_and_not_by_its_square() -> None:
-    def products(held: int) -> int:
+    products = []
+    for held in (1024, 4096):
         with FlopCounterMode(display=False) as counter:
             redundancy(torch.ones(held, 2, 8), 0.5, RKV(budget=1).reach)
-        return counter.get_total_flops()
-
-    assert products(1024) > 0
-    assert products(4096) == 4 * products(1024)
-
-
-def test_rkv_pools_over_what_is_held() -> None:
-    """Neighbours are those in the cache, whatever was between them."""
-    weights = np.zeros((8, 12))
-    weights[:, 6] = 1.0
-    held = [0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13, 14]
-    gone = [at for at in range(15) if at not in held]
-    keys = torch.ones(1, 12, 1, 4)
-    policy = RKV(budget=1, mix=1.0, recent=1, kernel=3)
-    found = positions(policy.evict(view(15, weights, gone=gone, keys=keys), 8))
-    assert found == [0, 1, 2, 3, 4, 11, 12, 13]
-
-
-def test_h2o_keeps_more_recent_ones_than_the_half() -> None:
-    weights = np.array([[0.6, 0.4, 0.2, 0.5, 0.1, 0.1, 0.1]])
-    assert positions(H2O(budget=4, recent=1).evict(view(7, weights), 3)) == [1, 2, 4]
-    assert positions(H2O(budget=4, recent=5).evict(view(7, weights), 3)) == [0, 1]
-
-
-def test_h2o_keeps_the_newest_half_of_the_slots() -> None:
-    """Of 10 positions in 7 slots 4 slots stay: so the two newest positions, not three."""
-    weights = np.full((1, 10), 1.0) - np.arange(10) / 100
-    now = view(10, weights, shared=[(4, 0, 3)])
-    assert len(np.unique(now.slot_aliases)) == 7
-    # By weight, the most wanted of each slot: 9 and 8 are the newest, then 7, 3.
-    assert positions(H2O(budget=4, recent=1).evict(now, 3)) == [2, 3, 6, 7]
-
-
-def test_snapkv_is_done_when_the_prompt_is() -> None:
-    weights = random_weights(30, 1)
-    policy = SnapKV(budget=20, window=4, recent=1)
-    # As much of the prompt is held as may be, however long the response is.
-    now = view(60, weights, prompt=40, gone=range(5, 35))
-    assert policy.excess(60, 30) == 10 and policy.slack == 1
-    assert not list(policy.evict(now, 10))
-    # And a prompt that belongs to the prefix tree stays.
-    assert not list(policy.evict(view(30, weights, prompt=25, owned=25), 10))
+        products.append(counter.get_total_flops())
+    assert products[1] == 4 * products[0] > 0
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
     """What has been computed of a prompt is all there is; a share is one of the prompt."""
+    assert DONE.excess(60, 30) == 10 and DONE.slack == 1
     weights = random_weights(50, seed)
     policy = SnapKV(budget=20, window=6, recent=1)
     assert policy.prompt
@@ -397,24 +384,20 @@ def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
 
 def test_pooling_by_hand() -> None:
     scores = np.array([1.0, 5.0, 0.0, 2.0])
-    assert pooled(scores, 3, "max").tolist() == [5, 5, 5, 2]
+    for width, best in ((3, [5, 5, 5, 2]), (2, [1, 5, 5, 2]), (9, [5, 5, 5, 5])):
+        assert pooled(scores, width, "max").tolist() == best
     assert pooled(scores, 3, "avg").tolist() == pytest.approx([2, 2, 7 / 3, 2 / 3])
     assert pooled(scores, 1, "avg").tolist() == scores.tolist()
-    assert pooled(scores, 2, "max").tolist() == [1, 5, 5, 2]
-    assert pooled(scores, 9, "max").tolist() == [5, 5, 5, 5]
     assert pooled(scores[:0], 3, "max").tolist() == []
 
 
 # -- what all policies share -------------------------------------------------------
 
 
-OF_KEYS = [L2Norm(budget=8, recent=1), KeyDiff(budget=8, recent=1)]
-OF_WEIGHTS = [
-    RKV(budget=8, recent=1, alpha=4),
-    H2O(budget=8, recent=1),
-    SnapKV(budget=8, window=2, recent=1),
-]
-ALL: list[Any] = [*OF_KEYS, RandomEviction(budget=8, recent=1), *OF_WEIGHTS]
+FEW: Any = dict(budget=8, recent=1)
+OF_KEYS = [L2Norm(**FEW), KeyDiff(**FEW)]
+OF_WEIGHTS = [RKV(**FEW, alpha=4), H2O(**FEW), SnapKV(**FEW, window=2)]
+ALL: list[Any] = [*OF_KEYS, RandomEviction(**FEW), *OF_WEIGHTS]
 
 
 def by_name(policies: list[Any]) -> pytest.MarkDecorator:
@@ -441,9 +424,8 @@ def test_whole_pages_go_by_their_mean(policy: Any) -> None:
 
 @by_name(OF_WEIGHTS)
 def test_they_announce_what_they_read(policy: Any) -> None:
-    assert ATTENTION in policy.needs
     needs = policy.statistics_needs
-    assert isinstance(needs, StatisticsNeeds)
+    assert ATTENTION in policy.needs and isinstance(needs, StatisticsNeeds)
     assert needs.prompt >= needs.latest
     with pytest.raises(LookupError, match="'attention'"):
         policy.evict(view(30, prompt=30, keys=random_keys(30, 0)), 5)

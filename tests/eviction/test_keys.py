@@ -76,9 +76,8 @@ def test_unrotated_keys_are_those_before_rotary_embedding(is_neox: bool) -> None
 
 
 def test_scores_are_averaged_over_layers_and_heads() -> None:
-    layers = buffers()
+    layers, slots = buffers(), [ROW[at] for at in HELD]
     found = HeldKeys(source(layers), 1, HELD).token_scores(lambda keys: keys[..., 0])
-    slots = [ROW[at] for at in HELD]
     expected = torch.stack([layer[slots][..., 0] for layer in layers]).mean(dim=(0, 2))
     assert found.dtype == np.float64
     assert found == pytest.approx(expected.double().numpy())
@@ -86,9 +85,8 @@ def test_scores_are_averaged_over_layers_and_heads() -> None:
 
 def scored(heads: slice, group: Any = None) -> list[list[float]]:
     """By two policies' functions, of a process that has some of the heads."""
-    keys = HeldKeys(
-        source([layer[:, heads].contiguous() for layer in buffers()], group=group), 1, HELD
-    )
+    own = [layer[:, heads].contiguous() for layer in buffers()]
+    keys = HeldKeys(source(own, group=group), 1, HELD)
     functions = relative_norms, lambda k: similarity(k, "mean_raw")
     return [keys.token_scores(function).tolist() for function in functions]
 
@@ -96,9 +94,8 @@ def scored(heads: slice, group: Any = None) -> list[list[float]]:
 def _rank(rank: int, rendezvous: str, answers: Any) -> None:
     """One of two tensor-parallel ranks, with half of the heads."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
-    )
+    where = f"file://{rendezvous}"
+    torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
     group = torch.distributed.group.WORLD
     answers.put((rank, scored(slice(rank * 2, rank * 2 + 2), group)))
     torch.distributed.destroy_process_group()

@@ -5,14 +5,12 @@ interpreter. What both must do is tested once, for the one that this process run
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sglang.srt.runtime_context import get_parallel
 
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SHIFTED
@@ -28,25 +26,28 @@ from sglang_reasoncache.eviction.policies.contract import (
     needs_of,
 )
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
-from sglang_reasoncache.kernels import note_triton, plan_triton
 from sglang_reasoncache.kernels.plan import BatchRows, plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.plugin import attention
-from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
-from tests.unit.attention_rig import LENGTHS, Rig, supported_runner
+from tests.triton_runs import INTERPRETED, under_interpreter
+from tests.triton_runs import small_launches as small_launches
+from tests.triton_runs import test_interpreted as test_interpreted
+from tests.unit.attention_rig import LENGTHS, Rig
 from tests.unit.test_attention_cuda_graph import LENGTHS as SHORT
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
+from tests.unit.test_attention_cuda_graph import ranks as ranks
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
 on_host = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")
 
 ROWS, WIDTH, SLOTS = 5, 90, 600
 WANTED = StatisticsNeeds(latest=4, total=True, prompt=6)
+#: What this process tests.
+KIND: type[AttentionStatistics] = DeviceStatistics if INTERPRETED else AttentionStatistics
 
 
 class World:
-    """Rows that are built, grow, get evicted positions and are built anew, and all weights ever given."""
+    """Rows that are built, grow, get evicted positions and are built anew, and all weights given."""
 
     def __init__(self, seed: int, wanted: StatisticsNeeds) -> None:
         self.random = random.Random(seed)
@@ -55,24 +56,26 @@ class World:
         self.wanted = wanted
         #: Of each row, how many requests got it.
         self.generations = torch.zeros(ROWS, dtype=torch.int64)
-        self.statistics: Any = self.made()
+        self.statistics: Any = KIND(self.rows, self.generations, wanted)
+        #: Of decode steps on a device, in buffers that stay.
+        self.weights = torch.zeros(8 * WIDTH) if INTERPRETED else None
+        self.buffers = PlanBuffers.of(8, 8 * WIDTH, "cpu", positions=True)
         self.length = [0] * ROWS
         #: Rows of requests some of whose positions were computed.
         self.begun: set[int] = set()
         #: Of each row: query position -> weights of the positions it saw.
         self.given: list[dict[int, torch.Tensor]] = [{} for _ in range(ROWS)]
 
-    #: Of decode steps on a device, in buffers that stay.
-    weights: torch.Tensor | None = None
-
-    def made(self) -> AttentionStatistics:
-        """What is tested."""
-        return AttentionStatistics(self.rows, self.generations, self.wanted)
-
     def planned(self, requests: torch.Tensor, lengths: torch.Tensor, decodes: bool) -> BatchRows:
         """What a forward reads."""
-        plan = plan_rows(self.rows, requests, lengths, num_slots=SLOTS)
-        return BatchRows(plan, requests, lengths, int(lengths.max()))
+        if not INTERPRETED:
+            plan = plan_rows(self.rows, requests, lengths, num_slots=SLOTS)
+            return BatchRows(plan, requests, lengths, int(lengths.max()))
+        plan_into(self.buffers, self.rows, requests, lengths, num_slots=SLOTS)
+        if not decodes:
+            return BatchRows(self.buffers, requests, lengths, int(lengths.max()))
+        # As in a graph: SGLang's buffers, written anew before each replay.
+        return BatchRows(self.buffers, requests.clone(), lengths.clone(), WIDTH)
 
     def forward(self, requests: list[int], new: list[int] | None) -> None:
         counts = new or [1] * len(requests)
@@ -148,10 +151,9 @@ class World:
     def check(self, row: int) -> None:
         length = self.length[row]
         held = (self.rows[row, :length] >= 0).nonzero()[:, 0]
-        queries = sorted(self.given[row])
         padded = [
-            torch.nn.functional.pad(self.given[row][q], (0, length - q - 1))[held].double()
-            for q in queries
+            torch.nn.functional.pad(weights, (0, length - query - 1))[held].double()
+            for query, weights in sorted(self.given[row].items())
         ]
         if self.wanted.total:
             found = self.statistics.total(row, held)
@@ -162,54 +164,9 @@ class World:
             torch.testing.assert_close(found, sum(some) / len(some), rtol=1e-5, atol=1e-6)
 
 
-class DeviceWorld(World):
-    """Its weights go the way of a GPU, decode steps in buffers that stay."""
-
-    def made(self) -> DeviceStatistics:
-        self.buffers = PlanBuffers.of(8, 8 * self.rows.shape[1], "cpu", positions=True)
-        self.weights = torch.zeros(8 * self.rows.shape[1])
-        return DeviceStatistics(self.rows, self.generations, self.wanted)
-
-    def planned(self, requests: torch.Tensor, lengths: torch.Tensor, decodes: bool) -> BatchRows:
-        plan_into(self.buffers, self.rows, requests, lengths, num_slots=SLOTS)
-        if not decodes:
-            return BatchRows(self.buffers, requests, lengths, int(lengths.max()))
-        # As in a graph: SGLang's buffers, written anew before each replay.
-        return BatchRows(self.buffers, requests.clone(), lengths.clone(), self.rows.shape[1])
-
-
 def dense_weights(rig: Rig, batch: Any, queries: int) -> list[torch.Tensor]:
     """fp64 sums over heads and the last ``queries`` of each row, by position."""
-    keys = rig.pool.k_buffer[1].double()
-    found, query = [], iter(rig.query.double().split(batch.extend_seq_lens.tolist()))
-    for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True):
-        k = keys[rig.rows.req_to_token[row, :length].long()].repeat_interleave(
-            rig.heads // rig.kv_heads, dim=1
-        )
-        q = next(query)[-queries:]
-        logits = torch.einsum("qhd,nhd->hqn", q, k) * rig.layer.scaling
-        behind = torch.arange(length) > torch.arange(length - len(q), length)[:, None]
-        found.append(logits.masked_fill(behind, float("-inf")).softmax(-1).sum(dim=(0, 1)))
-    return found
-
-
-#: What this process tests.
-KIND: type[AttentionStatistics] = DeviceStatistics if INTERPRETED else AttentionStatistics
-TESTED: type[World] = DeviceWorld if INTERPRETED else World
-
-
-@starts_interpreter
-def test_interpreted() -> None:
-    run_interpreted(__file__)
-
-
-@pytest.fixture(autouse=True)
-def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles and programs for short rows, and little for the interpreter to do."""
-    if INTERPRETED:
-        monkeypatch.setattr(plan_triton, "PIECES", 2)
-        monkeypatch.setattr(note_triton, "PIECES", 2)
-        monkeypatch.setattr(note_triton, "TILE", 16)
+    return [weights[:, -queries:].sum(dim=(0, 1)) for _, weights in rig.dense(batch)]
 
 
 # -- on a host and on a device ---------------------------------------------------
@@ -238,7 +195,7 @@ def test_sums_are_those_of_all_weights_given(
 
     monkeypatch.setattr(AttentionStatistics, "_allocated", spoiled)
     monkeypatch.setattr(statistics, "_LEAST", 4)
-    world, checked = TESTED(seed, wanted), 0
+    world, checked = World(seed, wanted), 0
     for _ in range(80 if INTERPRETED else 150):
         world.step()
         row = world.random.randrange(ROWS)
@@ -250,7 +207,7 @@ def test_sums_are_those_of_all_weights_given(
 
 def test_nothing_of_the_last_request_in_a_row_is_left() -> None:
     """The next one finds as many positions cached as the last one had reached."""
-    world = TESTED(1, WANTED)
+    world = World(1, WANTED)
     world.begin(2, 0)
     for _ in range(5):
         world.forward([2], None)
@@ -267,7 +224,7 @@ def test_without_memory_positions_count_as_never_looked_at(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only until another request gets the row."""
-    world = TESTED(1, WANTED)
+    world = World(1, WANTED)
     world.begin(2, 0)
     real = torch.empty
 
@@ -290,14 +247,21 @@ def test_without_memory_positions_count_as_never_looked_at(
     world.check(2)
 
 
-def without_memory(needs: StatisticsNeeds) -> AttentionStatistics:
-    rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
-    return KIND(rows, torch.zeros(2, dtype=torch.int64), needs)
+def test_no_memory_at_the_start_ends_it_by_name() -> None:
+    def without_memory(needs: StatisticsNeeds) -> AttentionStatistics:
+        rows = torch.zeros(1, dtype=torch.int32).expand(2, 1 << 55)
+        return KIND(rows, torch.zeros(2, dtype=torch.int64), needs)
 
-
-def test_no_memory_at_the_start_is_an_error() -> None:
     with pytest.raises(MemoryError, match="bytes for attention statistics of a request"):
         without_memory(WANTED)
+    large = SimpleNamespace(rotation=None, keep_statistics=without_memory)
+    backend = SimpleNamespace(paged=large, skips_evicted=True)
+    names = dict.fromkeys(("prefill_attention_backend_str", "decode_attention_backend_str"), "any")
+    runner: Any = SimpleNamespace(is_draft_worker=False, **names)
+    config = ReasonCacheConfig(policy="snapkv:budget=64:window=48", positions="as-cached")
+    cached = CachedPositions(1, "cpu")
+    with pytest.raises(ValueError, match=r"--reasoncache-policy snapkv.* newest 48 queries"):
+        attention.attention_backend(runner, config, "any", lambda _runner: backend, cached)
 
 
 def test_only_what_was_announced_can_be_read() -> None:
@@ -319,9 +283,8 @@ def test_a_batch_with_prompts_keeps_totals_of_those_that_decode() -> None:
     world = World(1, StatisticsNeeds(total=True))
     for row in (1, 3):
         world.begin(row, 0)
-    world.forward([1], None)
-    world.forward([1], None)
-    world.forward([3, 1], [5, 1])
+    for some, new in (([1], None), ([1], None), ([3, 1], [5, 1])):
+        world.forward(some, new)
     assert len(world.given[1]) == 3
     world.check(1)
 
@@ -348,31 +311,17 @@ def test_memory_is_that_of_the_requests_and_not_of_every_row(
     assert sum(taken) < 2 * 33 * 1030 + 2 * 32 * 33
 
 
-@on_host
-def test_no_memory_ends_the_start_by_name() -> None:
-    large = SimpleNamespace(rotation=None, keep_statistics=without_memory)
-    backend = SimpleNamespace(paged=large, skips_evicted=True)
-    names = dict.fromkeys(("prefill_attention_backend_str", "decode_attention_backend_str"), "any")
-    runner: Any = SimpleNamespace(is_draft_worker=False, **names)
-    config = ReasonCacheConfig(policy="snapkv:budget=64:window=48", positions="as-cached")
-    cached = CachedPositions(1, "cpu")
-    with pytest.raises(ValueError, match=r"--reasoncache-policy snapkv.* newest 48 queries"):
-        attention.attention_backend(runner, config, "any", lambda _runner: backend, cached)
-
-
 @pytest.mark.parametrize("entries", [1, 700, 1 << 19])
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300], [1, 3, 4]], ids=str)
 @on_host
 def test_backend_gives_weights_and_computes_the_same(
-    new: list[int],
-    entries: int,
-    monkeypatch: pytest.MonkeyPatch,
+    new: list[int], entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(statistics, "_ENTRIES", entries)
     rig = Rig(shifted=0.0, heads=6)
     batch = rig.batch(new)
     decode = batch.forward_mode.is_decode()
-    backend = PagedCpuBackend(supported_runner(rig), rig.cached_at)
+    backend = PagedCpuBackend(rig.runner, rig.cached_at)
     plain = rig.forward(backend, batch)
     found = backend.paged.keep_statistics(StatisticsNeeds(latest=5, total=True, prompt=5))
     before = [length - 1 for length in rig.lengths]
@@ -382,11 +331,9 @@ def test_backend_gives_weights_and_computes_the_same(
     assert torch.equal(rig.forward(backend, batch), plain)
     expected = dense_weights(rig, batch, 5)
     for row, length, count, right in zip(rig.row_of.tolist(), LENGTHS, new, expected, strict=True):
-        held = torch.arange(length)
-        queries = min(count, 5)
+        held, queries = torch.arange(length), min(count, 5)
         if not decode:
-            total = found.total(row, held)
-            torch.testing.assert_close(total, right, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(found.total(row, held), right, rtol=1e-4, atol=1e-6)
         latest = found.latest(row, held, 5 if not decode else 1) * queries
         torch.testing.assert_close(latest, right, rtol=1e-4, atol=1e-6)
 
@@ -412,32 +359,26 @@ def test_weights_are_averaged_over_heads() -> None:
     world.forward([2], None)
     held = np.array([0, 2, 5])
     found = HeldAttention(AttentionSource(world.statistics, heads=24), 2, held)
-    by_hand: list[torch.Tensor] = [
-        torch.nn.functional.pad(w, (0, 5 - q)) for q, w in world.given[2].items()
-    ]
-    np.testing.assert_allclose(
-        found.total(), (torch.stack(by_hand).sum(dim=0) / 24)[held].numpy(), rtol=1e-6
-    )
-    np.testing.assert_allclose(found.latest(1), (by_hand[-1] / 24)[held].numpy(), rtol=1e-6)
+    given = [torch.nn.functional.pad(w, (0, 5 - q))[held] for q, w in world.given[2].items()]
+    np.testing.assert_allclose(found.total(), sum(given) / 24, rtol=1e-6)
+    np.testing.assert_allclose(found.latest(1), given[-1] / 24, rtol=1e-6)
 
 
 # -- on a device ----------------------------------------------------------------------
 
 
-@interpreted
+@under_interpreter
 def test_memory_of_rows_without_an_owner_is_given_back_when_it_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = DeviceWorld(1, WANTED)
+    world = World(1, WANTED)
     unowned: list[int] = []
     world.statistics = DeviceStatistics(world.rows, world.generations, WANTED, lambda: unowned)
     for row in (1, 2):
         world.begin(row, 0)
     unowned.append(1)
     # Room for the memory of two rows.
-    monkeypatch.setattr(
-        DeviceStatistics, "_fits", lambda self, _wanted: len(self._memory) < 2, raising=True
-    )
+    monkeypatch.setattr(DeviceStatistics, "_fits", lambda self, _wanted: len(self._memory) < 2)
     world.begin(3, 0)
     assert set(world.statistics._memory) == {2, 3}
     world.check(2)
@@ -463,7 +404,7 @@ def test_weights_of_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         assert found._first[1:4].tolist() == [600 - counts[0], 300 - counts[1], 300 - counts[2]]
 
 
-@interpreted
+@under_interpreter
 def test_rows_and_positions_out_of_range_are_left_alone() -> None:
     """A graph's padding, rows without memory, and lengths beyond it."""
     found = DeviceStatistics(torch.zeros(4, 600).int(), torch.zeros(4).long(), WANTED)
@@ -480,13 +421,7 @@ def test_rows_and_positions_out_of_range_are_left_alone() -> None:
     assert not weights[:615].any() and weights[615:].all()
     changed = (memory != 7).nonzero().tolist()
     assert changed == [[999 % 4, 0], [999 % 4, 255], [4, 0], [4, 255]]
-
-
-@interpreted
-def test_without_positions_nothing_is_written() -> None:
-    """A query before the first position has no place in the memory."""
-    found = DeviceStatistics(torch.zeros(4, 600).int(), torch.zeros(4).long(), WANTED)
-    found.begin([2], [10], None)
+    # A query before the first position has no place in the memory.
     around = torch.full((3, 5, 256), 7.0)
     found._bases[2] = around[1].data_ptr()
     buffers = PlanBuffers.of(2, 20, "cpu", positions=True)
@@ -502,89 +437,40 @@ def rig() -> Rig:
 
 
 @pytest.fixture
-def backend(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    with get_parallel().override(attn_dcp_rank=0, attn_tp_rank=0):
-        made = triton_backend(rig, monkeypatch)
-        # Who gets which row is SGLang's to count.
-        rig.rows.req_generation += 1
-        monkeypatch.setattr(attention, "_backend", made)
-        yield made
+def backend(rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = triton_backend(rig, monkeypatch)
+    # Who gets which row is SGLang's to count.
+    rig.rows.req_generation += 1
+    monkeypatch.setattr(attention, "_backend", made)
+    return made
 
 
 def announced(backend: Any, batch: Any) -> Any:
     """The batch as the hook lets the backend know it."""
     tree = SimpleNamespace(reads_shifted=lambda _reqs: False, reads_evicted=lambda _reqs: False)
-    attention._after_forward_batch(
-        batch,
-        type(batch),
-        SimpleNamespace(
-            tree_cache=tree,
-            reqs=[],
-            req_pool_indices_cpu=batch.req_pool_indices,
-            seq_lens_cpu=batch.seq_lens,
-        ),
-        SimpleNamespace(is_draft_worker=False),
-    )
+    sides = dict(req_pool_indices_cpu=batch.req_pool_indices, seq_lens_cpu=batch.seq_lens)
+    requests = SimpleNamespace(tree_cache=tree, reqs=[], **sides)
+    runner = SimpleNamespace(is_draft_worker=False)
+    attention._after_forward_batch(batch, type(batch), requests, runner)
     if hasattr(backend, "kv_index_translator"):
         backend.kv_index_translator.bind_runner_slots(batch)
     return batch
 
 
-def assert_weights(rig: Rig, found: Any, batch: Any, new: list[int], queries: int) -> None:
-    """After a forward of rows without a past."""
-    for row, length, count, right in zip(
-        rig.row_of.tolist(), rig.lengths, new, dense_weights(rig, batch, queries), strict=True
-    ):
-        held, last = torch.arange(length), min(count, queries)
-        latest = found.latest(row, held, last) * last
-        torch.testing.assert_close(latest, right, rtol=1e-3, atol=1e-5)
-
-
-@interpreted
+@under_interpreter
 @pytest.mark.parametrize("shifts", [False, True], ids=["stock", "ours"])
 def test_prefill_then_decode(rig: Rig, backend: Any, shifts: bool) -> None:
-    """SGLang's kernels or ours for the prefill; graphs and eager forwards for what follows."""
-    plain = rig.forward(backend, announced(backend, rig.batch([1, 7, 30])))
-    found = backend.paged.keep_statistics(StatisticsNeeds(latest=5, total=True, prompt=5))
+    """SGLang's kernels or ours for the prefill; then graphs of two sizes, padded or not, eager
+    steps and a batch with prompts take turns."""
+    plain = rig.forward(backend, announced(backend, rig.batch(SHORT)))
+    found = backend.paged.keep_statistics(StatisticsNeeds(latest=3, total=True, prompt=4))
     assert backend.paged.keep_statistics(StatisticsNeeds()) is found
     graphs = Graphs(rig, backend)
     assert {label for _, label in graphs.graphs} == {SHIFTED}
-    batch = announced(backend, rig.batch([1, 7, 30]))
-    backend.mark.note(batch.rids, shifts)
-    assert not backend.can_run_prefill_cuda_graph(batch)
-    out = rig.forward(backend, batch)
-    if not shifts:
-        assert torch.equal(out, plain)
-    assert_weights(rig, found, batch, [1, 7, 30], 5)
-    total = [
-        found.total(row, torch.arange(length))
-        for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True)
-    ]
-    nobodys = rig.pool.k_buffer[0].isnan().all(dim=(1, 2)).nonzero()[:, 0].split(3)
-    for runner, slots in zip((graphs, backend, graphs), nobodys, strict=False):
-        rig.lengths = [length + 1 for length in rig.lengths]
-        batch = announced(backend, rig.batch([1, 1, 1]))
-        rig.rows.req_to_token[batch.req_pool_indices, batch.seq_lens - 1] = slots.int()
-        batch.out_cache_loc = slots
-        rig.forward(runner, batch)
-        assert_weights(rig, found, batch, [1, 1, 1], 1)
-        for b, (row, length) in enumerate(zip(rig.row_of.tolist(), rig.lengths, strict=True)):
-            held = torch.arange(length)
-            total[b] = torch.nn.functional.pad(total[b], (0, 1)) + found.latest(row, held, 1)
-            torch.testing.assert_close(found.total(row, held), total[b], rtol=1e-4, atol=1e-6)
-    assert set(graphs.replayed) == {SHIFTED}
-
-
-@interpreted
-def test_some_of_the_requests_in_graphs_and_without(rig: Rig, backend: Any) -> None:
-    """Graphs of two sizes, padded or not, eager steps and a batch with prompts take turns."""
-    found = backend.paged.keep_statistics(StatisticsNeeds(latest=3, total=True, prompt=4))
-    graphs = Graphs(rig, backend)
-    rows, lengths = rig.row_of, list(rig.lengths)
     free = rig.pool.k_buffer[0].isnan().all(dim=(1, 2)).nonzero()[:, 0].tolist()
-    rig.forward(backend, announced(backend, rig.batch(lengths)))
-    total = [found.total(int(row), torch.arange(n)) for row, n in zip(rows, lengths, strict=True)]
+    rows, lengths, total = rig.row_of, [0, 0, 0], [torch.zeros(0)] * 3
     for runner, some, new in (
+        (backend, [0, 1, 2], SHORT),
         (graphs, [0, 1], [1, 1]),
         (graphs, [2], [1]),
         (backend, [0, 1, 2], [1, 1, 1]),
@@ -594,24 +480,30 @@ def test_some_of_the_requests_in_graphs_and_without(rig: Rig, backend: Any) -> N
         (graphs, [0, 1, 2], [1, 1, 1]),
     ):
         for b, count in zip(some, new, strict=True):
-            for at in range(lengths[b], lengths[b] + count):
+            for at in range(max(lengths[b], SHORT[b]), lengths[b] + count):
                 rig.rows.req_to_token[rows[b], at] = free.pop(0)
             lengths[b] += count
         rig.row_of, rig.lengths = rows[some], [lengths[b] for b in some]
         batch = announced(backend, rig.batch(new))
-        rig.forward(runner, batch)
-        for b, count, right in zip(some, new, dense_weights(rig, batch, 4), strict=True):
-            row, held = int(rows[b]), torch.arange(lengths[b])
-            total[b] = torch.nn.functional.pad(total[b], (0, count)) + right
+        if new == SHORT:
+            backend.mark.note(batch.rids, shifts)
+            assert not backend.can_run_prefill_cuda_graph(batch)
+        out = rig.forward(runner, batch)
+        assert new != SHORT or shifts or torch.equal(out, plain)
+        sums, newest = dense_weights(rig, batch, 4), dense_weights(rig, batch, 3)
+        for i, (b, count) in enumerate(zip(some, new, strict=True)):
+            row, held, last = int(rows[b]), torch.arange(lengths[b]), min(count, 3)
+            total[b] = torch.nn.functional.pad(total[b], (0, count)) + sums[i]
             torch.testing.assert_close(found.total(row, held), total[b], rtol=1e-3, atol=1e-5)
-            if count == 1:
-                torch.testing.assert_close(found.latest(row, held, 1), right, rtol=1e-3, atol=1e-5)
-        assert not backend._graphs[-1][1].any()
+            latest = found.latest(row, held, last) * last
+            torch.testing.assert_close(latest, newest[i], rtol=1e-3, atol=1e-5)
+        assert runner is backend or not backend._graphs[-1][1].any()
+    assert set(graphs.replayed) == {SHIFTED}
     # Of the padding.
     assert int(found._bases[0]) == 0
 
 
-@interpreted
+@under_interpreter
 def test_a_batch_that_nobody_announced_is_not_noted(rig: Rig, backend: Any) -> None:
     """SGLang's own trial runs, whose rows are nobody's or another's; another batch was announced."""
     found = backend.paged.keep_statistics(WANTED)
@@ -630,7 +522,7 @@ def test_a_batch_that_nobody_announced_is_not_noted(rig: Rig, backend: Any) -> N
     assert torch.equal(totals(), before)
 
 
-@interpreted
+@under_interpreter
 def test_evicted_positions_are_not_there(rig: Rig, backend: Any) -> None:
     found = backend.paged.keep_statistics(StatisticsNeeds(latest=2, total=True, prompt=2))
     rig.evict([1, 3, 30], share=0.3)

@@ -83,23 +83,3 @@ def view(
 
 def positions(evictions: Iterable[Eviction]) -> list[int]:
     return [at for evict in evictions for at in range(evict.start, evict.end)]
-
-
-def random_keys(held: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    # Heads and layers of very different length, as models have them.
-    scale = torch.rand(3, 1, 2, 1, generator=generator) * 20 + 0.1
-    return (torch.randn(3, held, 2, 8, generator=generator) + 0.5) * scale
-
-
-def random_weights(held: int, seed: int, queries: int = 40) -> np.ndarray:
-    return np.random.default_rng(seed).dirichlet(np.full(held, 0.3), queries)
-
-
-def highest(scores: Iterable[float], among: Iterable[int], count: int) -> list[int]:
-    by_position = list(scores)
-    return sorted(sorted(among, key=lambda at: -by_position[at])[:count])
-
-
-def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(a @ b / (a.norm() * b.norm()))

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools, rows and expected results for the tests of paged attention.
-
-Expectations take another route: plain Python over positions, keys rotated by complex
-multiplication, dense softmax, all in double precision over the values as stored.
-"""
+"""Pools, rows and expected results for the tests of paged attention. Expectations take another
+route: plain Python over positions, keys rotated by complex multiplication, dense softmax, all in
+double precision over the values as stored."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import torch
 
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation, turned
+from tests.kernels.pools import LAYOUTS, TABLE, dense, lay_out, make_rotation, turned
 from tests.triton_runs import INTERPRETED
 
 #: (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
@@ -28,13 +26,7 @@ TOLERANCE = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One pool, and rows of ``lengths`` positions in it.
-
-    Attributes:
-        shared: Share of the entries whose slot was cached at another position.
-        evicted: Share of the positions that were evicted; 1 leaves one entry a row.
-        layout: Of ``LAYOUTS``.
-    """
+    """One pool, and rows of ``lengths`` positions in it."""
 
     lengths: tuple[int, ...] = (0, 1, 19, 989)
     heads: int = 4
@@ -45,9 +37,9 @@ class Case:
     is_neox: bool = True
     dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype = torch.bfloat16
-    shared: float = 0.3
-    evicted: float = 0.0
-    layout: str = "halves"
+    shared: float = 0.3  # of the entries: their slot was cached at another position
+    evicted: float = 0.0  # of the positions; 1 leaves one entry a row
+    layout: str = "halves"  # of LAYOUTS
 
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -117,16 +109,12 @@ class Rig:
             row = self.rows[request, :length].tolist()
             entries += [(s, at - int(self.cached_at[s])) for at, s in enumerate(row) if s >= 0]
             indptr.append(len(entries))
-        indices, shift = [slot for slot, _ in entries], [by for _, by in entries]
-        return RowPlan(
-            torch.tensor(indptr, dtype=torch.int32),
-            torch.tensor(indices, dtype=torch.int32),
-            torch.tensor(shift, dtype=torch.int32) if any(shift) else None,
-        )
+        indices, shift = torch.tensor(entries, dtype=torch.int32).view(-1, 2).T.contiguous()
+        return RowPlan(torch.tensor(indptr).int(), indices, shift if shift.any() else None)
 
     def rotated(self, plan: RowPlan) -> torch.Tensor:
         """fp64 keys of the plan's entries where they are used, ``[total, kv_heads, k_dim]``."""
-        keys = double(self.keys)[plan.kv_indices.long()]
+        keys = self.keys.float()[plan.kv_indices.long()].double()
         if plan.shift is None or self.rotation is None:
             return keys
         by, rotation = plan.shift.long(), self.rotation
@@ -145,22 +133,14 @@ class Rig:
         """fp64 attention ``[batch, heads, v_dim]``, and ``[entries]``, query by query: each
         entry's weights added up over the heads."""
         begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
-        query = (self.query if query is None else query).double()
-        keys, values = self.rotated(plan), double(self.values)[plan.kv_indices.long()]
-        group = self.case.heads // self.case.kv_heads
-        keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
+        query = self.query if query is None else query
+        keys, values = self.rotated(plan), self.values.float()[plan.kv_indices.long()]
         out = torch.zeros((*query.shape[:2], self.case.v_dim), dtype=torch.float64)
         sums = [torch.zeros(0, dtype=torch.float64)]
         for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
-            logits = torch.einsum("hd,nhd->hn", query[b], keys[first:last]) * self.scale
-            if cap:
-                logits = cap * (logits / cap).tanh()
-            weights = logits.exp()
-            total = weights.sum(-1) + (0 if sinks is None else sinks.double().exp())
-            weights = weights / total[:, None]
-            if last > first:
-                out[b] = torch.einsum("hn,nhd->hd", weights, values[first:last])
-            sums.append(weights.sum(0))
+            sides = query[b : b + 1], keys[first:last], values[first:last]
+            out[b : b + 1], weights = dense(*sides, self.scale, cap=cap, sinks=sinks)
+            sums.append(weights.sum(dim=(0, 1)))
         return out, torch.cat(sums)
 
 
@@ -181,9 +161,8 @@ def make(case: Case, seed: int = 3) -> Rig:
     order = torch.randperm(num_slots - 1, generator=generator) + 1
     requests = torch.randperm(len(case.lengths) + 2, generator=generator)[: len(case.lengths)]
     used = torch.zeros(num_slots, dtype=torch.bool)
-    for request, slots in zip(
-        requests.tolist(), order[:total].split(list(case.lengths)), strict=True
-    ):
+    own = order[:total].split(list(case.lengths))
+    for request, slots in zip(requests.tolist(), own, strict=True):
         count = len(slots)
         at = torch.arange(count)
         cached_at[slots] = at
@@ -204,13 +183,13 @@ def make(case: Case, seed: int = 3) -> Rig:
         used[slots[~evicted]] = True
     for buffer in (keys, values):
         poison(buffer, ~used)
-    query = torch.randn((len(case.lengths), case.heads, case.k_dim), generator=generator).to(
-        case.query_dtype
+    query = torch.randn((len(case.lengths), case.heads, case.k_dim), generator=generator)
+    lengths, rotation = (
+        torch.tensor(case.lengths).long(),
+        make_rotation(case.rotary_dim, case.is_neox),
     )
-    return Rig(
-        case, keys, values, rows.to(torch.int32), requests, torch.tensor(case.lengths, dtype=torch.int64),
-        cached_at.to(torch.int32), make_rotation(case.rotary_dim, case.is_neox), query,
-    )  # fmt: skip
+    sides = keys, values, rows.int(), requests, lengths, cached_at.int()
+    return Rig(case, *sides, rotation, query.to(case.query_dtype))
 
 
 def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
@@ -220,19 +199,17 @@ def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
     buffer.copy_(filled.to(buffer.dtype))
 
 
-def double(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.float().double()
-
-
 def assert_plans(found: RowPlan, expected: RowPlan) -> None:
     for mine, other in zip(found, expected, strict=True):
         assert (mine is None) == (other is None)
         assert mine is None or other is None or torch.equal(mine.cpu(), other)
 
 
-def assert_attention(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within the tolerance of the result's dtype; NaN never passes."""
-    relative, absolute = TOLERANCE[found.dtype]
+def assert_attention(
+    found: torch.Tensor, expected: torch.Tensor, atol: float | None = None
+) -> None:
+    """Within ``atol`` or the tolerance of the result's dtype; NaN never passes."""
+    relative, absolute = TOLERANCE[found.dtype] if atol is None else (0.0, atol)
     if INTERPRETED and found.dtype == torch.bfloat16:
         relative *= 2  # the interpreter cuts bf16, a GPU rounds
     torch.testing.assert_close(found.cpu().double(), expected, rtol=relative, atol=absolute)

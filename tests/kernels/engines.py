@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: every way by which the operations run, behind the same functions.
-
-PyTorch, C++ as this machine and older ones run it, and Triton, on a GPU or interpreted. In the
-interpreter's process (see ``tests/triton_runs.py``) there is Triton alone.
-"""
+"""Fixtures: every way by which the operations run, behind the same functions. PyTorch, C++ as this
+machine and older ones run it, and Triton, on a GPU or interpreted. In the interpreter's process
+(see ``tests/triton_runs.py``) there is Triton alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of a layer and the rotary table of the kernels' tests."""
+"""Layouts of a layer, the rotary table of the kernels' tests, and dense attention in fp64."""
 
 from __future__ import annotations
 
@@ -59,3 +59,28 @@ def turned(keys: torch.Tensor, turn: torch.Tensor, is_neox: bool) -> torch.Tenso
         return torch.cat((pairs.real, pairs.imag, rest), dim=-1)
     pairs = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * turn
     return torch.cat((torch.view_as_real(pairs).flatten(-2), rest), dim=-1)
+
+
+def dense(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    hidden: torch.Tensor | None = None,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp64 attention of ``[tokens, heads, dim]`` to ``[held, kv_heads, dim]`` but where ``hidden``
+    ``[tokens, held]``, and its weights ``[heads, tokens, held]``."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (side.double().repeat_interleave(group, dim=1) for side in (keys, values))
+    logits = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
+    if cap:
+        logits = cap * (logits / cap).tanh()
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, float("-inf"))
+    powers = logits.exp()
+    total = powers.sum(-1) + (0 if sinks is None else sinks.double().exp()[:, None])
+    weights = powers / total[..., None]
+    return torch.einsum("hqk,khd->qhd", weights, values), weights

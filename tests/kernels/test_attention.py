@@ -13,26 +13,24 @@ from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
-from tests.kernels import attention_cases
-from tests.kernels.attention_cases import CASES, FEW, TABLE, Case, Rig, assert_attention, make
+from tests.kernels.attention_cases import (
+    CASES,
+    FEW,
+    Case,
+    Rig,
+    assert_attention,
+    assert_plans,
+    make,
+    poison,
+)
 from tests.kernels.engines import backend as backend
 from tests.kernels.engines import host_backend as host_backend
-from tests.triton_runs import DEVICE, INTERPRETED, run_interpreted, starts_interpreter, there
+from tests.kernels.pools import TABLE
+from tests.triton_runs import DEVICE, INTERPRETED, there
+from tests.triton_runs import small_launches as small_launches
+from tests.triton_runs import test_interpreted as test_interpreted
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@pytest.fixture(autouse=True)
-def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes 10 ms even for one that has nothing to do."""
-    if INTERPRETED:
-        for name in ("decode_triton.SPLITS", "plan_triton.PIECES", "decode_triton.PIECES"):
-            monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", 4)
-
-
-@starts_interpreter
-def test_interpreted() -> None:
-    run_interpreted(__file__)
 
 
 def placed(value: Any, backend: str) -> Any:
@@ -70,40 +68,28 @@ def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:
     return RowPlan(plan.kv_indptr.cpu(), plan.kv_indices[:total].cpu(), shift)
 
 
-def decode(
-    rig: Rig, backend: str, plan: RowPlan, query: torch.Tensor | None = None, **options: Any
-) -> torch.Tensor:
+def decode(rig: Rig, backend: str, plan: RowPlan, **options: Any) -> torch.Tensor:
     """On the host."""
-    query = placed(rig.query if query is None else query, backend)
-    options = {name: placed(value, backend) for name, value in options.items()}
-    plan = placed(plan, backend)
-    return decode_attention(query, kv_of(rig, backend), plan, scale=rig.scale, **options).cpu()
+    given = {"query": rig.query, "plan": plan, **options}
+    arguments: Any = {name: placed(value, backend) for name, value in given.items()}
+    return decode_attention(kv=kv_of(rig, backend), scale=rig.scale, **arguments).cpu()
 
 
 def assert_decode(
-    rig: Rig,
-    backend: str,
-    plan: RowPlan,
-    query: torch.Tensor | None = None,
-    *,
-    atol: float | None = None,
-    weights: bool = True,
+    rig: Rig, backend: str, plan: RowPlan, atol: float | None = None, weights: bool = True,
     **options: Any,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The output is that of dense attention, with weights bit for bit the same. Weights are added
     to what is there; what the vector has besides stays."""
-    out = decode(rig, backend, plan, query, **options)
-    named = dict(cap=options.get("logit_cap", 0.0), query=query, sinks=options.get("sinks"))
-    expected, expected_weights = rig.expected(plan, options.get("spans"), **named)
-    if atol is None:
-        assert_attention(out, expected)
-    else:
-        torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    out = decode(rig, backend, plan, **options)
+    named = {name.removeprefix("logit_"): value for name, value in options.items()}
+    expected, expected_weights = rig.expected(plan, **named)
+    assert_attention(out, expected, atol)
     if weights:
         entries, spare = len(expected_weights), 9 if backend == "triton" else 0
         found = placed(torch.ones(entries + spare), backend)
         more = dict(weights=found, longest=max(rig.case.lengths, default=0))
-        assert torch.equal(decode(rig, backend, plan, query, **options, **more), out)
+        assert torch.equal(decode(rig, backend, plan, **options, **more), out)
         found = found.cpu().double() - 1
         assert not found[entries:].any()
         rtol, atol = (1e-3, 2e-5) if spare else (1e-4, 2e-6)
@@ -116,7 +102,7 @@ def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
     """No slot that a row does not name is read: they hold NaN."""
     rig = make(case)
     plan = plan_of(rig, backend)
-    attention_cases.assert_plans(plan, rig.plan())
+    assert_plans(plan, rig.plan())
     assert_decode(rig, backend, plan, weights=not INTERPRETED or case in FEW[:5])
 
 
@@ -146,19 +132,14 @@ def test_every_sort_of_tile(
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_soft_cap_and_sinks(backend: str, heads: int, cap: float, with_sinks: bool) -> None:
     lengths = (0, 1, 19, 300) if INTERPRETED else (0, 1, 19, 70, 1100)
-    halves = Case(dtype=torch.float16, query_dtype=torch.float32, heads=heads, lengths=lengths)
-    rig = make(halves)
+    rig = make(Case(lengths, heads, dtype=torch.float16, query_dtype=torch.float32))
     rig.query *= 8
     sinks = torch.linspace(-2, 6, heads) if with_sinks else None
-    assert_decode(
-        rig, backend, plan_of(rig, backend), logit_cap=cap, sinks=sinks, atol=1e-4,
-        weights=not INTERPRETED or with_sinks,
-    )  # fmt: skip
+    options = dict(logit_cap=cap, sinks=sinks, weights=not INTERPRETED or with_sinks)
+    assert_decode(rig, backend, plan_of(rig, backend), atol=1e-4, **options)
 
 
-def test_several_queries_may_read_the_same_entries(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queries_may_read_the_same_entries(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Triton in launches of at most three queries here."""
     if backend == "triton":
         monkeypatch.setattr("sglang_reasoncache.kernels.decode_triton.QUERIES", 3)
@@ -167,7 +148,7 @@ def test_several_queries_may_read_the_same_entries(
     sides = (0, 0, 5, 300, 7, 1, 299, 40), (300, 299, 5, 301, 50, 2, 319, 40)
     begin, end = (torch.tensor(side, dtype=torch.int32) for side in sides)
     query = rig.query[[0, 0, 1, 1, 0, 1, 0, 1]]
-    assert_decode(rig, backend, plan, query, spans=(begin, end))
+    assert_decode(rig, backend, plan, query=query, spans=(begin, end))
 
 
 def test_queries_may_be_strided(backend: str) -> None:
@@ -177,7 +158,7 @@ def test_queries_may_be_strided(backend: str) -> None:
     batch, heads, dim = rig.query.shape
     wide = torch.full((batch, heads + 3, dim + 8), float("nan"), dtype=rig.query.dtype)
     wide[:, 1 : heads + 1, 8:] = rig.query
-    found = decode(rig, backend, plan, wide[:, 1 : heads + 1, 8:])
+    found = decode(rig, backend, plan, query=wide[:, 1 : heads + 1, 8:])
     assert torch.equal(found, decode(rig, backend, plan))
 
 
@@ -195,9 +176,7 @@ def test_what_is_not_finite_shows_where_it_is_read(backend: str, side: str, valu
     assert torch.equal(out[1:], sound[1:])
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in (FEW if INTERPRETED else CASES) if case.lengths], ids=str
-)
+@pytest.mark.parametrize("case", FEW if INTERPRETED else CASES, ids=str)
 def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
     rig = make(case)
     plan = rig.plan()
@@ -205,8 +184,7 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
     kv, entries = kv_of(rig, backend), placed(plan, backend)
     # Narrower than the pool, the interpreter would cut what a GPU rounds.
     others = (torch.float32, torch.bfloat16) if not INTERPRETED else ()
-    dtypes = case.query_dtype, torch.float16, *others
-    for dtype in dict.fromkeys(dtypes):
+    for dtype in {case.query_dtype, torch.float16, *others}:
         out_k, out_v = (s.cpu() for s in gather_kv(kv, entries.kv_indices, entries.shift, dtype))
         assert out_k.is_contiguous() and out_v.is_contiguous()
         assert_attention(out_k, rig.rotated(plan).transpose(0, 1))
@@ -223,9 +201,9 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
 def test_plan(backend: str, dtype: torch.dtype) -> None:
     rig = make(Case(lengths=(0, 1, 19, 1300), evicted=0.3))
     ints = dict(lengths=rig.lengths.to(dtype), requests=rig.requests.to(dtype))
-    attention_cases.assert_plans(plan_of(rig, backend, **ints), rig.plan())
+    assert_plans(plan_of(rig, backend, **ints), rig.plan())
     as_cached = rig.plan()._replace(shift=None)
-    attention_cases.assert_plans(plan_of(rig, backend, **ints, cached_at=None), as_cached)
+    assert_plans(plan_of(rig, backend, **ints, cached_at=None), as_cached)
 
 
 @pytest.mark.parametrize(
@@ -264,16 +242,16 @@ def test_extend_sees_up_to_itself(
     query = torch.randn((sum(new), 6, rig.case.k_dim)).to(dtype)
     extend_plan = ExtendPlan(plan, new, dtype, singly=singly)
     out = extend_attention(query, kv_of(rig, host_backend), extend_plan, scale=rig.scale)
-    begin: list[int] = []
-    end: list[int] = []
-    for count, first, last in zip(new, plan.kv_indptr, plan.kv_indptr[1:], strict=False):
-        begin += [int(first)] * count
-        end += range(int(last) - count + 1, int(last) + 1)
-    expected, _ = rig.expected(plan, (torch.tensor(begin), torch.tensor(end)), query)
+    ends = plan.kv_indptr.tolist()
+    seen = [
+        (first, last - later)
+        for count, first, last in zip(new, ends, ends[1:], strict=False)
+        for later in reversed(range(count))
+    ]
+    begin, end = torch.tensor(seen).T
+    expected, _ = rig.expected(plan, (begin, end), query)
     # PyTorch's fused attention rounds weights, and a gathered key is rounded once more.
-    torch.testing.assert_close(
-        out.double(), expected, rtol=0, atol=2e-5 if dtype == torch.float32 else 3e-2
-    )
+    assert_attention(out, expected, 2e-5 if dtype == torch.float32 else 3e-2)
 
 
 def test_extend_plans_say_what_they_cannot_read() -> None:
@@ -290,45 +268,29 @@ def test_extend_plans_say_what_they_cannot_read() -> None:
 
 # -- refusals --------------------------------------------------------------------
 
-_HALF = torch.bfloat16
-
 
 @pytest.mark.parametrize(
     ("message", "changed"),
     [
-        ("query must be", dict(query=torch.zeros((3, 4, 64), dtype=_HALF))),
-        ("query must be", dict(query=torch.zeros((4, 4, 32), dtype=_HALF))),
-        ("query must be", dict(query=torch.zeros((4, 3, 64), dtype=_HALF))),
+        *(("query must be", dict(query=torch.zeros(shape).bfloat16()))
+          for shape in ((3, 4, 64), (4, 4, 32), (4, 3, 64))),
         ("float64 is not supported", dict(query=torch.zeros((4, 4, 64)).double())),
-        ("sinks must be", dict(sinks=torch.empty(3))),
-        ("sinks must be", dict(sinks=torch.empty(4).double())),
+        *(("sinks must be", dict(sinks=bad)) for bad in (torch.empty(3), torch.empty(4).double())),
         ("spans must be", dict(spans=(torch.zeros(4), torch.zeros(4)))),
-        ("weights must be", dict(weights=torch.zeros(1008))),
-        ("weights must be", dict(weights=torch.zeros(1010))),
-        ("weights must be", dict(weights=torch.zeros(1009, 1))),
+        *(("weights must be", dict(weights=torch.zeros(shape))) for shape in (1008, 1010, (1009, 1))),
         ("weights must be", dict(weights=torch.zeros(1009).double())),
     ],
-)
-def test_decode_refuses_unlike_tensors(
-    host_backend: str, message: str, changed: dict[str, Any]
-) -> None:
+)  # fmt: skip
+def test_decode_refuses(host_backend: str, message: str, changed: dict[str, Any]) -> None:
     rig = make(Case())
     with pytest.raises(ValueError, match=message):
         decode(rig, host_backend, rig.plan(), **changed)
 
 
-def test_shifts_need_a_rotation(host_backend: str) -> None:
-    rig = make(Case())
-    plan, kv = rig.plan(), PagedKv(rig.keys, rig.values, None, backend=host_backend)
-    with pytest.raises(ValueError, match="no rotation"):
-        decode_attention(rig.query, kv, plan, scale=1.0)
-    with pytest.raises(ValueError, match="no rotation"):
-        gather_kv(kv, plan.kv_indices, plan.shift, torch.float32)
-
-
 @pytest.mark.parametrize(
     ("name", "index", "value", "message"),
     [
+        ("rotation", 0, 0, "no rotation"),
         ("kv_indices", 5, -1, "slot outside"),
         ("kv_indices", -1, 10_000, "slot outside"),
         ("shift", -1, TABLE, "rotary table"),
@@ -344,7 +306,10 @@ def test_values_out_of_range_are_refused(
 ) -> None:
     rig = make(Case())
     plan, weights = rig.plan(), torch.full((1009,), 7.0)
-    getattr(plan, name)[index] = value
+    if name == "rotation":
+        rig.rotation = None
+    else:
+        getattr(plan, name)[index] = value
     with pytest.raises(ValueError, match=message):
         decode(rig, host_backend, plan, weights=weights if name != "kv_indptr" else None)
     assert (weights == 7).all()
@@ -372,7 +337,7 @@ def test_pools_that_cannot_be_read_are_refused() -> None:
 def test_pools_are_poisoned() -> None:
     """The tests above would prove nothing otherwise."""
     buffer = torch.zeros(3, 1, 8, dtype=torch.float8_e4m3fn)
-    attention_cases.poison(buffer, torch.tensor([False, True, False]))
+    poison(buffer, torch.tensor([False, True, False]))
     assert buffer.float()[1].isnan().all() and not buffer.float()[[0, 2]].isnan().any()
     rig = make(Case(evicted=0.4))
     others = torch.ones(len(rig.keys), dtype=torch.bool)

@@ -4,7 +4,6 @@ shares with the other backends."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -16,15 +15,9 @@ from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.plan import RowPlan
 from tests.kernels.attention_cases import TABLE, Case, assert_attention, assert_plans, make
 from tests.kernels.test_attention import decode, kv_of, placed
-from tests.kernels.test_attention import fewer_programs as fewer_programs
-from tests.triton_runs import (
-    DEVICE,
-    INTERPRETED,
-    on_device,
-    run_interpreted,
-    starts_interpreter,
-    there,
-)
+from tests.triton_runs import DEVICE, INTERPRETED, on_device, there
+from tests.triton_runs import small_launches as small_launches
+from tests.triton_runs import test_interpreted as test_interpreted
 
 pytest.importorskip("triton")
 
@@ -34,11 +27,6 @@ import triton.language as tl
 from sglang_reasoncache.kernels import common_triton, decode_triton, plan_triton
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@starts_interpreter
-def test_interpreted() -> None:
-    run_interpreted(__file__)
 
 
 @triton.jit
@@ -61,8 +49,7 @@ def test_reads_every_byte_exactly(dtype: torch.dtype) -> None:
 @on_device
 @pytest.mark.parametrize("splits", [1, 2, 64])
 def test_the_merge_is_exact(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    halves = Case(dtype=torch.float16, query_dtype=torch.float32)
-    rig = make(dataclasses.replace(halves, lengths=(989, 600, 19, 0), kv_heads=1, heads=2))
+    rig = make(Case((989, 600, 19, 0), 2, 1, dtype=torch.float16, query_dtype=torch.float32))
     rig.query *= 4
     plan = rig.plan()
     whole = decode(rig, "triton", plan)
@@ -87,7 +74,7 @@ def test_weights_have_limits(launch: int, monkeypatch: pytest.MonkeyPatch) -> No
     def weights_of(size: int, longest: int) -> torch.Tensor:
         weights = torch.zeros(size, device=DEVICE)
         options = dict(spans=spans, sinks=sinks, logit_cap=3.0, weights=weights, longest=longest)
-        decode(rig, "triton", plan, query, **options)
+        decode(rig, "triton", plan, query=query, **options)
         return weights.cpu()
 
     found = weights_of(len(expected), 300)
@@ -116,22 +103,19 @@ def test_weights_of_whole_rows_take_our_launches_only() -> None:
     rig = make(Case(lengths=(19, 7)))
     plan, kv, query = placed(rig.plan(), "triton"), kv_of(rig, "triton"), there(rig.query)
     weights = torch.zeros(26, device=DEVICE)
-    with Launches() as found:
+    names: set[str] = set()
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, _types: Any, args: Any = (), options: Any = None
+        ) -> Any:
+            names.add(func.overloadpacket.__name__)
+            return func(*args, **(options or {}))
+
+    with Launches():
         decode_attention(query, kv, plan, scale=rig.scale, weights=weights, longest=19)
     # The last two are the interpreter's own.
-    assert found.names <= {"empty", "new_empty", "slice", "set_", "copy_"}
-
-
-class Launches(TorchDispatchMode):
-    """Which of PyTorch's operators were called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+    assert names <= {"empty", "new_empty", "slice", "set_", "copy_"}
 
 
 @on_device
@@ -148,9 +132,8 @@ def test_entries_out_of_range_count_for_nothing(name: str, value: int) -> None:
     kept = torch.ones(len(plan.kv_indices), dtype=torch.bool)
     kept[[5, 30, 89]] = False
     indptr = torch.tensor([0, 18, 87, 87], dtype=torch.int32)
-    expected, expected_weights = rig.expected(
-        RowPlan(indptr, plan.kv_indices[kept], plan.shift[kept])
-    )
+    left = RowPlan(indptr, plan.kv_indices[kept], plan.shift[kept])
+    expected, expected_weights = rig.expected(left)
     getattr(plan, name)[~kept] = value
     weights = torch.zeros(90, device=DEVICE)
     out = decode(rig, "triton", plan, weights=weights)
@@ -189,12 +172,9 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
     expected = rig.plan()
     assert expected.shift is not None
     total = int(expected.kv_indptr[-1])
-    positions = torch.cat(
-        [
-            (rig.rows[row, :length] >= 0).nonzero()[:, 0].int()
-            for row, length in zip(rig.requests.tolist(), rig.lengths.tolist(), strict=True)
-        ]
-    )
+    ends = zip(rig.requests.tolist(), rig.lengths.tolist(), strict=True)
+    held = [(rig.rows[row, :length] >= 0).nonzero()[:, 0].int() for row, length in ends]
+    positions = torch.cat(held)
     for capacity in (total + 50, total, 100, 0):
         buffers = plan_triton.PlanBuffers.of(9, capacity, DEVICE, positions=True)
         for side in vars(buffers).values():
@@ -206,8 +186,8 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
         found = RowPlan(plan.kv_indptr, plan.kv_indices[:total], plan.shift[:total])
         right = RowPlan(*(side[:capacity] for side in expected if side is not None))
         assert_plans(found, right._replace(kv_indptr=expected.kv_indptr.clamp(max=capacity)))
-        held = buffers.positions.cpu()
-        assert torch.equal(held[:total], positions[:capacity]) and (held[total:] == -7).all()
+        written = buffers.positions.cpu()
+        assert torch.equal(written[:total], positions[:capacity]) and (written[total:] == -7).all()
         assert (plan.kv_indices[total:] == -7).all() and (buffers.kv_indptr[6:] == -7).all()
 
 
@@ -215,12 +195,13 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
 def test_plans_that_do_not_fit_are_refused() -> None:
     rig = make(Case(lengths=(5, 6)))
     rows, *ints = (there(side) for side in (rig.rows, rig.requests, rig.lengths))
-    buffers = plan_triton.PlanBuffers.of(1, 10, DEVICE)
-    with pytest.raises(ValueError, match="2 requests, the buffers are for 1"):
-        plan_triton.plan_into(buffers, rows, *ints, num_slots=9)
-    buffers = plan_triton.PlanBuffers.of(2, 10, DEVICE)
-    with pytest.raises(ValueError, match="side by side"):
-        plan_triton.plan_into(buffers, rows.T.contiguous().T, *ints, num_slots=99)
+    for requests, some, message in (
+        (1, rows, "2 requests, the buffers are for 1"),
+        (2, rows.T.contiguous().T, "side by side"),
+    ):
+        buffers = plan_triton.PlanBuffers.of(requests, 10, DEVICE)
+        with pytest.raises(ValueError, match=message):
+            plan_triton.plan_into(buffers, some, *ints, num_slots=99)
 
 
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")

@@ -18,18 +18,18 @@ from tests.kernels.engines import backend as backend
 from tests.kernels.engines import host_backend as host_backend
 from tests.kernels.engines import unavailable
 from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation
-from tests.triton_runs import DEVICE, INTERPRETED, run_interpreted, starts_interpreter, there
+from tests.triton_runs import INTERPRETED, there
+from tests.triton_runs import test_interpreted as test_interpreted
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
+Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-#: Relative tolerance of sums in fp32 over up to 19 * 8 * 256 products; stored values are
-#: read exactly, so it does not depend on their dtype.
-SUM = 3e-6
-#: The same when source keys were rotated in fp32.
-TURNED_SUM = 1e-5
+#: Relative tolerance of sums in fp32 over up to 19 * 8 * 256 products of any dtype, and where
+#: source keys were rotated in fp32.
+SUM, TURNED_SUM = 3e-6, 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +76,7 @@ def make_layers(case: Case, slots: int = 48, seed: int = 7) -> Layers:
     return [lay_out(case.layout, made, *sizes) for _ in range(case.layers)]
 
 
-def make_entries(
-    case: Case, slots: int = 48, seed: int = 11
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def make_entries(case: Case, slots: int = 48, seed: int = 11) -> Entries:
     """Slots with repeats within and between pairs; shifts of both signs, some 0, some huge."""
     generator = torch.Generator().manual_seed(seed)
     shape = (case.pairs, case.block)
@@ -95,34 +93,25 @@ def make_entries(
     return dst, src, shift.to(torch.int32)
 
 
-@starts_interpreter
-def test_interpreted() -> None:
-    run_interpreted(__file__)
-
-
 class Sums:
     """A case's squares and moments on the host, computed where the backend computes."""
 
     def __init__(self, case: Case, backend: str, layers: Layers | None = None) -> None:
         self.case, self.layers = case, make_layers(case) if layers is None else layers
         self.rotation = make_rotation(case.rotary_dim, case.is_neox)
-        self._device = DEVICE if backend == "triton" else "cpu"
-        placed = self.layers
-        if backend == "triton":
-            placed = [(there(keys), there(values)) for keys, values in placed]
+        self._placed = there if backend == "triton" else lambda tensor: tensor
+        placed = [(self._placed(keys), self._placed(values)) for keys, values in self.layers]
         self.kernel = DistanceKernel(placed, self.rotation, backend=backend)
         assert self.kernel.backend == backend
 
-    def __call__(self, name: str, *entries: torch.Tensor | None) -> torch.Tensor:
-        placed: Any = (None if side is None else side.to(self._device) for side in entries)
+    def squares(self, *entries: torch.Tensor | None, name: str = "squares") -> torch.Tensor:
+        placed: Any = (None if side is None else self._placed(side) for side in entries)
         return getattr(self.kernel, name)(*placed).cpu()
 
-    def squares(self, *entries: torch.Tensor | None) -> torch.Tensor:
-        return self("squares", *entries)
+    def moments(self, *entries: torch.Tensor | None) -> torch.Tensor:
+        return self.squares(*entries, name="moments")
 
-    def expected(
-        self, dst: torch.Tensor, src: torch.Tensor, shift: torch.Tensor | None
-    ) -> torch.Tensor:
+    def expected(self, dst: torch.Tensor, src: torch.Tensor, shift: Any) -> torch.Tensor:
         """fp64 ``[pairs, layers, 2, 4]``: |x|^2, |y|^2, x.y, |x - y|^2 of blocks gathered first."""
         result = torch.zeros(dst.shape[0], len(self.layers), 2, 4, dtype=torch.float64)
         for index, sides in enumerate(self.layers):
@@ -138,25 +127,24 @@ class Sums:
         return result
 
 
-def cases() -> list[Case]:
-    """Smaller and fewer for the interpreter, which takes 0.1 s a program."""
-    if not INTERPRETED:
-        return CASES
-    small = [
-        dataclasses.replace(case, pairs=min(case.pairs, 1), layers=1)
+#: For the interpreter, which takes 0.1 s a program.
+FEW = [
+    *{
+        dataclasses.replace(case, pairs=min(case.pairs, 1), layers=1): None
         for case in CASES
         if case.heads * case.k_dim <= 288 and case.block < 19
-    ]
-    return [*dict.fromkeys(small), Case(pairs=3, layers=2, block=3)]
+    },
+    Case(pairs=3, layers=2, block=3),
+]
 
 
-@pytest.mark.parametrize("case", cases(), ids=repr)
+@pytest.mark.parametrize("case", FEW if INTERPRETED else CASES, ids=repr)
 def test_agrees_with_gathered_blocks(backend: str, case: Case) -> None:
     """Squares relative to themselves, dot products to the norms they come from."""
     dst, src, shift = make_entries(case)
     sums = Sums(case, backend)
     for by in {id(s): s for s in (None, shift)}.values():
-        squares, moments = sums("squares", dst, src, by), sums("moments", dst, src, by)
+        squares, moments = sums.squares(dst, src, by), sums.moments(dst, src, by)
         assert squares.dtype == moments.dtype == torch.float64
         expected, rel = sums.expected(dst, src, by), SUM if by is None else TURNED_SUM
         torch.testing.assert_close(squares, expected[..., 3], rtol=rel, atol=0)
@@ -191,8 +179,7 @@ def test_what_is_not_finite_shows(backend: str, dtype: torch.dtype, is_neox: boo
     for by in (None, shift):
         assert torch.equal(~sums.squares(dst, src, by).isfinite(), broken)
         if not INTERPRETED:
-            moments = sums("moments", dst, src, by)
-            assert torch.equal((~moments.isfinite()).any(-1), broken)
+            assert torch.equal(~sums.moments(dst, src, by).isfinite().all(-1), broken)
 
 
 def test_no_shift_is_as_cached(backend: str) -> None:
@@ -206,29 +193,18 @@ def test_no_shift_is_as_cached(backend: str) -> None:
     sums = Sums(case, backend, layers)
     still, cached = sums.squares(dst, src, torch.zeros_like(shift)), sums.squares(dst, src)
     torch.testing.assert_close(still, cached, rtol=1e-6 if backend == "triton" else 0, atol=0)
-    assert torch.equal(still[..., 1], sums.squares(dst, src, shift)[..., 1])
-
-
-def test_slots_may_be_views(backend: str) -> None:
-    case = Case()
-    dst, src, shift = make_entries(case)
-    assert shift is not None
-    sums = Sums(case, backend)
-    wide, shifts = torch.stack((dst, src), dim=-1), torch.stack((shift, shift), dim=-1)
-    assert torch.equal(
-        sums.squares(wide[..., 0], wide[..., 1], shifts[..., 0]), sums.squares(dst, src, shift)
-    )
-
-
-_BAD_SLOTS = [-1, 48, 1 << 40, -(1 << 63)]
-_BAD_SHIFTS = [TABLE, -TABLE, (1 << 31) - 1, -(1 << 31)]
+    moved = sums.squares(dst, src, shift)
+    assert torch.equal(still[..., 1], moved[..., 1])
+    # Slots may be views.
+    views = (torch.stack((side, side), dim=-1)[..., 0] for side in (dst, src, shift))
+    torch.testing.assert_close(sums.squares(*views), moved, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, slot) for name in ("dst_slots", "src_slots") for slot in _BAD_SLOTS),
-        *(("shift", shift) for shift in _BAD_SHIFTS),
+        *itertools.product(("dst_slots", "src_slots"), (-1, 48, 1 << 40, -(1 << 63))),
+        *(("shift", shift) for shift in (TABLE, -TABLE, (1 << 31) - 1, -(1 << 31))),
     ],
 )
 def test_values_out_of_range(backend: str, name: str, value: int) -> None:
@@ -243,7 +219,7 @@ def test_values_out_of_range(backend: str, name: str, value: int) -> None:
     if backend != "triton":
         for method in ("squares", "moments"):
             with pytest.raises(ValueError, match=f"{name} has .*(outside the pool|rotary table)"):
-                sums(method, *entries.values())
+                sums.squares(*entries.values(), name=method)
         return
     found = sums.squares(*entries.values())
     assert found[1, :, 0].isnan().all()
@@ -255,37 +231,27 @@ def test_values_out_of_range(backend: str, name: str, value: int) -> None:
 # -- by hand ---------------------------------------------------------------------
 
 
-def random_layers(num_layers: int, heads: int, dim: int, dtype: torch.dtype) -> Layers:
-    return make_layers(Case(layers=num_layers, heads=heads, k_dim=dim, v_dim=dim, dtype=dtype))
+def random_layers(heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> Layers:
+    return make_layers(Case(heads=heads, k_dim=dim, v_dim=dim, dtype=dtype))
 
 
-_ONES, _ZEROS = torch.ones(2, 2, 1), torch.zeros(2, 2, 1)
+#: Two tokens, two heads, one dim.
+_ZEROS, _ONES, _THREES = ([[[value], [value]]] * 2 for value in (0.0, 1.0, 3.0))
 
 
 @pytest.mark.parametrize(
     ("layers", "squares", "distance"),
     [
         # Keys differ by (3, 4), values by (0, 5): (5 + 5) / (2 * 1 * 1).
-        (
-            [([[[1.0, 1.0]], [[4.0, 5.0]]], [[[2.0, -3.0]], [[2.0, 2.0]]])],
-            [[25.0, 25.0]],
-            5.0,
-        ),
+        ([([[[1.0, 1.0]], [[4.0, 5.0]]], [[[2.0, -3.0]], [[2.0, 2.0]]])], [[25.0, 25.0]], 5.0),
         # Two tokens, two heads, two layers: (2 + 2) / 8 and (0 + 6) / 8; their mean.
         (
-            [
-                (torch.cat((_ZEROS, _ONES)), torch.cat((_ONES, _ZEROS))),
-                (torch.cat((_ZEROS, _ZEROS)), torch.cat((_ZEROS, 3 * _ONES))),
-            ],
-            [[4.0, 4.0], [0.0, 36.0]],
+            [(_ZEROS + _ONES, _ONES + _ZEROS), (_ZEROS * 2, _ZEROS + _THREES)],
+            [[4, 4], [0, 36]],
             0.625,
         ),
         # Large values that differ in their last bits: the expanded square would give 0 or worse.
-        (
-            [([[[1000.0] * 4], [[1000.0 + 2**-10] * 4]],) * 2],
-            [[4 * 2.0**-20] * 2],
-            2 * 2.0**-9 / 2,
-        ),
+        ([([[[1000.0] * 4], [[1000.0 + 2**-10] * 4]],) * 2], [[4 * 2.0**-20] * 2], 2 * 2.0**-9 / 2),
     ],
 )
 def test_by_hand(host_backend: str, layers: Any, squares: Any, distance: float) -> None:
@@ -297,32 +263,24 @@ def test_by_hand(host_backend: str, layers: Any, squares: Any, distance: float) 
     assert block_distances(found, tokens, heads).tolist() == [distance]
 
 
-def test_a_block_is_at_no_distance_of_itself_and_as_far_as_back(host_backend: str) -> None:
-    kernel = DistanceKernel(random_layers(2, 2, 33, torch.bfloat16), backend=host_backend)
-    dst, src, _ = make_entries(Case(pairs=7))
-    assert torch.equal(kernel.squares(dst, src), kernel.squares(src, dst))
-    assert not kernel.squares(dst, dst).any()
-
-
 @pytest.mark.parametrize("split", [1, 2, 5])
 def test_sums_of_split_heads_make_the_whole(host_backend: str, split: int) -> None:
-    """Tensor-parallel ranks hold their own heads and add up their squares."""
-    layers = random_layers(3, 6, 7, torch.bfloat16)
-    dst, src, _ = make_entries(Case(pairs=4, block=5))
-    whole, *parts = (
-        DistanceKernel([(k[:, a:b], v[:, a:b]) for k, v in layers], backend=host_backend).squares(
-            dst, src
-        )
+    """Tensor-parallel ranks hold their own heads and add up their squares. A block is at no
+    distance of itself, and as far as back."""
+    layers = random_layers(6, 33)
+    dst, src, _ = make_entries(Case(pairs=7, block=5))
+    whole, first, second = (
+        DistanceKernel([(k[:, a:b], v[:, a:b]) for k, v in layers], backend=host_backend)
         for a, b in ((0, 6), (0, split), (split, 6))
     )
-    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=0)
+    parts, found = first.squares(dst, src) + second.squares(dst, src), whole.squares(dst, src)
+    torch.testing.assert_close(parts, found, rtol=1e-5, atol=0)
+    assert torch.equal(found, whole.squares(src, dst))
+    assert not whole.squares(dst, dst).any()
 
 
-SAME, OPPOSITE = ([1.0, 2.0], [3.0, 6.0]), ([1.0, 0.0], [-5.0, 0.0])
-ORTHOGONAL, NOTHING = ([1.0, 0.0], [0.0, 2.0]), ([0.0, 0.0], [0.0, 0.0])
-HALF_NOTHING = ([0.0, 0.0], [3.0, 4.0])
-HUGE, TINY = ([1e150, 0.0], [1e150, 0.0]), ([1e-150, 0.0], [1e-150, 0.0])
-NAN, INFINITE = ([math.nan, 1.0], [1.0, 0.0]), ([0.0, 0.0], [0.0, math.inf])
+SAME, OPPOSITE, ORTHOGONAL = ([1.0, 2.0], [3.0, 6.0]), ([1, 0], [-5, 0]), ([1, 0], [0, 2])
+NOTHING, HALF_NOTHING = ([0.0, 0.0], [0.0, 0.0]), ([0.0, 0.0], [3.0, 4.0])
 
 
 @pytest.mark.parametrize(
@@ -332,9 +290,9 @@ NAN, INFINITE = ([math.nan, 1.0], [1.0, 0.0]), ([0.0, 0.0], [0.0, math.inf])
         ((NOTHING, NOTHING), 0.0),
         ((HALF_NOTHING, NOTHING), 0.5),
         # The product of the squared norms alone would overflow or vanish in fp64.
-        ((HUGE, TINY), 0.0),
-        ((NAN, SAME), math.nan),
-        ((SAME, INFINITE), math.nan),
+        ((([1e150, 0], [1e150, 0]), ([1e-150, 0], [1e-150, 0])), 0.0),
+        ((([math.nan, 1], [1, 0]), SAME), math.nan),
+        ((SAME, ([0, 0], [0, math.inf])), math.nan),
     ],
 )
 def test_cosine_by_hand(blocks: Any, expected: float) -> None:
@@ -362,10 +320,8 @@ _LONG, _INT = torch.zeros(3, 2).long(), torch.zeros(3, 2).int()
         (_LONG, _LONG, _INT[:, :1], r"shift must be torch.int32 \[3, 2\]"),
     ],
 )
-def test_entries_that_are_refused(
-    host_backend: str, dst: torch.Tensor, src: torch.Tensor, shift: torch.Tensor, words: str
-) -> None:
-    layers = random_layers(2, 2, 8, torch.bfloat16)
+def test_refused_entries(host_backend: str, dst: Any, src: Any, shift: Any, words: str) -> None:
+    layers = random_layers(2, 8)
     kernel = DistanceKernel(layers, make_rotation(8, True), backend=host_backend)
     for call in (kernel.squares, kernel.moments):
         with pytest.raises(ValueError, match=words):
@@ -396,7 +352,7 @@ def test_pools_that_are_refused(host_backend: str) -> None:
 
 
 def test_pool_with_scattered_elements_is_left_to_pytorch() -> None:
-    ((keys, _),) = random_layers(1, 8, 2, torch.float32)
+    ((keys, _),) = random_layers(8, 2, torch.float32)[:1]
     keys = keys.transpose(1, 2)
     dst, src, _ = make_entries(Case(pairs=3, block=4))
     kernel = DistanceKernel([(keys, keys)])
@@ -411,7 +367,7 @@ def test_pool_with_scattered_elements_is_left_to_pytorch() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="no kernel runs")
 def test_which_backend_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """C++ in host memory; without the library PyTorch."""
-    layers = random_layers(1, 1, 2, torch.float8_e4m3fn)
+    layers = random_layers(1, 2, torch.float8_e4m3fn)
     try:
         native.library()
     except native.NativeUnavailable as error:

@@ -10,89 +10,66 @@ from typing import Any
 import pytest
 import torch
 
-from tests.triton_runs import (
-    DEVICE,
-    INTERPRETED,
-    on_device,
-    run_interpreted,
-    starts_interpreter,
-    there,
-)
+from tests.selection.test_page_selection import selection_on_host
+from tests.triton_runs import DEVICE, INTERPRETED, on_device, there
+from tests.triton_runs import small_launches as small_launches
+from tests.triton_runs import test_interpreted as test_interpreted
 
 pytest.importorskip("triton")
 
-from sglang_reasoncache.kernels import decode_triton, plan_triton, select_triton
+from sglang_reasoncache.kernels import select_triton
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import BatchRows, RowPlan, plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.selection import page_bounds
 from sglang_reasoncache.selection.contract import Quest
 from sglang_reasoncache.selection.device_selection import DeviceSelection
-from sglang_reasoncache.selection.page_selection import PageSelection
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 PAGE, HEADS, DIM = 4, 2, 6
 
 
-@pytest.fixture(autouse=True)
-def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles and programs for short rows, and little for the interpreter to do."""
-    if INTERPRETED:
-        monkeypatch.setattr(plan_triton, "PIECES", 2)
-        monkeypatch.setattr(select_triton, "TILE", 8)
-        monkeypatch.setattr(select_triton, "PAGES", 4)
-        monkeypatch.setattr(select_triton, "KEYS", 2)
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
-@starts_interpreter
-def test_interpreted() -> None:
-    run_interpreted(__file__)
-
-
-@on_device
-@pytest.mark.parametrize(
-    ("dtype", "held_as"),
-    [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float8_e4m3fn, torch.bfloat16),
-        (torch.float8_e5m2, torch.bfloat16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("on_host", [True, pytest.param(False, marks=on_device)])
 def test_bounds_are_those_of_the_keys_written(
-    dtype: torch.dtype, held_as: torch.dtype, slots_dtype: torch.dtype
+    dtype: torch.dtype, slots_dtype: torch.dtype, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token by token or a page and more at once; a page that is filled anew starts anew."""
-    world = random.Random(4)
-    pages = 12
-    keys = there((torch.randn(pages * PAGE, 2 * HEADS, DIM) * 3).to(dtype))[:, ::2]
-    ends = there(torch.zeros(pages, HEADS, 2 * DIM, dtype=held_as))
+    if INTERPRETED:
+        monkeypatch.setattr(select_triton, "KEYS", 2)
+    world, pages = random.Random(4), 12
+    keys = (torch.randn(pages * PAGE, 2 * HEADS, DIM) * 3).to(dtype)
+    keys = (keys if on_host else there(keys))[:, ::2]
+    bounds = page_bounds.PageBounds(keys, PAGE)
     filled = [0] * pages
     for _ in range(12 if INTERPRETED else 100):
         slots: list[int] = []
+        decodes = world.random() < 0.5
         for page in world.sample(range(pages), 2):
             if filled[page] == PAGE or world.random() < 0.1:
                 filled[page] = 0
-            count = world.randint(1, PAGE - filled[page])
+            count = 1 if decodes else world.randint(1, PAGE - filled[page])
             slots += range(page * PAGE + filled[page], page * PAGE + filled[page] + count)
             filled[page] += count
-        keys[slots] = there((torch.randn(len(slots), HEADS, DIM) * 3).to(dtype))
-        # As SGLang pads a batch.
-        select_triton.note_bounds(
-            keys, there(torch.tensor([*slots, 0, 0], dtype=slots_dtype)), ends, PAGE
-        )
-        filled[0] = max(filled[0], 1)
-    at = ends.cpu()
+        keys[slots] = (torch.randn(len(slots), HEADS, DIM) * 3).to(dtype).to(keys.device)
+        if on_host:
+            bounds.update(torch.tensor(slots, dtype=slots_dtype))
+        else:  # as SGLang pads a batch
+            padded = there(torch.tensor([*slots, 0, 0], dtype=slots_dtype))
+            select_triton.note_bounds(keys, padded, bounds.ends, PAGE)
+            filled[0] = max(filled[0], 1)
     for page, count in enumerate(filled):
-        if count > 1:
-            held = keys.cpu()[page * PAGE : page * PAGE + count].float()
-            # The padding wrote to the first slot of page 0 alone.
-            held = held[:1] if page == 0 else held
-            assert torch.equal(at[page, :, :DIM].float(), held.amax(dim=0))
-            assert torch.equal(at[page, :, DIM:].float(), held.amin(dim=0))
+        # The padding wrote to the first slot of page 0 alone.
+        count = min(count, 1) if page == 0 and not on_host else count
+        if count:
+            held = keys[page * PAGE : page * PAGE + count].float()
+            assert torch.equal(bounds.high[page].float(), held.amax(dim=0))
+            assert torch.equal(bounds.low[page].float(), held.amin(dim=0))
 
 
 @on_device
@@ -193,7 +170,6 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     in a CUDA graph, after the trial call. Rows, lengths and keys change between replays."""
     if INTERPRETED:
         monkeypatch.setattr(page_bounds, "PagedKv", functools.partial(PagedKv, backend="triton"))
-        monkeypatch.setattr(decode_triton, "SPLITS", 2)
     width, pages = 40, 40
     host_rows = torch.zeros(3, width, dtype=torch.int32)
     rows, keys = there(host_rows.clone()), there(torch.randn(pages * PAGE, HEADS, 16))
@@ -245,9 +221,7 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         for i, length in enumerate(changed):
             own = host_rows[2 - i : 3 - i]
             request, own_length = torch.tensor([0]), host_lengths[i : i + 1]
-            host = PageSelection("quest", rule, {0: host_keys}, PAGE, own, None)
-            bounds = host._bounds[0]
-            bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
+            host = selection_on_host(rule, {0: host_keys}, PAGE, own)
             host.update(0, own[0, :length])
             whole = plan_rows(own, request, own_length, num_slots=len(keys))
             host.begin(BatchRows(whole, request, own_length, length), False)

@@ -49,17 +49,6 @@ def compiler(tmp_path: Path) -> Path:
     return script
 
 
-@pytest.fixture
-def fake_build(tmp_path: Path) -> Path:
-    """A cache folder that claims to hold a build of these sources."""
-    flags = (*native._FLAGS, *native._OPTIMISED)
-    cache, key = tmp_path / "cache", native._key(native._source_root(), flags)
-    (cache / key).mkdir(parents=True, mode=0o700)
-    cache.chmod(0o700)
-    (cache / key / native._NAME).write_bytes(b"no library")
-    return cache
-
-
 def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler: Path) -> None:
     """Ranks neither compile again nor fail in another way."""
     said = load(CXX=str(compiler), REASONCACHE_CACHE_DIR=str(tmp_path / "new"))
@@ -70,31 +59,33 @@ def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler:
     assert load(REASONCACHE_NATIVE_LIBRARY=told) == [told[1:]] * 3 + [told]
 
 
-def test_no_compiler(tmp_path: Path) -> None:
-    said = load(PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(tmp_path / "new"))
-    assert "no C++ compiler on PATH" in said[0]
-
-
-def test_what_is_in_the_cache_is_used_without_a_compiler(tmp_path: Path, fake_build: Path) -> None:
-    said = load(PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(fake_build))
-    assert f"cannot load {fake_build}" in said[0]
-
-
 @pytest.mark.parametrize(
-    "spoil",
+    ("spoil", "message"),
     [
-        lambda cache: cache.chmod(0o770),
-        lambda cache: cache.chmod(0o707),
+        (lambda cache: None, "cannot load {cache}"),
+        (shutil.rmtree, "no C++ compiler on PATH"),
+        # A cache of others is not trusted: nothing is loaded from there.
+        (lambda cache: cache.chmod(0o770), "no C++ compiler on PATH"),
+        (lambda cache: cache.chmod(0o707), "no C++ compiler on PATH"),
         pytest.param(
             lambda cache: os.chown(cache, 12345, 12345),
+            "no C++ compiler on PATH",
             marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away"),
         ),
     ],
 )
-def test_a_cache_of_others_is_not_trusted(tmp_path: Path, fake_build: Path, spoil: Any) -> None:
-    spoil(fake_build)
-    said = load(PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(fake_build))
-    assert "no C++ compiler" in said[0], "nothing was loaded from there"
+def test_without_a_compiler_what_is_in_our_cache_is_used(
+    tmp_path: Path, spoil: Any, message: str
+) -> None:
+    """The folder claims to hold a build of these sources."""
+    flags = (*native._FLAGS, *native._OPTIMISED)
+    cache, key = tmp_path / "cache", native._key(native._source_root(), flags)
+    (cache / key).mkdir(parents=True, mode=0o700)
+    cache.chmod(0o700)
+    (cache / key / native._NAME).write_bytes(b"no library")
+    spoil(cache)
+    said = load(PATH=str(tmp_path), CXX="", REASONCACHE_CACHE_DIR=str(cache))
+    assert message.format(cache=cache) in said[0]
 
 
 def test_no_home_leaves_no_folder_behind(compiler: Path) -> None:

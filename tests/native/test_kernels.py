@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,69 +27,62 @@ from tests.kernels.test_distance import make_entries, make_layers
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "cpu")
 
 
-class Threads:
-    """How many threads the next calls may use."""
+@pytest.fixture
+def decode_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Output and weights, by so many threads."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 1
-        monkeypatch.setattr(decode_module, "cpu_threads", lambda: self.count)
-
-    def decode(self, count: int, rig: Rig, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and weights."""
-        self.count = count
+    def decoded(count: int, rig: Rig, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(decode_module, "cpu_threads", lambda: count)
         plan = options.pop("plan", rig.plan())
         weights = torch.zeros(options.pop("entries", len(plan.kv_indices)))
         return decode(rig, "native", plan, weights=weights, **options), weights
 
-
-@pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
-    return Threads(monkeypatch)
+    return decoded
 
 
 @pytest.mark.parametrize("lengths", [(3000,), (700, 30, 5, 2000), (40,) * 30, (700, 1, 2600, 0)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (32, 8), (1, 1), (8, 1)])
 def test_bits_do_not_depend_on_threads(
-    threads: Threads, lengths: tuple[int, ...], heads: int, kv_heads: int
+    decode_by: Any, lengths: tuple[int, ...], heads: int, kv_heads: int
 ) -> None:
     rig = make(Case(lengths=lengths, heads=heads, kv_heads=kv_heads, k_dim=128, v_dim=128))
-    alone = threads.decode(1, rig)
+    alone = decode_by(1, rig)
     for count in (2, 2, 3, 8):
-        assert all(map(torch.equal, alone, threads.decode(count, rig)))
+        assert all(map(torch.equal, alone, decode_by(count, rig)))
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_bits_do_not_depend_on_the_rest_of_the_batch(threads: Threads, count: int) -> None:
+def test_bits_do_not_depend_on_the_rest_of_the_batch(decode_by: Any, count: int) -> None:
     """Requests of very unlike lengths take turns; each as if it had the pool to itself."""
     lengths = (1100, 0, 15, 16, 17, 512, 513, 0, 1024, 1, 1500, 640)
     rig = make(Case(lengths=lengths, heads=8, kv_heads=2, k_dim=64, v_dim=64))
     plan = rig.plan()
-    together, all_weights = threads.decode(count, rig, plan=plan)
+    together, all_weights = decode_by(count, rig, plan=plan)
     begin, end = plan.kv_indptr[:-1], plan.kv_indptr[1:]
     for row, (length, weights) in enumerate(zip(lengths, all_weights.split(lengths), strict=True)):
         one = slice(row, row + 1)
         options = dict(plan=plan, query=rig.query[one], spans=(begin[one], end[one]))
-        alone = threads.decode(1, rig, entries=length, **options)
+        alone = decode_by(1, rig, entries=length, **options)
         assert torch.equal(alone[0], together[one]) and torch.equal(alone[1], weights)
 
 
-def test_calls_at_once(threads: Threads) -> None:
+def test_calls_at_once(decode_by: Any) -> None:
     """Threads of the interpreter may call together; one of them gets the helpers."""
     rig = make(Case(lengths=(900, 1500), k_dim=128, v_dim=128, kv_heads=4, heads=8))
-    expected, _ = threads.decode(1, rig)
+    expected, _ = decode_by(1, rig)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda i: threads.decode(1 + i % 3, rig)[0], range(40)))
+        found = list(pool.map(lambda i: decode_by(1 + i % 3, rig)[0], range(40)))
     assert all(torch.equal(out, expected) for out in found)
 
 
-def test_a_forked_child_has_threads_of_its_own(threads: Threads) -> None:
+def test_a_forked_child_has_threads_of_its_own(decode_by: Any) -> None:
     rig = make(Case(lengths=(2000, 2000), k_dim=128, v_dim=128))
-    expected, _ = threads.decode(2, rig)
+    expected, _ = decode_by(2, rig)
     child = os.fork()
     if child == 0:
         same = False
         try:
-            same = torch.equal(threads.decode(2, rig)[0], expected)
+            same = torch.equal(decode_by(2, rig)[0], expected)
         finally:
             os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
@@ -96,8 +90,7 @@ def test_a_forked_child_has_threads_of_its_own(threads: Threads) -> None:
 
 def test_a_refused_gather_writes_nothing() -> None:
     rig = make(Case())
-    plan = rig.plan()
-    pool = NativePool([(rig.keys, rig.values)], rig.rotation)
+    plan, pool = rig.plan(), NativePool([(rig.keys, rig.values)], rig.rotation)
     out = torch.full((2, len(plan.kv_indices), 64), 7.0)
     for name, value in (("kv_indices", 10_000), ("kv_indices", -1), ("shift", -40_000)):
         spoiled = {name: getattr(plan, name).clone() for name in ("kv_indices", "shift")}

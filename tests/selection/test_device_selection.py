@@ -4,57 +4,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.runtime_context import get_parallel
 
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, GraphVariants
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
-from sglang_reasoncache.kernels import decode_triton, plan_triton, select_triton
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import BatchRows, RowPlan
-from sglang_reasoncache.kernels.reference import plan_rows
+from sglang_reasoncache.kernels.plan import BatchRows, plan_rows
 from sglang_reasoncache.selection import page_bounds
 from sglang_reasoncache.selection.contract import Quest
-from sglang_reasoncache.selection.page_selection import PageSelection
-from tests.selection.test_page_selection import NONSENSE, wrong
-from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
-from tests.unit.attention_rig import TOLERANCE, Rig, supported_runner
+from tests.selection.test_page_selection import NONSENSE, selection_on_host, wrong
+from tests.triton_runs import INTERPRETED, under_interpreter
+from tests.triton_runs import small_launches as small_launches
+from tests.triton_runs import test_interpreted as test_interpreted
+from tests.unit.attention_rig import TOLERANCE, Rig
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
+from tests.unit.test_attention_cuda_graph import ranks as ranks
 
-pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
-
-
-@starts_interpreter
-def test_interpreted() -> None:
-    run_interpreted(__file__)
+pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform", "ranks")
 
 
 @pytest.fixture(autouse=True)
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds are read by Triton, as on a device; few programs for the interpreter."""
+    """Bounds are read by Triton, as on a device."""
     if INTERPRETED:
         paged = functools.partial(PagedKv, backend="triton")
         monkeypatch.setattr(page_bounds, "PagedKv", paged)
-        monkeypatch.setattr(decode_triton, "SPLITS", 2)
-        monkeypatch.setattr(plan_triton, "PIECES", 2)
-        monkeypatch.setattr(decode_triton, "PIECES", 2)
-        monkeypatch.setattr(select_triton, "PAGES", 16)
-
-
-class Wasteful(Quest):
-    """Reads its tensors on the host."""
-
-    poll: Any = None
-
-    def keep(self, shares: Any, held: Any, newest: Any, page: int) -> Any:
-        self.poll(shares, held)
-        return super().keep(shares, held, newest, page)
 
 
 WAITS = {
@@ -90,12 +68,6 @@ def place(rig: Rig, lengths: list[int], shifted: tuple[int, ...] = ()) -> None:
             rig.cached_at.record(slots, start + away + torch.arange(len(slots)))
 
 
-@pytest.fixture
-def ranks() -> Iterator[None]:
-    with get_parallel().override(attn_dcp_rank=0, attn_tp_rank=0):
-        yield
-
-
 POLICY = Quest(budget=24, whole_layers=1)
 
 
@@ -120,15 +92,12 @@ def read_of(rig: Rig, policy: Any = POLICY) -> list[torch.Tensor]:
             continue
         rows = rig.rows.req_to_token[row : row + 1].clone()
         rows[0, :length][away] = -1
-        host = PageSelection("quest", policy, keys, 8, rows, None)
         # Bounds are those of pages as they lie, on both sides.
-        bounds = host._bounds[1]
-        bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
-        host.update(1, torch.arange(len(rig.pool.k_buffer[1])))
+        host = selection_on_host(policy, keys, 8, rows)
+        host.update(1, torch.arange(len(keys[1])))
         where = torch.tensor([0]), torch.tensor([length])
-        host.begin(
-            BatchRows(RowPlan(*plan_rows(rows, *where, None, 1 << 20)), *where, length), False
-        )
+        whole = plan_rows(rows, *where, num_slots=len(keys[1]))
+        host.begin(BatchRows(whole, *where, length), False)
         assert host.plan(1, rig.query[i : i + 1], rig.layer.scaling) is not None
         chosen = away.clone()
         chosen[rows[0, :length] >= 0] = host._among
@@ -161,8 +130,8 @@ def counts_of(rig: Rig, policy: Any = POLICY) -> dict[str, int]:
     return {"positions_held": held, "positions_read": read}
 
 
-@interpreted
-def test_decode_reads_what_was_selected(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@under_interpreter
+def test_decode_reads_what_was_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager and in graphs, one row within the budget; rows, cached and evicted positions change in between."""
     rig = rig_of([70, 19, 41], shifted=(1, 4))
     backend = noted(rig, triton_backend(rig, monkeypatch))
@@ -205,12 +174,10 @@ def test_decode_reads_what_was_selected(ranks: None, monkeypatch: pytest.MonkeyP
     assert seen["refusals"] == {} and 0 < seen["positions_read"] < seen["positions_held"]
 
 
-@interpreted
-def test_the_newest_page_is_read_whatever_the_answer(
-    ranks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@under_interpreter
+def test_the_newest_page_is_read_whatever_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_of([70, 19, 41])
-    policy = wrong(lambda keep, _newest: torch.zeros_like(keep), budget=24)
+    policy = wrong(lambda keep, *_: torch.zeros_like(keep), budget=24)
     backend = noted(rig, triton_backend(rig, monkeypatch), policy)
     for runner in (backend, Graphs(rig, backend)):
         before = backend.paged.selection.describe()["refusals"].get("newest", 0)
@@ -218,8 +185,8 @@ def test_the_newest_page_is_read_whatever_the_answer(
         assert backend.paged.selection.describe()["refusals"] == {"newest": before + 2}
 
 
-@interpreted
-def test_bounds_follow_every_forward(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@under_interpreter
+def test_bounds_follow_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts by SGLang's kernels and by ours, then token by token, where keys are as cached."""
     rig = rig_of([30, 9, 17])
     backend = triton_backend(rig, monkeypatch, corrected=False)
@@ -246,14 +213,12 @@ def test_bounds_follow_every_forward(ranks: None, monkeypatch: pytest.MonkeyPatc
         right()
 
 
-def test_statistics_of_what_was_selected(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_what_was_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was left out weighs nothing, the rest sums to one a head; in host memory, or on a
     device with a shifted page, eager and in graphs."""
     rig = rig_of([70, 12, 40], shifted=(3,) if INTERPRETED else ())
-    if INTERPRETED:
-        backend = triton_backend(rig, monkeypatch)
-    else:
-        backend = PagedCpuBackend(supported_runner(rig), rig.cached_at)
+    on_host = PagedCpuBackend(rig.runner, rig.cached_at)
+    backend: Any = triton_backend(rig, monkeypatch) if INTERPRETED else on_host
     statistics = backend.paged.keep_statistics(StatisticsNeeds(latest=1, total=True))
     noted(rig, backend)
     for runner in (backend, Graphs(rig, backend)) if INTERPRETED else (backend,):
@@ -268,24 +233,25 @@ def test_statistics_of_what_was_selected(ranks: None, monkeypatch: pytest.Monkey
             assert torch.equal(weights > 0, read)
 
 
-@interpreted
+@under_interpreter
 @pytest.mark.parametrize("poll", WAITS.values(), ids=WAITS)
 def test_a_selector_that_waits_is_refused_at_the_start(
-    poll: Any, ranks: None, monkeypatch: pytest.MonkeyPatch
+    poll: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = rig_of([70, 12])
     backend = triton_backend(rig, monkeypatch)
-    policy = Wasteful(budget=24, whole_layers=0)
-    object.__setattr__(policy, "poll", poll)
+    slow = wrong(lambda keep, _newest, *given: (keep, poll(*given))[0], budget=24)
     with pytest.raises(ValueError, match="--reasoncache-policy slow: keep .* waits for the device"):
-        backend.paged.select("slow", policy)
+        backend.paged.select("slow", slow)
     assert backend.paged.selection is None and not backend.paged.always_needed
-    object.__setattr__(policy, "poll", lambda shares, _held: shares[:, torch.tensor([0, 1])])
-    assert backend.paged.select("fast", policy).describe()["positions_held"] == 0
+    fast = wrong(
+        lambda keep, _newest, shares, _held: (keep, shares[:, torch.tensor([0, 1])])[0], 24
+    )
+    assert backend.paged.select("fast", fast).describe()["positions_held"] == 0
 
 
-@interpreted
-def test_nonsense_is_refused_at_the_start(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@under_interpreter
+def test_nonsense_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = triton_backend(rig_of([70, 12]), monkeypatch)
     for answer, _, message in NONSENSE:
         with pytest.raises(ValueError, match=f"--reasoncache-policy odd: keep .*{message}"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from typing import Any
 
 import pytest
 import torch
 
 from sglang_reasoncache import registry
+from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import BatchRows, RowPlan, plan_rows
 from sglang_reasoncache.policy_options import OptionError
 from sglang_reasoncache.selection.contract import Quest
@@ -29,7 +29,7 @@ class Wrong(Quest):
     answer: Any = None
 
     def keep(self, shares: Any, held: Any, newest: Any, page: int) -> Any:
-        return self.answer(super().keep(shares, held, newest, page), newest)
+        return self.answer(super().keep(shares, held, newest, page), newest, shares, held)
 
 
 def wrong(answer: Any, budget: int = 16) -> Wrong:
@@ -39,41 +39,20 @@ def wrong(answer: Any, budget: int = 16) -> Wrong:
 
 
 NONSENSE = [
-    (lambda keep, _newest: None, "malformed", "must give a plain bool tensor .*, got NoneType"),
-    (lambda keep, _newest: keep.float(), "malformed", "got Tensor torch.float32"),
-    (lambda keep, _newest: keep[:, :-1], "malformed", "must give a plain bool tensor"),
-    (lambda keep, _newest: keep.to_sparse(), "malformed", "must give a plain bool tensor"),
-    (lambda keep, _newest: 1 / 0, "policy_failed", "ZeroDivisionError: division by zero"),
+    (lambda keep, *_: None, "malformed", "must give a plain bool tensor .*, got NoneType"),
+    (lambda keep, *_: keep.float(), "malformed", "got Tensor torch.float32"),
+    (lambda keep, *_: keep[:, :-1], "malformed", "must give a plain bool tensor"),
+    (lambda keep, *_: keep.to_sparse(), "malformed", "must give a plain bool tensor"),
+    (lambda keep, *_: 1 / 0, "policy_failed", "ZeroDivisionError: division by zero"),
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_bounds_are_those_of_the_keys_written(dtype: torch.dtype) -> None:
-    """Token by token or a page and more at once; a page that is filled anew starts anew."""
-    world = random.Random(4)
-    buffer = torch.zeros(SLOTS, KV_HEADS, DIM).to(dtype)
-    bounds = PageBounds(buffer, PAGE)
-    # Not every operator knows fp8; its bytes can always be written.
-    raw = torch.uint8 if dtype.itemsize == 1 else dtype
-    filled = [0] * PAGES
-    for _ in range(200):
-        slots: list[int] = []
-        decodes = world.random() < 0.5
-        for page in world.sample(range(PAGES), world.randint(1, 3)):
-            if filled[page] == PAGE or world.random() < 0.1:
-                filled[page] = 0
-            count = 1 if decodes else world.randint(1, PAGE - filled[page])
-            slots += range(page * PAGE + filled[page], page * PAGE + filled[page] + count)
-            filled[page] += count
-        at = torch.tensor(slots)
-        buffer.view(raw)[at] = torch.randn(len(slots), KV_HEADS, DIM).to(dtype).view(raw)
-        bounds.update(at)
-    kept = buffer.float()
-    for page, count in enumerate(filled):
-        if count:
-            held = kept[page * PAGE : page * PAGE + count]
-            assert torch.equal(bounds.low[page].float(), held.amin(dim=0))
-            assert torch.equal(bounds.high[page].float(), held.amax(dim=0))
+def selection_on_host(policy: Any, keys: dict[int, torch.Tensor], page: int, rows: Any) -> Any:
+    """Read by PyTorch, whatever reads bounds elsewhere."""
+    host = PageSelection("quest", policy, keys, page, rows, None)
+    for bounds in host._bounds.values():
+        bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
+    return host
 
 
 def test_shares_are_by_the_largest_possible_logit() -> None:
@@ -85,14 +64,12 @@ def test_shares_are_by_the_largest_possible_logit() -> None:
     bounds.update(torch.arange(SLOTS))
     pages = [5, 9, 0, 40]
     logits = torch.full((len(pages), HEADS), float("-inf"))
-    for i, page in enumerate(pages):
-        of_page = keys[page * PAGE : page * PAGE + PAGE]
-        for head in range(HEADS):
-            own = of_page[:, head // (HEADS // KV_HEADS)]
-            ends = zip(own.amin(dim=0).tolist(), own.amax(dim=0).tolist(), strict=True)
-            for corner in itertools.product(*ends):
-                logits[i, head] = max(logits[i, head], torch.tensor(corner) @ query[0, head])
-            assert logits[i, head] >= (own @ query[0, head]).max()
+    for (i, page), head in itertools.product(enumerate(pages), range(HEADS)):
+        own = keys[page * PAGE : page * PAGE + PAGE, head // (HEADS // KV_HEADS)]
+        ends = torch.stack((own.amin(dim=0), own.amax(dim=0)), dim=1)
+        corners = torch.cartesian_prod(*ends)
+        logits[i, head] = (corners @ query[0, head]).max()
+        assert logits[i, head] >= (own @ query[0, head]).max()
     found = bounds.largest(query.expand(4, -1, -1), torch.tensor(pages))
     torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
     plan = RowPlan(torch.tensor([0, 4]).int(), torch.tensor(pages).int(), None)
@@ -130,9 +107,8 @@ class World:
         read = "quest", self.policy, {7: self.keys}, PAGE, self.rows, self.cached_at
         self.selection = PageSelection(*read, self.rotation)
         self.selection.update(7, torch.arange(SLOTS))
-        self.plan = plan_rows(
-            self.rows, self.requests, self.lengths, self.cached_at, num_slots=SLOTS
-        )
+        rows = self.rows, self.requests, self.lengths, self.cached_at
+        self.plan = plan_rows(*rows, num_slots=SLOTS)
 
     def begun(self) -> Any:
         """What the layer reads in a step that begins."""
@@ -149,11 +125,9 @@ class World:
             whole = self.keys[slots[0] // PAGE * PAGE :][:PAGE]
             shift = torch.tensor([page * PAGE - int(self.cached_at[slots[0]])])
             rotated = self.rotation.rotate(query[None], -shift)[0]
-            low, high = (
-                side.repeat_interleave(2, dim=0) for side in (whole.amin(0), whole.amax(0))
-            )
-            found = torch.maximum(rotated * low, rotated * high).sum(dim=1) * DIM**-0.5
-            bounds[page] = found.tolist()
+            ends = (side.repeat_interleave(2, dim=0) for side in (whole.amin(0), whole.amax(0)))
+            logits = torch.maximum(*(rotated * end for end in ends)).sum(dim=1) * DIM**-0.5
+            bounds[page] = logits.tolist()
         newest = (length - 1) // PAGE
         softmax = torch.tensor(list(bounds.values())).softmax(dim=0).sum(dim=1)
         shares = dict(zip(bounds, softmax.tolist(), strict=True))
@@ -199,9 +173,9 @@ def test_short_rows_and_first_layers_are_read_whole(options: tuple[int, int]) ->
     ("answer", "refusal"),
     [
         *((answer, refusal) for answer, refusal, _ in NONSENSE),
-        (lambda keep, _newest: keep.to("meta"), "malformed"),
-        (lambda keep, _newest: keep.as_subclass(torch.nn.Buffer), "malformed"),
-        (lambda keep, newest: keep.scatter(1, newest[:, None], False), "newest"),
+        (lambda keep, *_: keep.to("meta"), "malformed"),
+        (lambda keep, *_: keep.as_subclass(torch.nn.Buffer), "malformed"),
+        (lambda keep, newest, *_: keep.scatter(1, newest[:, None], False), "newest"),
     ],
 )
 def test_nonsense_is_refused_by_name(answer: Any, refusal: str) -> None:
@@ -214,29 +188,25 @@ def test_nonsense_is_refused_by_name(answer: Any, refusal: str) -> None:
         assert found[0].kv_indices[: len(expected)].tolist() == world.rows[2, expected].tolist()
     else:
         assert found is None
-    # Pages that a row does not have cost nothing: there is nothing to read.
-    world = World(shifted=False, policy=wrong(lambda keep, _newest: torch.ones_like(keep)))
-    found = world.begun()
-    assert found is not None
-    assert torch.equal(found[0].kv_indices, world.plan.kv_indices)
 
 
-class InPlace(Quest):
-    """Writes to what it is given."""
+def test_pages_that_a_row_does_not_have_cost_nothing() -> None:
+    world = World(shifted=False, policy=wrong(lambda keep, *_: torch.ones_like(keep)))
+    assert torch.equal(world.begun()[0].kv_indices, world.plan.kv_indices)
 
-    def keep(self, shares: Any, held: Any, newest: Any, page: int) -> Any:
-        kept = super().keep(shares, held, newest, page)
-        newest -= 100
-        held.fill_(True)
-        shares.zero_()
-        return kept
+
+def in_place(keep: Any, newest: Any, shares: Any, held: Any) -> Any:
+    newest -= 100
+    held.fill_(True)
+    shares.zero_()
+    return keep
 
 
 @pytest.mark.parametrize("shifted", [False, True])
 def test_layers_get_the_same_whatever_a_selector_writes(shifted: bool) -> None:
     found = []
-    for kind in (Quest, InPlace):
-        world = World(shifted=shifted, policy=kind(budget=16, whole_layers=0))
+    for policy in (None, wrong(in_place)):
+        world = World(shifted=shifted, policy=policy)
         for plan in (world.begun, lambda w=world: w.selection.plan(7, w.query, DIM**-0.5)):
             assert plan() is not None
             found.append(world.selection._among)
@@ -255,12 +225,13 @@ def test_a_selector_must_say_what_it_reads_whole(key: str, value: Any) -> None:
         keep = Quest.keep
 
     rows = torch.zeros(1, 8, dtype=torch.int32)
+    read = {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None
     setattr(Odd, key, value)
     with pytest.raises(ValueError, match=f"--reasoncache-policy odd: {key} .* got {value!r}"):
-        PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
+        PageSelection("odd", Odd(), *read)
     delattr(Odd, key)
     with pytest.raises(ValueError, match=f"{key} .* got AttributeError"):
-        PageSelection("odd", Odd(), {7: torch.zeros(SLOTS, 1, 2)}, PAGE, rows, None)
+        PageSelection("odd", Odd(), *read)
 
 
 def test_bounds_without_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,12 +243,12 @@ def test_bounds_without_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None
         World(shifted=False)
 
 
-# -- Quest's choice, on random shares and by hand ---------------------------------
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("budget", [1, 4, 5, 12, 28, 500])
 def test_the_newest_page_and_the_best_are_read(seed: int, budget: int) -> None:
+    """Of 40 positions in pages of 16 three pages are read."""
+    by_hand = torch.tensor([[0.9, 0.7, 1.1, 0.1]]), torch.ones(1, 4).bool(), torch.tensor([3])
+    assert Quest(budget=40).keep(*by_hand, 16).tolist() == [[True, False, True, True]]
     shares = torch.rand(3, 7, generator=torch.Generator().manual_seed(seed))
     held = torch.ones(3, 7, dtype=torch.bool)
     held[0, 3] = held[1, 5:] = False
@@ -291,13 +262,6 @@ def test_the_newest_page_and_the_best_are_read(seed: int, budget: int) -> None:
         assert set(keep[row].nonzero()[:, 0].tolist()) == expected
 
 
-def test_by_hand() -> None:
-    shares = torch.tensor([[0.9, 0.7, 1.1, 0.1]])
-    held, newest = torch.ones(1, 4, dtype=torch.bool), torch.tensor([3])
-    keep = Quest(budget=40).keep(shares, held, newest, 16)
-    assert keep.tolist() == [[True, False, True, True]]
-
-
 def test_options() -> None:
     choice = registry.parse("reasoncache+quest:budget=64:whole_layers=0+keydiff:budget=9")
     assert choice.selector == ("quest", Quest(budget=64, whole_layers=0))
@@ -306,5 +270,3 @@ def test_options() -> None:
         with pytest.raises(OptionError) as error:
             Quest(**options)
         assert error.value.key == key
-    with pytest.raises(registry.PolicyError, match="budget of quest between"):
-        registry.parse("quest:budget=0")

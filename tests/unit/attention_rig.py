@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from tests.kernels.pools import turned
+from tests.kernels.pools import dense, turned
 
 DIM = 16
 BASE = 10_000
@@ -22,9 +22,8 @@ CONTEXT = 1024
 LENGTHS = [1, 19, 989]
 FREQUENCIES = BASE ** (-torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
 
-#: fp32: angles of up to 1024 radians are off by 1024 * 2**-24, which the softmax
-#: turns into an error of the same order; bf16: keys, probabilities and the
-#: result are each rounded to 8 bits, for values of about 1.
+#: fp32: angles of up to 1024 radians are off by 1024 * 2**-24, and so are weights; bf16: keys,
+#: weights and the result are each rounded to 8 bits, for values of about 1.
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 3e-2}
 
 
@@ -41,8 +40,8 @@ BATCHES = {
 class Rig:
     """A pool with rows of random keys, a share of them (``shifted``) cached for another position.
 
-    ``lengths`` include the newest token. ``interleaved``: GPT-J pairing of dims. ``notes_shifted``:
-    the allocator has seen slots shared, even if no row holds one now.
+    ``interleaved``: GPT-J pairing of dims. ``notes_shifted``: the allocator has seen slots shared,
+    even if no row holds one now.
     """
 
     def __init__(
@@ -85,6 +84,8 @@ class Rig:
             stays = torch.rand(at.shape, generator=generator) >= shifted
             self.cached_at.record(slots, torch.where(stays, at, elsewhere))
         rope = factory.get_rope(DIM, DIM, CONTEXT, BASE, not interleaved, None, torch.float32)
+        self.layer = RadixAttention(heads, DIM, DIM**-0.5, kv_heads, layer_id=1)
+        #: With what the start of a server on CUDA reads.
         self.runner: Any = SimpleNamespace(
             device="cpu",
             req_to_token_pool=self.rows,
@@ -93,10 +94,14 @@ class Rig:
                 has_shifted_slots=shifted > 0 or notes_shifted, has_evicted=False
             ),
             dtype=dtype,
-            model=torch.nn.ModuleList([rope]),
-            model_config=SimpleNamespace(context_len=CONTEXT),
+            model=torch.nn.ModuleList([rope, self.layer]),
+            model_config=SimpleNamespace(context_len=CONTEXT, is_encoder_decoder=False),
+            use_mla_backend=False,
+            spec_algorithm=SimpleNamespace(is_none=lambda: True),
+            is_draft_worker=False,
+            decode_attention_backend_str="triton",
+            server_args=SimpleNamespace(),
         )
-        self.layer = RadixAttention(heads, DIM, DIM**-0.5, kv_heads, layer_id=1)
 
     def batch(self, new: list[int]) -> ForwardBatch:
         """A forward that computes the last ``new`` tokens of each row; decode if one each."""
@@ -158,46 +163,23 @@ class Rig:
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[self.dtype])
 
     def expected(self, batch: Any, logit_cap: float = 0.0) -> torch.Tensor:
-        """Dense attention in fp64 over rows whose keys are rotated to where they are used.
+        return torch.cat([out for out, _ in self.dense(batch, logit_cap)])
 
-        Evicted positions are there, and masked.
-        """
+    def dense(self, batch: Any, cap: float = 0.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """By row, in fp64: attention ``[tokens, heads, dim]`` to keys rotated to where they are
+        used, evicted ones masked, and its weights ``[heads, tokens, positions]``."""
         keys, values = self.pool.k_buffer[1].double(), self.pool.v_buffer[1].double()
-        outputs, query = [], iter(self.query.double().split(batch.extend_seq_lens.tolist()))
+        found, query = [], iter(self.query.split(batch.extend_seq_lens.tolist()))
         for row, end in zip(self.row_of, self.lengths, strict=True):
             slots = self.rows.req_to_token[row, :end].long()
             at, evicted = torch.arange(end), slots < 0
             slots = slots.clamp_min(0)
             by = (at - self.cached_at.positions[slots])[:, None] * FREQUENCIES
             k = turned(keys[slots], torch.polar(torch.ones_like(by), by), not self.interleaved)
-            k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
-            v = values[slots].repeat_interleave(self.heads // self.kv_heads, dim=1)
             q = next(query)
-            scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
-            if logit_cap:
-                scores = logit_cap * torch.tanh(scores / logit_cap)
-            hidden = evicted | (at[None, :] > torch.arange(end - len(q), end)[:, None])
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-            outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
-        return torch.cat(outputs)
-
-
-def idle_batch() -> Any:
-    """A forward of a rank that has no request."""
-    names = ("out_cache_loc", "positions", "seq_lens")
-    nothing = dict.fromkeys(names, torch.empty(0, dtype=torch.int64))
-    return SimpleNamespace(forward_mode=ForwardMode.IDLE, **nothing)
-
-
-def supported_runner(rig: Rig) -> Any:
-    """The rig's runner with what start-up reads, and the layer in its model."""
-    runner = rig.runner
-    runner.use_mla_backend = False
-    runner.spec_algorithm = SimpleNamespace(is_none=lambda: True)
-    runner.model_config.is_encoder_decoder = False
-    if not any(isinstance(module, RadixAttention) for module in runner.model):
-        runner.model.append(rig.layer)
-    return runner
+            hidden = evicted | (at > torch.arange(end - len(q), end)[:, None])
+            found.append(dense(q, k, values[slots], DIM**-0.5, hidden=hidden, cap=cap))
+        return found
 
 
 #: What our attention does not support: a change of a rig, and how the refusal names it.
@@ -208,10 +190,7 @@ UNSUPPORTED: list[tuple[Callable[[Any], None], str]] = [
     (lambda r: setattr(r.layer, "xai_temperature_len", 4), "temperature"),
     (lambda r: setattr(r.runner, "use_mla_backend", True), "latent attention"),
     (lambda r: setattr(r.runner.model_config, "is_encoder_decoder", True), "encoder-decoder"),
-    (
-        lambda r: setattr(r.runner, "spec_algorithm", SimpleNamespace(is_none=lambda: False)),
-        "--speculative-algorithm",
-    ),
+    (lambda r: setattr(r.runner.spec_algorithm, "is_none", lambda: False), "--speculative-algo"),
     (lambda r: setattr(r.pool, "kv_cache_layout", "hnd"), "hnd"),
     (lambda r: setattr(r.runner, "token_to_kv_pool", SimpleNamespace()), "SimpleNamespace"),
 ]

@@ -113,6 +113,8 @@ def test_more_credit_never_admits_less() -> None:
 
 
 ENDED, RUNNING = SharingForecast.observe, SharingForecast.poll
+_RUNNING = [(RUNNING, 100, 500, 0.0), (RUNNING, 256, 1024, 0.25), (ENDED, 400, 1000, 0.4)]
+_RUNNING += [(RUNNING, 500, 1000, 0.5), (RUNNING, 0, 0, 0.4)]
 _FADED = [0.4 * 0.9**n * (1 - 0.9**50) / (1 - 0.9 ** (50 + n)) for n in range(1, 51)]
 
 
@@ -124,17 +126,7 @@ _FADED = [0.4 * 0.9**n * (1 - 0.9**50) / (1 - 0.9 ** (50 + n)) for n in range(1,
         # The share of tokens: the first 100 weigh 1 - 300/1000 in the end.
         (0.9, 1000, [(ENDED, 30, 100, 0.3), (ENDED, 10, 300, (21 + 10) / (70 + 300))]),
         # Running requests count where they share more, from some tokens on.
-        (
-            0.9,
-            20_000,
-            [
-                (RUNNING, 100, 500, 0.0),
-                (RUNNING, 256, 1024, 0.25),
-                (ENDED, 400, 1000, 0.4),
-                (RUNNING, 500, 1000, 0.5),
-                (RUNNING, 0, 0, 0.4),
-            ],
-        ),
+        (0.9, 20_000, _RUNNING),
         # It follows a change: each request fades those before it by 0.9.
         (0.9, 1000, [*[(ENDED, 40, 100, 0.4)] * 50, *((ENDED, 0, 100, at) for at in _FADED)]),
         (0.4, 20_000, [(ENDED, 90, 100, 0.4)]),

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All backends that correct positions, on the CPU, against dense attention in double precision.
-
-The CUDA mixin stands in front of SGLang's torch-native backend here: which forward goes where
-does not depend on the backend behind. More of it: ``test_attention_cuda.py``.
-"""
+"""All backends that correct positions, on the CPU, against dense attention in double precision. The
+CUDA mixin stands in front of SGLang's torch-native backend here: which forward goes where does not
+depend on the backend behind. More of it: ``test_attention_cuda.py``."""
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_reasoncache.attention.paged_cpu import CorrectedTorchNativeBackend, PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.kernels import extend
-from tests.unit import attention_rig
-from tests.unit.attention_rig import BATCHES, DIM, TOLERANCE, UNSUPPORTED, Rig, supported_runner
+from tests.unit.attention_rig import BATCHES, TOLERANCE, UNSUPPORTED, Rig
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
@@ -35,34 +35,24 @@ class Backend(SharedSlotReads, TorchNativeAttnBackend):
     """As ``attention.backend_class`` makes them."""
 
 
-def made_of(kind: str, runner: Any, cached: Any) -> Any:
-    if kind == "torch_native":
-        return CorrectedTorchNativeBackend(runner, cached)
-    if kind == "reasoncache_cpu":
-        return PagedCpuBackend(runner, cached)
-    return Backend(runner, cached, requested_by=REQUESTED_BY)
-
-
 def backend_of(kind: str, rig: Rig, corrected: bool = True) -> Any:
-    return made_of(kind, supported_runner(rig), rig.cached_at if corrected else None)
+    made: Any = {"torch_native": CorrectedTorchNativeBackend, "reasoncache_cpu": PagedCpuBackend}
+    made["cuda"] = functools.partial(Backend, requested_by=REQUESTED_BY)
+    return made[kind](rig.runner, rig.cached_at if corrected else None)
 
 
 @KINDS
 @DTYPES
 @pytest.mark.parametrize("shifted", [0.0, 0.2, 1.0], ids=["none", "some", "all"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (5, 1)])
+@pytest.mark.parametrize("sizes", [(2, 2, False), (6, 2, False), (5, 1, False), (4, 2, True)])
 @ALL_BATCHES
 def test_keys_are_read_where_they_are_used(
-    new: list[int], heads: int, kv_heads: int, shifted: float, dtype: torch.dtype, kind: str
+    new: list[int], sizes: tuple[int, int, bool], shifted: float, dtype: torch.dtype, kind: str
 ) -> None:
-    rig = Rig(shifted=shifted, heads=heads, kv_heads=kv_heads, dtype=dtype)
-    rig.check(backend_of(kind, rig), rig.batch(new))
-
-
-@KINDS
-@ALL_BATCHES
-def test_neighbouring_dims_may_be_paired(new: list[int], kind: str) -> None:
-    rig = Rig(shifted=1.0, interleaved=True)
+    """Neighbouring dims may be paired."""
+    heads, kv_heads, interleaved = sizes
+    options: Any = dict(heads=heads, kv_heads=kv_heads, interleaved=interleaved)
+    rig = Rig(shifted=shifted, dtype=dtype, **options)
     rig.check(backend_of(kind, rig), rig.batch(new))
 
 
@@ -93,55 +83,37 @@ def test_shifted_keys_do_matter() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("notes_shifted", [False, True], ids=["never", "not-here"])
-@pytest.mark.parametrize("new", [[1, 1, 1], [1, 19, 300]], ids=["decode", "extend"])
-def test_torch_native_gives_the_stock_bits_where_nothing_is_shifted(
-    new: list[int], notes_shifted: bool, dtype: torch.dtype
-) -> None:
-    rig = Rig(shifted=0.0, dtype=dtype, notes_shifted=notes_shifted)
-    batch = rig.batch(new)
-    ours = rig.forward(backend_of("torch_native", rig), batch)
-    assert torch.equal(ours, rig.forward(TorchNativeAttnBackend(rig.runner), batch))
-
-
-@DTYPES
+@pytest.mark.parametrize("why", ["never shared", "not here", "as cached"])
 @ALL_BATCHES
-def test_as_cached_reads_what_stock_reads(new: list[int], dtype: torch.dtype) -> None:
-    rig = Rig(shifted=0.5, dtype=dtype)
-    batch = rig.batch(new)
-    cached_at = rig.cached_at.positions.clone()
-    ours = rig.forward(backend_of("reasoncache_cpu", rig, corrected=False), batch)
+def test_rows_are_read_as_stock_reads_them(new: list[int], why: str, dtype: torch.dtype) -> None:
+    """Bit for bit by torch-native where nothing is shifted, and as cached by our kernels."""
+    as_cached = why == "as cached"
+    rig = Rig(shifted=0.5 * as_cached, dtype=dtype, notes_shifted=why == "not here")
+    batch, cached_at = rig.batch(new), rig.cached_at.positions.clone()
+    backend = backend_of("reasoncache_cpu" if as_cached else "torch_native", rig, not as_cached)
+    ours = rig.forward(backend, batch)
     stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
-    torch.testing.assert_close(ours, stock, rtol=0, atol=TOLERANCE[dtype])
-    assert torch.equal(rig.cached_at.positions, cached_at)
-
-
-@KINDS
-@DECODE_AND_EXTEND
-def test_pool_keeps_its_bytes(new: list[int], kind: str) -> None:
-    """Keys are rotated on the way out; only the batch's own slots are written."""
-    rig = Rig(shifted=1.0)
-    batch = rig.batch(new)
-    buffers = (*rig.pool.k_buffer, *rig.pool.v_buffer)
-    before = [buffer.clone() for buffer in buffers]
-    rig.forward(backend_of(kind, rig), batch)
-    others = torch.ones(len(before[0]), dtype=torch.bool)
-    others[batch.out_cache_loc] = False
-    for old, buffer in zip(before, buffers, strict=True):
-        torch.testing.assert_close(old[others], buffer[others], rtol=0, atol=0, equal_nan=True)
+    atol = TOLERANCE[dtype] if as_cached else 0
+    torch.testing.assert_close(ours, stock, rtol=0, atol=atol)
+    assert not as_cached or torch.equal(rig.cached_at.positions, cached_at)
 
 
 @KINDS
 @pytest.mark.parametrize("marked", [True, False])
 @DECODE_AND_EXTEND
-def test_cached_positions_are_recorded_where_slots_are_written(
-    new: list[int], marked: bool, kind: str
-) -> None:
+def test_only_the_batchs_own_slots_are_written(new: list[int], marked: bool, kind: str) -> None:
+    """Their cached positions are recorded. Keys are rotated on the way out."""
     rig = Rig(shifted=1.0)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda":
         backend.mark.note(batch.rids, marked)
-    backend.init_forward_metadata(batch)
+    buffers = (*rig.pool.k_buffer, *rig.pool.v_buffer)
+    before = [buffer.clone() for buffer in buffers]
+    rig.forward(backend, batch)
+    others = torch.ones(len(before[0]), dtype=torch.bool)
+    others[batch.out_cache_loc] = False
+    for old, buffer in zip(before, buffers, strict=True):
+        torch.testing.assert_close(old[others], buffer[others], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(rig.cached_at.positions[batch.out_cache_loc].long(), batch.positions)
 
 
@@ -164,11 +136,13 @@ def test_one_backend_serves_batches_of_every_kind(kind: str) -> None:
 
 
 @KINDS
-def test_idle_forward_needs_no_rows(kind: str) -> None:
+def test_a_rank_without_a_request_needs_no_rows(kind: str) -> None:
     rig = Rig(shifted=1.0)
     backend = backend_of(kind, rig)
     cached_at = rig.cached_at.positions.clone()
-    backend.init_forward_metadata(attention_rig.idle_batch())
+    names = ("out_cache_loc", "positions", "seq_lens")
+    nothing = dict.fromkeys(names, torch.empty(0, dtype=torch.int64))
+    backend.init_forward_metadata(SimpleNamespace(forward_mode=ForwardMode.IDLE, **nothing))
     assert torch.equal(rig.cached_at.positions, cached_at)
 
 
@@ -218,8 +192,9 @@ def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int], kind: str
 
 
 @OURS
-@pytest.mark.parametrize("new", [[1, 1, 1], [1, 3, 40]], ids=["decode", "extend"])
+@DECODE_AND_EXTEND
 def test_sinks_take_weight(new: list[int], kind: str) -> None:
+    """What our kernels do not know is refused on CUDA."""
     rig = Rig(shifted=0.5)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     plain = rig.forward(backend, batch)
@@ -230,33 +205,24 @@ def test_sinks_take_weight(new: list[int], kind: str) -> None:
     torch.testing.assert_close(found, plain, rtol=0, atol=5e-4)
     strong = torch.full((rig.heads,), 50.0)
     assert run(q, None, None, rig.layer, batch, sinks=strong).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("new", [[1, 1, 1], [1, 3, 40]], ids=["decode", "extend"])
-def test_what_our_kernels_do_not_know_is_refused(new: list[int]) -> None:
-    rig = Rig(shifted=0.5)
-    backend, batch = backend_of("cuda", rig), rig.batch(new)
-    backend.init_forward_metadata(batch)
-    run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
-    q = torch.zeros(len(batch.positions), rig.heads * DIM)
-    with pytest.raises(ValueError, match="score_mod is not supported"):
-        run(q, None, None, rig.layer, batch, sinks=None, aux_tensors=None, score_mod=len)
+    if kind == "cuda":
+        with pytest.raises(ValueError, match="score_mod is not supported"):
+            run(q, None, None, rig.layer, batch, sinks=None, aux_tensors=None, score_mod=len)
 
 
 @OURS
 @pytest.mark.parametrize(("change", "message"), UNSUPPORTED)
 def test_what_is_not_supported_is_refused_by_name(change: Any, message: str, kind: str) -> None:
     rig = Rig(shifted=0.0)
-    supported_runner(rig)
     change(rig)
     flag = {"reasoncache_cpu": "--attention-backend reasoncache_cpu", "cuda": REQUESTED_BY}[kind]
     with pytest.raises(ValueError, match=f"{flag}.*{message}"):
-        made_of(kind, rig.runner, rig.cached_at)
+        backend_of(kind, rig)
 
 
 def test_positions_without_a_linear_rotation_are_refused() -> None:
     rig = Rig(shifted=0.0)
-    supported_runner(rig).model = torch.nn.ModuleList([rig.layer])
+    rig.runner.model = torch.nn.ModuleList([rig.layer])
     with pytest.raises(ValueError, match="rotary embedding"):
         PagedCpuBackend(rig.runner, rig.cached_at)
     PagedCpuBackend(rig.runner)

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in front of SGLang's backends on CUDA, here in front of one that runs on the CPU.
-
-Which forward goes where, what is recorded and what is refused do not depend on the
-backend behind. In front of SGLang's Triton backend, and in graphs:
-``test_attention_cuda_graph.py``.
-"""
+"""What stands in front of SGLang's backends on CUDA, here in front of one that runs on the CPU; in
+front of the Triton backend, and in graphs: ``test_attention_cuda_graph.py``."""
 
 from __future__ import annotations
 
@@ -23,72 +19,45 @@ from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.plugin import attention, refusals
-from tests.unit.attention_rig import BATCHES, Rig, supported_runner
+from tests.unit.attention_rig import BATCHES, Rig
 from tests.unit.test_attention import backend_of
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
 
-def runner_of(rig: Rig) -> Any:
-    """The rig's runner as that of a server on CUDA."""
-    runner = supported_runner(rig)
-    runner.decode_attention_backend_str = "triton"
-    runner.server_args = SimpleNamespace()
-    return runner
-
-
-@pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
-def test_shifted_slots_are_sglangs_own_where_keys_are_read_as_cached(new: list[int]) -> None:
-    """Only a batch with evicted positions is not; which has some is known batch by batch."""
-    rig = Rig(shifted=0.5, dtype=torch.bfloat16)
-    backend = backend_of("cuda", rig, corrected=False)
-    assert backend.paged.rotation is None
-    cached_at = rig.cached_at.positions.clone()
-    for has_evicted in (False, True):
-        rig.runner.token_to_kv_pool_allocator.has_evicted = has_evicted
-        batch = rig.batch(new)
-        if has_evicted:
-            backend.mark.note(batch.rids, False)
-        ours = rig.forward(backend, batch)
-        assert torch.equal(ours, rig.forward(TorchNativeAttnBackend(rig.runner), batch))
-    assert torch.equal(rig.cached_at.positions, cached_at)
-
-
-@pytest.mark.parametrize("known", ["never-shared", "marked"])
+@pytest.mark.parametrize("known", ["as cached", "as cached, evicted", "never shared", "marked"])
 @pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
 def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: str) -> None:
-    """Bit for bit; the mark decides, not what the rows hold."""
-    rig = Rig(shifted=0.5, dtype=torch.bfloat16)
-    backend = backend_of("cuda", rig)
+    """Bit for bit; the mark decides, not what the rows hold. Where keys are read as cached, only
+    a batch with evicted positions is not; which has some is known batch by batch."""
+    rig, corrected = Rig(shifted=0.5, dtype=torch.bfloat16), not known.startswith("as cached")
+    backend = backend_of("cuda", rig, corrected)
+    assert corrected or backend.paged.rotation is None
+    allocator, cached_at = rig.runner.token_to_kv_pool_allocator, rig.cached_at.positions.clone()
+    allocator.has_evicted = known == "as cached, evicted"
+    allocator.has_shifted_slots = known != "never shared"
     batch = rig.batch(new)
-    if known == "marked":
+    if known in ("as cached, evicted", "marked"):
         backend.mark.note(batch.rids, False)
-    else:
-        rig.runner.token_to_kv_pool_allocator.has_shifted_slots = False
     ours = rig.forward(backend, batch)
-    stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
-    assert torch.equal(ours, stock)
+    assert corrected or torch.equal(rig.cached_at.positions, cached_at)
+    assert torch.equal(ours, rig.forward(TorchNativeAttnBackend(rig.runner), batch))
 
 
-def test_a_mark_survives_the_copies_sglang_makes_of_a_batch() -> None:
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300]], ids=["decode", "extend"])
+def test_a_mark_survives_the_copies_sglang_makes_of_a_batch(new: list[int]) -> None:
+    """Prefill graphs run what is not shifted."""
     rig = Rig(shifted=0.5)
     backend = backend_of("cuda", rig)
-    batch = rig.batch([1, 1, 1])
+    batch = rig.batch(new)
+    assert not backend.can_run_prefill_cuda_graph(batch)
     backend.mark.note(batch.rids, False)
+    assert backend.can_run_prefill_cuda_graph(batch)
     copied = dataclasses.replace(batch, positions=batch.positions.clone())
     stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
     assert torch.equal(rig.forward(backend, copied), stock)
     # Another batch of the same requests was not looked at.
     rig.check(backend, dataclasses.replace(batch, rids=list(batch.rids)))
-
-
-def test_prefill_graphs_run_what_is_not_shifted() -> None:
-    rig = Rig(shifted=0.5)
-    backend = backend_of("cuda", rig)
-    batch = rig.batch([1, 7, 300])
-    assert not backend.can_run_prefill_cuda_graph(batch)
-    backend.mark.note(batch.rids, False)
-    assert backend.can_run_prefill_cuda_graph(batch)
 
 
 @pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
@@ -101,33 +70,23 @@ def test_sglangs_backend_is_behind_ours(name: str) -> None:
     for attribute in theirs - vars(SharedSlotReads).keys() - vars(PagedBackend).keys():
         assert getattr(made, attribute) is getattr(stock, attribute)
 
-
-@pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
-def test_other_devices_are_refused(name: str) -> None:
-    rig = Rig(shifted=0.0)
-    with pytest.raises(
-        ValueError, match=f"--x y over --attention-backend {name} needs an NVIDIA GPU.*cpu"
-    ):
-        attention.make_cuda(runner_of(rig), name, None, requested_by="--x y")
+    # On other devices it is refused.
+    over = f"--x y over --attention-backend {name} needs an NVIDIA GPU.*cpu"
+    with pytest.raises(ValueError, match=over):
+        attention.make_cuda(Rig(shifted=0.0).runner, name, None, requested_by="--x y")
 
 
-@pytest.mark.parametrize(
-    ("field", "flag"),
-    [
-        ("enable_pdmux", "--enable-pdmux"),
-        ("enable_two_batch_overlap", "--enable-two-batch-overlap"),
-        ("enable_mis", "--enable-mis"),
-        ("enable_torch_compile", "--enable-torch-compile"),
-        ("enable_deterministic_inference", "--enable-deterministic-inference"),
-    ],
-)
-def test_flags_in_the_way_are_named(field: str, flag: str) -> None:
+FLAGS = ["pdmux", "two-batch-overlap", "mis", "torch-compile", "deterministic-inference"]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_in_the_way_are_named(flag: str) -> None:
     asked = "--reasoncache-positions corrected over --attention-backend flashinfer"
-    args = compat.ServerArgs(model_path="none", device="cpu")
+    args, field = compat.ServerArgs(model_path="none", device="cpu"), flag.replace("-", "_")
     refusals.check_corrected(args, asked)
-    assert not getattr(args, field)
-    setattr(args, field, True)
-    with pytest.raises(ValueError, match=f"{asked} cannot be combined with: {flag} "):
+    assert getattr(args, f"enable_{field}") is False
+    setattr(args, f"enable_{field}", True)
+    with pytest.raises(ValueError, match=f"{asked} cannot be combined with: --enable-{flag} "):
         refusals.check_corrected(args, asked)
 
 
@@ -142,8 +101,7 @@ def test_glued_metadata_is_refused(monkeypatch: pytest.MonkeyPatch, word: str) -
 @pytest.mark.parametrize("positions", ["auto", "as-cached"])
 def test_a_policy_that_evicts_or_selects_asks_for_our_kernels(positions: str, policy: str) -> None:
     """Without one SGLang's backend serves as it is; with one backend for each half it is refused later."""
-    runner = runner_of(Rig(shifted=0.0))
-    runner.is_draft_worker = False
+    runner = Rig(shifted=0.0).runner
     runner.prefill_attention_backend_str = "triton"
     stock = object()
 
@@ -153,10 +111,8 @@ def test_a_policy_that_evicts_or_selects_asks_for_our_kernels(positions: str, po
         return attention.attention_backend(runner, config, "triton", lambda _runner: stock, cached)
 
     assert made("reasoncache") == (stock, attention.AttentionParts())
-    with pytest.raises(
-        ValueError,
-        match=f"--reasoncache-policy {re.escape(policy)} over --attention-backend triton needs",
-    ):
+    flag = f"--reasoncache-policy {re.escape(policy)}"
+    with pytest.raises(ValueError, match=f"{flag} over --attention-backend triton needs"):
         made(policy)
     runner.prefill_attention_backend_str = "flashinfer"
     assert made(policy) == (stock, attention.AttentionParts(skips_evicted=False))

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two decode graphs a batch size, in front of SGLang's own Triton backend.
-
-Without a GPU: SGLang's and our Triton kernels run under Triton's interpreter, on
-CPU tensors. What a CUDA graph would replay is a capture's call with the state it
-was captured with, over the same buffers.
-"""
+"""Two decode graphs a batch size, in front of SGLang's own Triton backend. Without a GPU: SGLang's
+and our Triton kernels run under Triton's interpreter, on CPU tensors. What a CUDA graph would
+replay is a capture's call with the state it was captured with, over the same buffers."""
 
 from __future__ import annotations
 
@@ -31,29 +28,22 @@ from sglang_reasoncache.attention import paged
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
-from tests.triton_runs import INTERPRETED, run_interpreted, starts_interpreter
+from tests.triton_runs import test_interpreted as test_interpreted
+from tests.triton_runs import under_interpreter
 from tests.unit.attention_rig import DIM, TOLERANCE, Rig
 from tests.unit.test_attention import REQUESTED_BY
-from tests.unit.test_attention_cuda import runner_of
 
 #: Requests that graphs are captured for; batches are padded to one of these.
 SIZES = (3, 1)
 LENGTHS = [1, 19, 70]
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
-
-
-@starts_interpreter
-def test_interpreted() -> None:
-    run_interpreted(__file__)
 
 
 def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
     """Ours over SGLang's Triton backend, as a server's start makes it."""
-    runner = runner_of(rig)
+    runner = rig.runner
     runner.sliding_window_size, runner.gpu_id, runner.page_size = None, 0, 1
-    runner.is_draft_worker = False
     runner.decode_num_tokens_per_req = lambda: 1
     runner.kv_cache_dtype = rig.dtype
     runner.kv_index_translator = KVIndexTranslator(
@@ -74,10 +64,10 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     backend = attention.backend_class("triton")(
         runner, rig.cached_at if corrected else None, requested_by=REQUESTED_BY
     )
-    buffers = (*rig.pool.k_buffer, *rig.pool.v_buffer)
+    buffers = [*rig.pool.k_buffer, *rig.pool.v_buffer]
     before = [buffer.clone() for buffer in buffers]
     backend.paged.warm_up()
-    torch.testing.assert_close(before, [*buffers], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(before, buffers, rtol=0, atol=0, equal_nan=True)
     return backend
 
 
@@ -168,9 +158,14 @@ def rig() -> Rig:
 
 
 @pytest.fixture
-def backend(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def ranks() -> Iterator[None]:
     with get_parallel().override(attn_dcp_rank=0, attn_tp_rank=0):
-        yield triton_backend(rig, monkeypatch)
+        yield
+
+
+@pytest.fixture
+def backend(rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return triton_backend(rig, monkeypatch)
 
 
 def close(rig: Rig, found: torch.Tensor, batch: ForwardBatch) -> bool:
@@ -178,47 +173,32 @@ def close(rig: Rig, found: torch.Tensor, batch: ForwardBatch) -> bool:
     return bool(error <= TOLERANCE[rig.dtype])
 
 
-def as_cached(rig: Rig, batch: ForwardBatch) -> Any:
-    """Expectation of a forward that reads every key where it was computed."""
-    cached_at = rig.cached_at.positions.clone()
-    rig.settle()
-    expected = rig.expected(batch)
-    rig.cached_at.positions.copy_(cached_at)
-    return expected
-
-
-@interpreted
-@pytest.mark.parametrize("new", [[1, 1, 1], [1, 3, 30]], ids=["decode", "extend"])
-def test_eager_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int]) -> None:
+@under_interpreter
+@pytest.mark.parametrize(
+    ("kind", "new"), [("eager", [1, 1, 1]), ("eager", [1, 3, 30]), ("graphs", [1, 1, 1])]
+)
+def test_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int], kind: str) -> None:
+    """Batch by batch: keys are read where they are used, or as cached."""
+    runner = Graphs(rig, backend) if kind == "graphs" else backend
     batch = rig.batch(new)
+    slots = batch.out_cache_loc
     backend.kv_index_translator.bind_runner_slots(batch)
     assert backend.paged.backend == "triton"
-    assert close(rig, rig.forward(backend, batch), batch)
-    backend.mark.note(batch.rids, False)
-    found = rig.forward(backend, batch)
-    assert not close(rig, found, batch)
-    expected = as_cached(rig, batch)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[rig.dtype])
-
-
-@interpreted
-def test_graphs_are_chosen_batch_by_batch(rig: Rig, backend: Any) -> None:
-    graphs = Graphs(rig, backend)
-    batch = rig.batch([1, 1, 1])
-    slots = batch.out_cache_loc
     for shifts in (True, False, True):
         backend.mark.note(batch.rids, shifts)
         rig.cached_at.positions[slots] = 7
-        found = rig.forward(graphs, batch)
+        found = rig.forward(runner, batch)
         assert torch.equal(rig.cached_at.positions[slots].long(), batch.positions)
         assert close(rig, found, batch) == shifts
         if not shifts:
-            expected = as_cached(rig, batch)
-            torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-4)
-    assert graphs.replayed == [SHIFTED, PLAIN, SHIFTED]
+            cached_at = rig.cached_at.positions.clone()
+            rig.settle()
+            assert close(rig, found, batch)
+            rig.cached_at.positions.copy_(cached_at)
+    assert kind == "eager" or runner.replayed == [SHIFTED, PLAIN, SHIFTED]
 
 
-@interpreted
+@under_interpreter
 def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> None:
     """A captured plan is made anew: other rows, lengths and batch sizes, other cached positions.
     An eager forward in between leaves graphs alone."""
@@ -239,30 +219,27 @@ def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> N
         assert graphs.size == size
 
 
-@interpreted
+@under_interpreter
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 def test_graphs_and_eager_forwards_skip_evicted_positions(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool
+    rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch, corrected: bool
 ) -> None:
-    """EvictedPositions made after the capture; a batch without any stays SGLang's where keys are as cached."""
-    with get_parallel().override(attn_dcp_rank=0, attn_tp_rank=0):
-        backend = triton_backend(rig, monkeypatch, corrected)
-        if not corrected:
-            rig.settle()
-        graphs = Graphs(rig, backend)
-        batch = rig.batch([1, 1, 1])
-        assert close(rig, rig.forward(graphs, batch), batch)
-        rig.evict([1, 3, 30], share=0.3)
-        for new in ([1, 1, 1], [1, 3, 30]):
-            batch = rig.batch(new)
-            backend.kv_index_translator.bind_runner_slots(batch)
-            assert close(rig, rig.forward(backend, batch), batch)
-        batch = rig.batch([1, 1, 1])
-        assert close(rig, rig.forward(graphs, batch), batch)
+    """Evicted after the capture; a batch without any stays SGLang's where keys are as cached."""
+    backend = triton_backend(rig, monkeypatch, corrected)
+    if not corrected:
+        rig.settle()
+    graphs = Graphs(rig, backend)
+    batch = rig.batch([1, 1, 1])
+    assert close(rig, rig.forward(graphs, batch), batch)
+    rig.evict([1, 3, 30], share=0.3)
+    for runner, new in ((backend, [1, 1, 1]), (backend, [1, 3, 30]), (graphs, [1, 1, 1])):
+        batch = rig.batch(new)
+        backend.kv_index_translator.bind_runner_slots(batch)
+        assert close(rig, rig.forward(runner, batch), batch)
     assert graphs.replayed == [SHIFTED if corrected else PLAIN, SHIFTED]
 
 
-@interpreted
+@under_interpreter
 def test_a_graph_of_no_known_variant_is_refused(rig: Rig, backend: Any) -> None:
     backend.init_cuda_graph_state(3, 3)
     batch = rig.batch([1, 1, 1])
@@ -271,23 +248,20 @@ def test_a_graph_of_no_known_variant_is_refused(rig: Rig, backend: Any) -> None:
             backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
 
 
-@pytest.fixture
-def hooked(backend: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """SGLang with our two hooks, which stay: this process ends with these tests."""
+@under_interpreter
+def test_hooks_reach_the_runner_and_every_batch(
+    rig: Rig, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay in SGLang: this process ends with these tests."""
     attention._install_hooks()
     monkeypatch.setattr(attention, "_backend", backend)
-    yield backend
-
-
-@interpreted
-def test_hooks_reach_the_runner_and_every_batch(rig: Rig, hooked: Any) -> None:
     hf_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
     for module in (graph_variants, decode_cuda_graph_runner):
         variants = module.create_attention_graph_variants(hf_config)
         assert isinstance(variants, GraphVariants)
     batch = rig.batch([1, 1, 1])
     assert variants.select(batch) == SHIFTED
-    hooked.mark.note(batch.rids, False)
+    backend.mark.note(batch.rids, False)
     assert variants.select(batch) == PLAIN
     # The hook is there; what it is called with is in tests/contract.
     assert isinstance(ForwardBatch.__dict__["init_new"], classmethod)
@@ -300,4 +274,4 @@ def test_hooks_reach_the_runner_and_every_batch(rig: Rig, hooked: Any) -> None:
         )
         of_requests = SimpleNamespace(tree_cache=tree, reqs=reqs)
         attention._after_forward_batch(batch, ForwardBatch, of_requests, runner)
-        assert hooked.mark.reads_shifted(batch.rids) == (shifted or evicted)
+        assert backend.mark.reads_shifted(batch.rids) == (shifted or evicted)

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposals on their way: nothing waits for them, and what comes too late is refused.
-
-SGLang's pools, requests and release path with our controller; only the moment when
-results arrive is the test's to choose, as a GPU's would be.
-"""
+"""Proposals on their way: nothing waits for them, and what comes too late is refused. SGLang's
+pools, requests and release path with our controller; only the moment when results arrive is the
+test's to choose, as a GPU's would be."""
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,13 +18,11 @@ from sglang_reasoncache.sharing.decision import BlockProposal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.ranks import Ranks
 from sglang_reasoncache.sharing.stats import SharingStats
-from tests.property.world import OUTPUT as OUTPUT
-from tests.property.world import PROMPT as PROMPT
+from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import (
     Pair,
     Setup,
     World,
-    assert_empty,
     decode,
     finish,
     prefill,
@@ -34,8 +30,6 @@ from tests.property.world import (
     retract,
     start,
 )
-
-pytestmark = pytest.mark.usefixtures("published_config")
 
 SETUP = Setup(page=1, block=4, slots=120, publish="exact")
 
@@ -57,25 +51,6 @@ class SlowMeter(BlockMeter):
 
         measured.__class__ = Slow
         return measured
-
-
-@pytest.fixture(autouse=True)
-def everything_comes_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """At the end of each test every request is finished, and then every slot is free."""
-    made: list[World] = []
-
-    class Noted(World):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setitem(globals(), "World", Noted)
-    yield
-    for world in made:
-        for req in list(world.requests):
-            if req.kv.holds_kv:
-                finish(world, req)
-        assert_empty(world)
 
 
 @pytest.fixture
@@ -178,10 +153,9 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     arrive(slow, True)
     decode(slow, req)
     # The old batch arrives and finds its row gone; the old decision is applied anew.
-    assert slow.controller.after_decode([req]) == 0
-    assert slow.controller.after_decode([req]) == 4
-    assert slow.controller.stats.refusals["late"] == 1
-    assert slow.controller.stats.blocks_reapplied == 1
+    assert [slow.controller.after_decode([req]) for _ in range(2)] == [0, 4]
+    stats = slow.controller.stats
+    assert stats.refusals["late"] == stats.blocks_reapplied == 1
     row = slow.row(req).tolist()
     assert row[20:24] == row[8:12] and row[26:30] != row[14:18]
 
@@ -203,7 +177,7 @@ def test_a_decision_survives_retraction_after_retraction() -> None:
     assert world.controller.live_positions == 8
 
 
-def test_results_of_a_request_that_disappeared_are_refused() -> None:
+def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back: list) -> None:
     """Aborted while it waited to be scheduled again, it is never released."""
     world = World(SETUP)
     req = start(world)
@@ -213,6 +187,7 @@ def test_results_of_a_request_that_disappeared_are_refused() -> None:
     retract(world, req)
     collector = threading.Thread(target=lambda held: held.clear(), args=([req],))
     del req
+    everything_comes_back.clear()
     collector.start()
     collector.join()
     gc.collect()
@@ -275,11 +250,11 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
         ranks.allowed = -1
     assert world.controller.after_decode([req]) == 0
     ranks.allowed = None
-    assert (world.engine.restarts, world.engine.outstanding) == (1, 0)
-    stats = world.controller.stats
+    engine, stats, left = world.engine, world.controller.stats, state(world, req)
+    assert (engine.restarts, engine.outstanding) == (1, 0)
     assert (stats.filter_restarts, stats.filter_given_up) == (1, int(given_up))
-    assert state(world, req).followed is None
-    assert state(world, req).shared == [(20, 8)] and world.controller.live_positions == 4
+    assert left.followed is None and left.shared == [(20, 8)]
+    assert world.controller.live_positions == 4
     other = start(world, "other", first=200)
     assert (state(world, other).followed is None) == given_up
     decode(world, req)

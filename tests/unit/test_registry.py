@@ -44,8 +44,10 @@ def test_names_in_sequence(text: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in registry.BUILT_IN if name != "quest"])
 def test_every_built_in_evictor_can_be_made(name: str) -> None:
-    [(_, policy)] = registry.parse(f"{name}:share=0.25,slack=8").evictors
-    assert policy.slack == 8
+    text = f"{name}:share=0.25,slack=8,when=0.9,until=0.8"
+    [(_, policy)] = registry.parse(text).evictors
+    assert registry.parse(text.replace(",", ":")).evictors == ((name, policy),)
+    assert (policy.slack, policy.when, policy.until) == (8, 0.9, 0.8)  # type: ignore[attr-defined]
     assert (policy.excess(100, 100), policy.excess(100, 33)) == (75, 0), "within the slack"
 
 
@@ -60,7 +62,9 @@ def test_every_built_in_evictor_can_be_made(name: str) -> None:
         ("streamingllm:share=1", "share of streamingllm above 0 and below 1"),
         ("streamingllm:share=nan", "share of streamingllm above 0 and below 1"),
         ("streamingllm:budget=64:sinks=-1", "sinks of streamingllm between 0 and 65536"),
-        ("streamingllm:budget=64:recent=0", "recent of streamingllm between 1 and 65536"),
+        *((f"random:share=0.5:when={bad}", "when of random") for bad in ("1", "-0.1", "nan")),
+        ("streamingllm:budget=64:when=0.5:until=0.6", "until of streamingllm between 0 and when"),
+        ("streamingllm:budget=64:until=0.5", "until of streamingllm between 0 and when"),
         ("streamingllm:budget=64:window=3", "options of streamingllm among budget, share"),
         ("streamingllm:budget", "key=value for streamingllm instead of 'budget'"),
         ("streamingllm:budget=1:budget=2", "budget of streamingllm once"),
@@ -70,6 +74,7 @@ def test_every_built_in_evictor_can_be_made(name: str) -> None:
         ("reasoncache:block=8", "reasoncache without options"),
         ("none+streamingllm:budget=64", "none alone"),
         ("quest:share=0.5", "options of quest among budget, whole_layers, not 'share'"),
+        ("quest:budget=0", "budget of quest between"),
         ("tova:budget=64", "not 'tova'"),
         ("+", "every NAME one of none, reasoncache, "),
         ("streamingllm:budget=64+", ", not ''"),
@@ -161,9 +166,7 @@ NO_NEEDS = "have needs, a set of attention, keys, unrotated keys or an empty one
         (but(__annotations__={"what": "torchx.Tensor"}, what=None), "resolve.*NameError.*torchx"),
     ],
 )
-def test_another_packages_policy(
-    loads: object, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_policy(loads: object, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By entry point; built-in names stay ours."""
 
     def found(group: str) -> list[SimpleNamespace]:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotating a cached key, with the rotary parameters of published models over their whole context.
-
-Hugging Face's module embeds a key for position s and for position t; rotated by t - s with
-SGLang's table, the first must be the second. Models without such a rotation are refused by name.
-"""
+Hugging Face's module embeds a key for position s and for position t; rotated by t - s with SGLang's
+table, the first must be the second. Models without such a rotation are refused by name."""
 
 from __future__ import annotations
 
@@ -74,9 +72,6 @@ def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
     return dict(rope_type=kind, **more)
 
 
-_MSCALE = _rope("yarn", factor=10.0, beta_fast=16, beta_slow=2, mscale=1.0, mscale_all_dim=0.5)
-_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-
 MODELS = [
     Model("plain-r1-distill-qwen", "Qwen2", 131_072, 1e4, _rope()),
     Model(
@@ -95,12 +90,18 @@ MODELS = [
         "yarn-qwq", "Qwen2", 131_072, 1e6, _rope("yarn", factor=4.0), 32_768,
         max_position_embeddings=32_768,
     ),
-    Model("yarn-with-mscale", "Llama", 40_960, 1e4, _MSCALE, 4096),
+    Model(
+        "yarn-with-mscale", "Llama", 40_960, 1e4,
+        _rope("yarn", factor=10.0, beta_fast=16, beta_slow=2, mscale=1.0, mscale_all_dim=0.5), 4096,
+    ),
     Model(
         "yarn-gpt-oss", "GptOss", 131_072, 1.5e5, _rope("yarn", factor=32.0, truncate=False), 4096,
         head_dim=64,
     ),
-    Model("llama-3.1", "Llama", 131_072, 5e5, _LLAMA3, 8192),
+    Model(
+        "llama-3.1", "Llama", 131_072, 5e5,
+        _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0), 8192,
+    ),
     Model("partial-phi-2", "Phi", 2048, 1e4, _rope(), head_dim=80, partial=0.4),
     Model(
         "partial-yarn-stablelm", "StableLm", 32_768, 1e4, _rope("yarn", factor=8.0), 4096,
@@ -169,19 +170,9 @@ class Embedding:
         # NaN is not at most 1.
         assert bool((excess <= 1).all()), f"{float(excess.max()):.3g} of what fp32 allows"
 
-    def positions(self) -> torch.Tensor:
-        last = self.model.positions - 1
-        return torch.tensor([0, 1, 19, last // 8, last // 3, last // 2 + 1, last - 1, last])
-
     def keys(self, count: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(7)
         return torch.randn(count, HEADS, self.model.head_dim, generator=generator)
-
-
-def pairs(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cached at, used at): no shift, small ones, nearly the whole context, both signs."""
-    grid = torch.cartesian_prod(positions, positions)
-    return grid[:, 0], grid[:, 1]
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=str)
@@ -192,26 +183,25 @@ def embedding(request: pytest.FixtureRequest, fresh_rotary_modules: None) -> Ite
 
 @pytest.mark.parametrize("cached_by", ["by_hugging_face", "by_sglang"])
 def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: str) -> None:
-    cached_at, used = pairs(embedding.positions())
+    """No shift, small ones, nearly the whole context, both signs."""
+    last = embedding.model.positions - 1
+    some = torch.tensor([0, 1, 19, last // 8, last // 3, last // 2 + 1, last - 1, last])
+    cached_at, used = torch.cartesian_prod(some, some).unbind(1)
     raw = embedding.keys(len(cached_at))
     cached = getattr(embedding, cached_by)(raw, cached_at)
-    rotation = embedding.rotation
-    rotated = rotation.rotate(cached, used - cached_at)
+    rotated = embedding.rotation.rotate(cached, used - cached_at)
     assert rotated.dtype == torch.float32
     embedding.assert_close(rotated, raw, cached_at, used)
-
-
-def test_the_bound_sees_a_shift_of_one_position_less(embedding: Embedding) -> None:
-    cached_at, used = torch.tensor([0, 500, 1000]), torch.tensor([1000, 400, 999])
-    raw, rotation = embedding.keys(3), embedding.rotation
-    cached = embedding.by_hugging_face(raw, cached_at)
+    # The bound sees a shift of one position less, also a large one.
+    far = slice(3, 8)
+    rotated = embedding.rotation.rotate(cached[far], (used - cached_at)[far] - 1)
     with pytest.raises(AssertionError, match="of what fp32 allows"):
-        rotated = rotation.rotate(cached, used - cached_at - 1)
-        embedding.assert_close(rotated, raw, cached_at, used)
+        embedding.assert_close(rotated, raw[far], cached_at[far], used[far])
 
 
 def test_what_rotation_keeps(embedding: Embedding) -> None:
-    """Every bit without a shift, the other dims, the length; and there and back is no shift."""
+    """Every bit without a shift, the other dims, the length; there and back is no shift. Shifts are
+    of any shape, keys may be a strided view."""
     rotation, rotary = embedding.rotation, embedding.rotary_dim
     assert rotation.rotary_dim == rotary
     last = embedding.model.positions - 1
@@ -224,11 +214,12 @@ def test_what_rotation_keeps(embedding: Embedding) -> None:
     torch.testing.assert_close(rotated.norm(dim=-1), keys.norm(dim=-1), rtol=1e-6, atol=0)
     back = rotation.rotate(rotated, -shift)
     torch.testing.assert_close(back, keys, rtol=0, atol=1e-6)
+    both = torch.stack((keys, keys + 1), dim=1).view(3, 2, 2, HEADS, -1)
+    assert torch.equal(rotation.rotate(both[:, :, 0], shift.view(3, 2)).view_as(keys), rotated)
 
 
 def test_attention_factor_is_in_the_key_once(embedding: Embedding) -> None:
-    rotary = embedding.rotary_dim
-    raw = embedding.keys(1)
+    rotary, raw = embedding.rotary_dim, embedding.keys(1)
     cached = embedding.by_sglang(raw, torch.tensor([17]))
     rotated = embedding.rotation.rotate(cached, torch.tensor([900]))
     lengths = [float(keys[..., :rotary].norm()) for keys in (raw, cached, rotated)]
@@ -246,37 +237,22 @@ def test_angles_come_from_fp32_whatever_serving_uses(embedding: Embedding) -> No
     assert torch.equal(rotation.sin, embedding.rotation.sin)
 
 
-def test_shapes() -> None:
-    """Shifts of any shape, keys as a strided view."""
-    embedding = Embedding(MODELS[0])
-    rotation = embedding.rotation
-    both = embedding.keys(12).view(3, 2, 2, HEADS, -1)
-    shift = torch.tensor([[0, 5], [-7, 9], [11, -13]], dtype=torch.int32)
-    rotated = rotation.rotate(both[:, :, 1], shift)
-    assert torch.equal(rotated, rotation.rotate(both[:, :, 1].clone(), shift))
-    assert torch.equal(rotated[2, 1], rotation.rotate(both[2, 1, 1], shift[2, 1]))
-
-
 # -- refusals ---
 
 
 def rotary_of(**changes: Any) -> Any:
-    arguments: dict[str, Any] = dict(
-        head_size=64, rotary_dim=64, max_position=256, base=10_000, dtype=torch.float32
-    )
-    return factory.get_rope(**{**arguments, **changes})
+    sizes: dict[str, Any] = dict(head_size=64, rotary_dim=64, max_position=256, base=10_000)
+    return factory.get_rope(**sizes | dict(dtype=torch.float32) | changes)
 
 
 def longrope() -> Any:
     """Phi-3's: one table up to 4,096 tokens, another for longer responses."""
-    rope = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=256)
+    original = dict(original_max_position_embeddings=256)
+    factors = dict(short_factor=[1.0] * 32, long_factor=[4.0] * 32)
     config = transformers.Phi3Config(
-        hidden_size=64,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        original_max_position_embeddings=256,
-        rope_parameters=rope | dict(short_factor=[1.0] * 32, long_factor=[4.0] * 32),
+        **dict(hidden_size=64, num_attention_heads=1, num_key_value_heads=1),
+        **dict(max_position_embeddings=512, **original),
+        rope_parameters=dict(rope_type="longrope", rope_theta=1e4, **original, **factors),
     )
     theta, rope = get_rope_config(config)
     return rotary_of(max_position=512, base=theta, rope_scaling=rope)
@@ -300,17 +276,16 @@ class Attention(torch.nn.Module):
     """A layer as SGLang's models build it."""
 
     def __init__(self, rotary: torch.nn.Module | None) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)
         self.rotary_emb = rotary
         self.attn = RadixAttention(1, 64, 1.0, 1, layer_id=0)
 
 
 def hunyuan(use_qk_norm: bool) -> Any:
     """Its norm has a weight for each dim: turning its keys would turn the weights too."""
-    layer = HunYuanAttention.__new__(HunYuanAttention)
-    torch.nn.Module.__init__(layer)
-    layer.rotary_emb, layer.use_qk_norm = rotary_of(), use_qk_norm
-    layer.attn = RadixAttention(1, 64, 1.0, 1, layer_id=0)
+    layer: Any = HunYuanAttention.__new__(HunYuanAttention)
+    Attention.__init__(layer, rotary_of())
+    layer.use_qk_norm = use_qk_norm
     return layer
 
 
@@ -338,19 +313,12 @@ def test_refused_by_name(message: str, modules: Any) -> None:
         KeyRotation.from_model(torch.nn.ModuleList(modules()), 64)
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
-        lambda: [rotary_of()] * 2,
-        lambda: [Attention(rotary_of()), Attention(rotary_of())],
-        lambda: [hunyuan(False)],
-    ],
-    ids=["shared", "layers", "hunyuan"],
-)
-def test_not_refused(modules: Any) -> None:
-    KeyRotation.from_model(torch.nn.ModuleList(modules()), 64)
-
-
-def test_a_part_of_a_head_told_by_the_rotary_module_is_rotated() -> None:
-    usual = torch.nn.ModuleList([Attention(rotary_of(rotary_dim=32))])
-    assert KeyRotation.from_model(usual, 64).rotary_dim == 32
+def test_not_refused() -> None:
+    """Also a part of a head, where the rotary module tells it."""
+    for modules, rotary_dim in (
+        ([rotary_of()] * 2, 64),
+        ([Attention(rotary_of()), Attention(rotary_of())], 64),
+        ([hunyuan(False)], 64),
+        ([Attention(rotary_of(rotary_dim=32))], 32),
+    ):
+        assert KeyRotation.from_model(torch.nn.ModuleList(modules), 64).rotary_dim == rotary_dim

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix tree with shared slots, on hand-made rows; random ones, and locks, splits and releases
-in any order: ``tests/property``.
-
-Rows and token sequences are written as strings: every letter of a row is a page, the same letter
-twice a shared one. Sizes are in pages, so each case holds for every page size.
-"""
+"""Prefix tree with shared slots, on hand-made rows; random ones, and locks, splits and releases in
+any order: ``tests/property``. Rows and token sequences are written as strings: every letter of a
+row is a page, the same letter twice a shared one. Sizes are in pages, so each case holds for every
+page size."""
 
 from __future__ import annotations
 
@@ -105,6 +103,10 @@ def aliased(page: int) -> Bench:
     return Bench(page, "aliased")
 
 
+BRANCHES = [("12", "ab"), ("123", "aba", 2, 2), ("124", "abb", 2, 2)]
+TURNS = [("1234", "abac", 2), ("123456", "abacde", None, 4), ("1234567", "abacdef", None, 6)]
+
+
 @pytest.mark.parametrize(
     ("publish", "runs", "sizes", "evictions"),
     [
@@ -113,12 +115,7 @@ def aliased(page: int) -> Bench:
         # A follow-up turn refers to what the tree owns.
         ("aliased", [("123", "abc"), ("123456", "abcbdb", 3, 3)], (4, 0, 2), [(1, 1), (3, 3)]),
         # Branches share what their common ancestor holds.
-        (
-            "aliased",
-            [("12", "ab"), ("123", "aba", 2, 2), ("124", "abb", 2, 2)],
-            (2, 0, 2),
-            [(2, 2)],
-        ),
+        ("aliased", BRANCHES, (2, 0, 2), [(2, 2)]),
         # v was a duplicate of n and is free; the page that was first becomes a duplicate, and u
         # lives on at position 2.
         ("aliased", [("12", "mn"), ("1234", "uvuw", 2)], (4, 0, 0), [(2, 2), (2, 2)]),
@@ -154,12 +151,7 @@ def test_pages_are_counted_once(
         # Requests that want exact KV stop before the first shared position.
         ([("123456", "abcabd", 3)], "123456", 6, 3),
         # A follow-up turn that shares nothing itself continues from approximations.
-        (
-            [("1234", "abac", 2), ("123456", "abacde", None, 4), ("1234567", "abacdef", None, 6)],
-            "1234567",
-            7,
-            2,
-        ),
+        (TURNS, "1234567", 7, 2),
         # The tree already held an exact copy of what the request shared.
         ([("1234", "abcd"), ("12345", "uvuwx", 2)], "12345", 5, 4),
         # An opted-out request publishes up to the approximation, and freely elsewhere.
