@@ -52,7 +52,7 @@ def load(folders: Sequence[Path]) -> Data:
             title = details.get(cell.method, {}).get("title", cell.method)
             row = {**where, "title": title, **vars(figures(responses, legs, timeline))}
             row["kv_slots"] = min(slots, default=configs[run].get("kv_budget"))
-            row["legs"] = len({one.leg for one in (*legs, *responses)})
+            row["legs"] = len({leg.leg for leg in legs} | {one.leg for one in responses})
             row |= dict(answered=len(answered), graded=len(graded), cut=len(cut))
             rows.append(row)
             moments += [{**where, **vars(moment)} for moment in timeline]

@@ -35,6 +35,7 @@ class Server:
         self.command = process.command if process else []  # [] of a given one
         self.model = MODEL_NAME  # the name that requests give
         self._before: dict[str, Any] = {}
+        self._get: Any
         if process is not None:
             self._get = process.get
         else:

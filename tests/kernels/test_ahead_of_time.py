@@ -142,7 +142,7 @@ NOTE = dict(LATEST=8, AHEAD=8, TOTAL=True, PIECES=16, TILE=note_triton.TILE)
 SELECT = dict(PIECES=plan_triton.PIECES, TILE=select_triton.TILE)
 BOUNDS = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
 WEIGHTS = dict(heads=32, HEADS=decode_triton.HEADS, PIECES=64, TILE=decode_triton.TILE)
-GATHER = dict.fromkeys(("K_DIM", "V_DIM", "K_COLS", "V_COLS"), 128)
+GATHER: dict[str, Any] = dict.fromkeys(("K_DIM", "V_DIM", "K_COLS", "V_COLS"), 128)
 GATHER |= dict(ELEMENT="bf16", HALF=64, NEOX=True, ROWS=32)
 
 

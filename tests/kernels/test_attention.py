@@ -135,7 +135,9 @@ def test_soft_cap_and_sinks(backend: str, heads: int, cap: float, with_sinks: bo
     rig = make(Case(lengths, heads, dtype=torch.float16, query_dtype=torch.float32))
     rig.query *= 8
     sinks = torch.linspace(-2, 6, heads) if with_sinks else None
-    options = dict(logit_cap=cap, sinks=sinks, weights=not INTERPRETED or with_sinks)
+    options: dict[str, Any] = dict(
+        logit_cap=cap, sinks=sinks, weights=not INTERPRETED or with_sinks
+    )
     assert_decode(rig, backend, plan_of(rig, backend), atol=1e-4, **options)
 
 

@@ -217,7 +217,8 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             target.copy_(source)
         selection.update(0, rows[1:].flatten())
         found = replay()
-        expected, ends = [], [0]
+        ends = [0]
+        expected: list[Any] = []
         for i, length in enumerate(changed):
             own = host_rows[2 - i : 3 - i]
             request, own_length = torch.tensor([0]), host_lengths[i : i + 1]

@@ -249,8 +249,9 @@ def longrope() -> Any:
     """Phi-3's: one table up to 4,096 tokens, another for longer responses."""
     original = dict(original_max_position_embeddings=256)
     factors = dict(short_factor=[1.0] * 32, long_factor=[4.0] * 32)
+    sizes: dict[str, Any] = dict(hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
     config = transformers.Phi3Config(
-        **dict(hidden_size=64, num_attention_heads=1, num_key_value_heads=1),
+        **sizes,
         **dict(max_position_embeddings=512, **original),
         rope_parameters=dict(rope_type="longrope", rope_theta=1e4, **original, **factors),
     )
