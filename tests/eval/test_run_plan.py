@@ -444,7 +444,7 @@ def test_options_become_values_and_flags() -> None:
 
 def test_refusals_name_the_fault() -> None:
     for spec, told in {
-        "sparse": "known are dense, reasoncache",
+        "sparse": "known are dense, newest, reasoncache",
         "": "--methods",
         "reasoncache:block": "'block' is not key=value",
         "reasoncache:blocks=3": "no option 'blocks'",

@@ -250,9 +250,9 @@ def longrope() -> Any:
     original = dict(original_max_position_embeddings=256)
     factors = dict(short_factor=[1.0] * 32, long_factor=[4.0] * 32)
     sizes: dict[str, Any] = dict(hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
+    sizes |= dict(max_position_embeddings=512, **original)
     config = transformers.Phi3Config(
         **sizes,
-        **dict(max_position_embeddings=512, **original),
         rope_parameters=dict(rope_type="longrope", rope_theta=1e4, **original, **factors),
     )
     theta, rope = get_rope_config(config)
