@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests do with the requests of a world, and that in the end every slot is free."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

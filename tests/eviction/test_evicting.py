@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evicts on SGLang's pools and rows: what is refused, what comes back, what others see."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each eviction rule against its formula written out, on random keys and weights and by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

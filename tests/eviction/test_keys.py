@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys as policies get them: of held positions, un-rotated on demand, scored over all heads."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies that act only while the pool is short, on SGLang's pools."""
 
-from __future__ import annotations
-
 import pytest
 from sglang.srt.managers.schedule_batch import Req
 

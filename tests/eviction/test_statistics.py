@@ -2,8 +2,6 @@
 """Attention statistics by row and position: in host memory, and on a device under Triton's
 interpreter. What both must do is tested once, for the one that this process runs."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Views of requests with given keys and weights, and what policies answer to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import numpy as np

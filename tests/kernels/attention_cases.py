@@ -3,8 +3,6 @@
 route: plain Python over positions, keys rotated by complex multiplication, dense softmax, all in
 double precision over the values as stored."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -3,8 +3,6 @@
 machine and older ones run it, and Triton, on a GPU or interpreted. In the interpreter's process
 (see ``tests/triton_runs.py``) there is Triton alone."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import platform

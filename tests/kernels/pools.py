@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of a layer, the rotary table of the kernels' tests, and dense attention in fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels compiled for three GPUs that are not here: wide reads, and nothing spilled."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

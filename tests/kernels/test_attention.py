@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan, decode, gather and extend, by every backend, against dense attention in fp64."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -2,8 +2,6 @@
 """What Triton's kernels alone do, on a GPU or interpreted. ``test_attention.py`` has what attention
 shares with the other backends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

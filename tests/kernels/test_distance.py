@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV distance by every backend, against blocks gathered first and summed in fp64."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

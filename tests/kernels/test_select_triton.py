@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages of a plan and their bounds: on a GPU if there is one, or interpreted."""
 
-from __future__ import annotations
-
 import functools
 import random
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the native library comes from, and that its absence is a reason and not a crash."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

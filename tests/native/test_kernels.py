@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the C++ kernels alone do, built for this machine and for older ones."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

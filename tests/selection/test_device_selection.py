@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages selected on a device, under Triton's interpreter: as on the CPU, and in graphs."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

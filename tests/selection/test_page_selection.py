@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages selected in decode: bounds as keys are written, shifted and evicted pages, what is read."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

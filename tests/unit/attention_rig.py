@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool, rows and batches for the tests of attention backends, and dense attention in fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

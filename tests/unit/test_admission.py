@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission with a credit for sharing, calculated by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

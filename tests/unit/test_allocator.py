@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allocators that hand a shared page out again only after its last reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

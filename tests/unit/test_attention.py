@@ -3,8 +3,6 @@
 CUDA mixin stands in front of SGLang's torch-native backend here: which forward goes where does not
 depend on the backend behind. More of it: ``test_attention_cuda.py``."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

@@ -2,8 +2,6 @@
 """What stands in front of SGLang's backends on CUDA, here in front of one that runs on the CPU; in
 front of the Triton backend, and in graphs: ``test_attention_cuda_graph.py``."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from types import SimpleNamespace

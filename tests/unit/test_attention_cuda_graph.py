@@ -3,8 +3,6 @@
 and our Triton kernels run under Triton's interpreter, on CPU tensors. What a CUDA graph would
 replay is a capture's call with the state it was captured with, over the same buffers."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace

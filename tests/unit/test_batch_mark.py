@@ -3,8 +3,6 @@
 ``tests/property`` checks after each rule that none is overlooked; here: that few are seen which are
 not there."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``make docs`` cannot check: links outside of docs/, paths, commands, tables, an example."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import pkgutil

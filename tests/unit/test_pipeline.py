@@ -3,8 +3,6 @@
 pools, requests and release path with our controller; only the moment when results arrive is the
 test's to choose, as a GPU's would be."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Sequence

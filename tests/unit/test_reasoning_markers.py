@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Markers of reasoning as SGLang's own parsers name them."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text of ``--reasoncache-policy``, on a server's command line and in a run's method."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass

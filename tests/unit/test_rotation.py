@@ -3,8 +3,6 @@
 Hugging Face's module embeds a key for position s and for position t; rotated by t - s with SGLang's
 table, the first must be the second. Models without such a rotation are refused by name."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -252,8 +250,7 @@ def longrope() -> Any:
     sizes: dict[str, Any] = dict(hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
     sizes |= dict(max_position_embeddings=512, **original)
     config = transformers.Phi3Config(
-        **sizes,
-        rope_parameters=dict(rope_type="longrope", rope_theta=1e4, **original, **factors),
+        **sizes, rope_parameters=dict(rope_type="longrope", rope_theta=1e4, **original, **factors)
     )
     theta, rope = get_rope_config(config)
     return rotary_of(max_position=512, base=theta, rope_scaling=rope)

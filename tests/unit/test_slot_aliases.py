@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks that depend on each other are applied one after the other; the others together."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,12 +78,7 @@ def one_of(req: Any) -> SlotAliases:
     return state.slot_aliases
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 6)),
-        max_size=12,
-    )
-)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 6)), max_size=12))
 def test_all_readers_of_a_slot_move_with_it(blocks: list[tuple[int, int, int]]) -> None:
     aliases, row = SlotAliases(), list(range(48))
     for dst, src, length in blocks:

@@ -2,8 +2,6 @@
 """The adaptive threshold against numpy's percentile, and its saved state: in a file that is keyed,
 atomic, bounded, honest about corruption, and kept across restarts."""
 
-from __future__ import annotations
-
 import json
 import math
 import resource

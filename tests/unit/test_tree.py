@@ -4,8 +4,6 @@ any order: ``tests/property``. Rows and token sequences are written as strings: 
 row is a page, the same letter twice a shared one. Sizes are in pages, so each case holds for every
 page size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
