@@ -38,6 +38,7 @@ class Method:
 
 
 _TITLES = {
+    "newest": "Newest copy",
     "reasoncache": "ReasonCache",
     "memshare": "MemShare",
     "memshare-0.9": "MemShare, threshold 0.9",

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from eval.jsonl import one_line
 
-_METHODS = ("reasoncache", "cosine", "memshare", "random", "embedding", "sentence-bert", "p20")
+_METHODS = ("newest", "cosine", "memshare", "random", "embedding", "reasoncache", "p20")
 _COLOURS = sns.color_palette("colorblind").as_hex()
 _MARKERS = "s^vD<>ophX"
 GREY = "#555555"

@@ -78,7 +78,7 @@ class RunOptions:
     model: str = _option(EMBEDDED, str, "M", f"Folder or hub name (default {EMBEDDED}, embedded).")
     tasks: tuple[str, ...] = _option((), _names, "a,b", "Names.")
     methods: tuple[str, ...] = _option(
-        ("dense", "reasoncache"), _specs, "x,y", "Names with options (default dense,reasoncache)."
+        ("dense", "newest"), _specs, "x,y", "Names with options (default dense,newest)."
     )
     seeds: tuple[int, ...] = _option((0,), _integers, "0,1", "Numbers (default 0).")
     limit: int | None = _option(None, int, "N", "The first N problems of each task.", 1)
