@@ -35,7 +35,8 @@ class RunMatcher:
         self._readers: set[int] = set()
         self._read = bytearray()
         # Offsets of the next block to look up and to remember; how far back the last one was found.
-        self._at = self._remembered = self._distance = 0
+        self._at = self._remembered = -start % self._page
+        self._distance = 0
 
     def propose(self, step: Step) -> list[BlockPair]:
         """Blocks that end in ``step``, ascending, with earlier ones of the same tokens."""

@@ -37,7 +37,7 @@ class Acceptor:
         copies: bool,
     ) -> None:
         self._allocator, self._pool, self._meter = allocator, req_to_token_pool, meter
-        self.copies = copies
+        self.copies, self.page = copies, allocator.page_size
 
     def apply(self, redirections: Sequence[Redirection]) -> None:
         """Redirect (or copy) whole pages, in this order; a position may come more than once."""
@@ -45,7 +45,7 @@ class Acceptor:
         last = {(entry.row, entry.position): entry.new_slot for entry in redirections}
         if not last:
             return
-        device, page = self._allocator.device, self._allocator.page_size
+        device, page = self._allocator.device, self.page
         rows, positions, slots = upload(
             [(row, position, slot) for (row, position), slot in last.items()], device
         ).unbind(1)

@@ -22,6 +22,7 @@ class Refusal(Enum):
     TREE_OWNED = "tree_owned"
     NOT_WRITTEN = "not_written"
     SAME_SLOTS = "same_slots"
+    PART_OF_PAGE = "part_of_page"
     OVERLAP = "overlap"
     """Source and destination overlap, or another block of the request has some of the positions."""
     TOO_YOUNG = "too_young"
@@ -59,7 +60,7 @@ class BlockProposal:
         return self.src_start + self.length
 
 
-def refusal_of(block: BlockProposal, min_age: int = 0) -> Refusal | None:
+def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal | None:
     """Why ``block`` must not be applied now, or None."""
     req, state = block.req, state_of(block.req)
     # A row that is being recomputed may not even have slots yet.
@@ -72,6 +73,8 @@ def refusal_of(block: BlockProposal, min_age: int = 0) -> Refusal | None:
     written = min(len(req.origin_input_ids) + len(req.output_ids) - 1, req.kv.kv_allocated_len)
     if max(block.dst_end, block.src_end) > written:
         return Refusal.NOT_WRITTEN
+    if block.dst_start % page or block.src_start % page or block.length % page:
+        return Refusal.PART_OF_PAGE
     if abs(block.dst_start - block.src_start) < block.length:
         return Refusal.OVERLAP
     if block.dst_end > written - min_age:

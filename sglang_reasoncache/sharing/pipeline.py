@@ -189,7 +189,7 @@ class BlockPipeline:
 
     def _allows(self, block: BlockProposal) -> bool:
         """Ask the rules; what they refuse is counted."""
-        refusal = refusal_of(block, self._min_age)
+        refusal = refusal_of(block, self._min_age, self._acceptor.page)
         if refusal is not None:
             self._refuse(block, refusal)
         return refusal is None

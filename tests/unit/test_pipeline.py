@@ -111,6 +111,31 @@ def test_shares_without_a_prefix_cache(setup: Setup, end: str) -> None:
         assert world.controller.after_decode([req]) == 8
 
 
+@pytest.mark.parametrize(
+    ("pair", "min_age", "refusal"),
+    [
+        (Pair(20, 8), 0, ""),
+        (Pair(8, 20), 0, ""),
+        (Pair(8, 20), 1000, "too_young"),
+        (Pair(22, 8), 0, "part_of_page"),
+        (Pair(20, 9), 0, "part_of_page"),
+        (Pair(20, 20), 0, "overlap"),
+    ],
+)
+def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str) -> None:
+    """Whole pages, one not in the other, and no reader that the model just wrote."""
+    world = World(Setup(page=4, block=4, slots=160, publish="exact"))
+    world.controller.pipeline._min_age = min_age
+    req = start(world)
+    before = world.row(req).copy()
+    propose(world, req, pair)
+    freed = world.controller.after_decode([req])
+    assert (freed, dict(world.controller.stats.refusals)) == (
+        (0, {refusal: 1}) if refusal else (4, {})
+    )
+    assert (world.row(req)[: len(before)] != before).sum() == freed
+
+
 @pytest.mark.parametrize("end", ["finish", "retract", "recompute"])
 @pytest.mark.parametrize("measured", [False, True], ids=["proposed", "measured"])
 def test_what_arrives_for_a_row_that_is_gone_is_refused(
