@@ -196,7 +196,7 @@ def test_what_cannot_be_read(folder: Path, tmp_path: Path, model: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "1?", "response": 3}\n')
     with pytest.raises(ResponseError, match=r"rows.jsonl:1: no text in field 'response'"):
-        list(read(path, TOKENIZER, 100, 1))
+        list(read(path, AutoTokenizer.from_pretrained(folder), 100, 1))
     assert main([str(tmp_path), str(path)]) == 1
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     config = LlamaConfig(**{**model.config.to_dict(), "rope_parameters": rope})
