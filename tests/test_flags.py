@@ -161,15 +161,6 @@ def test_bad_value_names_flag_bound_and_value(field: str, value: object) -> None
     assert repr(value) in message
 
 
-def test_preset_fills_what_was_not_given() -> None:
-    """Explicit values win over the preset."""
-    config = ReasonCacheConfig.from_mapping({"preset": "memshare", "block": 4})
-    assert (config.fixed_tau, config.use_structure, config.align) == (0.8, False, "index")
-    assert config.block == 4
-    config = ReasonCacheConfig.from_mapping({"preset": "memshare", "align": "tokens"})
-    assert config.align == "tokens"
-
-
 def test_every_preset_and_a_policy_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     text = "reasoncache+keydiff:share=0.5,anchor=mean_norm"
     for key, value in [*(("preset", name) for name in PRESETS), ("policy", text)]:
@@ -230,7 +221,6 @@ def _python(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_refusal_is_the_last_line_of_a_real_start() -> None:
-    """An operator reads one clear line instead of a traceback."""
     flags = ("--enable-reasoncache", "--enable-lmcache", "--reasoncache-block", "8")
     done = _python("-m", "sglang.launch_server", "--model-path", "none", *flags)
     assert done.returncode != 0
@@ -262,7 +252,7 @@ def test_without_the_flag_only_flags_are_hooked() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"]
+    "field", [f"{phase}attention_backend" for phase in ("", "prefill_", "decode_")]
 )
 def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -> None:
     """Stock backends would take an evicted position's -1 for the last slot of the pool."""

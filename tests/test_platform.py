@@ -13,18 +13,12 @@ import pytest
 from sglang_reasoncache import platform
 
 
-def test_entry_point_has_the_name_it_answers_to() -> None:
-    entries = entry_points(group="sglang.srt.platforms")
-    ours = [entry.name for entry in entries if entry.load() is platform.activate]
-    assert ours == [platform.PLATFORM_NAME]
-
-
 @pytest.fixture(autouse=True)
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment in which it is activated."""
     monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    for name in ("SGLANG_USE_CPU_ENGINE", "THP_MEM_ALLOC_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
@@ -53,7 +47,10 @@ def test_named_returns_the_class_but_beside_a_gpu_or_sglangs_cpu_engine(
         platform.activate()
 
 
-def test_importing_it_imports_neither_sglang_nor_torch() -> None:
+def test_its_entry_point_and_that_importing_it_imports_neither_sglang_nor_torch() -> None:
+    entries = entry_points(group="sglang.srt.platforms")
+    ours = [entry.name for entry in entries if entry.load() is platform.activate]
+    assert ours == [platform.PLATFORM_NAME]
     code = "import sglang_reasoncache.platform, sys; print({'sglang', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +29,14 @@ from eval.bench.policies_points import (
     timed_points,
 )
 from eval.bench.policies_runs import LIMIT, PIECES, Runs, carry_out, matched_step_ms, timing
-from eval.bench.serve import write_pieces
 from eval.methods import DENSE, find_method
 from eval.runs.folder import Cell, Moment
-from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
-from eval.tiny_reasoner.task import generate
-from eval.tokenizers import load_tokenizer
+from eval.runs.options import parse
+from eval.tiny_reasoner import EMBEDDED_SETTINGS
+from sglang_reasoncache import registry
 from tests.eval.peer import leg, moment, response, result
 
 PROBLEMS = 6
-
-
-# -- what is planned ---------------------------------------------------------------------------
 
 
 def test_every_setting_is_a_method_that_the_server_takes() -> None:
@@ -99,6 +95,7 @@ def test_a_budget_leaves_out_what_is_aimed_at() -> None:
     ("given", "told"),
     [
         (["--policies", "keydif"], "no policy 'keydif'; there are reasoncache"),
+        (["--policies", "keydiff"], "no policy 'keydiff'"),
         (["--policies", "reasoncache+nothing"], "no policy 'nothing'"),
         (["--policies", "keydiff+reasoncache"], "no policy 'keydiff+reasoncache'"),
         (["--policies", "keydiff,keydiff"], "none twice"),
@@ -113,25 +110,19 @@ def test_a_budget_leaves_out_what_is_aimed_at() -> None:
     ],
 )
 def test_bad_commands_are_refused(
-    given: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    given: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if given == ["--policies", "keydiff"]:
+        # In a version that does not have it.
+        monkeypatch.delitem(registry.BUILT_IN, "keydiff")
+        assert "keydiff" not in installed() and "random_eviction" in installed()
     with pytest.raises(SystemExit) as stopped:
         policies.parse(["traces", *given])
     assert stopped.value.code == 2
     assert told in capsys.readouterr().err
-
-
-def test_policies_of_another_version_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from sglang_reasoncache import registry
-
-    others = {name: kind for name, kind in registry.BUILT_IN.items() if name != "keydiff"}
-    monkeypatch.setattr(registry, "BUILT_IN", others)
-    assert "keydiff" not in installed() and "random_eviction" in installed()
-    with pytest.raises(SystemExit):
-        policies.parse(["traces", "--policies", "keydiff"])
-    assert "no policy 'keydiff'" in capsys.readouterr().err
 
 
 def test_a_plan_tells_settings_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,9 +136,7 @@ def test_a_plan_tells_settings_and_time(tmp_path: Path, capsys: pytest.CaptureFi
     options = policies.parse([*argv, "--rounds", "0"])
     assert options.minutes()[0] > 0 == options.minutes()[1]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_setting_that_two_savings_share_is_run_once() -> None:
+    # A setting that two savings share is run once.
     options = policies.parse(["traces", "--policies", "reasoncache", "--saved", "0.19,0.2"])
     assert len(options.points) == 2
     assert [methods for _, methods in options.asked] == [[DENSE, "reasoncache:percentile=80"]]
@@ -163,12 +152,10 @@ def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) ->
     ]
     for point in options.prompts:
         assert find_method(point.method, EMBEDDED_SETTINGS).shares
-    assert options.prompts[0].method == (
-        "reasoncache:policy=keydiff:budget=384:prompt=true:slack=0:recent=1"
-    )
-    assert prompt_points(["snapkv"], [128])[0].method == (
-        "reasoncache:policy=snapkv:budget=128:prompt=true"
-    )
+    told = "keydiff:budget=384:prompt=true:slack=0:recent=1"
+    assert options.prompts[0].method == f"reasoncache:policy={told}"
+    told = "snapkv:budget=128:prompt=true"
+    assert prompt_points(["snapkv"], [128])[0].method == f"reasoncache:policy={told}"
     assert [len(methods) for _, methods in options.asked] == [13, 5]
     command = options.long_runs.command("dense")
     assert "tiny_reasoner_long" in command and "chunked-prefill-size 128" in " ".join(command)
@@ -181,6 +168,7 @@ def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) ->
 
 
 def test_replays_measure_a_policy_where_it_gets_to() -> None:
+    assert len(set(PIECES)) == len(PIECES)
     asked = ["reasoncache+keydiff", "snapkv", "reasoncache", "random"]
     found = timed_points(asked, [0.2, 0.4])
     chosen = found[0.2]
@@ -192,10 +180,7 @@ def test_replays_measure_a_policy_where_it_gets_to() -> None:
     assert [len(group) for group in groups] == [3, 1]
 
 
-# -- accuracy: runs of their own ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Scripted(Runs):
     """Runs whose command is a script that leaves what a run leaves."""
 
@@ -260,15 +245,10 @@ def test_a_method_has_a_folder_and_a_command_of_its_own(tmp_path: Path) -> None:
     runs = Runs(tmp_path, PROBLEMS)
     methods = [point.method for point in points(installed(), SAVINGS)[0]] + [DENSE]
     assert len({runs.folder(method) for method in methods}) == len(methods)
-    from eval.runs.options import parse
-
     for method in methods:
         options = parse(runs.command(method)[3:]).options
         assert options is not None and options.methods == (method,)
         assert options.limit == PROBLEMS and "reasoncache_cpu" in options.server_flags
-
-
-# -- rows --------------------------------------------------------------------------------------
 
 
 def fill(
@@ -287,12 +267,8 @@ def fill(
     command = ["serve", *(["--enable-reasoncache"] if totals else [])]
     counts = {"polls": 20, "requests_finished": len(right), **totals}
     tokens, report = 50 * len(right), {"totals": counts, **parts} if totals else {}
-    counted: dict[str, Any] = {
-        "seconds": tokens / rate,
-        "output_tokens": tokens,
-        "responses": len(right),
-    }
-    cell.append(leg(**counted, report=report, command=command))
+    counted = leg(seconds=tokens / rate, output_tokens=tokens, responses=len(right))
+    cell.append(dataclasses.replace(counted, report=report, command=command))
 
 
 def filled(runs: Runs, point: Point, totals: dict[str, float] | None = None, **parts: Any) -> Runs:
@@ -316,11 +292,10 @@ def test_a_row_says_what_was_counted_and_not_what_was_set(tmp_path: Path) -> Non
 
 
 def test_selection_saves_reads_and_no_memory(tmp_path: Path) -> None:
-    method = str(method_of("quest", 0.4))
-    point = Point("quest", 0.4, method)
+    point = Point("quest", 0.4, str(method_of("quest", 0.4)))
     counted = {"positions_held": 1000, "positions_read": 620}
     runs = filled(Runs(tmp_path, PROBLEMS), point, {"memory_saving_ratio": 0.0}, selection=counted)
-    assert any(word.endswith("--page-size 16") for word in runs.command(method))
+    assert any(word.endswith("--page-size 16") for word in runs.command(point.method))
     row = row_of(point, runs, {})
     assert (row["saved"], row["reads_saved"]) == (0.0, 0.38)
 
@@ -338,8 +313,7 @@ def test_throughput_is_the_median_of_rounds_and_steps_are_compared_at_equal_batc
     dense = [replayed(tmp_path, DENSE, seed, rate=100.0) for seed in range(2)]
     mine = [replayed(tmp_path, "x", seed, rate=rate) for seed, rate in enumerate((120.0, 160.0))]
     found = timing(mine, dense)
-    assert found is not None
-    assert found["throughput_ratios"] == pytest.approx([1.2, 1.6])
+    assert found is not None and found["throughput_ratios"] == pytest.approx([1.2, 1.6])
     assert found["throughput_ratio"] == pytest.approx(1.4)
     # 4 requests at 100 tokens/s are 40 ms a step; 120 and 160 are 33.3 and 25.
     assert found["dense_step_ms"] == pytest.approx(40)
@@ -369,28 +343,9 @@ def test_a_round_that_was_stopped_half_way_is_measured_anew(tmp_path: Path) -> N
     assert timing([half], [whole]) is None
 
 
-def test_records_are_pieces_of_unlike_lengths(tmp_path: Path) -> None:
-    assert len(set(PIECES)) == len(PIECES)
-    text, path = " ".join(p.response for p in generate(0, 3)), tmp_path / "pieces.jsonl"
-    asked = [{"id": name, "prompt": "q", "target": text, "max_tokens": 900} for name in "ab"]
-    write_pieces(asked, load_tokenizer(str(CHECKPOINT)), (200, 300), 900, path)
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    for name, size in (("a", 200), ("b", 300)):
-        pieces = [row["response"] for row in found if row["id"].startswith(f"{name}.")]
-        assert len(pieces) > 1 and text.startswith("".join(pieces))
-        assert all(size <= len(piece.split(" ")) < size + 60 for piece in pieces)
-
-
-# -- results -----------------------------------------------------------------------------------
-
-
 def test_results_are_written_from_what_there_is(tmp_path: Path) -> None:
-    options = policies.parse(
-        [
-            *("traces", "--out", str(tmp_path), "--problems", str(PROBLEMS), "--jobs", "1"),
-            *("--policies", "reasoncache,keydiff", "--saved", "0.2,0.4"),
-        ]
-    )
+    argv = ["traces", "--out", str(tmp_path), "--problems", str(PROBLEMS), "--jobs", "1"]
+    options = policies.parse([*argv, "--policies", "reasoncache,keydiff", "--saved", "0.2,0.4"])
     policies.write(options, {})
     assert json.loads((tmp_path / "policies.json").read_text())["rows"] == []
 
@@ -403,7 +358,7 @@ def test_results_are_written_from_what_there_is(tmp_path: Path) -> None:
     policies.write(options, {("keydiff", 0.2): timed})
     result = json.loads((tmp_path / "policies.json").read_text())
     assert [(row["policy"], row["aim"], row["throughput_ratio"]) for row in result["rows"]] == [
-        *(("reasoncache", 0.2, None), ("keydiff", 0.2, pytest.approx(1.5))),
+        *(("reasoncache", 0.2, None), ("keydiff", 0.2, pytest.approx(1.5)))
     ]
     [one] = result["replays"]
     assert (one["policy"], one["aim"], one["step_ms"]) == ("keydiff", 0.2, 1000 * 4 / 150)

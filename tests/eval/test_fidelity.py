@@ -26,22 +26,16 @@ OTHER = "Now we look at another way to write the same thing: {} of them.\n\n"
 ARMS = ["newest-runs-8-age0", "oldest-runs-8", "newest-random-8-age0", "random-evict", "keydiff"]
 #: Share nothing: no distance is accepted, no block gets old enough.
 NOTHING = ["newest-runs-8-age0-p0", "newest-runs-8-age1000"]
+TOKENIZER = AutoTokenizer.from_pretrained(CHECKPOINT)
+TOKENS = torch.randint(0, 40, (50,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-    )
-    made = LlamaForCausalLM(config).eval()
+    sizes = dict(hidden_size=64, intermediate_size=96, max_position_embeddings=1024)
+    sizes |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=len(TOKENIZER), **sizes)).eval()
     for weight in made.parameters():
         # Sharp enough for attention to matter.
         weight.data *= 4
@@ -52,7 +46,7 @@ def model() -> Any:
 def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
     model.save_pretrained(made)
-    AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(made)
+    TOKENIZER.save_pretrained(made)
     return made
 
 
@@ -61,44 +55,34 @@ def reader(folder: Path) -> Reader:
     return Reader(LlamaForCausalLM.from_pretrained(folder))
 
 
-def tokens_of(count: int) -> list[int]:
-    return torch.randint(0, 40, (count,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
 def forward(model: Any, tokens: list[int], mask: torch.Tensor | None = None) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([tokens]), attention_mask=mask).logits[0]
 
 
-def test_chunks_and_a_branched_row_are_transformers_forward(model: Any, reader: Reader) -> None:
-    tokens = tokens_of(50)
+def test_a_row_is_transformers_forward_and_evicted_positions_are_masked_keys(
+    model: Any, reader: Reader
+) -> None:
     cache = reader.cache(2, 50)
-    first = reader.forward(cache, tokens[:20])
+    first = reader.forward(cache, TOKENS[:20])
     assert cache.branch() == 1
-    rest = reader.forward(cache, tokens[20:])
-    wanted = forward(model, tokens)
-    torch.testing.assert_close(torch.cat((first[0], rest[0])), wanted, atol=1e-4, rtol=1e-4)
+    rest = reader.forward(cache, TOKENS[20:40])
     torch.testing.assert_close(rest[1], rest[0], atol=1e-5, rtol=1e-5)
-
-
-def test_evicted_positions_are_masked_keys(model: Any, reader: Reader) -> None:
-    tokens = tokens_of(40)
-    cache = reader.cache(2, 40)
-    reader.forward(cache, tokens[:30])
-    cache.visible[cache.branch(), 5:12] = False
-    found = reader.forward(cache, tokens[30:])
-    mask = torch.ones(40, 40).tril()
-    mask[30:, 5:12] = 0
-    additive = torch.where(mask > 0, 0.0, -torch.inf)[None, None]
-    wanted = forward(model, tokens, additive)[30:]
-    torch.testing.assert_close(found[1], wanted, atol=1e-4, rtol=1e-4)
-    assert compare(found, [*tokens[31:], 0])[1, 1] > 1e-3
+    both = torch.cat((first[0], rest[0]))
+    torch.testing.assert_close(both, forward(model, TOKENS[:40]), atol=1e-4, rtol=1e-4)
+    cache.visible[1, 5:12] = False
+    found = reader.forward(cache, TOKENS[40:])
+    mask = torch.zeros(50, 50).masked_fill(torch.ones(50, 50).triu(1) > 0, -torch.inf)
+    for row in (0, 1):
+        wanted = forward(model, TOKENS, mask[None, None])[40:]
+        torch.testing.assert_close(found[row], wanted, atol=1e-4, rtol=1e-4)
+        mask[40:, 5:12] = -torch.inf
+    assert compare(found, [*TOKENS[41:], 0])[1, 1] > 1e-3
 
 
 def test_a_rotated_key_is_the_recomputed_one_of_layer_0(reader: Reader) -> None:
-    tokens = tokens_of(8) * 2
     cache = reader.cache(2, 16)
-    reader.forward(cache, tokens)
+    reader.forward(cache, TOKENS[:8] * 2)
     row, before = cache.branch(), cache.keys.clone()
     cache.redirect(row, [(at, at) for at in range(16)], reader.rotation)
     torch.testing.assert_close(cache.keys, before)
@@ -111,11 +95,10 @@ def test_a_rotated_key_is_the_recomputed_one_of_layer_0(reader: Reader) -> None:
 
 
 def test_random_sharing_hurts_more_than_equal_blocks(model: Any, reader: Reader) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     text = "".join(STEP + OTHER.format(i % 3) for i in range(12))
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     arms = parse_all([*ARMS, *NOTHING], ARMS[0])
-    found = Replay(reader, vocabulary_of(tokenizer), arms, ARMS[0]).scores(tokens, 6)
+    found = Replay(reader, vocabulary_of(TOKENIZER), arms, ARMS[0]).scores(tokens, 6)
     assert found["dense"]["kl"] == 0 and found["dense"]["top1"] == 1
     wanted = -forward(model, tokens).log_softmax(-1)[5:-1]
     nll = wanted.gather(1, torch.tensor(tokens[6:])[:, None]).mean()
@@ -139,8 +122,7 @@ def test_random_sharing_hurts_more_than_equal_blocks(model: Any, reader: Reader)
     ],
 )
 def test_names(name: str, knobs: tuple[object, ...]) -> None:
-    arm = parse(name)
-    rule = arm.filter
+    arm, rule = parse(name), parse(name).filter
     assert rule is not None
     found = rule.block, rule.min_age, rule.match, rule.direction, arm.corrected, arm.percentile
     assert found == knobs
@@ -148,9 +130,9 @@ def test_names(name: str, knobs: tuple[object, ...]) -> None:
 
 def test_default_arms() -> None:
     assert default_name() in [arm.name for arm in parse_all(default_names(8), default_name())]
+    found, shipped = parse(default_name()).filter, ReasonCacheConfig()
     for field in ("direction", "match", "block", "min_age"):
-        shipped = getattr(ReasonCacheConfig(), field)
-        assert getattr(parse(default_name()).filter, field) == shipped
+        assert getattr(found, field) == getattr(shipped, field)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +156,7 @@ def test_bad_names(names: list[str], said: str) -> None:
 
 def test_loops() -> None:
     assert loops(list(range(40)) * 4)
-    assert not loops(list(range(400)) + list(range(60)))
-    assert not loops([])
+    assert not loops(list(range(400)) + list(range(60))) and not loops([])
 
 
 def test_the_program(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,8 +167,7 @@ def test_the_program(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     out, arms = tmp_path / "out" / "fidelity.json", ["newest-runs-8-age0", "streamingllm"]
     arguments = [str(folder), str(tmp_path), f"--out={out}", "--cap=400", "--shortest=50"]
     arguments += ["--threads=1", f"--arms={','.join(arms)}", f"--like={arms[0]}"]
-    assert main([*arguments, "--limit=1"]) == 0
-    assert main(arguments) == 0
+    assert main([*arguments, "--limit=1"]) == main(arguments) == 0
     # Each question once, and what the first run measured is not measured again.
     assert len(out.with_suffix(".jsonl").read_text().splitlines()) == 4
     assert "| right   | newest-runs-8-age0 |" in capsys.readouterr().out

@@ -133,18 +133,17 @@ def test_pieces_are_whole_steps_in_order(tmp_path: Path) -> None:
         assert len(left) < tokens or not left
     assert cut(response, tokenizer, 10_000) == []
     assert cut("", tokenizer, 5) == []
-    # Short responses are not cut.
-    long, short = "j = q\n\n" * 50, "j = q\n\n" * 5
+    # Records take sizes in turn; short responses are not cut.
+    texts = {"long": "j = q\n\n" * 50, "other": "j = q\n\n" * 50, "short": "j = q\n\n" * 5}
     problems = [
         {"id": name, "prompt": "q", "target": text, "max_tokens": len(tokenizer.encode(text))}
-        for name, text in (("long", long), ("short", short))
+        for name, text in texts.items()
     ]
-    least = len(tokenizer.encode(long))
-    path = tmp_path / "pieces.jsonl"
-    assert write_pieces(problems, tokenizer, (least // 2,), least, path) == 2
+    least, path = problems[0]["max_tokens"], tmp_path / "pieces.jsonl"
+    assert write_pieces(problems, tokenizer, (least // 2, least), least, path) == 3
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["id"] for row in found] == ["long.0", "long.1"]
-    assert "".join(row["response"] for row in found) == long
+    assert [row["id"] for row in found] == ["long.0", "long.1", "other.0"]
+    assert "".join(row["response"] for row in found) == texts["long"] + texts["other"]
 
 
 @pytest.mark.server

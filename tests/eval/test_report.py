@@ -338,12 +338,10 @@ def test_what_a_server_does_not_report_is_unknown() -> None:
     """Stock saves nothing; of a given server, or with a broken figure, nothing is known."""
     flags = ["serve", "--enable-reasoncache"]
     dead, answered = (leg(1, command=flags, responses=count) for count in (0, 1))
-    given, broken = (
-        leg(command=[], leaked_slots=None),
-        {"memory_saving_ratio": math.nan, "polls": 1},
-    )
+    given, broken = leg(command=[], leaked_slots=None), {"memory_saving_ratio": math.nan}
     whole = leg(0, {"memory_saving_ratio": 0.1, "polls": 10})
-    for one, saving in ((leg(), 0.0), (given, None), (leg(0, broken), None), (whole, 0.1)):
+    broken_leg = leg(0, {**broken, "polls": 1})
+    for one, saving in ((leg(), 0.0), (given, None), (broken_leg, None), (whole, 0.1)):
         assert figures([], [one], []).saving == saving
         # A leg whose server died before it answered says nothing about the others.
         assert figures([], [one, dead], []).saving == saving

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -116,15 +116,13 @@ def test_a_leg_that_goes_wrong_keeps_the_report(peer: Peer, tmp_path: Path, stop
 def test_one_bad_cell_of_two(
     peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert work(tmp_path, peer, "dense", "memshare", fault="dense") == (False, 1)
+    assert work(tmp_path / "a", peer, "dense", "memshare", fault="dense") == (False, 1)
     assert "dense, seed 0: /flush_cache was refused" in capsys.readouterr().out
-    assert [leg.ended for cell in cells(tmp_path) for leg in cell.legs()] == [True, True]
-
-
-def test_nothing_to_match_leaves_servers_up(peer: Peer, tmp_path: Path) -> None:
+    assert [leg.ended for cell in cells(tmp_path / "a") for leg in cell.legs()] == [True, True]
+    # Where there is nothing to match servers stay up.
     methods = ("random:match=memshare", "memshare", "dense")
-    assert work(tmp_path, peer, *methods, saving=0.0) == (False, 0)
-    assert [cell.method for cell in cells(tmp_path)] == ["memshare", "dense"]
+    assert work(tmp_path / "b", peer, *methods, saving=0.0) == (False, 0)
+    assert [cell.method for cell in cells(tmp_path / "b")] == ["memshare", "dense"]
 
 
 def test_pilots_are_as_long_as_what_they_match(peer: Peer, tmp_path: Path) -> None:
@@ -187,11 +185,7 @@ def test_random_sharing_is_matched_by_pilots() -> None:
     assert match(0.3, lambda ratio: ratio**1.5)["ratio"] ** 1.5 == pytest.approx(0.3, rel=TOLERANCE)
     # What cannot be reached ends at the bound.
     for saving in (0.0, 0.1):
-
-        def always(_ratio: float, saving: float = saving) -> float:
-            return saving
-
-        found = match(0.9, always)
+        found = match(0.9, mock.Mock(return_value=saving))
         assert found["ratio"] == 1.0
         assert len(found["pilots"]) <= 3 and found["pilots"][0] == [1.0, saving]
 
@@ -259,13 +253,9 @@ def test_a_given_server_counts_from_the_cells_begin(peer: Peer) -> None:
     server.clear()
     # It need not be SGLang.
     assert (server.report(), server.kv_slots()) == ({}, None)
-    finished = itertools.count(10, 5)
-
-    def report() -> dict[str, Any]:
-        totals = {"requests_finished": next(finished), "final_saving_ratio": 0.5}
-        return {"schedulers": [{"totals": totals}]}
-
-    peer.pages |= {"/reasoncache": report, "/server_info": lambda: {"max_total_num_tokens": 321}}
+    totals = [{"requests_finished": count, "final_saving_ratio": 0.5} for count in (10, 15)]
+    reports = mock.Mock(side_effect=[{"schedulers": [{"totals": each}]} for each in totals])
+    peer.pages |= {"/reasoncache": reports, "/server_info": lambda: {"max_total_num_tokens": 321}}
     assert server.kv_slots() == 321
     server.clear()
     assert server.report()["totals"] == {"requests_finished": 5, "final_saving_ratio": 0.5}
@@ -337,9 +327,7 @@ def test_responses_in_the_order_of_the_requests(peer: Peer) -> None:
     asked = sorted(body["messages"][0]["content"] for body in peer.bodies)
     assert asked == [request.prompt for request in requests]
 
-    def full(_: Response) -> None:
-        raise OSError("disk full")
-
+    full = mock.Mock(side_effect=OSError("disk full"))
     # What a listener raises comes through.
     with pytest.raises(OSError, match="disk full"):
         asyncio.run(send_all(peer.url, "m", requests, 0, full, 10.0))

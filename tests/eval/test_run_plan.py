@@ -76,12 +76,8 @@ def flags_of(plan: Plan, spec: str, seed: int = 0) -> list[str]:
 
 
 def test_flags_of_a_server() -> None:
-    own: dict[str, Any] = {
-        "kv_budget": 500,
-        "server_flags": ("--tp", "2"),
-        "decode_log_interval": 5,
-    }
-    assert flags_of(planned(["--of-task"], **own), "reasoncache") == [
+    own = planned(["--of-task"], kv_budget=500, server_flags=("--tp", "2"), decode_log_interval=5)
+    assert flags_of(own, "reasoncache") == [
         "--decode-log-interval", "5", "--allow-auto-truncate", "--stream-interval", "8",
         "--max-total-tokens", "500", "--of-task", "--tp", "2",
         *find_methods(["reasoncache"])[0].flags,
@@ -134,7 +130,8 @@ def test_other_problems_are_not_the_measured_ones(tmp_path: Path) -> None:
     assert len(plan.others("aime24", 0, 3, generic=False)) == 1
 
 
-def config_of(options: RunOptions) -> dict[str, Any]:
+def config_of(options: RunOptions, **changes: Any) -> dict[str, Any]:
+    options = dataclasses.replace(options, **changes)
     plan = Plan(options, request_body(options))
     return make_config(plan, find_methods(options.methods, EMBEDDED_SETTINGS), False)
 
@@ -162,7 +159,7 @@ def test_a_folder_says_what_is_run_and_goes_on(tmp_path: Path) -> None:
     folder = default_folder(config_of(OPTIONS))
     assert folder == default_folder(config_of(OPTIONS)) and folder.parent == Path("out")
     assert folder.name.startswith("tiny_reasoner-tiny_reasoner-")
-    assert folder != default_folder(config_of(dataclasses.replace(OPTIONS, limit=2)))
+    assert folder != default_folder(config_of(OPTIONS, limit=2))
 
 
 def test_another_command_is_refused(tmp_path: Path) -> None:
@@ -174,7 +171,7 @@ def test_another_command_is_refused(tmp_path: Path) -> None:
     for other in (*others, {"methods": ("dense", "reasoncache:block=4")}):
         (field,) = other
         with pytest.raises(RunError, match=rf"config.json: {field} is .* in this run, now "):
-            settle_config(tmp_path, config_of(dataclasses.replace(OPTIONS, **other)))
+            settle_config(tmp_path, config_of(OPTIONS, **other))
         assert (tmp_path / "config.json").read_bytes() == before
 
 
@@ -186,7 +183,7 @@ def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"config.json: data is .*sha256"):
         settle_config(tmp_path / "run", config_of(options))
     with pytest.raises(ValueError, match=str(tmp_path / "no")):
-        config_of(dataclasses.replace(options, data={"aime24": str(tmp_path / "no")}))
+        config_of(options, data={"aime24": str(tmp_path / "no")})
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
@@ -226,7 +223,7 @@ def test_grading_again(
     data = {name: write(tmp_path / f"{name}.jsonl", 1, 2) for name in ("aime24", "aime25")}
     options = RunOptions(tasks=tuple(data), methods=("dense",), data=data, device="cpu")
     run = tmp_path / "run"
-    settle_config(run, make_config(Plan(options, {}), find_methods(["dense"]), False))
+    settle_config(run, config_of(options))
     one, other = (Cell(run, name, "dense", 0) for name in data)
     for cell, i in ((one, 0), (one, 1), (other, 0)):
         cell.append(response(str(i), text=f"\\boxed{{{i + 1}}}"))
@@ -290,24 +287,21 @@ def test_a_single_server_flag_is_a_value() -> None:
     assert demo.run_options(args).server_flags == ("--tp=2",)
 
 
-def test_flags_win_over_the_file(tmp_path: Path) -> None:
+def test_flags_win_over_the_file_and_a_folder_has_it_all(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         'model = "m"\ntasks = ["a"]\nmethods = "dense,p20"\nseeds = [1, 2]\nmax-tokens = 9\n'
         'out = "there"\ntemperature = 0.5\n[data]\na = "a.jsonl"\n[url]\ndense = "http://h"\n'
     )
-    command = parse(["--config", str(file), "--seeds", "7"])
-    found = command.options
-    assert found is not None
+    argv = ("--config", str(file), "--seeds", "7")
+    command, found = parse(argv), options(*argv)
     assert (found.model, found.tasks, found.methods) == ("m", ("a",), ("dense", "p20"))
     assert (found.seeds, found.max_tokens, command.out) == ((7,), 9, Path("there"))
     assert found.sampling_overrides == {"temperature": 0.5}
     assert found.urls == {"dense": "http://h"}
-
-
-def test_a_folder_has_it_all() -> None:
     argv = ("--tasks", "a", "--methods", "dense,p20:block=4", "--seeds", "0,1", "--top-p", "1")
     found = options(*argv)
+    # A folder has it all.
     config = {**found.to_dict(), "method_specs": found.methods, "data": {}}
     assert options_of(json.loads(json.dumps(config))) == found
     assert parse(["--resume", "x"]).resume == Path("x")
@@ -401,10 +395,8 @@ def test_bad_budgets_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for budgets in ("9,9", "0,3", "x", "9,x", ""):
         with pytest.raises(SystemExit):
             sweep.main(["--budgets", budgets, "--out", "o"])
-        assert (
-            f"--budgets: must be different numbers of KV slots of at least 1, got {budgets!r}"
-            in (capsys.readouterr().err)
-        )
+        told = f"must be different numbers of KV slots of at least 1, got {budgets!r}"
+        assert f"--budgets: {told}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         sweep.main(["--budgets", "9", "--out", "o", "--kv-budget=4"])
     assert "--kv-budget=4 does not go with --budgets" in capsys.readouterr().err

@@ -138,7 +138,6 @@ def test_broken_lines_are_named(second: bytes, fault: str, tmp_path: Path) -> No
         ("math500", '{"question": "Q", "answer": "%s"}\n' % ("x" * 1001), "1 to 1000 characters"),
         ("aime24", '{"id": 1, "question": "Q", "answer": 1}\n' * 2, "duplicate id '1'"),
         ("humaneval", "{}", "--allow-code-execution"),
-        ("some_replay", "{}", "no field 'response'"),
         ("hellaswag", "{}", "only tasks that generate text|cannot be loaded"),
         ("no_such_task", "{}", "lm-eval has no such task"),
     ],

@@ -81,16 +81,18 @@ def _corpus() -> list[str]:
     return [TEXT] * 40 + list(traces()[::8])
 
 
-def _train(model: Any, split: Any, decoder: Any, trainer: type, **knobs: Any) -> Tokenizer:
+def _train(
+    model: Any, split: Any, trainer: type, texts: list[str] | None = None, **knobs: Any
+) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = split
-    tokenizer.decoder = decoder
     knobs = {"vocab_size": _VOCAB_SIZE, "special_tokens": _SPECIAL, "show_progress": False} | knobs
-    tokenizer.train_from_iterator(_corpus(), trainer(**knobs))
+    tokenizer.train_from_iterator(texts or _corpus(), trainer(**knobs))
     return tokenizer
 
 
-def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def _wrap(tokenizer: Tokenizer, decoder: Any) -> PreTrainedTokenizerFast:
+    tokenizer.decoder = decoder
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
     fast.add_tokens(_REASONING, special_tokens=True)
     return fast
@@ -103,21 +105,17 @@ def _byte_level(pattern: str) -> PreTrainedTokenizerFast:
         isolated = pre_tokenizers.Split(Regex(pattern), "isolated")
         split = pre_tokenizers.Sequence([isolated, split])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe, decoder, trainer = models.BPE(), decoders.ByteLevel(), trainers.BpeTrainer
-    return _wrap(_train(bpe, split, decoder, trainer, initial_alphabet=alphabet))
+    trained = _train(models.BPE(), split, trainers.BpeTrainer, initial_alphabet=alphabet)
+    return _wrap(trained, decoders.ByteLevel())
 
 
 def llama2() -> PreTrainedTokenizerFast:
     """SentencePiece BPE: ``▁``, newlines and rare characters as bytes."""
-    trained = Tokenizer(models.BPE(unk_token="<unk>"))
-    trained.normalizer = normalizers.Replace(" ", "▁")
-    trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[^▁\n]+|▁+|\n"), "isolated")
-    trainer = trainers.BpeTrainer(
-        vocab_size=_VOCAB_SIZE, special_tokens=_SPECIAL, show_progress=False
-    )
     # Of characters that are equally rare a trainer keeps others in every run.
     texts = [text.encode("ascii", "ignore").decode().replace("\n", "") for text in _corpus()]
-    trained.train_from_iterator(texts, trainer)
+    texts = [text.replace(" ", "▁") for text in texts]
+    split = pre_tokenizers.Split(Regex("▁?[^▁\n]+|▁+|\n"), "isolated")
+    trained = _train(models.BPE(unk_token="<unk>"), split, trainers.BpeTrainer, texts)
     model = json.loads(trained.to_str())["model"]
     pieces = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
     tokenizer = Tokenizer(
@@ -132,21 +130,16 @@ def llama2() -> PreTrainedTokenizerFast:
     prepend, space = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([prepend, space])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     tokenizer.add_special_tokens(_SPECIAL)
-    return _wrap(tokenizer)
+    return _wrap(tokenizer, decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)]))
 
 
 def unigram() -> PreTrainedTokenizerFast:
     """SentencePiece Unigram with newlines inside pieces; rare characters are unknown."""
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=2000, special_tokens=_SPECIAL, unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT] * 20 + list(traces()[::40]), trainer)
-    return _wrap(tokenizer)
+    texts, knobs = [TEXT] * 20 + list(traces()[::40]), {"vocab_size": 2000, "unk_token": "<unk>"}
+    split = pre_tokenizers.Metaspace()
+    trained = _train(models.Unigram(), split, trainers.UnigramTrainer, texts, **knobs)
+    return _wrap(trained, decoders.Metaspace())
 
 
 def wordpiece() -> PreTrainedTokenizerFast:
@@ -154,9 +147,8 @@ def wordpiece() -> PreTrainedTokenizerFast:
     newlines = pre_tokenizers.Split("\n", "isolated")
     spaces = pre_tokenizers.Split(Regex("[ \t\r]+"), "removed")
     split = pre_tokenizers.Sequence([newlines, spaces, pre_tokenizers.Punctuation()])
-    decoder = decoders.WordPiece(cleanup=False)
-    model = models.WordPiece(unk_token="<unk>")
-    return _wrap(_train(model, split, decoder, trainers.WordPieceTrainer))
+    trained = _train(models.WordPiece(unk_token="<unk>"), split, trainers.WordPieceTrainer)
+    return _wrap(trained, decoders.WordPiece(cleanup=False))
 
 
 _MAKERS: dict[str, Callable[[], Any]] = {

@@ -128,6 +128,9 @@ def test_positions_are_logical_and_the_delimiter_belongs_to_the_step() -> None:
     assert proposals[0].pairs == ()
     expected = tuple((117 + 3 * k, 100 + 3 * k) for k in range(5))
     assert proposals[1].pairs == expected
+    # Blank tokens between steps do not pile up.
+    request, _ = propose(["\n\n " * 5000 + "one two"], block=2)
+    assert (request.counters.steps, request.position) == (1, 5003)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +161,11 @@ def test_bounds_on_blocks_and_checks() -> None:
     _, proposals = propose([_PHRASES[2]] * 5, block=2, max_structure_checks=2)
     last = proposals[-1].counters
     assert (last.candidates, last.dropped_excess) == (4, 3)
-
-
-def test_a_step_over_a_bound_shares_nothing() -> None:
-    _, (_, last) = propose([_PHRASES[2]] * 2, block=2, limits=Limits(max_chars=30))
-    assert last.pairs == ()
-    assert (last.counters.dropped_over_bound, last.counters.over_bound) == (1, 2)
-    assert last.step.signature is not None and last.step.signature.bound
+    # A step over a bound shares nothing.
+    _, (_, over) = propose([_PHRASES[2]] * 2, block=2, limits=Limits(max_chars=30))
+    assert over.pairs == ()
+    assert (over.counters.dropped_over_bound, over.counters.over_bound) == (1, 2)
+    assert over.step.signature is not None and over.step.signature.bound
 
 
 def test_code_after_a_blank_line_inside_a_fence_is_code() -> None:
@@ -200,12 +201,6 @@ def test_random_sharing_is_seeded_in_range_and_of_the_given_ratio() -> None:
     assert max(lags) > 2000
     recent = run(max_history_steps=2)
     assert max(p.step.start - pair.src_start for p in recent for pair in p.pairs) <= 62
-
-
-def test_blank_tokens_between_steps_do_not_pile_up() -> None:
-    request = make(Words(), block=2)
-    request.push(Words().encode("\n\n " * 5000 + "one two \n\n"))
-    assert (request.counters.steps, request.position) == (1, 5003)
 
 
 @pytest.mark.parametrize(("fixed_tau", "num_candidates"), [(0.8, 0), (0.79, 1)])
@@ -288,20 +283,18 @@ def test_choices(dst: str, src: str, block: int, expected: list[tuple[int, int]]
     assert [(i - 1000, j) for i, j in found] == expected
 
 
-def test_blocks_are_whole_pages_only() -> None:
+def test_whole_pages_covered_tokens_and_the_kth_blocks() -> None:
     """Page 4: the source holds pages 4 and 8, the destination 16 and 20."""
     src: Step = step_of([9, 1, 2, 3, 4, 5, 6, 7, 8, 9], start=3)
     dst: Step = step_of([5, 6, 7, 8, 1, 2, 3, 4, 9], start=16)
     assert align_blocks(dst, src, 4, 4) == [BlockPair(16, 8), BlockPair(20, 4)]
     assert align_blocks(step_of(list(dst.token_ids), start=17), src, 4, 4) == []
     assert align_blocks(dst, src, 4, 4, "index") == [BlockPair(16, 4), BlockPair(20, 8)]
-
-
-def test_covered_tokens_and_the_kth_blocks_whatever_they_hold() -> None:
-    """A covered token takes its whole page out."""
+    # A covered token takes its whole page out.
     step = step_of([7] * 12, start=16)
     found = align_blocks(step, step_of([7] * 12), 4, 4, covered=b"\0\1" + bytes(10))
     assert found == [BlockPair(20, 4), BlockPair(24, 8)]
+    # By index, whatever they hold.
     src, dst = step_of(list(range(7)), start=5), step_of(list(range(90, 100)), start=30)
     for covered, expected in ((b"", [(30, 5), (33, 8)]), (b"\0\1" + bytes(8), [(33, 8)])):
         assert align_blocks(dst, src, 3, mode="index", covered=covered) == expected
@@ -322,15 +315,13 @@ _MEMSHARE_ROW = {"length_factor": False, "use_structure": False, "align": "index
 
 #: What each row of the papers' tables changes in it.
 _EXPECTED: dict[str, dict[str, Any]] = {
-    "newest": {},
-    "reasoncache": {},
+    **{name: {} for name in ("newest", "reasoncache", "p80")},
     "memshare": _MEMSHARE_ROW | {"fixed_tau": 0.8},
     "memshare-0.9": _MEMSHARE_ROW | {"fixed_tau": 0.9},
     "cosine": {"use_structure": False, "percentile": 100.0, "warmup": 0},
     "cosine-structure": {"percentile": 100.0, "warmup": 0},
     "p20": {"percentile": 20.0},
     "p50": {"percentile": 50.0},
-    "p80": {},
     "p100": {"percentile": 100.0, "warmup": 0},
     "fixed-0.8": {"fixed_tau": 0.8},
     "fixed-0.9": {"fixed_tau": 0.9},

@@ -102,16 +102,18 @@ def test_by_hand_and_exactly(
     assert index.similarities(step_of(step)).tolist() == [expected]
 
 
-def test_blank_tail_is_not_in_the_bag() -> None:
+def test_blank_tail_is_neither_in_the_bag_nor_encoded() -> None:
     """The papers' step is the text between two blank lines, without them."""
-    step = Step.build(0, [4, 4, 7, 8], "ab\n\n\n", num_blank_tail=2)
+    step, spy = Step.build(0, [4, 4, 7, 8], "ab\n\n\n", num_blank_tail=2), Spy()
     assert (step.bag, step.num_chars, len(step)) == ({4: 2}, 2, 4)
-
-
-@pytest.mark.parametrize("num_blank_tail", [-1, 2, 3])
-def test_step_without_visible_tokens_is_refused(num_blank_tail: int) -> None:
-    with pytest.raises(ValueError, match="num_blank_tail"):
-        Step.build(0, [1, 2], "", num_blank_tail)
+    index = DenseIndex(spy, 10)
+    index.similarities(step)
+    index.add(step)
+    # Once, although two calls needed it.
+    assert [ids for ids, _ in spy.seen] == [(4, 4)]
+    for num_blank_tail in (-1, 2, 3):
+        with pytest.raises(ValueError, match="num_blank_tail"):
+            Step.build(0, [1, 2], "", num_blank_tail)
 
 
 @settings(deadline=None)
@@ -125,11 +127,6 @@ def test_the_threshold_is_the_formula_in_any_order(sims: list[float], rng: rando
     total = sum(round(sim * 2**40) for sim in sims)
     assert tau == 0.9 - (0.9 - 0.7) * (total / (max(1, len(sims)) * 2.0**40))
     assert tau == pytest.approx(0.9 - 0.2 * math.fsum(sims) / max(1, len(sims)), abs=1e-12)
-
-
-def test_the_mean_of_a_full_history_does_not_overflow() -> None:
-    sims = np.ones(1 << 20)
-    assert dynamic_threshold(sims, 0.9, 0.7) == 0.9 - (0.9 - 0.7)
 
 
 def test_the_largest_history_of_nearly_equal_steps_is_compared_in_bounded_time() -> None:
@@ -148,17 +145,19 @@ def test_the_largest_history_of_nearly_equal_steps_is_compared_in_bounded_time()
     assert sims.tolist() == pytest.approx([1023 / 1024] * 2048)
     # A hostile step may cost 50 ms; some 15 on a machine of today.
     assert min(seconds) < 0.05
+    # The mean of a full history does not overflow.
+    assert dynamic_threshold(np.ones(1 << 20), 0.9, 0.7) == 0.9 - (0.9 - 0.7)
 
 
 MATRIX = np.random.default_rng(0).normal(size=(13, 5)).astype(np.float32)
 
 
-def slow_vector(token_ids: Sequence[int], matrix: Vector = MATRIX) -> list[float]:
+def slow_vector(token_ids: Sequence[int]) -> list[float]:
     """The normalised mean of the rows, one number after the other."""
-    rows = [matrix[token].tolist() for token in token_ids if 0 <= token < len(matrix)]
+    rows = [MATRIX[token].tolist() for token in token_ids if 0 <= token < len(MATRIX)]
     mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)] if rows else []
     norm = math.sqrt(sum(value * value for value in mean))
-    return [value / norm for value in mean] if norm else [0.0] * matrix.shape[1]
+    return [value / norm for value in mean] if norm else [0.0] * MATRIX.shape[1]
 
 
 @given(st.lists(st.integers(-5, 30) | st.sampled_from([2**70, -(2**70)]), max_size=3000))
@@ -168,18 +167,15 @@ def test_embedding_is_the_normalised_mean_of_known_rows(token_ids: list[int]) ->
     assert vector == pytest.approx(slow_vector(token_ids), abs=1e-5)
 
 
-def test_copies_are_exactly_one_wherever_their_row_is() -> None:
-    """So that the most recent of several copies is found first, not the luckiest rounding."""
+def test_copies_are_one_wherever_their_row_is_and_opposites_count_as_they_are() -> None:
+    """The most recent of several copies is found first, not the luckiest rounding."""
     matrix = np.random.default_rng(1).normal(size=(50, 333)).astype(np.float32)
     index = DenseIndex(EmbeddingEncoder(matrix), 100)
     tokens = list(range(3, 40))
     for _ in range(37):
         index.add(step_of(tokens))
     assert set(index.similarities(step_of(tokens)).tolist()) == {1.0}
-
-
-def test_opposite_steps_count_as_they_are() -> None:
-    """Nothing is clipped: -1 alone raises the threshold, the mean of 1 and -1 is 0."""
+    # Nothing is clipped: -1 alone raises the threshold, the mean of 1 and -1 is 0.
     index = DenseIndex(EmbeddingEncoder(np.array([[1, 1], [-1, -1]], dtype=np.float32)), 10)
     for earlier, threshold in ((1, 1.1), (0, 0.9)):
         index.add(step_of([earlier]))
@@ -198,16 +194,6 @@ class Spy:
     def __call__(self, step_token_ids: Sequence[int], text: str) -> Vector:
         self.seen.append((step_token_ids, text))
         return self._vector
-
-
-def test_blank_tokens_at_the_end_are_not_encoded() -> None:
-    spy = Spy()
-    step = Step.build(0, [4, 4, 7, 8], "ab\n\n\n", num_blank_tail=2)
-    index = DenseIndex(spy, 10)
-    index.similarities(step)
-    index.add(step)
-    # Once, although two calls needed it.
-    assert [ids for ids, _ in spy.seen] == [(4, 4)]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -236,7 +222,7 @@ def test_unit_at_the_ends_of_the_range(scale: float) -> None:
 
 
 def make_with(words: Words, encoder: StepEncoder | None, **knobs: Any) -> RequestFilter:
-    config = FilterConfig(block=2, encoder="embedding", **knobs)
+    config = FilterConfig(block=2, **{"encoder": "embedding", **knobs})
     return RequestFilter(config, words.classes, words.vocabulary, 0, encoder=encoder)
 
 
@@ -249,7 +235,7 @@ def test_synonyms_are_candidates_only_where_their_embeddings_are_close() -> None
     tokens = words.encode("that look all need \n\n that next all line \n\n")
     request = make_with(words, EmbeddingEncoder(matrix.astype(np.float32)), align="index")
     assert [pair[:2] for pair in request.push(tokens)[-1].pairs] == [(5, 0), (7, 2)]
-    plain = RequestFilter(FilterConfig(block=2, align="index"), words.classes, words.vocabulary, 0)
+    plain = make_with(words, None, encoder="tokens", align="index")
     assert plain.push(tokens)[-1].counters.candidates == 0
 
 
@@ -262,13 +248,6 @@ def test_the_text_is_there_when_it_is_encoded_and_gone_afterwards() -> None:
         step = request.push(words.encode("two now \n\n"))[-1].step
         assert [text.strip() for _, text in spy.seen] == ["one two", "two now"]
         assert step.text == ""
-
-
-def test_a_filter_without_the_encoder_it_was_configured_for_is_refused() -> None:
-    with pytest.raises(ValueError, match="--reasoncache-encoder embedding was not built"):
-        make_with(Words(), None)
-    # Random sharing compares nothing.
-    make_with(Words(), None, random_ratio=0.5)
 
 
 # -- the operator's choice -------------------------------------------------------
@@ -303,6 +282,10 @@ def _make(encoder: str, model: object = None, tp_size: int = 1, **fields: Any) -
 
 
 def test_who_needs_no_encoder_and_who_is_refused_one() -> None:
+    with pytest.raises(ValueError, match="--reasoncache-encoder embedding was not built"):
+        make_with(Words(), None)
+    # Random sharing compares nothing.
+    make_with(Words(), None, random_ratio=0.5)
     assert _make("tokens", tp_size=8) is None
     assert _make("embedding", random_ratio=0.3) is None
     for kind in ("embedding", "sentence-bert"):

@@ -111,11 +111,9 @@ def test_same_steps_as_splitting_the_text(pieces: list[str]) -> None:
 
 # -- with tokenizers of every kind --
 #
-# A token may hold text on both sides of a blank line, or between two of them (``;\n\n//`` in
-# o200k-like vocabularies, words in one that merges across everything). Token boundaries are all
-# the filter has, so such a token goes as a whole to the step that was open before it, and the
-# next step starts behind it. Then the steps are those of splitting a text in which the token's
-# own blank lines are gone and one follows it; with no such token, exactly those of the text.
+# A token that holds text on both sides of a blank line, or between two of them, goes as a whole to
+# the step that was open before it, and the next step starts behind it: as if the token's own blank
+# lines were gone and one followed it.
 
 _STRADDLES = re.compile(
     rb"[^ \t\r\n][ \t\r]*\n[ \t\r]*\n[ \t\r\n]*[^ \t\r\n]"  # text on both sides
@@ -129,7 +127,6 @@ def _classes(name: str) -> TokenClasses:
 
 
 def found_steps(vocabulary: Vocabulary, classes: TokenClasses, token_ids: list[int]) -> list[str]:
-    """The segmenter's steps, as text."""
     segmenter = Segmenter(classes, 1 << 40)
     spans = [segmenter.push(token, i) for i, token in enumerate(token_ids)]
     spans.append(segmenter.close(len(token_ids)))
@@ -153,14 +150,12 @@ def check(name: str, text: str) -> tuple[int, int]:
         assert steps == split_text(decoded)
         return len(steps), 0
     # One blank line behind each straddling token, none inside.
-    pieces = [(vocabulary.pieces[token], token in across) for token in token_ids]
-    shifted = b"".join(
-        piece.translate(None, _WHITE.encode()) + b"\n\n" if is_across else piece
-        for piece, is_across in pieces
-    )
-    expected = split_text(shifted.decode(errors="replace"))
-    assert ["".join(step.split()) for step in steps] == ["".join(step.split()) for step in expected]
-    return len(steps), sum(is_across for _, is_across in pieces)
+    pieces = [*vocabulary.pieces]
+    for token in across:
+        pieces[token] = pieces[token].translate(None, _WHITE.encode()) + b"\n\n"
+    shifted = b"".join(pieces[token] for token in token_ids).decode(errors="replace")
+    assert ["".join(x.split()) for x in steps] == ["".join(x.split()) for x in split_text(shifted)]
+    return len(steps), sum(token in across for token in token_ids)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -193,7 +188,6 @@ def test_real_responses(name: str) -> None:
     counts = [check(name, response) for response in responses]
     num_steps = sum(steps for steps, _ in counts)
     num_across = sum(across for _, across in counts)
-    print(f"{name}: {num_steps} steps, {num_across} straddling tokens")
     assert num_steps > 20 * len(responses) or name in ("no_split", "unigram")
     assert num_across == 0 or name in ("no_split", "unigram")
 
@@ -256,8 +250,8 @@ def test_same_steps_as_splitting_the_text_at_markers(
     words = Words()
     token_ids = words.encode(" ".join([*pieces, "</think>"]))
     opens, closes = (frozenset(words.encode(marker)) for marker in ("<think>", "</think>"))
-    span, config = ReasoningSpan(opens, closes, inside), FilterConfig()
-    request = RequestFilter(config, words.classes, words.vocabulary, 100, span)
+    span = ReasoningSpan(opens, closes, inside)
+    request = RequestFilter(FilterConfig(), words.classes, words.vocabulary, 100, span)
     chunks = (token_ids[at : at + chunk] for at in range(0, len(token_ids), chunk))
     found = [proposal.step for part in chunks for proposal in request.push(part)]
     assert request.position == 100 + len(token_ids)

@@ -84,7 +84,7 @@ _MACROS = (
     r"\begin{aligned}" * 90, r"\begin{aligned} a &= b \\ &&&<&> c \\ \end{aligned}",
 )  # fmt: skip
 
-# Bait: whoever evaluates one of these leaves a mark; see ``Canary`` in the test.
+# Bait: whoever evaluates one of these leaves a mark.
 CANARY_NAME = "REASONCACHE_CANARY_WAS_HERE"
 
 
@@ -96,16 +96,11 @@ def injections(canary: Path) -> list[str]:
     system = f"__import__('os').system('touch {path}')"
     payloads = [
         touch, mark, system, f"eval({touch!r})", f"exec({mark!r})", f"(lambda: {touch})()",
-        f"[{touch} for _ in [1]]", f"f'{{{system}}}'", f"f\"{{{mark}}}\"", f"{{{{{touch}}}}}",
-        f"sympify({system!r})", f"parse_expr({touch!r})", f"S({mark!r})", f"latex2sympy({touch!r})",
-        f"sympy.sympify('{mark}', evaluate=True)", f"x = {touch}", f"{touch} + 1 = 2",
-        f"().__class__.__bases__[0].__subclasses__()[0]; {touch}", f"import os; os.system('touch {path}')",
-        f"$(touch {path})", f"`touch {path}`", f"; touch {path} #", f"| touch {path}", f"&& touch {path}",
-        f"%s%n%p {touch}", "${jndi:ldap://localhost/a}", f"{{% import os %}}{{{{ {system} }}}}",
-        f"!!python/object/apply:os.system ['touch {path}']", f"cos\nsystem\n(S'touch {path}'\ntR.",
-        f"#{{`touch {path}`}}", f"<script>{touch}</script>", f"'; DROP TABLE steps; -- {touch}",
-        f"Float('1e400').__init__; {mark}", f"lambdify(x, {touch!r})(1)", f"N({system!r})",
-        f"\\pythontex{{{touch}}}", f"\\directlua{{os.execute('touch {path}')}}",
+        f"[{touch} for _ in [1]]", f"f'{{{system}}}'", f"sympify({system!r})", f"{touch} + 1 = 2",
+        f"import os; os.system('touch {path}')", f"$(touch {path})", f"`touch {path}`",
+        f"; touch {path} #", f"| touch {path}", f"%s%n%p {touch}", "${jndi:ldap://localhost/a}",
+        f"{{% import os %}}{{{{ {system} }}}}", f"!!python/object/apply:os.system ['touch {path}']",
+        f"cos\nsystem\n(S'touch {path}'\ntR.", f"\\directlua{{os.execute('touch {path}')}}",
     ]  # fmt: skip
     return [
         start + payload + end
@@ -157,14 +152,8 @@ SHARDS = (
 )  # fmt: skip
 
 
-def long_lines() -> list[str]:
-    """Lines of about a megabyte, far over the bound on characters."""
-    units = ["x", "(", "1 + ", "prose ", "\\frac{", "$", "`", "'", "\\", "９", "x́", "²"]
-    return [unit * (1_000_000 // len(unit)) for unit in units]
-
-
 def fixed_steps() -> Iterator[str]:
-    """Every shape without randomness, long lines and injections left out."""
+    """Every shape without randomness."""
     for (opened, closed), (start, end), depth in itertools.product(NESTS, _WRAPPERS, _DEPTHS):
         if depth > 129 and (start, end) not in _WRAPPERS[:2]:
             continue  # over the bounds in every wrapper alike
@@ -183,36 +172,18 @@ def fixed_steps() -> Iterator[str]:
 
 
 def mutants(seeds: list[str], count: int, rng: random.Random) -> Iterator[str]:
-    """Random changes of random seeds: cut, repeat, swap, insert, splice."""
+    """Random changes of random seeds: parts left out, repeated, swapped, inserted and spliced."""
     for _ in range(count):
         text = rng.choice(seeds)
         start = rng.randrange(max(1, len(text) - _MAX_MUTANT_CHARS // 2))
         text = text[start : start + rng.randrange(1, _MAX_MUTANT_CHARS)]
         for _ in range(rng.randrange(1, 6)):
-            text = _mutated(text, seeds, rng)[:_MAX_MUTANT_CHARS]
+            i, j = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
+            other, shards = rng.choice(seeds), rng.choices(SHARDS, k=rng.randrange(1, 30))
+            at = rng.randrange(len(other) + 1)
+            parts = (text[:i], text[i:j], text[j:], other[at : at + 60], "".join(shards))
+            text = "".join(rng.choices(parts, k=rng.randrange(1, 6)))[:_MAX_MUTANT_CHARS]
         yield text
-
-
-def _mutated(text: str, seeds: list[str], rng: random.Random) -> str:
-    i, j = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
-    other = rng.choice(seeds)
-    at = rng.randrange(len(other) + 1)
-    return rng.choice(
-        (
-            text[:i] + text[j:],
-            text[:j] + text[i:j] * rng.randrange(1, 4) + text[j:],
-            text[j:] + text[i:j] + text[:i],
-            text[:i] + other[at : at + 60] + text[i:],
-            text[:i] + "".join(rng.choices(SHARDS, k=rng.randrange(1, 12))) + text[i:],
-            "".join(rng.choices(SHARDS, k=rng.randrange(1, 60))),
-        )
-    )
-
-
-def corpus(canary: Path) -> list[str]:
-    """All hostile steps but the long lines: at least 20,000."""
-    seeds = [*fixed_steps(), *injections(canary)]
-    return [*seeds, *mutants(seeds, NUM_MUTANTS, random.Random(_SEED))]
 
 
 # -- what must hold of them --
@@ -322,7 +293,8 @@ def seconds_to_read(text: str) -> float:
 
 def test_hostile_steps_are_read_in_bounded_time_and_never_evaluated(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
-    steps = corpus(canary)
+    seeds = [*fixed_steps(), *injections(canary)]
+    steps = [*seeds, *mutants(seeds, NUM_MUTANTS, random.Random(_SEED))]
     assert len(steps) >= 20_000
     with nothing_may_be_evaluated():
         for i, step in enumerate(steps):
@@ -342,7 +314,8 @@ def test_steps_of_the_largest_size_and_beyond() -> None:
     for shape in list(shapes)[::8]:
         text = (shape * (max_chars // len(shape) + 1))[:max_chars]
         assert seconds_to_read(text) < _MAX_SECONDS
-    for line in long_lines():
+    for unit in ("x", "(", "1 + ", "prose ", "\\frac{", "$", "`", "'", "\\", "９", "x́", "²"):
+        line = unit * (1_000_000 // len(unit))
         assert signature(line).bound
         signature(line[:100_000], _WIDE)
     # Linear work: quadratic reading of these would not end.
