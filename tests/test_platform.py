@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU platform is never activated unless it is named."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.redundancy`` on responses made here, some of them not what they should be."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

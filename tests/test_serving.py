@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching and ending a server process, with small stand-ins for SGLang."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import socket

@@ -4,8 +4,6 @@
 A failure here names what changed; ``sglang_reasoncache/compat`` is the place to adapt.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import pkgutil

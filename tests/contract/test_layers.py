@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package's rooms import downward only, those of one layer not in a circle."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

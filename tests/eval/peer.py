@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An HTTP peer that answers chat completions, the server of a run that speaks for it, and rows."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention benchmark's batches, curves and figures; what it times is checked where it runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``bench-policies``: what it plans, how it goes on after a stop, what its rows, table and picture say."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys
@@ -110,10 +108,7 @@ def test_a_budget_leaves_out_what_is_aimed_at() -> None:
     ],
 )
 def test_bad_commands_are_refused(
-    given: list[str],
-    told: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    given: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if given == ["--policies", "keydiff"]:
         # In a version that does not have it.

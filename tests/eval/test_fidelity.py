@@ -2,8 +2,6 @@
 """Editable caches against transformers' own forward, and what the harness writes, on a small
 Llama of random weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

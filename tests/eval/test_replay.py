@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays: what was recorded comes back, over a real server that is short of memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of run folders, good, thin, broken and hostile; intervals, speed and memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cells and requests where servers misbehave, what logs and reports say, random at equal saving."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Iterator

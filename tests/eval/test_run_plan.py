@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run asks and in which order, its command lines, methods and folder, and grading again."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code that a model wrote, at its worst: it fails, nothing gets out, nothing stays behind."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Task files, what they refuse, how models are sampled, and graders in bounded time."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

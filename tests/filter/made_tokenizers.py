@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers of every common kind, trained here on text of mathematics, code and Unicode."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole filter against a slow reference, its choices one by one, block pairs and presets."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Similarities, the dynamic threshold and dense step encoders, against their formulas and bad input."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The filter's process: it answers as the filter does, holds nobody up, and may die at any time."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

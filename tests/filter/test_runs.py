@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Equal runs against brute force, and who reads whom when."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from typing import Any

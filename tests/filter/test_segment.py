@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a token stream equal splitting the decoded text at blank lines; bytes of tokens."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

@@ -2,8 +2,6 @@
 # ruff: noqa: RUF001 - mathematical signs look alike on purpose
 """Structure signatures: which formal steps are equal, which differ, what is prose."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

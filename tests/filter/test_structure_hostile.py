@@ -2,8 +2,6 @@
 # ruff: noqa: RUF001 - mathematical signs look alike on purpose
 """Hostile text: every read is bounded, nothing raises, nothing is evaluated."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A word-level tokenizer for tests: a blank line is a token of its own."""
 
-from __future__ import annotations
-
 import re
 import string
 from typing import Any

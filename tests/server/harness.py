@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared servers for tests, and the check that a server came out of a test whole."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import OrderedDict

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests for server tests, problems of the embedded reasoner, and what servers tell of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

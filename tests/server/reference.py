@@ -2,8 +2,6 @@
 """What responses of a server that evicts or selects should be, by a Hugging Face model whose
 attention is masked. Its fixture, ``reference``, is tokenizer and model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corrected positions over SGLang's own attention backends, on a GPU."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path

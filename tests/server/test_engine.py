@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharing through ``sglang.Engine``, and a stock engine after it in the same process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 """Stock SGLang on the CPU platform, the ground every comparison stands on, and what sharing
 computes, compared with the same thing done without sharing memory."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 

@@ -5,8 +5,6 @@ The ``server`` fixture checks after each test that every slot is back; SGLang's
 strict memory checks run after every batch meanwhile.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

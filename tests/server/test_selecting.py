@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies that select what a step reads, in a live server, by the example of Quest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -6,8 +6,6 @@ can be flushed and the log holds no traceback; SGLang's strict memory checks run
 after every batch meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
