@@ -27,11 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark server tests and keep those of one server together, so that it starts once.
-
-    Their server is the parameter ``server``, or ``spec`` where a test asks for servers itself. They
-    run last; under pytest-xdist first, a group to a worker, and short tests fill what is left.
-    """
+    """Mark server tests and keep those of one server, the parameter ``server`` or ``spec``, together,
+    so that it starts once. They run last; under pytest-xdist first, a group to a worker."""
     parallel = hasattr(config, "workerinput")
     first_use: dict[str, int] = {}
 

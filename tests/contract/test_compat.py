@@ -8,7 +8,6 @@ import dataclasses
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,10 +25,6 @@ def _accepts(target: Any, parameters: str) -> bool:
     found = list(inspect.signature(target).parameters)
     first, more, _ = parameters.partition(" ...")
     return (found[: len(first.split())] if more else found) == first.split()
-
-
-def test_installed_version_is_supported() -> None:
-    assert compat.installed_version() in compat.SUPPORTED_SGLANG
 
 
 @pytest.mark.parametrize("name", sorted(compat.NAMES))
@@ -55,8 +50,9 @@ HOOKS = {
 }
 
 
-def test_hook_target_signatures() -> None:
+def test_version_and_hook_target_signatures() -> None:
     """``last_loc`` hands all arguments on to SGLang's torch version."""
+    assert compat.installed_version() in compat.SUPPORTED_SGLANG
     targets = {**compat.HOOK_TARGETS, **compat.CUDA_HOOK_TARGETS, **compat.CPU_HOOK_TARGETS}
     assert targets.keys() == HOOKS.keys()
     for name, at in targets.items():
@@ -229,19 +225,13 @@ def test_source_has_steps_in_order(case: str) -> None:
 _FIELDS = "rids seq_lens_cpu extend_seq_lens_cpu extend_prefix_lens_cpu out_cache_loc"
 
 
-@pytest.mark.parametrize(
-    ("protocol", "fields"),
-    [
-        (types.ScheduleBatch, "batch_is_full tree_cache"),
-        (types.ForwardBatch, f"{_FIELDS} out_cache_loc_is_physical positions req_pool_indices"),
-    ],
-)
-def test_fields_exist(protocol: type, fields: str) -> None:
-    found = dataclasses.fields(pkgutil.resolve_name(f"sglang.srt.{CLASSES[protocol]}"))
-    assert {field.name for field in found} >= set(fields.split())
-
-
-def test_refused_flags_exist() -> None:
+def test_fields_and_refused_flags_exist() -> None:
+    for protocol, fields in {
+        types.ScheduleBatch: "batch_is_full tree_cache",
+        types.ForwardBatch: f"{_FIELDS} out_cache_loc_is_physical positions req_pool_indices",
+    }.items():
+        found = dataclasses.fields(pkgutil.resolve_name(f"sglang.srt.{CLASSES[protocol]}"))
+        assert {field.name for field in found} >= set(fields.split())
     args = compat.ServerArgs(model_path="none", device="cpu")
     for field in (*refusals.CONFLICTS, *refusals.CORRECTED_CONFLICTS):
         assert hasattr(args, field), field
@@ -299,14 +289,12 @@ CLASSES: dict[type, str] = {
 }
 
 
-def attributes_of(protocol: type) -> Iterator[str]:
-    """What the protocol says an object has."""
-    yield from protocol.__annotations__
-    yield from (name for name in vars(protocol) if not name.startswith("_"))
-
-
+#: What each protocol says an object has.
 ATTRIBUTES = [
-    (protocol, attribute) for protocol in CLASSES for attribute in attributes_of(protocol)
+    (protocol, name)
+    for protocol in CLASSES
+    for name in dict.fromkeys((*protocol.__annotations__, *vars(protocol)))
+    if name in protocol.__annotations__ or not name.startswith("_")
 ]
 
 

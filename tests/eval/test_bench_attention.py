@@ -154,20 +154,15 @@ def test_results_are_written_part_by_part(tmp_path: Path) -> None:
     assert found["cpu"]["device"] == "CPU, 2 threads"
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--shapes=7x7", "--shapes: invalid choice: '7x7'"),
-        ("--rounds=0", "--rounds: must be at least 1, got 0"),
-        ("--server-rounds=0", "--server-rounds: must be at least 1, got 0"),
-    ],
-)
-def test_bad_options_are_named(
-    argument: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        attention.parse([argument])
-    assert message in capsys.readouterr().err
+def test_bad_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for argument, message in {
+        "--shapes=7x7": "--shapes: invalid choice: '7x7'",
+        "--rounds=0": "--rounds: must be at least 1, got 0",
+        "--server-rounds=0": "--server-rounds: must be at least 1, got 0",
+    }.items():
+        with pytest.raises(SystemExit):
+            attention.parse([argument])
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

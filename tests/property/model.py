@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What memory should hold, in plain Python, and the checks that compare.
-
-Every KV vector ever computed has a number, its *content*. The model knows which token sequence it
-was computed for and whether all it attended to was exact, and where each content must be found.
-"""
+"""What memory should hold, in plain Python, and the checks that compare. Every KV vector has a
+number, its *content*; the model knows which token sequence it was computed for, whether all it
+attended to was exact, and where it must be found."""
 
 from __future__ import annotations
 
@@ -262,12 +260,9 @@ class Memory:
             assert owned_by_tree.isdisjoint(own), "two branches hold a page their ancestors do not"
             owned_by_tree |= own
             assert node.lock_ref == locks[id(node)], "a lock count is wrong"
-            if node.lock_ref:
-                protected += len(own) * page
-            else:
-                evictable += len(own) * page
-            above = above | own
-            stack += [(child, path, above) for child in node.children.values()]
+            protected += len(own) * page * (node.lock_ref > 0)
+            evictable += len(own) * page * (node.lock_ref == 0)
+            stack += [(child, path, above | own) for child in node.children.values()]
         # Nothing appears in the tree that no request published, nothing changes there.
         for path, page_contents in found.items():
             if self.tree.get(path) != page_contents:
@@ -291,11 +286,10 @@ class Memory:
             named.append(self._page_ids(mine))
             private += kv_private_tokens(kv, page)
             self._check_slot_aliases(track.req, row)
-            evicted = track.evicted
-            num_evicted += len(evicted)
+            num_evicted += len(track.evicted)
             if self.copies:
                 continue
-            if evicted:
+            if track.evicted:
                 # Some of the names of a shared slot are gone.
                 held = mine[mine >= 0]
                 own = set(held.tolist()) - set(row[: kv.cache_protected_len].tolist())

@@ -122,7 +122,7 @@ class MemoryMachine(RuleBasedStateMachine):
         return needed <= free + self.world.tree.evictable_size()
 
     def _set_chunk(self, track: Track, chunk: int) -> None:
-        """``chunk`` is 0 for the rest of the prompt, else a number of pages."""
+        """``chunk``: pages, 0 for the rest of the prompt."""
         req, page = track.req, self.setup.page
         end = (req.prefix_len + chunk * page) // page * page
         stops = chunk and req.prefix_len < end < track.target
@@ -288,8 +288,8 @@ class MemoryMachine(RuleBasedStateMachine):
             req = track.req
             req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
             req.finished_len = len(req.output_ids)
-            blocks = [] if self.world.tree.publish_aliased else track.blocks
-            shared = [block.dst_start for block in blocks]
+            exact = not self.world.tree.publish_aliased
+            shared = [block.dst_start for block in track.blocks if exact]
             up_to = min([len(track.shows), *shared, *track.evicted])
             self.memory.publish(track, up_to)
             self._release(track, checkpoint=True)
@@ -326,13 +326,9 @@ class MemoryMachine(RuleBasedStateMachine):
             self.seen = [*self.seen[-15:], prompt]
 
     def _prompt(self, origin: int, keep: int, bits: int, length: int) -> list[int]:
-        base: list[int] = []
-        if self.seen and origin % 4:
-            base = self._seen(origin // 4)
-            if origin % 4 == 1:
-                base = base[:keep]
-        if self.setup.page > 4:
-            length *= 3
+        base = self._seen(origin // 4) if self.seen and origin % 4 else []
+        base = base[:keep] if origin % 4 == 1 else base
+        length *= 3 if self.setup.page > 4 else 1
         return (base + tokens_of(bits, length))[: MAX_CONTEXT - 60]
 
     @precondition(lambda self: len(self.running) < MAX_ROWS)

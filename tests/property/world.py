@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real memory parts of one scheduler process, small and on the CPU.
-
-Only the policies are stand-ins, scripted by the test: which blocks are similar, or which
-positions are worth keeping, does not matter here.
-"""
+"""The real memory parts of one scheduler process, small and on the CPU. Only the policies are
+stand-ins, scripted by the test: which blocks are similar does not matter here."""
 
 from __future__ import annotations
 
@@ -58,9 +55,8 @@ NOTHING = -1
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to configure the memory core: page, block (the page size where that is above 1)
-    and pool in tokens, settings, freed pages that wait unsorted until an allocation runs short,
-    and whether positions of prompts may be evicted, between chunks too."""
+    """One way to configure the memory core. Page, block and pool are in tokens; ``need_sort``: freed
+    pages wait unsorted until an allocation runs short; ``prompts``: these may be evicted from."""
 
     page: int
     block: int
@@ -85,10 +81,8 @@ class Pair(NamedTuple):
 
 
 class ScriptedEngine(FilterProcess):
-    """A step engine that proposes what the test put into ``waiting``, when it is fed.
-
-    While it is ``slow``, results stay behind.
-    """
+    """A step engine that proposes what the test put into ``waiting``, when it is fed. While it is
+    ``slow``, results stay behind."""
 
     steps_shed = restarts = 0
     given_up = slow = broken = False
@@ -259,10 +253,8 @@ class World:
         return contents[:, 0, 0].astype(np.int64)
 
     def extend(self, req: Req) -> np.ndarray:
-        """Allocate ``[prefix_len, extend_end)`` of a locked request; return the new slots.
-
-        Follows ``alloc_for_extend`` for a batch of one.
-        """
+        """Allocate ``[prefix_len, extend_end)`` of a locked request, as ``alloc_for_extend`` does;
+        return the new slots."""
         if req.kv.holds_kv:
             prefix = self.rows.req_to_token[req.kv.req_pool_idx, : req.prefix_len].to(torch.int64)
         else:

@@ -22,12 +22,10 @@ _BAD_LOG_WORDS = ("Traceback (most recent call last)", "leak detected", "Leak De
 
 
 class ServerPool:
-    """Starts servers when first asked for and keeps the most recent ones alive.
+    """Starts servers when first asked for and keeps the most recent ones alive. A start costs a
+    minute of processor time, an idle server up to 3 GB."""
 
-    A start costs a minute of processor time, an idle server up to 3 GB.
-    """
-
-    def __init__(self, model_path: Path, log_dir: Path, capacity: int = 2) -> None:
+    def __init__(self, model_path: Path, log_dir: Path, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, not {capacity}")
         self._model_path = model_path
@@ -40,10 +38,9 @@ class ServerPool:
     def get(self, spec: ServerSpec) -> ServerProcess:
         """Return a living server for ``spec``; may end the least recently used one."""
         server = self._alive.pop(spec, None)
-        if server is not None and not server.alive:
-            server.close()
-            server = None
-        if server is None:
+        if server is None or not server.alive:
+            if server is not None:
+                server.close()
             while len(self._alive) >= self._capacity:
                 self._alive.popitem(last=False)[1].close()
             # Every test of a spec fails alike: fail the later ones without the wait.
@@ -71,10 +68,8 @@ class ServerPool:
 
 
 def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
-    """Wait until nothing runs, waits or holds slots of its own, by SGLang's live counters.
-
-    A slot is held unless it is free or evictable: leaks and locks never released show here.
-    """
+    """Wait until nothing runs, waits or holds slots, by SGLang's live counters. A slot is held
+    unless it is free or evictable: leaks and locks never released show here."""
     deadline = time.monotonic() + timeout_s
     while True:
         server.check_alive()
@@ -90,10 +85,8 @@ def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
 
 
 def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
-    """Check that every slot is back, the cache can be flushed, and nothing complained.
-
-    ``log_start``: size of the log when the test began.
-    """
+    """Check that every slot is back, the cache can be flushed, and nothing complained in the log
+    from ``log_start`` on."""
     wait_until_idle(server)
     flushed = server.post("/flush_cache", params={"timeout": 30})
     assert flushed.status_code == 200, f"flush refused: {flushed.text}"
@@ -107,10 +100,8 @@ def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
 
 
 def generate(server: ServerProcess, text: str, max_new_tokens: int, **options: Any) -> Any:
-    """Generate greedily through SGLang's own API; ``options`` join the request body.
-
-    Sampling parameters other than the length go into ``sampling_params``.
-    """
+    """Generate greedily through SGLang's own API; ``options`` join the request body, sampling
+    parameters other than the length under ``sampling_params``."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
     sampling |= options.pop("sampling_params", {})
     response = server.post("/generate", json={"text": text, "sampling_params": sampling, **options})

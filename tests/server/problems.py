@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests for server tests, problems of the embedded reasoner, and what servers tell of them."""
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -54,16 +55,10 @@ def respond(
     server: ServerProcess, todo: Sequence[str], most: int = 700, **options: Any
 ) -> list[dict[str, Any]]:
     """All prompts at once; text, token ids, their log-probabilities, and what the endpoint tells.
-
-    ``inputs``: log-probabilities of the prompt's tokens but the first, where ``options`` ask
-    for them.
-    """
+    ``inputs``: of the prompt's tokens but the first, where ``options`` ask for them."""
     with ThreadPoolExecutor(len(todo)) as pool:
-        futures = [
-            pool.submit(generate, server, text, most, return_logprob=True, **options)
-            for text in todo
-        ]
-        bodies = [future.result() for future in futures]
+        one = functools.partial(generate, server, max_new_tokens=most, return_logprob=True)
+        bodies = [*pool.map(lambda text: one(text, **options), todo)]
     wait_until_idle(server)
     recent = {entry["rid"]: entry for entry in report(server)["recent"]}
     found = []

@@ -23,7 +23,6 @@ def differences(
     """fp32 ``[tokens]``: how far log-probabilities are from those of the loop.
 
     Args:
-        reference: Tokenizer and model.
         found: As :func:`respond` returns it.
         after: Queries that see what was evicted behind the prompt: on the overlap schedule the
             forward in flight has read it. Between chunks nothing runs. None: nothing is masked.
@@ -99,10 +98,8 @@ def assert_rkv_decides(server: ServerProcess, reference: Any) -> None:
     for text, found in zip(todo, respond(server, todo), strict=True):
         tokens = tokenizer(text)["input_ids"] + found["tokens"]
         written = found["evictions"][0][0]
-        runs = [
-            range(at, at + length) for when, at, length in found["evictions"] if when == written
-        ]
-        gone = {at for run in runs for at in run}
+        runs = [run[1:] for run in found["evictions"] if run[0] == written]
+        gone = {at for start, length in runs for at in range(start, start + length)}
         candidates = range(found["prompt_tokens"], written - RECENT)
         scores = rkv_scores(model, tokens, written)
         expected = sorted(candidates, key=lambda at: -scores[at])[: len(gone)]

@@ -24,20 +24,18 @@ class ServerSpec:
     group: str = ""
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
-        """Return a spec with more flags and variables, called ``<this>-<name>``.
-
-        ``flags``: words, or several of them with blanks between.
-        """
+        """A spec with more flags (words, or several with blanks between) and variables, called
+        ``<this>-<name>``."""
         words = " ".join((*self.flags, *flags)).split()
         env_of_both = (*self.env, *sorted(env.items()))
         return ServerSpec(f"{self.name}-{name}", tuple(words), env_of_both)
 
     def for_long_runs(self) -> ServerSpec:
-        """Return the spec as one that ``make test`` does without."""
+        """One that ``make test`` does without."""
         return replace(self, long=True)
 
     def beside(self, other: ServerSpec) -> ServerSpec:
-        """Return the spec as one whose tests use ``other`` too, which starts once for all."""
+        """One whose tests use ``other`` too, which starts once for all."""
         return replace(self, group=other.name)
 
 

@@ -70,11 +70,8 @@ def shared(serve: Serve) -> Iterator[ServerProcess]:
 
 
 def test_sharing_equals_copying(serve: Serve) -> None:
-    """The same answers as a server that writes rotated K and V into the requests' own slots.
-
-    Both without the overlap schedule: copies would race with the forward in flight, and
-    a block would be shared a token later.
-    """
+    """The same answers as a server that writes rotated K and V into the requests' own slots; both
+    without the overlap schedule, where copies would race with the forward in flight."""
     found = {}
     for apply in ("alias", "copy"):
         flags = (POSITIONS, "corrected", "--reasoncache-set", f"apply={apply}")
@@ -135,7 +132,7 @@ def test_quest_reads_what_its_rule_says(serve: Serve, positions: str, reference:
 
 
 def test_shared_pages_evicted_ones_and_selected_ones(serve: Serve) -> None:
-    """All three on the same rows: every request is answered, every slot comes back."""
+    """All three on the same rows."""
     policy = "reasoncache+quest:budget=96+rkv:budget=110:slack=24:recent=16"
     with serve(*PAGE16, POLICY, policy, POSITIONS, "corrected") as server:
         for count in (12, 3):

@@ -52,11 +52,8 @@ def _run(servers: ServerPool, spec: specs.ServerSpec) -> Answers:
 
 
 def _assert_same_answers(one: Answers, other: Answers) -> None:
-    """The same but for rounding, and right.
-
-    Where two tokens are equally likely, rounding decides which is taken; only the answers
-    compare from there on.
-    """
+    """The same but for rounding, and right. Where two tokens are equally likely, rounding decides
+    which is taken; only the answers compare from there on."""
     for problem, (tokens, logprobs), (other_tokens, other_logprobs) in zip(
         COMPARED, one, other, strict=True
     ):
@@ -68,7 +65,7 @@ def _assert_same_answers(one: Answers, other: Answers) -> None:
 
 @pytest.mark.parametrize("spec", [specs.NOTHING_SHARED])
 def test_percentile_zero_equals_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """With the flag on and nothing shared, tokens and log-probabilities are stock SGLang's, bit for bit."""
+    """Bit for bit."""
     assert _run(servers, spec) == _run(servers, specs.STOCK)
 
 
@@ -81,10 +78,8 @@ def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.Serve
 
 @pytest.mark.parametrize("spec", [specs.ALIASED])
 def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """An opted-out request gets stock results, also where others left approximations in the cache.
-
-    But for rounding: this server prefills in pieces and recomputes after retractions.
-    """
+    """Also where others left approximations in the cache; but for rounding, as this server prefills
+    in pieces and recomputes after retractions."""
     server = servers.get(spec)
     answers(server)
     assert report(server)["totals"]["blocks_shared"] > 0
@@ -98,10 +93,8 @@ def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec)
 def test_sharing_equals_copying(
     servers: ServerPool, spec: specs.ServerSpec, copy: specs.ServerSpec
 ) -> None:
-    """Redirecting a row reads what copying K and V (rotated, when corrected) into own slots reads.
-
-    As cached both read the same values, so log-probabilities are identical.
-    """
+    """Redirecting a row reads what copying K and V (rotated, when corrected) into own slots reads;
+    as cached the same values, so that log-probabilities are identical."""
     copied = _run(servers, copy)
     assert report(servers.get(copy))["totals"]["blocks_shared"] > 0
     shared = _run(servers, spec)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharing under load, in every publish mode and page size, and what every kind of server does.
 
-The ``server`` fixture checks after each test that every slot is back, the cache
-can be flushed and the log holds no traceback; SGLang's strict memory checks run
-after every batch meanwhile.
+The ``server`` fixture checks after each test that every slot is back, the cache can be flushed and
+the log holds no traceback; SGLang's strict memory checks run after every batch meanwhile.
 """
 
 import asyncio
@@ -30,9 +29,7 @@ from tests.server.problems import (
     solve,
 )
 
-FEW_CORES = pytest.mark.skipif(
-    (os.cpu_count() or 1) < 2, reason="each rank needs a core of its own"
-)
+FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +70,7 @@ def test_retracted_requests_share_again(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_what_an_operator_can_see(server: ServerProcess) -> None:
-    """Prometheus beside SGLang's own series, the endpoint, and our words in the decode log line."""
+    """By Prometheus, the endpoint and the decode log line."""
     start, before, totals_before = server.log_size(), series(server), report(server)["totals"]
     solve(server, problems(6, seed=12))
     wait_until_idle(server)
@@ -103,28 +100,19 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("server", specs.EVERY_KIND, indirect=True)
 def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
-    """Requests that vanish mid-stream, by abort call or by closing the connection."""
-
     async def vanish(client: httpx.AsyncClient, number: int, prompt: str) -> None:
-        body = {
-            "model": MODEL_NAME,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": 1200,
-            "temperature": 0,
-            "stream": True,
-            "rid": f"vanish-{number}",
-        }
+        messages, rid = [{"role": "user", "content": prompt}], f"vanish-{number}"
+        body = dict(model=MODEL_NAME, messages=messages, max_tokens=1200, temperature=0)
+        body |= dict(stream=True, rid=rid)
         with contextlib.suppress(httpx.HTTPError):
             async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
-                received = 0
-                async for _ in stream.aiter_lines():
-                    received += 1
-                    # Two lines a token: after some 100 to 250 tokens, when
-                    # steps have begun to be shared.
-                    if received > 200 + 25 * number:
+                lines = stream.aiter_lines()
+                # Two lines a token: after some 100 to 250 tokens, when steps have begun to be shared.
+                for _ in range(201 + 25 * number):
+                    if await anext(lines, None) is None:
                         break
                 if number % 2:
-                    await client.post("/abort_request", json={"rid": f"vanish-{number}"})
+                    await client.post("/abort_request", json={"rid": rid})
 
     async def run() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=300, trust_env=False) as client:
