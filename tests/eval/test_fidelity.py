@@ -31,7 +31,7 @@ TOKENS = torch.randint(0, 40, (50,), generator=torch.Generator().manual_seed(1))
 @pytest.fixture(scope="module")
 def model() -> Any:
     torch.manual_seed(0)
-    sizes = dict(hidden_size=64, intermediate_size=96, max_position_embeddings=1024)
+    sizes: Any = dict(hidden_size=64, intermediate_size=96, max_position_embeddings=1024)
     sizes |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     made = LlamaForCausalLM(LlamaConfig(vocab_size=len(TOKENIZER), **sizes)).eval()
     for weight in made.parameters():

@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoTokenizer
@@ -133,7 +134,7 @@ def test_pieces_are_whole_steps_in_order(tmp_path: Path) -> None:
     assert cut("", tokenizer, 5) == []
     # Records take sizes in turn; short responses are not cut.
     texts = {"long": "j = q\n\n" * 50, "other": "j = q\n\n" * 50, "short": "j = q\n\n" * 5}
-    problems = [
+    problems: list[dict[str, Any]] = [
         {"id": name, "prompt": "q", "target": text, "max_tokens": len(tokenizer.encode(text))}
         for name, text in texts.items()
     ]

@@ -137,8 +137,8 @@ def config_of(options: RunOptions, **changes: Any) -> dict[str, Any]:
 def test_a_folder_says_what_is_run_and_goes_on(tmp_path: Path) -> None:
     settle_config(tmp_path, config_of(OPTIONS))
     config = read_config(tmp_path)
-    assert config["methods"] == ["dense", "reasoncache"]
-    assert config["method_details"]["reasoncache"]["flags"][-2:] == EMBEDDED_FLAGS
+    assert config["methods"] == ["dense", "newest"]
+    assert config["method_details"]["newest"]["flags"][-2:] == EMBEDDED_FLAGS
     assert config["problems"]["tiny_reasoner/1"]["count"] == 3
     assert config["sampling"]["temperature"] == 0.0
     assert config["machine"]["cores"] > 0 and config["machine"]["ram_bytes"] > 0
@@ -254,7 +254,7 @@ def options(*argv: str) -> RunOptions:
 
 def test_defaults_lists_and_pairs(tmp_path: Path) -> None:
     found = options("--tasks", "tiny_reasoner")
-    assert found.embedded and found.methods == ("dense", "reasoncache")
+    assert found.embedded and found.methods == ("dense", "newest")
     assert (found.seeds, found.in_flight, found.attempts) == ((0,), None, 2)
     found = options(
         "--tasks", "a,b",
@@ -297,8 +297,8 @@ def test_flags_win_over_the_file_and_a_folder_has_it_all(tmp_path: Path) -> None
     assert (found.seeds, found.max_tokens, command.out) == ((7,), 9, Path("there"))
     assert found.sampling_overrides == {"temperature": 0.5}
     assert found.urls == {"dense": "http://h"}
-    argv = ("--tasks", "a", "--methods", "dense,p20:block=4", "--seeds", "0,1", "--top-p", "1")
-    found = options(*argv)
+    words = "--tasks a --methods dense,p20:block=4 --seeds 0,1 --top-p 1"
+    found = options(*words.split())
     # A folder has it all.
     config = {**found.to_dict(), "method_specs": found.methods, "data": {}}
     assert options_of(json.loads(json.dumps(config))) == found
@@ -349,14 +349,14 @@ def test_the_bad_is_named(words: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_dead_servers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    urls = [f"{name}=http://127.0.0.1:{free_port()}" for name in ("dense", "reasoncache")]
+    urls = [f"{name}=http://127.0.0.1:{free_port()}" for name in ("dense", "newest")]
     argv = ["--tasks", "tiny_reasoner", "--limit", "2", "--device", "cpu"]
     argv += ["--out", str(tmp_path), "--url", urls[0], "--url", urls[1]]
     assert run.main(argv) == 1
     told = capsys.readouterr().out
     for url in urls:
         assert f"--url {url.partition('=')[2]}: /v1/models says" in told
-    assert read_config(tmp_path)["methods"] == ["dense", "reasoncache"]
+    assert read_config(tmp_path)["methods"] == ["dense", "newest"]
     assert list(tmp_path.glob("tiny_reasoner/*")) == []
     # Other mistakes are one line.
     out = tmp_path / "out"

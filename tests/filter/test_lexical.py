@@ -219,9 +219,9 @@ def test_unit_at_the_ends_of_the_range(scale: float) -> None:
 # -- in the filter ---------------------------------------------------------------
 
 
-def make_with(words: Words, encoder: StepEncoder | None, **knobs: Any) -> RequestFilter:
+def make_with(words: Words, vectors: StepEncoder | None, **knobs: Any) -> RequestFilter:
     config = FilterConfig(block=2, **{"encoder": "embedding", **knobs})
-    return RequestFilter(config, words.classes, words.vocabulary, 0, encoder=encoder)
+    return RequestFilter(config, words.classes, words.vocabulary, 0, encoder=vectors)
 
 
 def test_synonyms_are_candidates_only_where_their_embeddings_are_close() -> None:
