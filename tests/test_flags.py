@@ -267,17 +267,14 @@ def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -
 
 
 FA3 = dict(page_size=16, attention_backend="fa3")
+READS = "selects what a step reads, which --attention-backend fa3 does .*flashinfer"
 
 
 @pytest.mark.parametrize(
     ("options", "apply", "message"),
     [
         ({}, "alias", "quest selects whole pages: --page-size must be at least 2 .*, got 1"),
-        (
-            FA3,
-            "alias",
-            "selects what a step reads, which --attention-backend fa3 does .*flashinfer",
-        ),
+        (FA3, "alias", READS),
         ({"page_size": 16}, "copy", "quest knows .* --reasoncache-set apply=copy writes"),
     ],
 )

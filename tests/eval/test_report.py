@@ -109,9 +109,11 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
         assert min(pixels.shape[:2]) > 200 and pixels.std() > 0.02, f"{name} is blank"
 
 
+SHARES = {"dense": 0.0, "reasoncache": 0.2}
+
+
 def test_an_unfinished_run_has_gaps(tmp_path: Path) -> None:
-    savings, tasks = {"dense": 0.0, "reasoncache": 0.2}, ("tiny_reasoner", "other")
-    run = write_run(tmp_path / "half", savings, tasks, problems=4)
+    run = write_run(tmp_path / "half", SHARES, ("tiny_reasoner", "other"), problems=4)
     config = read_config(run)
     write_config(run, {**config, "methods": [*config["methods"], "memshare"]})
     cell = Cell(run, "tiny_reasoner", "reasoncache", 0)
@@ -128,7 +130,7 @@ def test_an_unfinished_run_has_gaps(tmp_path: Path) -> None:
 
 
 def test_a_resumed_cell_is_called_so(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"dense": 0.0, "reasoncache": 0.2})
+    run = write_run(tmp_path / "run", SHARES)
     cell = Cell(run, "tiny_reasoner", "reasoncache", 0)
     first, (only,) = cell.responses()[0], cell.legs()
     cell.append(dataclasses.replace(first, problem_id="late", leg=1))
@@ -141,10 +143,8 @@ def test_a_resumed_cell_is_called_so(tmp_path: Path) -> None:
 
 def test_runs_with_other_budgets_make_a_sweep(tmp_path: Path) -> None:
     budgets = ((4000, 0.2), (1000, 0.3), (16000, 0.01), (2000, 0.25))
-    runs = [
-        write_run(tmp_path / f"kv{slots}", {"dense": 0.0, "reasoncache": share}, kv_budget=slots)
-        for slots, share in budgets
-    ]
+    savings = [(slots, {"dense": 0.0, "reasoncache": share}) for slots, share in budgets]
+    runs = [write_run(tmp_path / f"kv{n}", methods, kv_budget=n) for n, methods in savings]
     cell = Cell(runs[3], "tiny_reasoner", "dense", 0)
     (had,) = cell.legs()
     (cell.folder / "legs.jsonl").unlink()

@@ -140,9 +140,8 @@ def test_a_folder_says_what_is_run_and_goes_on(tmp_path: Path) -> None:
     assert config["methods"] == ["dense", "newest"]
     assert config["method_details"]["newest"]["flags"][-2:] == EMBEDDED_FLAGS
     assert config["problems"]["tiny_reasoner/1"]["count"] == 3
-    assert config["sampling"]["temperature"] == 0.0
+    assert config["sampling"]["temperature"] == 0.0 and config["versions"]["sglang"]
     assert config["machine"]["cores"] > 0 and config["machine"]["ram_bytes"] > 0
-    assert config["versions"]["sglang"]
     assert options_of(config) == OPTIONS
     config, changed = settle_config(tmp_path, config_of(OPTIONS))
     assert changed == []
@@ -192,8 +191,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     )
     command, pipe = [sys.executable, "-c", script, str(tmp_path)], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "in\n"
+        assert holder.stdout is not None and holder.stdout.readline() == "in\n"
         with pytest.raises(RunError, match=f"lock: process {holder.pid} "), locked(tmp_path):
             pass
         holder.kill()

@@ -219,9 +219,9 @@ def test_unit_at_the_ends_of_the_range(scale: float) -> None:
 # -- in the filter ---------------------------------------------------------------
 
 
-def make_with(words: Words, vectors: StepEncoder | None, **knobs: Any) -> RequestFilter:
-    config = FilterConfig(block=2, **{"encoder": "embedding", **knobs})
-    return RequestFilter(config, words.classes, words.vocabulary, 0, encoder=vectors)
+def make_with(words: Words, encoder: StepEncoder | None, **knobs: Any) -> RequestFilter:
+    config = FilterConfig(block=2, encoder="embedding", **knobs)
+    return RequestFilter(config, words.classes, words.vocabulary, 0, encoder=encoder)
 
 
 def test_synonyms_are_candidates_only_where_their_embeddings_are_close() -> None:
@@ -233,7 +233,7 @@ def test_synonyms_are_candidates_only_where_their_embeddings_are_close() -> None
     tokens = words.encode("that look all need \n\n that next all line \n\n")
     request = make_with(words, EmbeddingEncoder(matrix.astype(np.float32)), align="index")
     assert [pair[:2] for pair in request.push(tokens)[-1].pairs] == [(5, 0), (7, 2)]
-    plain = make_with(words, None, encoder="tokens", align="index")
+    plain = RequestFilter(FilterConfig(block=2, align="index"), words.classes, words.vocabulary, 0)
     assert plain.push(tokens)[-1].counters.candidates == 0
 
 
