@@ -138,7 +138,7 @@ class ServerParts:
             f"dim{pool.head_dim}",
             f"vocab{getattr(model, 'vocab_size', 0)}",
             f"page{context.params.page_size}",
-            config.align,
+            config.align if config.match == "steps" else config.match,
         )
         # Distances of different kinds do not mix.
         kind = "" if config.distance == "euclidean" else f"/{config.distance}"
