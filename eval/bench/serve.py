@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from eval.jsonl import texts_of
 from eval.measures.accuracy import accuracy, compare, keyed
 from eval.measures.figures import of_cells
-from eval.methods import DENSE, RANDOM
+from eval.methods import DENSE
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build
 from eval.runs.folder import Cell, RunError, write_whole
@@ -84,13 +84,15 @@ class Workload(NamedTuple):
     pieces: tuple[int, ...] = ()
 
 
-_REPLAYED = (DENSE, "reasoncache:block=8")
+_OURS, _RANDOM = "newest", "random:match=newest"
 WORKLOADS = [
-    Workload("tiny_reasoner", (DENSE, "reasoncache", RANDOM), 32, rounds=2, kv_budget=4000),
+    Workload("tiny_reasoner", (DENSE, _OURS, _RANDOM), 32, rounds=2, kv_budget=4000),
     # Equal lengths run in waves, 2 at a time where nothing is shared, up to 4 with sharing: 8 fill
     # the last wave of either.
-    Workload("aime24_replay", _REPLAYED, 8, rounds=2, kv_budget=8000, traces=AIME, pieces=(3000,)),
-    Workload("math500_replay", _REPLAYED, 8, rounds=1, kv_budget=4000, traces=_MATH),
+    Workload(
+        "aime24_replay", (DENSE, _OURS), 8, rounds=2, kv_budget=8000, traces=AIME, pieces=(3000,)
+    ),
+    Workload("math500_replay", (DENSE, _OURS), 8, rounds=1, kv_budget=4000, traces=_MATH),
 ]
 
 
@@ -152,11 +154,11 @@ def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str
     }
     for figure in ("mean_running", "retractions", "leaked_slots"):
         found[figure] = {name: getattr(one, figure) for name, one in seen.items()}
-    if RANDOM in methods:
-        for key, method in (("accuracy_ratio", ours), ("random_accuracy_ratio", RANDOM)):
+    if _RANDOM in methods:
+        for key, method in (("accuracy_ratio", ours), ("random_accuracy_ratio", _RANDOM)):
             against = compare(results[method], results[DENSE])
             found[key] = against.kept.value if against and against.kept else None
-        found["random_final_saving_ratio"] = seen[RANDOM].final_saving
+        found["random_final_saving_ratio"] = seen[_RANDOM].final_saving
     return found
 
 
