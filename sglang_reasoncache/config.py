@@ -60,13 +60,13 @@ class ReasonCacheConfig:
     match: str = _setting(
         "runs",
         "Blocks that may share. runs: equal runs of tokens anywhere in the response. steps: blocks "
-        "of similar steps (the papers' filter).",
+        "of similar steps; preset=reasoncache is the papers' filter in full.",
         choices=("runs", "steps"),
     )
     min_run: int = _setting(
         12,
-        "Tokens that must repeat before the blocks of a run share (match=runs); fewer save more and "
-        "hurt far more.",
+        "Tokens that must repeat before the blocks of a run share (match=runs), at least a block; fewer "
+        "save more and hurt far more.",
         bounds=(1, 65_536),
     )
     direction: str = _setting(

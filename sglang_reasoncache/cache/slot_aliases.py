@@ -37,6 +37,10 @@ class SlotAliases:
             moved += [(position, offset) for position in going]
         return moved
 
+    def most(self, start: int, length: int) -> int:
+        """Positions with the slot of one of these that most positions have."""
+        return max(len(self._positions.get(n, (n,))) for n in self.numbers(start, length))
+
     def of(self, positions: np.ndarray) -> np.ndarray:
         """int64, as long as ``positions``, which ascend."""
         known = int(np.searchsorted(positions, len(self._of)))

@@ -15,8 +15,8 @@ class AgeRule:
 
     A model looks back at what it just wrote; an older copy in its place does most of the damage.
     In direction ``newest`` the earlier block reads the slots of the newest equal one. A chain of
-    equal blocks is followed to its end at the time of release, so the readers of a block move
-    once in ``min_age`` tokens, however often it repeats.
+    equal blocks is followed to its end at the time of release, so the readers of a block mostly
+    move once in ``min_age`` tokens, however often it repeats.
     """
 
     def __init__(self, config: FilterConfig) -> None:
@@ -49,8 +49,20 @@ class AgeRule:
     def _last(self, start: int) -> int:
         """The newest block of the chain that begins at ``start``."""
         at = start
-        while (later := self._waiting.get(at, self._released.get(at))) is not None:
+        while (later := self._next(at)) is not None:
             at = later
         if start in self._released:
             self._released[start] = at
         return at
+
+    def _next(self, at: int) -> int | None:
+        """The later block equal to the one at ``at``, which may lie in two that move as one."""
+        pairs = (self._waiting, self._released)
+        for back in range(self._block):
+            found = [one[at - back] for one in pairs if at - back in one]
+            if found and back == 0:
+                return found[0]
+            behind = at - back + self._block
+            if found and found[0] + self._block in [one[behind] for one in pairs if behind in one]:
+                return found[0] + back
+        return None

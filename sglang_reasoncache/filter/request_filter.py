@@ -133,7 +133,7 @@ class RequestFilter:
         counters = FilterCounters(steps=1)
         config = self._config
         if self._matcher is not None:
-            found = self._matcher.propose(step)[: config.max_blocks_per_step]
+            found = self._matcher.propose(step)
             counters.candidates = len(found)
             counters.steps_with_candidates = int(bool(found))
         else:

@@ -30,7 +30,7 @@ _COUNTERS = {
     "filter_restarts": "Times the process that compares steps failed and was started anew.",
     "structure_refusals": "Candidates refused because their formal content differs.",
     "blocks_compared": "Block pairs judged by their KV distance.",
-    "blocks_shared": "Blocks redirected to earlier slots.",
+    "blocks_shared": "Blocks redirected to the slots of equal ones.",
     "slots_saved_total": "Slots returned to the allocator by sharing.",
     "requests_opted_out": "Requests that opted out: neither shared nor evicted.",
     "eviction_decisions": "Times an evicting policy was asked what to evict.",

@@ -27,6 +27,8 @@ class Refusal(Enum):
     """Source and destination overlap, or another block of the request has some of the positions."""
     TOO_YOUNG = "too_young"
     """A position would read a foreign slot before it is ``min_age`` behind the end."""
+    READERS = "readers"
+    """So many positions read the block's slots already that moving all would take long."""
     LATE = "late"
     """The request finished, or lost its row, before the block could be shared."""
     EVICTED = "evicted"

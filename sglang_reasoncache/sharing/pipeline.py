@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 
+from sglang_reasoncache.cache.slot_aliases import SlotAliases
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.sharing.acceptor import Acceptor, Redirection
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold
@@ -23,6 +24,8 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 _TAKE_LIMIT = 256
 #: Blocks measured at once, and about as many applied in one poll: many steps may end together.
 _MAX_BATCH = 256
+#: Positions that move together: more save little and cost the scheduler's thread time.
+MAX_READERS = 16
 
 Batch = list[BlockProposal]
 
@@ -66,8 +69,8 @@ class BlockPipeline:
                 if not measured.is_immediate and not self._ranks.least(measured.ready()):
                     return
                 self._in_flight = None
-                self._apply(batch, measured)
-                done += len(batch)
+                moved = self._apply(batch, measured)
+                done += len(batch) + moved // self.block
             if done >= _MAX_BATCH:
                 return
             if not self._waiting and not self._collect():
@@ -127,18 +130,22 @@ class BlockPipeline:
     def _launch(self) -> bool:
         """Measure the next blocks that do not touch one another; False when none waits."""
         while self._waiting:
-            allowed = [block for block in self._waiting.popleft() if self._allows(block)]
-            batch, later = independent(allowed[:_MAX_BATCH], self._acceptor.copies)
-            later += allowed[_MAX_BATCH:]
-            if later:
-                self._waiting.appendleft(later)
+            # From several entries: what waits for one request's blocks holds up no other.
+            first: Batch = []
+            while self._waiting and len(first) < _MAX_BATCH:
+                first += self._waiting.popleft()
+            rest = first[_MAX_BATCH:]
+            allowed = [block for block in first[:_MAX_BATCH] if self._allows(block)]
+            batch, later = independent(allowed, self._acceptor.copies)
+            if later or rest:
+                self._waiting.appendleft(later + rest)
             if batch:
                 self._in_flight = batch, self.meter.measure(batch)
                 return True
         return False
 
-    def _apply(self, batch: Batch, measured: Measurement) -> None:
-        """Judge a measured batch and apply what is accepted."""
+    def _apply(self, batch: Batch, measured: Measurement) -> int:
+        """Judge a measured batch and apply what is accepted; how many positions moved."""
         # Every rank adds up the sums of the whole batch before any block is left out.
         distances = self.meter.distances(measured)
         allowed = [i for i, block in enumerate(batch) if self._allows(block)]
@@ -158,9 +165,17 @@ class BlockPipeline:
         for i in chosen:
             if dst_slots[i] == src_slots[i]:
                 self._refuse(batch[i], Refusal.SAME_SLOTS)
+            elif self._aliases(batch[i]).most(batch[i].dst_start, self.block) > MAX_READERS:
+                self._refuse(batch[i], Refusal.READERS)
             else:
                 redirections += self._redirect(batch[i], dst_slots[i], src_slots[i])
         self._acceptor.apply(redirections)
+        return len(redirections)
+
+    def _aliases(self, block: BlockProposal) -> SlotAliases:
+        state = state_of(block.req)
+        assert state is not None, "only requests with state propose blocks"
+        return state.copied if self._acceptor.copies else state.slot_aliases
 
     def _redirect(
         self, block: BlockProposal, dst_slots: Sequence[int], src_slots: Sequence[int]
@@ -168,8 +183,7 @@ class BlockPipeline:
         """What changes in the request's row; counted as shared."""
         state, kv = state_of(block.req), block.req.kv
         assert state is not None, "only requests with state propose blocks"
-        aliases = state.copied if self._acceptor.copies else state.slot_aliases
-        moved = aliases.redirect(block.dst_start, block.src_start, block.length)
+        moved = self._aliases(block).redirect(block.dst_start, block.src_start, block.length)
         state.shared.append((block.dst_start, block.src_start))
         self._stats.blocks_reapplied += block.decided
         self._stats.blocks_shared += not block.decided

@@ -14,6 +14,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 
 from sglang_reasoncache.eviction.policies.contract import Eviction
+from sglang_reasoncache.sharing.pipeline import MAX_READERS
 from tests.property.world import NOTHING, Pair, World
 
 #: What an evicted position shows.
@@ -147,6 +148,11 @@ class Memory:
         for block in blocks:
             before = track.shows.copy()
             own = range(track.req.kv.cache_protected_len, len(track.shows))
+            # Crowds stay where they are.
+            counts = Counter(track.shows[at] for at in own)
+            start = block.dst_start
+            if max(counts[it] for it in track.shows[start : start + self.block]) > MAX_READERS:
+                continue
             for i in range(self.block):
                 old, new = track.shows[block.dst_start + i], track.shows[block.src_start + i]
                 # Whoever had the slot goes with it.
