@@ -107,9 +107,7 @@ class ServerParts:
         key, path = self._calibration_key(context, block), context.server_args.model_path
         writes = context.tp_rank == 0
         threshold = CalibratedThreshold(config, key, path, writes, agree=ranks.first)
-        pipeline = BlockPipeline(
-            tracker, meter, acceptor, threshold, stats, ranks, block, config.min_age
-        )
+        pipeline = BlockPipeline(tracker, meter, acceptor, threshold, block, config.min_age)
         weights = None
         if self.attention.statistics is not None:
             heads = context.model_config.num_attention_heads * pool.layer_num

@@ -15,9 +15,7 @@ from sglang_reasoncache.sharing.acceptor import Acceptor, Redirection
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
-from sglang_reasoncache.sharing.ranks import Ranks
 from sglang_reasoncache.sharing.state import RequestState, state_of
-from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Finished steps taken from the engine at once, unless their blocks fill a batch before.
@@ -44,15 +42,13 @@ class BlockPipeline:
         meter: BlockMeter,
         acceptor: Acceptor,
         threshold: CalibratedThreshold,
-        stats: SharingStats,
-        ranks: Ranks,
         block: int,
         min_age: int = 0,
     ) -> None:
         self.threshold, self.meter, self.block = threshold, meter, block
         self.live_positions = 0
         self._tracker, self._acceptor = tracker, acceptor
-        self._stats, self._ranks, self._min_age = stats, ranks, min_age
+        self._stats, self._ranks, self._min_age = tracker.stats, tracker.ranks, min_age
         self._waiting: collections.deque[Batch] = collections.deque()
         self._in_flight: tuple[Batch, Measurement] | None = None
 

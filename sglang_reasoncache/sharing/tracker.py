@@ -34,7 +34,7 @@ class RequestTracker:
         ranks: Ranks,
         markers: ReasoningMarkers | None = None,
     ) -> None:
-        self._engine, self._stats, self._ranks = engine, stats, ranks
+        self._engine, self.stats, self.ranks = engine, stats, ranks
         self._markers = markers
         self._shed_before = 0
         # Engine ids of requests that disappeared; any thread may append one.
@@ -63,8 +63,8 @@ class RequestTracker:
     def count(self, req: Request) -> bool:
         """A request that is new; whether it takes part."""
         yes = takes_part(req)
-        self._stats.requests_seen += 1
-        self._stats.requests_opted_out += not yes
+        self.stats.requests_seen += 1
+        self.stats.requests_opted_out += not yes
         return yes
 
     def feed(self, reqs: Iterable[Request]) -> None:
@@ -93,18 +93,18 @@ class RequestTracker:
         """Steps that the engines of all ranks have compared; None for a request that disappeared."""
         if self._engine is None or not self._engine.outstanding:
             return []
-        ready = self._ranks.least(self._engine.ready())
+        ready = self.ranks.least(self._engine.ready())
         if ready < 0:
             self._lose(self._engine)
             return []
         results = self._engine.take(min(ready, limit), max_pairs)
         for result in results:
             seen = result.counters
-            self._stats.steps_seen += 1
-            self._stats.filter_seconds += result.seconds
-            self._stats.steps_with_candidate += bool(seen.candidates)
-            self._stats.structure_refusals += seen.dropped_structure
-            self._stats.over_bound_steps += seen.over_bound
+            self.stats.steps_seen += 1
+            self.stats.filter_seconds += result.seconds
+            self.stats.steps_with_candidate += bool(seen.candidates)
+            self.stats.structure_refusals += seen.dropped_structure
+            self.stats.over_bound_steps += seen.over_bound
         return [(self._requests.get(result.request), result) for result in results]
 
     def _lose(self, engine: FilterProcess) -> None:
@@ -122,9 +122,9 @@ class RequestTracker:
         engine.restart()
 
     def _count(self, engine: FilterProcess) -> None:
-        self._stats.steps_shed = engine.steps_shed - self._shed_before
-        self._stats.filter_restarts = engine.restarts
-        self._stats.filter_given_up = int(engine.given_up)
+        self.stats.steps_shed = engine.steps_shed - self._shed_before
+        self.stats.filter_restarts = engine.restarts
+        self.stats.filter_given_up = int(engine.given_up)
 
     def reset(self) -> None:
         """The cache was flushed, and the counts with it; failures of the engine still count."""

@@ -218,7 +218,7 @@ class World:
         acceptor = Acceptor(self.allocator, self.rows, meter, copies=setup.apply == "copy")
         key = CalibrationKey("", block, "", "")
         threshold = CalibratedThreshold(config, key, "none", writes=False)
-        pipeline = BlockPipeline(tracker, meter, acceptor, threshold, stats, self.ranks, block)
+        pipeline = BlockPipeline(tracker, meter, acceptor, threshold, block)
         report = Report(config, stats, pipeline, eviction)
         self.controller = Controller(config, stats, tracker, pipeline, eviction, report, interval)
         self.tree.controller = self.controller
