@@ -411,7 +411,9 @@ def test_a_terminals_interrupt_does_not_end_it_but_the_end_of_its_input(make: Ma
 
 
 _PARENT = """
-import sys, time
+import signal, sys, time
+# Ignored in what a shell starts in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
 from tests.filter.words import Words
