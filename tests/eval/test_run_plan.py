@@ -440,7 +440,7 @@ def test_refusals_name_the_fault() -> None:
         "reasoncache:block=x": "--reasoncache-block must be an integer, got 'x'",
         "reasoncache:block=0": "--reasoncache-block must be between 1 and 1024, got 0",
         "reasoncache:use_structure=maybe": "true or false",
-        "reasoncache:match=dense": "no option 'match'",
+        "reasoncache:match=dense": "must be one of runs, steps",
         "dense:block=8": "dense takes no options",
         "random:match=reasoncache,random_ratio=0.2": "exclude",
         "random:random_ratio=0.2,match=reasoncache:block=8": "exclude",
