@@ -65,7 +65,6 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_path() -> Path:
-    """Directory of the embedded reasoner, or of REASONCACHE_TEST_MODEL."""
     given = os.environ.get("REASONCACHE_TEST_MODEL")
     path = Path(given) if given else ROOT / "eval" / "tiny_reasoner" / "checkpoint"
     if not (path / "config.json").is_file():
@@ -109,7 +108,6 @@ def server(servers: ServerPool, request: pytest.FixtureRequest) -> Iterator[Serv
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Name server parameters after their spec."""
     from tests.server.specs import ServerSpec
 
     return val.name if isinstance(val, ServerSpec) else None

@@ -119,7 +119,6 @@ def test_a_flag_that_moved_says_where(flag: str, capsys: pytest.CaptureFixture[s
 
 
 def test_engine_keywords_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``sglang.Engine`` takes every setting as a keyword, and the list."""
     monkeypatch.setattr(flags, "attach", lambda _record, enabled, given: (enabled, given))
     monkeypatch.setattr(compat, "ServerArgs", SimpleNamespace, raising=False)
     found = flags.engine_server_args(
@@ -245,7 +244,6 @@ print("nothing but flags")
 
 
 def test_without_the_flag_only_flags_are_hooked() -> None:
-    """Installed and not switched on, the plugin hooks SGLang's command line and nothing else."""
     done = _python("-c", _NOTHING_HOOKED)
     assert done.returncode == 0, done.stderr
     assert "nothing but flags" in done.stdout

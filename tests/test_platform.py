@@ -13,7 +13,6 @@ from sglang_reasoncache import platform
 
 @pytest.fixture(autouse=True)
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment in which it is activated."""
     monkeypatch.setenv("SGLANG_PLATFORM", platform.PLATFORM_NAME)
     for name in ("SGLANG_USE_CPU_ENGINE", "THP_MEM_ALLOC_ENABLE"):
         monkeypatch.delenv(name, raising=False)

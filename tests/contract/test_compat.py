@@ -299,7 +299,6 @@ ATTRIBUTES = [
 
 
 def test_every_protocol_has_a_class() -> None:
-    """A new protocol is checked as well."""
     ours = [value for value in vars(types).values() if getattr(value, "_is_protocol", False)]
     assert {value for value in ours if value.__module__ == types.__name__} == set(CLASSES)
 

@@ -33,7 +33,6 @@ def room_of(file: Path) -> str:
 
 
 def imports(file: Path) -> Iterator[str]:
-    """Modules and names of ours that are imported, anywhere in the file."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -16,13 +16,11 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 
 def raw(text: str) -> bytes:
-    """One server-sent event as an HTTP chunk."""
     data = (text + "\n\n").encode()
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def event(delta: dict[str, Any] | None = None, **fields: Any) -> bytes:
-    """A piece of a streamed completion."""
     finish = fields.pop("finish_reason", None)
     choices = [{"index": 0, "delta": delta, "finish_reason": finish}] if delta is not None else []
     body = {"id": "r1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
@@ -33,7 +31,6 @@ END = raw("data: [DONE]") + b"0\r\n\r\n"
 
 
 def answer(text: str, finish_reason: str = "stop") -> bytes:
-    """A whole response."""
     usage = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
     end = event({}, finish_reason=finish_reason) + event(usage=usage) + END
     return HEAD + event({"content": text}) + end

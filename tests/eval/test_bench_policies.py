@@ -254,7 +254,6 @@ def fill(
     rate: float = 100.0,
     **parts: Any,
 ) -> None:
-    """What a run leaves; ``rate`` in tokens/s of a batch of ``running``."""
     names = [f"p{i}" for i in range(len(right))]
     cell.append(*(response(name, output_tokens=50, ended=500 / rate) for name in names))
     cell.write_results([result(name, ok) for name, ok in zip(names, right, strict=True)])

@@ -57,7 +57,6 @@ def run(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def results(checkout: Path) -> dict[str, str]:
-    """Of each part, from the summary."""
     lines = (checkout / "build/bench/gpu/summary.md").read_text().splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     return {cell[0]: cell[1] for cell in cells if len(cell) > 1}

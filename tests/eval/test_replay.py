@@ -147,7 +147,6 @@ def test_pieces_are_whole_steps_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.server
 def test_replay_over_retractions(recorded: Path, tmp_path: Path) -> None:
-    """Every response comes back word for word, though requests are thrown out and recomputed."""
     task = load(recorded)
     flags = [*task.server_flags, "--enable-reasoncache", *EMBEDDED_FLAGS]
     flags += ["--max-total-tokens", "2000"]

@@ -265,7 +265,6 @@ def test_other_values_have_students_interval() -> None:
 @_SETTINGS
 @given(_PAIRS)
 def test_two_sides(rows: list[tuple[int, int]]) -> None:
-    """McNemar is exact, and intervals of shares agree with each other."""
     sides = [keyed({0: [result(str(i), bool(r[s])) for i, r in enumerate(rows)]}) for s in (0, 1)]
     found = compare(*sides)
     assert found is not None and found.pairs == len(rows)

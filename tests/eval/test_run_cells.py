@@ -199,7 +199,6 @@ def test_saving_over_legs_counts_requests(tmp_path: Path) -> None:
 
 
 def count(number: int, *several: SharingStats) -> None:
-    """Let each see what the others see."""
     for stats in several:
         for step in range(3 + number):
             stats.poll(running=2 + step, saved=10 * number + step, logical=100)
@@ -216,7 +215,6 @@ def assert_totals(totals: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def test_schedulers_add_up_to_one() -> None:
-    """Totals of two schedulers are those of one that saw what both saw."""
     parts, whole = [SharingStats(), SharingStats()], SharingStats()
     for number, stats in enumerate(parts):
         count(number, stats, whole)
@@ -263,7 +261,6 @@ HALF = HEAD + event({"content": "half"})
 
 
 def ask(peer: Peer, count: int = 1, **options: Any) -> list[Response]:
-    """All responses in the order they ended."""
     ended: list[Response] = []
     requests = [Request(f"p{i}", f"prompt {i}", {"top_k": 4}) for i in range(count)]
     with peer:

@@ -50,7 +50,6 @@ def wait_for_responses(cell: Cell, count: int, process: subprocess.Popen[str]) -
 
 
 def assert_complete(cell: Cell) -> None:
-    """Every problem was answered once, and nothing is left in the server."""
     rows = cell.responses()
     answered = sorted(row.problem_id for row in rows if row.error is None)
     assert len(answered) == len(set(answered)) == PROBLEMS
@@ -118,7 +117,6 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("server", [STOCK], indirect=True)
 def test_a_given_server_and_ctrl_c(server: ServerProcess, tmp_path: Path) -> None:
-    """A server given by URL is only asked; stopping keeps what is there."""
     out = tmp_path / "run"
     argv = (*BASE, "--methods", "dense", "--url", f"dense={server.url}", "--out", str(out))
     first = start(*argv, "--in-flight", "1")

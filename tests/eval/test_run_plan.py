@@ -60,7 +60,6 @@ def test_order(tasks: str, specs: str, seeds: tuple[int, ...], expected: str) ->
 
 
 def planned(task_flags: Sequence[str] = (), model: str = "m", **options: Any) -> Plan:
-    """A plan of one problem, of a task with these flags."""
     asked = RunOptions(model=model, tasks=("tiny_reasoner",), limit=1, **options)
     plan = Plan(asked, {"temperature": 0.0})
     for task in plan.tasks.values():

@@ -164,11 +164,9 @@ NAMES = list(_MAKERS)
 
 @functools.cache
 def made(name: str) -> Any:
-    """The tokenizer of that name, made once."""
     return _MAKERS[name]()
 
 
 @functools.cache
 def read(name: str) -> Vocabulary:
-    """Its vocabulary, read once."""
     return vocabulary_of(made(name))

@@ -43,7 +43,6 @@ def make(words: Words, start: int = 0, **knobs: Any) -> RequestFilter:
 
 
 def propose(phrases: list[str], **knobs: Any) -> tuple[RequestFilter, list[Proposal]]:
-    """A filter that has read a response of these steps."""
     request = make(Words(), **knobs)
     return request, request.push(Words().encode(response(phrases)))
 
@@ -97,7 +96,6 @@ def slow_filter(phrases: list[str], config: FilterConfig) -> list[list[BlockPair
 def test_same_pairs_as_the_slow_reference(
     phrases: list[str], preset: str, block: int, max_candidates: int, data: st.DataObject
 ) -> None:
-    """However the tokens arrive, in ones or all at once."""
     token_ids = Words().encode(response(phrases))
     knobs = filter_knobs(preset) | {"block": block, "max_candidates": max_candidates}
     request = make(Words(), **knobs)
@@ -219,7 +217,6 @@ def test_pairs_are_sound(
     src_ids: list[int], dst_ids: list[int], src_start: int, dst_start: int, block: int,
     is_paged: bool, mode: AlignMode, data: st.DataObject,
 ) -> None:  # fmt: skip
-    """In range, on the grid, clear of covered tokens, ascending, without overlap."""
     page_size = block if is_paged else 1
     src, dst = step_of(src_ids, src_start), step_of(dst_ids, dst_start)
     flags = data.draw(

@@ -35,7 +35,6 @@ from tests.filter.words import Words, step_of, with_length_factor
 
 
 def slow_cosine(a: Step, b: Step) -> float:
-    """The formula, straight from the tokens."""
     counts_a, counts_b = Counter(a.token_ids), Counter(b.token_ids)
     dot = sum(counts_a[token] * counts_b[token] for token in {*counts_a, *counts_b})
     norm_a = math.sqrt(sum(count**2 for count in counts_a.values()))
@@ -151,7 +150,6 @@ MATRIX = np.random.default_rng(0).normal(size=(13, 5)).astype(np.float32)
 
 
 def slow_vector(token_ids: Sequence[int]) -> list[float]:
-    """The normalised mean of the rows, one number after the other."""
     rows = [MATRIX[token].tolist() for token in token_ids if 0 <= token < len(MATRIX)]
     mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)] if rows else []
     norm = math.sqrt(sum(value * value for value in mean))
@@ -216,9 +214,6 @@ def test_unit_at_the_ends_of_the_range(scale: float) -> None:
     assert unit(vector) == pytest.approx([math.sqrt(0.5)] * 2)
 
 
-# -- in the filter ---------------------------------------------------------------
-
-
 def make_with(words: Words, encoder: StepEncoder | None, **knobs: Any) -> RequestFilter:
     config = FilterConfig(block=2, encoder="embedding", **knobs)
     return RequestFilter(config, words.classes, words.vocabulary, 0, encoder=encoder)
@@ -246,9 +241,6 @@ def test_the_text_is_there_when_it_is_encoded_and_gone_afterwards() -> None:
         step = request.push(words.encode("two now \n\n"))[-1].step
         assert [text.strip() for _, text in spy.seen] == ["one two", "two now"]
         assert step.text == ""
-
-
-# -- the operator's choice -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -317,9 +309,6 @@ def test_a_model_without_a_plain_embedding_is_refused(model: object, message: st
         _make("embedding", model)
 
 
-# -- Sentence-BERT ---------------------------------------------------------------
-
-
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     message = (
@@ -380,7 +369,6 @@ def test_no_text_and_too_much_text_are_similar_to_nothing(sentence_model: Path) 
 def test_a_sentence_model_that_is_not_there(
     sentence_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a server without a network."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in (str(sentence_model / "missing"), str(sentence_model / "vocab.txt")):
         with pytest.raises(ValueError, match="--reasoncache-encoder sentence-bert must name") as e:

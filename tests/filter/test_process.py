@@ -42,7 +42,6 @@ Make = Callable[..., FilterProcess]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Starts processes and ends them."""
     with contextlib.ExitStack() as made:
 
         def start(
@@ -61,7 +60,6 @@ def feed(engine: FilterProcess, requests: Sequence[int], *tokens: Sequence[int])
 
 
 def feed_new(engine: FilterProcess, tokens: Sequence[int] = _STEP) -> int:
-    """One feed, of a new request."""
     request = engine.open(0, True)
     feed(engine, [request], tokens)
     return request
@@ -193,7 +191,6 @@ def test_closed_and_unknown_requests(make: Make) -> None:
 
 @pytest.mark.parametrize("hurried", [False, True])
 def test_sheds_by_what_was_fed_and_taken(make: Make, hurried: bool) -> None:
-    """Not by how fast the process is."""
     engine = make(max_pending=10)
     request = feed_new(engine, _STEP * 100)
     if not hurried:
@@ -438,7 +435,6 @@ def test_it_ends_with_its_parent(number: signal.Signals) -> None:
 
 
 def test_it_loads_neither_torch_nor_sglang(make: Make) -> None:
-    """It must start at once, and be small."""
     mapped = {Path(part.path).name for part in psutil.Process(make().pid).memory_maps()}
     assert not [name for name in mapped if "torch" in name or "cuda" in name]
     script = "import sys, sglang_reasoncache.filter.worker; print(*sys.modules)"

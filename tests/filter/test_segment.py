@@ -37,7 +37,6 @@ def classes_of(pieces: list[str]) -> TokenClasses:
 
 
 def spans_of(pieces: list[str], max_step_tokens: int = 1000) -> list[tuple[int, int]]:
-    """Spans for a stream of token texts, each its own token id."""
     segmenter = Segmenter(classes_of(pieces), max_step_tokens)
     found = [segmenter.push(i, i) for i in range(len(pieces))]
     return [span for span in found if span is not None]
@@ -132,7 +131,6 @@ def found_steps(vocabulary: Vocabulary, classes: TokenClasses, token_ids: list[i
 
 
 def straddling(vocabulary: Vocabulary, token_ids: list[int]) -> set[int]:
-    """Ids of tokens across a blank line, or from one to the next."""
     return {i for i in set(token_ids) if _STRADDLES.search(vocabulary.pieces[i])}
 
 
@@ -198,8 +196,6 @@ def test_a_straddling_token_goes_to_the_step_before_it() -> None:
     steps = found_steps(vocabulary, TokenClasses(vocabulary), token_ids)
     assert steps == ["a b.\n\nc", "d;\n\n//", "e\n\nf", "g"]
 
-
-# -- what the model marks as reasoning --
 
 _START, _END = frozenset({1}), frozenset({2})
 

@@ -196,8 +196,6 @@ def test_prose_passes_and_over_bound_never_matches() -> None:
         assert not same_structure(other, over, tolerance=1000)
 
 
-# -- trees, against slow and obvious references --------------------------------
-
 _LABELS = st.sampled_from(["a", "b", "", "1,1:a", "0,", "é"])
 _ANY_TREES = st.recursive(
     _LABELS.map(leaf),

@@ -87,7 +87,6 @@ CANARY_NAME = "REASONCACHE_CANARY_WAS_HERE"
 
 
 def injections(canary: Path) -> list[str]:
-    """Texts that create the file ``canary`` or set :data:`CANARY_NAME` if evaluated."""
     path = str(canary)
     touch = f"open({path!r}, 'w').close()"
     mark = f"__import__('os').environ.__setitem__({CANARY_NAME!r}, '1')"
@@ -151,7 +150,6 @@ SHARDS = (
 
 
 def fixed_steps() -> Iterator[str]:
-    """Every shape without randomness."""
     for (opened, closed), (start, end), depth in itertools.product(NESTS, _WRAPPERS, _DEPTHS):
         if depth > 129 and (start, end) not in _WRAPPERS[:2]:
             continue  # over the bounds in every wrapper alike
@@ -183,8 +181,6 @@ def mutants(seeds: list[str], count: int, rng: random.Random) -> Iterator[str]:
             text = "".join(rng.choices(parts, k=rng.randrange(1, 6)))[:_MAX_MUTANT_CHARS]
         yield text
 
-
-# -- what must hold of them --
 
 _SMALL = Limits(max_chars=400, max_depth=12, max_nodes=60)
 # CPU time of one step.

@@ -345,7 +345,6 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not track.decoding for track in self.running))
     @rule(pick=PICK, chunk=st.integers(0, 2))
     def prefill_more(self, pick: int, chunk: int) -> None:
-        """The next chunk of a prompt."""
         partial = [track for track in self.running if not track.decoding]
         track = partial[pick % len(partial)]
         track.req.init_next_round_input()
@@ -538,7 +537,6 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        """The model, conservation, references and contents agree after every rule."""
         type(self).rules_run += 1
         type(self).rules_with_aliases += self.world.tree.alias_positions > 0
         self.memory.observe()
@@ -567,8 +565,6 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
     steps = 150 if requested else 60
 
     class Machine(MemoryMachine):
-        """Counts for this setup alone."""
-
         def __init__(self) -> None:
             super().__init__(setup)
 

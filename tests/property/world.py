@@ -162,7 +162,6 @@ class NamingEvictor(EvictionController):
 
 
 def allocator_of(page: int, slots: int, pool: Any = None, need_sort: bool = False) -> Any:
-    """Ours in place of SGLang's for this page size, over ``pool``."""
     made: Any = TokenToKVPoolAllocator
     if page > 1:
         made = functools.partial(PagedTokenToKVPoolAllocator, page_size=page)
@@ -283,7 +282,6 @@ class World:
         return out.numpy()
 
     def can_decode(self, reqs: Sequence[Req]) -> bool:
-        """Evict for the next token of every request; False where that is not enough."""
         pages = sum(req.kv.kv_allocated_len % self.page == 0 for req in reqs)
         return self.allocator.check_decode_capacity(
             num_tokens=pages * self.page, tree_cache=self.tree
@@ -317,7 +315,6 @@ class World:
         return self._lowest_free
 
     def row(self, req: Req) -> np.ndarray:
-        """Slots of the request's allocated positions."""
         return self.row_table[req.kv.req_pool_idx, : req.kv.kv_allocated_len]
 
     def has_shifted(self, req: Req) -> bool:
@@ -376,7 +373,6 @@ def retract(world: World, req: Req) -> None:
 
 
 def assert_empty(world: World) -> None:
-    """Every slot comes back once nothing runs and the tree is flushed."""
     world.tree.reset()
     world.allocator.clear()
     assert world.allocator.available_size() == world.total

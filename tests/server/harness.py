@@ -62,7 +62,6 @@ class ServerPool:
         return server
 
     def close(self) -> None:
-        """End every server."""
         while self._alive:
             self._alive.popitem()[1].close()
 

@@ -24,7 +24,6 @@ TO_THE_END: dict[str, Any] = {"sampling_params": {"ignore_eos": True}}
 
 
 def problems(count: int, seed: int = 5) -> list[Problem]:
-    """Held-out problems, the same for the same seed."""
     return make_problems(seed, count)
 
 
@@ -46,7 +45,6 @@ def solve(
 
 
 def accuracy(todo: Sequence[Problem], answers: Sequence[Response]) -> float:
-    """Share of right answers."""
     right = [grade(answer.text, problem) for answer, problem in zip(answers, todo, strict=True)]
     return sum(right) / len(right)
 
@@ -81,7 +79,6 @@ def respond(
 
 
 def report(server: ServerProcess) -> dict[str, Any]:
-    """The one scheduler's entry of ``GET /reasoncache``."""
     response = server.get("/reasoncache")
     response.raise_for_status()
     return response.json()["schedulers"][0]

@@ -11,8 +11,6 @@ from sglang_reasoncache.filter.process import WAIT_ENV
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What a test asks of a server. Equal specs share one."""
-
     #: Short, for test ids and log files.
     name: str
     flags: tuple[str, ...] = ()
@@ -31,7 +29,6 @@ class ServerSpec:
         return ServerSpec(f"{self.name}-{name}", tuple(words), env_of_both)
 
     def for_long_runs(self) -> ServerSpec:
-        """One that ``make test`` does without."""
         return replace(self, long=True)
 
     def beside(self, other: ServerSpec) -> ServerSpec:

@@ -47,7 +47,6 @@ GRAPHS = {"graphs": ("--cuda-graph-max-bs-decode", "8"), "eager": ("--disable-cu
 def serve(
     request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Serve:
-    """Makes a server that has more flags."""
     attention, graphs = request.param
 
     def made(*more: str) -> ServerProcess:
@@ -132,7 +131,6 @@ def test_quest_reads_what_its_rule_says(serve: Serve, positions: str, reference:
 
 
 def test_shared_pages_evicted_ones_and_selected_ones(serve: Serve) -> None:
-    """All three on the same rows."""
     policy = "reasoncache+quest:budget=96+rkv:budget=110:slack=24:recent=16"
     with serve(*PAGE16, POLICY, policy, POSITIONS, "corrected") as server:
         for count in (12, 3):

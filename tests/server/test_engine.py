@@ -43,7 +43,6 @@ if __name__ == "__main__":
 
 
 def test_engine_shares_and_leaves_no_trace(model_path: Path, tmp_path: Path) -> None:
-    """Keyword arguments switch sharing on; the next engine of the process is stock."""
     script = tmp_path / "engines.py"
     script.write_text(_SCRIPT)
     env = {**ServerProcess(model_path).env, "OMP_NUM_THREADS": "1"}

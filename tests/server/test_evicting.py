@@ -82,7 +82,6 @@ def test_frees_slots_under_load(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("server", [specs.EVICTING], indirect=True)
 def test_budget_and_reports(server: ServerProcess) -> None:
-    """Endpoint, Prometheus and the decode log line say what happened."""
     start, before = server.log_size(), series(server)
     [found] = respond(server, prompts(1, seed=23))
     length = found["prompt_tokens"] + found["output_tokens"]
@@ -194,7 +193,6 @@ def test_block_wise_prefill_equals_masking(server: ServerProcess, reference: Any
 
 @pytest.mark.parametrize("server", [specs.EVICTING_PROMPTS], indirect=True)
 def test_a_prompt_beyond_what_others_leave(server: ServerProcess) -> None:
-    """Requests whose prompts together would not fit."""
     found = respond(server, prompts(8, seed=42, each=8), 64)
     assert sum(one["prompt_tokens"] for one in found) > 2400
     assert all(one["cached"] == 0 for one in found), "there is no prefix cache"
@@ -206,7 +204,6 @@ def test_a_prompt_beyond_what_others_leave(server: ServerProcess) -> None:
     "server", [specs.EVICTING_PROMPTS, specs.EVICTING_PROMPTS_PAGES], indirect=True
 )
 def test_under_load(server: ServerProcess) -> None:
-    """Short and long prompts in one queue, some of which opted out."""
     respond(server, prompts(6, seed=43, each=8), 100)
     todo = problems(10, seed=44)
     solve(server, todo[:7])

@@ -47,7 +47,6 @@ FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank need
 def test_shares_and_keeps_answers(
     server: ServerProcess, count: int, blocks: int, saved: float, right: float
 ) -> None:
-    """A queue of streamed requests shares memory, and its answers stay right."""
     todo = problems(count)
     answers = solve(server, todo)
     seen = report(server)
@@ -127,7 +126,6 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
 
 @pytest.mark.parametrize("server", specs.SHARING, indirect=True)
 def test_follow_up_turn(server: ServerProcess) -> None:
-    """A second turn over a shared first answer is answered, twice alike."""
     ask = {"role": "user", "content": problems(1, seed=8)[0].prompt}
     answer = {"role": "assistant", "content": chat_once(server, [ask]).message.content}
     again = [chat_once(server, [ask, answer, ask], max_tokens=64) for _ in range(2)]
@@ -143,7 +141,6 @@ def test_follow_up_turn(server: ServerProcess) -> None:
     indirect=["server"],
 )
 def test_flush_between_loads(server: ServerProcess, total: str) -> None:
-    """Flushing empties the shared prefix cache; the next load starts from nothing."""
     todo = problems(6, seed=9)
     solve(server, todo)
     wait_until_idle(server)
@@ -163,8 +160,6 @@ def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
     for total in ("blocks_compared", "positions_evicted"):
         assert after[total] == before[total]
 
-
-# -- a reasoning parser: only the part it marks may share --------------------------
 
 THINK, END_OF_THINKING = "<think>", "</think>"
 
