@@ -324,6 +324,8 @@ def test_a_tiktoken_tokenizer_is_read_exactly() -> None:
     assert vocabulary.text(tokenizer.encode(TEXT)) == TEXT
     found = [vocabulary.pieces[i] for i in (258, 0xE6, 280, 300, 301)]
     assert found == [b".\n\n", b"\xe6", b"", b"<eos>", b"</think>"]
+    with pytest.raises(ValueError, match="cannot read the tokens of int"):
+        vocabulary_of(5)
 
 
 def test_a_tokenizer_that_misstates_its_pieces_is_read_by_decoding(
@@ -336,8 +338,3 @@ def test_a_tokenizer_that_misstates_its_pieces_is_read_by_decoding(
     assert vocabulary.text(tokenizer.encode("the x. (y)\n\nz")) == "the x. (y)\n\nz"
     # Characters over several tokens cannot be read that way, which is said.
     assert "sequences differ" in caplog.text
-
-
-def test_what_is_no_tokenizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot read the tokens of int"):
-        vocabulary_of(5)

@@ -565,6 +565,8 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
     steps = 150 if requested else 60
 
     class Machine(MemoryMachine):
+        """Counts for this setup alone."""
+
         def __init__(self) -> None:
             super().__init__(setup)
 
