@@ -158,20 +158,16 @@ class BlockPipeline:
                 self._refuse(batch[i], too_far)
         dst_slots, src_slots = measured.slots()
         redirections: list[Redirection] = []
+        copies = self._acceptor.copies
         for i in chosen:
             if dst_slots[i] == src_slots[i]:
                 self._refuse(batch[i], Refusal.SAME_SLOTS)
-            elif self._aliases(batch[i]).most(batch[i].dst_start, self.block) > MAX_READERS:
+            elif _aliases(batch[i], copies).most(batch[i].dst_start, self.block) > MAX_READERS:
                 self._refuse(batch[i], Refusal.READERS)
             else:
                 redirections += self._redirect(batch[i], dst_slots[i], src_slots[i])
         self._acceptor.apply(redirections)
         return len(redirections)
-
-    def _aliases(self, block: BlockProposal) -> SlotAliases:
-        state = state_of(block.req)
-        assert state is not None, "only requests with state propose blocks"
-        return state.copied if self._acceptor.copies else state.slot_aliases
 
     def _redirect(
         self, block: BlockProposal, dst_slots: Sequence[int], src_slots: Sequence[int]
@@ -179,7 +175,8 @@ class BlockPipeline:
         """What changes in the request's row; counted as shared."""
         state, kv = state_of(block.req), block.req.kv
         assert state is not None, "only requests with state propose blocks"
-        moved = self._aliases(block).redirect(block.dst_start, block.src_start, block.length)
+        aliases = _aliases(block, self._acceptor.copies)
+        moved = aliases.redirect(block.dst_start, block.src_start, block.length)
         state.shared.append((block.dst_start, block.src_start))
         self._stats.blocks_reapplied += block.decided
         self._stats.blocks_shared += not block.decided
@@ -212,6 +209,13 @@ class BlockPipeline:
             state.shared.append((block.dst_start, block.src_start))
 
 
+def _aliases(block: BlockProposal, copies: bool) -> SlotAliases:
+    """What holds the same KV in the block's request: in one slot, or copied."""
+    state = state_of(block.req)
+    assert state is not None, "only requests with state propose blocks"
+    return state.copied if copies else state.slot_aliases
+
+
 def independent(blocks: Iterable[BlockProposal], copies: bool = False) -> tuple[Batch, Batch]:
     """Blocks that may be located together, and the others, which must wait for them.
 
@@ -223,10 +227,8 @@ def independent(blocks: Iterable[BlockProposal], copies: bool = False) -> tuple[
     # By request: numbers of slots that are freed, and that are read.
     touched: dict[int, tuple[set[int], set[int]]] = {}
     for block in blocks:
-        state = state_of(block.req)
-        assert state is not None, "only requests with state propose blocks"
         freed, read = touched.setdefault(id(block.req), (set(), set()))
-        aliases = state.copied if copies else state.slot_aliases
+        aliases = _aliases(block, copies)
         frees = aliases.numbers(block.dst_start, block.length)
         reads = aliases.numbers(block.src_start, block.length)
         free = freed.isdisjoint(frees) and freed.isdisjoint(reads) and read.isdisjoint(frees)
