@@ -26,7 +26,7 @@ help:
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
 	@echo "make bench-policies TRACES=FOLDER  cache policies at equal saving: accuracy, throughput (45 minutes)"
 	@echo "make bench-fidelity TRACES=FOLDER  what sharing costs a real language model on recorded responses (hours)"
-	@echo "make real-model   SmolLM2-135M-Instruct as a Hugging Face folder, build/models/smollm2"
+	@echo "make real-model   SmolLM2-135M-Instruct and the small reasoner as Hugging Face folders in build/models"
 	@echo "make docs         the documents as a site in build/site, links checked"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff format and import order"
@@ -73,6 +73,7 @@ bench-policies: with-traces setup
 
 real-model: setup
 	$(PYTHON_ENV) -m eval.fidelity.smollm2 build/models/smollm2
+	$(PYTHON_ENV) -m eval.small_reasoner
 
 bench-fidelity: with-traces real-model
 	$(PYTHON_ENV) -m eval.fidelity build/models/smollm2 $(TRACES) --limit 20 $(BENCH_ARGS)

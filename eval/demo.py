@@ -123,7 +123,7 @@ def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> Te
         return Text("no finished request with shared steps to show")
     entry = max(known, key=lambda e: e["shared_positions"])
     start, block, positions = entry["prompt_tokens"], entry["block"], entry["shared_positions"]
-    shared = {at - start for dst, _ in entry["blocks"] for at in range(dst, dst + block)}
+    shared = {at - start for _, dst, _ in entry["blocks"] for at in range(dst, dst + block)}
     share = f"{positions / (start + entry['output_tokens']):.0%}"
     out = Text(f"\nRequest {entry['rid']}: {positions} positions share earlier slots ({share}). ")
     out.append("Green text owns no memory.\n\n", style="green")

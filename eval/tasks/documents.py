@@ -9,6 +9,7 @@ from typing import Any
 from datasets import Dataset
 
 from eval.jsonl import read_rows, text_of, valid_text
+from eval.small_reasoner import task as small
 from eval.tiny_reasoner import task as tiny
 from eval.tokenizers import load_tokenizer
 
@@ -16,18 +17,21 @@ from eval.tokenizers import load_tokenizer
 _INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 _MAX_ANSWER_CHARS = 1000
 _DEFAULT_COUNT = 500
-#: Longest responses of the embedded reasoner; what a long prompt leaves to say has 180 tokens.
+#: Longest responses of the reasoners; what a long prompt leaves to say has 180 tokens.
 _REASONER_TOKENS, _LONG_TOKENS = 1500, 400
 
 Split = dict[str, Dataset]
 
 
 def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Split:
-    """Held-out problems of the embedded reasoner, in groups "error" (a wrong draft) and "clean"; of
-    ``tiny_reasoner_long`` with a response to continue: prompts have 470 to 740 tokens."""
-    long, rows = name.endswith("_long"), []
-    size = tiny.LONGEST if long else tiny.Difficulty()
-    problems = tiny.generate(seed, _DEFAULT_COUNT if limit is None else limit, difficulty=size)
+    """Held-out problems of the tiny or the small reasoner, in groups "error" (a wrong draft) and
+    "clean"; of ``tiny_reasoner_long`` with a response to continue: prompts of 470 to 740 tokens."""
+    long, rows, count = name.endswith("_long"), [], _DEFAULT_COUNT if limit is None else limit
+    if name == "small_reasoner":
+        problems = small.generate(seed, count)
+    else:
+        size = tiny.LONGEST if long else tiny.Difficulty()
+        problems = tiny.generate(seed, count, difficulty=size)
     for i, one in enumerate(problems):
         body: dict[str, Any] = {}
         if long:

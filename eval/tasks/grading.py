@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from eval.tasks import sandbox
-from eval.tiny_reasoner.task import extract_answer
 
 _MAX_ANSWER_CHARS = 1000
 _MAX_BOXES = 100
@@ -33,11 +32,6 @@ Documents = Sequence[Mapping[str, Any]]
 def boxed(responses: Responses, _docs: Documents) -> list[list[str]]:
     r"""Content of the last ``\boxed{}`` that closes, "" without one."""
     return [[last_boxed(text) for text in row] for row in responses]
-
-
-def boxed_digit(responses: Responses, _docs: Documents) -> list[list[str]]:
-    """The embedded reasoner's answer: its tokens have spaces around them."""
-    return [[extract_answer(text) or "" for text in row] for row in responses]
 
 
 def stripped(responses: Responses, _docs: Documents) -> list[list[str]]:

@@ -39,7 +39,7 @@ HUB = {
 }
 #: Local JSONL of ours -> largest answer, 0 for anything in LaTeX.
 _MATHEMATICS = {"aime24": 999, "aime25": 999, "math500": 0, "gsm8k": 0}
-_GENERATED = ("tiny_reasoner", "tiny_reasoner_long")
+_GENERATED = ("tiny_reasoner", "tiny_reasoner_long", "small_reasoner")
 _REPLAY = "_replay"
 # Parsing each token's piece takes as much of a small machine as the decode step.
 _REPLAY_FLAGS = ("--enable-custom-logit-processor", "--stream-interval", "16")

@@ -9,8 +9,8 @@ _DEFAULT = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 32768}
 _QWEN3 = {"top_k": 20, "min_p": 0.0}
 # The first expression that is found in the model's name counts; "-", "_" and " " are the same.
 _FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
-    # eval/tiny_reasoner/README.md: evaluated greedily.
-    (r"tiny-reasoner", {"temperature": 0.0, "top_p": 1.0, "max_tokens": 1500}),
+    # Their READMEs: evaluated greedily.
+    (r"(tiny|small)-reasoner", {"temperature": 0.0, "top_p": 1.0, "max_tokens": 1500}),
     # huggingface.co/deepseek-ai/DeepSeek-R1-Distill-Qwen-32B, "Usage Recommendations": temperature
     # 0.6; its evaluation: top-p 0.95, at most 32,768 tokens. Before Qwen3: DeepSeek-R1-0528-Qwen3-8B.
     (r"deepseek-r1", {}),

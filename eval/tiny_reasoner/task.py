@@ -5,7 +5,9 @@ See README.md. Every word is a token, between single spaces; "\\n\\n" is a word 
 
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 STEP_END = "\n\n"
 LETTERS = tuple("abcdefghijklmnopqrst")
@@ -196,7 +198,11 @@ def split_of(prompt: str) -> str:
 
 
 def generate(
-    seed: int, count: int, split: str = "test", difficulty: Difficulty = Difficulty()
+    seed: int,
+    count: int,
+    split: str = "test",
+    difficulty: Any = Difficulty(),
+    make: Callable[[random.Random, Any], Problem] = make_problem,
 ) -> list[Problem]:
     """``count`` problems of one split, distinct, the same for the same arguments."""
     if split not in ("train", "test"):
@@ -204,7 +210,7 @@ def generate(
     rng = random.Random(f"{split}-{seed}")
     problems: dict[str, Problem] = {}
     while len(problems) < count:
-        problem = make_problem(rng, difficulty)
+        problem = make(rng, difficulty)
         if split_of(problem.prompt) == split:
             problems.setdefault(problem.prompt, problem)
     return list(problems.values())

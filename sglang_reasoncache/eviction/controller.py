@@ -30,6 +30,7 @@ from sglang_reasoncache.eviction.row_state import (
     EvictionStats,
     RowState,
     refusal_of_eviction,
+    written_positions,
 )
 
 logger = logging.getLogger(__name__)
@@ -143,16 +144,14 @@ class EvictionController:
 
         Args:
             req: Holds its row. ``state`` and ``stats`` change by what is applied.
-            written: Positions whose KV is there; None: all but that of the newest token, which
-                the next forward writes.
+            written: Positions whose KV is there; None: :func:`written_positions`.
             decide: Run the policies, too.
 
         Returns:
             How many evicted positions' slots did not come back: they have other names.
         """
         if written is None:
-            written = len(req.origin_input_ids) + len(req.output_ids) - 1
-            written = min(written, req.kv.kv_allocated_len)
+            written = written_positions(req)
         named = 0
         evicted, protected = state.evicted, req.kv.cache_protected_len
         if evicted.again:

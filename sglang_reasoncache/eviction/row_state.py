@@ -12,11 +12,17 @@ from enum import Enum
 import numpy as np
 
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
+from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.policies.contract import Eviction
 from sglang_reasoncache.eviction.policies.evictor import runs
 
 #: Evictions of a request that the endpoint can show.
 _REMEMBERED = 1024
+
+
+def written_positions(req: Request) -> int:
+    """Positions whose KV is there: all but the newest token's, which the next forward writes."""
+    return min(len(req.origin_input_ids) + len(req.output_ids) - 1, req.kv.kv_allocated_len)
 
 
 class EvictionRefusal(Enum):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.eviction.row_state import written_positions
 from sglang_reasoncache.sharing.state import is_running, state_of
 
 
@@ -71,8 +72,7 @@ def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal
     if block.dst_start < req.kv.cache_protected_len:
         # The prefix tree owns these; another request may read them.
         return Refusal.TREE_OWNED
-    # The newest token's KV is not written before the next forward.
-    written = min(len(req.origin_input_ids) + len(req.output_ids) - 1, req.kv.kv_allocated_len)
+    written = written_positions(req)
     if max(block.dst_end, block.src_end) > written:
         return Refusal.NOT_WRITTEN
     if block.dst_start % page or block.src_start % page or block.length % page:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
 from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.eviction.row_state import written_positions
 from sglang_reasoncache.sharing.acceptor import Acceptor, Redirection
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
@@ -80,7 +81,7 @@ class BlockPipeline:
         state.reapply = False
         blocks = [
             BlockProposal(req, dst, src, self.block, state.row, decided=True)
-            for dst, src in state.shared
+            for _, dst, src in state.shared
         ]
         state.shared = []
         self._waiting.append(blocks)
@@ -177,7 +178,7 @@ class BlockPipeline:
         assert state is not None, "only requests with state propose blocks"
         aliases = _aliases(block, self._acceptor.copies)
         moved = aliases.redirect(block.dst_start, block.src_start, block.length)
-        state.shared.append((block.dst_start, block.src_start))
+        state.shared.append((written_positions(block.req), block.dst_start, block.src_start))
         self._stats.blocks_reapplied += block.decided
         self._stats.blocks_shared += not block.decided
         if not self._acceptor.copies:
@@ -206,7 +207,7 @@ class BlockPipeline:
         state = state_of(block.req)
         if block.decided and refusal is Refusal.LATE and state is not None:
             # Retracted once more before it was applied: the decision stands.
-            state.shared.append((block.dst_start, block.src_start))
+            state.shared.append((written_positions(block.req), block.dst_start, block.src_start))
 
 
 def _aliases(block: BlockProposal, copies: bool) -> SlotAliases:

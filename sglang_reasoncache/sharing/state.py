@@ -58,8 +58,8 @@ class RequestState(RowState):
         fed: Output tokens already handed to the engine.
         row: Counts the rows this request has had.
         reapply: The row was recomputed after a retraction and holds nothing shared.
-        shared: Accepted ``(dst_start, src_start)`` blocks, in order. Kept over a retraction,
-            after which they are applied again.
+        shared: Accepted blocks in order, ``(written, dst_start, src_start)``: positions that had
+            their KV by then. Kept over a retraction, after which they are applied again.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         first_shared: Lowest redirected position, None while there is none.
         copied: Which positions hold the same KV, each in its own slot (``--reasoncache-apply copy``).
@@ -70,7 +70,7 @@ class RequestState(RowState):
     fed: int = 0
     row: int = 0
     reapply: bool = False
-    shared: list[tuple[int, int]] = field(default_factory=list)
+    shared: list[tuple[int, int, int]] = field(default_factory=list)
     claimed: list[int] = field(default_factory=list)
     first_shared: int | None = None
     copied: SlotAliases = field(default_factory=SlotAliases)

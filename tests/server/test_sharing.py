@@ -91,7 +91,7 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
     entry = max(seen["recent"], key=lambda request: request["shared_positions"])
     assert entry["shared_positions"] == 8 * len(entry["blocks"])
     # The newest copy stays.
-    assert all(dst + 8 <= src for dst, src in entry["blocks"])
+    assert all(dst + 8 <= src for _, dst, src in entry["blocks"])
     states = server.get("/server_info").json()["internal_states"]
     assert states[0]["reasoncache"]["totals"]["blocks_shared"] > 0
     assert "#shared token: " in server.log_text(start)
@@ -175,7 +175,7 @@ def test_blocks_end_before_the_reasoning_does(server: ServerProcess) -> None:
         assert end, "the embedded model closes its reasoning"
         # One token a word: the tokenizer of the embedded model splits at white space.
         tokens = server.post("/tokenize", json={"prompt": reasoning}).json()["count"]
-        last = max((dst + 8 for dst, _src in found["blocks"]), default=0)
+        last = max((dst + 8 for _, dst, _src in found["blocks"]), default=0)
         assert last <= found["prompt_tokens"] + tokens
         blocks += len(found["blocks"])
     assert blocks > 0

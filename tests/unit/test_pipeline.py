@@ -196,7 +196,7 @@ def test_a_decision_survives_retraction_after_retraction() -> None:
         assert world.controller.after_decode([req]) == 0, "queued"
     decode(world, req)
     assert world.controller.after_decode([req]) == 8
-    assert state(world, req).shared == [(20, 8), (26, 14)]
+    assert [block[1:] for block in state(world, req).shared] == [(20, 8), (26, 14)]
     assert world.controller.live_positions == 8
 
 
@@ -276,7 +276,7 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
     engine, stats, left = world.engine, world.controller.stats, state(world, req)
     assert (engine.restarts, engine.outstanding) == (1, 0)
     assert (stats.filter_restarts, stats.filter_given_up) == (1, int(given_up))
-    assert left.followed is None and left.shared == [(20, 8)]
+    assert left.followed is None and [block[1:] for block in left.shared] == [(20, 8)]
     assert world.controller.live_positions == 4
     other = start(world, "other", first=200)
     assert (state(world, other).followed is None) == given_up

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small language model that reasons in English, for claims about answers."""
+
+from pathlib import Path
+
+#: Under the folder from which commands are called; ``make real-model`` makes both.
+BASE, MODEL = Path("build/models/smollm2"), Path("build/models/small_reasoner")
+#: LoRA weights; with ``BASE`` they make ``MODEL``.
+ADAPTER = Path(__file__).parent / "adapter"

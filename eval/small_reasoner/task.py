@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The task of the small reasoner: who has how many, in plain English, solved once and then checked.
+
+See README.md. The wording follows from the problem, so that greedy decoding has one right
+continuation."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eval.tiny_reasoner.task import Problem
+from eval.tiny_reasoner.task import generate as generate_by
+
+NAMES = tuple(
+    [
+        "Anna",
+        "Ben",
+        "Carl",
+        "David",
+        "Emma",
+        "Frank",
+        "Grace",
+        "Henry",
+        "Jack",
+        "Kate",
+        "Leo",
+        "Mary",
+        "Nick",
+        "Paul",
+        "Rose",
+        "Tom",
+    ]
+)
+ITEMS = tuple(
+    ["apples", "books", "cards", "coins", "eggs", "flowers", "keys", "stones", "shells", "stamps"]
+)
+HIGHEST = 99
+
+# What the prompt says -> what a step makes of it; {a}, {b}: others, {x}, {y}: what they have.
+STEPS = {
+    "{v} has {n} more {i} than {a}.": "{a} has {x}, so {v} has {x} + {n} = {r} {i}.",
+    "{v} has {n} fewer {i} than {a}.": "Take {n} from the {x} of {a}: {x} - {n} = {r} {i} for {v}.",
+    "{v} has twice as many {i} as {a}.": "With {x} for {a}, that makes {x} + {x} = {r} {i} for {v}.",
+    "{v} has as many {i} as {a} and {b} together.": "{a} has {x} and {b} has {y}, "
+    "which is {x} + {y} = {r} {i} for {v}.",
+}
+MORE, FEWER, TWICE, TOGETHER = STEPS
+NOTED = "But the note says that {v} has {r} {i}, so I take {r}."
+SAME, CHANGED = "This is what I had before.", "Before I had {old}, and that was wrong."
+SUM = "Together {a} and {b} have {x} + {y} = {r} {i}."
+HEADERS = {
+    "forwards": "Wait, let me check. Check {k} of {n} goes forwards.",
+    "backwards": "Let me verify that again. Check {k} of {n} goes backwards.",
+}
+BEGIN = "<think>\nLet me work this out, starting from {a} with {x} {i}."
+END = "At first I had {first} {i} together, and now I have {last}.\n</think>"
+ANSWER = "The answer is \\boxed{{{first} then {last}}}."
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """Size of the generated problems; the defaults are what is evaluated."""
+
+    min_steps: int = 3
+    max_steps: int = 4
+    min_checks: int = 2
+    max_checks: int = 4
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """``owner`` has as many as ``kind`` makes of ``others`` and ``number``."""
+
+    kind: str
+    owner: str
+    others: tuple[str, ...]
+    number: int
+
+    def result(self, values: dict[str, int]) -> int:
+        first = values[self.others[0]]
+        if self.kind == TOGETHER:
+            return first + values[self.others[1]]
+        return {MORE: first + self.number, FEWER: first - self.number, TWICE: 2 * first}[self.kind]
+
+    def words(self, items: str) -> dict[str, object]:
+        names = dict(zip("ab", self.others, strict=False))
+        return {**names, "v": self.owner, "n": self.number, "i": items}
+
+    def step(self, items: str, values: dict[str, int], result: int) -> str:
+        seen = dict(zip("xy", (values[name] for name in self.others), strict=False))
+        text = f"{self.kind} {STEPS[self.kind]}"
+        return text.format(**self.words(items), **seen, r=result)
+
+
+def _fact(rng: random.Random, owner: str, values: dict[str, int]) -> _Fact:
+    """A fact about ``owner`` that builds on the last of ``values``; at most ``HIGHEST`` results."""
+    *earlier, last = values
+    while True:
+        kind = rng.choice((MORE, MORE, FEWER, FEWER, TWICE, *([TOGETHER] if earlier else [])))
+        others = (last, rng.choice(earlier)) if kind == TOGETHER else (last,)
+        number = rng.randint(2, 40) if kind in (MORE, FEWER) else 0
+        fact = _Fact(kind, owner, others, number)
+        if 2 <= fact.result(values) <= HIGHEST:
+            return fact
+
+
+def _check(facts: Sequence[_Fact], items: str, values: dict[str, int]) -> list[str]:
+    """One more pass, which recomputes and compares; mends ``values``."""
+    steps = []
+    for fact in facts:
+        old, result = values[fact.owner], fact.result(values)
+        tail = SAME if result == old else CHANGED.format(old=old)
+        steps.append(f"{fact.step(items, values, result)} {tail}")
+        values[fact.owner] = result
+    return steps
+
+
+def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> Problem:
+    count = rng.randint(difficulty.min_steps, difficulty.max_steps)
+    first, *owners = rng.sample(NAMES, count + 1)
+    items, given = rng.choice(ITEMS), rng.randint(5, 40)
+    true, facts = {first: given}, []
+    for owner in owners:
+        facts.append(_fact(rng, owner, true))
+        true[owner] = facts[-1].result(true)
+    last, other = owners[-1], rng.choice((first, *owners[:-1]))
+    checks = rng.choices(
+        tuple(HEADERS), k=rng.randint(difficulty.min_checks, difficulty.max_checks)
+    )
+    checks[0] = "forwards"  # only a pass in order mends what follows from a wrong note
+
+    # Half of the problems carry a wrong note, three in ten a right one.
+    noted, luck = rng.choice(owners), rng.random()
+    note = true[noted]
+    while luck < 0.5 and note == true[noted]:
+        note = max(2, true[noted] + rng.randint(-9, 9))
+
+    values = {first: given}
+    steps = [BEGIN.format(a=first, x=given, i=items)]
+    sums: list[int] = []
+
+    def add_up() -> None:
+        x, y = values[other], values[last]
+        sums.append(x + y)
+        steps.append(SUM.format(a=other, b=last, x=x, y=y, r=x + y, i=items))
+
+    for fact in facts:
+        result = values[fact.owner] = fact.result(values)
+        steps.append(fact.step(items, values, result))
+        if luck < 0.8 and fact.owner == noted:
+            values[noted] = note
+            steps[-1] += " " + NOTED.format(v=noted, r=note, i=items)
+    add_up()
+    before = list(values.values())
+    for number, kind in enumerate(checks, 1):
+        steps.append(HEADERS[kind].format(k=number, n=len(checks)))
+        steps += _check(facts if kind == "forwards" else facts[::-1], items, values)
+        add_up()
+    if min(before) < 0:
+        return make_problem(rng, difficulty)
+    assert values == true
+    ends = {"first": sums[0], "last": sums[-1]}
+    steps += [END.format(**ends, i=items), ANSWER.format(**ends)]
+
+    told = [f"{first} has {given} {items}.", *(f.kind.format(**f.words(items)) for f in facts)]
+    rng.shuffle(told)
+    if luck < 0.8:
+        told.append(f"A note says that {noted} has {note} {items}.")
+    told.append(f"How many {items} do {other} and {last} have together?")
+    plan = ", ".join(checks)
+    told.append(f"Check your work {len(checks)} times: {plan}. Say what you had at first, too.")
+    answer = f"{sums[0]} then {sums[-1]}"
+    return Problem(" ".join(told), answer, luck < 0.5, "\n\n".join(steps))
+
+
+def generate(
+    seed: int, count: int, split: str = "test", difficulty: Difficulty = Difficulty()
+) -> list[Problem]:
+    """As :func:`eval.tiny_reasoner.task.generate`."""
+    return generate_by(seed, count, split, difficulty, make_problem)
