@@ -119,8 +119,8 @@ class ReasonCacheConfig:
     )
     publish: str = _setting(
         "exact",
-        "What a finished request leaves in the prefix cache: its exact prefix, or all of it "
-        "with aliased nodes.",
+        "What a finished request leaves in the prefix cache. exact: its prefix up to the first "
+        "shared position. aliased: all of it, for follow-up turns that keep the reasoning.",
         choices=("exact", "aliased"),
     )
     apply: str = _setting(
