@@ -57,6 +57,7 @@ _COMPONENTS = "sglang.srt.managers.scheduler_components."
 HOOK_TARGETS: dict[str, str] = {
     "add_cli_args": _SERVER_ARGS + "add_cli_args",
     "from_cli_args": _SERVER_ARGS + "from_cli_args",
+    "verify": "sglang.srt.sampling.sampling_params.SamplingParams.verify",
     "build_allocator": "sglang.srt.mem_cache.kv_cache_configurator."
     "KVCacheConfigurator._build_token_to_kv_pool_allocator",
     "decode_done": _COMPONENTS

@@ -31,7 +31,8 @@ def install() -> None:
         "internal_state": _after_internal_state,
     }
     hooks = {name: _with_controller(hook) for name, hook in hooks.items()}
-    for name, hook in {**hooks, "build_allocator": _after_build_allocator}.items():
+    hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
+    for name, hook in hooks.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.CORRECTABLE_BACKENDS:
@@ -51,6 +52,14 @@ async def _states() -> dict[str, Any]:
     # Scheduler state travels the way /server_info already gets it.
     states = await compat.http_global_state().tokenizer_manager.get_internal_state()
     return {"schedulers": [state.get("reasoncache") for state in states]}
+
+
+def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
+    """SGLang answers a ValueError with status 400, before the scheduler sees the request. Workers of
+    ``--tokenizer-worker-num`` load no plugins: what they let through opts out."""
+    from sglang_reasoncache.sharing.state import asks_to_share
+
+    asks_to_share(params.custom_params)
 
 
 def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:

@@ -38,6 +38,7 @@ _LAST_LOC = "req_to_token req_pool_indices_tensor prefix_lens_tensor"
 HOOKS = {
     "add_cli_args": "parser",
     "from_cli_args": "args",
+    "verify": "self vocab_size",
     "build_allocator": f"self {_ALLOCATOR}",
     "decode_done": "self batch result",
     "prefill_done": "self batch result",

@@ -159,6 +159,9 @@ def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
     assert after["requests_opted_out"] == before["requests_opted_out"] + 4
     for total in ("blocks_compared", "positions_evicted"):
         assert after[total] == before[total]
+    body = {"text": "one", "sampling_params": {"custom_params": {"reasoncache": "maybe"}}}
+    refused = server.post("/generate", json=body)
+    assert refused.status_code == 400 and "got 'maybe'" in refused.text
 
 
 THINK, END_OF_THINKING = "<think>", "</think>"
