@@ -4,6 +4,7 @@ atomic, bounded, honest about corruption, and kept across restarts."""
 
 import json
 import math
+import os
 import resource
 from pathlib import Path
 
@@ -154,7 +155,7 @@ NO_NUMBER = "num_observed must be an integer of at least"
         ({"version": 2}, "must have version 1, got 2"),
         ({"layout": [1e-7, 1e3, 128]}, "must have layout"),
         *(({"bins": bins}, NO_BINS) for bins in BAD_BINS),
-        *(({"num_observed": number}, NO_NUMBER) for number in (2, "3", -1)),
+        *(({"num_observed": number}, NO_NUMBER) for number in (2, "3", -1, 10**400)),
         ({"bins": []}, NO_NUMBER),
     ],
 )
@@ -236,19 +237,59 @@ def test_corrupt_file_is_refused_and_left_alone(path: Path, content: bytes) -> N
 
 
 def test_what_is_refused(path: Path) -> None:
-    """A file too large, an entry that is no object, a folder that is not there."""
+    """A file too large, or none at all, a name too long, a folder that is not there."""
     with pytest.raises(ValueError, match="must be at most"):
         save(path, _KEY, {"padding": "x" * calibration.MAX_FILE_BYTES})
     assert not list(path.parent.iterdir())
-    for content, message in (
-        (json.dumps({"version": 1, "entries": {_KEY.as_text(): 7}}), "is not an object"),
-        (" " * (calibration.MAX_FILE_BYTES + 1), "must be at most"),
+    path.write_text(" " * (calibration.MAX_FILE_BYTES + 1))
+    with pytest.raises(ValueError, match="must be at most"):
+        load(path, _KEY)
+    pipe = path.parent / "pipe"
+    os.mkfifo(pipe)
+    for bad, message in (
+        (path.parent / "absent" / "seen.json", "must lie in a writable folder"),
+        *((named, "must be a regular file") for named in (pipe, path.parent)),
+        *((path.parent / named, "File name too long") for named in ("x" * 300, "x" * 300 + "/y")),
     ):
-        path.write_text(content)
-        with pytest.raises(ValueError, match=message):
-            load(path, _KEY)
-    with pytest.raises(ValueError, match="must lie in a writable folder"):
-        calibration.check_calibration(_config(path.parent / "absent" / "seen.json"))
+        with pytest.raises(ValueError, match=f"--reasoncache-calibration '{bad}': .*{message}"):
+            calibration.check_calibration(_config(bad))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        7,
+        *(
+            state_of(1) | {"bins": [[5, weight]]}
+            for weight in (math.nan, math.inf, -1.0, "1", 10**400)
+        ),
+        *(state_of(1) | {"num_observed": count} for count in (10**400, 2**63)),
+    ],
+)
+def test_a_broken_entry_is_refused_where_the_file_was_given(
+    path: Path, entry: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start, whichever server's entry it is. A file that merely lies beside the model stops
+    nobody."""
+    path.write_text(json.dumps({"version": 1, "entries": {_KEY.as_text(): entry}}))
+    found = f"{path}, entry .*model-a.*: histogram "
+    with pytest.raises(ValueError, match=f"--reasoncache-calibration .*{found}"):
+        calibration.check_calibration(_config(path))
+    with pytest.raises(ValueError, match=f"--reasoncache-calibration: .*{found}"):
+        _threshold(path, path.parent)
+    assert not _threshold(None, path.parent).threshold.is_warm
+    assert f"goes on without {path}" in caplog.text
+
+
+def test_what_killed_writes_left_is_removed_at_the_start(path: Path) -> None:
+    """Of an earlier start: another server may be writing now."""
+    save(path, _KEY, state_of(1))
+    old, young = (path.parent / f"{calibration._PARTIAL}{name}" for name in ("a", "b"))
+    for left in (old, young):
+        left.touch()
+    os.utime(old, (0, 0))
+    calibration.check_calibration(_config(path))
+    assert set(path.parent.iterdir()) == {path, young}
 
 
 def test_oldest_entries_make_room(path: Path) -> None:
