@@ -87,7 +87,7 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
     if config_of(server_args) is not None:
         from sglang_reasoncache.plugin import hooks
 
-        hooks.add_route()
+        hooks.add_routes()
     return server_args
 
 

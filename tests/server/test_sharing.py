@@ -92,8 +92,11 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
     assert entry["shared_positions"] == 8 * len(entry["blocks"])
     # The newest copy stays.
     assert all(dst + 8 <= src for dst, src in entry["blocks"])
-    states = server.get("/server_info").json()["internal_states"]
-    assert states[0]["reasoncache"]["totals"]["blocks_shared"] > 0
+    [short] = server.get("/reasoncache").json()["schedulers"]
+    [state] = server.get("/server_info").json()["internal_states"]
+    for told in (short, state["reasoncache"]):
+        assert told.keys() == seen.keys() - {"recent"}
+        assert told["totals"]["blocks_shared"] == totals["blocks_shared"]
     assert "#shared token: " in server.log_text(start)
 
 
