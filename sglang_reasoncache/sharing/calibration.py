@@ -40,7 +40,7 @@ class CalibrationKey(NamedTuple):
     """What distances depend on.
 
     Attributes:
-        model: Fingerprint of the model, and how blocks are paired.
+        model: Shape and weights of the model, and how blocks are paired.
         block: Tokens per block.
         positions: ``corrected`` or ``as-cached``, and how blocks are compared.
         kv_dtype: Such as ``bfloat16``.

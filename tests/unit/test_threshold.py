@@ -7,15 +7,24 @@ import math
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.plugin.server import ServerParts, fingerprint
 from sglang_reasoncache.sharing import calibration
-from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey, load, save
+from sglang_reasoncache.sharing.calibration import (
+    CalibratedThreshold,
+    CalibrationKey,
+    load,
+    save,
+)
 from sglang_reasoncache.sharing.histogram import Histogram
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
@@ -197,6 +206,40 @@ def _config(path: Path | None) -> ReasonCacheConfig:
 
 def _threshold(path: Path | None, model_path: Path) -> CalibratedThreshold:
     return CalibratedThreshold(_config(path), _KEY, str(model_path), True)
+
+
+def _layers(changed: tuple[int, int] | None = None, rank: slice = slice(None)) -> torch.nn.Module:
+    """Weights of all kinds; one number of the first may be changed. ``rank`` holds a part of it,
+    by rows, and of the second, by columns."""
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.randn(256, 256, generator=generator) for _ in range(2))
+    if changed is not None:
+        first[changed] += 1
+    model = torch.nn.ParameterDict({"first": first[rank].bfloat16(), "second": second[:, rank]})
+    model["scale"] = torch.nn.Parameter(torch.tensor(3.0))
+    model["turned"] = torch.nn.Parameter(second.to(torch.float8_e4m3fn).T, requires_grad=False)
+    model["none"] = torch.nn.Parameter(torch.empty(0, 4))
+    return model
+
+
+def test_a_fine_tune_has_another_key() -> None:
+    """Of the same shape. Its numbers behind the first ones are not looked at."""
+    pool = SimpleNamespace(layer_num=2, head_num=2, head_dim=4, dtype=torch.bfloat16)
+    parts: Any = SimpleNamespace(
+        config=ReasonCacheConfig(), allocator=SimpleNamespace(get_kvcache=lambda: pool)
+    )
+
+    def key_of(model: torch.nn.Module) -> CalibrationKey:
+        runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        shape = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3", vocab_size=9))
+        common = SimpleNamespace(page_size=1)
+        context = SimpleNamespace(model_config=shape, tp_worker=runner, tp_size=1, params=common)
+        return ServerParts._calibration_key(parts, context, 8)  # type: ignore[arg-type]
+
+    model = key_of(_layers())
+    assert key_of(_layers()) == key_of(_layers(changed=(0, 64))) == model
+    assert key_of(_layers(changed=(0, 63))) != model
+    assert fingerprint(_layers(rank=slice(128))) == fingerprint(_layers())
 
 
 def test_states_are_kept_apart_by_every_part_of_the_key(path: Path) -> None:
