@@ -17,9 +17,12 @@ def test_lists_and_arrays_go_through_pinned_memory(
     """``meta`` is the device. Pinning needs a GPU, so a copy stands in for it; that arrays cannot
     be pinned where they are made is PyTorch's own refusal."""
     pinned: list[torch.Tensor] = []
-    monkeypatch.setattr(
-        torch.Tensor, "pin_memory", lambda made: pinned.append(made) or made.clone()
-    )
+
+    def pin(made: torch.Tensor) -> torch.Tensor:
+        pinned.append(made)
+        return made.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     with pytest.raises(RuntimeError, match="Can't pin tensor constructed from numpy"):
         torch.tensor(np.arange(3), pin_memory=True)
     sent = upload(values, "meta", torch.int32)
