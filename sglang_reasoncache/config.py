@@ -147,7 +147,8 @@ class ReasonCacheConfig:
     )
     half_life: int = _setting(
         0,
-        "Distances after which an observed one counts half in the percentile; 0 never forgets.",
+        "Distances after which an observed one counts half in the percentile; 0 never forgets: after N "
+        "distances a new one counts 1/N, so a server that runs for weeks wants 1000000 or so.",
         bounds=(0, 1_000_000_000),
     )
     distance: str = _setting(

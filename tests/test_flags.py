@@ -264,6 +264,17 @@ def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -
     refusals.check_evicting(_server_args(**{field: "torch_native"}), ReasonCacheConfig())
 
 
+def test_copies_that_would_race_are_refused_by_name() -> None:
+    """On a GPU, where SGLang launches the next forward before rows are changed."""
+    copy, alias = ReasonCacheConfig(apply="copy"), ReasonCacheConfig()
+    message = "--reasoncache-set apply=copy writes .*: add --disable-overlap-schedule"
+    with pytest.raises(ValueError, match=message):
+        refusals.check_copy(_server_args(), copy, on_gpu=True)
+    refusals.check_copy(_server_args(), copy, on_gpu=False)
+    refusals.check_copy(_server_args(), alias, on_gpu=True)
+    refusals.check_copy(_server_args(disable_overlap_schedule=True), copy, on_gpu=True)
+
+
 FA3 = dict(page_size=16, attention_backend="fa3")
 READS = "selects what a step reads, which --attention-backend fa3 does .*flashinfer"
 

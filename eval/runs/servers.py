@@ -48,9 +48,10 @@ class Server:
                 raise ServerError(f"--url {self.url}: /v1/models says {error!r}") from error
 
     def report(self) -> dict[str, Any]:
-        """``GET /reasoncache``, {} for stock; see :func:`merge`, :func:`since`. Raises ServerError."""
+        """``GET /reasoncache``, of our own server with details, {} for stock; see :func:`merge`,
+        :func:`since`. Raises ServerError."""
         try:
-            response = self._get("/reasoncache")
+            response = self._get("/reasoncache/details" if self.process else "/reasoncache")
             stock = response.status_code == 404
             told = [] if stock else response.raise_for_status().json()["schedulers"]
             return since(self._before, merge(told))
@@ -185,9 +186,7 @@ def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     totals = _combined([now.get("totals", {}), before.get("totals", {})], -1)
     if any(totals.get(name, 0) < 0 for name in _WEIGHTS.values()):
         return {}
-    seen = {row.get("rid") for row in before.get("recent", [])}
-    recent = [row for row in now.get("recent", []) if row.get("rid") not in seen]
-    return {**now, "totals": totals, "recent": recent}
+    return {**now, "totals": totals}
 
 
 def _combined(totals: Sequence[Mapping[str, Any]], sign: int) -> dict[str, Any]:

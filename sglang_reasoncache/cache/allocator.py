@@ -7,6 +7,7 @@ occurrence, and stays in use until its last one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -180,18 +181,19 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
     """Page size above 1: pages are shared whole."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Stock ``free`` deduplicates pages, but a row may name one twice. Rows are whole pages
-        apart from their ends, so a page's references are the runs it appears in."""
+        """Slots in any order. Stock ``free`` deduplicates pages, but rows may name one several times.
+        Rows begin at a page and end anywhere, so a page is named as often as the most frequent of
+        its slots."""
         if self.free_group is None:
             free_index = self._without_evicted(free_index)
         if self.free_group is not None or not self.references:
             super().free(free_index)
             return
-        pages = free_index // self.page_size
-        starts = torch.ones_like(pages, dtype=torch.bool)
-        # A new run starts where the page changes or the offset wraps around.
-        starts[1:] = (pages[1:] != pages[:-1]) | (free_index[1:] <= free_index[:-1])
-        self._release_page_ids(pages[starts])
+        named: Counter[int] = Counter()
+        for slot, times in Counter(free_index.tolist()).items():
+            page = slot // self.page_size
+            named[page] = max(named[page], times)
+        self.release(list(named.elements()))
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         """The one way back to the free list; see :meth:`_last_references`."""

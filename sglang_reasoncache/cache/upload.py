@@ -17,4 +17,5 @@ def upload(
     if torch.device(device).type == "cpu":
         return torch.tensor(values, dtype=dtype)
     # A copy from pinned memory is only queued; any other waits for the forward in flight.
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    # Pinned afterwards: ``torch.tensor(pin_memory=True)`` refuses numpy arrays.
+    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)

@@ -33,6 +33,8 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.radix_cache": ["RadixCache", "RadixKey"],
     "mem_cache.base_prefix_cache": ["MatchPrefixParams", "EvictParams", "EvictResult"],
     "managers.schedule_batch": ["FINISH_ABORT"],
+    "managers.io_struct": ["GetInternalStateReq"],
+    "utils.auth": ["AuthLevel", "auth_level"],
     "layers.attention.torch_native_backend": ["TorchNativeAttnBackend"],
     "layers.attention.flashinfer_backend": ["FlashInferAttnBackend"],
     "layers.attention.triton_backend": ["TritonAttnBackend"],
@@ -57,6 +59,7 @@ _COMPONENTS = "sglang.srt.managers.scheduler_components."
 HOOK_TARGETS: dict[str, str] = {
     "add_cli_args": _SERVER_ARGS + "add_cli_args",
     "from_cli_args": _SERVER_ARGS + "from_cli_args",
+    "verify": "sglang.srt.sampling.sampling_params.SamplingParams.verify",
     "build_allocator": "sglang.srt.mem_cache.kv_cache_configurator."
     "KVCacheConfigurator._build_token_to_kv_pool_allocator",
     "decode_done": _COMPONENTS
@@ -66,7 +69,8 @@ HOOK_TARGETS: dict[str, str] = {
     "count_uncached": _COMPONENTS
     + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
     "decode_log_parts": _COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
-    "internal_state": _COMPONENTS + "internal_state.SchedulerInternalStateController._add_env_vars",
+    "internal_state": _COMPONENTS
+    + "internal_state.SchedulerInternalStateController.get_internal_state",
 }
 
 #: The hook of our attention on the CPU, with or without ``--enable-reasoncache``.

@@ -113,6 +113,7 @@ class ServerArgs(Protocol):
     attention_backend: str | None
     page_size: int | None
     tp_size: int
+    disable_overlap_schedule: bool
 
 
 class ModelConfig(Protocol):

@@ -100,9 +100,9 @@ class Controller:
         self.eviction.reset()
         self.report.recent.clear()
 
-    def describe(self) -> dict[str, Any]:
-        """JSON for the endpoint."""
-        return self.report.describe(self.forecast.credit)
+    def describe(self, details: bool = False) -> dict[str, Any]:
+        """JSON for the endpoint; see :meth:`Report.describe`."""
+        return self.report.describe(self.forecast.credit, details)
 
     def after_decode(self, reqs: Sequence[Request]) -> int:
         """Share and evict what is ready, between two forwards; return how many slots came back."""

@@ -87,7 +87,7 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
     if config_of(server_args) is not None:
         from sglang_reasoncache.plugin import hooks
 
-        hooks.add_route()
+        hooks.add_routes()
     return server_args
 
 
@@ -127,7 +127,9 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     from sglang_reasoncache.plugin.step_filter import check_encoder
 
     check_encoder(config, server_args.tp_size)
-    if server_args.device == "cpu" or not torch.cuda.is_available():
+    on_gpu = server_args.device != "cpu" and torch.cuda.is_available()
+    refusals.check_copy(server_args, config, on_gpu)
+    if not on_gpu:
         # Compiled before the scheduler processes want them.
         try:
             native.prepare_for_children()

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: What sharing did, as JSON, one entry per scheduler.
 _ROUTE = "/reasoncache"
+#: Likewise, with what it did to single requests; the id by which a scheduler is asked for that.
+_DETAILS = "/reasoncache/details"
 #: Of the scheduler process; processes without a scheduler have none.
 _server: ServerParts | None = None
 
@@ -31,7 +33,8 @@ def install() -> None:
         "internal_state": _after_internal_state,
     }
     hooks = {name: _with_controller(hook) for name, hook in hooks.items()}
-    for name, hook in {**hooks, "build_allocator": _after_build_allocator}.items():
+    hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
+    for name, hook in hooks.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.CORRECTABLE_BACKENDS:
@@ -41,16 +44,39 @@ def install() -> None:
             compat.register_attention_backend(name)(make)
 
 
-def add_route() -> None:
-    """Add ``GET /reasoncache`` to SGLang's HTTP application, in the server's main process."""
-    if not any(getattr(route, "path", None) == _ROUTE for route in compat.http_app.routes):
-        compat.http_app.add_api_route(_ROUTE, _states, methods=["GET"])
+def add_routes() -> None:
+    """Add ``GET /reasoncache`` and its details to SGLang's HTTP application, in the server's main
+    process. Where there is an ``--admin-api-key``, details, other clients' request ids, want it."""
+    present = {getattr(route, "path", None) for route in compat.http_app.routes}
+    for_admins = compat.auth_level(compat.AuthLevel.ADMIN_OPTIONAL)
+    for path, endpoint in {_ROUTE: _totals, _DETAILS: for_admins(_details)}.items():
+        if path not in present:
+            compat.http_app.add_api_route(path, endpoint, methods=["GET"])
 
 
-async def _states() -> dict[str, Any]:
-    # Scheduler state travels the way /server_info already gets it.
-    states = await compat.http_global_state().tokenizer_manager.get_internal_state()
+async def _totals() -> dict[str, Any]:
+    return await _schedulers(None)
+
+
+async def _details() -> dict[str, Any]:
+    return await _schedulers(_DETAILS)
+
+
+async def _schedulers(rid: str | None) -> dict[str, Any]:
+    """What each scheduler says; it travels the way ``/server_info`` gets its states."""
+    manager = compat.http_global_state().tokenizer_manager
+    manager.auto_create_handle_loop()
+    asked = compat.GetInternalStateReq(rid=rid)
+    states = [told.internal_state for told in await manager.get_internal_state_communicator(asked)]
     return {"schedulers": [state.get("reasoncache") for state in states]}
+
+
+def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
+    """SGLang answers a ValueError with status 400, before the scheduler sees the request. Workers of
+    ``--tokenizer-worker-num`` load no plugins: what they let through opts out."""
+    from sglang_reasoncache.sharing.state import asks_to_share
+
+    asks_to_share(params.custom_params)
 
 
 def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
@@ -125,8 +151,6 @@ def _after_decode_log_parts(controller: Controller, result: list[str], _stats: A
     return [*result, controller.report.log_part()]
 
 
-def _after_internal_state(
-    controller: Controller, _result: None, _owner: Any, state: dict[str, Any]
-) -> None:
+def _after_internal_state(controller: Controller, result: Any, _owner: Any, asked: Any) -> None:
     """``GET /server_info`` lists each scheduler's internal state; ours is one more entry."""
-    state["reasoncache"] = controller.describe()
+    result.internal_state["reasoncache"] = controller.describe(details=asked.rid == _DETAILS)

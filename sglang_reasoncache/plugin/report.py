@@ -157,20 +157,25 @@ class Report:
         if self.metrics is not None and self.selection is not None:
             self.metrics.update_selection(self.selection.recent())
 
-    def describe(self, credit: float) -> dict[str, Any]:
-        """JSON for the endpoint. ``credit``: share of future output that admission counts on."""
+    def describe(self, credit: float, details: bool) -> dict[str, Any]:
+        """JSON for the endpoint. ``credit``: share of future output that admission counts on.
+        ``details``: with ``recent``, up to 164,000 numbers, and a wait for what is selected."""
+        selection = self.selection
+        told = (
+            None if selection is None else (selection.describe if details else selection.recent)()
+        )
         return {
             "config": self.config.to_dict(),
             "block": self.pipeline.block,
             "slots_saved_now": self.slots_saved,
             "positions_evicted_now": self.eviction.positions_now,
             "evictors": self.eviction.described,
-            "selection": None if self.selection is None else self.selection.describe(),
+            "selection": told,
             "admission_credit": credit,
             "threshold": self.pipeline.threshold.describe(),
             "distances": self.pipeline.meter.backend,
             "totals": self.stats.to_dict(),
-            "recent": list(self.recent),
+            **({"recent": list(self.recent)} if details else {}),
         }
 
     def log_part(self) -> str:

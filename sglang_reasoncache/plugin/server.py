@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.allocator import shared_allocator_of
@@ -104,7 +107,9 @@ class ServerParts:
             engine = FilterProcess(knobs, vocabulary, ids, config.max_pending, *encoder)
         tracker = RequestTracker(engine, stats, ranks, markers)
         acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
-        key, path = self._calibration_key(context, block), context.server_args.model_path
+        # Each rank holds other weights.
+        key = ranks.first(self._calibration_key(context, block))
+        path = context.server_args.model_path
         writes = context.tp_rank == 0
         threshold = CalibratedThreshold(config, key, path, writes, agree=ranks.first)
         pipeline = BlockPipeline(tracker, meter, acceptor, threshold, block, config.min_age)
@@ -137,11 +142,26 @@ class ServerParts:
             f"vocab{getattr(model, 'vocab_size', 0)}",
             f"page{context.params.page_size}",
             config.align if config.match == "steps" else config.match,
+            f"weights{fingerprint(context.tp_worker.model_runner.model)}",
         )
         # Distances of different kinds do not mix.
         kind = "" if config.distance == "euclidean" else f"/{config.distance}"
         dtype = str(pool.dtype).removeprefix("torch.")
         return CalibrationKey("/".join(parts), block, config.positions + kind, dtype)
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """16 hexadecimal digits out of the first numbers, at most 64, of each parameter as it is loaded.
+
+    A fine-tune of the same shape has other ones, unless it left all of these as they were.
+    """
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        if weight.numel() and not weight.is_meta:
+            # Without a copy of the whole parameter.
+            first = weight.detach()[(0,) * (weight.ndim - 1)].reshape(-1)[:64].cpu()
+            digest.update(name.encode() + first.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> ReasoningMarkers | None:

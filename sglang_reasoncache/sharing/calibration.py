@@ -6,6 +6,7 @@ Without it, the first requests of a fresh server meet an empty percentile.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from sglang_reasoncache.arguments import flag_of
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.sharing.histogram import Histogram
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 CALIBRATION_FILE = "reasoncache_calibration.json"
 _SAVE_INTERVAL_SECONDS = 30.0
 _VERSION = 1
+#: Begins the names of files that are being written, and their age when no writer is left.
+_PARTIAL, _ABANDONED_SECONDS = ".reasoncache-", 60.0
 MAX_FILE_BYTES = 4 << 20
 """A file above this size is neither read nor written."""
 MAX_ENTRIES = 32
@@ -36,7 +40,7 @@ class CalibrationKey(NamedTuple):
     """What distances depend on.
 
     Attributes:
-        model: Fingerprint of the model, and how blocks are paired.
+        model: Shape and weights of the model, and how blocks are paired.
         block: Tokens per block.
         positions: ``corrected`` or ``as-cached``, and how blocks are compared.
         kv_dtype: Such as ``bfloat16``.
@@ -53,16 +57,15 @@ class CalibrationKey(NamedTuple):
 
 
 def load(path: Path, key: CalibrationKey) -> dict[str, object] | None:
-    """The state saved for ``key``, not validated yet; None if the file or the key is absent.
+    """The state saved for ``key``; None if the file or the key is absent.
 
-    Raises ValueError for a file that is too large or no calibration, OSError if it cannot be read.
+    Raises ValueError for a file that is too large or no calibration, or a broken entry, OSError if
+    it cannot be read.
     """
-    state = _read(path).get(key.as_text())
-    if state is None:
-        return None
-    if not isinstance(state, dict):
-        raise ValueError(f"calibration file {path}: entry {key.as_text()} is not an object")
-    return state
+    state: Any = _read(path).get(key.as_text())
+    if state is not None:
+        _check_entry(path, key.as_text(), state)
+    return state  # type: ignore[no-any-return]
 
 
 def save(path: Path, key: CalibrationKey, state: dict[str, object]) -> None:
@@ -83,6 +86,13 @@ def save(path: Path, key: CalibrationKey, state: dict[str, object]) -> None:
     data = json.dumps({"version": _VERSION, "entries": entries}, allow_nan=False).encode()
     _check_size(path, data)
     _replace(path, data)
+
+
+def _check_entry(path: Path, key: str, state: object) -> None:
+    try:
+        Histogram(state=state)
+    except ValueError as error:
+        raise ValueError(f"calibration file {path}, entry {key:.200}: {error}") from error
 
 
 def _check_size(path: Path, data: bytes) -> None:
@@ -113,7 +123,7 @@ def _read(path: Path) -> dict[str, object]:
 
 def _replace(target: Path, data: bytes) -> None:
     """No reader ever sees half a file."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=_PARTIAL)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -151,11 +161,18 @@ class CalibratedThreshold:
         self.threshold = AdaptiveThreshold(config.percentile, config.warmup, half_life, state)
 
     def _stored(self, beside_model: Path) -> dict[str, object] | None:
-        """From the operator's file or the model's folder."""
+        """From the operator's file or the model's folder. Raises ValueError where the operator's
+        is broken; of the other one nobody asked for the log tells it."""
         for path in (self._path, beside_model):
-            if path is None or not path.is_file():
+            try:
+                if path is None or not path.is_file():
+                    continue
+                stored = load(path, self._key)
+            except (ValueError, OSError) as error:
+                if path is self._path:
+                    raise ValueError(f"{flag_of('calibration')}: {error}") from error
+                logger.warning("reasoncache: goes on without %s: %s", path, error)
                 continue
-            stored = load(path, self._key)
             if stored is not None:
                 logger.info("reasoncache: distances calibrated from %s", path)
                 return stored
@@ -193,13 +210,21 @@ class CalibratedThreshold:
 
 
 def check_calibration(config: ReasonCacheConfig) -> None:
-    """Raises ValueError for a file that is no calibration, or a folder that cannot be written."""
+    """Raises ValueError for a file that is no calibration, or a folder that cannot be written.
+    Removes what killed writes left in that folder."""
     if config.calibration is None:
         return
-    path, flag = Path(config.calibration), flag_of("calibration")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{flag} must lie in a writable folder, got {config.calibration!r}")
+    path = Path(config.calibration)
     try:
-        load(path, CalibrationKey("any", 1, config.positions, "any"))
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ValueError("must lie in a writable folder")
+        if path.exists() and not path.is_file():
+            raise ValueError("must be a regular file")
+        for key, state in _read(path).items():
+            _check_entry(path, key, state)
+        for left in path.parent.glob(f"{_PARTIAL}*"):
+            with contextlib.suppress(OSError):
+                if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                    left.unlink()
     except (ValueError, OSError) as error:
-        raise ValueError(f"{flag} {config.calibration!r}: {error}") from error
+        raise ValueError(f"{flag_of('calibration')} {config.calibration!r}: {error}") from error

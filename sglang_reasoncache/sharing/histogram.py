@@ -100,10 +100,11 @@ class Histogram:
         count: Any = state.get("num_observed")
         total = float(self._bins.sum())
         # Decay only ever makes the weights smaller than the count.
-        if not (type(count) is int and total <= count * (1 + 1e-6) and (count > 0) == (total > 0)):
+        least = total * (1 - 1e-6)
+        if not (type(count) is int and least <= count < 1 << 63 and (count > 0) == (total > 0)):
             raise ValueError(
                 f"histogram num_observed must be an integer of at least the sum of weights "
-                f"{total}, got {count!r:.80}"
+                f"{total}, below 2**63, got {count!r:.80}"
             )
         self.num_observed = count
         self._weight = self._growth

@@ -15,6 +15,11 @@ from sglang_reasoncache.filter.process import FilterProcess
 _ATTRIBUTE = "_reasoncache_state"
 #: Key in the OpenAI API's ``custom_params`` that switches sharing off for a request.
 OPT_OUT_KEY = "reasoncache"
+#: How a client writes its value, in any case.
+_SPELLINGS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
 
 
 class Followed:
@@ -109,10 +114,27 @@ def is_running(req: Request) -> bool:
     return not req.finished() and not req.is_retracted and req.kv.holds_kv
 
 
+def asks_to_share(custom_params: object) -> bool:
+    """What a request's ``custom_params`` say; True where they say nothing. Raises ValueError for
+    what is neither yes nor no."""
+    value = custom_params.get(OPT_OUT_KEY) if isinstance(custom_params, dict) else None
+    if value is None:
+        return True
+    found = _SPELLINGS.get(str(value).lower()) if isinstance(value, (int, str)) else None
+    if found is None:
+        raise ValueError(
+            f"custom_params: {OPT_OUT_KEY} must be true or false, got {repr(value)[:80]}"
+        )
+    return found
+
+
 def allows(req: Request) -> bool:
-    """False when the request opted out: it keeps its row, and reads no approximations."""
-    params = getattr(req.sampling_params, "custom_params", None)
-    return not (isinstance(params, dict) and params.get(OPT_OUT_KEY) is False)
+    """False when the request opted out: it keeps its row, and reads no approximations. So is
+    what no frontend refused; see ``plugin/hooks.py``."""
+    try:
+        return asks_to_share(getattr(req.sampling_params, "custom_params", None))
+    except ValueError:
+        return False
 
 
 def takes_part(req: Request) -> bool:

@@ -38,12 +38,13 @@ _LAST_LOC = "req_to_token req_pool_indices_tensor prefix_lens_tensor"
 HOOKS = {
     "add_cli_args": "parser",
     "from_cli_args": "args",
+    "verify": "self vocab_size",
     "build_allocator": f"self {_ALLOCATOR}",
     "decode_done": "self batch result",
     "prefill_done": "self batch result",
     "count_uncached": "self",
     "decode_log_parts": "self",
-    "internal_state": "self state",
+    "internal_state": "self recv_req",
     "forward_batch": "batch model_runner ...",
     "graph_variants": "hf_config",
     "last_loc": _LAST_LOC,
@@ -122,6 +123,12 @@ mem_cache.common.checkpoint_kv_cache
     req.prefix_len = req.extend_end
 mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free_group_end
     self.free_group = self.free_group, None
+# Our own question goes the way of SGLang's.
+managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state
+    self.auto_create_handle_loop()
+    req = GetInternalStateReq()
+    await self.get_internal_state_communicator(req)
+    res.internal_state
 # A processed prefill says what it computed; decoding requests that ride on it come last.
 managers.schedule_batch.ScheduleBatch.copy
     reqs=self.reqs

@@ -60,7 +60,7 @@ def test_an_evicted_slot_is_free_at_once() -> None:
     assert seen["positions_evicted_now"] == seen["slots_saved_now"] == 4
     assert seen["totals"]["positions_evicted"] == seen["totals"]["slots_freed_by_eviction"] == 4
     finish(world, req)
-    assert world.controller.describe()["recent"][0]["evicted_positions"] == 4
+    assert world.controller.describe(details=True)["recent"][0]["evicted_positions"] == 4
 
 
 #: Runs that are refused.

@@ -79,7 +79,8 @@ def respond(
 
 
 def report(server: ServerProcess) -> dict[str, Any]:
-    response = server.get("/reasoncache")
+    """With details."""
+    response = server.get("/reasoncache/details")
     response.raise_for_status()
     return response.json()["schedulers"][0]
 

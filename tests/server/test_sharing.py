@@ -92,8 +92,11 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
     assert entry["shared_positions"] == 8 * len(entry["blocks"])
     # The newest copy stays.
     assert all(dst + 8 <= src for _, dst, src in entry["blocks"])
-    states = server.get("/server_info").json()["internal_states"]
-    assert states[0]["reasoncache"]["totals"]["blocks_shared"] > 0
+    [short] = server.get("/reasoncache").json()["schedulers"]
+    [state] = server.get("/server_info").json()["internal_states"]
+    for told in (short, state["reasoncache"]):
+        assert told.keys() == seen.keys() - {"recent"}
+        assert told["totals"]["blocks_shared"] == totals["blocks_shared"]
     assert "#shared token: " in server.log_text(start)
 
 
@@ -159,6 +162,9 @@ def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
     assert after["requests_opted_out"] == before["requests_opted_out"] + 4
     for total in ("blocks_compared", "positions_evicted"):
         assert after[total] == before[total]
+    body = {"text": "one", "sampling_params": {"custom_params": {"reasoncache": "maybe"}}}
+    refused = server.post("/generate", json=body)
+    assert refused.status_code == 400 and "got 'maybe'" in refused.text
 
 
 THINK, END_OF_THINKING = "<think>", "</think>"

@@ -88,7 +88,9 @@ def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) 
     ],
 )
 @pytest.mark.parametrize("grouped", [False, True], ids=["each", "grouped"])
-@pytest.mark.parametrize("how", ["free", "free_segment", "free_page_ids", "cut-1", "cut-3"])
+@pytest.mark.parametrize(
+    "how", ["free", "free_segment", "free_page_ids", "cut-1", "cut-3", "mixed"]
+)
 def test_pages_come_back_with_their_last_reference(
     either: Allocator, page: int, shared: str, freed: list[str], left: str, grouped: bool, how: str
 ) -> None:
@@ -105,6 +107,8 @@ def test_pages_come_back_with_their_last_reference(
             either.free_page_ids(slots(*pages))
         elif how == "free_segment":
             either.free_segment(row, start_pos=4 * page)
+        elif how == "mixed":
+            either.free(row.reshape(-1, page).T.flatten())
         else:
             cut = int(how.partition("-")[2] or 0) if page > 1 else 0
             either.free(row[: len(row) - cut])

@@ -4,17 +4,27 @@ atomic, bounded, honest about corruption, and kept across restarts."""
 
 import json
 import math
+import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.plugin.server import ServerParts, fingerprint
 from sglang_reasoncache.sharing import calibration
-from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey, load, save
+from sglang_reasoncache.sharing.calibration import (
+    CalibratedThreshold,
+    CalibrationKey,
+    load,
+    save,
+)
 from sglang_reasoncache.sharing.histogram import Histogram
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
@@ -154,7 +164,7 @@ NO_NUMBER = "num_observed must be an integer of at least"
         ({"version": 2}, "must have version 1, got 2"),
         ({"layout": [1e-7, 1e3, 128]}, "must have layout"),
         *(({"bins": bins}, NO_BINS) for bins in BAD_BINS),
-        *(({"num_observed": number}, NO_NUMBER) for number in (2, "3", -1)),
+        *(({"num_observed": number}, NO_NUMBER) for number in (2, "3", -1, 10**400)),
         ({"bins": []}, NO_NUMBER),
     ],
 )
@@ -198,6 +208,40 @@ def _threshold(path: Path | None, model_path: Path) -> CalibratedThreshold:
     return CalibratedThreshold(_config(path), _KEY, str(model_path), True)
 
 
+def _layers(changed: tuple[int, int] | None = None, rank: slice = slice(None)) -> torch.nn.Module:
+    """Weights of all kinds; one number of the first may be changed. ``rank`` holds a part of it,
+    by rows, and of the second, by columns."""
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.randn(256, 256, generator=generator) for _ in range(2))
+    if changed is not None:
+        first[changed] += 1
+    model = torch.nn.ParameterDict({"first": first[rank].bfloat16(), "second": second[:, rank]})
+    model["scale"] = torch.nn.Parameter(torch.tensor(3.0))
+    model["turned"] = torch.nn.Parameter(second.to(torch.float8_e4m3fn).T, requires_grad=False)
+    model["none"] = torch.nn.Parameter(torch.empty(0, 4))
+    return model
+
+
+def test_a_fine_tune_has_another_key() -> None:
+    """Of the same shape. Its numbers behind the first ones are not looked at."""
+    pool = SimpleNamespace(layer_num=2, head_num=2, head_dim=4, dtype=torch.bfloat16)
+    parts: Any = SimpleNamespace(
+        config=ReasonCacheConfig(), allocator=SimpleNamespace(get_kvcache=lambda: pool)
+    )
+
+    def key_of(model: torch.nn.Module) -> CalibrationKey:
+        runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        shape = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3", vocab_size=9))
+        common = SimpleNamespace(page_size=1)
+        context = SimpleNamespace(model_config=shape, tp_worker=runner, tp_size=1, params=common)
+        return ServerParts._calibration_key(parts, context, 8)  # type: ignore[arg-type]
+
+    model = key_of(_layers())
+    assert key_of(_layers()) == key_of(_layers(changed=(0, 64))) == model
+    assert key_of(_layers(changed=(0, 63))) != model
+    assert fingerprint(_layers(rank=slice(128))) == fingerprint(_layers())
+
+
 def test_states_are_kept_apart_by_every_part_of_the_key(path: Path) -> None:
     others = ("model-b", 8, "as-cached", "float16")
     changes = zip(_KEY._fields, others, strict=True)
@@ -236,19 +280,59 @@ def test_corrupt_file_is_refused_and_left_alone(path: Path, content: bytes) -> N
 
 
 def test_what_is_refused(path: Path) -> None:
-    """A file too large, an entry that is no object, a folder that is not there."""
+    """A file too large, or none at all, a name too long, a folder that is not there."""
     with pytest.raises(ValueError, match="must be at most"):
         save(path, _KEY, {"padding": "x" * calibration.MAX_FILE_BYTES})
     assert not list(path.parent.iterdir())
-    for content, message in (
-        (json.dumps({"version": 1, "entries": {_KEY.as_text(): 7}}), "is not an object"),
-        (" " * (calibration.MAX_FILE_BYTES + 1), "must be at most"),
+    path.write_text(" " * (calibration.MAX_FILE_BYTES + 1))
+    with pytest.raises(ValueError, match="must be at most"):
+        load(path, _KEY)
+    pipe = path.parent / "pipe"
+    os.mkfifo(pipe)
+    for bad, message in (
+        (path.parent / "absent" / "seen.json", "must lie in a writable folder"),
+        *((named, "must be a regular file") for named in (pipe, path.parent)),
+        *((path.parent / named, "File name too long") for named in ("x" * 300, "x" * 300 + "/y")),
     ):
-        path.write_text(content)
-        with pytest.raises(ValueError, match=message):
-            load(path, _KEY)
-    with pytest.raises(ValueError, match="must lie in a writable folder"):
-        calibration.check_calibration(_config(path.parent / "absent" / "seen.json"))
+        with pytest.raises(ValueError, match=f"--reasoncache-calibration '{bad}': .*{message}"):
+            calibration.check_calibration(_config(bad))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        7,
+        *(
+            state_of(1) | {"bins": [[5, weight]]}
+            for weight in (math.nan, math.inf, -1.0, "1", 10**400)
+        ),
+        *(state_of(1) | {"num_observed": count} for count in (10**400, 2**63)),
+    ],
+)
+def test_a_broken_entry_is_refused_where_the_file_was_given(
+    path: Path, entry: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start, whichever server's entry it is. A file that merely lies beside the model stops
+    nobody."""
+    path.write_text(json.dumps({"version": 1, "entries": {_KEY.as_text(): entry}}))
+    found = f"{path}, entry .*model-a.*: histogram "
+    with pytest.raises(ValueError, match=f"--reasoncache-calibration .*{found}"):
+        calibration.check_calibration(_config(path))
+    with pytest.raises(ValueError, match=f"--reasoncache-calibration: .*{found}"):
+        _threshold(path, path.parent)
+    assert not _threshold(None, path.parent).threshold.is_warm
+    assert f"goes on without {path}" in caplog.text
+
+
+def test_what_killed_writes_left_is_removed_at_the_start(path: Path) -> None:
+    """Of an earlier start: another server may be writing now."""
+    save(path, _KEY, state_of(1))
+    old, young = (path.parent / f"{calibration._PARTIAL}{name}" for name in ("a", "b"))
+    for left in (old, young):
+        left.touch()
+    os.utime(old, (0, 0))
+    calibration.check_calibration(_config(path))
+    assert set(path.parent.iterdir()) == {path, young}
 
 
 def test_oldest_entries_make_room(path: Path) -> None:

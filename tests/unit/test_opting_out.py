@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client may write to opt out, and what SGLang answers to anything else."""
+
+import re
+from array import array
+
+import pytest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.plugin import hooks
+from sglang_reasoncache.sharing.state import OPT_OUT_KEY, allows
+
+#: What it says -> spellings; None: neither yes nor no.
+SPELLINGS = {
+    False: (False, 0, "false", "False", "off", "no", "NO", "0"),
+    True: (True, 1, "true", "TRUE", "on", "yes", "1", None),
+    None: ("maybe", "", 2, -1, 0.0, [False], {"off": 1}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SamplingParams, "verify", SamplingParams.verify)
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(HookRegistry, "_hooks", {})
+    target = compat.HOOK_TARGETS["verify"]
+    HookRegistry._hooks[target] = [(HookType.AFTER, hooks._after_verify, None)]
+    HookRegistry.apply_hooks()
+
+
+@pytest.mark.parametrize(
+    ("shares", "value"), [(shares, value) for shares in SPELLINGS for value in SPELLINGS[shares]]
+)
+def test_spellings_of_yes_and_no(shares: bool | None, value: object) -> None:
+    """The scheduler never fails on what no frontend refused; that request opts out."""
+    params = SamplingParams(custom_params={OPT_OUT_KEY: value})
+    assert allows(Req("r", "", array("q", [1]), params)) == bool(shares)
+    if shares is not None:
+        params.verify(10)
+        return
+    told = f"custom_params: reasoncache must be true or false, got {value!r}"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        params.verify(10)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"thinking_budget": 7}])
+def test_a_request_that_says_nothing_shares(params: object) -> None:
+    given = SamplingParams(custom_params=params)
+    given.verify(10)
+    assert allows(Req("r", "", array("q", [1]), given))

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the endpoints say to whom: totals to everybody, single requests to whoever asks for them
+and has SGLang's admin key where there is one."""
+
+import asyncio
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from sglang.srt.managers.communicator import FanOutCommunicator
+from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
+from sglang.srt.utils.auth import add_api_key_middleware
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.eviction.policies.contract import Eviction
+from sglang_reasoncache.plugin import hooks
+from sglang_reasoncache.selection.contract import Quest
+from sglang_reasoncache.selection.device_selection import DeviceSelection
+from tests.eviction.rows import SINGLE, begun
+from tests.property.world import World, finish
+
+pytestmark = pytest.mark.usefixtures("published_config")
+
+TOTALS, DETAILS = "/reasoncache", "/reasoncache/details"
+
+
+@pytest.fixture
+def world() -> World:
+    """One request evicted positions and finished."""
+    world, req = begun(SINGLE)
+    world.evictor.waiting[req.rid] = [Eviction(10, 3)]
+    world.controller.after_decode([req])
+    finish(world, req)
+    return world
+
+
+def serving(world: World, monkeypatch: pytest.MonkeyPatch, **keys: str | None) -> TestClient:
+    """SGLang's HTTP guard and its way to the scheduler, over our routes."""
+
+    def scheduler(sent: GetInternalStateReq) -> None:
+        asked = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=GetInternalStateReq)
+        told = GetInternalStateReqOutput(internal_state={})
+        hooks._after_internal_state(world.controller, told, None, asked)
+        received = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(told), type=GetInternalStateReqOutput
+        )
+        asyncio.get_running_loop().call_soon(ask.handle_recv, received)
+
+    ask: Any = FanOutCommunicator(scheduler, 1)
+    manager = SimpleNamespace(
+        auto_create_handle_loop=lambda: None, get_internal_state_communicator=ask
+    )
+    app = FastAPI()
+    state = SimpleNamespace(tokenizer_manager=manager)
+    monkeypatch.setattr(compat, "http_app", app, raising=False)
+    monkeypatch.setattr(compat, "http_global_state", lambda: state, raising=False)
+    hooks.add_routes()
+    hooks.add_routes()
+    assert sum(getattr(route, "path", "").startswith(TOTALS) for route in app.routes) == 2
+    add_api_key_middleware(app, **{"api_key": None, "admin_api_key": None, **keys})
+    return TestClient(app)
+
+
+def test_single_requests_are_told_only_on_request(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = serving(world, monkeypatch)
+    [totals] = client.get(TOTALS).json()["schedulers"]
+    assert totals["totals"]["positions_evicted"] == 3 and "recent" not in totals
+    [details] = client.get(DETAILS).json()["schedulers"]
+    [row] = details.pop("recent")
+    assert (row["rid"], row["evicted_positions"]) == ("r", 3)
+    assert details == totals
+    # What /server_info sends.
+    told = GetInternalStateReqOutput(internal_state={})
+    hooks._after_internal_state(world.controller, told, None, GetInternalStateReq())
+    assert told.internal_state["reasoncache"].keys() == totals.keys()
+
+
+@pytest.mark.parametrize(
+    ("keys", "totals", "details"),
+    [
+        ({}, None, None),
+        ({"api_key": "user"}, "user", "user"),
+        ({"admin_api_key": "admin"}, None, "admin"),
+        ({"api_key": "user", "admin_api_key": "admin"}, "user", "admin"),
+    ],
+)
+def test_the_admin_key_guards_single_requests(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, str],
+    totals: str | None,
+    details: str | None,
+) -> None:
+    client = serving(world, monkeypatch, **keys)
+    for path, wanted in ((TOTALS, totals), (DETAILS, details)):
+        for key in (None, "user", "admin"):
+            header = {} if key is None else {"Authorization": f"Bearer {key}"}
+            status = client.get(path, headers=header).status_code
+            assert status == (200 if wanted in (None, key) else 401), (path, key)
+
+
+def test_totals_do_not_wait_for_what_is_selected(world: World) -> None:
+    """They are those of the question before."""
+    rows, keys = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(32, 1, 4)
+    selection = DeviceSelection("quest", Quest(), {0: keys}, 8, rows, None)
+    report = dataclasses.replace(world.controller.report, selection=selection)
+    selection._totals += torch.tensor([5, 3, 0])
+    read = [report.describe(0.0, details)["selection"] for details in (False, True, False)]
+    assert [one["positions_read"] for one in read] == [0, 3, 3]
