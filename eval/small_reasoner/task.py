@@ -11,29 +11,13 @@ from dataclasses import dataclass
 from eval.tiny_reasoner.task import Problem
 from eval.tiny_reasoner.task import generate as generate_by
 
-NAMES = tuple(
-    [
-        "Anna",
-        "Ben",
-        "Carl",
-        "David",
-        "Emma",
-        "Frank",
-        "Grace",
-        "Henry",
-        "Jack",
-        "Kate",
-        "Leo",
-        "Mary",
-        "Nick",
-        "Paul",
-        "Rose",
-        "Tom",
-    ]
-)
-ITEMS = tuple(
-    ["apples", "books", "cards", "coins", "eggs", "flowers", "keys", "stones", "shells", "stamps"]
-)
+NAMES = (
+    "Anna", "Ben", "Carl", "David", "Emma", "Frank", "Grace", "Henry",
+    "Jack", "Kate", "Leo", "Mary", "Nick", "Paul", "Rose", "Tom",
+)  # fmt: skip
+ITEMS = (
+    "apples", "books", "cards", "coins", "eggs", "flowers", "keys", "stones", "shells", "stamps",
+)  # fmt: skip
 HIGHEST = 99
 
 # What the prompt says -> what a step makes of it; {a}, {b}: others, {x}, {y}: what they have.

@@ -4,7 +4,6 @@ redirections. ``make real-model`` makes the model."""
 
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
