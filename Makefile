@@ -12,7 +12,7 @@ TRACES ?=
 # twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-policies bench-fidelity real-model docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-policies bench-answers bench-fidelity real-model docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make bench-serve TRACES=FOLDER     stock against ours: throughput, memory, answers (20 minutes)"
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
 	@echo "make bench-policies TRACES=FOLDER  cache policies at equal saving: accuracy, throughput (45 minutes)"
+	@echo "make bench-answers  a fine-tuned language model: accuracy under sharing, random sharing and evicting (hours)"
 	@echo "make bench-fidelity TRACES=FOLDER  what sharing costs a real language model on recorded responses (hours)"
 	@echo "make real-model   SmolLM2-135M-Instruct and the small reasoner as Hugging Face folders in build/models"
 	@echo "make docs         the documents as a site in build/site, links checked"
@@ -74,6 +75,10 @@ bench-policies: with-traces setup
 real-model: setup
 	$(PYTHON_ENV) -m eval.fidelity.smollm2 build/models/smollm2
 	$(PYTHON_ENV) -m eval.small_reasoner
+
+bench-answers: real-model
+	$(PYTHON_ENV) -m eval.run --config eval/small_reasoner/answers.toml --out build/bench/answers
+	$(PYTHON_ENV) -m eval.report build/bench/answers
 
 bench-fidelity: with-traces real-model
 	$(PYTHON_ENV) -m eval.fidelity build/models/smollm2 $(TRACES) --limit 20 $(BENCH_ARGS)

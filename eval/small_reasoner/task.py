@@ -49,6 +49,10 @@ class Difficulty:
     max_steps: int = 4
     min_checks: int = 2
     max_checks: int = 4
+    #: Facts in any order, and differences among them: the model was trained with both and is weak
+    #: at them.
+    shuffled: bool = False
+    fewer: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,12 @@ class _Fact:
         return text.format(**self.words(items), **seen, r=result)
 
 
-def _fact(rng: random.Random, owner: str, values: dict[str, int]) -> _Fact:
+def _fact(rng: random.Random, owner: str, values: dict[str, int], fewer: bool) -> _Fact:
     """A fact about ``owner`` that builds on the last of ``values``; at most ``HIGHEST`` results."""
     *earlier, last = values
     while True:
-        kind = rng.choice((MORE, MORE, FEWER, FEWER, TWICE, *([TOGETHER] if earlier else [])))
+        other = FEWER if fewer else MORE
+        kind = rng.choice((MORE, MORE, other, other, TWICE, *([TOGETHER] if earlier else [])))
         others = (last, rng.choice(earlier)) if kind == TOGETHER else (last,)
         number = rng.randint(2, 40) if kind in (MORE, FEWER) else 0
         fact = _Fact(kind, owner, others, number)
@@ -105,7 +110,9 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     items, given = rng.choice(ITEMS), rng.randint(5, 40)
     true, facts = {first: given}, []
     for owner in owners:
-        facts.append(_fact(rng, owner, true))
+        if not difficulty.fewer and list(true.values())[-1] > HIGHEST - 40:
+            return make_problem(rng, difficulty)  # sums leave no room
+        facts.append(_fact(rng, owner, true, difficulty.fewer))
         true[owner] = facts[-1].result(true)
     last, other = owners[-1], rng.choice((first, *owners[:-1]))
     checks = rng.choices(
@@ -147,7 +154,8 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     steps += [END.format(**ends, i=items), ANSWER.format(**ends)]
 
     told = [f"{first} has {given} {items}.", *(f.kind.format(**f.words(items)) for f in facts)]
-    rng.shuffle(told)
+    if difficulty.shuffled:
+        rng.shuffle(told)
     if luck < 0.8:
         told.append(f"A note says that {noted} has {note} {items}.")
     told.append(f"How many {items} do {other} and {last} have together?")

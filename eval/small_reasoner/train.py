@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tune SmolLM2-135M-Instruct for the small reasoner's task, on a CPU; the defaults made the
-shipped adapter."""
+"""Fine-tune SmolLM2-135M-Instruct for the small reasoner's task, on a CPU; see README.md."""
 
 import argparse
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.helpers import disable_input_dtype_casting
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -67,16 +67,23 @@ def train(args: argparse.Namespace) -> None:
     rng = random.Random(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     base = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(base, lora)
+    if args.adapter:
+        model = PeftModel.from_pretrained(base, args.adapter, is_trainable=True)
+    else:
+        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(base, lora)
     inner, head = base.model, base.lm_head
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimiser = torch.optim.AdamW(weights, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.0)
     digits = torch.tensor([tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"])
-    begin, seen, left, source = time.perf_counter(), 0, [], examples(tokenizer, rng, SHORT)
+    short = 0 if args.adapter else int(SHORT_SHARE * args.steps)
+    begin, seen = time.perf_counter(), 0
     for step in range(1, args.steps + 1):
-        if step == int(SHORT_SHARE * args.steps):
-            left, source = [], examples(tokenizer, rng, Difficulty())
+        if step == 1 or step == short:
+            size = replace(
+                SHORT if step < short else Difficulty(), shuffled=args.shuffled, fewer=args.fewer
+            )
+            left, source = [], examples(tokenizer, rng, size)
         inputs, targets = batch(source, left, rng)
         scale = min(1.0, step / 20, 1.02 - step / args.steps)
         for group in optimiser.param_groups:
@@ -102,8 +109,8 @@ def train(args: argparse.Namespace) -> None:
                 f"loss {loss:.4f} digits {right:.4f}",
                 flush=True,
             )
-        if step % args.save_every == 0 or step == args.steps:
-            model.save_pretrained(args.out)
+    model.peft_config["default"].base_model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    model.to(torch.bfloat16).save_pretrained(args.out)
 
 
 def main() -> None:
@@ -112,10 +119,12 @@ def main() -> None:
     add = parser.add_argument
     add("model", help="folder of SmolLM2-135M-Instruct: make real-model")
     add("out", type=Path, help="folder of the adapter")
+    add("--adapter", type=Path, help="go on with this one; leaves out the short problems")
+    add("--shuffled", action="store_true", help="facts in any order")
+    add("--fewer", action="store_true", help="differences among the facts")
     add("--steps", type=int, default=480)
     add("--rate", type=float, default=1e-3)
     add("--seed", type=int, default=1)
-    add("--save-every", type=int, default=60)
     train(parser.parse_args())
 
 
