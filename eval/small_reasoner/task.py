@@ -5,10 +5,11 @@ See README.md. The wording follows from the problem, so that greedy decoding has
 continuation."""
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.tiny_reasoner.task import Problem
+from eval.tiny_reasoner.task import STEP_END, Problem
 from eval.tiny_reasoner.task import generate as generate_by
 
 NAMES = (
@@ -162,7 +163,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     plan = ", ".join(checks)
     told.append(f"Check your work {len(checks)} times: {plan}. Say what you had at first, too.")
     answer = f"{sums[0]} then {sums[-1]}"
-    return Problem(" ".join(told), answer, luck < 0.5, "\n\n".join(steps))
+    return Problem(" ".join(told), answer, luck < 0.5, STEP_END.join(steps))
 
 
 def generate(
@@ -170,3 +171,16 @@ def generate(
 ) -> list[Problem]:
     """As :func:`eval.tiny_reasoner.task.generate`."""
     return generate_by(seed, count, split, difficulty, make_problem)
+
+
+def follows_prompt(text: str, problem: Problem) -> bool:
+    """Whether a response goes through the facts and checks as asked, whatever numbers it has:
+    skipped or swapped steps, which the grade cannot see, may still give the right answer."""
+
+    def outline(response: str) -> list[str]:
+        steps = [
+            step if "Check" in step else step.partition(".")[0] for step in response.split(STEP_END)
+        ]
+        return [step if "Check" in step else re.sub(r"\d+", "#", step) for step in steps]
+
+    return outline(text) == outline(problem.response)
