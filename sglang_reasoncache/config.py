@@ -39,6 +39,13 @@ def _setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+#: What compares steps; nothing else reads it.
+_OF_STEPS = frozenset((
+    "align", "encoder", "fixed_tau", "length_factor", "structure_tolerance", "tau_soft",
+    "tau_strict", "use_structure",
+))  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ReasonCacheConfig:
     """Raises :class:`ConfigError` for a value out of bounds."""
@@ -193,6 +200,10 @@ class ReasonCacheConfig:
             raise ConfigError("encoder", ENCODER_BOUND, self.encoder) from error
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
+        for field in dataclasses.fields(self) if self.match == "runs" else ():
+            value = getattr(self, field.name)
+            if field.name in _OF_STEPS and value != field.default:
+                raise ConfigError(field.name, "left out unless match=steps reads it", value)
         for name, most in (("block", "max_step_tokens"), ("tau_soft", "tau_strict")):
             value, bound = getattr(self, name), getattr(self, most)
             if value > bound:

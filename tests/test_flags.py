@@ -82,7 +82,12 @@ def test_every_setting_can_be_typed() -> None:
 
 def test_settings_of_several_lists_add_up() -> None:
     """A flag wins over the list, a later list over an earlier one."""
-    given = ("--reasoncache-set", "warmup=3, tau-soft=0.1", "--reasoncache-set", "warmup=4,block=2")
+    given = (
+        "--reasoncache-set",
+        "match=steps,warmup=3, tau-soft=0.1",
+        "--reasoncache-set",
+        "warmup=4,block=2",
+    )
     config = _config("--reasoncache-block", "8", *given)
     assert (config.warmup, config.tau_soft, config.block) == (4, 0.1, 8)
     assert arguments_of({"fixed_tau": None, "block": 4}) == ["--reasoncache-block", "4"]
@@ -101,7 +106,8 @@ def test_settings_of_several_lists_add_up() -> None:
         ("length_factor=1", "length_factor must be true or false, got '1'"),
         ("half_life=-1", "half_life must be between 0 and .*, got -1"),
         ("align=words", "align must be one of tokens, index, got 'words'"),
-        ("tau_strict=0.5,tau_soft=0.6", "tau_soft must be at most"),
+        ("match=steps,tau_strict=0.5,tau_soft=0.6", "tau_soft must be at most"),
+        ("tau_soft=0.6", "tau_soft must be left out unless match=steps"),
     ],
 )
 def test_a_bad_list_of_settings_is_refused_by_key(text: str, message: str) -> None:

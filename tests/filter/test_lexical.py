@@ -267,7 +267,7 @@ def test_other_choices_are_refused(text: object) -> None:
 
 
 def _make(encoder: str, model: object = None, tp_size: int = 1, **fields: Any) -> Any:
-    config = ReasonCacheConfig(encoder=encoder, **fields)
+    config = ReasonCacheConfig(match="steps", encoder=encoder, **fields)
     return make_encoder(config, model, SimpleNamespace(tp_size=tp_size))
 
 

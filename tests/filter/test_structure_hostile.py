@@ -325,7 +325,7 @@ def test_a_step_like_many_that_were_never_read_is_compared_in_bounded_time() -> 
         # Straight into the history: none of them was ever a candidate.
         for i in range(64):
             (step,) = request.steps([2 + i % 10, 12] * (150 + i) + [0])
-            request._history.add(step)
+            request._matcher._history.add(step)
         (step,) = request.steps([*range(2, 12), 12] * 80 + [0])
         start = time.thread_time()
         counters = request.propose(step).counters

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds blocks of earlier steps that a step resembles: stage 1 of ReasonCache with the alignment of
+blocks. Stage 2, the distance of their K and V, needs the device and happens elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_reasoncache.filter.align import BlockPair, align_blocks
+from sglang_reasoncache.filter.encoder import DenseIndex, StepEncoder
+from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
+from sglang_reasoncache.filter.proposal import FilterCounters
+from sglang_reasoncache.filter.segment import BLANK, Step, TokenClasses
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.structure.signature import (
+    Signature,
+    leaves_fence_open,
+    same_structure,
+    signature,
+)
+from sglang_reasoncache.filter.vocabulary import Vocabulary
+
+
+class StepMatcher:
+    """Similar steps of one response, at most ``max_history_steps`` of them. Not thread safe.
+
+    Args:
+        encoder: of the steps, one for all requests; None: counts of token ids.
+
+    Raises:
+        ValueError: the config asks for another encoder than ``tokens``, and there is none.
+    """
+
+    def __init__(
+        self,
+        config: FilterConfig,
+        classes: TokenClasses,
+        vocabulary: Vocabulary,
+        encoder: StepEncoder | None,
+    ) -> None:
+        self._config, self._classes, self._vocabulary = config, classes, vocabulary
+        self._in_code = False
+        self._history: LexicalIndex
+        if encoder is None:
+            if config.encoder != "tokens":
+                raise ValueError(f"--reasoncache-encoder {config.encoder} was not built")
+            self._history = LexicalIndex(config.max_history_steps, config.length_factor)
+        else:
+            self._history = DenseIndex(encoder, config.max_history_steps, config.length_factor)
+        # Characters of earlier steps that may still be read for the step at hand.
+        self._readable = 0
+
+    def build(self, start: int, tokens: Sequence[int]) -> Step:
+        """A step with its text; in order."""
+        num_blank_tail = 0
+        while self._classes(tokens[-1 - num_blank_tail]) & BLANK:
+            num_blank_tail += 1
+        text = self._vocabulary.text(tokens)
+        step = Step.build(start, tokens, text, num_blank_tail, self._in_code)
+        self._in_code = leaves_fence_open(text, self._in_code)
+        return step
+
+    def propose(self, step: Step, counters: FilterCounters) -> list[BlockPair]:
+        """Blocks of ``step``, which becomes an earlier one, ascending."""
+        found = self._align(step, self._candidates(step, counters), counters)
+        self._history.add(step)
+        if not self._config.use_structure:
+            step.text = ""  # nobody will read it any more
+        return found
+
+    def _candidates(self, step: Step, counters: FilterCounters) -> list[tuple[float, int]]:
+        """(similarity, index in the history), most similar first, of equals the most recent."""
+        if not len(self._history):
+            return []
+        counters.steps_compared = 1
+        config = self._config
+        sims = self._history.similarities(step)
+        tau = config.fixed_tau
+        if tau is None:
+            tau = dynamic_threshold(sims, config.strict, config.soft)
+        above = np.flatnonzero(sims > tau)
+        counters.candidates = len(above)
+        counters.steps_with_candidates = int(len(above) > 0)
+        # Stable sort of the reversed order: equal similarities, latest first.
+        order = above[::-1]
+        order = order[np.argsort(-sims[order], kind="stable")]
+        kept = order[: config.max_structure_checks]
+        counters.dropped_excess = len(above) - len(kept)
+        return list(zip(sims[kept].tolist(), kept.tolist(), strict=True))
+
+    def _align(
+        self, step: Step, candidates: list[tuple[float, int]], counters: FilterCounters
+    ) -> list[BlockPair]:
+        """Block pairs of the best candidates that pass the structure check."""
+        config = self._config
+        pairs: list[BlockPair] = []
+        covered = bytearray(len(step))
+        num_used = 0
+        self._readable = config.limits.max_chars // 2
+        for rank, (_similarity, index) in enumerate(candidates):
+            left = config.max_blocks_per_step - len(pairs)
+            if num_used == config.max_candidates or left <= 0 or covered.count(0) < config.block:
+                counters.dropped_excess += len(candidates) - rank
+                break
+            earlier = self._history[index]
+            if config.use_structure and not self._passes(step, earlier, counters):
+                continue
+            num_used += 1
+            found = align_blocks(
+                step, earlier, config.block, config.page_size, config.align, covered
+            )
+            for dst, src in found[:left]:
+                pairs.append(BlockPair(dst, src))
+                at = dst - step.start
+                covered[at : at + config.block] = b"\x01" * config.block
+        pairs.sort()
+        return pairs
+
+    def _passes(self, step: Step, earlier: Step, counters: FilterCounters) -> bool:
+        if earlier.signature is None:
+            # Steps that were no candidates yet are not all read in one go.
+            if self._readable <= 0:
+                counters.dropped_excess += 1
+                return False
+            self._readable -= len(earlier.text)
+        a, b = self._signature(step, counters), self._signature(earlier, counters)
+        if same_structure(a, b, self._config.structure_tolerance, self._config.limits):
+            return True
+        if a.bound or b.bound:
+            counters.dropped_over_bound += 1
+        else:
+            counters.dropped_structure += 1
+        return False
+
+    def _signature(self, step: Step, counters: FilterCounters) -> Signature:
+        """Read on first need: most steps never become a candidate."""
+        if step.signature is None:
+            step.signature = signature(
+                step.text,
+                self._config.limits,
+                in_code=step.in_code,
+                keep_trees=self._config.structure_tolerance > 0,
+            )
+            step.text = ""  # the signature is all that is asked of it from now on
+            counters.over_bound += bool(step.signature.bound)
+        return step.signature
