@@ -80,7 +80,8 @@ def default_name() -> str:
 def default_names(block: int) -> list[str]:
     """The arms that are measured unless others are named."""
     sharing = ("newest-runs", "newest-steps", "oldest-steps", "oldest-cached-steps")
-    names = [*(f"{name}-{block}" for name in sharing), "random-evict", "streamingllm", "keydiff"]
+    names = [*(f"{name}-{block}" for name in sharing), f"newest-runs-{block}-p80"]
+    names += ["random-evict", "streamingllm", "keydiff"]
     return names if default_name() in names else [default_name(), *names]
 
 
