@@ -200,10 +200,6 @@ class ReasonCacheConfig:
             raise ConfigError("encoder", ENCODER_BOUND, self.encoder) from error
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
-        for field in dataclasses.fields(self) if self.match == "runs" else ():
-            value = getattr(self, field.name)
-            if field.name in _OF_STEPS and value != field.default:
-                raise ConfigError(field.name, "left out unless match=steps reads it", value)
         for name, most in (("block", "max_step_tokens"), ("tau_soft", "tau_strict")):
             value, bound = getattr(self, name), getattr(self, most)
             if value > bound:
@@ -228,13 +224,18 @@ class ReasonCacheConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ReasonCacheConfig:
-        """Build from explicitly given values; the preset fills in the rest."""
+        """Build from explicitly given values, which something must read; the preset fills in the
+        rest."""
         for name in sorted(values.keys() - SETTINGS.keys()):
             raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
         # sglang.Engine takes keywords of any type; the constructor refuses other ones.
         row = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-        return cls(**{**row, **values})  # type: ignore[arg-type]
+        config = cls(**{**row, **values})  # type: ignore[arg-type]
+        for name in sorted(_OF_STEPS & values.keys()) if config.match == "runs" else ():
+            if values[name] != SETTINGS[name].default:
+                raise ConfigError(name, "left out unless match=steps reads it", values[name])
+        return config
 
 
 #: Name -> field.

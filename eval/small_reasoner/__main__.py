@@ -2,6 +2,7 @@
 """``python -m eval.small_reasoner``: SmolLM2-135M-Instruct and the shipped adapter as one model, a
 Hugging Face folder in bf16."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,5 +26,8 @@ def write(base: Path, adapter: Path, folder: Path) -> None:
 if __name__ == "__main__":
     if not BASE.is_dir():
         sys.exit(f"{BASE} is not there: make real-model makes it")
+    made, adapter = MODEL / "config.json", ADAPTER / "adapter_model.safetensors"
+    if made.exists() and made.stat().st_mtime < adapter.stat().st_mtime:
+        shutil.rmtree(MODEL)
     if not MODEL.exists():
         write(BASE, ADAPTER, MODEL)

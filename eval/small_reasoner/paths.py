@@ -11,25 +11,27 @@ from eval.methods import DENSE
 from eval.runs.folder import Cell, cells
 from eval.small_reasoner.task import follows_prompt, generate
 
+TASK = "small_reasoner"
+
 
 def row(cell: Cell) -> dict[str, object]:
-    problems = {
-        f"small_reasoner-{cell.seed}-{i}": p for i, p in enumerate(generate(cell.seed, 500))
-    }
     dense = Cell(cell.run, cell.task, DENSE, cell.seed).answered()
-    answers = cell.answered()
+    texts = {name: answer.text for name, answer in cell.answered().items()}
+    last = max((int(name.rpartition("-")[2]) for name in texts), default=-1)
+    problems = generate(cell.seed, last + 1)
+    asked = [
+        follows_prompt(text, problems[int(name.rpartition("-")[2])]) for name, text in texts.items()
+    ]
     return {
         "method": cell.method,
         "seed": cell.seed,
-        "responses": len(answers),
+        "responses": len(texts),
         "right": sum(result.correct for result in cell.results()),
-        "as asked": sum(follows_prompt(a.text, problems[name]) for name, a in answers.items()),
-        "as dense": sum(
-            name in dense and a.text == dense[name].text for name, a in answers.items()
-        ),
+        "as asked": sum(asked),
+        "as dense": sum(name in dense and text == dense[name].text for name, text in texts.items()),
     }
 
 
 if __name__ == "__main__":
-    found = [row(cell) for run in sys.argv[1:] for cell in cells(Path(run))]
-    print(pd.DataFrame(found).to_markdown(index=False))
+    runs = [cell for run in sys.argv[1:] for cell in cells(Path(run)) if cell.task == TASK]
+    print(pd.DataFrame(map(row, runs)).to_markdown(index=False))

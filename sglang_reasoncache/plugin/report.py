@@ -159,7 +159,7 @@ class Report:
 
     def describe(self, credit: float, details: bool) -> dict[str, Any]:
         """JSON for the endpoint. ``credit``: share of future output that admission counts on.
-        ``details``: with ``recent``, up to 164,000 numbers, and a wait for what is selected."""
+        ``details``: with ``recent``, up to 197,000 numbers, and a wait for what is selected."""
         selection = self.selection
         told = (
             None if selection is None else (selection.describe if details else selection.recent)()

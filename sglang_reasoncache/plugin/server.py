@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable
@@ -157,10 +158,13 @@ def fingerprint(model: torch.nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        if weight.numel() and not weight.is_meta:
-            # Without a copy of the whole parameter.
-            first = weight.detach()[(0,) * (weight.ndim - 1)].reshape(-1)[:64].cpu()
-            digest.update(name.encode() + first.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode())
+        # Kinds of parameters that have no such numbers (sparse, lazy, distributed) raise.
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, NotImplementedError):
+            if weight.numel() and not weight.is_meta:
+                # Without a copy of the whole parameter.
+                first = weight.detach()[(0,) * (weight.ndim - 1)].reshape(-1)[:64].cpu()
+                digest.update(first.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

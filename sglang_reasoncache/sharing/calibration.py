@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 CALIBRATION_FILE = "reasoncache_calibration.json"
 _SAVE_INTERVAL_SECONDS = 30.0
 _VERSION = 1
-#: Begins the names of files that are being written, and their age when no writer is left.
-_PARTIAL, _ABANDONED_SECONDS = ".reasoncache-", 60.0
+#: Ends of the names of files that are being written, and their age when no writer is left.
+_PARTIAL, _SUFFIX, _ABANDONED_SECONDS = ".reasoncache-", ".partial", 60.0
 MAX_FILE_BYTES = 4 << 20
 """A file above this size is neither read nor written."""
 MAX_ENTRIES = 32
@@ -123,7 +123,7 @@ def _read(path: Path) -> dict[str, object]:
 
 def _replace(target: Path, data: bytes) -> None:
     """No reader ever sees half a file."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=_PARTIAL)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=_PARTIAL, suffix=_SUFFIX)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -222,7 +222,7 @@ def check_calibration(config: ReasonCacheConfig) -> None:
             raise ValueError("must be a regular file")
         for key, state in _read(path).items():
             _check_entry(path, key, state)
-        for left in path.parent.glob(f"{_PARTIAL}*"):
+        for left in path.parent.glob(f"{_PARTIAL}*{_SUFFIX}"):
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
                     left.unlink()

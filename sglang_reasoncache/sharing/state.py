@@ -117,14 +117,16 @@ def is_running(req: Request) -> bool:
 def asks_to_share(custom_params: object) -> bool:
     """What a request's ``custom_params`` say; True where they say nothing. Raises ValueError for
     what is neither yes nor no."""
-    value = custom_params.get(OPT_OUT_KEY) if isinstance(custom_params, dict) else None
+    if not isinstance(custom_params, dict | None):
+        raise ValueError(f"custom_params must be an object, got a {type(custom_params).__name__}")
+    value = (custom_params or {}).get(OPT_OUT_KEY)
     if value is None:
         return True
-    found = _SPELLINGS.get(str(value).lower()) if isinstance(value, (int, str)) else None
+    found = _SPELLINGS.get(value.lower()) if isinstance(value, str) else None
+    if isinstance(value, int) and value in (0, 1):
+        found = bool(value)
     if found is None:
-        raise ValueError(
-            f"custom_params: {OPT_OUT_KEY} must be true or false, got {repr(value)[:80]}"
-        )
+        raise ValueError(f"custom_params: {OPT_OUT_KEY} must be true or false, got {value!r:.80}")
     return found
 
 

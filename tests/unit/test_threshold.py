@@ -327,12 +327,15 @@ def test_a_broken_entry_is_refused_where_the_file_was_given(
 def test_what_killed_writes_left_is_removed_at_the_start(path: Path) -> None:
     """Of an earlier start: another server may be writing now."""
     save(path, _KEY, state_of(1))
-    old, young = (path.parent / f"{calibration._PARTIAL}{name}" for name in ("a", "b"))
-    for left in (old, young):
+    begun = f"{calibration._PARTIAL}a", f"{calibration._PARTIAL}b"
+    old, young = (path.parent / f"{name}{calibration._SUFFIX}" for name in begun)
+    theirs = path.parent / f"{calibration._PARTIAL}env"
+    for left in (old, young, theirs):
         left.touch()
-    os.utime(old, (0, 0))
+    for left in (old, theirs):
+        os.utime(left, (0, 0))
     calibration.check_calibration(_config(path))
-    assert set(path.parent.iterdir()) == {path, young}
+    assert set(path.parent.iterdir()) == {path, young, theirs}
 
 
 def test_oldest_entries_make_room(path: Path) -> None:
