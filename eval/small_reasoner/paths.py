@@ -17,18 +17,15 @@ TASK = "small_reasoner"
 def row(cell: Cell) -> dict[str, object]:
     dense = Cell(cell.run, cell.task, DENSE, cell.seed).answered()
     texts = {name: answer.text for name, answer in cell.answered().items()}
-    last = max((int(name.rpartition("-")[2]) for name in texts), default=-1)
-    problems = generate(cell.seed, last + 1)
-    asked = [
-        follows_prompt(text, problems[int(name.rpartition("-")[2])]) for name, text in texts.items()
-    ]
+    numbers = {name: int(name.rpartition("-")[2]) for name in texts}
+    problems = generate(cell.seed, max(numbers.values(), default=-1) + 1)
     return {
         "method": cell.method,
         "seed": cell.seed,
         "responses": len(texts),
         "right": sum(result.correct for result in cell.results()),
-        "as asked": sum(asked),
-        "as dense": sum(name in dense and text == dense[name].text for name, text in texts.items()),
+        "as asked": sum(follows_prompt(text, problems[numbers[n]]) for n, text in texts.items()),
+        "as dense": sum(n in dense and text == dense[n].text for n, text in texts.items()),
     }
 
 
