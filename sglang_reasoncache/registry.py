@@ -31,16 +31,18 @@ from sglang_reasoncache.policy_options import OptionError
 from sglang_reasoncache.selection.contract import NamedSelector
 
 #: Every evictor and selector of this package: a policy is one line here.
-BUILT_IN: Mapping[str, str] = {
-    "streamingllm": "sglang_reasoncache.eviction.policies.by_position:StreamingLLM",
-    "random": "sglang_reasoncache.eviction.policies.by_position:RandomEviction",
-    "l2norm": "sglang_reasoncache.eviction.policies.by_keys:L2Norm",
-    "keydiff": "sglang_reasoncache.eviction.policies.by_keys:KeyDiff",
-    "h2o": "sglang_reasoncache.eviction.policies.by_attention:H2O",
-    "snapkv": "sglang_reasoncache.eviction.policies.by_attention:SnapKV",
-    "rkv": "sglang_reasoncache.eviction.policies.by_attention:RKV",
-    "quest": "sglang_reasoncache.selection.contract:Quest",
-}
+BUILT_IN: Mapping[str, str] = types.MappingProxyType(
+    {
+        "streamingllm": "sglang_reasoncache.eviction.policies.by_position:StreamingLLM",
+        "random": "sglang_reasoncache.eviction.policies.by_position:RandomEviction",
+        "l2norm": "sglang_reasoncache.eviction.policies.by_keys:L2Norm",
+        "keydiff": "sglang_reasoncache.eviction.policies.by_keys:KeyDiff",
+        "h2o": "sglang_reasoncache.eviction.policies.by_attention:H2O",
+        "snapkv": "sglang_reasoncache.eviction.policies.by_attention:SnapKV",
+        "rkv": "sglang_reasoncache.eviction.policies.by_attention:RKV",
+        "quest": "sglang_reasoncache.selection.contract:Quest",
+    }
+)
 #: Where other packages register theirs, ``name = "package.module:Class"``.
 ENTRY_POINTS = "sglang_reasoncache.policies"
 #: Sharing between similar steps, and nothing at all.
