@@ -54,7 +54,7 @@ def checkout(tmp_path: Path) -> Path:
 def run(checkout: Path, *parts: str, **environment: str) -> subprocess.CompletedProcess[str]:
     told = dict.fromkeys(("FAILS", "HANGS", "SKIPS"), "nothing") | {"CUDA_HOME": "/nowhere"}
     told |= {"PATH": str(checkout / "path"), "HOME": os.environ.get("HOME", "/"), **environment}
-    command = [checkout / "tools" / "gpu.sh", *parts]
+    command = [str(checkout / "tools" / "gpu.sh"), *parts]
     return subprocess.run(
         command, env=told, capture_output=True, text=True, timeout=60, check=False
     )
