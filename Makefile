@@ -12,7 +12,7 @@ TRACES ?=
 # twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-policies bench-answers bench-fidelity real-model docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-answers bench-fidelity real-model docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make bench-filter TRACES=FOLDER    what the filter costs, alone and in a server"
 	@echo "make bench-serve TRACES=FOLDER     stock against ours: throughput, memory, answers (20 minutes)"
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
+	@echo "make bench-gpu TRACES=FOLDER       recorded responses on one GPU, stock and ours in turns (half an hour; tools/gpu.sh checks)"
 	@echo "make bench-policies TRACES=FOLDER  cache policies at equal saving: accuracy, throughput (45 minutes)"
 	@echo "make bench-answers  a fine-tuned language model: accuracy under sharing, random sharing and evicting (hours)"
 	@echo "make bench-fidelity TRACES=FOLDER  what sharing costs a real language model on recorded responses (hours)"
@@ -68,6 +69,9 @@ bench-serve: with-traces setup
 
 bench-kernels: setup
 	$(PYTHON_ENV) -m eval.bench.attention --growth --server $(BENCH_ARGS)
+
+bench-gpu: with-traces setup
+	$(PYTHON_ENV) -m eval.bench.gpu $(TRACES) $(BENCH_ARGS)
 
 bench-policies: with-traces setup
 	$(PYTHON_ENV) -m eval.bench.policies $(TRACES) $(BENCH_ARGS)

@@ -115,8 +115,7 @@ class ReasonCacheConfig:
     positions: str = _setting(
         "auto",
         "corrected: rotate a shared key to where it is used. as-cached: leave it (the papers' "
-        "behaviour). auto: corrected on the CPU platform where the model allows it, else "
-        "as-cached.",
+        "behaviour). auto: corrected where the model and the flags allow it, else as-cached.",
         choices=("auto", "corrected", "as-cached"),
     )
     align: str = _setting(

@@ -216,10 +216,10 @@ def test_other_sglang_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     compat.check_version(allow_untested=True)
 
 
-def _python(*argv: str) -> subprocess.CompletedProcess[str]:
-    """Run on the CPU platform, sharing not switched on by a parent."""
+def _python(*argv: str, platform: str = "reasoncache_cpu") -> subprocess.CompletedProcess[str]:
+    """Run on a platform, ours for the CPU, sharing not switched on by a parent."""
     env = {k: v for k, v in os.environ.items() if k != "SGLANG_REASONCACHE_ENABLED"}
-    env |= {"SGLANG_PLATFORM": "reasoncache_cpu", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"SGLANG_PLATFORM": platform, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [sys.executable, *argv], env=env, capture_output=True, text=True, timeout=300, check=False
     )
@@ -253,6 +253,27 @@ def test_without_the_flag_only_flags_are_hooked() -> None:
     done = _python("-c", _NOTHING_HOOKED)
     assert done.returncode == 0, done.stderr
     assert "nothing but flags" in done.stdout
+
+
+_ON_HOPPER = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.arg_groups import model_override_base as base
+from sglang.srt.runtime_context import override_platform
+from sglang.srt.server_args import prepare_server_args
+argv = "--model-path {} --device cuda --enable-reasoncache".split()
+with override_platform(is_cuda=True, is_hopper_with_cuda_12_3=True, has_flashinfer=True):
+    args = prepare_server_args(argv)
+    args.resolve_once()
+print("attention:", *base.attention_backends_of(base.resolving_view(args)))
+"""
+
+
+def test_the_flag_alone_takes_attention_that_is_corrected(model_path: Path) -> None:
+    """From a real command line to SGLang's resolution; ``test_attention_cuda.py`` has the branches."""
+    done = _python("-c", _ON_HOPPER.format(model_path), platform="")
+    assert "attention: flashinfer flashinfer" in done.stdout, done.stderr
+    assert "reasoncache: takes --attention-backend flashinfer" in done.stderr
 
 
 @pytest.mark.parametrize(

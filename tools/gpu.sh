@@ -1,23 +1,37 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# Everything that needs an NVIDIA GPU: set-up, kernel tests on the device, compute-sanitizer
-# where it is installed, servers on CUDA, and the benchmark's GPU tables. Logs, a summary and
-# the figures go to build/bench. A part that fails does not keep the next from running; exit
-# status 0 if all passed, 1 if one did not, 2 where there is no GPU to run on.
+# What needs an NVIDIA GPU. tools/gpu.sh [PART...]; without a name kernels, servers and bench, ten
+# minutes at most on one H100 whose compiled kernels are cached (~/.cache, ~/.triton; the first run
+# compiles them: SECONDS_A_PART=3600).
 #
-# SECONDS_A_PART (default 3600) bounds each part. BENCH_ARGS goes to eval.bench.attention.
+#   kernels             tests/kernels on the device
+#   servers             tests/server/test_cuda.py, three servers at a time
+#   bench               decode attention against FlashInfer; BENCH_ARGS go to eval.bench.attention
+#   memcheck racecheck  the kernels under compute-sanitizer, an hour each at most
+#   load                recorded responses (TRACES=FOLDER) on stock and sharing servers, likewise
+#
+# Failed tests are shown at once. A part that fails, or that its time limit (SECONDS_A_PART) ends,
+# keeps no other from running. Logs and a summary go to build/bench/gpu. Exit status 0 if all passed,
+# 1 if one did not, 2 where there is no GPU to run on.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 out=build/bench/gpu
 python=.venv/bin/python
-limit=${SECONDS_A_PART:-3600}
 
 fail() {
     echo "gpu: $*" >&2
     exit 2
 }
 
+[ $# -gt 0 ] || set -- kernels servers bench
+for name; do
+    case $name in
+    kernels | servers | bench | memcheck | racecheck) ;;
+    load) [ -n "${TRACES:-}" ] || fail "load: TRACES=FOLDER must name a folder, got none" ;;
+    *) fail "part must be kernels, servers, bench, memcheck, racecheck or load, got $name" ;;
+    esac
+done
 # Before 9 GB are installed for nothing.
 command -v nvidia-smi >/dev/null 2>&1 ||
     fail "no nvidia-smi on PATH: this needs an NVIDIA GPU and its driver"
@@ -50,19 +64,27 @@ rm -f "$out"/*.log "$out/summary.md"
 } >"$out/summary.md"
 
 failed=0
+# Where tests/conftest.py shows failures at once.
+exec 3>&2
+export REASONCACHE_FAILURES=3 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-# part NAME COMMAND...: runs it with its output in NAME.log.
+# part NAME SECONDS COMMAND...: runs it with its output in NAME.log.
 part() {
     name=$1
-    shift
-    echo "gpu: $name: $*" >&2
+    limit=${SECONDS_A_PART:-$2}
+    shift 2
+    echo "gpu: $name, $limit s at most: $*" >&2
     began=$(date +%s)
     timeout --kill-after=30 "$limit" "$@" >"$out/$name.log" 2>&1
     status=$?
     took=$(($(date +%s) - began))
-    # pytest is content with tests that were all skipped.
-    case "$status $*" in
-    "0 "*" -m pytest "*) grep -Eq '[0-9] passed' "$out/$name.log" || status=none ;;
+    counts=
+    case "$*" in
+    *" -m pytest "*)
+        counts=$(grep -E '[0-9] (passed|failed|skipped).* in [0-9]' "$out/$name.log" | tail -n 1)
+        # pytest is content with tests that were all skipped.
+        case "$status $counts" in "0 "*[0-9]" passed"*) ;; "0 "*) status=none ;; esac
+        ;;
     esac
     case $status in
     0) result=passed ;;
@@ -75,30 +97,43 @@ part() {
         tail -n 20 "$out/$name.log" >&2
     }
     echo "| $name | $result | $took |" >>"$out/summary.md"
-    echo "gpu: $name $result, $took s, $out/$name.log" >&2
+    echo "gpu: $name $result, $took s, $out/$name.log $counts" >&2
 }
 
-part kernels "$python" -m pytest tests/kernels
+# Of tests/kernels what neither other engines nor the interpreter run.
+on_device="triton and not interpreted"
 
-# What runs interpreted or is only compiled has nothing for it to look at.
-sanitizer=$(command -v compute-sanitizer ||
-    ls "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer" 2>/dev/null)
-if [ -n "$sanitizer" ]; then
-    for tool in memcheck racecheck; do
-        # Memory of its own for each tensor, so that reading past one shows.
-        part "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-            "$sanitizer" --tool "$tool" --error-exitcode 86 --target-processes all \
-            "$python" -m pytest -x tests/kernels -k "triton and not interpreted and not compile and not captured_graph"
-    done
-else
-    echo "| compute-sanitizer | not run: not installed | |" >>"$out/summary.md"
-    echo "gpu: compute-sanitizer is not installed, its part is left out" >&2
-fi
+sanitized() {
+    sanitizer=$(command -v compute-sanitizer ||
+        ls "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer" 2>/dev/null)
+    if [ -z "$sanitizer" ]; then
+        failed=1
+        echo "| $1 | failed: compute-sanitizer is not installed | |" >>"$out/summary.md"
+        return
+    fi
+    # Memory of its own for each tensor, so that reading past one shows.
+    part "$1" 3600 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+        "$sanitizer" --tool "$1" --error-exitcode 86 --target-processes all \
+        "$python" -m pytest -x tests/kernels -k "$on_device and not captured_graph"
+}
 
-part server "$python" -m pytest tests/server/test_cuda.py
-# shellcheck disable=SC2086 # BENCH_ARGS holds several
-part bench "$python" -m eval.bench.attention --growth ${BENCH_ARGS:-}
+for name; do
+    case $name in
+    kernels) part kernels 200 "$python" -m pytest tests/kernels -k "$on_device" -n 8 ;;
+    # A worker ends its server before it starts the next one.
+    servers)
+        part servers 300 env REASONCACHE_TEST_SERVERS=1 "$python" -m pytest \
+            tests/server/test_cuda.py -n 3 --dist loadgroup --no-loadscope-reorder
+        ;;
+    # shellcheck disable=SC2086 # BENCH_ARGS holds several
+    bench) part bench 90 "$python" -m eval.bench.attention ${BENCH_ARGS:-} ;;
+    load) part load 3600 "$python" -m eval.bench.gpu "$TRACES" ;;
+    *) sanitized "$name" ;;
+    esac
+done
 
-sed -n '/^|/p' "$out/bench.log" >>"$out/summary.md"
+for name in bench load; do
+    [ ! -f "$out/$name.log" ] || sed -n '/^|/p' "$out/$name.log" >>"$out/summary.md"
+done
 cat "$out/summary.md"
 exit "$failed"

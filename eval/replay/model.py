@@ -46,10 +46,11 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, **how)
 
 
-def build(folder: Path, texts: Sequence[str], seed: int = 0) -> Path:
+def build(folder: Path, texts: Sequence[str], seed: int = 0, shape: Any = None) -> Path:
     """Model and tokenizer in a folder of their own under ``folder``, which is returned; kept if it
-    is there. ``texts`` train the tokenizer and name the folder."""
-    config = replay_config()
+    is there. ``texts`` train the tokenizer and name the folder. ``shape``: another configuration,
+    for ``--load-format dummy``: no weights are made."""
+    config = shape or replay_config()
     key = hashlib.sha256(repr((config.to_dict(), seed)).encode())
     for text in texts:
         key.update(text.encode("utf-8", "surrogatepass"))
@@ -57,12 +58,17 @@ def build(folder: Path, texts: Sequence[str], seed: int = 0) -> Path:
     # Written last, so a build that was cut off is done again.
     if (home / "generation_config.json").is_file():
         return home
-    torch.manual_seed(seed)
-    model: Any = Qwen3ForCausalLM(config)
-    model = model.to(torch.bfloat16)
-    model.config.dtype = "bfloat16"
-    model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0, do_sample=False)
     home.mkdir(parents=True, exist_ok=True)
     train_tokenizer(texts).save_pretrained(home)
-    model.save_pretrained(home)
+    generation: Any = GenerationConfig(eos_token_id=0, pad_token_id=0, do_sample=False)
+    if shape is None:
+        torch.manual_seed(seed)
+        model: Any = Qwen3ForCausalLM(config)
+        model = model.to(torch.bfloat16)
+        model.config.dtype = "bfloat16"
+        model.generation_config = generation
+        model.save_pretrained(home)
+    else:
+        config.save_pretrained(home)
+        generation.save_pretrained(home)
     return home

@@ -20,7 +20,15 @@ _MODULES: dict[str, list[str]] = {
     "plugins.hook_registry": ["HookRegistry", "HookType"],
     "server_args": ["ServerArgs"],
     "entrypoints.engine": ["Engine"],
-    "runtime_context": ["get_server_args", "get_parallel", "get_observability"],
+    "runtime_context": ["get_server_args", "get_parallel", "get_observability", "get_platform"],
+    "arg_groups.resolution_hooks": ["register_resolution_hook"],
+    "arg_groups.overrides": ["declare_resolution"],
+    "arg_groups.model_override_base": [
+        "get_default_attn_backend",
+        "model_config_of",
+        "resolving_view",
+        "use_mla_backend",
+    ],
     "mem_cache.registry": ["register_radix_cache_backend"],
     "layers.attention.attention_registry": ["ATTENTION_BACKENDS", "register_attention_backend"],
     "arg_groups.choices": ["add_attention_backend_choices"],
@@ -81,6 +89,9 @@ CUDA_HOOK_TARGETS: dict[str, str] = {
     "forward_batch": "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
     "graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
 }
+
+#: The step of SGLang's resolution of flags that takes a default attention backend.
+ATTENTION_STEP = "handle_attention_backend_compatibility"
 
 #: ``--radix-cache-backend`` name of our tree.
 TREE_BACKEND = "reasoncache"

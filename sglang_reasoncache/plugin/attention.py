@@ -14,7 +14,7 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.compat.types import ModelRunner
+from sglang_reasoncache.compat.types import ModelRunner, ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
 from sglang_reasoncache.eviction.policies.contract import ATTENTION, UNROTATED_KEYS, needs_of
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
@@ -23,7 +23,11 @@ from sglang_reasoncache.plugin import cpu_attention, refusals
 from sglang_reasoncache.selection.page_selection import PageSelection
 
 logger = logging.getLogger(__name__)
-_UNTRIED = "kernels that were checked without a GPU only"
+_CORRECTED = f"{flag_of('positions')} corrected"
+#: What names attention, as fields of SGLang's record.
+_NAMING = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+#: What SGLang's FlashInfer backend is made for; its Triton backend takes others.
+_FLASHINFER_DIMS = (64, 128, 256)
 #: Ours on CUDA in this scheduler process.
 _backend: Any | None = None
 
@@ -31,12 +35,42 @@ _backend: Any | None = None
 @dataclass(frozen=True)
 class AttentionParts:
     """What a server's attention backend can do. None: keys are read as cached, no policy needs
-    attention statistics, a decode step reads all pages."""
+    attention statistics, a decode step reads all pages. ``uncorrected``: why, if ours was tried."""
 
     rotation: KeyRotation | None = None
     statistics: AttentionStatistics | None = None
     selection: PageSelection | None = None
     skips_evicted: bool = False
+    uncorrected: str = ""
+
+
+def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
+    """Before SGLang takes its default: on an NVIDIA GPU declare one of ``compat.CUDA_BACKENDS``
+    where ``config`` asks for our kernels, SGLang would take another, and neither the operator nor
+    SGLang's rules for the model name one. ``server_args``: the raw record, being resolved."""
+    resolved, platform = compat.resolving_view(server_args), compat.get_platform()
+    corrects = config.shares and config.positions != "as-cached"
+    wanted = corrects or _evicts_or_selects(config)
+    if not wanted or resolved.device != "cuda" or not platform.is_cuda:
+        return
+    if any(getattr(server_args, field) for field in _NAMING):
+        return
+    model, latent = compat.model_config_of(server_args), compat.use_mla_backend(server_args)
+    theirs = compat.get_default_attn_backend(server_args, latent, model)
+    cannot = latent or model.is_encoder_decoder or model.is_hybrid_swa
+    if theirs in compat.CUDA_BACKENDS or cannot:
+        return
+    if config.positions != "corrected" and refusals.in_the_way_of_corrected(server_args):
+        return
+    even = model.head_dim == model.v_head_dim and model.head_dim in _FLASHINFER_DIMS
+    flashinfer = platform.has_flashinfer and even and not model.has_attention_sinks
+    name = "flashinfer" if flashinfer else "triton"
+    if any(getattr(resolved, field) not in (None, name) for field in _NAMING):
+        return
+    compat.declare_resolution(server_args, "sglang-reasoncache", attention_backend=name)
+    told = "reasoncache: takes --attention-backend %s, which our kernels serve; SGLang's default is"
+    theirs = f"had with --attention-backend {theirs} --reasoncache-positions as-cached"
+    logger.warning(f"{told} %s", name, theirs)
 
 
 def attention_backend(
@@ -49,14 +83,15 @@ def attention_backend(
     """Our backend, which writes ``cached``, where the operator's choice allows it, else the
     ``stock`` one. ``name``: one of ``compat.CORRECTABLE_BACKENDS``. Raises ValueError where ours
     was requested and is not supported, or memory is missing."""
-    backend = _own_backend(model_runner, config, name, cached)
+    backend, uncorrected = _own_backend(model_runner, config, name, cached)
     if backend is None:
         backend = stock(model_runner)
     paged: PagedAttention | None = getattr(backend, "paged", None)
     if paged is None:
-        return backend, AttentionParts(getattr(backend, "rotation", None))
+        rotation = getattr(backend, "rotation", None)
+        return backend, AttentionParts(rotation, uncorrected=uncorrected)
     if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
-        return backend, AttentionParts(paged.rotation)
+        return backend, AttentionParts(paged.rotation, uncorrected=uncorrected)
     statistics = selection = None
     needs, selector = needs_of(config.policies.evictors), config.policies.selector
     if needs is not None:
@@ -76,7 +111,8 @@ def attention_backend(
             keys = f"keeps the least and largest key of each page beside the pool: {error}"
             reason = f"{keys}; lower --mem-fraction-static, or raise --page-size"
             raise refusals.of_policy(selector.name, reason) from error
-    return backend, AttentionParts(paged.rotation, statistics, selection, backend.skips_evicted)
+    parts = paged.rotation, statistics, selection, backend.skips_evicted, uncorrected
+    return backend, AttentionParts(*parts)
 
 
 def resolve_positions(
@@ -84,16 +120,18 @@ def resolve_positions(
 ) -> ReasonCacheConfig:
     """``config`` with ``--reasoncache-positions auto`` resolved by what the backend can do. Raises
     ValueError where corrected positions were requested and are not supported."""
-    if parts.rotation is None and config.positions == "corrected":
-        raise ValueError(
-            "--reasoncache-positions corrected needs --attention-backend "
-            f"{', '.join(compat.CORRECTABLE_BACKENDS)}, this server runs "
-            f"{model_runner.decode_attention_backend_str}; use as-cached with it"
-        )
-    found = "as-cached" if parts.rotation is None else "corrected"
-    resolved = config.positions.replace("auto", found)
-    if resolved != config.positions:
-        logger.warning("reasoncache: --reasoncache-positions auto is %s here", resolved)
+    if config.positions == "as-cached":
+        return config
+    resolved = "corrected"
+    if parts.rotation is None:
+        reason = parts.uncorrected or _why_not(model_runner)
+        if config.positions == "corrected":
+            raise ValueError(f"{reason}; use as-cached with it")
+        resolved = "as-cached"
+        if config.shares:
+            cost = "cost a language model 10 points of accuracy (docs/benchmarks.md)"
+            told = "reasoncache: --reasoncache-positions auto is as-cached, which %s, because: %s"
+            logger.warning(told, cost, reason)
     return dataclasses.replace(config, positions=resolved)
 
 
@@ -118,52 +156,58 @@ def check_policies(
             raise refusals.of_policy(name, reason)
 
 
+def _evicts_or_selects(config: ReasonCacheConfig) -> bool:
+    return bool(config.policies.evictors) or config.policies.selector is not None
+
+
+def _why_not(model_runner: ModelRunner) -> str:
+    """Why keys are read as cached where our attention was not even asked."""
+    found = refusals.in_the_way_of_corrected(model_runner.server_args)
+    if found:
+        return f"{_CORRECTED} cannot be combined with: {'; '.join(found)}"
+    runs = f"this server runs {model_runner.decode_attention_backend_str}"
+    return (
+        f"{_CORRECTED} needs --attention-backend {', '.join(compat.CORRECTABLE_BACKENDS)}, {runs}"
+    )
+
+
 def _own_backend(
     model_runner: ModelRunner, config: ReasonCacheConfig, name: str, cached: CachedPositions
-) -> Any:
-    """None where SGLang's serves as it is."""
+) -> tuple[Any, str]:
+    """None where SGLang's serves as it is; and why no keys are corrected that might have been."""
+    reason = ""
+    if model_runner.is_draft_worker:
+        return None, reason
+    if config.positions != "as-cached":
+        try:
+            return _corrected(model_runner, name, cached), reason
+        except ValueError as error:
+            if config.positions == "corrected":
+                raise
+            reason = str(error)
+    one = model_runner.prefill_attention_backend_str == model_runner.decode_attention_backend_str
+    if name in compat.CUDA_BACKENDS and one and _evicts_or_selects(config):
+        # Our kernels run what a policy needs; check_policies refuses two backends by their names.
+        requested_by = f"{flag_of('policy')} {config.policy}"
+        return make_cuda(model_runner, name, None, requested_by=requested_by), reason
+    return None, reason
+
+
+def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) -> Any:
+    """Our backend; ValueError where it does not serve."""
     prefill = model_runner.prefill_attention_backend_str
     decode = model_runner.decode_attention_backend_str
-    on_cuda, asked = name in compat.CUDA_BACKENDS, config.positions == "corrected"
-    needs_ours = config.policies.evictors or config.policies.selector is not None
-    if model_runner.is_draft_worker:
-        return None
-    if on_cuda and needs_ours and not asked:
-        # Our kernels run what a policy needs; check_policies refuses two backends by their names.
-        if prefill != decode:
-            return None
-        requested_by = f"{flag_of('policy')} {config.policy}"
-        logger.warning("reasoncache: %s asks for %s", requested_by, _UNTRIED)
-        return make_cuda(model_runner, name, None, requested_by=requested_by)
-    if config.positions == "as-cached":
-        return None
-    if on_cuda and not asked:
-        # Kernels that no GPU has run yet are not the default.
-        told = "shared keys are read as cached; --reasoncache-positions corrected asks for"
-        logger.warning("reasoncache: %s %s", told, _UNTRIED)
-        return None
     if prefill != decode:
         # Each would see only its own forwards, and the one that writes a slot writes its position.
-        if asked:
-            raise ValueError(
-                "--reasoncache-positions corrected needs one attention backend for prefill and "
-                f"decode, got {prefill} and {decode}"
-            )
-        return None
-    try:
-        if name == compat.CPU_BACKEND:
-            return cpu_attention.make(model_runner, cached)
-        if on_cuda:
-            requested_by = f"{flag_of('positions')} corrected"
-            return make_cuda(model_runner, name, cached, requested_by=requested_by)
-        from sglang_reasoncache.attention.paged_cpu import CorrectedTorchNativeBackend
+        one = "needs one attention backend for prefill and decode"
+        raise ValueError(f"{_CORRECTED} {one}, got {prefill} and {decode}")
+    if name == compat.CPU_BACKEND:
+        return cpu_attention.make(model_runner, cached)
+    if name in compat.CUDA_BACKENDS:
+        return make_cuda(model_runner, name, cached, requested_by=_CORRECTED)
+    from sglang_reasoncache.attention.paged_cpu import CorrectedTorchNativeBackend
 
-        return CorrectedTorchNativeBackend(model_runner, cached)
-    except ValueError as error:
-        if asked:
-            raise
-        logger.warning("reasoncache: --reasoncache-positions falls back to as-cached: %s", error)
-        return None
+    return CorrectedTorchNativeBackend(model_runner, cached)
 
 
 def make_cuda(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.compat.types import ScheduleBatch, TreeCacheBuildContext
+from sglang_reasoncache.compat.types import ScheduleBatch, ServerArgs, TreeCacheBuildContext
 
 if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
@@ -36,6 +36,7 @@ def install() -> None:
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
     for name, hook in hooks.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
+    compat.register_resolution_hook(compat.ATTENTION_STEP)(_before_attention_default)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.CORRECTABLE_BACKENDS:
         # Our own is there on our CPU platform only.
@@ -96,6 +97,16 @@ def _make_tree(context: TreeCacheBuildContext) -> Any:
     compat.check_applied(compat.HOOK_TARGETS.values())
     assert _server is not None, "SGLang builds the allocator before the prefix cache"
     return _server.tree(context)
+
+
+def _before_attention_default(server_args: ServerArgs, stock: Callable[[ServerArgs], None]) -> None:
+    from sglang_reasoncache.plugin import attention
+    from sglang_reasoncache.plugin.flags import config_of
+
+    config = config_of(server_args)
+    if config is not None:
+        attention.choose_backend(server_args, config)
+    stock(server_args)
 
 
 def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -> Any:

@@ -79,11 +79,16 @@ def check(args: ServerArgs) -> None:
 
 def check_corrected(args: ServerArgs, requested_by: str) -> None:
     """Likewise, in the way of corrected positions on CUDA. ``requested_by`` begins the message."""
-    found = _found(args, CORRECTED_CONFLICTS)
+    _refuse(requested_by, in_the_way_of_corrected(args))
+
+
+def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
+    """Flags and reasons; also what SGLang switched on by itself."""
+    found = _found(compat.resolving_view(args), CORRECTED_CONFLICTS)
     variable = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
     if _is_set(variable):
         found.append(f"{variable} (it replays one preparation for both variants of a decode graph)")
-    _refuse(requested_by, found)
+    return found
 
 
 def _found(args: ServerArgs, conflicts: Mapping[str, str]) -> list[str]:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ TOOLS = "cat date dirname env git grep ls mkdir rm sed sh sleep tail timeout"
 PYTHON = """#!/bin/sh
 echo "$*" >>calls
 case "$*" in
-*"$FAILS"*) echo broken; exit 3 ;;
+*"$FAILS"*) echo broken; echo "FAILED at once" >&${REASONCACHE_FAILURES:-2}; exit 3 ;;
 *"$HANGS"*) sleep 30 ;;
 *"$SKIPS"*) echo "== 4 skipped in 1 s ==" ;;
 *pytest*) echo "== 7 passed, 1 skipped in 1 s ==" ;;
@@ -49,11 +51,13 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(checkout: Path, *parts: str, **environment: str) -> subprocess.CompletedProcess[str]:
     told = dict.fromkeys(("FAILS", "HANGS", "SKIPS"), "nothing") | {"CUDA_HOME": "/nowhere"}
     told |= {"PATH": str(checkout / "path"), "HOME": os.environ.get("HOME", "/"), **environment}
-    script = checkout / "tools" / "gpu.sh"
-    return subprocess.run(script, env=told, capture_output=True, text=True, timeout=60, check=False)
+    command = [str(checkout / "tools" / "gpu.sh"), *parts]
+    return subprocess.run(
+        command, env=told, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def results(checkout: Path) -> dict[str, str]:
@@ -83,27 +87,48 @@ def test_without_a_gpu_that_can_be_used_it_says_so(
     assert not (checkout / "build").exists()
 
 
+@pytest.mark.parametrize(
+    ("part", "message"), [("kernel", "got kernel"), ("load", "TRACES=FOLDER must name a folder")]
+)
+def test_parts_are_checked_first(checkout: Path, part: str, message: str) -> None:
+    done = run(checkout, "bench", part)
+    assert done.returncode == 2 and message in done.stderr
+    assert not (checkout / "installed").exists()
+
+
+DEFAULT = {"kernels", "servers", "bench"}
+
+
 def test_every_part_runs(checkout: Path) -> None:
     program(checkout / "path" / "compute-sanitizer", '#!/bin/sh\nshift 6\nexec "$@"\n')
-    done = run(checkout, BENCH_ARGS="--rounds 2")
+    parts = [*DEFAULT, "memcheck", "racecheck", "load"]
+    done = run(checkout, *parts, BENCH_ARGS="--rounds 2", TRACES="some")
     assert done.returncode == 0, done.stderr
     found = results(checkout)
     assert found.pop("requests x tokens") == "ours"
-    passed = {name for name, result in found.items() if result == "passed"}
-    assert passed == {"kernels", "memcheck", "racecheck", "server", "bench"}
+    assert {name for name, result in found.items() if result == "passed"} == set(parts)
     assert "- NVIDIA H200, 9.0, 580.1" in done.stdout
     calls = (checkout / "calls").read_text()
     assert "-m pytest tests/server/test_cuda.py" in calls
-    assert "-m eval.bench.attention --growth --rounds 2" in calls
+    assert "-m eval.bench.attention --rounds 2" in calls
+    assert "-m eval.bench.gpu some" in calls
+
+
+def test_ten_minutes_are_enough(checkout: Path) -> None:
+    """The time limits of what runs without a name."""
+    done = run(checkout)
+    limits = re.findall(r"gpu: (\w+), (\d+) s at most", done.stderr)
+    assert {name for name, _ in limits} == DEFAULT
+    assert sum(int(seconds) for _, seconds in limits) <= 600
 
 
 @pytest.mark.parametrize(
     ("part", "told", "result"),
     [
         ("kernels", {"FAILS": "tests/kernels"}, "failed: exit status 3"),
-        ("server", {"FAILS": "tests/server"}, "failed: exit status 3"),
+        ("servers", {"FAILS": "tests/server"}, "failed: exit status 3"),
         ("bench", {"FAILS": "eval.bench.attention"}, "failed: exit status 3"),
-        ("server", {"SKIPS": "tests/server"}, "failed: no test ran"),
+        ("servers", {"SKIPS": "tests/server"}, "failed: no test ran"),
         ("bench", {"HANGS": "eval.bench", "SECONDS_A_PART": "1"}, "failed: ended after 1 s"),
     ],
 )
@@ -114,7 +139,39 @@ def test_a_part_that_fails_keeps_no_other_from_running(
     assert done.returncode == 1
     found = results(checkout)
     assert found.pop(part) == result
-    assert "not installed" in found.pop("compute-sanitizer")
-    assert all(found[name] == "passed" for name in {"kernels", "server", "bench"} - {part})
+    assert all(found[name] == "passed" for name in DEFAULT - {part})
     if "FAILS" in told:
-        assert "broken" in (checkout / f"build/bench/gpu/{part}.log").read_text()
+        log = (checkout / f"build/bench/gpu/{part}.log").read_text()
+        assert "broken" in log and "FAILED at once" not in log
+        assert "FAILED at once" in done.stderr
+
+
+def test_without_the_sanitizer_its_part_fails(checkout: Path) -> None:
+    assert run(checkout, "memcheck").returncode == 1
+    assert results(checkout)["memcheck"] == "failed: compute-sanitizer is not installed"
+
+
+@pytest.mark.parametrize("more", [(), ("-n", "2")], ids=["one process", "workers"])
+def test_a_failed_test_is_shown_at_once(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """Once; though the run is killed before pytest could say so."""
+    text = "def test_first():\n    assert 1 == 2, 'because'\n"
+    if not more:
+        text += (
+            "def test_later():\n    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+    (tmp_path / "test_it.py").write_text(text)
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    subprocess.run(
+        [*command, *more, str(tmp_path)],
+        cwd=SCRIPT.parents[1],
+        env={**os.environ, "REASONCACHE_FAILURES": str(write)},
+        capture_output=True,
+        pass_fds=[write],
+        timeout=120,
+        check=False,
+    )
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        told = pipe.read()
+    assert told.count("FAILED ") == 1 and "test_first" in told and "because" in told

@@ -53,7 +53,10 @@ def test_the_merge_is_exact(splits: int, monkeypatch: pytest.MonkeyPatch) -> Non
     whole = decode(rig, "triton", plan)
     monkeypatch.setattr(decode_triton, "SPLITS", splits)
     out = decode(rig, "triton", plan)
-    torch.testing.assert_close(out, whole, rtol=0, atol=1e-6)
+    # The same entries, summed in another order. A tensor core cuts each sum of 16 products to fp32,
+    # once for either half of a weight: 989 / 8 times up to 2**-23 of values of about 1.
+    atol = 1e-6 if INTERPRETED else 989 / 8 * 2.0**-23
+    torch.testing.assert_close(out, whole, rtol=0, atol=atol)
     # Up to one chunk of entries nothing is cut, whatever the splits.
     assert torch.equal(out[2:], whole[2:])
 

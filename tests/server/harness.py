@@ -52,6 +52,7 @@ class ServerPool:
                 flags=spec.flags,
                 env={**STRICT_CHECKS, **dict(spec.env)},
                 log_path=self._log_dir / f"{self._starts:02d}-{spec.name}.log",
+                device=spec.device,
             )
             try:
                 server.start()

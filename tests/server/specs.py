@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from sglang_reasoncache.arguments import arguments_of
 from sglang_reasoncache.filter.process import WAIT_ENV
@@ -20,13 +21,14 @@ class ServerSpec:
     long: bool = False
     #: Tests of one group run in one process; empty: those of this spec alone.
     group: str = ""
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
         """A spec with more flags (words, or several with blanks between) and variables, called
         ``<this>-<name>``."""
         words = " ".join((*self.flags, *flags)).split()
         env_of_both = (*self.env, *sorted(env.items()))
-        return ServerSpec(f"{self.name}-{name}", tuple(words), env_of_both)
+        return ServerSpec(f"{self.name}-{name}", tuple(words), env_of_both, device=self.device)
 
     def for_long_runs(self) -> ServerSpec:
         return replace(self, long=True)

@@ -3,20 +3,26 @@
 front of the Triton backend, and in graphs: ``test_attention_cuda_graph.py``."""
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
+from sglang.srt.arg_groups import model_override_base, resolution_hooks
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.platforms.cuda import CudaSRTPlatform
+from sglang.srt.runtime_context import override_platform
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.plugin import attention, refusals
+from sglang_reasoncache.plugin import attention, hooks, refusals
 from tests.unit.attention_rig import BATCHES, Rig
 from tests.unit.test_attention import backend_of
 
@@ -86,6 +92,10 @@ def test_flags_in_the_way_are_named(flag: str) -> None:
     setattr(args, f"enable_{field}", True)
     with pytest.raises(ValueError, match=f"{asked} cannot be combined with: --enable-{flag} "):
         refusals.check_corrected(args, asked)
+    # What SGLang switched on by itself is in the way as well.
+    switched = compat.ServerArgs(model_path="none", device="cpu")
+    compat.declare_resolution(switched, "a test", **{f"enable_{field}": True})
+    assert len(refusals.in_the_way_of_corrected(switched)) == 1
 
 
 @pytest.mark.parametrize("word", ["1", "true", "YES", "y"])
@@ -95,7 +105,120 @@ def test_glued_metadata_is_refused(monkeypatch: pytest.MonkeyPatch, word: str) -
         refusals.check_corrected(SimpleNamespace(), "corrected")
 
 
-@pytest.mark.parametrize("policy", ["streamingllm:budget=64", "reasoncache+quest:budget=64"])
+#: What SGLang asks of a GPU, by its facts: compute capability, and what else is true.
+GPUS: dict[str, tuple[int, list[str]]] = {
+    "ampere": (80, []),
+    "hopper": (90, ["is_sm90", "is_hopper_with_cuda_12_3"]),
+    "b200": (100, ["is_sm100", "is_sm100_or_sm110", "is_blackwell"]),
+    "rtx": (120, ["is_sm120", "is_blackwell"]),
+}
+
+
+def resolved(
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    gpu: str,
+    config: ReasonCacheConfig | None,
+    *,
+    flashinfer: bool = True,
+    **fields: Any,
+) -> tuple[str, str, int]:
+    """Attention of prefill and decode and the page size, all of SGLang's resolution run."""
+    monkeypatch.setitem(
+        resolution_hooks._HOOKS, compat.ATTENTION_STEP, [hooks._before_attention_default]
+    )
+    # The tests' own platform has a default of its own.
+    monkeypatch.setattr(model_override_base, "current_platform", CudaSRTPlatform())
+    capability, true = GPUS[gpu]
+    facts = dict.fromkeys(runtime_context._PLATFORM_PROBES, False)
+    facts |= dict.fromkeys([*true, "is_cuda"], True) | {"has_flashinfer": flashinfer}
+    args: Any = compat.ServerArgs(model_path=str(model), device="cuda", **fields)
+    if config is not None:
+        args._reasoncache = config
+    at = divmod(capability, 10)
+    with override_platform(**facts, device_sm=capability, device_capability=at):
+        args.resolve_once()
+    view: Any = compat.resolving_view(args)
+    return *model_override_base.attention_backends_of(view), view.page_size
+
+
+def test_the_flag_alone_is_the_recommended_mode(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On every generation: FlashInfer, in front of which keys are corrected, and said in the log
+    where SGLang alone takes another."""
+    stock = {"hopper": ("fa3", "fa3", 1), "b200": ("trtllm_mha", "trtllm_mha", 64)}
+    for gpu in GPUS:
+        caplog.clear()
+        ours = resolved(monkeypatch, model_path, gpu, ReasonCacheConfig())
+        told = [line for line in caplog.messages if line.startswith("reasoncache")]
+        assert ours == ("flashinfer", "flashinfer", 1)
+        theirs = resolved(monkeypatch, model_path, gpu, None)
+        assert theirs == stock.get(gpu, ours) and len(told) == (gpu in stock)
+        if told:
+            assert "takes --attention-backend flashinfer" in told[0]
+            named = f"--attention-backend {theirs[0]} --reasoncache-positions as-cached"
+            assert named in told[0]
+
+
+MLA = dict(kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
+EVICTS = "streamingllm:budget=64"
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "expected"),
+    [
+        ({"positions": "as-cached"}, {}, "fa3 fa3"),
+        ({"policy": EVICTS, "positions": "as-cached"}, {}, "flashinfer flashinfer"),
+        ({"policy": "none"}, {}, "fa3 fa3"),
+        # The operator named one.
+        ({}, {"attention_backend": "fa3"}, "fa3 fa3"),
+        ({}, {"decode_attention_backend": "flashinfer"}, "fa3 flashinfer"),
+        # Nothing could be corrected; what was asked for is refused later, by name.
+        ({}, {"enable_torch_compile": True}, "fa3 fa3"),
+        ({}, {"enable_deterministic_inference": True}, "fa3 fa3"),
+        ({"positions": "corrected"}, {"enable_torch_compile": True}, "flashinfer flashinfer"),
+        ({}, {"flashinfer": False}, "triton triton"),
+    ],
+)
+def test_a_backend_is_taken_only_where_ours_serves_it(
+    monkeypatch: pytest.MonkeyPatch,
+    model_path: Path,
+    settings: dict[str, Any],
+    fields: dict[str, Any],
+    expected: str,
+) -> None:
+    config = ReasonCacheConfig(**settings)
+    found = resolved(monkeypatch, model_path, "hopper", config, **fields)
+    assert " ".join(found[:2]) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"head_dim": 96}, "triton triton"),
+        # SGLang's rules for a model stay.
+        ({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "fa3 fa3"),
+        ({"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "fa3 fa3"),
+    ],
+)
+def test_a_backend_is_taken_only_for_models_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+    model_path: Path,
+    tmp_path: Path,
+    change: dict[str, Any],
+    expected: str,
+) -> None:
+    shape = json.loads((model_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    found = resolved(monkeypatch, tmp_path, "hopper", ReasonCacheConfig())
+    assert " ".join(found[:2]) == expected
+
+
+POLICIES = ["streamingllm:budget=64", "reasoncache+quest:budget=64"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("positions", ["auto", "as-cached"])
 def test_a_policy_that_evicts_or_selects_asks_for_our_kernels(positions: str, policy: str) -> None:
     """Without one SGLang's backend serves as it is; with one backend for each half it is refused later."""
@@ -103,14 +226,70 @@ def test_a_policy_that_evicts_or_selects_asks_for_our_kernels(positions: str, po
     runner.prefill_attention_backend_str = "triton"
     stock = object()
 
-    def made(policy: str) -> tuple[Any, attention.AttentionParts]:
+    def made(policy: str) -> str:
+        """Why keys are not corrected."""
         config = ReasonCacheConfig(policy=policy, positions=positions)
         cached = CachedPositions(1, "cpu")
-        return attention.attention_backend(runner, config, "triton", lambda _runner: stock, cached)
+        arguments = runner, config, "triton", lambda _runner: stock, cached
+        backend, parts = attention.attention_backend(*arguments)
+        assert backend is stock
+        assert parts == attention.AttentionParts(uncorrected=parts.uncorrected)
+        return parts.uncorrected
 
-    assert made("reasoncache") == (stock, attention.AttentionParts())
+    assert ("needs an NVIDIA GPU" in made("reasoncache")) == (positions == "auto")
     flag = f"--reasoncache-policy {re.escape(policy)}"
     with pytest.raises(ValueError, match=f"{flag} over --attention-backend triton needs"):
         made(policy)
     runner.prefill_attention_backend_str = "flashinfer"
-    assert made(policy) == (stock, attention.AttentionParts(skips_evicted=False))
+    assert ("got flashinfer and triton" in made(policy)) == (positions == "auto")
+
+
+def test_auto_is_corrected(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(shifted=0.0)
+    rig.runner.prefill_attention_backend_str = "triton"
+
+    def on_the_cpu(runner: Any, _name: str, cached: Any, *, requested_by: str) -> Any:
+        assert (runner, cached) == (rig.runner, rig.cached_at)
+        assert requested_by == "--reasoncache-positions corrected"
+        return backend_of("cuda", rig)
+
+    monkeypatch.setattr(attention, "make_cuda", on_the_cpu)
+    config = ReasonCacheConfig()
+    arguments = rig.runner, config, "triton", lambda _runner: pytest.fail("stock"), rig.cached_at
+    _, parts = attention.attention_backend(*arguments)
+    assert parts.rotation is not None and not parts.uncorrected
+    assert attention.resolve_positions(config, parts, rig.runner).positions == "corrected"
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("backend", "fields", "why"),
+    [
+        ("fa3", {}, "needs --attention-backend .*flashinfer, triton, this server runs fa3"),
+        ("fa3", {"enable_mis": True}, "cannot be combined with: --enable-mis "),
+        ("triton", {}, "over --attention-backend triton needs an NVIDIA GPU"),
+    ],
+)
+def test_auto_says_why_it_is_not_corrected(
+    backend: str, fields: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what that costs; whoever asked for it by name gets an error."""
+    runner = Rig(shifted=0.0).runner
+    runner.server_args = compat.ServerArgs(model_path="none", **fields)
+    runner.prefill_attention_backend_str = runner.decode_attention_backend_str = backend
+
+    def positions(asked: str) -> str:
+        config, parts = ReasonCacheConfig(positions=asked), attention.AttentionParts()
+        if backend in compat.CUDA_BACKENDS:
+            arguments = runner, config, backend, lambda _runner: None, CachedPositions(1, "cpu")
+            parts = attention.attention_backend(*arguments)[1]
+        return attention.resolve_positions(config, parts, runner).positions
+
+    assert positions("as-cached") == "as-cached" and not caplog.messages
+    assert positions("auto") == "as-cached"
+    (told,) = caplog.messages
+    assert re.search(f"auto is as-cached, which cost .*10 points.*corrected {why}", told)
+    with pytest.raises(ValueError, match=f"--reasoncache-positions corrected {why}"):
+        positions("corrected")

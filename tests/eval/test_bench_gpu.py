@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bench-gpu``: what it plans and how it compares; and all of it on the CPU, with a tiny shape."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.bench.gpu import Load, Run, compare, main, table
+from eval.bench.serve import AIME
+from eval.runs.folder import Moment
+from eval.tiny_reasoner.task import generate
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    """Responses of the embedded reasoner's task; two go round in circles."""
+    texts = [problem.response for problem in generate(seed=5, count=6)]
+    rows = [
+        {"id": str(n), "response": text}
+        for n, text in enumerate([*texts, *(texts[0] * 20, texts[1] * 20)])
+    ]
+    (tmp_path / AIME).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+SMALL = [
+    f"--{name}={size}"
+    for name, size in dict(slots=1500, piece=400, looping=1300, whole=500, requests=5).items()
+]
+
+
+def test_it_says_what_would_run(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shape of an 8B model, whose weights are not made."""
+    words = [str(traces), "--out", str(tmp_path), *SMALL, "--plan", "--sides", "ours:triton"]
+    main(words)
+    told = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert told["loops"] == "4 requests, 1,600 tokens"
+    assert (
+        told["finished"].startswith("5 requests") and told["together"] == "2 requests, 800 tokens"
+    )
+    assert told["ours:triton"] == f"{told['stock']} --attention-backend triton --enable-reasoncache"
+    (config,) = (tmp_path / "gpu").glob("*/config.json")
+    assert json.loads(config.read_text())["num_hidden_layers"] == 36
+    assert not [*config.parent.glob("*.safetensors")]
+    with pytest.raises(SystemExit, match="bench-gpu: loops: no response"):
+        main([*words, "--looping", "100000"])
+    for side in ("stock", "theirs:triton"):
+        with pytest.raises(SystemExit):
+            main([*words, "--sides", side])
+        assert (
+            f"must be one of stock, ours, as-cached, nothing-shared, or NAME:BACKEND, got {side}"
+            in capsys.readouterr().err
+        )
+
+
+def test_prompts_differ_so_that_no_prefix_is_shared() -> None:
+    found = Load().workloads([[7] * 30_000, [8] * 50])
+    for pairs in found.values():
+        assert len({tuple(prompt[:3]) for prompt, _ in pairs}) == len(pairs) > 2
+    assert all(len(ids) == 4000 for _, ids in found["loops"] + found["together"])
+
+
+def test_steps_are_compared_at_equal_running_requests() -> None:
+    def run(seconds: float, running: int, tokens_per_s: float) -> Run:
+        crowded = [Moment(0, 0, running, 4, 10, 0, tokens_per_s)] * 5
+        alone = [Moment(0, 0, 2, 0, 10, 0, 100.0 / seconds)] * 5
+        return Run(3, 3, 1000, seconds, 0, crowded + alone)
+
+    ours, theirs = run(1.0, 20, 1000.0), run(2.0, 10, 800.0)
+    found = compare([ours], [theirs])
+    assert found["throughput_ratio"]["median"] == 2.0
+    assert found["running"] == [20.0, 10.0] and found["step_ms"] == (20.0, 40.0)
+    lines = table({"ours": {"compared": {"loops": found}}})
+    assert lines[-1] == "| ours | loops | 2 (2 to 2) | 20 (10) | 20 (40) | 3 of 3 |"
+
+
+@pytest.mark.server
+@pytest.mark.long
+def test_all_of_it_on_the_cpu(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(traces), "--out", str(tmp_path), "--device", "cpu", "--sides", "ours", *SMALL])
+    (side,) = json.loads((tmp_path / "gpu.json").read_text())["sides"].values()
+    runs: dict[tuple[str, str], Any] = {(run["side"], run["workload"]): run for run in side["runs"]}
+    assert len(runs) == 6 and all(run["exact"] == run["requests"] for run in runs.values())
+    assert (
+        runs["ours", "loops"]["waiting"]["saved"] > 0 == runs["stock", "loops"]["waiting"]["saved"]
+    )
+    assert capsys.readouterr().out.count("| ours | ") == 3
