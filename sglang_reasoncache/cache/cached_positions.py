@@ -36,14 +36,20 @@ class BatchMark:
     def __init__(self, allocator: Any, *, corrected: bool = True) -> None:
         self._allocator, self.corrected = allocator, corrected
         self._rids: Sequence[str] | None = None
-        self._shifted = True
+        self._shifted, self._evicted = True, list[int]()
 
-    def note(self, rids: Sequence[str], shifted: bool) -> None:
-        """The batch of ``rids`` reads shifted slots or evicted positions, or neither.
+    def note(self, rids: Sequence[str], shifted: bool, evicted: Sequence[int] = ()) -> None:
+        """Whether the batch of ``rids`` reads shifted slots, and how many positions of each of its
+        rows were evicted (empty: none).
 
         ``rids``: SGLang's list of a batch's request ids; the object tells it from other batches.
         """
-        self._rids, self._shifted = rids, shifted
+        self._rids, self._evicted = rids, list(evicted) or [0] * len(rids)
+        self._shifted = shifted or any(evicted)
+
+    def evicted(self, rids: Sequence[str] | None) -> list[int] | None:
+        """Of each row of the batch; None: an unknown batch."""
+        return self._evicted if rids is not None and rids is self._rids else None
 
     def reads_shifted(self, rids: Sequence[str] | None) -> bool:
         """Whether the batch of ``rids`` may read either. None: an unknown batch."""

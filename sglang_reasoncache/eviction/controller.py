@@ -242,10 +242,10 @@ class EvictionController:
             return 0
         positions = np.concatenate(parts)
         rows = self._rows.req_to_token
-        at = upload(positions, rows.device)
-        slots = rows[req.kv.req_pool_idx, at]
-        self._rows.write((req.kv.req_pool_idx, at), torch.full_like(slots, -1))
-        freed = self._allocator.evict(slots[:: self._page].long() // self._page)
+        row, at = req.kv.req_pool_idx, upload(positions, rows.device)
+        slots = rows[row, at]
+        self._rows.write((row, at), torch.full_like(slots, -1))
+        freed = self._allocator.evict(row, positions, slots)
         stats.positions_evicted += len(positions)
         stats.slots_freed_by_eviction += freed
         self.positions_now += len(positions)
