@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from triton.runtime.interpreter import GridExecutor
 
 from sglang_reasoncache.selection.device_selection import WouldWait, refused
 
@@ -45,7 +46,16 @@ class DeviceTensor(Tensor):
 def in_host(tensor: Tensor) -> Tensor:
     """The same memory, for what a test looks at."""
     with torch._C.DisableTorchFunction():
+        if not isinstance(tensor, DeviceTensor):
+            return tensor.cpu()
         return tensor.as_subclass(Tensor)
+
+
+def on_device(value: Any) -> Any:
+    """The same memory as a device tensor; in lists too. Others stay as they are."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+        return type(value)(map(on_device, value))
+    return _on_device(value)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -236,6 +246,10 @@ class StrictDevice(TorchFunctionMode):
         return into.copy_(source)
 
 
+def _plain(value: Any) -> Any:
+    return in_host(value) if isinstance(value, DeviceTensor) else value
+
+
 def _on_device(value: Any) -> Any:
     if type(value) is not Tensor:
         return value
@@ -262,9 +276,17 @@ def strict_device(delay: int = 1) -> Iterator[StrictDevice]:
         "memory_allocated": lambda *_: 0,
         "mem_get_info": lambda *_: (1 << 40, 1 << 40),
     }
+    run = GridExecutor.__call__
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        """Under Triton's interpreter, in place."""
+        with torch._C.DisableTorchFunction():
+            return run(kernel, *map(_plain, args), **{k: _plain(v) for k, v in kwargs.items()})
+
     with contextlib.ExitStack() as stack:
         for name, value in names.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(GridExecutor, "__call__", launch))
         stack.enter_context(device)
         yield device
 
