@@ -6,7 +6,6 @@ the device, more than ``torch.cuda.set_sync_debug_mode("error")`` sees. PyTorch'
 device without one (fake tensors, PrivateUse1) hold no numbers, or do not say ``cuda``."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +95,9 @@ class StrictDevice(TorchFunctionMode):
         self._queued: list[Callable[[], None]] = []
 
     # -- waiting --------------------------------------------------------------
+
+    def refuse(self, mode: int | str) -> None:
+        self.strict = 2 if mode == "error" else int(mode)
 
     def waits(self, what: str) -> None:
         if self.strict:
@@ -272,6 +274,8 @@ def strict_device(delay: int = 1) -> Iterator[StrictDevice]:
         "stream": lambda *_: contextlib.nullcontext(),
         "device": lambda *_: contextlib.nullcontext(),
         "synchronize": lambda *_: device.waits("torch.cuda.synchronize"),
+        "get_sync_debug_mode": lambda: device.strict,
+        "set_sync_debug_mode": device.refuse,
         "memory_reserved": lambda *_: 0,
         "memory_allocated": lambda *_: 0,
         "mem_get_info": lambda *_: (1 << 40, 1 << 40),
@@ -292,26 +296,17 @@ def strict_device(delay: int = 1) -> Iterator[StrictDevice]:
 
 
 @contextlib.contextmanager
-def no_wait(device: StrictDevice | None) -> Iterator[None]:
-    """In here, what waits for the device raises: the stand-in, or (None) the real one."""
-    if device is None:
-        with refused(torch.device("cuda")):
-            yield
-        return
-    device.strict += 1
+def no_wait() -> Iterator[None]:
+    """In here, what waits for the device raises RuntimeError: the stand-in, or a real one."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        device.strict -= 1
+        torch.cuda.set_sync_debug_mode(before)
 
 
-def guarded(device: StrictDevice | None, owner: Any, *names: str) -> None:
+def guarded(owner: Any, *names: str) -> None:
     """Calls of these methods must not wait, whoever calls them."""
     for name in names:
-        method = getattr(owner, name)
-
-        def call(*args: Any, method: Any = method, **kwargs: Any) -> Any:
-            with no_wait(device):
-                return method(*args, **kwargs)
-
-        setattr(owner, name, functools.wraps(method)(call))
+        setattr(owner, name, no_wait()(getattr(owner, name)))

@@ -219,9 +219,7 @@ class EvictionController:
                 logger.exception("reasoncache: policy %s failed, further failures count only", name)
             return []
 
-    def _ask(
-        self, req: Request, state: RowState, written: int, first: int, excess: int
-    ) -> Asked:
+    def _ask(self, req: Request, state: RowState, written: int, first: int, excess: int) -> Asked:
         held, row, weights = state.evicted.held(written), req.kv.req_pool_idx, self._weights
         reads = Reads(self._keys.group)
         if self._keys.stream is not None:
@@ -236,7 +234,9 @@ class EvictionController:
             slot_aliases=state.slot_aliases.of(held),
             seed=zlib.crc32(array("q", req.origin_input_ids)),
             keys=HeldKeys(self._keys, row, held, reads),
-            attention=NoAttention() if weights is None else HeldAttention(weights, row, held, reads),
+            attention=NoAttention()
+            if weights is None
+            else HeldAttention(weights, row, held, reads),
         )
         return Asked(view, excess, reads)
 

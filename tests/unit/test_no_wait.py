@@ -37,27 +37,43 @@ from tests.property.world import (
     retract,
     start,
 )
-from tests.strict_device import StrictDevice, guarded, no_wait, strict_device
+from tests.strict_device import guarded, no_wait, strict_device
 from tests.triton_runs import INTERPRETED
 
 SLOTS = 200
 SETUPS = [Setup(page, 4, SLOTS, publish) for page in (1, 4) for publish in ("exact", "aliased")]
 SETUPS += [Setup(page, 4, SLOTS, "aliased", need_sort=True) for page in (1, 4)]
 ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
-ALLOCATOR = "alloc alloc_extend alloc_decode free_segment free_group_end evict release share".split()
-TREE = "checkpoint free_kv_row on_release match_prefix insert evict lock unlock".split()
-CONTROLLER = "after_decode after_prefill after_chunk on_release describe".split()
+ALLOCATOR = [
+    "alloc",
+    "alloc_extend",
+    "alloc_decode",
+    "free_segment",
+    "free_group_end",
+    "evict",
+    "release",
+    "share",
+]
+TREE = [
+    "checkpoint",
+    "free_kv_row",
+    "on_release",
+    "match_prefix",
+    "insert",
+    "evict",
+    "lock",
+    "unlock",
+]
+CONTROLLER = ["after_decode", "after_prefill", "after_chunk", "on_release", "describe"]
 
 pytestmark = [
-    pytest.mark.usefixtures("published_config"),
+    pytest.mark.usefixtures("published_config", "device"),
     pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter"),
 ]
-#: None: a GPU.
-Device = StrictDevice | None
 
 
 @pytest.fixture(params=["stand-in", "gpu"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Worlds are on it, and what SGLang calls of ours must not wait."""
     made: list[World] = []
     plain = World.__init__
@@ -68,19 +84,18 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         for owner, names in (
             (world.allocator, ALLOCATOR), (world.tree, TREE), (world.controller, CONTROLLER)
         ):  # fmt: skip
-            guarded(strict, owner, *(name for name in names if hasattr(owner, name)))
+            guarded(owner, *(name for name in names if hasattr(owner, name)))
 
     monkeypatch.setattr(World, "device", "cuda")
     monkeypatch.setattr(World, "__init__", watched)
     if request.param == "gpu" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    strict: Device = None
     with contextlib.ExitStack() as stack:
         if request.param == "stand-in":
             # Triton's interpreter needs a process of its own.
             monkeypatch.setattr(distance, "choose_backend", lambda *_: "torch")
-            strict = stack.enter_context(strict_device())
-        yield strict
+            stack.enter_context(strict_device())
+        yield
         for world in made:
             for req in [req for req in world.requests if req.kv.holds_kv]:
                 finish(world, req)
@@ -106,7 +121,7 @@ def shared(world: World, name: str = "r", first: int = 100) -> Any:
 
 @ALL_SETUPS
 @pytest.mark.parametrize("end", ["finish", "retract", "together", "opted out"])
-def test_sharing_publishing_and_freeing(device: Device, setup: Setup, end: str) -> None:
+def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
     world = World(setup)
     reqs = [shared(world), shared(world, "other", first=200)]
     if end == "together":
@@ -132,7 +147,7 @@ def test_sharing_publishing_and_freeing(device: Device, setup: Setup, end: str) 
 
 
 @ALL_SETUPS
-def test_evicting(device: Device, setup: Setup) -> None:
+def test_evicting(setup: Setup) -> None:
     world = World(setup)
     req = shared(world)
     # One that shares its slots, one that others share, one of its own.
@@ -153,7 +168,7 @@ POLICIES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("name", POLICIES)
-def test_policies_that_read_keys_and_weights(device: Device, name: str, page: int) -> None:
+def test_policies_that_read_keys_and_weights(name: str, page: int) -> None:
     """They are asked again when the numbers have arrived, and answer as on the CPU."""
     policy = POLICIES[name](budget=16, slack=4, recent=4)
 
@@ -190,10 +205,10 @@ def test_policies_that_read_keys_and_weights(device: Device, name: str, page: in
     assert found == expected
 
 
-def test_lists_and_arrays_are_uploaded(device: Device) -> None:
+def test_lists_and_arrays_are_uploaded() -> None:
     with pytest.raises(RuntimeError, match="Can't pin tensor constructed from numpy"):
         torch.tensor(np.arange(3), pin_memory=True)
-    with no_wait(device):
+    with no_wait():
         sent = [upload(values, "cuda", torch.int32) for values in ([3, 1], np.array([3, 1]))]
         assert all(one.is_cuda and one.dtype == torch.int32 for one in sent)
         with pytest.raises((WouldWait, RuntimeError)):
