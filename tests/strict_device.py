@@ -92,7 +92,7 @@ class StrictDevice(TorchFunctionMode):
         self.delay, self.strict = delay, 0
         # Storages stay, so that no other one gets the address.
         self._pinned: dict[int, Any] = {}
-        self._queued: list[Callable[[], None]] = []
+        self._queued: list[Callable[[], object]] = []
 
     # -- waiting --------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class StrictDevice(TorchFunctionMode):
     def _run(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         device = any(isinstance(x, DeviceTensor) for x in tensors)
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if name in ("pin_memory", "is_pinned"):
             if name == "is_pinned":
                 return not device and self.is_pinned(first)

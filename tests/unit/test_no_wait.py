@@ -115,7 +115,8 @@ def shared(world: World, name: str = "r", first: int = 100) -> Any:
     req = start(world, name, first)
     propose(world, req, Pair(20, 8), Pair(16, 12))
     steps(world, req)
-    assert world.controller.state_of(req).live_positions == 8
+    state: Any = world.controller.state_of(req)
+    assert state.live_positions == 8
     return req
 
 
@@ -194,7 +195,8 @@ def test_policies_that_read_keys_and_weights(name: str, page: int) -> None:
         steps(world, req, count=5)
         assert world.controller.eviction.positions_now > 0
         assert not world.controller.stats.eviction_refusals
-        gone = np.flatnonzero(world.controller.state_of(req).evicted._mask).tolist()
+        state: Any = world.controller.state_of(req)
+        gone = np.flatnonzero(state.evicted._mask).tolist()
         finish(world, req)
         return gone
 

@@ -27,8 +27,8 @@ from tests.unit.test_attention import REQUESTED_BY
 
 LENGTHS = [1, 19, 70]
 NEW = {"decode": [1, 1, 1], "with-prefix": [1, 7, 30], "few": [1, 3, 4]}
-ON_DEVICE = ("input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc")
-ON_DEVICE += ("extend_seq_lens", "extend_prefix_lens")
+ON_DEVICE = ["input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc"]
+ON_DEVICE += ["extend_seq_lens", "extend_prefix_lens"]
 
 pytestmark = [
     pytest.mark.usefixtures("published_config", "out_of_tree_platform", "device"),
@@ -45,7 +45,7 @@ def device() -> Iterator[None]:
 class Stock(TorchNativeAttnBackend):
     """It has no graphs, so it needs no memory for them."""
 
-    def init_cuda_graph_state(self, *_: Any) -> None:
+    def init_cuda_graph_state(self, max_bs: int, *_: Any, **__: Any) -> None:
         pass
 
 
