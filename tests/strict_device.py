@@ -42,14 +42,6 @@ class DeviceTensor(Tensor):
         raise RuntimeError(f"{func.__name__} of a device tensor where no device is there")
 
 
-def in_host(tensor: Tensor) -> Tensor:
-    """The same memory, for what a test looks at."""
-    with torch._C.DisableTorchFunction():
-        if not isinstance(tensor, DeviceTensor):
-            return tensor.cpu()
-        return tensor.as_subclass(Tensor)
-
-
 def on_device(value: Any) -> Any:
     """The same memory as a device tensor; in lists too. Others stay as they are."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
@@ -234,14 +226,14 @@ class StrictDevice(TorchFunctionMode):
             # PyTorch pins the target of a copy that does not block.
             target = torch.empty_like(found)
             target = self._pin(target) if non_blocking else target
-            self._copied(target, in_host(found), f"{name} to the host", non_blocking)
+            self._copied(target, found.as_subclass(Tensor), f"{name} to the host", non_blocking)
             return target
         return _on_device(found) if there else found
 
     def _copy(self, into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         to, of = isinstance(into, DeviceTensor), isinstance(source, DeviceTensor)
         if of and not to:
-            self._copied(into, in_host(source), "copy_ to the host", non_blocking)
+            self._copied(into, source.as_subclass(Tensor), "copy_ to the host", non_blocking)
             return into
         if to and not of and source.dim():
             self._sent(source, "copy_ from the host", non_blocking)
@@ -249,7 +241,7 @@ class StrictDevice(TorchFunctionMode):
 
 
 def _plain(value: Any) -> Any:
-    return in_host(value) if isinstance(value, DeviceTensor) else value
+    return value.as_subclass(Tensor) if isinstance(value, DeviceTensor) else value
 
 
 def _on_device(value: Any) -> Any:

@@ -45,7 +45,6 @@ from sglang_reasoncache.sharing.ranks import Ranks
 from sglang_reasoncache.sharing.state import OPT_OUT_KEY
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
-from tests.strict_device import in_host
 
 LAYERS = 2
 MAX_ROWS = 4
@@ -170,6 +169,12 @@ def allocator_of(
         made = functools.partial(PagedTokenToKVPoolAllocator, page_size=page)
     stock = made(slots, dtype=torch.float32, device=device, kvcache=pool, need_sort=need_sort)
     return shared_allocator_of(stock)
+
+
+def in_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, whatever it says where it is (``tests/strict_device.py``); a GPU's copied."""
+    with torch._C.DisableTorchFunction():
+        return tensor.as_subclass(torch.Tensor).cpu()
 
 
 class World:

@@ -17,8 +17,9 @@ from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.plugin import attention
 from sglang_reasoncache.selection import page_selection
 from sglang_reasoncache.selection.contract import Quest
+from tests.property.world import in_host
 from tests.selection.test_device_selection import rig_of
-from tests.strict_device import DeviceTensor, in_host, no_wait, on_device, strict_device
+from tests.strict_device import DeviceTensor, no_wait, on_device, strict_device
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import test_interpreted as test_interpreted
 from tests.triton_runs import under_interpreter
