@@ -8,7 +8,7 @@ and leaf-first eviction run along paths: the topmost holder is locked with any, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -214,8 +214,10 @@ class SharedRadixCache(compat.RadixCache):
             for req in reqs
         )
 
-    def evicted_of(self, reqs: Iterable[Request]) -> list[int]:
+    def evicted_of(self, reqs: Sequence[Request]) -> list[int]:
         """How many positions of each of ``reqs`` were evicted; a path of the tree has none."""
+        if not self.token_to_kv_pool_allocator.has_evicted:
+            return [0] * len(reqs)
         states = [self._state_of(req) for req in reqs]
         return [0 if state is None else state.evicted.count for state in states]
 

@@ -196,6 +196,9 @@ class EvictionController:
                 # A budget below what a request must hold would have the policy run at every poll.
                 state.next_eviction[name] = written + self._slack[name]
                 stats.eviction_decisions += 1
+                if policy.needs and self._keys.stream is not None:
+                    # What is read is read behind the forward that may be in flight.
+                    torch.cuda.current_stream().wait_stream(self._keys.stream)
                 asked = self._ask(req, state, written, first, excess)
             elif not asked.reads.ready():
                 return []
@@ -222,9 +225,6 @@ class EvictionController:
     def _ask(self, req: Request, state: RowState, written: int, first: int, excess: int) -> Asked:
         held, row, weights = state.evicted.held(written), req.kv.req_pool_idx, self._weights
         reads = Reads(self._keys.group)
-        if self._keys.stream is not None:
-            # What is read is read behind the forward that may be in flight.
-            torch.cuda.current_stream().wait_stream(self._keys.stream)
         view = RequestView(
             prompt=len(req.origin_input_ids),
             written=written,
