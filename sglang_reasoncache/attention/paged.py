@@ -8,7 +8,7 @@ entries as they say.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -189,6 +189,7 @@ class PagedAttention:
         """Nothing is planned until the next forward begins."""
         self.rows: RowPlan | None = None
         self.extend_plan: ExtendPlan | None = None
+        self._evicted: Sequence[int] | None = None
         self._update: StatisticsUpdate | None = None
         self._weighed: RowPlan | None = None
         if self.selection is not None:
@@ -222,10 +223,16 @@ class PagedAttention:
             self._update = self.statistics.decode(read, weights)
 
     def begin_extend(
-        self, batch: ForwardBatch, prefill: Prefill | None, *, computes: bool = True
+        self,
+        batch: ForwardBatch,
+        prefill: Prefill | None,
+        *,
+        computes: bool = True,
+        evicted: Sequence[int] | None = None,
     ) -> None:
         """Plan a prefill: of ``prefill``'s queries the statistics get weights, and with
-        ``computes`` our kernels run all of it."""
+        ``computes`` our kernels run all of it. ``evicted``: positions of each row."""
+        self._evicted = evicted
         if prefill is None and not computes:
             return
         longest = 0 if prefill is None else max(prefill.lengths, default=0)
@@ -236,10 +243,13 @@ class PagedAttention:
             self.extend_plan = self._planned_extend(rows, batch)
 
     def _planned_extend(self, rows: RowPlan, batch: ForwardBatch) -> ExtendPlan:
-        new, entries = batch.extend_seq_lens_cpu, None
-        # How many positions of a row were evicted only the device knows: reading that waits.
+        new, entries, evicted = batch.extend_seq_lens_cpu, None, self._evicted
         if not getattr(self.allocator, "has_evicted", False):
-            entries = [a + b for a, b in zip(batch.extend_prefix_lens_cpu, new, strict=True)]
+            evicted = [0] * len(new)
+        # Of an unknown batch only the device knows: reading that waits.
+        if evicted is not None:
+            lengths = zip(batch.extend_prefix_lens_cpu, new, evicted, strict=True)
+            entries = [before + count - gone for before, count, gone in lengths]
         return ExtendPlan(rows, new, self._dtype, singly=self._singly, entries=entries)
 
     # -- a layer --------------------------------------------------------------------

@@ -74,7 +74,9 @@ class SharedSlotReads(PagedBackend):
         computes = self.mark.reads_shifted(forward_batch.rids)
         # SGLang's own trial runs are of no known batch.
         known = rids is not None and rids is forward_batch.rids
-        self.paged.begin_extend(forward_batch, prefill if known else None, computes=computes)
+        evicted = self.mark.evicted(forward_batch.rids)
+        some = prefill if known else None
+        self.paged.begin_extend(forward_batch, some, computes=computes, evicted=evicted)
         if not computes:
             super().init_forward_metadata(forward_batch)
 

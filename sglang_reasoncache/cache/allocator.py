@@ -2,7 +2,8 @@
 """SGLang's slot allocators with reference counts.
 
 Only the way back to the free list changes: there a shared page loses one reference per
-occurrence, and stays in use until its last one.
+occurrence, and stays in use until its last one. Nothing waits for the device: the host knows which
+entries of a row share, because it decided that (:class:`SlotNames`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.cache.slot_names import EVICTED, SlotNames
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
@@ -117,18 +120,28 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
     has_shifted_slots: bool
     #: Likewise, rows may have entries below 0, evicted positions.
     has_evicted: bool
+    #: By row; a row that is absent shares nothing.
+    names: dict[int, SlotNames]
+    #: Set by the prefix tree: slots or ``EVICTED``, int64 ``[entries]``, of a part of a row or of a
+    #: node that begins at a position; 0: an entry that shares nothing.
+    names_of: Callable[[torch.Tensor, int], np.ndarray] | None = None
     credit_source: Callable[[], float] | None = None
     _release_unreferenced: Callable[[torch.Tensor], None]
 
     def clear(self) -> None:
         super().clear()
-        self.references = PageReferences()
+        self.references, self.names = PageReferences(), {}
         self.has_shifted_slots = self.has_evicted = False
+        self._held: list[torch.Tensor] = []
 
     def share(self, pages: list[int]) -> None:
         """Add one reference per occurrence. ``pages``: ids of pages in use."""
         self.references.add(pages)
         self.has_shifted_slots = True
+
+    def name(self, row: int, positions: Sequence[int], slots: Sequence[int]) -> None:
+        """Positions of a row share these slots, or are the first ones that have them."""
+        self.names.setdefault(row, SlotNames()).set(positions, slots)
 
     def release(self, pages: list[int]) -> None:
         """Take one reference away per occurrence; pages left with none are free at once."""
@@ -136,17 +149,46 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         if last:
             self._release_unreferenced(upload(last, self.device))
 
-    def evict(self, pages: torch.Tensor) -> int:
-        """Likewise, for the pages (int64) of evicted positions; return how many slots came back."""
+    def evict(self, row: int, positions: np.ndarray, slots: torch.Tensor) -> int:
+        """Likewise, of the evicted positions of a row, whole pages; return how many slots came
+        back. ``slots``: theirs."""
         self.has_evicted = True
         before: int = self.available_size()
-        last = self._last_references(pages)
-        if last.numel():
-            self._release_unreferenced(last)
+        names = self.names.setdefault(row, SlotNames())
+        self._release_named(slots, names.at(positions))
+        names.set(positions, EVICTED)
         return self.available_size() - before
 
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        """Slots of a row from a position on, or of a node. Whole pages but for the last one."""
+        if self.names_of is None or not (self.references or self.has_evicted):
+            super().free_segment(free_index, start_pos=start_pos)
+        elif len(free_index):
+            self._release_named(free_index, self.names_of(free_index, start_pos))
+
+    def _release_named(self, slots: torch.Tensor, names: np.ndarray) -> None:
+        """``names``: see :attr:`names_of`."""
+        page, first = self.page_size, names[:: self.page_size]
+        pages = slots[::page] // page if page > 1 else slots
+        named = np.flatnonzero(first)
+        if len(named):
+            shared = [n // page for n in first[named].tolist() if n != EVICTED]
+            kept = np.delete(np.arange(len(first)), named)
+            last = upload(self.references.drop(shared), self.device)
+            pages = torch.cat((pages[upload(kept, self.device)].to(last.dtype), last))
+        if self.free_group is not None:
+            self._held.append(pages.clone())
+        elif len(pages):
+            self._release_unreferenced(pages)
+
+    def free_group_end(self) -> None:
+        super().free_group_end()
+        held, self._held = self._held, []
+        if held:
+            self._release_unreferenced(torch.cat(held))
+
     def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
-        """SGLang frees rows as they are. On a GPU this waits for it."""
+        """Of entries that nobody knows. On a GPU this waits for it."""
         return ids[ids >= 0] if self.has_evicted else ids
 
     def _last_references(self, pages: torch.Tensor) -> torch.Tensor:
@@ -155,7 +197,7 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         ids = pages.tolist() if self.references else []
         if self.references.keys().isdisjoint(ids):
             return pages
-        return torch.tensor(self.references.drop(ids), dtype=pages.dtype, device=pages.device)
+        return upload(self.references.drop(ids), self.device)
 
     def create_prefill_budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
         credit = 0.0 if self.credit_source is None else self.credit_source()

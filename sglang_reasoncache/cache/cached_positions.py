@@ -36,14 +36,23 @@ class BatchMark:
     def __init__(self, allocator: Any, *, corrected: bool = True) -> None:
         self._allocator, self.corrected = allocator, corrected
         self._rids: Sequence[str] | None = None
+        self._evicted: Sequence[int] | None = None
         self._shifted = True
 
-    def note(self, rids: Sequence[str], shifted: bool) -> None:
+    def note(
+        self, rids: Sequence[str], shifted: bool, evicted: Sequence[int] | None = None
+    ) -> None:
         """The batch of ``rids`` reads shifted slots or evicted positions, or neither.
 
         ``rids``: SGLang's list of a batch's request ids; the object tells it from other batches.
+        ``evicted``: How many positions of each of its rows were; None: unknown.
         """
-        self._rids, self._shifted = rids, shifted
+        self._rids, self._evicted = rids, evicted
+        self._shifted = shifted or any(evicted or ())
+
+    def evicted(self, rids: Sequence[str] | None) -> Sequence[int] | None:
+        """Of each row of the batch; None: unknown."""
+        return self._evicted if rids is not None and rids is self._rids else None
 
     def reads_shifted(self, rids: Sequence[str] | None) -> bool:
         """Whether the batch of ``rids`` may read either. None: an unknown batch."""

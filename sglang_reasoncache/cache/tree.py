@@ -8,11 +8,26 @@ and leaf-first eviction run along paths: the topmost holder is locked with any, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.cache.slot_names import SlotNames
 from sglang_reasoncache.compat.types import CacheInitParams, RadixKey, Request, TreeNode
+
+
+class _Row(NamedTuple):
+    """Of the request whose row is published or freed."""
+
+    names: SlotNames
+    protected: int = 0  # what the tree owns of it
+    inexact: int | None = None  # its first position whose KV is an approximation
+
+
+_NOTHING_SHARED = _Row(SlotNames())
 
 
 class SharedRadixCache(compat.RadixCache):
@@ -26,14 +41,16 @@ class SharedRadixCache(compat.RadixCache):
         # ``plugin/controller.py``, once it is made.
         self.controller: Any = None
         super().__init__(params)
+        self.token_to_kv_pool_allocator.names_of = self._names_of
 
     def reset(self) -> None:
         # Offsets of a node that do not count.
         self._aliases: dict[TreeNode, list[int]] = {}
         # The first offset whose KV is an approximation, as all behind a shared position is.
         self._inexact: dict[TreeNode, int] = {}
-        # Likewise, of the request being published.
-        self._publishing_inexact: int | None = None
+        # What the host knows of a node's slots, where it shares any; by the identity of its value.
+        self._names: dict[int, np.ndarray] = {}
+        self._row = _NOTHING_SHARED
         self._alias_evictable = self._alias_protected = 0
         if self.controller is not None:
             self.controller.reset()
@@ -75,18 +92,35 @@ class SharedRadixCache(compat.RadixCache):
             assert not running, "a shared row is not published while its request runs"
             if not self.publish_aliased:
                 up_to = min(up_to, state.first_shared)
-            self._publishing_inexact = state.first_shared
         if self._inexact and self._is_exact_only(req):
             tokens = req.full_untruncated_fill_ids[:up_to]
             key = compat.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
             up_to = min(up_to, self._exact_length(key))
+        self._row = self._row_of(req.kv, None if state is None else state.first_shared)
         try:
             super().checkpoint(req, up_to=max(up_to, req.kv.cache_protected_len), **kwargs)
         finally:
-            self._publishing_inexact = None
+            self._row = _NOTHING_SHARED
+
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        self._row = self._row_of(kv)
+        try:
+            super().free_kv_row(kv, ranges)
+        finally:
+            self._row = _NOTHING_SHARED
+
+    def _row_of(self, kv: Any, inexact: int | None = None) -> _Row:
+        names = self.token_to_kv_pool_allocator.names.get(kv.req_pool_idx, _NOTHING_SHARED.names)
+        return _Row(names, kv.cache_protected_len, inexact)
+
+    def _names_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
+        """See ``names_of`` of the allocator."""
+        names = self._names.get(id(slots))
+        return self._row.names.between(start, start + len(slots)) if names is None else names
 
     def on_release(self, req: Request, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
+        self.token_to_kv_pool_allocator.names.pop(req.kv.req_pool_idx, None)
         if self.controller is not None:
             self.controller.on_release(req)
 
@@ -94,27 +128,35 @@ class SharedRadixCache(compat.RadixCache):
         matched, last = super()._insert_helper(node, key, *args, **kwargs)
         # A leaf was added exactly when the key was not matched to its end.
         if matched < len(key):
-            self._count_new_leaf(last)
+            self._count_new_leaf(last, matched)
+            inexact = self._row.inexact
             if last.parent in self._inexact:
                 self._inexact[last] = 0
-            elif self._publishing_inexact is not None and self._publishing_inexact < len(key):
-                self._inexact[last] = max(self._publishing_inexact - matched, 0)
+            elif inexact is not None and inexact < len(key):
+                self._inexact[last] = max(inexact - matched, 0)
         return matched, last
 
-    def _count_new_leaf(self, leaf: TreeNode) -> None:
-        references = self.token_to_kv_pool_allocator.references
-        slots = leaf.value.tolist() if references else []
-        shared = [i for i, slot in enumerate(slots) if slot // self.page_size in references]
-        seen = set(self.path_device_indices(leaf.parent).tolist()) if shared else set()
-        for offset in shared:
-            if slots[offset] in seen:
+    def _count_new_leaf(self, leaf: TreeNode, start: int) -> None:
+        row, end = self._row, start + len(leaf.key)
+        names = row.names.between(start, end)
+        if names.any():
+            self._names[id(leaf.value)] = names
+        # What is above belongs to the tree, or is another request's copy of the same tokens.
+        seen = set(row.names.between(0, row.protected).tolist())
+        for offset in np.flatnonzero(names).tolist():
+            slot = int(names[offset])
+            if slot in seen:
                 self._aliases.setdefault(leaf, []).append(offset)
-            seen.add(slots[offset])
+            seen.add(slot)
         # A new leaf is unlocked, so it is evictable.
         self._alias_evictable += len(self._aliases.get(leaf, ()))
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> Any:
+        names = self._names.pop(id(child.value), None)
         upper = super()._split_node(key, child, split_len)
+        if names is not None:
+            self._names[id(upper.value)] = names[:split_len]
+            self._names[id(child.value)] = names[split_len:]
         # Both halves keep the lock state, so the two sums do not change.
         for offset in self._aliases.pop(child, ()):
             if offset < split_len:
@@ -161,6 +203,7 @@ class SharedRadixCache(compat.RadixCache):
         super()._delete_leaf(node)
         self._alias_evictable -= len(self._aliases.pop(node, ()))
         self._inexact.pop(node, None)
+        self._names.pop(id(node.value), None)
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
         """Whether the row of any of ``reqs`` may name a slot away from its cached position: behind
@@ -171,11 +214,12 @@ class SharedRadixCache(compat.RadixCache):
             for req in reqs
         )
 
-    def reads_evicted(self, reqs: Iterable[Request]) -> bool:
-        """Whether a position of any of ``reqs`` was evicted; a path of the tree has none."""
-        return self.token_to_kv_pool_allocator.has_evicted and any(
-            (state := self._state_of(req)) is not None and state.evicted.count > 0 for req in reqs
-        )
+    def evicted_of(self, reqs: Sequence[Request]) -> list[int]:
+        """How many positions of each of ``reqs`` were evicted; a path of the tree has none."""
+        if not self.token_to_kv_pool_allocator.has_evicted:
+            return [0] * len(reqs)
+        states = [self._state_of(req) for req in reqs]
+        return [0 if state is None else state.evicted.count for state in states]
 
     def _state_of(self, req: Request) -> Any:
         return None if self.controller is None else self.controller.state_of(req)

@@ -129,6 +129,7 @@ class ModelRunner(Protocol):
     server_args: ServerArgs
     dtype: torch.dtype
     device: str
+    forward_stream: Any
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVPool
     token_to_kv_pool_allocator: Any

@@ -18,14 +18,22 @@ import torch
 
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import ReqToTokenPool, Request
-from sglang_reasoncache.eviction.held import AttentionSource, HeldAttention, HeldKeys, KeySource
+from sglang_reasoncache.eviction.held import (
+    AttentionSource,
+    HeldAttention,
+    HeldKeys,
+    KeySource,
+    Reads,
+)
 from sglang_reasoncache.eviction.policies.contract import (
     Eviction,
     NamedPolicy,
     NoAttention,
     RequestView,
 )
+from sglang_reasoncache.eviction.policies.evictor import runs
 from sglang_reasoncache.eviction.row_state import (
+    Asked,
     EvictionRefusal,
     EvictionStats,
     RowState,
@@ -113,17 +121,11 @@ class EvictionController:
         # Read once: errors of another package's policy cannot be caught everywhere.
         self._of_prompts = {name for name, policy in evictors if getattr(policy, "prompt", False)}
         self._pressure = PoolPressure(evictors, use)
-        self._reads = any(policy.needs for _, policy in evictors)
         self._slack = {name: operator.index(policy.slack) for name, policy in evictors}
         self.described = [{"name": name, **_options(policy)} for name, policy in evictors]
         self.is_active, self.evicts_prompts = bool(evictors), bool(self._of_prompts)
         self._failed: set[str] = set()
         self.positions_now = 0
-
-    def wait(self) -> None:
-        """Until the KV that is being computed is there, where a policy reads any."""
-        if self._reads and self._keys.rows.device.type == "cuda":
-            torch.cuda.synchronize(self._keys.rows.device)
 
     def in_turn(self, reqs: Iterable[Request]) -> list[Request]:
         """The order of polling: the longest row first where that decides who gives."""
@@ -162,7 +164,7 @@ class EvictionController:
             evicted.again = _within(evicted.again, end, sys.maxsize)
             named += self._apply(req, state, stats, again, written, protected)
         for name, policy in self._evictors if decide else ():
-            if written < state.next_eviction.get(name, 0):
+            if name not in state.asked and written < state.next_eviction.get(name, 0):
                 continue
             # First position that the policy may evict, whoever owns the prompt.
             first = protected
@@ -182,28 +184,48 @@ class EvictionController:
         written: int,
         first: int,
     ) -> list[Eviction | None]:
-        """What the policy answers; nothing if it fails, whatever it does wrong."""
+        """What the policy answers; nothing if it fails, whatever it does wrong, and as long as what
+        it reads is on its way from a GPU."""
+        asked = state.asked.get(name)
         try:
-            slots = written - state.evicted.count - state.live_positions
-            excess = policy.excess(written, slots)
-            if not excess > 0 or not self._pressure.lets(name):
+            if asked is None:
+                slots = written - state.evicted.count - state.live_positions
+                excess = policy.excess(written, slots)
+                if not excess > 0 or not self._pressure.lets(name):
+                    return []
+                # A budget below what a request must hold would have the policy run at every poll.
+                state.next_eviction[name] = written + self._slack[name]
+                stats.eviction_decisions += 1
+                if policy.needs and self._keys.stream is not None:
+                    # What is read is read behind the forward that may be in flight.
+                    torch.cuda.current_stream().wait_stream(self._keys.stream)
+                asked = self._ask(req, state, written, first, excess)
+            elif not asked.reads.ready():
                 return []
-            # A budget below what a request must hold would have the policy run at every poll.
-            state.next_eviction[name] = written + self._slack[name]
-            stats.eviction_decisions += 1
-            answer = policy.evict(self._view(req, state, written, first), excess)
+            answer = policy.evict(asked.view, asked.excess)
             # More runs than positions are nonsense, and need not be listed to the end.
-            return [_plain(evict) for evict in itertools.islice(answer, written + 1)]
+            plain = [_plain(evict) for evict in itertools.islice(answer, written + 1)]
+            if asked.reads.late:
+                state.asked[name] = asked
+                return []
+            waited = state.asked.pop(name, None) is not None
+            return _left(plain, state.evicted.held(written)) if waited else plain
         except (Exception, SystemExit):
+            if asked is not None and asked.reads.late:
+                # Of zeros.
+                state.asked[name] = asked
+                return []
+            state.asked.pop(name, None)
             stats.eviction_refusals[EvictionRefusal.POLICY_FAILED.value] += 1
             if name not in self._failed:
                 self._failed.add(name)
                 logger.exception("reasoncache: policy %s failed, further failures count only", name)
             return []
 
-    def _view(self, req: Request, state: RowState, written: int, first: int) -> RequestView:
+    def _ask(self, req: Request, state: RowState, written: int, first: int, excess: int) -> Asked:
         held, row, weights = state.evicted.held(written), req.kv.req_pool_idx, self._weights
-        return RequestView(
+        reads = Reads(self._keys.group)
+        view = RequestView(
             prompt=len(req.origin_input_ids),
             written=written,
             owned=first,
@@ -211,9 +233,12 @@ class EvictionController:
             held=held,
             slot_aliases=state.slot_aliases.of(held),
             seed=zlib.crc32(array("q", req.origin_input_ids)),
-            keys=HeldKeys(self._keys, row, held),
-            attention=NoAttention() if weights is None else HeldAttention(weights, row, held),
+            keys=HeldKeys(self._keys, row, held, reads),
+            attention=NoAttention()
+            if weights is None
+            else HeldAttention(weights, row, held, reads),
         )
+        return Asked(view, excess, reads)
 
     def _apply(
         self,
@@ -242,10 +267,10 @@ class EvictionController:
             return 0
         positions = np.concatenate(parts)
         rows = self._rows.req_to_token
-        at = upload(positions, rows.device)
-        slots = rows[req.kv.req_pool_idx, at]
-        self._rows.write((req.kv.req_pool_idx, at), torch.full_like(slots, -1))
-        freed = self._allocator.evict(slots[:: self._page].long() // self._page)
+        row, at = req.kv.req_pool_idx, upload(positions, rows.device)
+        slots = rows[row, at]
+        self._rows.write((row, at), torch.full_like(slots, -1))
+        freed = self._allocator.evict(row, positions, slots)
         stats.positions_evicted += len(positions)
         stats.slots_freed_by_eviction += freed
         self.positions_now += len(positions)
@@ -277,6 +302,12 @@ def _options(policy: Any) -> dict[str, Any]:
 def _plain(answer: object) -> Eviction | None:
     """A copy; None, to be refused, for anything but an Eviction: a subclass may change, or raise."""
     return Eviction(answer.start, answer.length) if type(answer) is Eviction else None
+
+
+def _left(evictions: list[Eviction | None], held: np.ndarray) -> list[Eviction | None]:
+    """What is still held of them: another policy may have evicted since they were asked for."""
+    at = [np.arange(evict.start, evict.end) for evict in evictions if evict is not None]
+    return [*runs(np.intersect1d(np.concatenate(at), held))] if at else []
 
 
 def _within(evictions: list[Eviction], start: int, end: int) -> list[Eviction]:

@@ -2,6 +2,7 @@
 """Keys and attention statistics of a request's held positions, over all tensor-parallel ranks.
 
 ``held``: int64, positions of a row, none evicted. What is read is valid until the next forward.
+Nothing waits for a device: its numbers come later, see :class:`Reads`.
 """
 
 from __future__ import annotations
@@ -28,13 +29,57 @@ class KeySource(NamedTuple):
     rotation: KeyRotation | None  # to take it off; None: cached positions are not recorded
     num_heads: int  # KV heads over all ranks
     group: Any = None  # CPU process group of the tensor-parallel ranks, None when alone
+    stream: Any = None  # on which a GPU's forwards run
+
+
+class Reads:
+    """What one decision of a policy reads, in order. On a GPU it is zeros the first time, to see what
+    is read, and the numbers when the policy is asked again after :meth:`ready`.
+
+    ``late``: something was not there, so that the answer means nothing.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.late = False
+        self._group, self._at = group, 0
+        self._numbers: list[torch.Tensor] = []
+        self._arrived: torch.cuda.Event | None = None
+
+    def ready(self) -> bool:
+        """Whether it has arrived, on all ranks, which ask together; the policy is asked anew."""
+        self.late, self._at = False, 0
+        there = torch.tensor(int(self._arrived is None or self._arrived.query()))
+        if self._group is not None:
+            op = torch.distributed.ReduceOp.MIN
+            torch.distributed.all_reduce(there, op=op, group=self._group)
+        return bool(there)
+
+    def next(self, read: Callable[[], torch.Tensor], heads: int) -> np.ndarray:
+        """What ``read`` gives, fp64 ``[held]``, summed over ranks and divided by ``heads``."""
+        at, self._at = self._at, self._at + 1
+        if at == len(self._numbers):
+            found = read()
+            # Into pinned memory, behind the kernels; an event tells when.
+            self._numbers.append(found.to("cpu", non_blocking=True))
+            if found.is_cuda:
+                self._arrived, self.late = torch.cuda.Event(), True
+                self._arrived.record()
+        if self.late:
+            return np.zeros(len(self._numbers[at]))
+        sums = self._numbers[at].clone()
+        if self._group is not None:
+            torch.distributed.all_reduce(sums, group=self._group)
+        return (sums / heads).numpy()
 
 
 class HeldKeys:
     """See :class:`~sglang_reasoncache.eviction.policies.contract.Keys`."""
 
-    def __init__(self, source: KeySource, row: int, held: np.ndarray) -> None:
+    def __init__(
+        self, source: KeySource, row: int, held: np.ndarray, reads: Reads | None = None
+    ) -> None:
         self._source, self._row, pool = source, row, source.pool
+        self._reads = Reads(source.group) if reads is None else reads
         self.layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         # Whatever a policy does to its view.
         self._held = held.copy()
@@ -62,10 +107,14 @@ class HeldKeys:
         self, score: Callable[[torch.Tensor], torch.Tensor], *, unrotated: bool = False
     ) -> np.ndarray:
         source, read = self._source, self.unrotated if unrotated else self.stored
-        total = torch.zeros(len(self._held), dtype=torch.float64, device=source.rows.device)
-        for layer in self.layers:
-            total += score(read(layer)).sum(dim=1)
-        return _over_ranks(total.cpu(), source.group, len(self.layers) * source.num_heads)
+
+        def scores() -> torch.Tensor:
+            total = torch.zeros(len(self._held), dtype=torch.float64, device=source.rows.device)
+            for layer in self.layers:
+                total += score(read(layer)).sum(dim=1)
+            return total
+
+        return self._reads.next(scores, len(self.layers) * source.num_heads)
 
 
 class AttentionSource(NamedTuple):
@@ -79,19 +128,16 @@ class AttentionSource(NamedTuple):
 class HeldAttention:
     """See :class:`~sglang_reasoncache.eviction.policies.contract.Attention`."""
 
-    def __init__(self, source: AttentionSource, row: int, held: np.ndarray) -> None:
-        self._source, self._row, self._held = source, row, torch.from_numpy(held.copy())
+    def __init__(
+        self, source: AttentionSource, row: int, held: np.ndarray, reads: Reads | None = None
+    ) -> None:
+        self._source, self._row, self._held = source, row, held.copy()
+        self._reads = Reads(source.group) if reads is None else reads
 
     def latest(self, queries: int) -> np.ndarray:
-        statistics, heads, group = self._source
-        return _over_ranks(statistics.latest(self._row, self._held, queries), group, heads)
+        read = self._source.statistics.latest
+        return self._reads.next(lambda: read(self._row, self._held, queries), self._source.heads)
 
     def total(self) -> np.ndarray:
-        statistics, heads, group = self._source
-        return _over_ranks(statistics.total(self._row, self._held), group, heads)
-
-
-def _over_ranks(sums: torch.Tensor, group: Any, heads: int) -> np.ndarray:
-    if group is not None:
-        torch.distributed.all_reduce(sums, group=group)
-    return (sums / heads).numpy()
+        read = self._source.statistics.total
+        return self._reads.next(lambda: read(self._row, self._held), self._source.heads)

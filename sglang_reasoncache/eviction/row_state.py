@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.eviction.policies.contract import Eviction
+from sglang_reasoncache.eviction.held import Reads
+from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
 from sglang_reasoncache.eviction.policies.evictor import runs
 
 #: Evictions of a request that the endpoint can show.
@@ -127,6 +129,14 @@ def refusal_of_eviction(
     return None
 
 
+class Asked(NamedTuple):
+    """A decision of a policy that waits for what it reads of a GPU."""
+
+    view: RequestView
+    excess: int
+    reads: Reads
+
+
 @dataclass
 class RowState:
     """Of one request."""
@@ -136,6 +146,8 @@ class RowState:
     evicted: EvictedPositions = field(default_factory=EvictedPositions)
     #: Policy -> written positions of the row before which it does not run again.
     next_eviction: dict[str, int] = field(default_factory=dict)
+    #: Policy -> what it was asked.
+    asked: dict[str, Asked] = field(default_factory=dict)
 
     def forget_row(self) -> None:
         """The row is gone (finished, aborted or retracted)."""
@@ -143,3 +155,4 @@ class RowState:
         self.slot_aliases = SlotAliases()
         self.evicted.forget_row()
         self.next_eviction.clear()
+        self.asked.clear()

@@ -267,11 +267,11 @@ class AttentionStatistics:
 
     # -- for a policy, between forwards ---------------------------------------------
 
-    def total(self, row: int, positions: torch.Tensor) -> torch.Tensor:
-        """fp64 ``[positions]`` in host memory: weights by all queries since the end of the
+    def total(self, row: int, positions: np.ndarray) -> torch.Tensor:
+        """fp64 ``[positions]`` on the device: weights by all queries since the end of the
         prompt's last chunk, and by the last ``StatisticsNeeds.prompt`` ones of that.
 
-        The device must have done what is queued. ``positions``: int64, held ones.
+        The stream must be behind the forwards. ``positions``: int64, held ones.
 
         Raises:
             LookupError: the needs do not name it.
@@ -280,8 +280,8 @@ class AttentionStatistics:
             raise LookupError("no policy announced that it reads total weights")
         return self._mean(row, positions, [self.needs.latest])
 
-    def latest(self, row: int, positions: torch.Tensor, queries: int) -> torch.Tensor:
-        """fp64 ``[positions]`` in host memory: mean of the weights by the ``queries`` newest ones,
+    def latest(self, row: int, positions: np.ndarray, queries: int) -> torch.Tensor:
+        """fp64 ``[positions]`` on the device: mean of the weights by the ``queries`` newest ones,
         or by as many as counted. A position behind a query got nothing from it.
 
         Arguments and errors: see :meth:`total`.
@@ -294,10 +294,10 @@ class AttentionStatistics:
             row, positions, [query % self.needs.latest for query in range(first, covered)]
         )
 
-    def _mean(self, row: int, positions: torch.Tensor, lines: list[int]) -> torch.Tensor:
+    def _mean(self, row: int, positions: np.ndarray, lines: list[int]) -> torch.Tensor:
         """Of some lines of the row's memory; zeros where its request has none."""
         memory = self._memory.get(row)
         if memory is None or not lines or self._owner[row] != int(self._generations[row]):
-            return torch.zeros(len(positions), dtype=torch.float64)
-        at = torch.tensor(lines, device=self._device)[:, None]
-        return memory[at, positions.to(self._device)].cpu().double().mean(dim=0)
+            return torch.zeros(len(positions), dtype=torch.float64, device=self._device)
+        at = upload(lines, self._device)[:, None]
+        return memory[at, upload(np.asarray(positions), self._device)].double().mean(dim=0)

@@ -262,7 +262,7 @@ def _after_forward_batch(
         return
     # SGLang builds a batch on the stream that its forward runs on.
     shifted = _backend.mark.corrected and tree.reads_shifted(batch.reqs)
-    _backend.mark.note(result.rids, shifted or tree.reads_evicted(batch.reqs))
+    _backend.mark.note(result.rids, shifted, tree.evicted_of(batch.reqs))
     statistics, mode = _backend.paged.statistics, result.forward_mode
     if statistics is not None and not mode.is_idle():
         new = None if mode.is_decode() else result.extend_seq_lens_cpu

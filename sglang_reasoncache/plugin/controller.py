@@ -64,7 +64,6 @@ class Controller:
     def after_chunk(self, req: Request, written: int) -> None:
         """A chunk of a prompt that is the request's own was computed, up to ``written``."""
         start = time.perf_counter()
-        self.eviction.wait()
         self._evict(req, self.tracker.follow(req), written)
         self.stats.scheduler_seconds += time.perf_counter() - start
 

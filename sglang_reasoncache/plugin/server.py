@@ -118,11 +118,12 @@ class ServerParts:
         if self.attention.statistics is not None:
             heads = context.model_config.num_attention_heads * pool.layer_num
             weights = AttentionSource(self.attention.statistics, heads, group)
+        stream = worker.model_runner.forward_stream if self.cached.positions.is_cuda else None
         eviction = EvictionController(
             config.policies.evictors,
             self.allocator,
             rows,
-            KeySource(*reads),
+            KeySource(*reads, stream=stream),
             lambda: pool_use(self.allocator, tree),
             weights,
         )

@@ -99,12 +99,19 @@ class DeviceSelection(PageSelection):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._host = torch.zeros(3, dtype=torch.int64, pin_memory=self._rows.is_cuda)
+        self._host = torch.zeros(3, dtype=torch.int64)
+        self._recent = self._described(self._host)
+        self._arrived: torch.cuda.Event | None = None
 
     def recent(self) -> dict[str, Any]:
-        described = self._described(self._host)
-        self._host.copy_(self._totals, non_blocking=True)
-        return described
+        # While the copy is under way the host's numbers are no numbers.
+        if self._arrived is None or self._arrived.query():
+            self._recent = self._described(self._host)
+            self._host = self._totals.to("cpu", non_blocking=True, copy=True)
+            if self._totals.is_cuda:
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
+        return self._recent
 
     def allocate_graphs(self, batch: int, *, weighs: bool) -> None:
         """Have capacity for the graphs of up to ``batch`` requests."""

@@ -13,12 +13,14 @@ from sglang_reasoncache.sharing.measure import BlockMeter
 
 
 class Redirection(NamedTuple):
-    """A position of a row, the slot that it names and the one that it will name."""
+    """A position of a row, the slot that it names, the one that it will name, and one of the
+    positions that name that already."""
 
     row: int
     position: int
     old_slot: int
     new_slot: int
+    source: int
 
 
 class Acceptor:
@@ -56,4 +58,8 @@ class Acceptor:
         # References first: a source must never be free in between.
         self._allocator.share([entry.new_slot // page for entry in starts])
         self._pool.write((rows, positions), slots.int())
+        for row in {entry.row for entry in redirections}:
+            moved = [entry for entry in redirections if entry.row == row]
+            at = [position for entry in moved for position in (entry.position, entry.source)]
+            self._allocator.name(row, at, [entry.new_slot for entry in moved for _ in range(2)])
         self._allocator.release([entry.old_slot // page for entry in starts])

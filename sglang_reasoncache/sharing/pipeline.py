@@ -190,9 +190,9 @@ class BlockPipeline:
             # An evicted position has no slot any more.
             if not state.evicted.any_in(position, position + 1):
                 state.mark_shared(position)
-                redirections.append(
-                    Redirection(kv.req_pool_idx, position, dst_slots[offset], src_slots[offset])
-                )
+                old, new = dst_slots[offset], src_slots[offset]
+                source = block.src_start + offset
+                redirections.append(Redirection(kv.req_pool_idx, position, old, new, source))
         return redirections
 
     def _allows(self, block: BlockProposal) -> bool:

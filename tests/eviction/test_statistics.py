@@ -445,7 +445,7 @@ def backend(rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def announced(backend: Any, batch: Any) -> Any:
     """The batch as the hook lets the backend know it."""
-    tree = SimpleNamespace(reads_shifted=lambda _reqs: False, reads_evicted=lambda _reqs: False)
+    tree = SimpleNamespace(reads_shifted=lambda _reqs: False, evicted_of=lambda _reqs: [])
     sides = dict(req_pool_indices_cpu=batch.req_pool_indices, seq_lens_cpu=batch.seq_lens)
     requests = SimpleNamespace(tree_cache=tree, reqs=[], **sides)
     runner = SimpleNamespace(is_draft_worker=False)

@@ -287,7 +287,7 @@ class Memory:
             shown = np.where(written < 0, EVICTED, stored[written])
             assert shown.tolist() == track.shows, f"the row of {track.req.rid} shows wrong content"
             assert tree.reads_shifted([track.req]) or not world.has_shifted(track.req)
-            assert tree.reads_evicted([track.req]) or EVICTED not in track.shows
+            assert any(tree.evicted_of([track.req])) or EVICTED not in track.shows
             mine = row[kv.cache_protected_len :]
             named.append(self._page_ids(mine))
             private += kv_private_tokens(kv, page)

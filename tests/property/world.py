@@ -161,16 +161,27 @@ class NamingEvictor(EvictionController):
         return super().poll(req, *rest)
 
 
-def allocator_of(page: int, slots: int, pool: Any = None, need_sort: bool = False) -> Any:
+def allocator_of(
+    page: int, slots: int, pool: Any = None, need_sort: bool = False, device: str = "cpu"
+) -> Any:
     made: Any = TokenToKVPoolAllocator
     if page > 1:
         made = functools.partial(PagedTokenToKVPoolAllocator, page_size=page)
-    stock = made(slots, dtype=torch.float32, device="cpu", kvcache=pool, need_sort=need_sort)
+    stock = made(slots, dtype=torch.float32, device=device, kvcache=pool, need_sort=need_sort)
     return shared_allocator_of(stock)
+
+
+def in_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, whatever it says where it is (``tests/strict_device.py``); a GPU's copied."""
+    with torch._C.DisableTorchFunction():
+        return tensor.as_subclass(torch.Tensor).cpu()
 
 
 class World:
     """Pools, allocator, tree and controller of one scheduler."""
+
+    #: Of the pools; tests of the stand-in for CUDA set another one.
+    device = "cpu"
 
     def __init__(
         self,
@@ -185,15 +196,17 @@ class World:
         self.page = setup.page
         self.total = self._lowest_free = setup.slots
         self.pool = MHATokenToKVPool(
-            **dict(size=setup.slots, page_size=setup.page, dtype=torch.float32, device="cpu"),
+            **dict(size=setup.slots, page_size=setup.page, dtype=torch.float32, device=self.device),
             **dict(head_num=1, head_dim=4, layer_num=LAYERS, enable_memory_saver=False),
         )
-        self.allocator = allocator_of(setup.page, setup.slots, self.pool, setup.need_sort)
-        self.rows = ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, "cpu", False)
+        self.allocator = allocator_of(
+            setup.page, setup.slots, self.pool, setup.need_sort, self.device
+        )
+        self.rows = ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, self.device, False)
         aliased = setup.publish == "aliased" and setup.apply == "alias"
         params = CacheInitParams(no_tree, self.rows, self.allocator, setup.page)
         self.tree = SharedRadixCache(params, publish_aliased=aliased)
-        cached_at = CachedPositions(setup.slots + setup.page, "cpu")
+        cached_at = CachedPositions(setup.slots + setup.page, self.device)
         reads: Any = self.pool, self.rows.req_to_token, cached_at, None, 1
         self.meter = meter = meter_type(*reads)
         #: Those that still exist.
@@ -223,11 +236,11 @@ class World:
         self.tree.controller = self.controller
         # Views of the same memory; NumPy reads small pieces faster.
         self._sides = [
-            (buffer.numpy(), sign, layer)
+            (in_host(buffer).numpy(), sign, layer)
             for layer in range(LAYERS)
             for buffer, sign in ((self.pool.k_buffer[layer], 1), (self.pool.v_buffer[layer], -1))
         ]
-        self.row_table = self.rows.req_to_token.numpy()
+        self.row_table = in_host(self.rows.req_to_token).numpy()
         #: Position at which each slot was written.
         self.written_at = np.zeros(setup.slots + setup.page, dtype=np.int64)
         self.write(np.arange(setup.slots + setup.page), [NOTHING] * (setup.slots + setup.page))
@@ -263,13 +276,14 @@ class World:
             out = alloc_token_slots(self.tree, req.extend_len)
         else:
             before, after = torch.tensor([req.prefix_len]), torch.tensor([req.extend_end])
+            minus = torch.tensor([-1], device=self.device)
             out = alloc_paged_token_slots_extend(
                 tree_cache=self.tree,
-                prefix_lens=before,
+                prefix_lens=before.to(self.device),
                 prefix_lens_cpu=before,
-                seq_lens=after,
+                seq_lens=after.to(self.device),
                 seq_lens_cpu=after,
-                last_loc=prefix[-1:] if len(prefix) else torch.tensor([-1]),
+                last_loc=prefix[-1:] if len(prefix) else minus,
                 extend_num_tokens=req.extend_len,
             )
         row = req.kv.req_pool_idx
@@ -278,8 +292,9 @@ class World:
         req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end
         req.is_retracted = False
         self._lowest_free = min(self._lowest_free, self.allocator.available_size())
-        self.written_at[out.numpy()] = np.arange(req.prefix_len, req.extend_end)
-        return out.numpy()
+        slots = in_host(out).numpy()
+        self.written_at[slots] = np.arange(req.prefix_len, req.extend_end)
+        return slots
 
     def can_decode(self, reqs: Sequence[Req]) -> bool:
         pages = sum(req.kv.kv_allocated_len % self.page == 0 for req in reqs)
@@ -290,25 +305,27 @@ class World:
     def decode(self, reqs: Sequence[Req]) -> np.ndarray:
         """Allocate one slot for each request, as ``alloc_for_decode`` does; return them."""
         lengths = torch.tensor([req.kv.kv_allocated_len for req in reqs])
-        rows = torch.tensor([req.kv.req_pool_idx for req in reqs])
+        rows = torch.tensor([req.kv.req_pool_idx for req in reqs]).to(self.device)
+        ends = lengths.to(self.device)
         if self.page == 1:
             out = alloc_token_slots(self.tree, len(reqs))
         else:
             out = alloc_paged_token_slots_decode(
                 tree_cache=self.tree,
-                seq_lens=lengths + 1,
+                seq_lens=ends + 1,
                 seq_lens_cpu=lengths + 1,
-                last_loc=self.rows.req_to_token[rows, lengths - 1],
+                last_loc=self.rows.req_to_token[rows, ends - 1],
             )
-        self.rows.write((rows, lengths), out.to(torch.int32))
-        self.written_at[out.numpy()] = lengths.numpy()
+        self.rows.write((rows, ends), out.to(torch.int32))
+        slots = in_host(out).numpy()
+        self.written_at[slots] = lengths.numpy()
         for req in reqs:
             req.kv.kv_allocated_len += 1
             req.kv.kv_committed_len += 1
-        return out.numpy()
+        return slots
 
     def free_pages(self) -> np.ndarray:
-        return self.allocator.get_all_free_pages().numpy()
+        return in_host(self.allocator.get_all_free_pages()).numpy()
 
     def lowest_free(self) -> int:
         """The fewest free slots right after an allocation for a prefill; see :meth:`extend`."""

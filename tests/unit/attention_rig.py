@@ -55,6 +55,8 @@ class Rig:
     ) -> None:
         generator = torch.Generator().manual_seed(23)
         self.generator = generator
+        #: Puts queries, keys and values where the backend is.
+        self.placed: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
         self.lengths, self.heads, self.kv_heads, self.dtype = lengths, heads, kv_heads, dtype
         self.interleaved = interleaved
         size = sum(lengths) + 64
@@ -146,7 +148,7 @@ class Rig:
         tokens = len(batch.out_cache_loc)
         generator = torch.Generator().manual_seed(tokens)
         q, k, v = (
-            torch.randn(tokens, heads * DIM, generator=generator).to(self.dtype)
+            self.placed(torch.randn(tokens, heads * DIM, generator=generator).to(self.dtype))
             for heads in (self.heads, self.kv_heads, self.kv_heads)
         )
         self.query = q.view(tokens, self.heads, DIM)

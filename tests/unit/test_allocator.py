@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -56,10 +57,10 @@ def free_list(allocator: Allocator) -> list[int]:
 
 
 def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) -> None:
-    pages = either.alloc(2 * page)[::page] // page
+    row = either.alloc(2 * page)
     with refused(torch.device("cpu")):
-        assert either.evict(pages[:1]) == page
-        assert either.evict(pages[1:]) == page
+        assert either.evict(1, np.arange(page), row[:page]) == page
+        assert either.evict(1, np.arange(page, 2 * page), row[page:]) == page
         # A row's own entries tell which of them are evicted positions.
         with pytest.raises(WouldWait):
             either.free(torch.full((page,), -1))

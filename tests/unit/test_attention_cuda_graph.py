@@ -268,7 +268,7 @@ def test_hooks_reach_the_runner_and_every_batch(
     for shifted, evicted in ((True, False), (False, True), (False, False)):
         tree = SimpleNamespace(
             reads_shifted=lambda asked, answer=shifted: asked is reqs and answer,
-            reads_evicted=lambda asked, answer=evicted: asked is reqs and answer,
+            evicted_of=lambda asked, answer=evicted: [int(asked is reqs and answer)],
         )
         of_requests = SimpleNamespace(tree_cache=tree, reqs=reqs)
         attention._after_forward_batch(batch, ForwardBatch, of_requests, runner)

@@ -87,13 +87,13 @@ def test_evicted_positions_are_those_of_the_row_at_hand() -> None:
     one, other = start(world, "one"), start(world, "other", first=200)
     tree, after_decode = world.tree, world.controller.after_decode
     world.evictor.waiting["one"] = [Eviction(12, 2)]
-    assert not tree.reads_evicted([one, other])
+    assert not any(tree.evicted_of([one, other]))
     worlds.decode(world, one)
     after_decode([one, other])
-    assert tree.reads_evicted([other, one]) and not tree.reads_evicted([other])
+    assert any(tree.evicted_of([other, one])) and not any(tree.evicted_of([other]))
     assert (world.row(one) < 0).any() and not (world.row(other) < 0).any()
     retract(world, one)
     prefill(world, one)
-    assert not tree.reads_evicted([one, other])
+    assert not any(tree.evicted_of([one, other]))
     after_decode([one])
-    assert tree.reads_evicted([one])
+    assert any(tree.evicted_of([one]))

@@ -118,7 +118,7 @@ def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor
     sums = (unit * (unit.sum(dim=1, keepdim=True) - unit)).sum(dim=-1)
     first = max(0, count - reach)
     newest = unit[:, first:].transpose(1, 2)
-    order = sums.new_tensor(range(1, count - first + 1))
+    order = sums.new_ones(count - first).cumsum(0)
     rows = max(1, _ELEMENTS // max(1, len(unit) * len(order)))
     for begin in range(0, count, rows):
         cosines = unit[:, begin : begin + rows] @ newest

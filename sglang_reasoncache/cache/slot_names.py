@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the host knows of a row's entries, so that freeing them needs no look at the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+EVICTED = -1
+
+
+class SlotNames:
+    """The slot of every position that shares one or gave one to others, ``EVICTED`` where there is
+    none any more, and 0, a slot of nobody, where the row has the only reference."""
+
+    def __init__(self) -> None:
+        self._slots = np.zeros(0, dtype=np.int64)
+
+    def set(self, positions: Sequence[int] | np.ndarray, slots: Sequence[int] | int) -> None:
+        """Of a position that comes more than once the last slot counts."""
+        at = np.asarray(positions, dtype=np.int64)
+        if len(at) and at.max() >= len(self._slots):
+            grown = np.zeros(max(int(at.max()) + 1, 2 * len(self._slots), 256), dtype=np.int64)
+            grown[: len(self._slots)] = self._slots
+            self._slots = grown
+        self._slots[at] = slots
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """int64, as long as ``positions``."""
+        found, known = np.zeros(len(positions), dtype=np.int64), positions < len(self._slots)
+        found[known] = self._slots[positions[known]]
+        return found
+
+    def between(self, start: int, end: int) -> np.ndarray:
+        """Of consecutive positions."""
+        return self.at(np.arange(start, end))

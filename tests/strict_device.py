@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for a CUDA device: tensors that say ``cuda:0``, lie in host memory, and are as strict.
+
+What CUDA forbids raises RuntimeError or TypeError. Inside :func:`no_wait` so does what waits for
+the device, more than ``torch.cuda.set_sync_debug_mode("error")`` sees. PyTorch's own ways to have a
+device without one (fake tensors, PrivateUse1) hold no numbers, or do not say ``cuda``."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from triton.runtime.interpreter import GridExecutor
+
+from sglang_reasoncache.selection.device_selection import WouldWait, refused
+
+CUDA = torch.device("cuda", 0)
+#: Of a device tensor, what gives the host its numbers, or moves it there.
+_READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
+_READS |= {"__repr__", "__format__", "__complex__"}
+_NUMPY = {"numpy", "__array__", "__array_wrap__", "__dlpack__"}
+_MOVES = {"to", "cpu", "cuda", "type_as"}
+#: Factories that read Python numbers; on a device they copy them from pageable memory.
+_FROM_HOST = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy"}
+
+
+class DeviceTensor(Tensor):
+    """Plain memory of the host that says otherwise."""
+
+    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func.__name__} of a device tensor where no device is there")
+
+
+def on_device(value: Any) -> Any:
+    """The same memory as a device tensor; in lists too. Others stay as they are."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+        return type(value)(map(on_device, value))
+    return _on_device(value)
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+class _Event:
+    """Like those of CUDA: what is queued before it is done when it says so, the second time."""
+
+    def __init__(self, device: "StrictDevice") -> None:
+        self._device, self._asked = device, 0
+
+    def record(self, _stream: Any = None) -> None:
+        self._asked = 0
+
+    def query(self) -> bool:
+        self._asked += 1
+        if self._asked <= self._device.delay:
+            return False
+        self._device.finish()
+        return True
+
+    def synchronize(self) -> None:
+        self._device.waits("event.synchronize")
+
+
+class StrictDevice(TorchFunctionMode):
+    """``delay``: how often an event is not there yet when it is asked.
+
+    Copies to the host arrive when the device is :meth:`finish`'ed; before, the host reads rubbish.
+    """
+
+    def __init__(self, delay: int = 1) -> None:
+        super().__init__()
+        self.delay, self.strict = delay, 0
+        # Storages stay, so that no other one gets the address.
+        self._pinned: dict[int, Any] = {}
+        self._queued: list[Callable[[], object]] = []
+
+    # -- waiting --------------------------------------------------------------
+
+    def refuse(self, mode: int | str) -> None:
+        self.strict = 2 if mode == "error" else int(mode)
+
+    def waits(self, what: str) -> None:
+        if self.strict:
+            raise WouldWait(f"{what} waits for the device")
+        self.finish()
+
+    def finish(self, *_: Any) -> None:
+        queued, self._queued = self._queued, []
+        with torch._C.DisableTorchFunction():
+            for done in queued:
+                done()
+
+    def _copied(self, host: Tensor, source: Tensor, what: str, non_blocking: bool) -> None:
+        """To the host. Copies arrive in order, as they leave."""
+        if not (non_blocking and self.is_pinned(host)):
+            self.waits(what)
+            host.copy_(source)
+            return
+        now = source.detach().clone()
+        host.view(-1).view(torch.uint8).fill_(0x7F)
+        self._queued.append(lambda: host.copy_(now))
+
+    def _sent(self, host: Tensor, what: str, non_blocking: bool) -> None:
+        """From the host, which must not write it before the copy was made."""
+        if not (non_blocking and self.is_pinned(host)):
+            self.waits(what)
+            return
+        now = host.clone()
+
+        def check() -> None:
+            if not torch.equal(host, now):
+                raise RuntimeError("pinned memory was written while it was copied to the device")
+
+        self._queued.append(check)
+
+    # -- pinned memory --------------------------------------------------------
+
+    def is_pinned(self, host: Tensor) -> bool:
+        return host.untyped_storage().data_ptr() in self._pinned
+
+    def _pin(self, host: Tensor) -> Tensor:
+        storage = host.untyped_storage()
+        self._pinned[storage.data_ptr()] = storage
+        return host
+
+    # -- every function of PyTorch ----------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", str(func))
+        with torch._C.DisableTorchFunction():
+            if name in ("__get__", "__set__", "as_subclass"):
+                found = func(*args, **kwargs)
+                ours = isinstance(args[0], DeviceTensor) and name == "__get__"
+                return tree_map(_on_device, found) if ours else found
+            return self._run(func, name, args, kwargs)
+
+    def _run(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        device = any(isinstance(x, DeviceTensor) for x in tensors)
+        first: Any = args[0] if args else None
+        if name in ("pin_memory", "is_pinned"):
+            if name == "is_pinned":
+                return not device and self.is_pinned(first)
+            if device:
+                raise RuntimeError("cannot pin a tensor of a device, only those of the host")
+            return self._pin(first.clone())
+        if device and name in _NUMPY:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if device and name in _READS:
+            self.waits(name)
+        if name in _MOVES:
+            return self._moved(func, name, args, kwargs)
+        if name == "copy_" and len(tensors) > 1:
+            return self._copy(*args, **kwargs)
+        if name in ("record_stream", "set_"):
+            return first if name == "record_stream" else func(*args, **kwargs)
+        pins = kwargs.pop("pin_memory", False)
+        if pins and name in _FROM_HOST and isinstance(first, np.ndarray | np.generic):
+            raise RuntimeError("Can't pin tensor constructed from numpy")
+        asked = kwargs.get("device")
+        if asked is not None:
+            device = _is_cuda(asked)
+            kwargs["device"] = "cpu"
+        if device and name in _FROM_HOST:
+            self.waits(name)
+        elif device:
+            self._check_indices(name, args, tensors)
+        guard = refused(torch.device("cpu")) if device and self.strict else contextlib.nullcontext()
+        with guard:
+            found = func(*args, **kwargs)
+        if pins:
+            self._pin(found)
+        return tree_map(_on_device, found) if device else found
+
+    def _check_indices(self, name: str, args: Any, tensors: list[Tensor]) -> None:
+        """No host tensor among those of a device, but for numbers; indices are copied there."""
+        indexing = name in ("__getitem__", "__setitem__", "index_put_", "index_put")
+        here = [x for x in tensors if not isinstance(x, DeviceTensor) and x.dim()]
+        if indexing and not isinstance(args[0], DeviceTensor):
+            if name == "__setitem__" and not any(
+                isinstance(x, DeviceTensor) for x in tree_leaves(args[1])
+            ):
+                self.waits("a copy to the host")
+                return
+            raise RuntimeError("indices should be either on cpu or on the device of the tensor")
+        if indexing:
+            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if here or any(isinstance(part, list | np.ndarray) for part in parts):
+                self.waits(f"{name} with numbers of the host")
+        elif here:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"cuda:0 and cpu! ({name})"
+            )
+
+    def _moved(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        source, *rest = args
+        was = isinstance(source, DeviceTensor)
+        there = {"cpu": False, "cuda": True}.get(name, was)
+        kept = []
+        for at, value in enumerate([*rest, *(kwargs.pop(x, None) for x in ("device", "other"))]):
+            if isinstance(value, Tensor):
+                there = isinstance(value, DeviceTensor)
+                kept.append(value.dtype)
+            elif isinstance(value, str | torch.device):
+                there = _is_cuda(value)
+            elif value is not None and at < len(rest):
+                kept.append(value)
+        non_blocking = bool(kwargs.get("non_blocking"))
+        if there and not was:
+            self._sent(source, f"{name} from the host", non_blocking)
+        found = source.to(*kept, **{"copy": True, **kwargs} if there != was else kwargs)
+        if was and not there:
+            # PyTorch pins the target of a copy that does not block.
+            target = torch.empty_like(found)
+            target = self._pin(target) if non_blocking else target
+            self._copied(target, found.as_subclass(Tensor), f"{name} to the host", non_blocking)
+            return target
+        return _on_device(found) if there else found
+
+    def _copy(self, into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        to, of = isinstance(into, DeviceTensor), isinstance(source, DeviceTensor)
+        if of and not to:
+            self._copied(into, source.as_subclass(Tensor), "copy_ to the host", non_blocking)
+            return into
+        if to and not of and source.dim():
+            self._sent(source, "copy_ from the host", non_blocking)
+        return into.copy_(source)
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, DeviceTensor) else value
+
+
+def _on_device(value: Any) -> Any:
+    if type(value) is not Tensor:
+        return value
+    return value.as_subclass(DeviceTensor)
+
+
+@contextlib.contextmanager
+def strict_device(delay: int = 1) -> Iterator[StrictDevice]:
+    """``cuda`` means the stand-in in here."""
+    device = StrictDevice(delay)
+    stream = SimpleNamespace(
+        wait_stream=lambda _: None,
+        wait_event=lambda _: None,
+        synchronize=lambda: device.waits("stream.synchronize"),
+    )
+    names: dict[str, Any] = {
+        "Event": lambda *_, **__: _Event(device),
+        "Stream": lambda *_, **__: stream,
+        "current_stream": lambda *_: stream,
+        "stream": lambda *_: contextlib.nullcontext(),
+        "device": lambda *_: contextlib.nullcontext(),
+        "synchronize": lambda *_: device.waits("torch.cuda.synchronize"),
+        "get_sync_debug_mode": lambda: device.strict,
+        "set_sync_debug_mode": device.refuse,
+        "memory_reserved": lambda *_: 0,
+        "memory_allocated": lambda *_: 0,
+        "mem_get_info": lambda *_: (1 << 40, 1 << 40),
+    }
+    run = GridExecutor.__call__
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        """Under Triton's interpreter, in place."""
+        with torch._C.DisableTorchFunction():
+            return run(kernel, *map(_plain, args), **{k: _plain(v) for k, v in kwargs.items()})
+
+    with contextlib.ExitStack() as stack:
+        for name, value in names.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(GridExecutor, "__call__", launch))
+        stack.enter_context(device)
+        yield device
+
+
+@contextlib.contextmanager
+def no_wait() -> Iterator[None]:
+    """In here, what waits for the device raises RuntimeError: the stand-in, or a real one."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def guarded(owner: Any, *names: str) -> None:
+    """Calls of these methods must not wait, whoever calls them."""
+    for name in names:
+        setattr(owner, name, no_wait()(getattr(owner, name)))

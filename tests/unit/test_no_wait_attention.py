@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention hooks and plans wait for no device: on a stand-in for one, under Triton's interpreter."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from sglang_reasoncache.attention.paged_cuda import SHIFTED, SharedSlotReads
+from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
+from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
+from sglang_reasoncache.plugin import attention
+from sglang_reasoncache.selection import page_selection
+from sglang_reasoncache.selection.contract import Quest
+from tests.property.world import in_host
+from tests.selection.test_device_selection import rig_of
+from tests.strict_device import DeviceTensor, no_wait, on_device, strict_device
+from tests.triton_runs import small_launches as small_launches
+from tests.triton_runs import test_interpreted as test_interpreted
+from tests.triton_runs import under_interpreter
+from tests.unit.attention_rig import TOLERANCE, Rig
+from tests.unit.test_attention import REQUESTED_BY
+
+LENGTHS = [1, 19, 70]
+NEW = {"decode": [1, 1, 1], "with-prefix": [1, 7, 30], "few": [1, 3, 4]}
+ON_DEVICE = ["input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc"]
+ON_DEVICE += ["extend_seq_lens", "extend_prefix_lens"]
+
+pytestmark = [
+    pytest.mark.usefixtures("published_config", "out_of_tree_platform", "device"),
+    under_interpreter,
+]
+
+
+@pytest.fixture
+def device() -> Iterator[None]:
+    with strict_device():
+        yield
+
+
+class Stock(TorchNativeAttnBackend):
+    """It has no graphs, so it needs no memory for them."""
+
+    def init_cuda_graph_state(self, max_bs: int, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Backend(SharedSlotReads, Stock):
+    """As ``attention.backend_class`` makes them."""
+
+
+class Replayed:
+    """A decode graph as its capture ran it: what SGLang calls before it and in it."""
+
+    def __init__(self, backend: Any) -> None:
+        backend.init_cuda_graph_state(3)
+        self._backend, self.forward_decode = backend, backend.forward_decode
+
+    def init_forward_metadata(self, batch: Any) -> None:
+        assert self._backend.choose_graph(batch) == SHIFTED
+        self._backend.init_forward_metadata_out_graph(batch)
+        self._backend.init_forward_metadata_in_graph(batch)
+
+
+def moved(part: Any) -> Any:
+    """A part of SGLang's whose tensors say that they are on the device: the same memory."""
+    found = copy.copy(part)
+    for name, value in vars(part).items():
+        if name != "req_generation":
+            setattr(found, name, on_device(value))
+    found.device = "cuda"
+    return found
+
+
+def backend_of(rig: Rig, corrected: bool = True) -> Any:
+    runner = copy.copy(rig.runner)
+    runner.device = "cuda"
+    runner.req_to_token_pool = moved(rig.rows)
+    runner.token_to_kv_pool = moved(rig.pool)
+    rig.placed = on_device
+    cached = moved(rig.cached_at) if corrected else None
+    backend = Backend(runner, cached, requested_by=REQUESTED_BY)
+    assert backend.paged.backend == "triton"
+    return backend
+
+
+def announced(rig: Rig, backend: Any, new: list[int], evicted: list[int] | None = None) -> Any:
+    """A batch on the device, which SGLang's hook lets the backend know; nothing of it waits."""
+    batch = rig.batch(new)
+    there = {name: on_device(getattr(batch, name)) for name in ON_DEVICE}
+    batch = dataclasses.replace(batch, **there)
+    gone = [0] * len(new) if evicted is None else evicted
+    tree = SimpleNamespace(reads_shifted=lambda _: True, evicted_of=lambda _: gone)
+    sides = dict(req_pool_indices_cpu=rig.row_of, seq_lens_cpu=batch.seq_lens_cpu)
+    runner = SimpleNamespace(is_draft_worker=False)
+    with pytest.MonkeyPatch.context() as patch, no_wait():
+        patch.setattr(attention, "_backend", backend)
+        requests = SimpleNamespace(tree_cache=tree, reqs=[], **sides)
+        attention._after_forward_batch(batch, type(batch), requests, runner)
+    return batch
+
+
+def check(
+    rig: Rig, backend: Any, new: list[int], evicted: list[int] | None = None, runner: Any = None
+) -> None:
+    batch = announced(rig, backend, new, evicted)
+    with no_wait():
+        found = rig.forward(runner or backend, batch)
+    rig.query = in_host(rig.query)
+    expected = rig.expected(rig.batch(new))
+    torch.testing.assert_close(in_host(found).double(), expected, rtol=0, atol=TOLERANCE[rig.dtype])
+
+
+@pytest.mark.parametrize("statistics", [False, True], ids=["plain", "statistics"])
+@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
+@pytest.mark.parametrize("new", NEW.values(), ids=NEW)
+def test_plans_and_layers(new: list[int], corrected: bool, statistics: bool) -> None:
+    """With shifted slots, then with evicted positions too."""
+    rig = Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1)
+    backend = backend_of(rig, corrected)
+    if statistics:
+        found = backend.paged.keep_statistics(StatisticsNeeds(latest=3, total=True, prompt=4))
+        assert isinstance(found, DeviceStatistics)
+    if not corrected:
+        rig.settle()
+    if corrected:
+        check(rig, backend, new)
+    rig.evict(new)
+    rows = rig.rows.req_to_token[rig.row_of]
+    gone = [int((row[:end] < 0).sum()) for row, end in zip(rows, LENGTHS, strict=True)]
+    check(rig, backend, new, gone)
+    if new == NEW["decode"]:
+        check(rig, backend, new, gone, Replayed(backend))
+
+
+def test_pages_are_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen, their bounds kept, and told about."""
+    # The stand-in's tensors are a subclass.
+    monkeypatch.setattr(page_selection, "Tensor", DeviceTensor)
+    rig = rig_of([70, 19, 41], shifted=(1, 4))
+    backend = backend_of(rig)
+    selection = backend.paged.select("quest", Quest(budget=24, whole_layers=1))
+    batch, graph = announced(rig, backend, [1, 1, 1]), Replayed(backend)
+    with no_wait():
+        selection.update(1, on_device(torch.arange(len(rig.pool.k_buffer[1]))))
+        eager, replayed = (rig.forward(runner, batch) for runner in (backend, graph))
+        assert selection.recent()["positions_read"] == 0
+        # On its way, and there.
+        assert selection.recent()["positions_read"] == 0
+        assert 0 < selection.recent()["positions_read"] < 222
+    assert torch.equal(in_host(eager), in_host(replayed))
