@@ -8,8 +8,8 @@ occurrence, and stays in use until its last one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,26 +85,37 @@ class PageReferences(dict[int, int]):
     its request owns (from ``cache_protected_len`` on).
     """
 
-    def add(self, pages: Iterable[int]) -> None:
-        """One more reference for every occurrence of a page in ``pages``."""
-        for page in pages:
-            self[page] = self.get(page, 1) + 1
+    def changed(
+        self, gained: Iterable[int], lost: Iterable[int]
+    ) -> tuple[dict[int, int], list[int]]:
+        """Counts after one reference more per occurrence in ``gained`` and one less per occurrence
+        in ``lost``, and the pages left with none, in the order of their last occurrences. Raises
+        ReferenceCountError where there are too few."""
+        counts: dict[int, int] = {}
+        for page in gained:
+            counts[page] = counts.get(page, self.get(page, 1)) + 1
+        freed = []
+        for page in lost:
+            counts[page] = left = counts.get(page, self.get(page, 1)) - 1
+            if left < 0:
+                raise ReferenceCountError(f"page {page} freed more often than it is referenced")
+            if left == 0:
+                freed.append(page)
+        return counts, freed
 
-    def drop(self, pages: Sequence[int]) -> list[int]:
-        """Take one reference away per occurrence; return the pages left with none, in the order
-        of their last occurrences. Raises ReferenceCountError where there are too few."""
-        freed: dict[int, None] = {}
-        for page in pages:
-            left = self.get(page)
-            if left is None:
-                if page in freed:
-                    raise ReferenceCountError(f"page {page} freed more often than it is referenced")
-                freed[page] = None
-            elif left == 2:
-                del self[page]
+    def set(self, counts: Mapping[int, int]) -> None:
+        for page, count in counts.items():
+            if count > 1:
+                self[page] = count
             else:
-                self[page] = left - 1
-        return list(freed)
+                self.pop(page, None)
+
+
+class Change(NamedTuple):
+    """New counts of references, by page, and ids of pages to free: int64, on the pool's device."""
+
+    counts: dict[int, int]
+    freed: torch.Tensor
 
 
 class _Shared(compat.BaseTokenToKVPoolAllocator):
@@ -125,37 +136,34 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         self.references = PageReferences()
         self.has_shifted_slots = self.has_evicted = False
 
-    def share(self, pages: list[int]) -> None:
-        """Add one reference per occurrence. ``pages``: ids of pages in use."""
-        self.references.add(pages)
-        self.has_shifted_slots = True
+    def prepare(self, lost: Sequence[int] | torch.Tensor, gained: Sequence[int] = ()) -> Change:
+        """What becomes of pages in use by one reference less for every entry of ``lost`` (a tensor:
+        int64), after one more for every entry of ``gained``. Nothing changes yet."""
+        if isinstance(lost, torch.Tensor):
+            # Only while something is shared: this waits for a GPU.
+            ids = lost.tolist() if self.references else []
+            if self.references.keys().isdisjoint(ids):
+                return Change({}, lost)
+            lost = ids
+        counts, freed = self.references.changed(gained, lost)
+        return Change(counts, upload(freed, self.device))
 
-    def release(self, pages: list[int]) -> None:
-        """Take one reference away per occurrence; pages left with none are free at once."""
-        last = self.references.drop(pages)
-        if last:
-            self._release_unreferenced(upload(last, self.device))
+    def commit(self, change: Change, *, evicts: bool = False) -> int:
+        """Make a prepared change, all of it or nothing; return how many slots came back.
 
-    def evict(self, pages: torch.Tensor) -> int:
-        """Likewise, for the pages (int64) of evicted positions; return how many slots came back."""
-        self.has_evicted = True
-        before: int = self.available_size()
-        last = self._last_references(pages)
-        if last.numel():
-            self._release_unreferenced(last)
-        return self.available_size() - before
+        ``evicts``: the pages are those of evicted positions. Only SGLang's own free can fail, and
+        counts, for want of some bytes of host memory: then SGLang itself cannot go on either.
+        """
+        self.has_evicted = self.has_evicted or evicts
+        self.has_shifted_slots = self.has_shifted_slots or bool(change.counts)
+        if change.freed.numel():
+            self._release_unreferenced(change.freed)
+        self.references.set(change.counts)
+        return change.freed.numel() * self.page_size
 
     def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
         """SGLang frees rows as they are. On a GPU this waits for it."""
         return ids[ids >= 0] if self.has_evicted else ids
-
-    def _last_references(self, pages: torch.Tensor) -> torch.Tensor:
-        """Those of ``pages`` (int64, one entry per reference) that nothing refers to any more."""
-        # Only while something is shared: this waits for a GPU.
-        ids = pages.tolist() if self.references else []
-        if self.references.keys().isdisjoint(ids):
-            return pages
-        return torch.tensor(self.references.drop(ids), dtype=pages.dtype, device=pages.device)
 
     def create_prefill_budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
         credit = 0.0 if self.credit_source is None else self.credit_source()
@@ -170,8 +178,9 @@ class SharedTokenAllocator(_Shared, compat.TokenToKVPoolAllocator):
     def free(self, free_index: torch.Tensor) -> None:
         # The indices of a free group come back through here, all at once, when it ends.
         if self.free_group is None:
-            free_index = self._last_references(self._without_evicted(free_index))
-        super().free(free_index)
+            self.commit(self.prepare(self._without_evicted(free_index)))
+        else:
+            super().free(free_index)
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
         super().free(pages)
@@ -193,13 +202,11 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
         for slot, times in Counter(free_index.tolist()).items():
             page = slot // self.page_size
             named[page] = max(named[page], times)
-        self.release(list(named.elements()))
+        self.commit(self.prepare(list(named.elements())))
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
-        """The one way back to the free list; see :meth:`_last_references`."""
-        last = self._last_references(self._without_evicted(torch.cat(page_ids)))
-        if last.numel():
-            super()._release_page_ids(last)
+        """The one way back to the free list."""
+        self.commit(self.prepare(self._without_evicted(torch.cat(page_ids))))
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
         super()._release_page_ids(pages)

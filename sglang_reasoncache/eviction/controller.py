@@ -26,6 +26,7 @@ from sglang_reasoncache.eviction.policies.contract import (
     RequestView,
 )
 from sglang_reasoncache.eviction.row_state import (
+    EvictedPositions,
     EvictionRefusal,
     EvictionStats,
     RowState,
@@ -139,20 +140,16 @@ class EvictionController:
         stats: EvictionStats,
         written: int | None = None,
         decide: bool = True,
-    ) -> int:
+    ) -> None:
         """Evict what was evicted before a retraction, then what the policies give up now.
 
         Args:
             req: Holds its row. ``state`` and ``stats`` change by what is applied.
             written: Positions whose KV is there; None: :func:`written_positions`.
             decide: Run the policies, too.
-
-        Returns:
-            How many evicted positions' slots did not come back: they have other names.
         """
         if written is None:
             written = written_positions(req)
-        named = 0
         evicted, protected = state.evicted, req.kv.cache_protected_len
         if evicted.again:
             # First of all: the row came back at its full size.
@@ -160,7 +157,7 @@ class EvictionController:
             # By now the prefix tree may own the first ones: another response with the same text.
             again = _within(evicted.again, protected, end)
             evicted.again = _within(evicted.again, end, sys.maxsize)
-            named += self._apply(req, state, stats, again, written, protected)
+            self._apply(req, state, stats, again, written, protected)
         for name, policy in self._evictors if decide else ():
             if written < state.next_eviction.get(name, 0):
                 continue
@@ -169,8 +166,7 @@ class EvictionController:
             if name not in self._of_prompts:
                 first = max(first, len(req.origin_input_ids) // self._page * self._page)
             evictions = self._decisions(name, policy, req, state, stats, written, first)
-            named += self._apply(req, state, stats, evictions, written, first)
-        return named
+            self._apply(req, state, stats, evictions, written, first)
 
     def _decisions(
         self,
@@ -182,7 +178,8 @@ class EvictionController:
         written: int,
         first: int,
     ) -> list[Eviction | None]:
-        """What the policy answers; nothing if it fails, whatever it does wrong."""
+        """What the policy answers; nothing if it fails, whatever it does wrong. Where other ranks
+        ask theirs it must not fail on one alone: RuntimeError."""
         try:
             slots = written - state.evicted.count - state.live_positions
             excess = policy.excess(written, slots)
@@ -194,11 +191,13 @@ class EvictionController:
             answer = policy.evict(self._view(req, state, written, first), excess)
             # More runs than positions are nonsense, and need not be listed to the end.
             return [_plain(evict) for evict in itertools.islice(answer, written + 1)]
-        except (Exception, SystemExit):
+        except (Exception, SystemExit) as error:
             stats.eviction_refusals[EvictionRefusal.POLICY_FAILED.value] += 1
             if name not in self._failed:
                 self._failed.add(name)
                 logger.exception("reasoncache: policy %s failed, further failures count only", name)
+            if not self._keys.ranks.alone:
+                raise RuntimeError(f"policy {name} failed on a tensor-parallel rank") from error
             return []
 
     def _view(self, req: Request, state: RowState, written: int, first: int) -> RequestView:
@@ -223,33 +222,47 @@ class EvictionController:
         evictions: Iterable[Eviction | None],
         written: int,
         first: int,
-    ) -> int:
-        """Evict what is allowed of ``evictions`` from position ``first`` on; see :meth:`poll`.
+    ) -> None:
+        """Evict what is allowed of ``evictions`` from position ``first`` on.
 
         A batch in flight reads the old slots or finds the positions evicted. Either is right:
         freed slots are only overwritten by a later forward on the same stream.
         """
-        parts = []
+        allowed, added = [], EvictedPositions()
         for evict in evictions:
-            refusal = refusal_of_eviction(evict, first, written, self._page, state.evicted)
-            if refusal is not None:
-                stats.eviction_refusals[refusal.value] += 1
-                continue
-            assert evict is not None, "refused as malformed"
-            state.evicted.add(evict, written)
-            parts.append(np.arange(evict.start, evict.end))
-        if not parts:
-            return 0
-        positions = np.concatenate(parts)
+            for evicted in (state.evicted, added):
+                refusal = refusal_of_eviction(evict, first, written, self._page, evicted)
+                if refusal is not None:
+                    stats.eviction_refusals[refusal.value] += 1
+                    break
+            else:
+                assert evict is not None, "refused as malformed"
+                added.add(evict, written)
+                allowed.append(evict)
+        if not allowed:
+            return
+        positions = np.concatenate([np.arange(evict.start, evict.end) for evict in allowed])
         rows = self._rows.req_to_token
-        at = upload(positions, rows.device)
-        slots = rows[req.kv.req_pool_idx, at]
-        self._rows.write((req.kv.req_pool_idx, at), torch.full_like(slots, -1))
-        freed = self._allocator.evict(slots[:: self._page].long() // self._page)
+        where = req.kv.req_pool_idx, upload(positions, rows.device)
+        slots = rows[where]
+        gone = torch.full_like(slots, -1)
+        change = self._allocator.prepare(slots[:: self._page].long() // self._page)
+        state.evicted.reserve(written)
+        # All ranks are prepared: what follows does not fail.
+        self._keys.ranks.agree()
+        self._rows.write(where, gone)
+        try:
+            freed = self._allocator.commit(change, evicts=True)
+        except BaseException:
+            self._rows.write(where, slots)
+            raise
+        for evict in allowed:
+            state.evicted.add(evict, written)
+        # What did not come back has another name: one reference less to count.
+        state.live_positions -= len(positions) - freed
+        self.positions_now += len(positions)
         stats.positions_evicted += len(positions)
         stats.slots_freed_by_eviction += freed
-        self.positions_now += len(positions)
-        return len(positions) - freed
 
     def forget(self, state: RowState) -> int:
         """The row is gone; returns how many of its positions were evicted."""

@@ -13,10 +13,13 @@ import numpy as np
 import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels.paged import read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
+
+_ALONE = Ranks()
 
 
 class KeySource(NamedTuple):
@@ -27,7 +30,7 @@ class KeySource(NamedTuple):
     cached_at: CachedPositions
     rotation: KeyRotation | None  # to take it off; None: cached positions are not recorded
     num_heads: int  # KV heads over all ranks
-    group: Any = None  # CPU process group of the tensor-parallel ranks, None when alone
+    ranks: Ranks = _ALONE
 
 
 class HeldKeys:
@@ -65,7 +68,7 @@ class HeldKeys:
         total = torch.zeros(len(self._held), dtype=torch.float64, device=source.rows.device)
         for layer in self.layers:
             total += score(read(layer)).sum(dim=1)
-        return _over_ranks(total.cpu(), source.group, len(self.layers) * source.num_heads)
+        return _over_ranks(total.cpu(), source.ranks, len(self.layers) * source.num_heads)
 
 
 class AttentionSource(NamedTuple):
@@ -73,7 +76,7 @@ class AttentionSource(NamedTuple):
 
     statistics: AttentionStatistics
     heads: int
-    group: Any = None
+    ranks: Ranks = _ALONE
 
 
 class HeldAttention:
@@ -83,15 +86,14 @@ class HeldAttention:
         self._source, self._row, self._held = source, row, torch.from_numpy(held.copy())
 
     def latest(self, queries: int) -> np.ndarray:
-        statistics, heads, group = self._source
-        return _over_ranks(statistics.latest(self._row, self._held, queries), group, heads)
+        statistics, heads, ranks = self._source
+        return _over_ranks(statistics.latest(self._row, self._held, queries), ranks, heads)
 
     def total(self) -> np.ndarray:
-        statistics, heads, group = self._source
-        return _over_ranks(statistics.total(self._row, self._held), group, heads)
+        statistics, heads, ranks = self._source
+        return _over_ranks(statistics.total(self._row, self._held), ranks, heads)
 
 
-def _over_ranks(sums: torch.Tensor, group: Any, heads: int) -> np.ndarray:
-    if group is not None:
-        torch.distributed.all_reduce(sums, group=group)
+def _over_ranks(sums: torch.Tensor, ranks: Ranks, heads: int) -> np.ndarray:
+    ranks.add(sums)
     return (sums / heads).numpy()

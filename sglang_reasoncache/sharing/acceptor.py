@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sglang_reasoncache.cache.allocator import SharedPagedAllocator, SharedTokenAllocator
@@ -39,21 +40,33 @@ class Acceptor:
         self._allocator, self._pool, self._meter = allocator, req_to_token_pool, meter
         self.copies, self.page = copies, allocator.page_size
 
-    def apply(self, redirections: Sequence[Redirection]) -> None:
-        """Redirect (or copy) whole pages, in this order; a position may come more than once."""
-        # Of a position only the last one is written.
-        last = {(entry.row, entry.position): entry.new_slot for entry in redirections}
-        if not last:
-            return
-        device, page = self._allocator.device, self.page
-        rows, positions, slots = upload(
-            [(row, position, slot) for (row, position), slot in last.items()], device
-        ).unbind(1)
+    def prepare(self, redirections: Sequence[Redirection]) -> Callable[[], None]:
+        """All that can fail of redirecting (or copying) whole pages, in this order; a position may
+        come more than once. The function returned does the rest."""
+        # Of a position only the last new slot is written, and the first old one was there.
+        new: dict[tuple[int, int], int] = {}
+        old: dict[tuple[int, int], int] = {}
+        for row, position, old_slot, new_slot in redirections:
+            old.setdefault((row, position), old_slot)
+            new[row, position] = new_slot
+        entries = [(*at, slot, old[at]) for at, slot in new.items()]
+        both = upload(entries, self._allocator.device)
+        where = both[:, 0], both[:, 1]
         if self.copies:
-            self._meter.copy(rows, positions, slots)
-            return
-        starts = [entry for entry in redirections if entry.position % page == 0]
-        # References first: a source must never be free in between.
-        self._allocator.share([entry.new_slot // page for entry in starts])
-        self._pool.write((rows, positions), slots.int())
-        self._allocator.release([entry.old_slot // page for entry in starts])
+            return functools.partial(self._meter.copy, *where, both[:, 2])
+        new_slots, old_slots = both[:, 2:].int().unbind(1)
+        pages = [e for e in redirections if e.position % self.page == 0]
+        change = self._allocator.prepare(
+            [entry.old_slot // self.page for entry in pages],
+            [entry.new_slot // self.page for entry in pages],
+        )
+
+        def redirect() -> None:
+            self._pool.write(where, new_slots)
+            try:
+                self._allocator.commit(change)
+            except BaseException:
+                self._pool.write(where, old_slots)
+                raise
+
+        return redirect
