@@ -156,10 +156,11 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         """
         self.has_evicted = self.has_evicted or evicts
         self.has_shifted_slots = self.has_shifted_slots or bool(change.counts)
-        if change.freed.numel():
+        freed: int = change.freed.numel() * self.page_size
+        if freed:
             self._release_unreferenced(change.freed)
         self.references.set(change.counts)
-        return change.freed.numel() * self.page_size
+        return freed
 
     def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
         """SGLang frees rows as they are. On a GPU this waits for it."""

@@ -268,8 +268,11 @@ class EvictionController:
         """The row is gone; returns how many of its positions were evicted."""
         gone = state.evicted.count
         self.positions_now -= gone
-        self._pressure.poll()
         return gone
+
+    def released(self) -> None:
+        """A row gave its slots back."""
+        self._pressure.poll()
 
     def reset(self) -> None:
         """The cache was flushed; nothing runs."""

@@ -89,29 +89,37 @@ class Controller:
             self._on_release(req, state_of(req))
 
     def _on_release(self, req: Request, state: RequestState | None) -> None:
-        ended = req.finished() and not isinstance(req.finished_reason, compat.FINISH_ABORT)
-        if state is None:
-            if ended:
-                self.tracker.count(req)
-                if takes_part(req):
-                    positions = len(req.origin_input_ids) + len(req.output_ids)
-                    self.stats.request_finished(0, positions)
-            return
-        shared = state.live_positions
-        # First of all, and in the end: what SGLang's own books rely on.
-        self.pipeline.give_up(state, shared)
-        try:
+        shared = evicted = 0
+        if state is not None:
+            # SGLang's own books rely on these; nothing that fails comes before them.
+            shared = state.live_positions
+            self.pipeline.give_up(state, shared)
             evicted = self.eviction.forget(state)
-            if ended and state.takes_part:
-                of_output = state.evicted.count_from(len(req.origin_input_ids))
-                self.forecast.observe(shared + of_output, len(req.output_ids))
-                self.report.request_finished(req, state, shared, evicted)
-            if req.finished() and state.followed is not None:
-                state.followed.close()
+        try:
+            if req.finished():
+                self._on_end(req, state, shared, evicted)
+            if state is not None:
+                self.eviction.released()
         finally:
-            state.forget_row()
+            if state is not None:
+                state.forget_row()
         if shared + evicted and not self.saved_positions:
             self.report.publish()
+
+    def _on_end(self, req: Request, state: RequestState | None, shared: int, evicted: int) -> None:
+        """A request finished or was aborted; ``shared``, ``evicted``: positions of its row."""
+        ended = not isinstance(req.finished_reason, compat.FINISH_ABORT)
+        if ended and state is None:
+            self.tracker.count(req)
+            if takes_part(req):
+                positions = len(req.origin_input_ids) + len(req.output_ids)
+                self.stats.request_finished(0, positions)
+        elif ended and state is not None and state.takes_part:
+            of_output = state.evicted.count_from(len(req.origin_input_ids))
+            self.forecast.observe(shared + of_output, len(req.output_ids))
+            self.report.request_finished(req, state, shared, evicted)
+        if state is not None and state.followed is not None:
+            state.followed.close()
 
     def reset(self) -> None:
         """The cache was flushed; SGLang does that only when nothing runs."""

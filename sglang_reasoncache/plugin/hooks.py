@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -125,9 +126,8 @@ def _after_prefill(
     """Under mixed chunk, decoding requests ride on a prefill batch, as its last ones."""
     riders = batch.decoding_reqs or []
     count = len(batch.reqs) - len(riders)
-    lengths = zip(batch.prefix_lens[:count], batch.extend_lens, strict=False)
-    # Computed where all ranks are told if that fails.
-    written = (prefix + extend for prefix, extend in lengths)
+    # Computed where other ranks are told if that fails.
+    written = map(operator.add, batch.prefix_lens[:count], batch.extend_lens)
     freed = controller.after_prefill(batch.reqs[:count], written)
     if riders:
         freed += controller.after_decode(riders)

@@ -31,10 +31,11 @@ class Followed:
     close: the garbage collector may run in any thread.
     """
 
+    _engine: FilterProcess | None = None
+
     def __init__(
         self, engine: FilterProcess, start_position: int, inside: bool, orphans: deque[int]
     ) -> None:
-        self._engine: FilterProcess | None = None
         self._orphans = orphans
         self.id = engine.open(start_position, inside)
         self._engine = engine
