@@ -49,7 +49,7 @@ class Controller:
     def __post_init__(self) -> None:
         self.forecast = SharingForecast(self.config.admission_credit)
         self.containment = Containment(self.tracker.ranks, self._disable)
-        self._decode_steps = 0
+        self._decode_steps, self._is_active = 0, self.config.is_active
 
     def _disable(self, reason: str) -> None:
         """Share and evict no more; what is shared and evicted stays so."""
@@ -59,10 +59,6 @@ class Controller:
         self.pipeline.drop()
         self.report.publish()
         self.tracker.stop()
-
-    @property
-    def is_disabled(self) -> bool:
-        return self.report.disabled is not None
 
     @property
     def live_positions(self) -> int:
@@ -80,7 +76,7 @@ class Controller:
 
     def after_chunk(self, req: Request, written: int) -> None:
         """A chunk of a prompt that is the request's own was computed, up to ``written``."""
-        if not self.is_disabled:
+        if self.report.disabled is None:
             self.containment.together(self._poll_prompts, (req,), (written,), True)
 
     def on_release(self, req: Request) -> None:
@@ -140,12 +136,12 @@ class Controller:
     def after_decode(self, reqs: Sequence[Request]) -> int:
         """Share and evict what is ready, between two forwards; return how many slots came back."""
         self._decode_steps += 1
-        self.stats.decode_steps += self.config.is_active
+        self.stats.decode_steps += self._is_active
         if self._decode_steps % self.interval:
             return 0
         before, compared = self.saved_positions, self.stats.blocks_compared
         start = time.perf_counter()
-        if self.config.is_active and not self.is_disabled:
+        if self._is_active and self.report.disabled is None:
             self.containment.together(self._poll, reqs)
         with self.containment:
             elapsed = time.perf_counter() - start
@@ -186,7 +182,7 @@ class Controller:
     def after_prefill(self, reqs: Sequence[Request], written: Iterable[int]) -> int:
         """Likewise, for prompts, or chunks of them, that were computed up to ``written``."""
         before = self.saved_positions
-        if self.eviction.evicts_prompts and not self.is_disabled:
+        if self.eviction.evicts_prompts and self.report.disabled is None:
             self.containment.together(self._poll_prompts, reqs, written)
         return self.saved_positions - before
 

@@ -162,7 +162,7 @@ class BlockPipeline:
             else:
                 self._refuse(batch[i], too_far)
         dst_slots, src_slots = measured.slots()
-        planned: list[tuple[BlockProposal, list[Redirection], int]] = []
+        planned: list[tuple[BlockProposal, RequestState, list[Redirection], int]] = []
         copies = self._acceptor.copies
         for i in chosen:
             if dst_slots[i] == src_slots[i]:
@@ -170,22 +170,22 @@ class BlockPipeline:
             elif _aliases(batch[i], copies).most(batch[i].dst_start, self.block) > MAX_READERS:
                 self._refuse(batch[i], Refusal.READERS)
             else:
-                planned.append((batch[i], *self._planned(batch[i], dst_slots[i], src_slots[i])))
-        redirections = [entry for _, entries, _ in planned for entry in entries]
+                planned.append(self._planned(batch[i], dst_slots[i], src_slots[i]))
+        redirections = [entry for _, _, entries, _ in planned for entry in entries]
         if redirections:
             commit = self._acceptor.prepare(redirections)
             # All ranks are prepared: what follows does not fail, except where it copies.
             self._ranks.agree()
-            for block, entries, _ in planned:
-                _state(block).mark_shared(entry.position for entry in entries)
+            for _, state, entries, _ in planned:
+                state.mark_shared(entry.position for entry in entries)
             commit()
-        for block, _, saved in planned:
-            self._count(block, saved)
+        for block, state, _, saved in planned:
+            self._count(block, state, saved)
         return len(redirections)
 
     def _planned(
         self, block: BlockProposal, dst_slots: Sequence[int], src_slots: Sequence[int]
-    ) -> tuple[list[Redirection], int]:
+    ) -> tuple[BlockProposal, RequestState, list[Redirection], int]:
         """What changes in the request's row, and how many slots that saves."""
         state, kv = _state(block), block.req.kv
         # Ahead of the row: only what shares or evicts reads it, which a failure ends.
@@ -198,11 +198,10 @@ class BlockPipeline:
             # An evicted position has no slot any more.
             if not state.evicted.any_in(position, position + 1)
         ]
-        return redirections, len({offset for _, offset in moved})
+        return block, state, redirections, len({offset for _, offset in moved})
 
-    def _count(self, block: BlockProposal, saved: int) -> None:
+    def _count(self, block: BlockProposal, state: RequestState, saved: int) -> None:
         """A block was applied."""
-        state = _state(block)
         state.shared.append((written_positions(block.req), block.dst_start, block.src_start))
         self._stats.blocks_reapplied += block.decided
         self._stats.blocks_shared += not block.decided
