@@ -146,6 +146,6 @@ class RowState:
     def forget_row(self) -> None:
         """The row is gone (finished, aborted or retracted)."""
         self.live_positions = 0
-        self.slot_aliases = SlotAliases()
-        self.evicted.forget_row()
         self.next_eviction.clear()
+        self.evicted.forget_row()
+        self.slot_aliases = SlotAliases()
