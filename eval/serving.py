@@ -30,7 +30,7 @@ DEFAULT_KV_SLOTS = 16384
 #: The name requests give as ``model``.
 MODEL_NAME = "default"
 
-_LEAN_START = Path(__file__).with_name("lean_start")
+LEAN_START = Path(__file__).with_name("lean_start")
 _TAIL_LINES, _LINE_WIDTH = 60, 300
 # After this line a server only looks alive: SGLang waits for itself for two minutes.
 _PORT_TAKEN = "error while attempting to bind on address"
@@ -223,7 +223,7 @@ def _environment(
         env["CUDA_VISIBLE_DEVICES"] = ""
         # Small operators lose more to waking threads than they gain.
         env.setdefault("OMP_NUM_THREADS", "1")
-        paths = (str(_LEAN_START), env.get("PYTHONPATH"))
+        paths = (str(LEAN_START), env.get("PYTHONPATH"))
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         env["SGLANG_DISABLED_MODEL_ARCHS"] = _other_architectures(model_path)
     return {name: value for name, value in {**env, **overrides}.items() if value is not None}

@@ -9,8 +9,8 @@ entries of a row share, because it decided that (:class:`SlotNames`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,26 +88,37 @@ class PageReferences(dict[int, int]):
     its request owns (from ``cache_protected_len`` on).
     """
 
-    def add(self, pages: Iterable[int]) -> None:
-        """One more reference for every occurrence of a page in ``pages``."""
-        for page in pages:
-            self[page] = self.get(page, 1) + 1
+    def changed(
+        self, gained: Iterable[int], lost: Iterable[int]
+    ) -> tuple[dict[int, int], list[int]]:
+        """Counts after one reference more per occurrence in ``gained`` and one less per occurrence
+        in ``lost``, and the pages left with none, in the order of their last occurrences. Raises
+        ReferenceCountError where there are too few."""
+        counts: dict[int, int] = {}
+        for page in gained:
+            counts[page] = counts.get(page, self.get(page, 1)) + 1
+        freed = []
+        for page in lost:
+            counts[page] = left = counts.get(page, self.get(page, 1)) - 1
+            if left < 0:
+                raise ReferenceCountError(f"page {page} freed more often than it is referenced")
+            if left == 0:
+                freed.append(page)
+        return counts, freed
 
-    def drop(self, pages: Sequence[int]) -> list[int]:
-        """Take one reference away per occurrence; return the pages left with none, in the order
-        of their last occurrences. Raises ReferenceCountError where there are too few."""
-        freed: dict[int, None] = {}
-        for page in pages:
-            left = self.get(page)
-            if left is None:
-                if page in freed:
-                    raise ReferenceCountError(f"page {page} freed more often than it is referenced")
-                freed[page] = None
-            elif left == 2:
-                del self[page]
+    def set(self, counts: Mapping[int, int]) -> None:
+        for page, count in counts.items():
+            if count > 1:
+                self[page] = count
             else:
-                self[page] = left - 1
-        return list(freed)
+                self.pop(page, None)
+
+
+class Change(NamedTuple):
+    """New counts of references, by page, and ids of pages to free: int64, on the pool's device."""
+
+    counts: dict[int, int]
+    freed: torch.Tensor
 
 
 class _Shared(compat.BaseTokenToKVPoolAllocator):
@@ -134,52 +145,58 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         self.has_shifted_slots = self.has_evicted = False
         self._held: list[torch.Tensor] = []
 
-    def share(self, pages: list[int]) -> None:
-        """Add one reference per occurrence. ``pages``: ids of pages in use."""
-        self.references.add(pages)
-        self.has_shifted_slots = True
+    def prepare(self, lost: Sequence[int] | torch.Tensor, gained: Sequence[int] = ()) -> Change:
+        """What becomes of pages in use by one reference less for every entry of ``lost`` (a tensor:
+        int64), after one more for every entry of ``gained``. Nothing changes yet."""
+        if isinstance(lost, torch.Tensor):
+            # Only while something is shared: this waits for a GPU.
+            ids = lost.tolist() if self.references else []
+            if self.references.keys().isdisjoint(ids):
+                return Change({}, lost)
+            lost = ids
+        counts, freed = self.references.changed(gained, lost)
+        return Change(counts, upload(freed, self.device))
 
-    def name(self, row: int, positions: Sequence[int], slots: Sequence[int]) -> None:
-        """Positions of a row share these slots, or are the first ones that have them."""
-        self.names.setdefault(row, SlotNames()).set(positions, slots)
+    def prepare_named(self, slots: torch.Tensor, names: np.ndarray) -> Change:
+        """Likewise, of consecutive entries of a row or node, whole pages but for the last one;
+        ``names``: see :attr:`names_of`. Waits for no device."""
+        page, first = self.page_size, names[:: self.page_size]
+        pages = slots[::page] // page if page > 1 else slots
+        named = np.flatnonzero(first)
+        if not len(named):
+            return Change({}, pages)
+        change = self.prepare([n // page for n in first[named].tolist() if n != EVICTED])
+        kept = upload(np.delete(np.arange(len(first)), named), self.device)
+        return Change(change.counts, torch.cat((pages[kept].to(change.freed.dtype), change.freed)))
 
-    def release(self, pages: list[int]) -> None:
-        """Take one reference away per occurrence; pages left with none are free at once."""
-        last = self.references.drop(pages)
-        if last:
-            self._release_unreferenced(upload(last, self.device))
-
-    def evict(self, row: int, positions: np.ndarray, slots: torch.Tensor) -> int:
-        """Likewise, of the evicted positions of a row, whole pages; return how many slots came
-        back. ``slots``: theirs."""
-        self.has_evicted = True
-        before: int = self.available_size()
+    def names_in(self, row: int, end: int = 0) -> SlotNames:
+        """Which of a row's positions share, with memory for those before ``end``."""
         names = self.names.setdefault(row, SlotNames())
-        self._release_named(slots, names.at(positions))
-        names.set(positions, EVICTED)
-        return self.available_size() - before
+        names.reserve(end)
+        return names
+
+    def commit(self, change: Change, *, evicts: bool = False) -> int:
+        """Make a prepared change, all of it or nothing; return how many slots came back.
+
+        ``evicts``: the pages are those of evicted positions. Only SGLang's own free can fail, and
+        counts, for want of some bytes of host memory: then SGLang itself cannot go on either.
+        """
+        self.has_evicted = self.has_evicted or evicts
+        self.has_shifted_slots = self.has_shifted_slots or bool(change.counts)
+        freed: int = change.freed.numel() * self.page_size
+        if freed and self.free_group is not None:
+            self._held.append(change.freed.clone())
+        elif freed:
+            self._release_unreferenced(change.freed)
+        self.references.set(change.counts)
+        return freed
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """Slots of a row from a position on, or of a node. Whole pages but for the last one."""
         if self.names_of is None or not (self.references or self.has_evicted):
             super().free_segment(free_index, start_pos=start_pos)
         elif len(free_index):
-            self._release_named(free_index, self.names_of(free_index, start_pos))
-
-    def _release_named(self, slots: torch.Tensor, names: np.ndarray) -> None:
-        """``names``: see :attr:`names_of`."""
-        page, first = self.page_size, names[:: self.page_size]
-        pages = slots[::page] // page if page > 1 else slots
-        named = np.flatnonzero(first)
-        if len(named):
-            shared = [n // page for n in first[named].tolist() if n != EVICTED]
-            kept = np.delete(np.arange(len(first)), named)
-            last = upload(self.references.drop(shared), self.device)
-            pages = torch.cat((pages[upload(kept, self.device)].to(last.dtype), last))
-        if self.free_group is not None:
-            self._held.append(pages.clone())
-        elif len(pages):
-            self._release_unreferenced(pages)
+            self.commit(self.prepare_named(free_index, self.names_of(free_index, start_pos)))
 
     def free_group_end(self) -> None:
         super().free_group_end()
@@ -190,14 +207,6 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
     def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
         """Of entries that nobody knows. On a GPU this waits for it."""
         return ids[ids >= 0] if self.has_evicted else ids
-
-    def _last_references(self, pages: torch.Tensor) -> torch.Tensor:
-        """Those of ``pages`` (int64, one entry per reference) that nothing refers to any more."""
-        # Only while something is shared: this waits for a GPU.
-        ids = pages.tolist() if self.references else []
-        if self.references.keys().isdisjoint(ids):
-            return pages
-        return upload(self.references.drop(ids), self.device)
 
     def create_prefill_budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
         credit = 0.0 if self.credit_source is None else self.credit_source()
@@ -212,8 +221,9 @@ class SharedTokenAllocator(_Shared, compat.TokenToKVPoolAllocator):
     def free(self, free_index: torch.Tensor) -> None:
         # The indices of a free group come back through here, all at once, when it ends.
         if self.free_group is None:
-            free_index = self._last_references(self._without_evicted(free_index))
-        super().free(free_index)
+            self.commit(self.prepare(self._without_evicted(free_index)))
+        else:
+            super().free(free_index)
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
         super().free(pages)
@@ -235,13 +245,11 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
         for slot, times in Counter(free_index.tolist()).items():
             page = slot // self.page_size
             named[page] = max(named[page], times)
-        self.release(list(named.elements()))
+        self.commit(self.prepare(list(named.elements())))
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
-        """The one way back to the free list; see :meth:`_last_references`."""
-        last = self._last_references(self._without_evicted(torch.cat(page_ids)))
-        if last.numel():
-            super()._release_page_ids(last)
+        """The one way back to the free list."""
+        self.commit(self.prepare(self._without_evicted(torch.cat(page_ids))))
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
         super()._release_page_ids(pages)

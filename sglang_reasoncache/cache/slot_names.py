@@ -20,11 +20,15 @@ class SlotNames:
     def set(self, positions: Sequence[int] | np.ndarray, slots: Sequence[int] | int) -> None:
         """Of a position that comes more than once the last slot counts."""
         at = np.asarray(positions, dtype=np.int64)
-        if len(at) and at.max() >= len(self._slots):
-            grown = np.zeros(max(int(at.max()) + 1, 2 * len(self._slots), 256), dtype=np.int64)
+        self.reserve(int(at.max(initial=-1)) + 1)
+        self._slots[at] = slots
+
+    def reserve(self, end: int) -> None:
+        """Have memory for positions before ``end``."""
+        if end > len(self._slots):
+            grown = np.zeros(max(end, 2 * len(self._slots), 256), dtype=np.int64)
             grown[: len(self._slots)] = self._slots
             self._slots = grown
-        self._slots[at] = slots
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """int64, as long as ``positions``."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_reasoncache.cache.slot_names import EVICTED
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import ReqToTokenPool, Request
 from sglang_reasoncache.eviction.held import (
@@ -34,6 +35,7 @@ from sglang_reasoncache.eviction.policies.contract import (
 from sglang_reasoncache.eviction.policies.evictor import runs
 from sglang_reasoncache.eviction.row_state import (
     Asked,
+    EvictedPositions,
     EvictionRefusal,
     EvictionStats,
     RowState,
@@ -141,20 +143,16 @@ class EvictionController:
         stats: EvictionStats,
         written: int | None = None,
         decide: bool = True,
-    ) -> int:
+    ) -> None:
         """Evict what was evicted before a retraction, then what the policies give up now.
 
         Args:
             req: Holds its row. ``state`` and ``stats`` change by what is applied.
             written: Positions whose KV is there; None: :func:`written_positions`.
             decide: Run the policies, too.
-
-        Returns:
-            How many evicted positions' slots did not come back: they have other names.
         """
         if written is None:
             written = written_positions(req)
-        named = 0
         evicted, protected = state.evicted, req.kv.cache_protected_len
         if evicted.again:
             # First of all: the row came back at its full size.
@@ -162,7 +160,7 @@ class EvictionController:
             # By now the prefix tree may own the first ones: another response with the same text.
             again = _within(evicted.again, protected, end)
             evicted.again = _within(evicted.again, end, sys.maxsize)
-            named += self._apply(req, state, stats, again, written, protected)
+            self._apply(req, state, stats, again, written, protected)
         for name, policy in self._evictors if decide else ():
             if name not in state.asked and written < state.next_eviction.get(name, 0):
                 continue
@@ -171,8 +169,7 @@ class EvictionController:
             if name not in self._of_prompts:
                 first = max(first, len(req.origin_input_ids) // self._page * self._page)
             evictions = self._decisions(name, policy, req, state, stats, written, first)
-            named += self._apply(req, state, stats, evictions, written, first)
-        return named
+            self._apply(req, state, stats, evictions, written, first)
 
     def _decisions(
         self,
@@ -185,7 +182,8 @@ class EvictionController:
         first: int,
     ) -> list[Eviction | None]:
         """What the policy answers; nothing if it fails, whatever it does wrong, and as long as what
-        it reads is on its way from a GPU."""
+        it reads is on its way from a GPU. Where other ranks ask theirs it must not fail on one
+        alone: RuntimeError."""
         asked = state.asked.get(name)
         try:
             if asked is None:
@@ -210,7 +208,7 @@ class EvictionController:
                 return []
             waited = state.asked.pop(name, None) is not None
             return _left(plain, state.evicted.held(written)) if waited else plain
-        except (Exception, SystemExit):
+        except (Exception, SystemExit) as error:
             if asked is not None and asked.reads.late:
                 # Of zeros.
                 state.asked[name] = asked
@@ -220,11 +218,13 @@ class EvictionController:
             if name not in self._failed:
                 self._failed.add(name)
                 logger.exception("reasoncache: policy %s failed, further failures count only", name)
+            if not self._keys.ranks.alone:
+                raise RuntimeError(f"policy {name} failed on a tensor-parallel rank") from error
             return []
 
     def _ask(self, req: Request, state: RowState, written: int, first: int, excess: int) -> Asked:
         held, row, weights = state.evicted.held(written), req.kv.req_pool_idx, self._weights
-        reads = Reads(self._keys.group)
+        reads = Reads(self._keys.ranks)
         view = RequestView(
             prompt=len(req.origin_input_ids),
             written=written,
@@ -248,40 +248,60 @@ class EvictionController:
         evictions: Iterable[Eviction | None],
         written: int,
         first: int,
-    ) -> int:
-        """Evict what is allowed of ``evictions`` from position ``first`` on; see :meth:`poll`.
+    ) -> None:
+        """Evict what is allowed of ``evictions`` from position ``first`` on.
 
         A batch in flight reads the old slots or finds the positions evicted. Either is right:
         freed slots are only overwritten by a later forward on the same stream.
         """
-        parts = []
+        allowed, added = [], EvictedPositions()
         for evict in evictions:
-            refusal = refusal_of_eviction(evict, first, written, self._page, state.evicted)
-            if refusal is not None:
-                stats.eviction_refusals[refusal.value] += 1
-                continue
-            assert evict is not None, "refused as malformed"
-            state.evicted.add(evict, written)
-            parts.append(np.arange(evict.start, evict.end))
-        if not parts:
-            return 0
-        positions = np.concatenate(parts)
+            for evicted in (state.evicted, added):
+                refusal = refusal_of_eviction(evict, first, written, self._page, evicted)
+                if refusal is not None:
+                    stats.eviction_refusals[refusal.value] += 1
+                    break
+            else:
+                assert evict is not None, "refused as malformed"
+                added.add(evict, written)
+                allowed.append(evict)
+        if not allowed:
+            return
+        positions = np.concatenate([np.arange(evict.start, evict.end) for evict in allowed])
         rows = self._rows.req_to_token
-        row, at = req.kv.req_pool_idx, upload(positions, rows.device)
-        slots = rows[row, at]
-        self._rows.write((row, at), torch.full_like(slots, -1))
-        freed = self._allocator.evict(row, positions, slots)
+        row = req.kv.req_pool_idx
+        where = row, upload(positions, rows.device)
+        slots = rows[where]
+        gone = torch.full_like(slots, -1)
+        names = self._allocator.names_in(row, int(positions.max()) + 1)
+        change = self._allocator.prepare_named(slots, names.at(positions))
+        state.evicted.reserve(written)
+        # All ranks are prepared: what follows does not fail.
+        self._keys.ranks.agree()
+        self._rows.write(where, gone)
+        try:
+            freed = self._allocator.commit(change, evicts=True)
+        except BaseException:
+            self._rows.write(where, slots)
+            raise
+        names.set(positions, EVICTED)
+        for evict in allowed:
+            state.evicted.add(evict, written)
+        # What did not come back has another name: one reference less to count.
+        state.live_positions -= len(positions) - freed
+        self.positions_now += len(positions)
         stats.positions_evicted += len(positions)
         stats.slots_freed_by_eviction += freed
-        self.positions_now += len(positions)
-        return len(positions) - freed
 
     def forget(self, state: RowState) -> int:
         """The row is gone; returns how many of its positions were evicted."""
         gone = state.evicted.count
         self.positions_now -= gone
-        self._pressure.poll()
         return gone
+
+    def released(self) -> None:
+        """A row gave its slots back."""
+        self._pressure.poll()
 
     def reset(self) -> None:
         """The cache was flushed; nothing runs."""

@@ -30,13 +30,18 @@ class DeviceStatistics(AttentionStatistics):
         self._sizes = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
 
     def _reserve(self, rows: list[int], lengths: list[int]) -> None:
-        super()._reserve(rows, lengths)
-        where = upload(rows, self._device)
-        held = [self._memory.get(row) for row in rows]
-        addresses = [0 if memory is None else memory.data_ptr() for memory in held]
-        sizes = [0 if memory is None else memory.shape[1] for memory in held]
-        self._bases[where] = upload(addresses, self._device)
-        self._sizes[where] = upload(sizes, self._device, torch.int32)
+        try:
+            super()._reserve(rows, lengths)
+            where = upload(rows, self._device)
+            held = [self._memory.get(row) for row in rows]
+            addresses = [0 if memory is None else memory.data_ptr() for memory in held]
+            sizes = [0 if memory is None else memory.shape[1] for memory in held]
+            self._bases[where] = upload(addresses, self._device)
+            self._sizes[where] = upload(sizes, self._device, torch.int32)
+        except BaseException:
+            # Kernels would write to memory that is gone; now they write nothing.
+            self._sizes.zero_()
+            raise
 
     def warm_up(self, plan: PlanBuffers) -> None:
         """Compile. ``plan``: of row 0, which is no request's; nothing is written."""

@@ -14,10 +14,13 @@ import numpy as np
 import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels.paged import read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
+
+_ALONE = Ranks()
 
 
 class KeySource(NamedTuple):
@@ -28,7 +31,7 @@ class KeySource(NamedTuple):
     cached_at: CachedPositions
     rotation: KeyRotation | None  # to take it off; None: cached positions are not recorded
     num_heads: int  # KV heads over all ranks
-    group: Any = None  # CPU process group of the tensor-parallel ranks, None when alone
+    ranks: Ranks = _ALONE
     stream: Any = None  # on which a GPU's forwards run
 
 
@@ -39,20 +42,16 @@ class Reads:
     ``late``: something was not there, so that the answer means nothing.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, ranks: Ranks = _ALONE) -> None:
         self.late = False
-        self._group, self._at = group, 0
+        self._ranks, self._at = ranks, 0
         self._numbers: list[torch.Tensor] = []
         self._arrived: torch.cuda.Event | None = None
 
     def ready(self) -> bool:
         """Whether it has arrived, on all ranks, which ask together; the policy is asked anew."""
         self.late, self._at = False, 0
-        there = torch.tensor(int(self._arrived is None or self._arrived.query()))
-        if self._group is not None:
-            op = torch.distributed.ReduceOp.MIN
-            torch.distributed.all_reduce(there, op=op, group=self._group)
-        return bool(there)
+        return bool(self._ranks.least(self._arrived is None or self._arrived.query()))
 
     def next(self, read: Callable[[], torch.Tensor], heads: int) -> np.ndarray:
         """What ``read`` gives, fp64 ``[held]``, summed over ranks and divided by ``heads``."""
@@ -67,8 +66,7 @@ class Reads:
         if self.late:
             return np.zeros(len(self._numbers[at]))
         sums = self._numbers[at].clone()
-        if self._group is not None:
-            torch.distributed.all_reduce(sums, group=self._group)
+        self._ranks.add(sums)
         return (sums / heads).numpy()
 
 
@@ -79,7 +77,7 @@ class HeldKeys:
         self, source: KeySource, row: int, held: np.ndarray, reads: Reads | None = None
     ) -> None:
         self._source, self._row, pool = source, row, source.pool
-        self._reads = Reads(source.group) if reads is None else reads
+        self._reads = Reads(source.ranks) if reads is None else reads
         self.layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         # Whatever a policy does to its view.
         self._held = held.copy()
@@ -122,7 +120,7 @@ class AttentionSource(NamedTuple):
 
     statistics: AttentionStatistics
     heads: int
-    group: Any = None
+    ranks: Ranks = _ALONE
 
 
 class HeldAttention:
@@ -132,7 +130,7 @@ class HeldAttention:
         self, source: AttentionSource, row: int, held: np.ndarray, reads: Reads | None = None
     ) -> None:
         self._source, self._row, self._held = source, row, held.copy()
-        self._reads = Reads(source.group) if reads is None else reads
+        self._reads = Reads(source.ranks) if reads is None else reads
 
     def latest(self, queries: int) -> np.ndarray:
         read = self._source.statistics.latest

@@ -76,14 +76,18 @@ class EvictedPositions:
 
     def add(self, evict: Eviction, written: int) -> None:
         """Add a run of held positions, evicted when ``written`` positions had their KV."""
-        if evict.end > len(self._mask):
-            size = max(evict.end, 2 * len(self._mask), 256)
-            self._mask = np.pad(self._mask, (0, size - len(self._mask)))
+        self.reserve(evict.end)
         self._mask[evict.start : evict.end] = True
         self.count += evict.length
         self.first = evict.start if self.first is None else min(self.first, evict.start)
         if len(self.history) < _REMEMBERED:
             self.history.append((written, evict.start, evict.length))
+
+    def reserve(self, end: int) -> None:
+        """Have memory for positions before ``end``."""
+        if end > len(self._mask):
+            size = max(end, 2 * len(self._mask), 256)
+            self._mask = np.pad(self._mask, (0, size - len(self._mask)))
 
     def held(self, written: int) -> np.ndarray:
         """int64, ascending: positions of ``[0, written)`` that were not evicted."""
@@ -94,9 +98,11 @@ class EvictedPositions:
 
     def forget_row(self) -> None:
         """The row is gone; the next one starts without evicted positions."""
-        self.again += runs(np.flatnonzero(self._mask))
-        self._mask[:] = False
-        self.count, self.first = 0, None
+        try:
+            self.again += runs(np.flatnonzero(self._mask))
+        finally:
+            self._mask[:] = False
+            self.count, self.first = 0, None
 
 
 def refusal_of_eviction(
@@ -152,7 +158,7 @@ class RowState:
     def forget_row(self) -> None:
         """The row is gone (finished, aborted or retracted)."""
         self.live_positions = 0
-        self.slot_aliases = SlotAliases()
-        self.evicted.forget_row()
         self.next_eviction.clear()
         self.asked.clear()
+        self.evicted.forget_row()
+        self.slot_aliases = SlotAliases()

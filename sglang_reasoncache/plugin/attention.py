@@ -261,14 +261,15 @@ def _after_forward_batch(
     if _backend is None or model_runner.is_draft_worker or not hasattr(tree, "reads_shifted"):
         return
     # SGLang builds a batch on the stream that its forward runs on.
-    shifted = _backend.mark.corrected and tree.reads_shifted(batch.reqs)
-    _backend.mark.note(result.rids, shifted, tree.evicted_of(batch.reqs))
-    statistics, mode = _backend.paged.statistics, result.forward_mode
-    if statistics is not None and not mode.is_idle():
-        new = None if mode.is_decode() else result.extend_seq_lens_cpu
-        prefill = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
-        if prefill is not None:
-            _backend.expect(result.rids, prefill)
+    with tree.controller.containment:
+        shifted = _backend.mark.corrected and tree.reads_shifted(batch.reqs)
+        _backend.mark.note(result.rids, shifted, tree.evicted_of(batch.reqs))
+        statistics, mode = _backend.paged.statistics, result.forward_mode
+        if statistics is not None and not mode.is_idle():
+            new = None if mode.is_decode() else result.extend_seq_lens_cpu
+            prefill = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
+            if prefill is not None:
+                _backend.expect(result.rids, prefill)
 
 
 def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from sglang_reasoncache.cache.allocator import SharingForecast
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.sharing import state as request_state
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
@@ -28,9 +29,11 @@ _METRICS_INTERVAL = 8
 
 @dataclass(eq=False)
 class Controller:
-    """What SGLang's scheduler and our tree call.
+    """What SGLang's scheduler and our tree call; none of it raises (``containment.py``).
 
-    ``config`` is resolved (``positions`` is not ``auto``), ``interval`` in decode steps.
+    Reductions over tensor-parallel ranks are made only inside of :meth:`Containment.together`,
+    which all ranks enter alike: by what was decoded or computed, nothing else. ``config`` is
+    resolved (``positions`` is not ``auto``), ``interval`` in decode steps.
     """
 
     config: ReasonCacheConfig
@@ -45,7 +48,17 @@ class Controller:
 
     def __post_init__(self) -> None:
         self.forecast = SharingForecast(self.config.admission_credit)
-        self._decode_steps = 0
+        self.containment = Containment(self.tracker.ranks, self._disable)
+        self._decode_steps, self._is_active = 0, self.config.is_active
+
+    def _disable(self, reason: str) -> None:
+        """Share and evict no more; what is shared and evicted stays so."""
+        self.report.disabled = reason
+        # What still runs will share no more.
+        self.forecast = SharingForecast(0.0)
+        self.pipeline.drop()
+        self.report.publish()
+        self.tracker.stop()
 
     @property
     def live_positions(self) -> int:
@@ -63,67 +76,84 @@ class Controller:
 
     def after_chunk(self, req: Request, written: int) -> None:
         """A chunk of a prompt that is the request's own was computed, up to ``written``."""
-        start = time.perf_counter()
-        self._evict(req, self.tracker.follow(req), written)
-        self.stats.scheduler_seconds += time.perf_counter() - start
+        if self.report.disabled is None:
+            self.containment.together(self._poll_prompts, (req,), (written,))
 
     def on_release(self, req: Request) -> None:
         """The row is gone: the request finished, was aborted or retracted."""
-        state = state_of(req)
-        ended = req.finished() and not isinstance(req.finished_reason, compat.FINISH_ABORT)
-        if state is None:
-            if ended:
-                self.tracker.count(req)
-                if takes_part(req):
-                    positions = len(req.origin_input_ids) + len(req.output_ids)
-                    self.stats.request_finished(0, positions)
-            return
-        shared = state.live_positions
-        self.pipeline.give_up(state, shared)
-        evicted = self.eviction.forget(state)
-        if ended and state.takes_part:
-            of_output = state.evicted.count_from(len(req.origin_input_ids))
-            self.forecast.observe(shared + of_output, len(req.output_ids))
-            self.report.request_finished(req, state, shared, evicted)
-        if req.finished() and state.followed is not None:
-            state.followed.close()
-        state.forget_row()
+        with self.containment:
+            self._on_release(req, state_of(req))
+
+    def _on_release(self, req: Request, state: RequestState | None) -> None:
+        shared = evicted = 0
+        if state is not None:
+            # SGLang's own books rely on these; nothing that fails comes before them.
+            shared = state.live_positions
+            self.pipeline.give_up(state, shared)
+            evicted = self.eviction.forget(state)
+        try:
+            if req.finished():
+                self._on_end(req, state, shared, evicted)
+            if state is not None:
+                self.eviction.released()
+        finally:
+            if state is not None:
+                state.forget_row()
         if shared + evicted and not self.saved_positions:
             self.report.publish()
 
+    def _on_end(self, req: Request, state: RequestState | None, shared: int, evicted: int) -> None:
+        """A request finished or was aborted; ``shared``, ``evicted``: positions of its row."""
+        ended = not isinstance(req.finished_reason, compat.FINISH_ABORT)
+        if ended and state is None:
+            self.tracker.count(req)
+            if takes_part(req):
+                positions = len(req.origin_input_ids) + len(req.output_ids)
+                self.stats.request_finished(0, positions)
+        elif ended and state is not None and state.takes_part:
+            of_output = state.evicted.count_from(len(req.origin_input_ids))
+            self.forecast.observe(shared + of_output, len(req.output_ids))
+            self.report.request_finished(req, state, shared, evicted)
+        if state is not None and state.followed is not None:
+            state.followed.close()
+
     def reset(self) -> None:
         """The cache was flushed; SGLang does that only when nothing runs."""
-        self.stats.reset()
-        self.tracker.reset()
-        self.pipeline.reset()
-        self.eviction.reset()
-        self.report.recent.clear()
+        with self.containment:
+            self.pipeline.reset()
+            self.eviction.reset()
+            self.stats.reset()
+            self.tracker.reset()
+            self.report.recent.clear()
 
     def describe(self, details: bool = False) -> dict[str, Any]:
-        """JSON for the endpoint; see :meth:`Report.describe`."""
-        return self.report.describe(self.forecast.credit, details)
+        """JSON for the endpoint; see :meth:`Report.describe`. Without more than ``disabled`` where
+        that fails."""
+        with self.containment:
+            return self.report.describe(self.forecast.credit, details)
+        return {"disabled": self.report.disabled}
 
     def after_decode(self, reqs: Sequence[Request]) -> int:
         """Share and evict what is ready, between two forwards; return how many slots came back."""
         self._decode_steps += 1
-        publishes = self._decode_steps % (_METRICS_INTERVAL * self.interval) == 0
-        if publishes:
-            self.report.publish_selection()
-        if not self.config.is_active:
-            return 0
-        self.stats.decode_steps += 1
+        self.stats.decode_steps += self._is_active
         if self._decode_steps % self.interval:
             return 0
-        before = self.saved_positions
-        start, compared = time.perf_counter(), self.stats.blocks_compared
-        self._poll(reqs)
-        elapsed = time.perf_counter() - start
-        self.stats.scheduler_seconds += elapsed
-        if self.stats.blocks_compared > compared:
-            self.report.publish(elapsed)
-        elif publishes:
-            self.report.publish()
-        self.pipeline.threshold.maybe_save()
+        before, compared = self.saved_positions, self.stats.blocks_compared
+        start = time.perf_counter()
+        if self._is_active and self.report.disabled is None:
+            self.containment.together(self._poll, reqs)
+        with self.containment:
+            elapsed = time.perf_counter() - start
+            self.stats.scheduler_seconds += elapsed
+            publishes = self._decode_steps % (_METRICS_INTERVAL * self.interval) == 0
+            if publishes:
+                self.report.publish_selection()
+            if self.stats.blocks_compared > compared:
+                self.report.publish(elapsed)
+            elif publishes:
+                self.report.publish()
+            self.pipeline.threshold.maybe_save()
         return self.saved_positions - before
 
     def _poll(self, reqs: Sequence[Request]) -> None:
@@ -149,19 +179,26 @@ class Controller:
             for req in self.eviction.in_turn(running):
                 self._evict(req, self.tracker.follow(req), ask=id(req) not in reapplying)
 
-    def after_prefill(self, reqs: Sequence[Request], written: Sequence[int]) -> int:
+    def after_prefill(self, reqs: Sequence[Request], written: Iterable[int]) -> int:
         """Likewise, for prompts, or chunks of them, that were computed up to ``written``."""
-        start, before = time.perf_counter(), self.saved_positions
+        before = self.saved_positions
+        if self.eviction.evicts_prompts and self.report.disabled is None:
+            self.containment.together(self._poll_prompts, reqs, written)
+        return self.saved_positions - before
+
+    def _poll_prompts(self, reqs: Sequence[Request], written: Iterable[int]) -> None:
+        start = time.perf_counter()
         for req, positions in zip(reqs, written, strict=True):
             if is_running(req) and self.keeps_prompt(req):
                 self._evict(req, self.tracker.follow(req), positions)
         self.stats.scheduler_seconds += time.perf_counter() - start
-        return self.saved_positions - before
 
     def _evict(
         self, req: Request, state: RequestState, written: int | None = None, ask: bool = True
     ) -> None:
         if state.takes_part:
-            named = self.eviction.poll(req, state, self.stats, written, ask)
-            # What did not come back has another name: one reference less to count.
-            self.pipeline.give_up(state, named)
+            shared = state.live_positions
+            try:
+                self.eviction.poll(req, state, self.stats, written, ask)
+            finally:
+                self.pipeline.live_positions += state.live_positions - shared

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -116,11 +117,16 @@ def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -
 
 
 def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook`` takes the controller first, and is not called in a process without one."""
+    """``hook`` takes the controller first, and is not called in a process without one. None, also
+    where it fails, leaves what SGLang's function returned."""
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
         controller = None if _server is None else _server.controller
-        return None if controller is None else hook(controller, *args, **kwargs)
+        if controller is None:
+            return None
+        with controller.containment:
+            return hook(controller, *args, **kwargs)
+        return None
 
     return hooked
 
@@ -131,7 +137,8 @@ def _after_prefill(
     """Under mixed chunk, decoding requests ride on a prefill batch, as its last ones."""
     riders = batch.decoding_reqs or []
     count = len(batch.reqs) - len(riders)
-    written = [a + b for a, b in zip(batch.prefix_lens[:count], batch.extend_lens, strict=False)]
+    # Computed where other ranks are told if that fails.
+    written = map(operator.add, batch.prefix_lens[:count], batch.extend_lens)
     freed = controller.after_prefill(batch.reqs[:count], written)
     if riders:
         freed += controller.after_decode(riders)

@@ -54,6 +54,7 @@ _GAUGES = {
     "memory_saving_ratio": "Slots saved over logical slots, averaged over decode steps.",
     "filter_given_up": "1 when the process that compares steps failed too often: no further blocks "
     "are shared.",
+    "disabled": "1 once something failed: no further blocks are shared, no positions evicted.",
 }
 _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -82,14 +83,16 @@ class SharingMetrics:
         self._latency = Histogram(_PREFIX + "poll_seconds", text, names, buckets=_BUCKETS)
         self._seen: dict[tuple[str, ...], int] = {}
 
-    def update(self, stats: SharingStats, saved: int, evicted: int, latency: float | None) -> None:
+    def update(
+        self, stats: SharingStats, saved: int, evicted: int, disabled: bool, latency: float | None
+    ) -> None:
         """``latency`` in seconds, None where nothing was compared."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
         for name in ("refusals", "eviction_refusals"):
             for reason, total in getattr(stats, name).items():
                 self._count(name, total, reason=reason)
-        now = (saved, evicted, stats.memory_saving_ratio, stats.filter_given_up)
+        now = (saved, evicted, stats.memory_saving_ratio, stats.filter_given_up, disabled)
         for gauge, value in zip(self._gauges.values(), now, strict=True):
             gauge.labels(**self._labels).set(value)
         if latency is not None:
@@ -112,7 +115,10 @@ class SharingMetrics:
 
 @dataclass(eq=False)
 class Report:
-    """One per scheduler. ``metrics`` is None without ``--enable-metrics``."""
+    """One per scheduler. ``metrics`` is None without ``--enable-metrics``.
+
+    ``disabled``: why nothing more is shared or evicted; see ``containment.py``.
+    """
 
     config: ReasonCacheConfig
     stats: SharingStats
@@ -120,6 +126,7 @@ class Report:
     eviction: EvictionController
     metrics: SharingMetrics | None = None
     selection: PageSelection | None = None
+    disabled: str | None = None
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_REQUESTS))
 
     @property
@@ -150,8 +157,8 @@ class Report:
     def publish(self, latency: float | None = None) -> None:
         """``latency``: seconds of a poll that compared blocks."""
         if self.metrics is not None:
-            evicted = self.eviction.positions_now
-            self.metrics.update(self.stats, self.slots_saved, evicted, latency)
+            now = self.slots_saved, self.eviction.positions_now, self.disabled is not None
+            self.metrics.update(self.stats, *now, latency)
 
     def publish_selection(self) -> None:
         if self.metrics is not None and self.selection is not None:
@@ -165,6 +172,7 @@ class Report:
             None if selection is None else (selection.describe if details else selection.recent)()
         )
         return {
+            "disabled": self.disabled,
             "config": self.config.to_dict(),
             "block": self.pipeline.block,
             "slots_saved_now": self.slots_saved,

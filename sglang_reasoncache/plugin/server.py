@@ -14,6 +14,7 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config
@@ -30,7 +31,6 @@ from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey
 from sglang_reasoncache.sharing.measure import BlockMeter
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
-from sglang_reasoncache.sharing.ranks import Ranks
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
@@ -95,7 +95,7 @@ class ServerParts:
         block = page if page > 1 else config.block
         rotation = self.attention.rotation if config.positions == "corrected" else None
         num_heads = pool.head_num * context.tp_size
-        reads = pool, rows.req_to_token, self.cached, rotation, num_heads, group
+        reads = pool, rows.req_to_token, self.cached, rotation, num_heads, ranks
         meter = BlockMeter(*reads, cosine=config.distance == "cosine")
         meter.warm_up(block)
         worker, markers = context.tp_worker, _markers(context, config)
@@ -117,7 +117,7 @@ class ServerParts:
         weights = None
         if self.attention.statistics is not None:
             heads = context.model_config.num_attention_heads * pool.layer_num
-            weights = AttentionSource(self.attention.statistics, heads, group)
+            weights = AttentionSource(self.attention.statistics, heads, ranks)
         stream = worker.model_runner.forward_stream if self.cached.positions.is_cuda else None
         eviction = EvictionController(
             config.policies.evictors,

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from sglang_reasoncache.cache.allocator import SharedPagedAllocator, SharedTokenAllocator
+from sglang_reasoncache.cache.slot_names import SlotNames
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import ReqToTokenPool
 from sglang_reasoncache.sharing.measure import BlockMeter
@@ -41,25 +45,45 @@ class Acceptor:
         self._allocator, self._pool, self._meter = allocator, req_to_token_pool, meter
         self.copies, self.page = copies, allocator.page_size
 
-    def apply(self, redirections: Sequence[Redirection]) -> None:
-        """Redirect (or copy) whole pages, in this order; a position may come more than once."""
-        # Of a position only the last one is written.
-        last = {(entry.row, entry.position): entry.new_slot for entry in redirections}
-        if not last:
-            return
-        device, page = self._allocator.device, self.page
-        rows, positions, slots = upload(
-            [(row, position, slot) for (row, position), slot in last.items()], device
-        ).unbind(1)
+    def prepare(self, redirections: Sequence[Redirection]) -> Callable[[], None]:
+        """All that can fail of redirecting (or copying) whole pages, in this order; a position may
+        come more than once. The function returned does the rest."""
+        # Of a position only the last new slot is written, and the first old one was there.
+        new: dict[tuple[int, int], int] = {}
+        old: dict[tuple[int, int], int] = {}
+        for row, position, old_slot, new_slot, _ in redirections:
+            old.setdefault((row, position), old_slot)
+            new[row, position] = new_slot
+        entries = [(*at, slot, old[at]) for at, slot in new.items()]
+        both = upload(entries, self._allocator.device)
+        where = both[:, 0], both[:, 1]
         if self.copies:
-            self._meter.copy(rows, positions, slots)
-            return
-        starts = [entry for entry in redirections if entry.position % page == 0]
-        # References first: a source must never be free in between.
-        self._allocator.share([entry.new_slot // page for entry in starts])
-        self._pool.write((rows, positions), slots.int())
-        for row in {entry.row for entry in redirections}:
-            moved = [entry for entry in redirections if entry.row == row]
-            at = [position for entry in moved for position in (entry.position, entry.source)]
-            self._allocator.name(row, at, [entry.new_slot for entry in moved for _ in range(2)])
-        self._allocator.release([entry.old_slot // page for entry in starts])
+            return functools.partial(self._meter.copy, *where, both[:, 2])
+        new_slots, old_slots = both[:, 2:].int().unbind(1)
+        pages = [e for e in redirections if e.position % self.page == 0]
+        change = self._allocator.prepare(
+            [entry.old_slot // self.page for entry in pages],
+            [entry.new_slot // self.page for entry in pages],
+        )
+        named = [self._named(row, redirections) for row in {entry.row for entry in redirections}]
+
+        def redirect() -> None:
+            self._pool.write(where, new_slots)
+            try:
+                self._allocator.commit(change)
+            except BaseException:
+                self._pool.write(where, old_slots)
+                raise
+            for names, positions, slots in named:
+                names.set(positions, slots)
+
+        return redirect
+
+    def _named(
+        self, row: int, redirections: Sequence[Redirection]
+    ) -> tuple[SlotNames, np.ndarray, np.ndarray]:
+        """Positions of a row, those redirected and those read, and the slots that they will have."""
+        entries = [entry for entry in redirections if entry.row == row]
+        both = [(at, e.new_slot) for e in entries for at in (e.position, e.source)]
+        positions, slots = np.array(both, dtype=np.int64).T
+        return self._allocator.names_in(row, int(positions.max()) + 1), positions, slots

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import KVPool
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances, cosine_distances
@@ -60,8 +61,7 @@ class BlockMeter:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
         rotation: Keys are compared as they would be used; None: as cached.
         num_heads: KV heads over all ranks.
-        group: CPU process group of the tensor-parallel ranks, which measure the same blocks in the
-            same order; None when alone.
+        ranks: They measure the same blocks in the same order.
         cosine: Compare by angle instead of the papers' Euclidean distance.
     """
 
@@ -72,7 +72,7 @@ class BlockMeter:
         cached_at: CachedPositions,
         rotation: KeyRotation | None,
         num_heads: int,
-        group: torch.distributed.ProcessGroup | None = None,
+        ranks: Ranks | None = None,
         cosine: bool = False,
     ) -> None:
         layer_ids = range(pool.start_layer, pool.start_layer + pool.layer_num)
@@ -80,7 +80,7 @@ class BlockMeter:
         self._kernel = DistanceKernel(self._layers, rotation)
         self._compare = self._kernel.moments if cosine else self._kernel.squares
         self._rows, self._cached_at, self.rotation = rows, cached_at, rotation
-        self._num_heads, self._group, self._cosine = num_heads, group, cosine
+        self._num_heads, self._ranks, self._cosine = num_heads, ranks or Ranks(), cosine
 
     @property
     def backend(self) -> str:
@@ -110,8 +110,7 @@ class BlockMeter:
     def distances(self, measured: Measurement) -> list[float]:
         """KV distance per block; under tensor parallelism all ranks call this together."""
         sums = measured.sums
-        if self._group is not None:
-            torch.distributed.all_reduce(sums, group=self._group)
+        self._ranks.add(sums)
         if self._cosine:
             return cosine_distances(sums).tolist()
         return block_distances(sums, measured.block, self._num_heads).tolist()

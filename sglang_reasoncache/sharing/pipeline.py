@@ -98,6 +98,10 @@ class BlockPipeline:
 
     def reset(self) -> None:
         self.live_positions = 0
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what is on its way."""
         self._waiting.clear()
         self._in_flight = None
 
@@ -158,7 +162,7 @@ class BlockPipeline:
             else:
                 self._refuse(batch[i], too_far)
         dst_slots, src_slots = measured.slots()
-        redirections: list[Redirection] = []
+        planned: list[tuple[BlockProposal, RequestState, list[Redirection], int]] = []
         copies = self._acceptor.copies
         for i in chosen:
             if dst_slots[i] == src_slots[i]:
@@ -166,34 +170,45 @@ class BlockPipeline:
             elif _aliases(batch[i], copies).most(batch[i].dst_start, self.block) > MAX_READERS:
                 self._refuse(batch[i], Refusal.READERS)
             else:
-                redirections += self._redirect(batch[i], dst_slots[i], src_slots[i])
-        self._acceptor.apply(redirections)
+                planned.append(self._planned(batch[i], dst_slots[i], src_slots[i]))
+        redirections = [entry for _, _, entries, _ in planned for entry in entries]
+        if redirections:
+            commit = self._acceptor.prepare(redirections)
+            # All ranks are prepared: what follows does not fail, except where it copies.
+            self._ranks.agree()
+            for _, state, entries, _ in planned:
+                state.mark_shared(entry.position for entry in entries)
+            commit()
+        for block, state, _, saved in planned:
+            self._count(block, state, saved)
         return len(redirections)
 
-    def _redirect(
+    def _planned(
         self, block: BlockProposal, dst_slots: Sequence[int], src_slots: Sequence[int]
-    ) -> list[Redirection]:
-        """What changes in the request's row; counted as shared."""
-        state, kv = state_of(block.req), block.req.kv
-        assert state is not None, "only requests with state propose blocks"
-        aliases = _aliases(block, self._acceptor.copies)
-        moved = aliases.redirect(block.dst_start, block.src_start, block.length)
+    ) -> tuple[BlockProposal, RequestState, list[Redirection], int]:
+        """What changes in the request's row, and how many slots that saves."""
+        state, kv = _state(block), block.req.kv
+        # Ahead of the row: only what shares or evicts reads it, which a failure ends.
+        moved = _aliases(block, self._acceptor.copies).redirect(
+            block.dst_start, block.src_start, block.length
+        )
+        row, source = kv.req_pool_idx, block.src_start
+        redirections = [
+            Redirection(row, position, dst_slots[offset], src_slots[offset], source + offset)
+            for position, offset in moved
+            # An evicted position has no slot any more.
+            if not state.evicted.any_in(position, position + 1)
+        ]
+        return block, state, redirections, len({offset for _, offset in moved})
+
+    def _count(self, block: BlockProposal, state: RequestState, saved: int) -> None:
+        """A block was applied."""
         state.shared.append((written_positions(block.req), block.dst_start, block.src_start))
         self._stats.blocks_reapplied += block.decided
         self._stats.blocks_shared += not block.decided
         if not self._acceptor.copies:
-            saved = len({offset for _, offset in moved})
             self.give_up(state, -saved)
             self._stats.slots_saved_total += saved
-        redirections = []
-        for position, offset in moved:
-            # An evicted position has no slot any more.
-            if not state.evicted.any_in(position, position + 1):
-                state.mark_shared(position)
-                old, new = dst_slots[offset], src_slots[offset]
-                source = block.src_start + offset
-                redirections.append(Redirection(kv.req_pool_idx, position, old, new, source))
-        return redirections
 
     def _allows(self, block: BlockProposal) -> bool:
         """Ask the rules; what they refuse is counted."""
@@ -212,9 +227,14 @@ class BlockPipeline:
 
 def _aliases(block: BlockProposal, copies: bool) -> SlotAliases:
     """What holds the same KV in the block's request: in one slot, or copied."""
+    state = _state(block)
+    return state.copied if copies else state.slot_aliases
+
+
+def _state(block: BlockProposal) -> RequestState:
     state = state_of(block.req)
     assert state is not None, "only requests with state propose blocks"
-    return state.copied if copies else state.slot_aliases
+    return state
 
 
 def independent(blocks: Iterable[BlockProposal], copies: bool = False) -> tuple[Batch, Batch]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
@@ -30,10 +31,11 @@ class Followed:
     close: the garbage collector may run in any thread.
     """
 
+    _engine: FilterProcess | None = None
+
     def __init__(
         self, engine: FilterProcess, start_position: int, inside: bool, orphans: deque[int]
     ) -> None:
-        self._engine: FilterProcess | None = None
         self._orphans = orphans
         self.id = engine.open(start_position, inside)
         self._engine = engine
@@ -88,15 +90,16 @@ class RequestState(RowState):
         self.claimed.insert(at, start)
         return True
 
-    def mark_shared(self, position: int) -> None:
-        if self.first_shared is None or position < self.first_shared:
-            self.first_shared = position
+    def mark_shared(self, positions: Iterable[int]) -> None:
+        known = () if self.first_shared is None else (self.first_shared,)
+        self.first_shared = min((*known, *positions), default=None)
 
     def forget_row(self) -> None:
-        super().forget_row()
+        # First what cannot fail.
         self.row += 1
         self.reapply = True
         self.first_shared = None
+        super().forget_row()
         self.copied = SlotAliases()
 
 
@@ -135,7 +138,7 @@ def allows(req: Request) -> bool:
     what no frontend refused; see ``plugin/hooks.py``."""
     try:
         return asks_to_share(getattr(req.sampling_params, "custom_params", None))
-    except ValueError:
+    except Exception:  # such as RecursionError: its repr is part of the message
         return False
 
 

@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import collections
-import logging
 import weakref
 from array import array
 from collections.abc import Iterable
 
+from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.segment import ReasoningMarkers
-from sglang_reasoncache.sharing.ranks import Ranks
 from sglang_reasoncache.sharing.state import Followed, RequestState, attach, state_of, takes_part
 from sglang_reasoncache.sharing.stats import SharingStats
-
-logger = logging.getLogger(__name__)
 
 
 class RequestTracker:
@@ -52,12 +49,8 @@ class RequestTracker:
         if state.takes_part and engine is not None and not engine.given_up:
             prompt = req.origin_input_ids
             inside = self._markers is None or self._markers.inside_after(prompt)
-            try:
-                state.followed = Followed(engine, len(prompt), inside, self._orphans)
-            except MemoryError:
-                logger.warning("reasoncache: no memory to follow request %s", req.rid)
-            else:
-                self._requests[state.followed.id] = req
+            state.followed = Followed(engine, len(prompt), inside, self._orphans)
+            self._requests[state.followed.id] = req
         return state
 
     def count(self, req: Request) -> bool:
@@ -120,6 +113,13 @@ class RequestTracker:
         self._requests.clear()
         self._orphans.clear()
         engine.restart()
+
+    def stop(self) -> None:
+        """Nothing is fed or taken any more."""
+        self._requests.clear()
+        self._orphans.clear()
+        if self._engine is not None:
+            self._engine.shut_down()
 
     def _count(self, engine: FilterProcess) -> None:
         self.stats.steps_shed = engine.steps_shed - self._shed_before

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.eviction.held import HeldKeys, KeySource
 from sglang_reasoncache.eviction.policies.by_keys import relative_norms, similarity
 from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -39,7 +40,7 @@ def source(
     cached_at = CachedPositions(SLOTS, "cpu")
     cached_at.positions[:] = -7
     cached_at.record(torch.tensor([3, 9, 14, 30, 1]), torch.tensor([0, 1, 3, 7, 8]))
-    return KeySource(pool, rows, cached_at, rotation, num_heads=HEADS, group=group)
+    return KeySource(pool, rows, cached_at, rotation, num_heads=HEADS, ranks=Ranks(group))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

@@ -2,6 +2,7 @@
 """Attention statistics by row and position: in host memory, and on a device under Triton's
 interpreter. What both must do is tested once, for the one that this process runs."""
 
+import contextlib
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -445,7 +446,11 @@ def backend(rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def announced(backend: Any, batch: Any) -> Any:
     """The batch as the hook lets the backend know it."""
-    tree = SimpleNamespace(reads_shifted=lambda _reqs: False, evicted_of=lambda _reqs: [])
+    tree = SimpleNamespace(
+        controller=SimpleNamespace(containment=contextlib.nullcontext()),
+        reads_shifted=lambda _reqs: False,
+        evicted_of=lambda _reqs: [],
+    )
     sides = dict(req_pool_indices_cpu=batch.req_pool_indices, seq_lens_cpu=batch.seq_lens)
     requests = SimpleNamespace(tree_cache=tree, reqs=[], **sides)
     runner = SimpleNamespace(is_draft_worker=False)

@@ -27,6 +27,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController, pool_use
@@ -41,7 +42,6 @@ from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey
 from sglang_reasoncache.sharing.measure import BlockMeter
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
-from sglang_reasoncache.sharing.ranks import Ranks
 from sglang_reasoncache.sharing.state import OPT_OUT_KEY
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
@@ -122,6 +122,9 @@ class ScriptedEngine(FilterProcess):
         if self.broken:
             return -1
         return 0 if self.slow else len(self._results)
+
+    def shut_down(self) -> None:
+        self._results.clear()
 
     def restart(self) -> None:
         self.restarts += 1
@@ -207,11 +210,11 @@ class World:
         params = CacheInitParams(no_tree, self.rows, self.allocator, setup.page)
         self.tree = SharedRadixCache(params, publish_aliased=aliased)
         cached_at = CachedPositions(setup.slots + setup.page, self.device)
-        reads: Any = self.pool, self.rows.req_to_token, cached_at, None, 1
+        self.ranks = Ranks() if ranks is None else ranks
+        reads: Any = self.pool, self.rows.req_to_token, cached_at, None, 1, self.ranks
         self.meter = meter = meter_type(*reads)
         #: Those that still exist.
         self.requests: weakref.WeakSet[Req] = weakref.WeakSet()
-        self.ranks = Ranks() if ranks is None else ranks
         self.engine = ScriptedEngine()
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
         # Every block is within the threshold.

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
+from eval.serving import LEAN_START
 from sglang_reasoncache.arguments import arguments_of
 from sglang_reasoncache.filter.process import WAIT_ENV
+
+_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,19 @@ PAGED = SHARED.having(
 )
 #: Two tensor-parallel ranks, a core each: they must take every decision alike.
 TWO_RANKS = SHARED.having("tp2", TIGHT, *EAGER, "--reasoncache-percentile 90 --tp 2", **TWO_CORES)
+#: A plugin beside ours makes a rank of ours fail.
+FAILING_PLUGIN = os.pathsep.join(
+    filter(None, (str(LEAN_START), str(_HERE / "faulty"), os.environ.get("PYTHONPATH")))
+)
+FAILING = SHARED.having(
+    "failing", TIGHT, *EAGER, CHUNKED, "--enable-metrics", PYTHONPATH=FAILING_PLUGIN
+).for_long_runs()
+FAILING_RANK = SHARED.having(
+    "failing-tp2",
+    *(TIGHT, *EAGER, "--tp 2 --enable-metrics"),
+    PYTHONPATH=FAILING_PLUGIN,
+    **TWO_CORES,
+)
 #: A budget well below a response, met often, on the overlap schedule.
 EVICTING = SHARED.having(
     "streamingllm",

@@ -15,7 +15,7 @@ import pytest
 from eval.serving import MODEL_NAME, ServerProcess
 from sglang_reasoncache.native import NativeUnavailable, library
 from tests.server import specs
-from tests.server.harness import wait_until_idle
+from tests.server.harness import ServerPool, assert_whole, wait_until_idle
 from tests.server.problems import (
     MAX_TOKENS,
     OPT_OUT,
@@ -125,6 +125,31 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
     wait_until_idle(server)
     seen = report(server)
     assert seen["slots_saved_now"] == seen["positions_evicted_now"] == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (specs.FAILING, "OutOfMemoryError: made up by a test"),
+        # What the first rank tells.
+        pytest.param(specs.FAILING_RANK, "another tensor-parallel rank failed", marks=FEW_CORES),
+    ],
+)
+def test_a_failure_of_ours_ends_sharing_and_nothing_else(
+    servers: ServerPool, spec: specs.ServerSpec, reason: str
+) -> None:
+    """One of the ranks fails under load; no request does, and no slot is lost."""
+    server, todo = servers.get(spec), problems(10, seed=13)
+    assert accuracy(todo, solve(server, todo)) >= 0.8
+    shared = report(server)["totals"]["blocks_shared"]
+    assert shared > 0
+    solve(server, todo[:4])
+    seen = report(server)
+    assert (seen["disabled"], seen["totals"]["blocks_shared"]) == (reason, shared)
+    assert series(server)["disabled"] >= 1
+    log = server.log_text()
+    assert log.count("Traceback (most recent call last)") == 1
+    assert_whole(server, server.log_size())
 
 
 @pytest.mark.parametrize("server", specs.SHARING, indirect=True)

@@ -40,6 +40,11 @@ def take(allocator: Allocator, pages: int) -> list[int]:
     return (allocator.alloc(pages * page)[::page] // page).tolist()
 
 
+def share(allocator: Allocator, pages: list[int]) -> None:
+    """One reference more for every occurrence."""
+    allocator.commit(allocator.prepare([], pages))
+
+
 def slots(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
@@ -59,8 +64,9 @@ def free_list(allocator: Allocator) -> list[int]:
 def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) -> None:
     row = either.alloc(2 * page)
     with refused(torch.device("cpu")):
-        assert either.evict(1, np.arange(page), row[:page]) == page
-        assert either.evict(1, np.arange(page, 2 * page), row[page:]) == page
+        for some in (row[:page], row[page:]):
+            change = either.prepare_named(some, np.zeros(page, dtype=np.int64))
+            assert either.commit(change, evicts=True) == page
         # A row's own entries tell which of them are evicted positions.
         with pytest.raises(WouldWait):
             either.free(torch.full((page,), -1))
@@ -97,7 +103,7 @@ def test_pages_come_back_with_their_last_reference(
 ) -> None:
     """SGLang frees a batch's finished requests in one group; rows may be cut at their ends."""
     ids = dict(zip("abc", take(either, 3), strict=True))
-    either.share([ids[name] for name in shared])
+    share(either, [ids[name] for name in shared])
     counted = dict(either.references)
     if grouped:
         either.free_group_begin()
@@ -128,7 +134,7 @@ def test_double_free_is_noticed_while_anything_is_shared() -> None:
     """Without shared pages a free is the stock one: in any order, any part of a page."""
     token, paged = allocator_of(1, SLOTS), allocator_of(PAGE, SLOTS)
     first, second = token.alloc(2).tolist()
-    token.share([first])
+    share(token, [first])
     assert first in token.references and second not in token.references
     with pytest.raises(ReferenceCountError):
         token.free(slots(first, second, second))
@@ -140,10 +146,10 @@ def test_shifted_slots_outlive_their_references(either: Allocator) -> None:
     """A slot in the tree can have one reference left and still be shifted, until a flush."""
     assert not either.has_shifted_slots
     [page] = take(either, 1)
-    either.share([page])
+    share(either, [page])
     either.free_page_ids(slots(page))
     assert len(either.references) == 0 and either.has_shifted_slots
-    either.share([page])
+    share(either, [page])
     either.clear()
     assert len(either.references) == 0 and not either.has_shifted_slots
     assert either.available_size() == SLOTS

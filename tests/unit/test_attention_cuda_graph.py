@@ -3,6 +3,7 @@
 and our Triton kernels run under Triton's interpreter, on CPU tensors. What a CUDA graph would
 replay is a capture's call with the state it was captured with, over the same buffers."""
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -267,6 +268,7 @@ def test_hooks_reach_the_runner_and_every_batch(
     reqs, runner = [object()], SimpleNamespace(is_draft_worker=False)
     for shifted, evicted in ((True, False), (False, True), (False, False)):
         tree = SimpleNamespace(
+            controller=SimpleNamespace(containment=contextlib.nullcontext()),
             reads_shifted=lambda asked, answer=shifted: asked is reqs and answer,
             evicted_of=lambda asked, answer=evicted: [int(asked is reqs and answer)],
         )

@@ -54,7 +54,7 @@ class Bench(World):
             req.lock = self.tree.lock(req.last_node)
         for letter in row[protected:]:
             if letter in self._pages:
-                self.allocator.share([self._pages[letter]])
+                self.allocator.commit(self.allocator.prepare([], [self._pages[letter]]))
             else:
                 self._pages[letter] = int(self.allocator.alloc(self.page)[0]) // self.page
         pages = torch.tensor([self._pages[letter] for letter in row])
@@ -68,7 +68,7 @@ class Bench(World):
         req.kv.kv_allocated_len = req.kv.kv_committed_len = len(slots)
         state = attach(req, RequestState(followed=None))
         if first_shared is not None:
-            state.mark_shared(first_shared * self.page)
+            state.mark_shared([first_shared * self.page])
         finish(self, req)
 
     def evict(self, pages: int) -> int:

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever of ours fails while a server runs: requests go on, and every slot comes back.
+
+SGLang's pools, allocator, tree and release path with our controller and hooks. A fault is raised by
+the interpreter, in place of a call that our code makes: every place of such a call has its turn.
+"""
+
+import contextlib
+import copy
+import functools
+import logging
+import multiprocessing
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+from sglang.srt.runtime_context import get_context
+
+import sglang_reasoncache
+from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy, RequestView
+from sglang_reasoncache.plugin import hooks
+from sglang_reasoncache.plugin.containment import Containment
+from tests.property.model import Memory
+from tests.property.world import Pair, ScriptedEvictor, Setup, World, decode, retract
+
+OURS = str(Path(sglang_reasoncache.__file__).parent)
+KINDS = (MemoryError, RuntimeError, torch.OutOfMemoryError)
+#: What is changed when nothing can fail any more, host memory for some bytes aside.
+COMMITS = {"set", "mark_shared", "_count", "add"}
+#: Past the point where all ranks have agreed.
+AGREED = COMMITS | {"redirect", "write", "commit"}
+#: On the way to where the other ranks are met, without any work.
+ENTRIES = {"_after_decode", "_after_prefill", "after_decode", "after_prefill", "after_chunk"}
+#: Only read or write some attributes, as far as SGLang relies on them; and this test's own.
+PLAIN = {"state_of", "_on_release", "give_up", "forget", "forget_row", "_after_count_uncached"}
+PLAIN |= {"saved_positions", "slots_saved", "entered", "left"}
+#: A request of which this cannot be read opts out.
+PLAIN |= {"asks_to_share"}
+SETUPS = [
+    Setup(page=1, block=4, slots=240, publish="exact"),
+    Setup(page=4, block=4, slots=320, publish="aliased", prompts=True),
+]
+PROMPT = list(range(1, 25))
+
+
+class Site(NamedTuple):
+    """A place in our code that calls something."""
+
+    file: str
+    line: int
+    called: str
+
+
+class Faults:
+    """Counts calls out of our code while SGLang waits for it; raises ``error`` instead of the
+    ``number``-th one at ``site``."""
+
+    def __init__(
+        self,
+        site: Site | None = None,
+        number: int = 1,
+        error: type[Exception] = MemoryError,
+        spared: set[str] = COMMITS,
+    ) -> None:
+        self.site, self.number, self.error, self.spared = site, number, error, spared
+        self.seen: Counter[Site] = Counter()
+        self.raised = False
+        self._depth = 0
+
+    def enter(self) -> None:
+        self._depth += 1
+        if not self.raised:
+            sys.setprofile(self._call)
+
+    def leave(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            sys.setprofile(None)
+
+    def _call(self, frame: FrameType, event: str, called: Any) -> None:
+        caller: FrameType | None = frame
+        if event == "call":
+            caller, name = frame.f_back, frame.f_code.co_name
+        elif event == "c_call" and _computes(called):
+            name = called.__name__
+        else:
+            return
+        if caller is None or not caller.f_code.co_filename.startswith(OURS):
+            return
+        if "containment" in caller.f_code.co_filename and name not in ("agree", "_poll"):
+            return
+        site = Site(caller.f_code.co_filename[len(OURS) + 1 :], caller.f_lineno, name)
+        if name in self.spared | PLAIN or _within(caller, self.spared):
+            return
+        self.seen[site] += 1
+        if site == self.site and self.seen[site] == self.number:
+            self.raised = True
+            raise self.error(f"at {site}")
+
+
+def _computes(called: Any) -> bool:
+    """A function of PyTorch or NumPy, or a method of their arrays."""
+    of = getattr(called, "__self__", None)
+    module = getattr(called, "__module__", None) or ""
+    return isinstance(of, torch.Tensor | np.ndarray) or module.startswith(("torch", "numpy"))
+
+
+def _within(frame: FrameType | None, names: set[str]) -> bool:
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+        if frame.f_code.co_name in names:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextlib.contextmanager
+def injected(faults: Faults) -> Iterator[None]:
+    enter, leave = Containment.__enter__, Containment.__exit__
+
+    def entered(self: Containment) -> None:
+        enter(self)
+        faults.enter()
+
+    def left(self: Containment, *error: Any) -> bool:
+        faults.leave()
+        return leave(self, *error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Containment, "__enter__", entered)
+        patch.setattr(Containment, "__exit__", left)
+        yield
+
+
+class ReadingEvictor(ScriptedEvictor):
+    """Reads keys, over all ranks, for what it is told to answer."""
+
+    def evict(self, view: RequestView, excess: int) -> list[Any]:
+        view.keys.token_scores(lambda keys: keys[..., 0])
+        return super().evict(view, excess)
+
+
+class Load:
+    """Requests of one scheduler through all that SGLang calls of ours."""
+
+    def __init__(self, setup: Setup, ranks: Ranks | None = None) -> None:
+        evictor = ReadingEvictor(prompt=setup.prompts)
+        self.world = World(setup, ranks=ranks, evictors=[NamedPolicy("reading", evictor)])
+        self.world.evictor = evictor
+        self.memory = Memory(self.world, setup.block, copies=False)
+        self.setup, self.running = setup, list[Req]()
+        #: After each step; ranks must have the same.
+        self.free: list[int] = []
+
+    @property
+    def controller(self) -> Any:
+        return self.world.controller
+
+    def _hook(self, name: str, *arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hooks, "_server", SimpleNamespace(controller=self.controller))
+            return hooks._with_controller(getattr(hooks, name))(*arguments)
+
+    def _polled(self, name: str, **batch: Any) -> None:
+        scheduler = SimpleNamespace(running_batch=SimpleNamespace(batch_is_full=True))
+        processor = SimpleNamespace(metrics_reporter=SimpleNamespace(scheduler=scheduler))
+        before = self.world.allocator.available_size()
+        self._hook(name, None, processor, SimpleNamespace(decoding_reqs=None, **batch))
+        freed = self.world.allocator.available_size() - before
+        if self.controller.report.disabled is None:
+            assert scheduler.running_batch.batch_is_full == (freed == 0)
+        self.check()
+
+    def prefill(self, req: Req) -> None:
+        """In two chunks, unless the tree has most of it."""
+        self.running.append(req)
+        tree, end = self.world.tree, 0
+        while not end or end < len(req.full_untruncated_fill_ids):
+            req.init_next_round_input(None if req.kv.holds_kv else tree)
+            most = len(req.full_untruncated_fill_ids)
+            req.extend_end = end = most if end else min(most, max(16, req.prefix_len + 4))
+            if req.lock is None:
+                req.lock = tree.lock(req.last_node)
+            slots = self.world.extend(req)
+            self.world.write(slots, [1] * len(slots))
+            self._script(req)
+            checkpoint_kv_cache(req, tree)
+            self.check()
+        req.output_ids.append(9)
+        lengths = dict(prefix_lens=[req.prefix_len], extend_lens=[end - req.prefix_len])
+        self._script(req)
+        self._polled("_after_prefill", reqs=[req], **lengths)
+
+    def _script(self, req: Req) -> None:
+        """Evict a page of the prompt, another one each time."""
+        if self.setup.prompts:
+            at = 4 * (len(self.free) % 3) + 4
+            self.world.evictor.waiting[req.rid] = [Eviction(at, 4), Eviction(0, 0)]
+
+    def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            for req in self.running:
+                decode(self.world, req, 100 + len(req.output_ids))
+        self._polled("_after_decode", reqs=self.running)
+
+    def share(self, *pairs: Pair) -> None:
+        for req in self.running:
+            state = self.controller.state_of(req)
+            if state is not None and state.followed is not None:
+                self.world.engine.waiting[state.followed.id] += pairs
+        self.decode(1)
+        self.decode(1)
+
+    def evict(self, *evictions: Any) -> None:
+        for req in self.running:
+            self.world.evictor.waiting[req.rid] = list(evictions)
+        self.decode(1)
+        self.world.evictor.waiting.clear()
+
+    def release(self, req: Req, how: str) -> None:
+        self.running.remove(req)
+        if how == "retract":
+            retract(self.world, req)
+        else:
+            ended = FINISH_LENGTH(len(req.output_ids)) if how == "finish" else FINISH_ABORT("gone")
+            req.finished_reason = ended
+            release_kv_cache(req, self.world.tree, checkpoint=how == "finish")
+        self.check()
+
+    def look(self) -> Any:
+        told = SimpleNamespace(internal_state={})
+        self._hook("_after_internal_state", told, None, SimpleNamespace(rid=hooks._DETAILS))
+        self._hook("_after_decode_log_parts", ["part"], None)
+        return told.internal_state.get("reasoncache")
+
+    def run(self) -> None:
+        reqs = [self.world.request(name, [*PROMPT, i], False, None) for i, name in enumerate("abc")]
+        for req in reqs:
+            self.prefill(req)
+        self.decode(32)
+        self.share(Pair(48, 28), Pair(52, 32))
+        self.look()
+        self.evict(Eviction(36, 4), Eviction(48, 4), None)
+        self.release(reqs[1], "retract")
+        self.share(Pair(44, 24), Pair(28, 52))
+        self.prefill(reqs[1])
+        self.decode(1)
+        self.decode(1)
+        self.release(reqs[2], "abort")
+        self.release(reqs[0], "finish")
+        self.decode(2)
+        again = self.world.request("d", [*PROMPT, 0, 9], False, None)
+        self.prefill(again)
+        self.decode(2)
+        self.release(reqs[1], "finish")
+        self.release(again, "finish")
+        self._finish()
+
+    def _finish(self) -> None:
+        tree = self.world.tree
+        tree.evict(EvictParams(num_tokens=tree.evictable_size()))
+        assert self.world.allocator.available_size() == self.world.total
+        assert not self.world.allocator.references and not self.controller.saved_positions
+        self.totals = copy.copy(self.controller.stats)
+        tree.reset()
+
+    def check(self) -> None:
+        """SGLang's own sum, and every page is free once or named as often as it is counted."""
+        world, page = self.world, self.world.page
+        named, private, nodes = [], 0, [*world.tree.root_node.children.values()]
+        for node in nodes:
+            named.append(self.memory._page_ids(node.value.numpy()))
+            nodes += node.children.values()
+        for req in self.running:
+            named.append(self.memory._page_ids(world.row(req)[req.kv.cache_protected_len :]))
+            private += kv_private_tokens(req.kv, page)
+        self.memory._check_pages(named)
+        (uncached, _) = self._hook("_after_count_uncached", (private, 0), None) or (private, 0)
+        held = world.tree.evictable_size() + world.tree.protected_size() + uncached
+        assert world.allocator.available_size() + held == world.total
+        self.free.append(world.allocator.available_size())
+
+
+def sites(setup: Setup, spared: set[str] = COMMITS) -> list[tuple[Site, int]]:
+    """All places of calls, and the number of one of the calls that each makes."""
+    for _ in range(2):
+        # What is looked up once was looked up in the first run.
+        load, faults = Load(setup), Faults(spared=spared)
+        with injected(faults):
+            load.run()
+    stats = load.totals
+    assert stats.blocks_shared > 4 and stats.positions_evicted > 8 and stats.blocks_reapplied
+    assert load.controller.report.disabled is None
+    counts = sorted(faults.seen.items())
+    return [(site, 1 + (i % 3) * (count - 1) // 2) for i, (site, count) in enumerate(counts)]
+
+
+@pytest.mark.usefixtures("published_config")
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL + 1)  # some hundred tracebacks
+    torch.set_num_threads(1)
+    found = sites(setup)
+    assert len(found) > 150
+    for turn, (site, number) in enumerate(found):
+        load, faults = Load(setup), Faults(site, number, KINDS[turn % len(KINDS)])
+        try:
+            with injected(faults):
+                load.run()
+        except BaseException as error:
+            raise AssertionError(f"{faults.error.__name__} in call {number} at {site}") from error
+        assert faults.raised, site
+        report = load.look()
+        if report["disabled"] is None:
+            # The one failure that goes on.
+            assert load.totals.eviction_refusals["policy_failed"] == 1, site
+        else:
+            assert report["disabled"].startswith(f"{faults.error.__name__}: at Site("), site
+            assert load.controller.forecast.credit == 0
+
+
+def _rank(rank: int, rendezvous: str, answers: Any) -> None:
+    """One of two tensor-parallel ranks; the second one fails, here and there."""
+    torch.set_num_threads(1)
+    logging.disable()
+    where = dict(init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60), **where)
+    ranks = functools.partial(Ranks, torch.distributed.group.WORLD)
+    seen = []
+    with get_context().override_server_args(device="cpu", attention_backend="torch_native"):
+        for setup in SETUPS:
+            found = [one for one in sites(setup, AGREED) if one[0].called not in ENTRIES]
+            for turn, (site, number) in enumerate(ranks().first(found[1::6])):
+                load, error = Load(setup, ranks()), KINDS[turn % len(KINDS)]
+                with injected(Faults(site if rank else None, number, error, AGREED)):
+                    load.run()
+                seen.append((site, load.free, load.controller.report.disabled))
+    answers.put((rank, seen))
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
+    """They have the same slots free after each step, whichever of them failed, and where."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    arguments = str(tmp_path / "meet"), answers
+    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        found = dict(answers.get(timeout=300) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    stopped = 0
+    for (site, free, well), (_, other_free, failed) in zip(found[0], found[1], strict=True):
+        assert free == other_free, site
+        # A failure at the very end finds no other reduction.
+        assert (well is None) == (failed is None), site
+        assert well in (None, "another tensor-parallel rank failed"), site
+        stopped += well is not None
+    assert stopped > len(found[0]) * 0.8
