@@ -334,7 +334,7 @@ def _rank(rank: int, rendezvous: str, answers: Any) -> None:
     """One of two tensor-parallel ranks; the second one fails, here and there."""
     torch.set_num_threads(1)
     logging.disable()
-    where = dict(init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    where: dict[str, Any] = dict(init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60), **where)
     ranks = functools.partial(Ranks, torch.distributed.group.WORLD)
     seen = []
