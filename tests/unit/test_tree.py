@@ -63,7 +63,7 @@ class Bench(World):
         self.rows.write((req.kv.req_pool_idx, slice(0, len(slots))), slots.to(torch.int32))
         shared = [at for at, letter in enumerate(row) if row.count(letter) > 1]
         for at in (at * self.page + i for at in shared for i in range(self.page)):
-            self.allocator.name(req.kv.req_pool_idx, [at], [int(slots[at])])
+            self.allocator.names_in(req.kv.req_pool_idx).set([at], [int(slots[at])])
         req.kv.cache_protected_len = protected * self.page
         req.kv.kv_allocated_len = req.kv.kv_committed_len = len(slots)
         state = attach(req, RequestState(followed=None))
