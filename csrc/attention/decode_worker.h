@@ -109,7 +109,7 @@ class Worker {
       constexpr int kHeads = decltype(number)::value;
       if constexpr (kHeads <= kMostHeads) {
         for (; head + kHeads <= last; head += kHeads) {
-          under<kHeads>(step.query, step.begin, count, head, values, keys);
+          under<kHeads>(step, count, head, values, keys);
           values.count = keys.count = 0;
         }
       }
@@ -120,37 +120,93 @@ class Worker {
     heads(std::integral_constant<int, 1>{});
   }
 
-  // One tile under kHeads query heads from place `head` on.
+  // One tile under kHeads query heads from place `head` on. The weights of an entry's rotations
+  // are added to its own before the product with its value; rotations that there is no room for
+  // take another turn.
   template <int kHeads>
-  void under(std::int64_t row, std::int64_t at, int count, std::int64_t head,
-             const Ahead<Element>& values, const Ahead<Element>& keys) {
+  void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& values,
+             const Ahead<Element>& keys) {
+    Turns turns = turns_of(step, count);
+    own_scores<kHeads>(step.begin, count, head, values);
+    if (task_.weights.wanted()) {
+      task_.weights.template keep<kHeads>(step.query, step.begin, count, head % call_.num_heads,
+                                          scores_);
+    }
+    for (;;) {
+      const int scores = rotated_scores<kHeads>(turns, count, head);
+      Softmax<kHeads> softmax;
+      std::copy_n(&most_[static_cast<std::size_t>(head)], kHeads, softmax.most);
+      std::copy_n(&total_[static_cast<std::size_t>(head)], kHeads, softmax.total);
+      softmax.weigh(scores_, scores, call_.logit_cap);
+      for (int i = count; i < scores; ++i) {
+        float* to = scores_ + of_[i] * kHeads;
+        for (int j = 0; j < kHeads; ++j) to[j] += scores_[i * kHeads + j];
+      }
+      add_values<Element, kHeads>(values_, count, keys, scores_, softmax.decay, pool_.head_dim[1],
+                                  task_.v_padded, sums(head));
+      std::copy_n(softmax.most, kHeads, &most_[static_cast<std::size_t>(head)]);
+      std::copy_n(softmax.total, kHeads, &total_[static_cast<std::size_t>(head)]);
+      if (turns.begin == turns.end) return;
+      std::fill_n(scores_, count * kHeads, -kInfinity);
+    }
+  }
+
+  // Scores of the entries at their own shifts.
+  template <int kHeads>
+  void own_scores(std::int64_t at, int count, std::int64_t head, const Ahead<Element>& values) {
     const std::int32_t* shift = call_.shift == nullptr ? nullptr : call_.shift + at;
     for (int begin = 0, end; begin < count; begin = end) {
       end = shift == nullptr ? count : begin + 1;
       while (end < count && shift[end] == shift[begin]) ++end;
-      const float* query = this->query(head);
-      if (shift != nullptr && shift[begin] != 0) {
-        query = rotated<kHeads>(head, shift[begin]);
-      }
+      const float* query = shift == nullptr ? this->query(head) : rotated<kHeads>(head, shift[begin]);
       scores_of<Element, kHeads>(keys_ + begin, end - begin, values, begin, query, pool_.head_dim[0],
                                  task_.k_padded, scores_ + begin * kHeads);
     }
-    if (task_.weights.wanted()) {
-      task_.weights.template keep<kHeads>(row, at, count, head % call_.num_heads, scores_);
+  }
+
+  // Rotations of a tile.
+  struct Turns {
+    std::int64_t begin;
+    std::int64_t end;
+    int first;           // bit of the tile's first entry
+    std::uint64_t mask;  // of its entries
+  };
+
+  Turns turns_of(const Step& step, int count) const {
+    if (call_.tile_ptr == nullptr) return {0, 0, 0, 0};
+    const std::int64_t first = call_.begin[step.query];
+    const std::int64_t at = step.begin - first;
+    const std::int32_t* tile = call_.tile_ptr + first / kRotationTile + step.query + at / kRotationTile;
+    return {tile[0], tile[1], static_cast<int>(at % kRotationTile), (std::uint64_t{1} << count) - 1};
+  }
+
+  // Scores of `turns`, as many as there is room for, behind the entries' own `count`; returns how
+  // many there are then.
+  template <int kHeads>
+  int rotated_scores(Turns& turns, int count, std::int64_t head) {
+    const Ahead<Element> none{nullptr, 0, 0};
+    int scores = count;
+    for (; turns.begin < turns.end && scores + kTile <= kScores; ++turns.begin) {
+      std::uint64_t bits = (call_.bits[turns.begin] >> turns.first) & turns.mask;
+      if (bits == 0) continue;
+      const float* query = rotated<kHeads>(head, call_.by[turns.begin]);
+      while (bits != 0) {
+        const int begin = __builtin_ctzll(bits);
+        const int here = __builtin_ctzll(~(bits >> begin));
+        scores_of<Element, kHeads>(keys_ + begin, here, none, 0, query, pool_.head_dim[0],
+                                   task_.k_padded, scores_ + scores * kHeads);
+        for (int i = 0; i < here; ++i) of_[scores + i] = begin + i;
+        scores += here;
+        bits &= ~(((std::uint64_t{1} << here) - 1) << begin);
+      }
     }
-    Softmax<kHeads> softmax;
-    std::copy_n(&most_[static_cast<std::size_t>(head)], kHeads, softmax.most);
-    std::copy_n(&total_[static_cast<std::size_t>(head)], kHeads, softmax.total);
-    softmax.weigh(scores_, count, call_.logit_cap);
-    add_values<Element, kHeads>(values_, count, keys, scores_, softmax.decay, pool_.head_dim[1],
-                                task_.v_padded, sums(head));
-    std::copy_n(softmax.most, kHeads, &most_[static_cast<std::size_t>(head)]);
-    std::copy_n(softmax.total, kHeads, &total_[static_cast<std::size_t>(head)]);
+    return scores;
   }
 
   // A key rotated by the shift under the query is the key under the query rotated back.
   template <int kHeads>
   const float* rotated(std::int64_t head, std::int32_t shift) {
+    if (shift == 0) return query(head);
     std::copy_n(query(head), kHeads * task_.k_padded, rotated_.data());
     for (int i = 0; i < kHeads; ++i) rotate(pool_, shift, true, rotated_.data() + i * task_.k_padded);
     return rotated_.data();
@@ -226,7 +282,9 @@ class Worker {
   const Element* keys_[kTile];
   const Element* values_[kTile];
   const Element* next_[kTile];
-  float scores_[kTile * kMostHeads + kLanes];
+  static constexpr int kScores = 16 * kTile;  // room for the scores of a tile
+  float scores_[kScores * kMostHeads + kLanes];
+  int of_[kScores];  // entry of each score
 };
 
 }  // namespace attention

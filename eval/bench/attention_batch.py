@@ -9,8 +9,8 @@ import torch
 
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.row_plan import RowPlan
 
 #: Tokens of a shared block.
 BLOCK = 16

@@ -14,8 +14,8 @@ from eval.bench.turns import Side, spread
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+from sglang_reasoncache.kernels.row_plan import RowPlan
 
 #: Layers of the model whose step the planner is compared with; it runs once for all.
 _LAYERS = 32

@@ -21,8 +21,9 @@ from sglang_reasoncache.eviction.statistics import AttentionStatistics, Prefill,
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import BatchRows, RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
 from sglang_reasoncache.selection.contract import Selector
 from sglang_reasoncache.selection.page_selection import PageSelection
 

@@ -15,7 +15,7 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
 from sglang_reasoncache.cache.cached_positions import BatchMark, CachedPositions
-from sglang_reasoncache.kernels.plan import BatchRows
+from sglang_reasoncache.kernels.row_plan import BatchRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,8 +19,8 @@ from sglang_reasoncache.kernels import common_triton as common
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.paged import PagedKv
-    from sglang_reasoncache.kernels.plan import RowPlan
     from sglang_reasoncache.kernels.rotation import KeyRotation
+    from sglang_reasoncache.kernels.row_plan import RowPlan
 
 #: Most chunks of a query's entries.
 SPLITS = 32

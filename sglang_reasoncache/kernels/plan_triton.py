@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.row_plan import RowPlan
 
 #: Programs of a row.
 PIECES = 16

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.row_plan import RowPlan
 from tests.kernels.attention_cases import TABLE, Case, assert_attention, assert_plans, make
 from tests.kernels.test_attention import decode, kv_of, placed
 from tests.triton_runs import DEVICE, INTERPRETED, on_device, there
