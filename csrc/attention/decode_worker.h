@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -29,10 +30,14 @@ class Worker {
         pool_(task.pool),
         call_(task.call),
         query_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.k_padded)),
-        rotated_(static_cast<std::size_t>(kMostHeads * task.k_padded)),
         sums_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.v_padded)),
         most_(static_cast<std::size_t>(task.most_queries * call_.num_heads)),
-        total_(most_.size()) {}
+        total_(most_.size()),
+        rotated_by_(kKept * most_.size()) {
+    const bool rotates = call_.shift != nullptr || call_.tile_ptr != nullptr;
+    const auto size = rotated_by_.size() * static_cast<std::size_t>(task.k_padded);
+    rotated_.reset(new float[rotates ? size : 0]);
+  }
 
   void work() {
     const auto size = static_cast<std::int64_t>(task_.units.size());
@@ -51,6 +56,14 @@ class Worker {
     std::int64_t end;
   };
 
+  // Rotations of a tile; empty: none.
+  struct Turns {
+    std::int64_t begin = 0;
+    std::int64_t end = 0;
+    int first = 0;           // bit of the tile's first entry
+    std::uint64_t mask = 0;  // of its entries
+  };
+
   void run(const Unit& unit) {
     const std::int64_t first = unit.first_head * task_.group;
     const std::int64_t last = unit.last_head * task_.group;
@@ -60,6 +73,7 @@ class Worker {
         const std::int64_t at = place(unit, row, head);
         read_query(task_, row, head, query(at));
         std::fill(sums(at), sums(at) + task_.v_padded, 0.0f);
+        std::fill_n(&rotated_by_[static_cast<std::size_t>(kKept * at)], kKept, 0);
         most_[static_cast<std::size_t>(at)] = -kInfinity;
         total_[static_cast<std::size_t>(at)] = 0;
       }
@@ -95,6 +109,14 @@ class Worker {
     return step;
   }
 
+  Turns turns_of(const Step& step, int count) const {
+    if (call_.tile_ptr == nullptr) return {};
+    const std::int64_t first = call_.begin[step.query];
+    const std::int64_t at = step.begin - first;
+    const std::int32_t* tile = call_.tile_ptr + first / kRotationTile + step.query + at / kRotationTile;
+    return {tile[0], tile[1], static_cast<int>(at % kRotationTile), (std::uint64_t{1} << count) - 1};
+  }
+
   void tile(const Unit& unit, const Step& step, const Step& next) {
     const int count = static_cast<int>(step.end - step.begin);
     const int next_count = static_cast<int>(next.end - next.begin);
@@ -109,7 +131,8 @@ class Worker {
       constexpr int kHeads = decltype(number)::value;
       if constexpr (kHeads <= kMostHeads) {
         for (; head + kHeads <= last; head += kHeads) {
-          under<kHeads>(step, count, head, values, keys);
+          own_scores<kHeads>(step.begin, count, head, values);
+          under<kHeads>(step, count, head, keys);
           values.count = keys.count = 0;
         }
       }
@@ -120,14 +143,12 @@ class Worker {
     heads(std::integral_constant<int, 1>{});
   }
 
-  // One tile under kHeads query heads from place `head` on. The weights of an entry's rotations
-  // are added to its own before the product with its value; rotations that there is no room for
-  // take another turn.
+  // One tile under kHeads query heads from place `head` on, whose own scores are there. The weights
+  // of an entry's rotations are added to its own before the product with its value; rotations that
+  // there is no room for take another turn.
   template <int kHeads>
-  void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& values,
-             const Ahead<Element>& keys) {
+  void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& keys) {
     Turns turns = turns_of(step, count);
-    own_scores<kHeads>(step.begin, count, head, values);
     if (task_.weights.wanted()) {
       task_.weights.template keep<kHeads>(step.query, step.begin, count, head % call_.num_heads,
                                           scores_);
@@ -139,8 +160,11 @@ class Worker {
       std::copy_n(&total_[static_cast<std::size_t>(head)], kHeads, softmax.total);
       softmax.weigh(scores_, scores, call_.logit_cap);
       for (int i = count; i < scores; ++i) {
+        float sum[kHeads];  // a copy, so that heads are added side by side
+        std::copy_n(scores_ + i * kHeads, kHeads, sum);
         float* to = scores_ + of_[i] * kHeads;
-        for (int j = 0; j < kHeads; ++j) to[j] += scores_[i * kHeads + j];
+        for (int j = 0; j < kHeads; ++j) sum[j] += to[j];
+        std::copy_n(sum, kHeads, to);
       }
       add_values<Element, kHeads>(values_, count, keys, scores_, softmax.decay, pool_.head_dim[1],
                                   task_.v_padded, sums(head));
@@ -151,33 +175,18 @@ class Worker {
     }
   }
 
-  // Scores of the entries at their own shifts.
+  // Scores of the entries at their own shifts; `values` are fetched meanwhile.
   template <int kHeads>
   void own_scores(std::int64_t at, int count, std::int64_t head, const Ahead<Element>& values) {
     const std::int32_t* shift = call_.shift == nullptr ? nullptr : call_.shift + at;
     for (int begin = 0, end; begin < count; begin = end) {
       end = shift == nullptr ? count : begin + 1;
       while (end < count && shift[end] == shift[begin]) ++end;
-      const float* query = shift == nullptr ? this->query(head) : rotated<kHeads>(head, shift[begin]);
+      const float* query =
+          shift == nullptr ? this->query(head) : rotated<kHeads>(head, shift[begin], begin);
       scores_of<Element, kHeads>(keys_ + begin, end - begin, values, begin, query, pool_.head_dim[0],
                                  task_.k_padded, scores_ + begin * kHeads);
     }
-  }
-
-  // Rotations of a tile.
-  struct Turns {
-    std::int64_t begin;
-    std::int64_t end;
-    int first;           // bit of the tile's first entry
-    std::uint64_t mask;  // of its entries
-  };
-
-  Turns turns_of(const Step& step, int count) const {
-    if (call_.tile_ptr == nullptr) return {0, 0, 0, 0};
-    const std::int64_t first = call_.begin[step.query];
-    const std::int64_t at = step.begin - first;
-    const std::int32_t* tile = call_.tile_ptr + first / kRotationTile + step.query + at / kRotationTile;
-    return {tile[0], tile[1], static_cast<int>(at % kRotationTile), (std::uint64_t{1} << count) - 1};
   }
 
   // Scores of `turns`, as many as there is room for, behind the entries' own `count`; returns how
@@ -189,7 +198,7 @@ class Worker {
     for (; turns.begin < turns.end && scores + kTile <= kScores; ++turns.begin) {
       std::uint64_t bits = (call_.bits[turns.begin] >> turns.first) & turns.mask;
       if (bits == 0) continue;
-      const float* query = rotated<kHeads>(head, call_.by[turns.begin]);
+      const float* query = rotated<kHeads>(head, call_.by[turns.begin], turns.begin);
       while (bits != 0) {
         const int begin = __builtin_ctzll(bits);
         const int here = __builtin_ctzll(~(bits >> begin));
@@ -203,13 +212,19 @@ class Worker {
     return scores;
   }
 
-  // A key rotated by the shift under the query is the key under the query rotated back.
+  // A key rotated by the shift under the query is the key under the query rotated back. Runs of
+  // one shift go over several tiles: the last queries are kept, one for even `turn` and one for odd.
   template <int kHeads>
-  const float* rotated(std::int64_t head, std::int32_t shift) {
+  const float* rotated(std::int64_t head, std::int32_t shift, std::int64_t turn) {
     if (shift == 0) return query(head);
-    std::copy_n(query(head), kHeads * task_.k_padded, rotated_.data());
-    for (int i = 0; i < kHeads; ++i) rotate(pool_, shift, true, rotated_.data() + i * task_.k_padded);
-    return rotated_.data();
+    const std::int64_t at = kKept * head + turn % kKept * kHeads;
+    float* to = rotated_.get() + at * task_.k_padded;
+    std::int32_t& by = rotated_by_[static_cast<std::size_t>(at)];
+    if (by == shift) return to;
+    by = shift;
+    std::copy_n(query(head), kHeads * task_.k_padded, to);
+    for (int i = 0; i < kHeads; ++i) rotate(pool_, shift, true, to + i * task_.k_padded);
+    return to;
   }
 
   void finish(const Unit& unit, std::int64_t row, std::int64_t first, std::int64_t last) {
@@ -271,14 +286,17 @@ class Worker {
   float* query(std::int64_t place) { return query_.data() + place * task_.k_padded; }
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
+  static constexpr std::int64_t kKept = 2;  // rotated queries
+
   Task& task_;
   const Pool& pool_;
   const DecodeCall& call_;
   std::vector<float> query_;   // [most_queries][num_heads][k_padded], scaled
-  std::vector<float> rotated_;  // [kMostHeads][k_padded]
   std::vector<float> sums_;    // [most_queries][num_heads][v_padded]
   std::vector<float> most_;    // [most_queries][num_heads]
   std::vector<float> total_;   // [most_queries][num_heads]
+  std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads][kKept], 0: by nothing yet
+  std::unique_ptr<float[]> rotated_{};    // likewise, [k_padded] each
   const Element* keys_[kTile];
   const Element* values_[kTile];
   const Element* next_[kTile];
