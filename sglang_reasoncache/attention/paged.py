@@ -170,7 +170,9 @@ class PagedAttention:
         """Without shifts where keys are read as cached; buffers have capacity for them anyway."""
         return plan if self.cached is not None else plan._replace(shift=None)
 
-    def _plan(self, batch: ForwardBatch, longest: int) -> tuple[RowPlan, BatchRows]:
+    def _plan(
+        self, batch: ForwardBatch, longest: int, *, merge: bool = False
+    ) -> tuple[RowPlan, BatchRows]:
         """The rows of a batch, and what statistics and selection read of them."""
         where = batch.req_pool_indices, batch.seq_lens
         if self.backend == "triton":
@@ -181,7 +183,8 @@ class PagedAttention:
         # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
         shifted = getattr(self.allocator, "has_shifted_slots", False)
         cached_at = self._cached_at if shifted else None
-        plan = plan_rows(self._rows.req_to_token, *where, cached_at, num_slots=self._num_slots)
+        sizes: Any = {"num_slots": self._num_slots, "merge": merge}
+        plan = plan_rows(self._rows.req_to_token, *where, cached_at, **sizes)
         return plan, BatchRows(plan, *where, longest)
 
     # -- a forward ------------------------------------------------------------------
@@ -207,7 +210,8 @@ class PagedAttention:
         if lengths is None and self.device.type == "cpu":
             lengths = batch.seq_lens
         longest = self.width if lengths is None else int(lengths.max())
-        self.rows, read = self._plan(batch, longest)
+        # Statistics and selection go by positions: for them each is an entry of its own.
+        self.rows, read = self._plan(batch, longest, merge=not self.always_needed)
         if self.statistics is not None:
             self._update = self.statistics.decode(read)
         if self.selection is not None:
