@@ -98,7 +98,8 @@ class SharedSlotReads(PagedBackend):
         if self._graphs and self._graphs[-1][0].batch >= max_bs:
             return
         weighs = self.paged.statistics is not None
-        buffers = self.paged.buffers(max_bs, positions=self.paged.always_needed)
+        paged = self.paged
+        buffers = paged.buffers(max_bs, positions=paged.always_needed, merge=paged.merges)
         selection: Any = self.paged.selection
         if selection is not None:
             selection.allocate_graphs(max_bs, weighs=weighs)

@@ -11,7 +11,8 @@ from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
-from sglang_reasoncache.kernels.row_plan import RowPlan
+from sglang_reasoncache.kernels.row_plan import TILE as TILE_ENTRIES
+from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
 from tests.kernels.attention_cases import (
     CASES,
     FEW,
@@ -36,8 +37,8 @@ def placed(value: Any, backend: str) -> Any:
     """Tensors, and tuples of them, where the backend reads them."""
     if backend != "triton" or value is None:
         return value
-    if isinstance(value, RowPlan):
-        return RowPlan(*(placed(side, backend) for side in value))
+    if isinstance(value, RowPlan | Rotations):
+        return type(value)(*(placed(side, backend) for side in value))
     if isinstance(value, tuple):
         return tuple(placed(side, backend) for side in value)
     return there(value) if isinstance(value, torch.Tensor) else value
@@ -59,12 +60,22 @@ def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:
     from sglang_reasoncache.kernels import plan_triton
 
     arguments = {name: placed(value, backend) for name, value in arguments.items()}
-    buffers = plan_triton.PlanBuffers.of(len(rig.requests), rig.rows.numel(), DEVICE)
-    plan = plan_triton.plan_into(buffers, **arguments)
-    total = int(plan.kv_indptr[-1])
+    merge = arguments.pop("merge", False)
+    buffers = plan_triton.PlanBuffers.of(len(rig.requests), rig.rows.numel(), DEVICE, merge=merge)
+    return cut(plan_triton.plan_into(buffers, **arguments))
+
+
+def cut(plan: RowPlan) -> RowPlan:
+    """To what was planned, on the host."""
+    total, rotations = int(plan.kv_indptr[-1]), None
     assert plan.shift is not None
     shift = plan.shift[:total].cpu() if plan.shift[:total].any() else None
-    return RowPlan(plan.kv_indptr.cpu(), plan.kv_indices[:total].cpu(), shift)
+    if plan.rotations is not None:
+        tile_ptr, by, bits = plan.rotations
+        tile_ptr = tile_ptr[: total // TILE_ENTRIES + len(plan.kv_indptr)].cpu()
+        count = int(tile_ptr[-1])
+        rotations = Rotations(tile_ptr, by[:count].cpu(), bits[:count].cpu()) if count else None
+    return RowPlan(plan.kv_indptr.cpu(), plan.kv_indices[:total].cpu(), shift, rotations)
 
 
 def decode(rig: Rig, backend: str, plan: RowPlan, **options: Any) -> torch.Tensor:
