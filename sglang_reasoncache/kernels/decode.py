@@ -7,7 +7,7 @@ import torch
 
 from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.row_plan import TILE, RowPlan
+from sglang_reasoncache.kernels.row_plan import TILE, Rotations, RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 
@@ -53,7 +53,8 @@ def decode_attention(
     """
     kv.check(plan.shift, query.dtype)
     if plan.rotations is not None:
-        _check_rotations(plan, spans is None and weights is None)
+        kv.check(plan.rotations.by, query.dtype)
+        _check_rotations(plan, plan.rotations, spans is None and weights is None)
     # Whole rows lie side by side from 0, and so do their weights.
     first = plan.kv_indptr[:-1] if spans is None else None
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
@@ -98,11 +99,11 @@ def decode_attention(
     return out
 
 
-def _check_rotations(plan: RowPlan, readable: bool) -> None:
+def _check_rotations(plan: RowPlan, rotations: Rotations, readable: bool) -> None:
     """Raises ValueError for rotations that do not fit the plan, or that cannot be read."""
     if not readable:
         raise ValueError("spans and weights need a plan with an entry for every position")
-    tile_ptr, by, bits = plan.rotations  # type: ignore[misc]
+    tile_ptr, by, bits = rotations
     tiles = len(plan.kv_indices) // TILE + len(plan.kv_indptr) - 1
     if (
         (tile_ptr.dtype, by.dtype, bits.dtype) != (torch.int32, torch.int32, torch.int64)

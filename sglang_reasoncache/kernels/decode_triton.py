@@ -400,6 +400,8 @@ def decode(
     keys, values, total = kv.keys, kv.values, len(plan.kv_indices)
     (begin, end), observed = spans, weights is not None
     rotates = plan.rotations is not None
+    if rotates and plan.shift is None:
+        plan = plan._replace(shift=torch.zeros_like(plan.kv_indices))
     rotation = None if plan.shift is None else kv.rotation
     options = dict(capped=logit_cap > 0, logits=observed, rotates=rotates)
     fixed = constants(query, keys, values, rotation, **options)

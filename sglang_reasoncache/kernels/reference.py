@@ -146,7 +146,6 @@ def decode(
     """See :func:`sglang_reasoncache.kernels.decode.decode_attention`; computes in fp32."""
     if plan.rotations is not None:
         plan = spelled_out(plan)
-        kv.check(plan.shift, query.dtype)
         spans = plan.kv_indptr[:-1], plan.kv_indptr[1:]
     bounds = list(zip(*(side.tolist() for side in spans), strict=True))
     if not all(0 <= first <= last <= len(plan.kv_indices) for first, last in bounds):
