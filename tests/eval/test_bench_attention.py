@@ -191,7 +191,7 @@ from eval.bench.attention_cuda import CudaBatch
 with torch.inference_mode():
     batch = CudaBatch(Shape(3, 70, 8, 2, 32), "cpu")
     for percent in (0, 22):
-        batch.share(percent)
+        batch.share(percent, 16)
     try:
         batch.check("ones", torch.ones_like(batch.query), batch.rows)
     except RuntimeError as error:
