@@ -2,14 +2,15 @@
 // What one thread does of a decode call: every key and value is read once for all query heads
 // that share it.
 //
-// Queries of a unit take turns, a tile of entries each. Requests that decode together get
-// neighbouring slots, so what one of them reads lies on the pages that the next one reads:
-// taken one after the other, every page would be looked up again for each of them.
+// Queries of a unit take turns, a tile of entries each, about in the order of slots. Requests that
+// decode together get neighbouring slots, so what one of them reads lies on the pages that the
+// next one reads: taken one after the other, every page would be looked up again for each of them.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -33,7 +34,9 @@ class Worker {
         sums_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.v_padded)),
         most_(static_cast<std::size_t>(task.most_queries * call_.num_heads)),
         total_(most_.size()),
-        rotated_by_(kKept * most_.size()) {
+        rotated_by_(kKept * most_.size()),
+        offset_(static_cast<std::size_t>(task.most_queries)),
+        next_slot_(offset_.size()) {
     const bool rotates = call_.shift != nullptr || call_.tile_ptr != nullptr;
     const auto size = rotated_by_.size() * static_cast<std::size_t>(task.k_padded);
     rotated_.reset(new float[rotates ? size : 0]);
@@ -50,7 +53,6 @@ class Worker {
   // A tile of one query's entries under one KV head; no entries: nothing is left.
   struct Step {
     std::int64_t query;
-    std::int64_t offset;  // in the chunk
     std::int64_t head;
     std::int64_t begin;  // entries
     std::int64_t end;
@@ -78,15 +80,13 @@ class Worker {
         total_[static_cast<std::size_t>(at)] = 0;
       }
     }
-    Step step = from(unit, {unit.first_query, 0, unit.first_head, 0, 0});
     static_assert(kChunk % kTile == 0, "a tile lies in one chunk");
+    for (std::int64_t row = unit.first_query; row < unit.last_query; ++row) wait(unit, row, 0);
+    horizon_ = 0;
+    Step step = take(unit);
     while (step.begin < step.end) {
       Step next = step;
-      if (++next.head == unit.last_head) {
-        next.head = unit.first_head;
-        ++next.query;
-        next = from(unit, next);
-      }
+      if (++next.head == unit.last_head) next = take(unit);
       tile(unit, step, next);
       step = next;
     }
@@ -95,18 +95,32 @@ class Worker {
     }
   }
 
-  // `step` with its entries, or where it has none the next one that has.
-  Step from(const Unit& unit, Step step) const {
-    for (; step.offset < kChunk; step.offset += kTile, step.query = unit.first_query) {
-      for (; step.query < unit.last_query; ++step.query) {
-        const std::int64_t chunk = call_.begin[step.query] + unit.chunk * kChunk;
-        step.begin = chunk + step.offset;
-        step.end = std::min<std::int64_t>(step.begin + kTile, call_.end[step.query]);
-        if (step.begin < step.end) return step;
-      }
+  // The query's next tile begins `offset` entries into the chunk, if there are any.
+  void wait(const Unit& unit, std::int64_t row, std::int64_t offset) {
+    const auto at = static_cast<std::size_t>(row - unit.first_query);
+    const std::int64_t entry = call_.begin[row] + unit.chunk * kChunk + offset;
+    offset_[at] = offset;
+    next_slot_[at] = offset < kChunk && entry < call_.end[row] ? call_.kv_indices[entry] : kDone;
+  }
+
+  // The next tile. Each round of turns leaves out queries whose next slots are far ahead of the
+  // lowest: rows that share many slots have fewer tiles for as many positions.
+  Step take(const Unit& unit) {
+    const auto queries = static_cast<std::size_t>(unit.last_query - unit.first_query);
+    for (;;) {
+      while (turn_ < queries && next_slot_[turn_] >= horizon_) ++turn_;
+      if (turn_ < queries) break;
+      const auto begin = next_slot_.begin();
+      const std::int32_t least = *std::min_element(begin, begin + unit.last_query - unit.first_query);
+      if (least == kDone) return {unit.first_query, unit.first_head, 0, 0};
+      horizon_ = std::min<std::int64_t>(kDone, least + kTile * static_cast<std::int64_t>(queries));
+      turn_ = 0;
     }
-    step.begin = step.end = 0;
-    return step;
+    const std::int64_t row = unit.first_query + static_cast<std::int64_t>(turn_);
+    const std::int64_t offset = offset_[turn_++];
+    const std::int64_t first = call_.begin[row] + unit.chunk * kChunk + offset;
+    wait(unit, row, offset + kTile);
+    return {row, unit.first_head, first, std::min<std::int64_t>(first + kTile, call_.end[row])};
   }
 
   Turns turns_of(const Step& step, int count) const {
@@ -287,6 +301,7 @@ class Worker {
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
   static constexpr std::int64_t kKept = 2;  // rotated queries
+  static constexpr std::int32_t kDone = std::numeric_limits<std::int32_t>::max();
 
   Task& task_;
   const Pool& pool_;
@@ -297,6 +312,10 @@ class Worker {
   std::vector<float> total_;   // [most_queries][num_heads]
   std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads][kKept], 0: by nothing yet
   std::unique_ptr<float[]> rotated_{};    // likewise, [k_padded] each
+  std::vector<std::int64_t> offset_;      // [most_queries], of the next tile in the chunk
+  std::vector<std::int32_t> next_slot_;   // [most_queries], its first; kDone: there is none
+  std::size_t turn_ = 0;
+  std::int64_t horizon_ = 0;  // slots of a round of turns are below
   const Element* keys_[kTile];
   const Element* values_[kTile];
   const Element* next_[kTile];
