@@ -9,6 +9,9 @@
 namespace reasoncache {
 namespace attention {
 
+// Entries of a request that share a list of rotations, a bit for each.
+constexpr std::int64_t kRotationTile = 64;
+
 // One query per row, each over its own range of entries.
 struct DecodeCall {
   const void* query;  // row 0, head 0
@@ -22,6 +25,12 @@ struct DecodeCall {
   const std::int32_t* kv_indices;  // [total]
   const std::int32_t* shift;       // [total], null: nothing is shifted
   std::int64_t total;
+  // Of the tiles of row b, the first of which is begin[b] / 64 + b, the rotations tile_ptr[tile] to
+  // tile_ptr[tile + 1]: the keys whose bits are set are also used rotated by so many positions.
+  const std::int32_t* tile_ptr;  // [total / 64 + batch + 1], null: no rotations
+  const std::int32_t* by;        // [rotations]
+  const std::uint64_t* bits;     // [rotations]
+  std::int64_t rotations;
   const float* sinks;  // [num_heads], logits without a value; null: none
   float scale;
   float logit_cap;  // 0: none
@@ -45,13 +54,16 @@ extern "C" {
 // slot of each of `width` positions, below 0: evicted; requests, indices of rows, and lengths,
 // positions in use, are [batch]; cached_at is [num_slots], null: no slot is shifted. Writes
 // kv_indptr [batch + 1], kv_indices and shift [capacity] (null exactly if cached_at is), and
-// whether any shift is not 0. On a status other than OK the plan is unspecified.
+// whether any shift is not 0. With tile_ptr [capacity / 64 + batch + 1], a position whose slot is
+// at its cached position in the row as well is a rotation of that entry: writes by and bits
+// [capacity] (see DecodeCall) and their number. On a status other than OK the plan is unspecified.
 RC_EXPORT std::int32_t reasoncache_plan(
     const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride, std::int64_t width,
     const std::int64_t* requests, const std::int64_t* lengths, std::int64_t batch,
     const std::int32_t* cached_at, std::int64_t num_slots, std::int32_t* kv_indptr,
-    std::int32_t* kv_indices, std::int32_t* shift, std::int64_t capacity,
-    std::int32_t* is_shifted) noexcept;
+    std::int32_t* kv_indices, std::int32_t* shift, std::int64_t capacity, std::int32_t* tile_ptr,
+    std::int32_t* by, std::uint64_t* bits, std::int32_t* is_shifted,
+    std::int32_t* rotations) noexcept;
 
 // out[b] = softmax(scale * q[b] . k) v over entries [begin[b], end[b]), keys rotated by their
 // shift. No entries: zeros. Reads no slot when a status is BAD. The result does not depend on the
@@ -60,8 +72,9 @@ RC_EXPORT std::int32_t reasoncache_decode(
     const reasoncache_pool* pool, const void* query, void* out, std::int64_t batch,
     std::int64_t num_heads, std::int64_t q_row_stride, std::int64_t q_head_stride,
     const std::int32_t* begin, const std::int32_t* end, const std::int32_t* kv_indices,
-    const std::int32_t* shift, std::int64_t total, const float* sinks, float scale,
-    float logit_cap, float* weights, std::int64_t element, std::int64_t threads) noexcept;
+    const std::int32_t* shift, std::int64_t total, const std::int32_t* tile_ptr,
+    const std::int32_t* by, const std::uint64_t* bits, std::int64_t rotations, const float* sinks,
+    float scale, float logit_cap, float* weights, std::int64_t element, std::int64_t threads) noexcept;
 
 // Entries [count] copied out, heads first: out_k [num_heads][count][k_dim], out_v likewise, of
 // `element`: fp32, bf16 or fp16. Keys are rotated by their shift, null: as they are.

@@ -27,8 +27,17 @@ std::int32_t check(const Pool& pool, const DecodeCall& call) {
       return REASONCACHE_BAD_RANGE;
     }
   }
+  const std::int64_t tiles = call.tile_ptr == nullptr ? -1 : call.total / kRotationTile + call.batch;
+  for (std::int64_t tile = 0; tile <= tiles; ++tile) {
+    const std::int64_t least = tile == 0 ? 0 : call.tile_ptr[tile - 1];
+    if (call.tile_ptr[tile] < least || call.tile_ptr[tile] > call.rotations) {
+      return REASONCACHE_BAD_RANGE;
+    }
+  }
   if (!in_pool(pool, call.kv_indices, call.total)) return REASONCACHE_BAD_SLOT;
-  return in_table(pool, call.shift, call.total) ? REASONCACHE_OK : REASONCACHE_BAD_SHIFT;
+  return in_table(pool, call.shift, call.total) && in_table(pool, call.by, call.rotations)
+             ? REASONCACHE_OK
+             : REASONCACHE_BAD_SHIFT;
 }
 
 template <class Element>
@@ -51,12 +60,14 @@ extern "C" std::int32_t reasoncache_decode(
     const reasoncache_pool* pool, const void* query, void* out, std::int64_t batch,
     std::int64_t num_heads, std::int64_t q_row_stride, std::int64_t q_head_stride,
     const std::int32_t* begin, const std::int32_t* end, const std::int32_t* kv_indices,
-    const std::int32_t* shift, std::int64_t total, const float* sinks, float scale,
-    float logit_cap, float* weights, std::int64_t element, std::int64_t threads) noexcept {
+    const std::int32_t* shift, std::int64_t total, const std::int32_t* tile_ptr,
+    const std::int32_t* by, const std::uint64_t* bits, std::int64_t rotations, const float* sinks,
+    float scale, float logit_cap, float* weights, std::int64_t element, std::int64_t threads) noexcept {
   using namespace reasoncache;
-  const attention::DecodeCall call{query, out,        batch, num_heads, q_row_stride, q_head_stride,
-                                   begin, end,        kv_indices, shift, total,       sinks,
-                                   scale, logit_cap,  weights,    element, threads};
+  const attention::DecodeCall call{query, out,  batch, num_heads,  q_row_stride, q_head_stride,
+                                   begin, end,  kv_indices, shift, total,        tile_ptr,
+                                   by,    bits, rotations,  sinks, scale,        logit_cap,
+                                   weights, element, threads};
   const std::int32_t status = attention::check(*pool, call);
   if (status != REASONCACHE_OK || batch == 0) return status;
   try {

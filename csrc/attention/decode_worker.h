@@ -2,14 +2,16 @@
 // What one thread does of a decode call: every key and value is read once for all query heads
 // that share it.
 //
-// Queries of a unit take turns, a tile of entries each. Requests that decode together get
-// neighbouring slots, so what one of them reads lies on the pages that the next one reads:
-// taken one after the other, every page would be looked up again for each of them.
+// Queries of a unit take turns, a tile of entries each, about in the order of slots. Requests that
+// decode together get neighbouring slots, so what one of them reads lies on the pages that the
+// next one reads: taken one after the other, every page would be looked up again for each of them.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -29,10 +31,16 @@ class Worker {
         pool_(task.pool),
         call_(task.call),
         query_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.k_padded)),
-        rotated_(static_cast<std::size_t>(kMostHeads * task.k_padded)),
         sums_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.v_padded)),
         most_(static_cast<std::size_t>(task.most_queries * call_.num_heads)),
-        total_(most_.size()) {}
+        total_(most_.size()),
+        rotated_by_(kKept * most_.size()),
+        offset_(static_cast<std::size_t>(task.most_queries)),
+        next_slot_(offset_.size()) {
+    const bool rotates = call_.shift != nullptr || call_.tile_ptr != nullptr;
+    const auto size = rotated_by_.size() * static_cast<std::size_t>(task.k_padded);
+    rotated_.reset(new float[rotates ? size : 0]);
+  }
 
   void work() {
     const auto size = static_cast<std::int64_t>(task_.units.size());
@@ -45,10 +53,17 @@ class Worker {
   // A tile of one query's entries under one KV head; no entries: nothing is left.
   struct Step {
     std::int64_t query;
-    std::int64_t offset;  // in the chunk
     std::int64_t head;
     std::int64_t begin;  // entries
     std::int64_t end;
+  };
+
+  // Rotations of a tile; empty: none.
+  struct Turns {
+    std::int64_t begin = 0;
+    std::int64_t end = 0;
+    int first = 0;           // bit of the tile's first entry
+    std::uint64_t mask = 0;  // of its entries
   };
 
   void run(const Unit& unit) {
@@ -60,19 +75,18 @@ class Worker {
         const std::int64_t at = place(unit, row, head);
         read_query(task_, row, head, query(at));
         std::fill(sums(at), sums(at) + task_.v_padded, 0.0f);
+        std::fill_n(&rotated_by_[static_cast<std::size_t>(kKept * at)], kKept, 0);
         most_[static_cast<std::size_t>(at)] = -kInfinity;
         total_[static_cast<std::size_t>(at)] = 0;
       }
     }
-    Step step = from(unit, {unit.first_query, 0, unit.first_head, 0, 0});
     static_assert(kChunk % kTile == 0, "a tile lies in one chunk");
+    for (std::int64_t row = unit.first_query; row < unit.last_query; ++row) wait(unit, row, 0);
+    horizon_ = 0;
+    Step step = take(unit);
     while (step.begin < step.end) {
       Step next = step;
-      if (++next.head == unit.last_head) {
-        next.head = unit.first_head;
-        ++next.query;
-        next = from(unit, next);
-      }
+      if (++next.head == unit.last_head) next = take(unit);
       tile(unit, step, next);
       step = next;
     }
@@ -81,18 +95,40 @@ class Worker {
     }
   }
 
-  // `step` with its entries, or where it has none the next one that has.
-  Step from(const Unit& unit, Step step) const {
-    for (; step.offset < kChunk; step.offset += kTile, step.query = unit.first_query) {
-      for (; step.query < unit.last_query; ++step.query) {
-        const std::int64_t chunk = call_.begin[step.query] + unit.chunk * kChunk;
-        step.begin = chunk + step.offset;
-        step.end = std::min<std::int64_t>(step.begin + kTile, call_.end[step.query]);
-        if (step.begin < step.end) return step;
-      }
+  // The query's next tile begins `offset` entries into the chunk, if there are any.
+  void wait(const Unit& unit, std::int64_t row, std::int64_t offset) {
+    const auto at = static_cast<std::size_t>(row - unit.first_query);
+    const std::int64_t entry = call_.begin[row] + unit.chunk * kChunk + offset;
+    offset_[at] = offset;
+    next_slot_[at] = offset < kChunk && entry < call_.end[row] ? call_.kv_indices[entry] : kDone;
+  }
+
+  // The next tile. Each round of turns leaves out queries whose next slots are far ahead of the
+  // lowest: rows that share many slots have fewer tiles for as many positions.
+  Step take(const Unit& unit) {
+    const auto queries = static_cast<std::size_t>(unit.last_query - unit.first_query);
+    for (;;) {
+      while (turn_ < queries && next_slot_[turn_] >= horizon_) ++turn_;
+      if (turn_ < queries) break;
+      const auto begin = next_slot_.begin();
+      const std::int32_t least = *std::min_element(begin, begin + unit.last_query - unit.first_query);
+      if (least == kDone) return {unit.first_query, unit.first_head, 0, 0};
+      horizon_ = std::min<std::int64_t>(kDone, least + kTile * static_cast<std::int64_t>(queries));
+      turn_ = 0;
     }
-    step.begin = step.end = 0;
-    return step;
+    const std::int64_t row = unit.first_query + static_cast<std::int64_t>(turn_);
+    const std::int64_t offset = offset_[turn_++];
+    const std::int64_t first = call_.begin[row] + unit.chunk * kChunk + offset;
+    wait(unit, row, offset + kTile);
+    return {row, unit.first_head, first, std::min<std::int64_t>(first + kTile, call_.end[row])};
+  }
+
+  Turns turns_of(const Step& step, int count) const {
+    if (call_.tile_ptr == nullptr) return {};
+    const std::int64_t first = call_.begin[step.query];
+    const std::int64_t at = step.begin - first;
+    const std::int32_t* tile = call_.tile_ptr + first / kRotationTile + step.query + at / kRotationTile;
+    return {tile[0], tile[1], static_cast<int>(at % kRotationTile), (std::uint64_t{1} << count) - 1};
   }
 
   void tile(const Unit& unit, const Step& step, const Step& next) {
@@ -109,7 +145,8 @@ class Worker {
       constexpr int kHeads = decltype(number)::value;
       if constexpr (kHeads <= kMostHeads) {
         for (; head + kHeads <= last; head += kHeads) {
-          under<kHeads>(step.query, step.begin, count, head, values, keys);
+          own_scores<kHeads>(step.begin, count, head, values);
+          under<kHeads>(step, count, head, keys);
           values.count = keys.count = 0;
         }
       }
@@ -120,40 +157,88 @@ class Worker {
     heads(std::integral_constant<int, 1>{});
   }
 
-  // One tile under kHeads query heads from place `head` on.
+  // One tile under kHeads query heads from place `head` on, whose own scores are there. The weights
+  // of an entry's rotations are added to its own before the product with its value; rotations that
+  // there is no room for take another turn.
   template <int kHeads>
-  void under(std::int64_t row, std::int64_t at, int count, std::int64_t head,
-             const Ahead<Element>& values, const Ahead<Element>& keys) {
+  void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& keys) {
+    Turns turns = turns_of(step, count);
+    if (task_.weights.wanted()) {
+      task_.weights.template keep<kHeads>(step.query, step.begin, count, head % call_.num_heads,
+                                          scores_);
+    }
+    for (;;) {
+      const int scores = rotated_scores<kHeads>(turns, count, head);
+      Softmax<kHeads> softmax;
+      std::copy_n(&most_[static_cast<std::size_t>(head)], kHeads, softmax.most);
+      std::copy_n(&total_[static_cast<std::size_t>(head)], kHeads, softmax.total);
+      softmax.weigh(scores_, scores, call_.logit_cap);
+      for (int i = count; i < scores; ++i) {
+        float sum[kHeads];  // a copy, so that heads are added side by side
+        std::copy_n(scores_ + i * kHeads, kHeads, sum);
+        float* to = scores_ + of_[i] * kHeads;
+        for (int j = 0; j < kHeads; ++j) sum[j] += to[j];
+        std::copy_n(sum, kHeads, to);
+      }
+      add_values<Element, kHeads>(values_, count, keys, scores_, softmax.decay, pool_.head_dim[1],
+                                  task_.v_padded, sums(head));
+      std::copy_n(softmax.most, kHeads, &most_[static_cast<std::size_t>(head)]);
+      std::copy_n(softmax.total, kHeads, &total_[static_cast<std::size_t>(head)]);
+      if (turns.begin == turns.end) return;
+      std::fill_n(scores_, count * kHeads, -kInfinity);
+    }
+  }
+
+  // Scores of the entries at their own shifts; `values` are fetched meanwhile.
+  template <int kHeads>
+  void own_scores(std::int64_t at, int count, std::int64_t head, const Ahead<Element>& values) {
     const std::int32_t* shift = call_.shift == nullptr ? nullptr : call_.shift + at;
     for (int begin = 0, end; begin < count; begin = end) {
       end = shift == nullptr ? count : begin + 1;
       while (end < count && shift[end] == shift[begin]) ++end;
-      const float* query = this->query(head);
-      if (shift != nullptr && shift[begin] != 0) {
-        query = rotated<kHeads>(head, shift[begin]);
-      }
+      const float* query =
+          shift == nullptr ? this->query(head) : rotated<kHeads>(head, shift[begin], begin);
       scores_of<Element, kHeads>(keys_ + begin, end - begin, values, begin, query, pool_.head_dim[0],
                                  task_.k_padded, scores_ + begin * kHeads);
     }
-    if (task_.weights.wanted()) {
-      task_.weights.template keep<kHeads>(row, at, count, head % call_.num_heads, scores_);
-    }
-    Softmax<kHeads> softmax;
-    std::copy_n(&most_[static_cast<std::size_t>(head)], kHeads, softmax.most);
-    std::copy_n(&total_[static_cast<std::size_t>(head)], kHeads, softmax.total);
-    softmax.weigh(scores_, count, call_.logit_cap);
-    add_values<Element, kHeads>(values_, count, keys, scores_, softmax.decay, pool_.head_dim[1],
-                                task_.v_padded, sums(head));
-    std::copy_n(softmax.most, kHeads, &most_[static_cast<std::size_t>(head)]);
-    std::copy_n(softmax.total, kHeads, &total_[static_cast<std::size_t>(head)]);
   }
 
-  // A key rotated by the shift under the query is the key under the query rotated back.
+  // Scores of `turns`, as many as there is room for, behind the entries' own `count`; returns how
+  // many there are then.
   template <int kHeads>
-  const float* rotated(std::int64_t head, std::int32_t shift) {
-    std::copy_n(query(head), kHeads * task_.k_padded, rotated_.data());
-    for (int i = 0; i < kHeads; ++i) rotate(pool_, shift, true, rotated_.data() + i * task_.k_padded);
-    return rotated_.data();
+  int rotated_scores(Turns& turns, int count, std::int64_t head) {
+    const Ahead<Element> none{nullptr, 0, 0};
+    int scores = count;
+    for (; turns.begin < turns.end && scores + kTile <= kScores; ++turns.begin) {
+      std::uint64_t bits = (call_.bits[turns.begin] >> turns.first) & turns.mask;
+      if (bits == 0) continue;
+      const float* query = rotated<kHeads>(head, call_.by[turns.begin], turns.begin);
+      while (bits != 0) {
+        const int begin = __builtin_ctzll(bits);
+        const int here = __builtin_ctzll(~(bits >> begin));
+        scores_of<Element, kHeads>(keys_ + begin, here, none, 0, query, pool_.head_dim[0],
+                                   task_.k_padded, scores_ + scores * kHeads);
+        for (int i = 0; i < here; ++i) of_[scores + i] = begin + i;
+        scores += here;
+        bits &= ~(((std::uint64_t{1} << here) - 1) << begin);
+      }
+    }
+    return scores;
+  }
+
+  // A key rotated by the shift under the query is the key under the query rotated back. Runs of
+  // one shift go over several tiles: the last queries are kept, one for even `turn` and one for odd.
+  template <int kHeads>
+  const float* rotated(std::int64_t head, std::int32_t shift, std::int64_t turn) {
+    if (shift == 0) return query(head);
+    const std::int64_t at = kKept * head + turn % kKept * kHeads;
+    float* to = rotated_.get() + at * task_.k_padded;
+    std::int32_t& by = rotated_by_[static_cast<std::size_t>(at)];
+    if (by == shift) return to;
+    by = shift;
+    std::copy_n(query(head), kHeads * task_.k_padded, to);
+    for (int i = 0; i < kHeads; ++i) rotate(pool_, shift, true, to + i * task_.k_padded);
+    return to;
   }
 
   void finish(const Unit& unit, std::int64_t row, std::int64_t first, std::int64_t last) {
@@ -215,18 +300,28 @@ class Worker {
   float* query(std::int64_t place) { return query_.data() + place * task_.k_padded; }
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
+  static constexpr std::int64_t kKept = 2;  // rotated queries
+  static constexpr std::int32_t kDone = std::numeric_limits<std::int32_t>::max();
+
   Task& task_;
   const Pool& pool_;
   const DecodeCall& call_;
   std::vector<float> query_;   // [most_queries][num_heads][k_padded], scaled
-  std::vector<float> rotated_;  // [kMostHeads][k_padded]
   std::vector<float> sums_;    // [most_queries][num_heads][v_padded]
   std::vector<float> most_;    // [most_queries][num_heads]
   std::vector<float> total_;   // [most_queries][num_heads]
+  std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads][kKept], 0: by nothing yet
+  std::unique_ptr<float[]> rotated_{};    // likewise, [k_padded] each
+  std::vector<std::int64_t> offset_;      // [most_queries], of the next tile in the chunk
+  std::vector<std::int32_t> next_slot_;   // [most_queries], its first; kDone: there is none
+  std::size_t turn_ = 0;
+  std::int64_t horizon_ = 0;  // slots of a round of turns are below
   const Element* keys_[kTile];
   const Element* values_[kTile];
   const Element* next_[kTile];
-  float scores_[kTile * kMostHeads + kLanes];
+  static constexpr int kScores = 16 * kTile;  // room for the scores of a tile
+  float scores_[kScores * kMostHeads + kLanes];
+  int of_[kScores];  // entry of each score
 };
 
 }  // namespace attention

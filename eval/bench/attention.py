@@ -22,7 +22,7 @@ import seaborn as sns
 import torch
 
 from eval.bench import at_least
-from eval.bench.attention_batch import Shape
+from eval.bench.attention_batch import RUN, Shape
 from eval.bench.idle import compare
 from eval.bench.turns import Yardstick, as_text, spread, take_turns
 from eval.report.style import light_grid, save, text
@@ -53,12 +53,15 @@ SHAPES = {
         "shared_percent": [Shape(64, 16_000)],
     },
 }
-#: Percents of the entries that are shared, and the label of an axis.
+#: Percents of the entries that are shared, and in runs of how many tokens; the label of an axis.
 _AXES = {
-    "": ((0, 22, 50), ""),
-    "tokens": ((0, 22), "tokens a request, {requests} requests"),
-    "requests": ((0, 22), "requests of {tokens:,} tokens"),
-    "shared_percent": ((0, 10, 22, 35, 50, 75), "% shared, {requests} x {tokens:,} tokens"),
+    "": (((0, RUN), (22, RUN), (22, 16), (50, RUN)), ""),
+    "tokens": (((0, RUN), (22, RUN)), "tokens a request, {requests} requests"),
+    "requests": (((0, RUN), (22, RUN)), "requests of {tokens:,} tokens"),
+    "shared_percent": (
+        tuple((percent, RUN) for percent in (0, 10, 22, 35, 50, 75)),
+        "% shared, {requests} x {tokens:,} tokens",
+    ),
 }
 
 
@@ -71,11 +74,11 @@ def measure(
     found, lines = [], []
     for axis, shape in ((axis, shape) for axis, several in shapes.items() for shape in several):
         batch = kind(shape) if kind.fits(shape) else None
-        for percent in _AXES[axis][0]:
-            row: Row = {"shape": str(shape), "shared_percent": percent}
+        for percent, run in _AXES[axis][0]:
+            row: Row = {"shape": str(shape), "shared_percent": percent, "run": run}
             if batch is not None:
                 print(f"{axis} {shape}, {percent}%", file=sys.stderr)
-                batch.share(percent)
+                batch.share(percent, run)
                 samples = take_turns(batch.sides(), rounds, yardstick.rates)
                 row |= batch.row(samples.rename(columns={kind.bandwidth: "bandwidth"}))
                 row[f"{kind.bandwidth}_gb_per_s"] = spread(samples[kind.bandwidth])

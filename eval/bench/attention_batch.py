@@ -9,11 +9,11 @@ import torch
 
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.row_plan import RowPlan
 
-#: Tokens of a shared block.
-BLOCK = 16
+#: Tokens of a shared run, unless a setting says otherwise.
+RUN = 48
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,26 @@ class Shape:
         return self.requests * self.tokens * 2 * self.kv_heads * self.head_dim * 2
 
 
-def shared_blocks(tokens: int, fraction: float, draw: np.random.Generator) -> np.ndarray:
-    """``[2, pairs]``: blocks that cover ``fraction`` of the tokens, and an earlier one of each, not
-    shared itself; neither is the first block nor that of the newest token."""
-    blocks = np.arange((tokens - 1) // BLOCK)
-    count = min(max(0, len(blocks) - 1), round(fraction * tokens / BLOCK))
+def shared_blocks(
+    tokens: int, fraction: float, draw: np.random.Generator, run: int = RUN
+) -> np.ndarray:
+    """``[2, pairs]``: blocks of ``run`` tokens that cover ``fraction`` of them, and an earlier one of
+    each, not shared itself; neither is the first block nor that of the newest token."""
+    blocks = np.arange((tokens - 1) // run)
+    count = min(max(0, len(blocks) - 1), round(fraction * tokens / run))
     chosen = np.sort(draw.choice(blocks[1:], count, replace=False))
     kept = np.setdiff1d(blocks, chosen)
     return np.stack([chosen, kept[draw.integers(np.searchsorted(kept, chosen))]])
 
 
-def lay_rows(shape: Shape, shared_percent: int) -> torch.Tensor:
+def lay_rows(shape: Shape, shared_percent: int, run: int = RUN) -> torch.Tensor:
     """int32 ``[requests, tokens]``, the slot of each position: token t of request r was computed in
     slot ``1 + t * requests + r``, as decoding together leaves it; shared blocks lie at earlier ones'."""
     rows = torch.arange(1, shape.slots, dtype=torch.int32).view(shape.tokens, -1).T.contiguous()
     draw = np.random.default_rng(5)
     for row in rows:
-        pairs = torch.from_numpy(shared_blocks(shape.tokens, shared_percent / 100, draw))
-        blocks, sources = pairs[..., None] * BLOCK + torch.arange(BLOCK)
+        pairs = torch.from_numpy(shared_blocks(shape.tokens, shared_percent / 100, draw, run))
+        blocks, sources = pairs[..., None] * run + torch.arange(run)
         row[blocks] = row[sources]
     return rows
 
@@ -98,9 +100,9 @@ class Batch:
     def fits(shape: Shape) -> bool:
         return True
 
-    def share(self, percent: int) -> None:
+    def share(self, percent: int, run: int = RUN) -> None:
         """Lay the rows anew; raises RuntimeError where a result is not the reference's."""
-        self.rows = lay_rows(self.shape, percent).to(self.device)
+        self.rows = lay_rows(self.shape, percent, run).to(self.device)
 
     def check(
         self, name: str, found: torch.Tensor, rows: torch.Tensor, as_cached: bool = False
@@ -119,7 +121,7 @@ class Batch:
             raise RuntimeError(f"{name}, {self.shape}: relative error {error:.3g}")
 
     def plan_of(self, rows: torch.Tensor, as_cached: bool = False) -> RowPlan:
-        """What whole rows read, by definition; ``as_cached`` without rotating keys."""
+        """What whole rows read, an entry for every position; ``as_cached`` without rotating keys."""
         count, tokens = rows.shape
         indptr = torch.arange(count + 1, dtype=torch.int32, device=self.device) * tokens
         at = torch.arange(tokens, dtype=torch.int32, device=self.device)

@@ -9,13 +9,14 @@ from typing import Any
 import pandas as pd
 import torch
 
-from eval.bench.attention_batch import Batch, Shape
+from eval.bench.attention_batch import RUN, Batch, Shape
 from eval.bench.turns import Side, spread
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+from sglang_reasoncache.kernels.row_plan import RowPlan
 
 #: Layers of the model whose step the planner is compared with; it runs once for all.
 _LAYERS = 32
@@ -37,7 +38,8 @@ class CudaBatch(Batch):
         keys, values = torch.empty(size, dtype=torch.bfloat16, device=device).uniform_(-1, 1)
         super().__init__(shape, (keys, values))
         self._kv = PagedKv(keys, values, self.reference.rotation, backend="triton")
-        self._buffers = PlanBuffers.of(shape.requests, shape.slots - 1, self.device)
+        entries = shape.requests, shape.slots - 1
+        self._buffers = PlanBuffers.of(*entries, self.device, merge=True)
 
     @staticmethod
     def fits(shape: Shape) -> bool:
@@ -48,32 +50,34 @@ class CudaBatch(Batch):
     @staticmethod
     def key_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
         """By the names of the goals (docs/benchmarks.md)."""
-        by_share = {row["shared_percent"]: row for row in rows}
-        plain, shared = by_share[0], by_share[22]
-        ours, flashinfer = (
-            [r[side]["median"] for r in (plain, shared)] for side in CudaBatch.times[:2]
-        )
+        plain, shared, short, half = rows
+        ours, flashinfer = ([r[side]["median"] for r in rows] for side in CudaBatch.times[:2])
         return {
             "decode_vs_flashinfer": flashinfer[0] / ours[0],
             "decode_fraction_of_copy": plain["decode_of_copy"],
             "gather_fraction_of_copy": plain["gather_gb_per_s"] / plain["copy_gb_per_s"]["median"],
             "decode_shared22_vs_flashinfer": ours[1] / flashinfer[1],
+            f"decode_shared22_runs{short['run']}_vs_flashinfer": ours[2] / flashinfer[2],
+            f"decode_shared{half['shared_percent']}_vs_flashinfer": ours[3] / flashinfer[3],
             "plan_fraction_of_step": shared["plan_of_step"],
         }
 
-    def share(self, percent: int) -> None:
-        super().share(percent)
-        self._plan = self.plan_of(self.rows)
-        shifted = 0 if self._plan.shift is None else int(self._plan.shift.count_nonzero())
-        if (shifted > 0) != (percent > 0):
-            raise RuntimeError(f"{self.shape}, {percent}% shared: the plan shifts {shifted} keys")
-        for found, expected in zip(self.plan(), self._plan, strict=True):
-            assert found is not None
-            if not torch.equal(found, torch.zeros_like(found) if expected is None else expected):
+    def share(self, percent: int, run: int = RUN) -> None:
+        super().share(percent, run)
+        self._flat, self._plan = self.plan_of(self.rows), self.plan()
+        where = self.rows, self.requests, self.lengths, self.cached_at
+        expected = plan_rows(*where, num_slots=self.shape.slots, merge=True)
+        if (expected.rotations is not None) != (percent > 0) or expected.shift is not None:
+            raise RuntimeError(f"{self.shape}, {percent}% shared: not what the plan says")
+        pairs = list(zip(self._plan[:2], expected[:2], strict=True))
+        if expected.rotations is not None:
+            pairs += zip(self._plan.rotations or (), expected.rotations, strict=True)
+        for found, right in pairs:
+            if not torch.equal(found[: len(right)], right):
                 raise RuntimeError(f"plan_into, {self.shape}: not what the rows say")
         self.check("decode_attention", self.decode(), self.rows)
         plan, size = self.plan_of(self.rows[self.checked]), (self.shape.requests, -1)
-        both = zip(_gather(self._kv, self._plan), _gather(self.reference, plan), strict=True)
+        both = zip(_gather(self._kv, self._flat), _gather(self.reference, plan), strict=True)
         for name, (got, wanted) in zip("KV", both, strict=True):
             self.judge(f"gather_kv, {name}", got.view(size)[self.checked], wanted)
 
@@ -112,9 +116,9 @@ class CudaBatch(Batch):
             "ours": self.decode,
             "flashinfer": self.flashinfer(as_cached=False),
             "plan": self.plan,
-            "gather": functools.partial(_gather, self._kv, self._plan),
+            "gather": functools.partial(_gather, self._kv, self._flat),
         }
-        if self._plan.shift is not None:
+        if self._flat.shift is not None:
             calls["as cached"] = self.flashinfer(as_cached=True)
         return {name: functools.partial(_bench, call) for name, call in calls.items()}
 

@@ -21,8 +21,9 @@ from sglang_reasoncache.eviction.statistics import AttentionStatistics, Prefill,
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import BatchRows, RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
 from sglang_reasoncache.selection.contract import Selector
 from sglang_reasoncache.selection.page_selection import PageSelection
 
@@ -118,24 +119,27 @@ class PagedAttention:
         entries = 8
         buffers = self._nobodys_row(entries, positions=weighs)
         plan = self._readable(buffers.plan_of(1))
+        merged = plan
+        if self.merges and not weighs:
+            merged = self._nobodys_row(entries, positions=False, merge=True).plan_of(1)
         spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
         shapes = {(x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in self._attention}
         for (heads, dim, logit_cap), layer in shapes.items():
             kv, query = self._layers[layer.layer_id], self._zeros(heads, dim)
             # Addresses that are multiples of 16 bytes and others are kernels of their own.
-            for some in (None, spans):
+            for some, rows in ((None, merged), (spans, plan)):
                 weights = query.new_zeros(entries, dtype=torch.float32) if weighs else None
                 options: Any = {"spans": some, "weights": weights, "longest": entries}
-                decode_attention(query, kv, plan, scale=1.0, logit_cap=logit_cap, **options)
+                decode_attention(query, kv, rows, scale=1.0, logit_cap=logit_cap, **options)
             for first in () if weighs else (0, 1):
                 shift = None if plan.shift is None else plan.shift[first:]
                 gather_kv(kv, plan.kv_indices[first:], shift, self._dtype)
         return buffers
 
-    def _nobodys_row(self, length: int, *, positions: bool) -> PlanBuffers:
+    def _nobodys_row(self, length: int, *, positions: bool, merge: bool = False) -> PlanBuffers:
         """A plan of row 0, which is no request's."""
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        buffers = self.buffers(1, length, positions=positions)
+        buffers = self.buffers(1, length, positions=positions, merge=merge)
         self.plan_into(buffers, zero, zero + length)
         return buffers
 
@@ -149,14 +153,25 @@ class PagedAttention:
         """Whether only our kernels can run decode steps: SGLang's give no weights, read all."""
         return self.statistics is not None or self.selection is not None
 
+    @property
+    def merges(self) -> bool:
+        """Whether decode steps read each slot of a row once. Statistics and selection go by
+        positions: for them each is an entry of its own."""
+        return self.cached is not None and not self.always_needed
+
     def buffers(
-        self, batch: int, entries: int | None = None, *, positions: bool = False
+        self,
+        batch: int,
+        entries: int | None = None,
+        *,
+        positions: bool = False,
+        merge: bool = False,
     ) -> PlanBuffers:
         """Capacity for plans of ``batch`` requests and ``entries`` (None: whole rows) on a GPU."""
         from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
         entries = batch * self.width if entries is None else entries
-        return PlanBuffers.of(batch, entries, self.device, positions=positions)
+        return PlanBuffers.of(batch, entries, self.device, positions=positions, merge=merge)
 
     def plan_into(self, buffers: PlanBuffers, requests: Tensor, lengths: Tensor) -> RowPlan:
         """Plan rows on a GPU; what this queues can be captured in a CUDA graph."""
@@ -169,18 +184,22 @@ class PagedAttention:
         """Without shifts where keys are read as cached; buffers have capacity for them anyway."""
         return plan if self.cached is not None else plan._replace(shift=None)
 
-    def _plan(self, batch: ForwardBatch, longest: int) -> tuple[RowPlan, BatchRows]:
+    def _plan(
+        self, batch: ForwardBatch, longest: int, *, merge: bool = False
+    ) -> tuple[RowPlan, BatchRows]:
         """The rows of a batch, and what statistics and selection read of them."""
         where = batch.req_pool_indices, batch.seq_lens
         if self.backend == "triton":
             lengths = batch.seq_lens_cpu
             entries = None if lengths is None else int(lengths.sum())
-            buffers = self.buffers(len(batch.seq_lens), entries, positions=self.always_needed)
+            sizes: Any = len(batch.seq_lens), entries
+            buffers = self.buffers(*sizes, positions=self.always_needed, merge=merge)
             return self.plan_into(buffers, *where), BatchRows(buffers, *where, longest)
         # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
         shifted = getattr(self.allocator, "has_shifted_slots", False)
         cached_at = self._cached_at if shifted else None
-        plan = plan_rows(self._rows.req_to_token, *where, cached_at, num_slots=self._num_slots)
+        read = self._rows.req_to_token, *where, cached_at
+        plan = plan_rows(*read, num_slots=self._num_slots, merge=merge)
         return plan, BatchRows(plan, *where, longest)
 
     # -- a forward ------------------------------------------------------------------
@@ -207,7 +226,7 @@ class PagedAttention:
         if lengths is None and self.device.type == "cpu":
             lengths = batch.seq_lens
         longest = self.width if lengths is None else int(lengths.max())
-        self.rows, read = self._plan(batch, longest)
+        self.rows, read = self._plan(batch, longest, merge=self.merges)
         if self.statistics is not None:
             self._update = self.statistics.decode(read)
         if self.selection is not None:

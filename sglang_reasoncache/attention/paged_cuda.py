@@ -15,7 +15,7 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
 from sglang_reasoncache.cache.cached_positions import BatchMark, CachedPositions
-from sglang_reasoncache.kernels.plan import BatchRows
+from sglang_reasoncache.kernels.row_plan import BatchRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +100,8 @@ class SharedSlotReads(PagedBackend):
         if self._graphs and self._graphs[-1][0].batch >= max_bs:
             return
         weighs = self.paged.statistics is not None
-        buffers = self.paged.buffers(max_bs, positions=self.paged.always_needed)
+        paged = self.paged
+        buffers = paged.buffers(max_bs, positions=paged.always_needed, merge=paged.merges)
         selection: Any = self.paged.selection
         if selection is not None:
             selection.allocate_graphs(max_bs, weighs=weighs)

@@ -17,8 +17,8 @@ from sglang_reasoncache.eviction.statistics import (
     StatisticsUpdate,
 )
 from sglang_reasoncache.kernels import note_triton
-from sglang_reasoncache.kernels.plan import BatchRows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+from sglang_reasoncache.kernels.row_plan import BatchRows
 
 
 class DeviceStatistics(AttentionStatistics):

@@ -16,7 +16,7 @@ import torch
 
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
-from sglang_reasoncache.kernels.plan import BatchRows
+from sglang_reasoncache.kernels.row_plan import BatchRows
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import torch
 
 from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.row_plan import TILE, Rotations, RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 
@@ -26,7 +26,8 @@ def decode_attention(
     """``softmax(scale * q . k) v`` of every query over its own entries.
 
     A shifted key is read as it lies in the pool, under the query rotated back: the cost grows with
-    the runs of equal shift. The result does not depend on threads, nor on the rest of the batch.
+    the runs of equal shift. An entry with rotations is read once. The result does not depend on
+    threads, nor on the rest of the batch.
     On a CUDA device the call only launches, and can be captured in a graph.
 
     Args:
@@ -37,7 +38,7 @@ def decode_attention(
         logit_cap: ``cap * tanh(logit / cap)``; 0 leaves logits as they are.
         sinks: fp32 ``[heads]``, logits that take weight and have no value.
         spans: int32 ``[batch]`` each, first entry of each query and one past its last; several
-            queries may read the same entries.
+            queries may read the same entries. Not of a plan with rotations, nor ``weights``.
         weights: fp32, one for each entry of query 0, then of query 1, and so on: each entry's
             softmax weight, summed over the heads, is added to it. "triton" takes any length.
         longest: Upper bound on the entries of a query; None: all of the plan's. With ``weights``,
@@ -51,6 +52,9 @@ def decode_attention(
             and "torch", a slot, span or shift out of range, which "triton" skips.
     """
     kv.check(plan.shift, query.dtype)
+    if plan.rotations is not None:
+        kv.check(plan.rotations.by, query.dtype)
+        _check_rotations(plan, plan.rotations, spans is None and weights is None)
     # Whole rows lie side by side from 0, and so do their weights.
     first = plan.kv_indptr[:-1] if spans is None else None
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
@@ -83,7 +87,9 @@ def decode_attention(
         reference.decode(kv, query, out, plan, spans, *options)
     elif kv.native is not None:
         queries = query, out, batch, heads, *query.stride()[:2]
-        reads = *spans, plan.kv_indices, plan.shift, len(plan.kv_indices)
+        rotations = plan.rotations or (None, None, None)
+        count = 0 if plan.rotations is None else len(plan.rotations.by)
+        reads = *spans, plan.kv_indices, plan.shift, len(plan.kv_indices), *rotations, count
         element = DTYPES.index(query.dtype)
         kv.native.call("decode", *queries, *reads, *options, element, cpu_threads())
     else:
@@ -91,3 +97,18 @@ def decode_attention(
 
         decode_triton.decode(kv, query, out, plan, spans, *options, first, longest)
     return out
+
+
+def _check_rotations(plan: RowPlan, rotations: Rotations, readable: bool) -> None:
+    """Raises ValueError for rotations that do not fit the plan, or that cannot be read."""
+    if not readable:
+        raise ValueError("spans and weights need a plan with an entry for every position")
+    tile_ptr, by, bits = rotations
+    tiles = len(plan.kv_indices) // TILE + len(plan.kv_indptr) - 1
+    if (
+        (tile_ptr.dtype, by.dtype, bits.dtype) != (torch.int32, torch.int32, torch.int64)
+        or tile_ptr.shape != (tiles + 1,)
+        or bits.shape != by.shape
+        or not all(side.is_contiguous() for side in (tile_ptr, by, bits))
+    ):
+        raise ValueError(f"rotations must be int32 [{tiles + 1}], int32 [count] and int64 [count]")

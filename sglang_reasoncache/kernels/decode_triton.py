@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
+from sglang_reasoncache.kernels.row_plan import TILE as ENTRIES
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.paged import PagedKv
-    from sglang_reasoncache.kernels.plan import RowPlan
     from sglang_reasoncache.kernels.rotation import KeyRotation
+    from sglang_reasoncache.kernels.row_plan import RowPlan
 
 #: Most chunks of a query's entries.
 SPLITS = 32
@@ -85,7 +86,35 @@ def _next(shifts):
     return tl.where(most != 0, most, tl.min(shifts, axis=0))
 
 
-@triton.jit(do_not_specialize=["total", "width", "num_slots", "table_rows"])
+@triton.jit
+def _turned(
+    q_at, q_mask, k, by, cosines, sines, column, rotated, other, earlier, angle, zeros,
+    ELEMENT: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Products of the query rotated back ``by`` so many positions with a tile's keys."""
+    cosine, sine = common.load_factors(cosines, sines, -by, rotated, earlier, angle, True, HALF)
+    # Loaded again: kept, it would take registers from every tile.
+    q = tl.load(q_at + column[None, :], mask=q_mask, other=0.0)
+    there = tl.load(q_at + other[None, :], mask=q_mask, other=0.0)
+    back = q.to(tl.float32) * cosine[None, :] + there.to(tl.float32) * sine[None, :]
+    high, low = _parts(back, ELEMENT)
+    return _times(high, low, k, zeros, ELEMENT, False)
+
+
+@triton.jit
+def _logits(products, ok, scale, logit_cap, CAPPED: tl.constexpr):
+    """Base 2; of keys that are not there -inf."""
+    logit = products * scale
+    if CAPPED:  # tanh x = 1 - 2 / (exp 2x + 1)
+        logit = logit_cap * (1 - 2 / (tl.exp(2 / logit_cap * logit) + 1))
+    # Keys that were not read are 0.
+    return logit * _LOG2E + tl.where(ok, 0.0, float("-inf"))[None, :]
+
+
+_SIZES = ["total", "width", "num_slots", "table_rows", "rotations"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def chunk_kernel(
     query,  # [rows, heads, K_DIM]
     keys,  # [num_slots, kv_heads, K_DIM]
@@ -96,6 +125,10 @@ def chunk_kernel(
     shift,  # int32 [total], unused unless HALF
     cosines,  # fp32 [table_rows, HALF], likewise
     sines, table_rows,
+    tile_ptr,  # int32 [total // ENTRIES + rows + 1], unused unless ROTATES
+    turns,  # int32 [rotations], likewise: positions
+    bits,  # int64 [rotations], likewise
+    rotations,
     parts,  # fp32 [rows, heads, SPLITS, V_DIM]: outputs of the chunks
     part_lse,  # fp32 [rows, heads, SPLITS]: base 2
     logits,  # fp32 [rows, heads, width]: base 2, written if LOGITS
@@ -109,6 +142,7 @@ def chunk_kernel(
     GROUP: tl.constexpr,  # query heads of a KV head
     HEADS: tl.constexpr,  # of a program, at least 16
     SPLITS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, LOGITS: tl.constexpr,
+    ROTATES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows)."""
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -150,24 +184,14 @@ def chunk_kernel(
                 one = _next(left)
                 if one != 0:  # a loop inside a branch leaves the outer one pipelined
                     while one != 0:
-                        cosine, sine = common.load_factors(
-                            cosines, sines, -one, rotated, earlier, angle, True, HALF
-                        )
-                        # Loaded again: kept, it would take registers from every tile.
-                        q = tl.load(q_at + k_column[None, :], mask=q_mask, other=0.0)
-                        there = tl.load(q_at + other[None, :], mask=q_mask, other=0.0)
-                        back = q.to(tl.float32) * cosine[None, :]
-                        back += there.to(tl.float32) * sine[None, :]
-                        high, low = _parts(back, ELEMENT)
-                        found = _times(high, low, k, zeros, ELEMENT, False)
+                        found = _turned(
+                            q_at, q_mask, k, one, cosines, sines, k_column, rotated, other,
+                            earlier, angle, zeros, ELEMENT, HALF,
+                        )  # fmt: skip
                         logit = tl.where(left[None, :] == one, found, logit)
                         left = tl.where(left == one, 0, left)
                         one = _next(left)
-            logit *= scale
-            if CAPPED:  # tanh x = 1 - 2 / (exp 2x + 1)
-                logit = logit_cap * (1 - 2 / (tl.exp(2 / logit_cap * logit) + 1))
-            # Keys that were not read are 0.
-            logit = logit * _LOG2E + tl.where(ok, 0.0, float("-inf"))[None, :]
+            logit = _logits(logit, ok, scale, logit_cap, CAPPED)
             if LOGITS:
                 l_at = logits + ((row * heads + head) * width)[:, None] + entry[None, :]
                 l_mask = (member < GROUP)[:, None] & (inside & (entry < width))[None, :]
@@ -180,9 +204,34 @@ def chunk_kernel(
             base = tl.where(now == float("-inf"), 0.0, now)
             fading = tl.exp2(most - base)
             p = tl.exp2(logit - base[:, None])
-            weight = weight * fading + tl.sum(p, axis=1)
+            weight *= fading
+            sums *= fading[:, None]
+            if ROTATES:
+                tile = first // ENTRIES + row + at // ENTRIES
+                turn = tl.maximum(tl.load(tile_ptr + tile), 0)
+                last = tl.minimum(tl.load(tile_ptr + tile + 1), rotations)
+                if turn < last:
+                    for one in range(turn, last):
+                        by_one = tl.load(turns + one)
+                        word = tl.load(bits + one) >> (at % ENTRIES)
+                        on = ok & (((word >> tl.arange(0, TILE).to(tl.int64)) & 1) != 0)
+                        on &= (by_one > -table_rows) & (by_one < table_rows)
+                        if tl.max(on.to(tl.int32), axis=0) > 0:
+                            found = _turned(
+                                q_at, q_mask, k, by_one, cosines, sines, k_column, rotated, other,
+                                earlier, angle, zeros, ELEMENT, HALF,
+                            )  # fmt: skip
+                            found = _logits(found, on, scale, logit_cap, CAPPED)
+                            now = tl.maximum(now, tl.max(found, axis=1))
+                            after = tl.where(now == float("-inf"), 0.0, now)
+                            fading = tl.exp2(base - after)
+                            p = p * fading[:, None] + tl.exp2(found - after[:, None])
+                            weight *= fading
+                            sums *= fading[:, None]
+                            base = after
+            weight += tl.sum(p, axis=1)
             high, low = _parts(p, ELEMENT)
-            sums = _times(high, low, v, sums * fading[:, None], ELEMENT, False)
+            sums = _times(high, low, v, sums, ELEMENT, False)
             most = now
         unit = (row * heads + head) * SPLITS + split
         nothing = weight == 0
@@ -299,6 +348,7 @@ def constants(
     *,
     capped: bool = False,
     logits: bool = False,
+    rotates: bool = False,
 ) -> dict[str, Any]:
     """Compile-time arguments of :func:`chunk_kernel`; ``rotation`` only if entries are shifted."""
     group = query.shape[1] // keys.shape[1]
@@ -320,6 +370,8 @@ def constants(
         # Up to 16 KiB of K and as much of V.
         TILE=max(16, min(64, 2**14 // (max(k_cols, v_cols) * keys.element_size()))),
         LOGITS=logits,
+        ROTATES=rotates and rotation is not None,
+        ENTRIES=ENTRIES,
     )
 
 
@@ -347,8 +399,12 @@ def decode(
         return
     keys, values, total = kv.keys, kv.values, len(plan.kv_indices)
     (begin, end), observed = spans, weights is not None
+    rotates = plan.rotations is not None
+    if rotates and plan.shift is None:
+        plan = plan._replace(shift=torch.zeros_like(plan.kv_indices))
     rotation = None if plan.shift is None else kv.rotation
-    fixed = constants(query, keys, values, rotation, capped=logit_cap > 0, logits=observed)
+    options = dict(capped=logit_cap > 0, logits=observed, rotates=rotates)
+    fixed = constants(query, keys, values, rotation, **options)
     rows, width, lse = min(batch, QUERIES), 0, None
     made = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
     if observed:
@@ -377,8 +433,21 @@ def decode(
             count = len(begin)
             entries = begin, end, plan.kv_indices, *rotary
             found = parts, part_lse, logits
+            turns: tuple[Any, ...] = begin, begin, begin, 0
+            if plan.rotations is not None:
+                tile_ptr, by, bits = plan.rotations
+                turns = tile_ptr[some:], by, bits, len(by)
             chunk_kernel[(blocks, SPLITS, count)](
-                query[here], *pool, *entries, *found, *sizes, *strides, scale, logit_cap, **fixed
+                query[here],
+                *pool,
+                *entries,
+                *turns,
+                *found,
+                *sizes,
+                *strides,
+                scale,
+                logit_cap,
+                **fixed,
             )
             lse_here = part_lse if lse is None else lse[here]
             merge_kernel[(heads, count)](

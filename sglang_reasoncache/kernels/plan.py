@@ -5,27 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import Any, NamedTuple
+import functools
 
 import torch
 
 from sglang_reasoncache import native
 from sglang_reasoncache.kernels import reference
+from sglang_reasoncache.kernels.row_plan import TILE, Rotations, RowPlan
 from sglang_reasoncache.native.pool import call
-
-
-class RowPlan(NamedTuple):
-    """Which slots the queries of a forward read; every layer uses the same.
-
-    Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their
-    positions, single tokens whatever the page size of the pool.
-    """
-
-    kv_indptr: torch.Tensor  # int32 [batch + 1]
-    kv_indices: torch.Tensor  # int32 [total], slots
-    #: int32 ``[total]``, positions by which to rotate each key (where it is used minus where it
-    #: was cached); None where all are 0.
-    shift: torch.Tensor | None
 
 
 def plan_rows(
@@ -35,6 +22,7 @@ def plan_rows(
     cached_at: torch.Tensor | None = None,
     *,
     num_slots: int,
+    merge: bool = False,
 ) -> RowPlan:
     """Flatten the rows of a batch, by C++ in host memory.
 
@@ -47,6 +35,8 @@ def plan_rows(
         lengths: int ``[batch]``, positions in use, at most ``width``.
         cached_at: int32 ``[num_slots]``, position each slot's key was rotated for; None: its own.
         num_slots: Slots of the pool, the bound of every entry.
+        merge: A position whose slot is also at its cached position in this row is a rotation of
+            that entry, so that each slot is read once; needs ``cached_at``.
 
     Raises:
         ValueError: tensors of wrong dtype or shape; a request, length or slot out of range.
@@ -71,27 +61,26 @@ def plan_rows(
     if rows.device.type == "cpu" and rows.stride(1) == 1:
         with contextlib.suppress(native.NativeUnavailable):
             library = native.library()
+    merge = merge and cached_at is not None
     if library is None:
-        return RowPlan(*reference.plan_rows(rows, requests, lengths, cached_at, num_slots))
-    capacity = max(0, int(lengths.sum()))
-    kv_indptr = torch.empty(len(requests) + 1, dtype=torch.int32)
-    kv_indices = torch.empty(capacity, dtype=torch.int32)
-    shift = None if cached_at is None else torch.empty_like(kv_indices)
-    is_shifted = ctypes.c_int32()
+        return reference.plan_rows(rows, requests, lengths, cached_at, num_slots, merge)
+    capacity, made = max(0, int(lengths.sum())), functools.partial(torch.empty, dtype=torch.int32)
+    kv_indptr, kv_indices = made(len(requests) + 1), made(capacity)
+    shift = None if cached_at is None else made(capacity)
+    tile_ptr = by = bits = None
+    if merge:
+        tile_ptr, by = made(capacity // TILE + len(requests) + 1), made(capacity)
+        bits = torch.empty(capacity, dtype=torch.int64)
+    is_shifted, count = ctypes.c_int32(), ctypes.c_int32()
     table = rows, len(rows), rows.stride(0), rows.shape[1]
     batch = requests, lengths, len(requests), cached_at, num_slots
-    outputs = kv_indptr, kv_indices, shift, capacity, ctypes.byref(is_shifted)
-    call(library, "plan", *table, *batch, *outputs)
+    outputs = kv_indptr, kv_indices, shift, capacity, tile_ptr, by, bits
+    call(library, "plan", *table, *batch, *outputs, *map(ctypes.byref, (is_shifted, count)))
     total = int(kv_indptr[-1])
     if shift is not None:
         shift = shift[:total] if is_shifted.value else None
-    return RowPlan(kv_indptr, kv_indices[:total], shift)
-
-
-class BatchRows(NamedTuple):
-    """Of one forward."""
-
-    plan: Any  # a RowPlan; on a GPU PlanBuffers with positions
-    requests: torch.Tensor  # int [batch], rows
-    lengths: torch.Tensor  # int [batch], their positions, new ones included
-    longest: int  # upper bound on lengths
+    rotations = None
+    if count.value and tile_ptr is not None and by is not None and bits is not None:
+        tiles = total // TILE + len(requests)
+        rotations = Rotations(tile_ptr[: tiles + 1], by[: count.value], bits[: count.value])
+    return RowPlan(kv_indptr, kv_indices[:total], shift, rotations)

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_reasoncache.kernels.paged import read_keys, read_rows
+from sglang_reasoncache.kernels.row_plan import TILE, Rotations, RowPlan
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.paged import PagedKv
-    from sglang_reasoncache.kernels.plan import RowPlan
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
 
@@ -27,6 +28,17 @@ def _check_slots(name: str, slots: Tensor, num_slots: int) -> None:
         raise ValueError(f"{name} has a slot outside the pool")
 
 
+def _check_ranges(indptr: Tensor, ranges: int, total: int) -> None:
+    """Raises ValueError where ranges go beyond ``total``; waits for the device."""
+    if (
+        len(indptr) != ranges + 1
+        or indptr[0] < 0
+        or indptr[-1] > total
+        or (indptr.diff() < 0).any()
+    ):
+        raise ValueError("tile_ptr goes beyond the rotations")
+
+
 def _check_shift(shift: Tensor, rotation: KeyRotation) -> None:
     """Raises ValueError where the rotary table lacks a shift; waits for the device."""
     if shift.numel() and shift.long().abs().max() >= len(rotation.cos):
@@ -34,8 +46,13 @@ def _check_shift(shift: Tensor, rotation: KeyRotation) -> None:
 
 
 def plan_rows(
-    rows: Tensor, requests: Tensor, lengths: Tensor, cached_at: Tensor | None, num_slots: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    rows: Tensor,
+    requests: Tensor,
+    lengths: Tensor,
+    cached_at: Tensor | None,
+    num_slots: int,
+    merge: bool,
+) -> RowPlan:
     """See :func:`sglang_reasoncache.kernels.plan.plan_rows`; on a device it waits for it."""
     if requests.numel():
         if requests.min() < 0 or requests.max() >= rows.shape[0]:
@@ -45,13 +62,65 @@ def plan_rows(
     at = torch.arange(rows.shape[1], device=rows.device)
     slots = rows[requests]
     used = (at < lengths[:, None]) & (slots >= 0)
-    kv_indices = slots[used]
-    _check_slots("rows", kv_indices, num_slots)
-    kv_indptr = torch.nn.functional.pad(used.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
-    if cached_at is None:
-        return kv_indptr, kv_indices, None
-    shift = at.expand_as(slots)[used].to(torch.int32) - cached_at[kv_indices.long()]
-    return kv_indptr, kv_indices, shift if bool(shift.any()) else None
+    _check_slots("rows", slots[used], num_slots)
+    aliases, shifts, home = torch.zeros_like(used), None, at
+    if cached_at is not None:
+        home = cached_at[slots.clamp(0, num_slots - 1).long()]
+        shifts = at.to(torch.int32) - home
+    if merge:
+        there = slots.gather(1, home.long().clamp(0, max(0, len(at) - 1)))
+        aliases = used & (home >= 0) & (home < lengths[:, None]) & (home != at) & (there == slots)
+    entries = used & ~aliases
+    kv_indptr = F.pad(entries.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
+    shift = None if shifts is None or not shifts[entries].any() else shifts[entries]
+    rotations = None
+    if shifts is not None and aliases.any():
+        rotations = _rotations(kv_indptr, entries, aliases, home.long(), shifts)
+    return RowPlan(kv_indptr, slots[entries], shift, rotations)
+
+
+def _rotations(
+    kv_indptr: Tensor, entries: Tensor, aliases: Tensor, home: Tensor, shifts: Tensor
+) -> Rotations:
+    """One for each run of neighbouring positions with one shift whose entries are in one tile, in
+    the order of positions; arguments but the first are ``[batch, width]``."""
+    row, at = aliases.nonzero().unbind(1)
+    entry = (entries.cumsum(dim=1) - 1)[row, home[row, at]]
+    first = kv_indptr // TILE + torch.arange(len(kv_indptr), device=row.device)
+    tile, by = first[row] + entry // TILE, shifts[row, at]
+    begins = torch.ones_like(row, dtype=torch.bool)
+    begins[1:] = (at[1:] != at[:-1] + 1) | (tile[1:] != tile[:-1]) | (by[1:] != by[:-1])
+    bits = torch.zeros(int(begins.sum()), dtype=torch.int64, device=row.device)
+    bits.index_add_(0, begins.cumsum(0) - 1, 1 << entry % TILE)
+    tile, by = tile[begins], by[begins]
+    order = tile.argsort(stable=True)
+    tile_ptr = F.pad(torch.bincount(tile, minlength=int(first[-1])).cumsum(0), (1, 0))
+    return Rotations(tile_ptr.to(torch.int32), by[order], bits[order])
+
+
+def spelled_out(rows: RowPlan) -> RowPlan:
+    """The same with an entry for every position: a request's rotations behind its entries."""
+    kv_indptr, kv_indices, shift, rotations = rows
+    if rotations is None:
+        return rows
+    tile_ptr, by, bits = rotations
+    _check_ranges(tile_ptr, len(kv_indices) // TILE + len(kv_indptr) - 1, len(by))
+    first = kv_indptr // TILE + torch.arange(len(kv_indptr), device=by.device)
+    tile = torch.arange(len(tile_ptr) - 1, device=by.device).repeat_interleave(tile_ptr.diff())
+    request = torch.searchsorted(first, tile, right=True) - 1
+    one, bit = ((bits[:, None] >> torch.arange(TILE, device=by.device)) & 1).nonzero().T
+    entry = kv_indptr[request] + (tile - first[request]) * TILE
+    entry = (entry[one] + bit).clamp(max=len(kv_indices) - 1)
+    own = torch.arange(len(kv_indptr) - 1, device=by.device).repeat_interleave(kv_indptr.diff())
+    requests, order = torch.cat((own, request[one])).sort(stable=True)
+    shift = torch.zeros_like(kv_indices) if shift is None else shift
+    shift = torch.cat((shift, by[one]))[order]
+    counts = torch.bincount(requests, minlength=len(kv_indptr) - 1)
+    return RowPlan(
+        F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
+        torch.cat((kv_indices, kv_indices[entry]))[order],
+        shift if shift.any() else None,
+    )
 
 
 def gather(kv: PagedKv, kv_indices: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -75,6 +144,9 @@ def decode(
     weight_sums: Tensor | None,
 ) -> None:
     """See :func:`sglang_reasoncache.kernels.decode.decode_attention`; computes in fp32."""
+    if plan.rotations is not None:
+        plan = spelled_out(plan)
+        spans = plan.kv_indptr[:-1], plan.kv_indptr[1:]
     bounds = list(zip(*(side.tolist() for side in spans), strict=True))
     if not all(0 <= first <= last <= len(plan.kv_indices) for first, last in bounds):
         raise ValueError("decode: begin and end go beyond kv_indices")

@@ -20,8 +20,8 @@ _int64, _int32, _pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 _KINDS = {"p": _pointer, "q": _int64, "f": ctypes.c_float}
 #: Arguments of each C function: pointers, int64, fp32.
 _SIGNATURES = {
-    "plan": "pqqqppqpqpppqp",
-    "decode": "pppqqqqppppqpffpqq",
+    "plan": "pqqqppqpqpppqppppp",
+    "decode": "pppqqqqppppqpppqpffpqq",
     "gather": "pppqppqq",
     "distance": "ppppqqqqp",
 }
@@ -34,7 +34,7 @@ _MESSAGES = {
     3: "a slot outside the pool",
     4: "dst_slots has a slot outside the pool",
     5: "src_slots has a slot outside the pool",
-    6: "begin and end go beyond kv_indices",
+    6: "begin and end go beyond kv_indices, or tile_ptr beyond the rotations",
     7: "shift has an entry beyond the rotary table",
     8: "sizes or dtypes that do not fit together",
 }

@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reasoncache.kernels import select_triton
-from sglang_reasoncache.kernels.plan import BatchRows, RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.page_selection import PageSelection
 

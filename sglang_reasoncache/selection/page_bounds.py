@@ -7,7 +7,7 @@ import torch
 
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv, read_rows
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.row_plan import RowPlan
 
 
 class PageBounds:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sglang_reasoncache.arguments import flag_of
-from sglang_reasoncache.kernels.plan import BatchRows, RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
 from sglang_reasoncache.selection.contract import Selector
 from sglang_reasoncache.selection.page_bounds import PageBounds
 

@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from eval.bench import attention
 from eval.bench.attention import curves, measure, point
-from eval.bench.attention_batch import BLOCK, Shape, cached_positions, lay_rows, shared_blocks
+from eval.bench.attention_batch import RUN, Shape, cached_positions, lay_rows, shared_blocks
 from eval.bench.attention_cpu import CpuBatch
 from eval.bench.turns import as_text, spread, take_turns
 from sglang_reasoncache.kernels.plan import plan_rows
@@ -28,8 +28,8 @@ SHAPE = Shape(3, 989, 4, 2, 64)
 @pytest.mark.parametrize("percent", [0, 22, 75, 90])
 def test_shared_blocks_lie_at_earlier_blocks_of_the_row(tokens: int, percent: int) -> None:
     blocks, sources = shared_blocks(tokens, percent / 100, np.random.default_rng(1))
-    last = (tokens - 1) // BLOCK
-    wanted = min(round(percent / 100 * tokens / BLOCK), max(0, last - 1))
+    last = (tokens - 1) // RUN
+    wanted = min(round(percent / 100 * tokens / RUN), max(0, last - 1))
     assert len(np.unique(blocks)) == len(blocks) == wanted
     assert all(sources >= 0) and all(sources < blocks) and all(blocks < last)
     assert not set(sources) & set(blocks)
@@ -44,13 +44,13 @@ def test_rows_are_shared_by_so_much_and_shifted_by_whole_blocks(percent: int) ->
     plan = plan_rows(rows, requests, lengths, cached_at, num_slots=SHAPE.slots)
     shift = torch.zeros(rows.numel()) if plan.shift is None else plan.shift
     shifted = float((shift != 0).float().mean())
-    assert shifted == pytest.approx(percent / 100, abs=BLOCK / SHAPE.tokens)
+    assert shifted == pytest.approx(percent / 100, abs=RUN / SHAPE.tokens)
     # Used later than computed, at the slot that the same request wrote for it.
-    assert bool((shift >= 0).all()) and bool((shift % BLOCK == 0).all())
+    assert bool((shift >= 0).all()) and bool((shift % RUN == 0).all())
     assert torch.equal((rows - 1) % SHAPE.requests, torch.arange(3)[:, None].expand(3, 989).int())
     unshared = lay_rows(SHAPE, 0)
     assert len(unshared.unique()) == unshared.numel() == SHAPE.slots - 1
-    assert torch.equal(rows[:, :BLOCK], unshared[:, :BLOCK])
+    assert torch.equal(rows[:, :RUN], unshared[:, :RUN])
     assert torch.equal(rows[:, -1], unshared[:, -1])
 
 
@@ -109,15 +109,17 @@ def test_figures_of_a_gpu() -> None:
     batch = object.__new__(cuda.CudaBatch)
     batch.shape = Shape(64, 16_000)
     size, rows = batch.shape.layer_bytes / 1e6, []
-    for percent, ours in ((0, 1.25), (22, 1.0), (50, 0.8)):
+    for percent, run, ours in ((0, 48, 1.25), (22, 48, 1.0), (22, 16, 1.1), (50, 48, 0.8)):
         times = {"ours": ours, "flashinfer": 1.2, "plan": 0.32, "gather": 3.0}
         times |= {"as cached": 1.1} if percent else {}
         samples = [{"side": name, "ms": ms, "bandwidth": 4000.0} for name, ms in times.items()]
-        row = {"shared_percent": percent, "copy_gb_per_s": flat(4000.0)}
+        row = {"shared_percent": percent, "run": run, "copy_gb_per_s": flat(4000.0)}
         rows.append(row | batch.row(pd.DataFrame(samples)))
     assert batch.key_figures(rows) == {
         "decode_vs_flashinfer": pytest.approx(1.2 / 1.25),
         "decode_shared22_vs_flashinfer": pytest.approx(1.0 / 1.2),
+        "decode_shared22_runs16_vs_flashinfer": pytest.approx(1.1 / 1.2),
+        "decode_shared50_vs_flashinfer": pytest.approx(0.8 / 1.2),
         "decode_fraction_of_copy": pytest.approx(size / 1.25 / 4000),
         "gather_fraction_of_copy": pytest.approx(2 * size / 3 / 4000),
         "plan_fraction_of_step": pytest.approx(0.32 / (0.32 + 32)),
@@ -131,11 +133,19 @@ def test_key_figures_of_the_cpu_are_those_of_the_worse_heads() -> None:
         {"shape": shape, "shared_percent": 0, "speedup": flat(speedup), "of_read": of_read}
         for shape, speedup, of_read in shapes
     ]
+    rows += [
+        {"shape": shape, "shared_percent": percent, "run": run, "of_unshared": flat(percent * by)}
+        for shape, by in (("32x1000-a", 1.0), ("32x1000-b", 2.0), ("8x16000-", 3.0))
+        for percent, run in ((22, 48), (22, 16), (50, 48))
+    ]
     assert CpuBatch.key_figures(rows) == {
         "decode_speedup_vs_torch_native": 3.0,
         "decode_fraction_of_bandwidth": 0.5,
+        "decode_shared22_vs_unshared": 44.0,
+        "decode_shared22_runs16_vs_unshared": 44.0,
+        "decode_shared50_vs_unshared": 100.0,
     }
-    assert CpuBatch.key_figures(rows[2:]) == {}
+    assert CpuBatch.key_figures(rows[2:3]) == {}
 
 
 def test_results_are_written_part_by_part(tmp_path: Path) -> None:
@@ -181,7 +191,7 @@ from eval.bench.attention_cuda import CudaBatch
 with torch.inference_mode():
     batch = CudaBatch(Shape(3, 70, 8, 2, 32), "cpu")
     for percent in (0, 22):
-        batch.share(percent)
+        batch.share(percent, 16)
     try:
         batch.check("ones", torch.ones_like(batch.query), batch.rows)
     except RuntimeError as error:

@@ -25,8 +25,9 @@ from sglang_reasoncache.eviction.policies.contract import (
     needs_of,
 )
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
-from sglang_reasoncache.kernels.plan import BatchRows, plan_rows
+from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+from sglang_reasoncache.kernels.row_plan import BatchRows
 from sglang_reasoncache.plugin import attention
 from tests.triton_runs import INTERPRETED, under_interpreter
 from tests.triton_runs import small_launches as small_launches

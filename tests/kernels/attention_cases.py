@@ -8,8 +8,9 @@ import itertools
 
 import torch
 
-from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.row_plan import TILE as TILE_ENTRIES
+from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
 from tests.kernels.pools import LAYOUTS, TABLE, dense, lay_out, make_rotation, turned
 from tests.triton_runs import INTERPRETED
 
@@ -36,6 +37,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype = torch.bfloat16
     shared: float = 0.3  # of the entries: their slot was cached at another position
+    repeated: float = 0.0  # of the positions, about: they name the slot of another one
     evicted: float = 0.0  # of the positions; 1 leaves one entry a row
     layout: str = "halves"  # of LAYOUTS
 
@@ -57,6 +59,8 @@ CASES = [
       for dtype in (torch.bfloat16, *_FP8)),
     *(Case(layout=layout, dtype=dtype, query_dtype=torch.float32, kv_heads=2, heads=6)
       for layout, dtype in itertools.product(LAYOUTS, (torch.bfloat16, torch.float32))),
+    *(Case(lengths=(1, 64, 500, 1300), shared=0.1, repeated=repeated, evicted=evicted, heads=heads)
+      for repeated, evicted, heads in ((0.3, 0.0, 4), (0.8, 0.2, 6), (9.0, 0.4, 32))),
     Case(lengths=(512, 513, 1024, 1536), shared=0.5),
     Case(lengths=()),
     Case(lengths=(30_000,), shared=0.1),
@@ -77,6 +81,8 @@ FEW = [
     Case(dtype=torch.float32, query_dtype=torch.float32, lengths=(1, 300), layout="gaps"),
     Case(dtype=torch.float8_e4m3fn, lengths=(150,), layout="slot"),
     Case(dtype=torch.float8_e5m2, lengths=(150,), query_dtype=torch.float16, layout="odd"),
+    Case(lengths=(1, 150, 300), shared=0.1, repeated=0.4, evicted=0.1),
+    Case(lengths=(200,), repeated=5.0, dtype=torch.float32, query_dtype=torch.float32, heads=6),
     Case(lengths=()),
 ]
 
@@ -99,16 +105,50 @@ class Rig:
     def scale(self) -> float:
         return self.case.k_dim**-0.5
 
-    def plan(self) -> RowPlan:
-        """Entry by entry."""
-        indptr: list[int] = [0]
+    def plan(self, merge: bool = False) -> RowPlan:
+        """Entry by entry; with ``merge`` a position that names the slot at its cached position is
+        a rotation, one for a run of neighbours in a tile."""
+        indptr, tile_ptr = [0], [0]
         entries: list[tuple[int, int]] = []
-        for request, length in zip(self.requests.tolist(), self.lengths.tolist(), strict=True):
+        rotations: list[tuple[int, int]] = []
+        for b, (request, length) in enumerate(
+            zip(self.requests.tolist(), self.lengths.tolist(), strict=True)
+        ):
             row = self.rows[request, :length].tolist()
-            entries += [(s, at - int(self.cached_at[s])) for at, s in enumerate(row) if s >= 0]
+            home = [int(self.cached_at[slot]) for slot in row]
+            place: dict[int, int] = {}
+            further = {
+                at: home[at]
+                for at, slot in enumerate(row)
+                if merge and slot >= 0 and home[at] != at
+                if 0 <= home[at] < length and row[home[at]] == slot
+            }
+            for at, slot in enumerate(row):
+                if slot >= 0 and at not in further:
+                    place[at] = len(entries) - indptr[-1]
+                    entries.append((slot, at - home[at]))
+            tiles: dict[int, list[list[int]]] = {}
+            last = None
+            for at, to in further.items():
+                tile, bit = divmod(place[to], TILE_ENTRIES)
+                if last != (at - 1, tile, at - to):
+                    tiles.setdefault(tile, []).append([at - to, 0])
+                tiles[tile][-1][1] |= 1 << bit
+                last = at, tile, at - to
+            first = indptr[-1] // TILE_ENTRIES + b
+            tile_ptr += [tile_ptr[-1]] * (first + 1 - len(tile_ptr))
+            for tile in range(-(-len(place) // TILE_ENTRIES)):
+                rotations += [(by, bits - (bits >> 63 << 64)) for by, bits in tiles.get(tile, [])]
+                tile_ptr.append(len(rotations))
             indptr.append(len(entries))
+        last_tile = indptr[-1] // TILE_ENTRIES + len(indptr) - 1
+        tile_ptr += [tile_ptr[-1]] * (last_tile + 1 - len(tile_ptr))
         indices, shift = torch.tensor(entries, dtype=torch.int32).view(-1, 2).T.contiguous()
-        return RowPlan(torch.tensor(indptr).int(), indices, shift if shift.any() else None)
+        found = None
+        if rotations:
+            by, bits = torch.tensor(rotations).T.contiguous()
+            found = Rotations(torch.tensor(tile_ptr).int(), by.int(), bits)
+        return RowPlan(torch.tensor(indptr).int(), indices, shift if shift.any() else None, found)
 
     def rotated(self, plan: RowPlan) -> torch.Tensor:
         """fp64 keys of the plan's entries where they are used, ``[total, kv_heads, k_dim]``."""
@@ -174,6 +214,11 @@ def make(case: Case, seed: int = 3) -> Rig:
             if case.shared:
                 cached_at[slots[0]] = TABLE - 1
                 cached_at[slots[-1]] = count - 1 - (TABLE - 1) if count > 1 else TABLE - 1
+        for _ in range(round(case.repeated * count / 10) if count > 20 else 0):
+            # Either way, over what is shared or repeated already too.
+            run, to, source = torch.randint(1, count - 20, (3,), generator=generator).tolist()
+            run = 1 + run % 20
+            slots[to : to + run] = slots[source : source + run].clone()
         evicted = torch.rand(count, generator=generator) < case.evicted
         if case.evicted == 1 and count:
             evicted[count // 2] = False
@@ -198,7 +243,8 @@ def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
 
 
 def assert_plans(found: RowPlan, expected: RowPlan) -> None:
-    for mine, other in zip(found, expected, strict=True):
+    sides = zip((*found[:3], *(found[3] or ())), (*expected[:3], *(expected[3] or ())), strict=True)
+    for mine, other in sides:
         assert (mine is None) == (other is None)
         assert mine is None or other is None or torch.equal(mine.cpu(), other)
 

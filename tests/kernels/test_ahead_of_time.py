@@ -31,8 +31,8 @@ NAMES = {BF16: "bf16", E4M3: "u8"}
 #: Arguments that are pointers, by what they point at, unless a case says otherwise.
 _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions added sizes "
-    "to_indptr to_indices to_shift to_entries entries",
-    "i64": "requests lengths first bases slots totals dst src",
+    "to_indptr to_indices to_shift to_entries entries merges runs run_indptr indptr tile_ptr turns by",
+    "i64": "requests lengths first bases slots totals dst src bits",
     "fp32": "parts part_lse sinks lse cosines sines logits weights whole",
     "bf16": "query keys values out out_k out_v ends",
     "u8": "asked state keep",
@@ -97,11 +97,13 @@ def test_decode(
     arch: int, dtype: torch.dtype, dim: int, group: int, rotary_dim: int, is_neox: bool,
     observed: bool,
 ) -> None:  # fmt: skip
-    """By tensor cores, 16 bytes at a time, the next tile copied meanwhile."""
+    """By tensor cores, 16 bytes at a time, the next tile copied meanwhile; weights are asked for
+    where nothing is merged."""
     pool = torch.empty(1, 8, dim, dtype=dtype)
     query = torch.empty(1, 8 * group, dim, dtype=BF16)
     rotary = rotation(rotary_dim, is_neox)
-    constants = decode_triton.constants(query, pool, pool, rotary, logits=observed)
+    asked = dict(logits=observed, rotates=not observed)
+    constants = decode_triton.constants(query, pool, pool, rotary, **asked)
     ptx = compile_decode(arch, constants, dim, keys=NAMES[dtype], values=NAMES[dtype])
     assert re.search(r"cp\.async\.cg\.shared\.global \[[^\]]+\], \[[^\]]+\], 0x10", ptx)
     # Neighbours change places one by one, and only where a tile has many shifts.
@@ -136,6 +138,8 @@ def test_distance(arch: int, dtype: torch.dtype, rotary_dim: int, is_neox: bool)
 
 MERGE = dict(SINKS=True, LSE=True, V_DIM=128, V_COLS=128, SPLITS=32, CHUNK=256)
 PLAN = dict(SHIFTS=True, POSITIONS=True, PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
+SCAN = dict(PIECES=16, REQUESTS=plan_triton.REQUESTS)
+ROTATIONS = dict(ENTRIES=64, RUNS=plan_triton.RUNS, PIECES=16)
 NOTE = dict(LATEST=8, AHEAD=8, TOTAL=True, PIECES=16, TILE=note_triton.TILE)
 SELECT = dict(PIECES=plan_triton.PIECES, TILE=select_triton.TILE)
 BOUNDS = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
@@ -151,9 +155,13 @@ GATHER |= dict(ELEMENT="bf16", HALF=64, NEOX=True, ROWS=32)
         (gather_triton.gather_kernel, GATHER),
         (decode_triton.weights_kernel, WEIGHTS),
         (decode_triton.merge_kernel, MERGE),
-        (plan_triton.plan_kernel, PLAN | dict(WRITE=False)),
-        (plan_triton.plan_kernel, PLAN | dict(WRITE=True)),
-        (plan_triton.scan_kernel, dict(PIECES=16, REQUESTS=plan_triton.REQUESTS)),
+        (plan_triton.plan_kernel, PLAN | dict(MERGE=False, WRITE=True)),
+        (plan_triton.plan_kernel, PLAN | dict(MERGE=True, WRITE=False)),
+        (plan_triton.plan_kernel, PLAN | dict(MERGE=True, WRITE=True)),
+        (plan_triton.scan_kernel, SCAN | dict(MERGE=False)),
+        (plan_triton.scan_kernel, SCAN | dict(MERGE=True)),
+        (plan_triton.rotation_kernel, ROTATIONS | dict(WRITE=False)),
+        (plan_triton.rotation_kernel, ROTATIONS | dict(WRITE=True)),
         (note_triton.note_kernel, NOTE | dict(DECODE=True)),
         (note_triton.note_kernel, NOTE | dict(DECODE=False)),
         (select_triton.settle_kernel, dict(PAGE=16, TILE=select_triton.PAGES)),

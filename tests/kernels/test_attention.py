@@ -10,7 +10,9 @@ import torch
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.row_plan import TILE as TILE_ENTRIES
+from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
 from tests.kernels.attention_cases import (
     CASES,
     FEW,
@@ -35,8 +37,8 @@ def placed(value: Any, backend: str) -> Any:
     """Tensors, and tuples of them, where the backend reads them."""
     if backend != "triton" or value is None:
         return value
-    if isinstance(value, RowPlan):
-        return RowPlan(*(placed(side, backend) for side in value))
+    if isinstance(value, RowPlan | Rotations):
+        return type(value)(*(placed(side, backend) for side in value))
     if isinstance(value, tuple):
         return tuple(placed(side, backend) for side in value)
     return there(value) if isinstance(value, torch.Tensor) else value
@@ -58,12 +60,22 @@ def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:
     from sglang_reasoncache.kernels import plan_triton
 
     arguments = {name: placed(value, backend) for name, value in arguments.items()}
-    buffers = plan_triton.PlanBuffers.of(len(rig.requests), rig.rows.numel(), DEVICE)
-    plan = plan_triton.plan_into(buffers, **arguments)
-    total = int(plan.kv_indptr[-1])
+    merge = arguments.pop("merge", False)
+    buffers = plan_triton.PlanBuffers.of(len(rig.requests), rig.rows.numel(), DEVICE, merge=merge)
+    return cut(plan_triton.plan_into(buffers, **arguments))
+
+
+def cut(plan: RowPlan) -> RowPlan:
+    """To what was planned, on the host."""
+    total, rotations = int(plan.kv_indptr[-1]), None
     assert plan.shift is not None
     shift = plan.shift[:total].cpu() if plan.shift[:total].any() else None
-    return RowPlan(plan.kv_indptr.cpu(), plan.kv_indices[:total].cpu(), shift)
+    if plan.rotations is not None:
+        tile_ptr, by, bits = plan.rotations
+        tile_ptr = tile_ptr[: total // TILE_ENTRIES + len(plan.kv_indptr)].cpu()
+        count = int(tile_ptr[-1])
+        rotations = Rotations(tile_ptr, by[:count].cpu(), bits[:count].cpu()) if count else None
+    return RowPlan(plan.kv_indptr.cpu(), plan.kv_indices[:total].cpu(), shift, rotations)
 
 
 def decode(rig: Rig, backend: str, plan: RowPlan, **options: Any) -> torch.Tensor:
@@ -102,6 +114,10 @@ def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
     plan = plan_of(rig, backend)
     assert_plans(plan, rig.plan())
     assert_decode(rig, backend, plan, weights=not INTERPRETED or case in FEW[:5])
+    merged = plan_of(rig, backend, merge=True)
+    assert_plans(merged, rig.plan(merge=True))
+    assert (merged.rotations is not None) == (case.repeated > 0)
+    assert_attention(decode(rig, backend, merged), rig.expected(plan)[0])
 
 
 #: Shifts of the entries of one tile, repeated.
@@ -123,6 +139,27 @@ def test_every_sort_of_tile(
     # Shifts in another request leave no trace.
     alone = RowPlan(plan.kv_indptr[:2], plan.kv_indices[:3], None)
     assert torch.equal(out[:1], decode(rig, backend, alone, query=rig.query[:1]))
+
+
+def test_slots_of_many_positions(backend: str) -> None:
+    """One by a thousand; a tile where each has its own, either way; requests beside leave no trace."""
+    many = 100 if INTERPRETED else 1000
+    rig = make(Case(lengths=(many + 150, 70, 300), heads=6, kv_heads=2, shared=0.0))
+    rows = [rig.rows[request] for request in rig.requests.tolist()]
+    rows[0][100 : 100 + many] = rows[0][10].item()
+    rows[2][150:278:2] = rows[2][:64].clone()
+    rows[2][70:100:3] = rows[2][299].item()
+    rows[2][20] = -1
+    plan = plan_of(rig, backend, merge=True)
+    assert_plans(plan, rig.plan(merge=True))
+    assert len(plan.kv_indices) + many + 63 + 11 == sum(rig.case.lengths)
+    out = decode(rig, backend, plan)
+    assert_attention(out, rig.expected(rig.plan())[0])
+    for i, shares in ((0, True), (1, False)):
+        here = dict(requests=rig.requests[i : i + 1], lengths=rig.lengths[i : i + 1])
+        alone = plan_of(rig, backend, **here, merge=True)
+        assert alone.shift is None and (alone.rotations is not None) == shares
+        assert torch.equal(out[i : i + 1], decode(rig, backend, alone, query=rig.query[i : i + 1]))
 
 
 @pytest.mark.parametrize("heads", [6] if INTERPRETED else [2, 6, 8])
@@ -316,6 +353,36 @@ def test_values_out_of_range_are_refused(
     if name != "kv_indptr":
         with pytest.raises(ValueError, match=message):
             gather_kv(kv_of(rig, host_backend), plan.kv_indices, plan.shift, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value", "message"),
+    [
+        ("tile_ptr", -1, 10_000, "tile_ptr"),
+        ("tile_ptr", 0, -1, "tile_ptr"),
+        ("tile_ptr", 3, 10_000, "tile_ptr"),
+        ("by", 0, TABLE, "rotary table"),
+        ("by", -1, -(2**31), "rotary table"),
+    ],
+)
+def test_rotations_out_of_range_are_refused(
+    host_backend: str, name: str, index: int, value: int, message: str
+) -> None:
+    rig = make(Case(repeated=0.5))
+    plan = rig.plan(merge=True)
+    assert plan.rotations is not None
+    for bad in ({"spans": (plan.kv_indptr[:-1],) * 2}, {"weights": torch.zeros(5)}):
+        with pytest.raises(ValueError, match="an entry for every position"):
+            decode(rig, host_backend, plan, **bad)
+    fewer = plan.rotations._replace(tile_ptr=plan.rotations.tile_ptr[:-1])
+    with pytest.raises(ValueError, match="rotations must be"):
+        decode(rig, host_backend, plan._replace(rotations=fewer))
+    getattr(plan.rotations, name)[index] = value
+    with pytest.raises(ValueError, match=message):
+        decode(rig, host_backend, plan)
+    rig.rotation = None
+    with pytest.raises(ValueError, match="no rotation"):
+        decode(rig, host_backend, rig.plan(merge=True)._replace(shift=None))
 
 
 def test_pools_that_cannot_be_read_are_refused() -> None:

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.row_plan import RowPlan
 from tests.kernels.attention_cases import TABLE, Case, assert_attention, assert_plans, make
-from tests.kernels.test_attention import decode, kv_of, placed
+from tests.kernels.test_attention import cut, decode, kv_of, placed
 from tests.triton_runs import DEVICE, INTERPRETED, on_device, there
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import test_interpreted as test_interpreted
@@ -158,10 +158,24 @@ def test_spans_are_cut_to_the_entries() -> None:
 
 
 @on_device
+@pytest.mark.parametrize("by", [TABLE, -TABLE, -(2**31)])
+def test_rotations_out_of_range_count_for_nothing(by: int) -> None:
+    rig = make(Case(lengths=(19, 150), repeated=0.4))
+    plan = rig.plan(merge=True)
+    assert plan.rotations is not None
+    plan.rotations.bits[:2] = 0
+    out = decode(rig, "triton", plan)
+    plan.rotations.bits[:2] = -1
+    plan.rotations.by[:2] = by
+    assert torch.equal(decode(rig, "triton", plan), out)
+
+
+@on_device
+@pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
+def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> None:
     """Of more requests than are planned; what is out of range yields nothing."""
-    rig = make(Case(lengths=(30, 989, 19, 600, 7), shared=0.3, evicted=0.3))
+    rig = make(Case(lengths=(30, 989, 19, 600, 7), shared=0.3, repeated=0.3, evicted=0.3))
     num_slots = rig.keys.shape[0]
     rows = rig.rows.clone()
     requests, lengths = rig.requests.to(dtype, copy=True), rig.lengths.to(dtype, copy=True)
@@ -170,26 +184,44 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype) -> None:
     requests[0], lengths[4] = len(rows), -1
     rig.rows[rig.requests[1], :2] = -1
     rig.lengths[0] = rig.lengths[4] = 0
-    expected = rig.plan()
-    assert expected.shift is not None
+    expected = rig.plan(merge)
+    assert expected.shift is not None and (expected.rotations is not None) == merge
     total = int(expected.kv_indptr[-1])
-    ends = zip(rig.requests.tolist(), rig.lengths.tolist(), strict=True)
-    held = [(rig.rows[row, :length] >= 0).nonzero()[:, 0].int() for row, length in ends]
-    positions = torch.cat(held)
-    for capacity in (total + 50, total, 100, 0):
-        buffers = plan_triton.PlanBuffers.of(9, capacity, DEVICE, positions=True)
-        for side in vars(buffers).values():
-            side.fill_(-7)
+    positions = expected.shift + rig.cached_at[expected.kv_indices.long()]
+    for capacity in (2 * total, total, 100, 0):
+        buffers = plan_triton.PlanBuffers.of(9, capacity, DEVICE, positions=True, merge=merge)
+        own = buffers.merge or ()
+        for side in (*vars(buffers).values(), *own[1:], *(own and own[0])):
+            if isinstance(side, torch.Tensor):
+                side.fill_(-7)
         assert buffers.positions is not None
         tensors = map(there, (rows, requests, lengths, rig.cached_at))
         plan = plan_triton.plan_into(buffers, *tensors, num_slots=num_slots)
-        assert plan.shift is not None
-        found = RowPlan(plan.kv_indptr, plan.kv_indices[:total], plan.shift[:total])
-        right = RowPlan(*(side[:capacity] for side in expected if side is not None))
-        assert_plans(found, right._replace(kv_indptr=expected.kv_indptr.clamp(max=capacity)))
-        written = buffers.positions.cpu()
-        assert torch.equal(written[:total], positions[:capacity]) and (written[total:] == -7).all()
-        assert (plan.kv_indices[total:] == -7).all() and (buffers.kv_indptr[6:] == -7).all()
+        if capacity == 2 * total:
+            assert_plans(cut(plan), expected)
+        if not merge:
+            assert plan.shift is not None
+            found = RowPlan(plan.kv_indptr, plan.kv_indices[:total], plan.shift[:total])
+            sides = expected.kv_indices[:capacity], expected.shift[:capacity]
+            assert_plans(found, RowPlan(expected.kv_indptr.clamp(max=capacity), *sides))
+        if not merge or capacity > total:
+            written = buffers.positions.cpu()
+            assert torch.equal(written[:total], positions[:capacity])
+            assert (written[total:] == -7).all() and (buffers.kv_indptr[6:] == -7).all()
+            assert (plan.kv_indices[total:] == -7).all()
+
+
+@on_device
+def test_plans_of_too_many_runs_are_not_merged() -> None:
+    rig = make(Case(lengths=(70, 200), shared=0.0))
+    rig.rows[rig.requests[1], 50:150] = rig.rows[rig.requests[1], 10].clone()
+    rig.cached_at[rig.rows[rig.requests[1], 10]] = 10
+    read = [there(side) for side in (rig.rows, rig.requests, rig.lengths, rig.cached_at)]
+    for room in (99, 100):
+        buffers = plan_triton.PlanBuffers.of(2, room * plan_triton.RUN, DEVICE, merge=True)
+        plan = plan_triton.plan_into(buffers, *read, num_slots=len(rig.keys))
+        assert_plans(cut(plan), rig.plan(merge=room == 100))
+        assert_attention(decode(rig, "triton", plan), rig.expected(rig.plan())[0])
 
 
 @on_device
@@ -208,10 +240,10 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_captured_graph_follows_its_inputs() -> None:
     """Planned and read inside a CUDA graph; rows, lengths and cached positions change between replays."""
-    rig = make(Case(lengths=(989, 19, 1, 300), evicted=0.1))
+    rig = make(Case(lengths=(989, 19, 1, 300), repeated=0.3, evicted=0.1))
     kv = kv_of(rig, "triton")
     read = [there(side) for side in (rig.rows, rig.requests, rig.lengths, rig.cached_at)]
-    query, buffers = there(rig.query), plan_triton.PlanBuffers.of(4, 2000, DEVICE)
+    query, buffers = there(rig.query), plan_triton.PlanBuffers.of(4, 2000, DEVICE, merge=True)
 
     def step() -> torch.Tensor:
         plan = plan_triton.plan_into(buffers, *read, num_slots=len(rig.keys))

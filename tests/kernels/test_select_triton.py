@@ -17,8 +17,9 @@ pytest.importorskip("triton")
 
 from sglang_reasoncache.kernels import select_triton
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import BatchRows, RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
 from sglang_reasoncache.selection import page_bounds
 from sglang_reasoncache.selection.contract import Quest
 from sglang_reasoncache.selection.device_selection import DeviceSelection

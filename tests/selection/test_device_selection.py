@@ -11,7 +11,8 @@ from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, GraphVariants
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import BatchRows, plan_rows
+from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.row_plan import BatchRows
 from sglang_reasoncache.selection import page_bounds
 from sglang_reasoncache.selection.contract import Quest
 from tests.selection.test_page_selection import NONSENSE, selection_on_host, wrong

@@ -10,7 +10,8 @@ import torch
 
 from sglang_reasoncache import registry
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import BatchRows, RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
 from sglang_reasoncache.policy_options import OptionError
 from sglang_reasoncache.selection.contract import Quest
 from sglang_reasoncache.selection.page_bounds import PageBounds

@@ -146,3 +146,14 @@ def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         registry.parse.cache_clear()
     assert positions(policy.evict(view(20, owned=3), 8)) == [3, 5, 6, 7, 9, 10, 11, 13]
     assert positions(policy.evict(view(30, page=2), 5)) == [2, 3, 4, 5, 6, 7]
+
+
+def test_the_worked_example_of_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints the numbers of the page."""
+    [source] = re.findall(r"```python\n(.*?)```", TEXT["kernels"], flags=re.DOTALL)
+    exec(source, {})
+    printed = capsys.readouterr().out
+    assert printed.count("3.1779") == 2 and "-0.6536, -0.7568" in printed
+    for name in ("kv_indptr", "kv_indices", "shift", "tile_ptr", "by", "bits"):
+        for numbers in re.findall(rf"{name} = (\[[^\]]+\])", TEXT["kernels"]):
+            assert f"{name}=tensor({numbers}" in printed, (name, numbers)
