@@ -90,14 +90,7 @@ RC_INLINE Floats from_half(Shorts half) {
 RC_INLINE Floats load(const float* from) { return unaligned<Floats>(from); }
 
 RC_INLINE Floats load(const Bfloat16* from) {
-#if defined(__AVX512F__)  // GCC converts halves of a vector one by one
-  const Words words = (Words)_mm512_cvtepu16_epi32((__m256i)unaligned<Shorts>(from));
-#elif defined(__AVX2__)
-  const Words words = (Words)_mm256_cvtepu16_epi32((__m128i)unaligned<Shorts>(from));
-#else
-  const Words words = __builtin_convertvector(unaligned<Shorts>(from), Words);
-#endif
-  return (Floats)(words << 16);
+  return (Floats)(__builtin_convertvector(unaligned<Shorts>(from), Words) << 16);
 }
 
 RC_INLINE Floats load(const Float16* from) { return from_half(unaligned<Shorts>(from)); }
