@@ -38,4 +38,6 @@ class SlotNames:
 
     def between(self, start: int, end: int) -> np.ndarray:
         """Of consecutive positions."""
-        return self.at(np.arange(start, end))
+        found, known = np.zeros(end - start, dtype=np.int64), self._slots[start:end]
+        found[: len(known)] = known
+        return found

@@ -139,8 +139,9 @@ class SharedRadixCache(compat.RadixCache):
     def _count_new_leaf(self, leaf: TreeNode, start: int) -> None:
         row, end = self._row, start + len(leaf.key)
         names = row.names.between(start, end)
-        if names.any():
-            self._names[id(leaf.value)] = names
+        if not names.any():
+            return
+        self._names[id(leaf.value)] = names
         # What is above belongs to the tree, or is another request's copy of the same tokens.
         seen = set(row.names.between(0, row.protected).tolist())
         for offset in np.flatnonzero(names).tolist():

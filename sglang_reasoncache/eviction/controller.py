@@ -200,14 +200,19 @@ class EvictionController:
                 asked = self._ask(req, state, written, first, excess)
             elif not asked.reads.ready():
                 return []
+            elif not self._pressure.lets(name):
+                # What others gave up meanwhile was enough.
+                del state.asked[name], state.next_eviction[name]
+                return []
             answer = policy.evict(asked.view, asked.excess)
             # More runs than positions are nonsense, and need not be listed to the end.
             plain = [_plain(evict) for evict in itertools.islice(answer, written + 1)]
             if asked.reads.late:
                 state.asked[name] = asked
                 return []
-            waited = state.asked.pop(name, None) is not None
-            return _left(plain, state.evicted.held(written)) if waited else plain
+            if state.asked.pop(name, None) is None:
+                return plain
+            return _left(plain, first, written, self._page, state.evicted)
         except (Exception, SystemExit) as error:
             if asked is not None and asked.reads.late:
                 # Of zeros.
@@ -324,10 +329,19 @@ def _plain(answer: object) -> Eviction | None:
     return Eviction(answer.start, answer.length) if type(answer) is Eviction else None
 
 
-def _left(evictions: list[Eviction | None], held: np.ndarray) -> list[Eviction | None]:
+def _left(
+    evictions: list[Eviction | None], first: int, written: int, page: int, evicted: EvictedPositions
+) -> list[Eviction | None]:
     """What is still held of them: another policy may have evicted since they were asked for."""
-    at = [np.arange(evict.start, evict.end) for evict in evictions if evict is not None]
-    return [*runs(np.intersect1d(np.concatenate(at), held))] if at else []
+    held, left = evicted.held(written), list[Eviction | None]()
+    for evict in evictions:
+        refusal = refusal_of_eviction(evict, first, written, page, evicted)
+        if evict is not None and refusal is EvictionRefusal.ALREADY_EVICTED:
+            low, high = np.searchsorted(held, (evict.start, evict.end))
+            left += runs(held[low:high])
+        else:
+            left.append(evict)
+    return left
 
 
 def _within(evictions: list[Eviction], start: int, end: int) -> list[Eviction]:

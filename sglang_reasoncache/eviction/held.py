@@ -49,9 +49,14 @@ class Reads:
         self._arrived: torch.cuda.Event | None = None
 
     def ready(self) -> bool:
-        """Whether it has arrived, on all ranks, which ask together; the policy is asked anew."""
+        """Whether it has arrived, on all ranks, which ask together; the policy is asked anew.
+        Raises RuntimeError on a rank that read more than another, whose policy failed."""
         self.late, self._at = False, 0
-        return bool(self._ranks.least(self._arrived is None or self._arrived.query()))
+        arrived, count = self._arrived is None or self._arrived.query(), len(self._numbers)
+        least = self._ranks.least(count if arrived else -1)
+        if 0 <= least < count:
+            raise RuntimeError("another tensor-parallel rank read less for a policy")
+        return least >= 0
 
     def next(self, read: Callable[[], torch.Tensor], heads: int) -> np.ndarray:
         """What ``read`` gives, fp64 ``[held]``, summed over ranks and divided by ``heads``."""

@@ -65,7 +65,10 @@ class Acceptor:
             [entry.old_slot // self.page for entry in pages],
             [entry.new_slot // self.page for entry in pages],
         )
-        named = [self._named(row, redirections) for row in {entry.row for entry in redirections}]
+        by_row: dict[int, list[Redirection]] = {}
+        for entry in redirections:
+            by_row.setdefault(entry.row, []).append(entry)
+        named = [self._named(row, entries) for row, entries in by_row.items()]
 
         def redirect() -> None:
             self._pool.write(where, new_slots)
@@ -80,10 +83,9 @@ class Acceptor:
         return redirect
 
     def _named(
-        self, row: int, redirections: Sequence[Redirection]
+        self, row: int, entries: Sequence[Redirection]
     ) -> tuple[SlotNames, np.ndarray, np.ndarray]:
         """Positions of a row, those redirected and those read, and the slots that they will have."""
-        entries = [entry for entry in redirections if entry.row == row]
         both = [(at, e.new_slot) for e in entries for at in (e.position, e.source)]
         positions, slots = np.array(both, dtype=np.int64).T
         return self._allocator.names_in(row, int(positions.max()) + 1), positions, slots

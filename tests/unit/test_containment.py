@@ -11,6 +11,7 @@ import functools
 import logging
 import multiprocessing
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
@@ -29,6 +30,7 @@ from sglang.srt.runtime_context import get_context
 
 import sglang_reasoncache
 from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.eviction.held import Reads
 from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy, RequestView
 from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.plugin.containment import Containment
@@ -372,3 +374,31 @@ def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
         assert well in (None, "another tensor-parallel rank failed"), site
         stopped += well is not None
     assert stopped > len(found[0]) * 0.8
+
+
+def test_a_rank_that_read_less_for_a_policy_stops_all() -> None:
+    """Its policy failed where it read zeros, which is not told apart from what zeros do."""
+    store = torch.distributed.HashStore()
+    stopped: list[str] = []
+
+    def run(rank: int) -> None:
+        group = torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=10))
+        reads = Reads(ranks := Ranks(group))
+        reads._numbers = [torch.ones(5, dtype=torch.float64)] * (1 + rank)
+
+        def work() -> None:
+            assert reads.ready()
+            for _ in reads._numbers:
+                reads.next(lambda: torch.ones(5), 1)
+
+        Containment(ranks, stopped.append).together(work)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(stopped) == [
+        "RuntimeError: another tensor-parallel rank read less for a policy",
+        "another tensor-parallel rank failed",
+    ]

@@ -7,6 +7,7 @@ calls. Ours waits in ``free`` and ``free_page_ids`` alone, of slots that nobody 
 so when an allocation for a part of a batch fails."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,12 @@ from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.eviction.held import AttentionSource
 from sglang_reasoncache.eviction.policies.by_attention import H2O, RKV
 from sglang_reasoncache.eviction.policies.by_keys import KeyDiff, L2Norm
-from sglang_reasoncache.eviction.policies.contract import Eviction, StatisticsNeeds
+from sglang_reasoncache.eviction.policies.contract import (
+    KEYS,
+    Eviction,
+    RequestView,
+    StatisticsNeeds,
+)
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels import distance
 from sglang_reasoncache.selection.device_selection import WouldWait
@@ -216,3 +222,43 @@ def test_lists_and_arrays_are_uploaded() -> None:
         with pytest.raises((WouldWait, RuntimeError)):
             sent[0].tolist()
     assert all(one.tolist() == [3, 1] for one in sent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Reads keys and answers ``answer`` of a request with more than 20 positions."""
+
+    answer: tuple[Any, ...]
+    when: float = 0.0
+    needs = frozenset({KEYS})
+    slack = 100
+
+    def excess(self, written: int, slots: int) -> int:
+        return max(slots - 20, 0)
+
+    def evict(self, view: RequestView, excess: int) -> tuple[Any, ...]:
+        view.keys.token_scores(lambda keys: keys[..., 0])
+        return self.answer
+
+
+def test_an_answer_that_waited_is_refused_like_any_other() -> None:
+    wrong = Eviction(8, 10**12), Eviction("x", 3)  # type: ignore[arg-type]
+    world = world_of(SETUPS[0], Reading((*wrong, Eviction(8, 8))))
+    req = start(world)
+    steps(world, req)
+    assert world.controller.eviction.positions_now == 8
+    assert world.controller.stats.eviction_refusals == {"not_written": 1, "malformed": 1}
+    finish(world, req)
+
+
+def test_nobody_gives_more_when_the_pool_is_not_short_any_more() -> None:
+    """Both requests are asked before the first one's answer is there."""
+    world = world_of(SETUPS[0], Reading((Eviction(8, 12),), when=0.25))
+    reqs = [start(world, name, first) for name, first in (("a", 100), ("b", 200))]
+    for _ in range(3):
+        world.controller.after_decode(reqs)
+    states: list[Any] = [world.controller.state_of(req) for req in reqs]
+    assert sorted(state.evicted.count for state in states) == [0, 12]
+    assert not any(state.asked for state in states)
+    for req in reqs:
+        finish(world, req)
