@@ -83,7 +83,8 @@ def train(args: argparse.Namespace) -> None:
             size = replace(
                 SHORT if step < short else Difficulty(), shuffled=args.shuffled, fewer=args.fewer
             )
-            left, source = [], examples(tokenizer, rng, size)
+            left: list[Example] = []
+            source = examples(tokenizer, rng, size)
         inputs, targets = batch(source, left, rng)
         scale = min(1.0, step / 20, 1.02 - step / args.steps)
         for group in optimiser.param_groups:

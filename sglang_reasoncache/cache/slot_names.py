@@ -17,7 +17,9 @@ class SlotNames:
     def __init__(self) -> None:
         self._slots = np.zeros(0, dtype=np.int64)
 
-    def set(self, positions: Sequence[int] | np.ndarray, slots: Sequence[int] | int) -> None:
+    def set(
+        self, positions: Sequence[int] | np.ndarray, slots: Sequence[int] | np.ndarray | int
+    ) -> None:
         """Of a position that comes more than once the last slot counts."""
         at = np.asarray(positions, dtype=np.int64)
         self.reserve(int(at.max(initial=-1)) + 1)

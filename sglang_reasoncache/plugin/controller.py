@@ -57,8 +57,8 @@ class Controller:
         # What still runs will share no more.
         self.forecast = SharingForecast(0.0)
         self.pipeline.drop()
-        self.report.publish()
         self.tracker.stop()
+        self.report.publish()
 
     @property
     def live_positions(self) -> int:

@@ -65,7 +65,7 @@ def test_the_folder_is_the_model_with_its_adapter(tmp_path: Path) -> None:
     for name, weight in made.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
-    made.save_pretrained(tmp_path / "adapter")
+    made.save_pretrained(str(tmp_path / "adapter"))
     write(CHECKPOINT, tmp_path / "adapter", tmp_path / "merged")
     tokens = torch.tensor([[5, 6, 7, 8]])
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)

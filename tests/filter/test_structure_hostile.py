@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import sglang_reasoncache.filter
 from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.steps import StepMatcher
 from sglang_reasoncache.filter.structure import signs
 from sglang_reasoncache.filter.structure.signature import regions, same_structure, signature
 from sglang_reasoncache.filter.structure.tree import Limits
@@ -325,6 +326,7 @@ def test_a_step_like_many_that_were_never_read_is_compared_in_bounded_time() -> 
         # Straight into the history: none of them was ever a candidate.
         for i in range(64):
             (step,) = request.steps([2 + i % 10, 12] * (150 + i) + [0])
+            assert isinstance(request._matcher, StepMatcher)
             request._matcher._history.add(step)
         (step,) = request.steps([*range(2, 12), 12] * 80 + [0])
         start = time.thread_time()

@@ -60,7 +60,7 @@ def log_probs(
 
 def test_a_server_computes_what_the_harness_computes(server: ServerProcess) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    todo: list[str] = [
+    todo: list[Any] = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": problem.prompt}],
             add_generation_prompt=True,
