@@ -145,15 +145,9 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         self.has_shifted_slots = self.has_evicted = False
         self._held: list[torch.Tensor] = []
 
-    def prepare(self, lost: Sequence[int] | torch.Tensor, gained: Sequence[int] = ()) -> Change:
-        """What becomes of pages in use by one reference less for every entry of ``lost`` (a tensor:
-        int64), after one more for every entry of ``gained``. Nothing changes yet."""
-        if isinstance(lost, torch.Tensor):
-            # Only while something is shared: this waits for a GPU.
-            ids = lost.tolist() if self.references else []
-            if self.references.keys().isdisjoint(ids):
-                return Change({}, lost)
-            lost = ids
+    def prepare(self, lost: Sequence[int], gained: Sequence[int] = ()) -> Change:
+        """What becomes of pages in use by one reference less for every entry of ``lost``, after one
+        more for every entry of ``gained``. Nothing changes yet."""
         counts, freed = self.references.changed(gained, lost)
         return Change(counts, upload(freed, self.device))
 
@@ -204,6 +198,13 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         if held:
             self._release_unreferenced(torch.cat(held))
 
+    def _free_unknown(self, pages: torch.Tensor) -> None:
+        """Take one reference away for each entry; on a GPU this waits while something is shared."""
+        pages = self._without_evicted(pages)
+        ids = pages.tolist() if self.references else []
+        known = not self.references.keys().isdisjoint(ids)
+        self.commit(self.prepare(ids) if known else Change({}, pages))
+
     def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
         """Of entries that nobody knows. On a GPU this waits for it."""
         return ids[ids >= 0] if self.has_evicted else ids
@@ -221,7 +222,7 @@ class SharedTokenAllocator(_Shared, compat.TokenToKVPoolAllocator):
     def free(self, free_index: torch.Tensor) -> None:
         # The indices of a free group come back through here, all at once, when it ends.
         if self.free_group is None:
-            self.commit(self.prepare(self._without_evicted(free_index)))
+            self._free_unknown(free_index)
         else:
             super().free(free_index)
 
@@ -249,7 +250,7 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         """The one way back to the free list."""
-        self.commit(self.prepare(self._without_evicted(torch.cat(page_ids))))
+        self._free_unknown(torch.cat(page_ids))
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
         super()._release_page_ids(pages)

@@ -10,6 +10,15 @@ import numpy as np
 EVICTED = -1
 
 
+def grown(of_positions: np.ndarray, end: int) -> np.ndarray:
+    """The same array, or a copy with zeros behind it, that has an element for each position before
+    ``end``."""
+    size = len(of_positions)
+    if end <= size:
+        return of_positions
+    return np.pad(of_positions, (0, max(end, 2 * size, 256) - size))
+
+
 class SlotNames:
     """The slot of every position that shares one or gave one to others, ``EVICTED`` where there is
     none any more, and 0, a slot of nobody, where the row has the only reference."""
@@ -27,10 +36,7 @@ class SlotNames:
 
     def reserve(self, end: int) -> None:
         """Have memory for positions before ``end``."""
-        if end > len(self._slots):
-            grown = np.zeros(max(end, 2 * len(self._slots), 256), dtype=np.int64)
-            grown[: len(self._slots)] = self._slots
-            self._slots = grown
+        self._slots = grown(self._slots, end)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """int64, as long as ``positions``."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
@@ -45,14 +46,13 @@ class Reads:
     def __init__(self, ranks: Ranks = _ALONE) -> None:
         self.late = False
         self._ranks, self._at = ranks, 0
-        self._numbers: list[torch.Tensor] = []
-        self._arrived: torch.cuda.Event | None = None
+        self._numbers: list[Download] = []
 
     def ready(self) -> bool:
         """Whether it has arrived, on all ranks, which ask together; the policy is asked anew.
         Raises RuntimeError on a rank that read more than another, whose policy failed."""
         self.late, self._at = False, 0
-        arrived, count = self._arrived is None or self._arrived.query(), len(self._numbers)
+        arrived, count = all(one.ready() for one in self._numbers), len(self._numbers)
         least = self._ranks.least(count if arrived else -1)
         if 0 <= least < count:
             raise RuntimeError("another tensor-parallel rank read less for a policy")
@@ -62,15 +62,12 @@ class Reads:
         """What ``read`` gives, fp64 ``[held]``, summed over ranks and divided by ``heads``."""
         at, self._at = self._at, self._at + 1
         if at == len(self._numbers):
-            found = read()
-            # Into pinned memory, behind the kernels; an event tells when.
-            self._numbers.append(found.to("cpu", non_blocking=True))
-            if found.is_cuda:
-                self._arrived, self.late = torch.cuda.Event(), True
-                self._arrived.record()
+            self._numbers.append(Download(read()))
+            self.late = self.late or not self._numbers[at].is_immediate
+        (found,) = self._numbers[at].host
         if self.late:
-            return np.zeros(len(self._numbers[at]))
-        sums = self._numbers[at].clone()
+            return np.zeros(len(found))
+        sums = found.clone()
         self._ranks.add(sums)
         return (sums / heads).numpy()
 

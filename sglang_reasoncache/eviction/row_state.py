@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
+from sglang_reasoncache.cache.slot_names import grown
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.held import Reads
 from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
@@ -85,9 +86,7 @@ class EvictedPositions:
 
     def reserve(self, end: int) -> None:
         """Have memory for positions before ``end``."""
-        if end > len(self._mask):
-            size = max(end, 2 * len(self._mask), 256)
-            self._mask = np.pad(self._mask, (0, size - len(self._mask)))
+        self._mask = grown(self._mask, end)
 
     def held(self, written: int) -> np.ndarray:
         """int64, ascending: positions of ``[0, written)`` that were not evicted."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.kernels import select_triton
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
@@ -99,18 +100,13 @@ class DeviceSelection(PageSelection):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._host = torch.zeros(3, dtype=torch.int64)
-        self._recent = self._described(self._host)
-        self._arrived: torch.cuda.Event | None = None
+        self._download = Download(torch.zeros(3, dtype=torch.int64))
 
     def recent(self) -> dict[str, Any]:
-        # While the copy is under way the host's numbers are no numbers.
-        if self._arrived is None or self._arrived.query():
-            self._recent = self._described(self._host)
-            self._host = self._totals.to("cpu", non_blocking=True, copy=True)
-            if self._totals.is_cuda:
-                self._arrived = torch.cuda.Event()
-                self._arrived.record()
+        if self._download.ready():
+            self._recent = self._described(*self._download.host)
+            # A copy: interpreted, the totals are host memory and go on counting.
+            self._download = Download(self._totals.clone())
         return self._recent
 
     def allocate_graphs(self, batch: int, *, weighs: bool) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import KVPool
@@ -17,7 +18,7 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.sharing.decision import BlockProposal
 
 
-class Measurement:
+class Measurement(Download):
     """Slots and sums of a batch of block pairs, on their way from the device to the host.
 
     ``dst_slots`` and ``src_slots`` are int64 ``[blocks, length]``.
@@ -26,32 +27,17 @@ class Measurement:
     def __init__(
         self, dst_slots: torch.Tensor, src_slots: torch.Tensor, sums: torch.Tensor
     ) -> None:
+        super().__init__(dst_slots, src_slots, sums)
         self.block = dst_slots.shape[1]
-        self._host = [dst_slots, src_slots, sums]
-        self._arrived: torch.cuda.Event | None = None
-        if sums.is_cuda:
-            # Into pinned memory, behind the kernels; an event tells when.
-            self._host = [t.to("cpu", non_blocking=True) for t in self._host]
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    @property
-    def is_immediate(self) -> bool:
-        """Nothing was ever in flight: the same on every rank, whatever the time."""
-        return self._arrived is None
-
-    def ready(self) -> bool:
-        """Whether :attr:`sums` and :meth:`slots` can be had without waiting."""
-        return self._arrived is None or self._arrived.query()
 
     @property
     def sums(self) -> torch.Tensor:
         """On the host, of this rank's heads; see :class:`DistanceKernel` for the shape."""
-        return self._host[2]
+        return self.host[2]
 
     def slots(self) -> tuple[list[list[int]], list[list[int]]]:
         """Destination and source slots of every block, as host numbers."""
-        return self._host[0].tolist(), self._host[1].tolist()
+        return self.host[0].tolist(), self.host[1].tolist()
 
 
 class BlockMeter:

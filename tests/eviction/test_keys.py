@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys as policies get them: of held positions, un-rotated on demand, scored over all heads."""
 
-import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.eviction.held import HeldKeys, KeySource
 from sglang_reasoncache.eviction.policies.by_keys import relative_norms, similarity
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from tests.two_ranks import on_two_ranks
 
 SLOTS, HEADS, DIM, LAYERS = 32, 4, 8, 3
 #: Slot of each position of row 1; -1 was evicted, slot 9 serves two positions.
@@ -90,30 +90,14 @@ def scored(heads: slice, group: Any = None) -> list[list[float]]:
     return [keys.token_scores(function).tolist() for function in functions]
 
 
-def _rank(rank: int, rendezvous: str, answers: Any) -> None:
-    """One of two tensor-parallel ranks, with half of the heads."""
-    torch.set_num_threads(1)
-    where = f"file://{rendezvous}"
-    torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
-    group = torch.distributed.group.WORLD
-    answers.put((rank, scored(slice(rank * 2, rank * 2 + 2), group)))
-    torch.distributed.destroy_process_group()
+def _half(rank: int, group: Any) -> list[list[float]]:
+    """With half of the heads."""
+    return scored(slice(rank * 2, rank * 2 + 2), group)
 
 
 def test_ranks_agree_on_the_scores_of_all_heads(tmp_path: Path) -> None:
     """Bit for bit the same on both ranks, and what one process with all heads finds."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    arguments = str(tmp_path / "meet"), answers
-    ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        found = dict(answers.get(timeout=240) for _ in ranks)
-    finally:
-        for process in ranks:
-            process.join(30)
-            process.kill()
+    found = on_two_ranks(_half, tmp_path, 240)
     assert found[0] == found[1]
     for scores, whole in zip(found[0], scored(slice(None)), strict=True):
         assert scores == pytest.approx(whole)

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import logging
-import multiprocessing
 import sys
 import threading
 from collections import Counter
@@ -29,6 +28,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.runtime_context import get_context
 
 import sglang_reasoncache
+from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.eviction.held import Reads
 from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy, RequestView
@@ -36,6 +36,7 @@ from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.plugin.containment import Containment
 from tests.property.model import Memory
 from tests.property.world import Pair, ScriptedEvictor, Setup, World, decode, retract
+from tests.two_ranks import on_two_ranks
 
 OURS = str(Path(sglang_reasoncache.__file__).parent)
 KINDS = (MemoryError, RuntimeError, torch.OutOfMemoryError)
@@ -332,13 +333,10 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
             assert load.controller.forecast.credit == 0
 
 
-def _rank(rank: int, rendezvous: str, answers: Any) -> None:
-    """One of two tensor-parallel ranks; the second one fails, here and there."""
-    torch.set_num_threads(1)
+def _rank(rank: int, group: Any) -> list[Any]:
+    """The second one fails, here and there."""
     logging.disable()
-    where: dict[str, Any] = dict(init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60), **where)
-    ranks = functools.partial(Ranks, torch.distributed.group.WORLD)
+    ranks = functools.partial(Ranks, group)
     seen = []
     with get_context().override_server_args(device="cpu", attention_backend="torch_native"):
         for setup in SETUPS:
@@ -348,24 +346,12 @@ def _rank(rank: int, rendezvous: str, answers: Any) -> None:
                 with injected(Faults(site if rank else None, number, error, AGREED)):
                     load.run()
                 seen.append((site, load.free, load.controller.report.disabled))
-    answers.put((rank, seen))
-    torch.distributed.destroy_process_group()
+    return seen
 
 
 def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
     """They have the same slots free after each step, whichever of them failed, and where."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    arguments = str(tmp_path / "meet"), answers
-    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(answers.get(timeout=300) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
+    found = on_two_ranks(_rank, tmp_path, 300)
     stopped = 0
     for (site, free, well), (_, other_free, failed) in zip(found[0], found[1], strict=True):
         assert free == other_free, site
@@ -384,7 +370,7 @@ def test_a_rank_that_read_less_for_a_policy_stops_all() -> None:
     def run(rank: int) -> None:
         group = torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=10))
         reads = Reads(ranks := Ranks(group))
-        reads._numbers = [torch.ones(5, dtype=torch.float64)] * (1 + rank)
+        reads._numbers = [Download(torch.ones(5, dtype=torch.float64))] * (1 + rank)
 
         def work() -> None:
             assert reads.ready()

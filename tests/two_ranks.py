@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two tensor-parallel ranks: processes of their own, in one gloo group."""
+
+import multiprocessing
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def _run(rank: int, meet: str, answers: Any, work: Callable[[int, Any], Any]) -> None:
+    torch.set_num_threads(1)
+    where: dict[str, Any] = dict(init_method=f"file://{meet}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60), **where)
+    answers.put((rank, work(rank, torch.distributed.group.WORLD)))
+    torch.distributed.destroy_process_group()
+
+
+def on_two_ranks(work: Callable[[int, Any], Any], folder: Path, seconds: float) -> list[Any]:
+    """What ``work(rank, group)``, a function of a module, returns on either, within ``seconds``."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    arguments = str(folder / "meet"), answers, work
+    processes = [context.Process(target=_run, args=(rank, *arguments)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        found = dict(answers.get(timeout=seconds) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    return [found[0], found[1]]
