@@ -17,7 +17,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
-from sglang_reasoncache.config import ReasonCacheConfig, filter_config
+from sglang_reasoncache.config import ReasonCacheConfig, filter_config, flag_of
 from sglang_reasoncache.eviction.controller import EvictionController, pool_use
 from sglang_reasoncache.eviction.held import AttentionSource, KeySource
 from sglang_reasoncache.filter.process import FilterProcess
@@ -109,7 +109,11 @@ class ServerParts:
         tracker = RequestTracker(engine, stats, ranks, markers)
         acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
         # Each rank holds other weights.
-        key = ranks.first(self._calibration_key(context, block))
+        own = self._calibration_key(context, block)
+        key = ranks.first(own)
+        if own.positions != key.positions:
+            told = f"{own.positions} on this tensor-parallel rank, {key.positions} on the first"
+            raise ValueError(f"{flag_of('positions')} auto is {told}: name one")
         path = context.server_args.model_path
         writes = context.tp_rank == 0
         threshold = CalibratedThreshold(config, key, path, writes, agree=ranks.first)

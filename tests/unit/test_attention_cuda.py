@@ -5,6 +5,7 @@ front of the Triton backend, and in graphs: ``test_attention_cuda_graph.py``."""
 import dataclasses
 import json
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from sglang.srt.runtime_context import override_platform
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
+from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -200,6 +202,10 @@ def test_a_backend_is_taken_only_where_ours_serves_it(
         # SGLang's rules for a model stay.
         ({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "fa3 fa3"),
         ({"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "fa3 fa3"),
+        # Attention sinks, sliding windows, cross attention.
+        ({"learnable_sink": True}, "triton triton"),
+        ({"is_hybrid_swa": True}, "fa3 fa3"),
+        ({"architectures": ["MllamaForConditionalGeneration"]}, "fa3 fa3"),
     ],
 )
 def test_a_backend_is_taken_only_for_models_it_serves(
@@ -262,6 +268,62 @@ def test_auto_is_corrected(
     assert parts.rotation is not None and not parts.uncorrected
     assert attention.resolve_positions(config, parts, rig.runner).positions == "corrected"
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("at", ["__init__", "warm_up", "_install_hooks"])
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ImportError], ids=["memory", "library"])
+def test_auto_goes_on_where_ours_fails(
+    kind: type[Exception], at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As cached, and nothing of ours is left; whoever asked for it by name gets an error."""
+    rig = Rig(shifted=0.0)
+    rig.runner.prefill_attention_backend_str, rig.runner.device = "triton", "cuda"
+    made: list[weakref.ref[Any]] = []
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise kind("none\nleft")
+
+    def make(*_: Any, **__: Any) -> Any:
+        backend = backend_of("cuda", rig)
+        # On a device this is what a pool gets.
+        backend.paged.backend = "triton"
+        made.append(weakref.ref(backend))
+        return backend
+
+    monkeypatch.setattr(
+        attention, "backend_class", lambda _name: fails if at == "__init__" else make
+    )
+    if at == "warm_up":
+        monkeypatch.setattr(PagedAttention, at, fails)
+    else:
+        monkeypatch.setattr(PagedAttention, "warm_up", lambda _self: None)
+        monkeypatch.setattr(attention, "_install_hooks", fails)
+    stock, warned = object(), list[str]()
+    # Handlers of a test keep tracebacks.
+    monkeypatch.setattr(attention.logger, "warning", lambda *args, exc_info: warned.append(args[1]))
+
+    def parts(asked: str, policy: str = "reasoncache") -> attention.AttentionParts:
+        config = ReasonCacheConfig(positions=asked, policy=policy)
+        arguments = rig.runner, config, "triton", lambda _runner: stock, rig.cached_at
+        backend, found = attention.attention_backend(*arguments)
+        assert backend is stock
+        return found
+
+    told = f"{kind.__name__}: none left"
+    why = f"--reasoncache-positions corrected over --attention-backend triton failed .*: {told}"
+    found = parts("auto")
+    assert found.rotation is None and re.fullmatch(why, found.uncorrected)
+    assert (
+        warned == [found.uncorrected]
+        and attention._backend is None
+        and len(made) == (at != "__init__")
+    )
+    assert all(backend() is None for backend in made)
+    with pytest.raises(ValueError, match=why):
+        parts("corrected")
+    flag = f"--reasoncache-policy {EVICTS}"
+    with pytest.raises(ValueError, match=f"{flag} over --attention-backend triton failed .*{told}"):
+        parts("auto", EVICTS)
 
 
 @pytest.mark.parametrize(
