@@ -67,7 +67,7 @@ def test_a_mark_survives_the_copies_sglang_makes_of_a_batch(new: list[int]) -> N
 
 
 @pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
-def test_sglangs_backend_is_behind_ours(name: str) -> None:
+def test_sglangs_backend_is_behind_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever we do not mention is SGLang's own: flags it reads, and what kind of backend it is."""
     made = attention.backend_class(name)
     stock = {"flashinfer": compat.FlashInferAttnBackend, "triton": compat.TritonAttnBackend}[name]
@@ -77,9 +77,16 @@ def test_sglangs_backend_is_behind_ours(name: str) -> None:
         assert getattr(made, attribute) is getattr(stock, attribute)
 
     # On other devices it is refused.
-    over = f"--x y over --attention-backend {name} needs an NVIDIA GPU.*cpu"
-    with pytest.raises(ValueError, match=over):
-        attention.make_cuda(Rig(shifted=0.0).runner, name, None, requested_by="--x y")
+    over, runner = (
+        f"--x y over --attention-backend {name} needs an NVIDIA GPU",
+        Rig(shifted=0.0).runner,
+    )
+    with pytest.raises(ValueError, match=f"{over}, this server runs on cpu"):
+        attention.make_cuda(runner, name, None, requested_by="--x y")
+    runner.device = "cuda:0"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ValueError, match=rf"{over}, this server runs on cuda:0 \(ROCm\)"):
+        attention.make_cuda(runner, name, None, requested_by="--x y")
 
 
 FLAGS = ["pdmux", "two-batch-overlap", "mis", "torch-compile", "deterministic-inference"]
@@ -113,6 +120,7 @@ GPUS: dict[str, tuple[int, list[str]]] = {
     "hopper": (90, ["is_sm90", "is_hopper_with_cuda_12_3"]),
     "b200": (100, ["is_sm100", "is_sm100_or_sm110", "is_blackwell"]),
     "rtx": (120, ["is_sm120", "is_blackwell"]),
+    "rocm": (94, ["is_hip"]),
 }
 
 
@@ -133,7 +141,7 @@ def resolved(
     monkeypatch.setattr(model_override_base, "current_platform", CudaSRTPlatform())
     capability, true = GPUS[gpu]
     facts = dict.fromkeys(runtime_context._PLATFORM_PROBES, False)
-    facts |= dict.fromkeys([*true, "is_cuda"], True) | {"has_flashinfer": flashinfer}
+    facts |= dict.fromkeys(true, True) | {"is_cuda": gpu != "rocm", "has_flashinfer": flashinfer}
     args: Any = compat.ServerArgs(model_path=str(model), device="cuda", **fields)
     if config is not None:
         args._reasoncache = config
@@ -148,14 +156,17 @@ def test_the_flag_alone_is_the_recommended_mode(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On every generation: FlashInfer, in front of which keys are corrected, and said in the log
-    where SGLang alone takes another."""
+    where SGLang alone takes another. On ROCm nothing changes."""
     stock = {"hopper": ("fa3", "fa3", 1), "b200": ("trtllm_mha", "trtllm_mha", 64)}
     for gpu in GPUS:
         caplog.clear()
         ours = resolved(monkeypatch, model_path, gpu, ReasonCacheConfig())
         told = [line for line in caplog.messages if line.startswith("reasoncache")]
-        assert ours == ("flashinfer", "flashinfer", 1)
         theirs = resolved(monkeypatch, model_path, gpu, None)
+        if gpu == "rocm":
+            assert ours == theirs == ("aiter", "aiter", 1) and not told
+            continue
+        assert ours == ("flashinfer", "flashinfer", 1)
         assert theirs == stock.get(gpu, ours) and len(told) == (gpu in stock)
         if told:
             assert "takes --attention-backend flashinfer" in told[0]
