@@ -42,8 +42,8 @@ OURS = str(Path(sglang_reasoncache.__file__).parent)
 KINDS = (MemoryError, RuntimeError, torch.OutOfMemoryError)
 #: What is changed when nothing can fail any more, host memory for some bytes aside.
 COMMITS = {"set", "mark_shared", "_count", "add"}
-#: Past the point where all ranks have agreed.
-AGREED = COMMITS | {"redirect", "write", "commit"}
+#: Past the point where all ranks have agreed, or where they do alike without asking.
+AGREED = COMMITS | {"redirect", "write", "commit", "_publishable", "match_prefix"}
 #: On the way to where the other ranks are met, without any work.
 ENTRIES = {"_after_decode", "_after_prefill", "after_decode", "after_prefill", "after_chunk"}
 #: Only read or write some attributes, as far as SGLang relies on them; and this test's own.
