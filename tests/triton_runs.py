@@ -44,11 +44,18 @@ def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.Com
     )
 
 
+#: Importing SGLang takes its seconds: tests of these files run beside those of another one.
+_BESIDE = {
+    "test_statistics": ["tests/selection/test_device_selection.py"],
+    "test_no_wait_attention": ["tests/unit/test_attention_cuda_graph.py"],
+}
+
+
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
 def test_interpreted(request: pytest.FixtureRequest) -> None:
     """The tests of the file that imports this pass interpreted too, and there are some."""
-    file = str(request.path)
-    done = interpreted("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file)
+    files = [str(request.path), *_BESIDE.get(request.path.stem, ())]
+    done = interpreted("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert re.search(r"\b\d+ passed", done.stdout)
 

@@ -172,7 +172,7 @@ def dense_weights(rig: Rig, batch: Any, queries: int) -> list[torch.Tensor]:
 # -- on a host and on a device ---------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2 if INTERPRETED else 6))
+@pytest.mark.parametrize("seed", range(1 if INTERPRETED else 6))
 @pytest.mark.parametrize(
     "wanted",
     [

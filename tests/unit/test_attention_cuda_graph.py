@@ -27,7 +27,6 @@ from sglang_reasoncache.attention import paged
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
-from tests.triton_runs import test_interpreted as test_interpreted
 from tests.triton_runs import under_interpreter
 from tests.unit.attention_rig import DIM, TOLERANCE, Rig
 from tests.unit.test_attention import REQUESTED_BY
