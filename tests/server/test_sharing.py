@@ -140,16 +140,15 @@ def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     servers: ServerPool, spec: specs.ServerSpec, reason: str
 ) -> None:
     """One of the ranks fails under load; no request does, and no slot is lost."""
-    server, todo = servers.get(spec), problems(8, seed=13)
+    server, todo = servers.get(spec), problems(6, seed=13)
     start = server.log_size()
-    solve(server, todo[:2])
-    before = report(server)
-    assert before["disabled"] is None and before["totals"]["blocks_shared"] > 0
+    assert report(server)["disabled"] is None
     armed = {"text": "1 + 2 =", "rid": ARMS, "sampling_params": {"max_new_tokens": 8}}
     assert server.post("/generate", json=armed).status_code == 200
-    assert accuracy(todo, solve(server, todo)) >= 0.75
+    assert accuracy(todo, solve(server, todo)) >= 0.8
     shared = report(server)["totals"]["blocks_shared"]
-    solve(server, todo[:2])
+    assert shared > 0
+    solve(server, todo[:1])
     seen = report(server)
     assert (seen["disabled"], seen["totals"]["blocks_shared"]) == (reason, shared)
     assert series(server)["disabled"] >= 1

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """An SGLang plugin of a test: the last tensor-parallel rank runs out of memory once, under load,
-after a request whose id begins with :data:`ARMS`."""
+some batches of block pairs after a request whose id is :data:`ARMS`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 ARMS = "arm"
+#: Batches that are measured before.
+BATCHES = 3
 
 
 def register() -> None:
@@ -14,17 +16,17 @@ def register() -> None:
     from sglang_reasoncache.sharing.measure import BlockMeter
     from sglang_reasoncache.sharing.tracker import RequestTracker
 
-    measure, follow, armed = BlockMeter.measure, RequestTracker.follow, []
+    measure, follow = BlockMeter.measure, RequestTracker.follow
+    left: list[int] = []
 
     def followed(tracker: Any, req: Any) -> Any:
-        if req.rid.startswith(ARMS):
-            armed.append(req.rid)
+        if req.rid == ARMS:
+            left[:] = range(BATCHES + 1)
         return follow(tracker, req)
 
     def measured(meter: Any, blocks: Sequence[Any]) -> Any:
         last = torch.distributed.get_world_size() - 1
-        if armed and torch.distributed.get_rank() == last:
-            armed.clear()
+        if left and left.pop() == 0 and torch.distributed.get_rank() == last:
             raise torch.OutOfMemoryError("made up by a test")
         return measure(meter, blocks)
 
