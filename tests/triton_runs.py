@@ -68,9 +68,13 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def shrink_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles and programs for short rows; the interpreter takes 10 ms for an idle one."""
+    for name, value in _SMALL.items():
+        monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", value)
+
+
 @pytest.fixture(autouse=True)
 def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles and programs for short rows; the interpreter takes 10 ms for an idle one."""
     if INTERPRETED:
-        for name, value in _SMALL.items():
-            monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", value)
+        shrink_launches(monkeypatch)

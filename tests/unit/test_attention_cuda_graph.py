@@ -26,8 +26,8 @@ from sglang_reasoncache.attention import paged
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
+from tests.triton_runs import shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.triton_runs import under_interpreter
 from tests.unit.attention_rig import DIM, TOLERANCE, Rig, told_by_tree
 from tests.unit.test_attention import REQUESTED_BY
 
@@ -166,6 +166,12 @@ def backend(rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     return triton_backend(rig, monkeypatch)
 
 
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of as many as on a device, which the other tests here run."""
+    shrink_launches(monkeypatch)
+
+
 def close(rig: Rig, found: torch.Tensor, batch: ForwardBatch) -> bool:
     error = (found.double() - rig.expected(batch)).abs().max()
     return bool(error <= TOLERANCE[rig.dtype])
@@ -197,6 +203,7 @@ def test_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int],
 
 
 @under_interpreter
+@pytest.mark.usefixtures("few_programs")
 def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> None:
     """A captured plan is made anew: other rows, lengths and batch sizes, other cached positions.
     An eager forward in between leaves graphs alone."""
@@ -218,6 +225,7 @@ def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> N
 
 
 @under_interpreter
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 def test_graphs_and_eager_forwards_skip_evicted_positions(
     rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch, corrected: bool
