@@ -109,11 +109,7 @@ class ServerParts:
         tracker = RequestTracker(engine, stats, ranks, markers)
         acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
         # Each rank holds other weights.
-        own = self._calibration_key(context, block)
-        key = ranks.first(own)
-        if own.positions != key.positions:
-            told = f"{own.positions} on this tensor-parallel rank, {key.positions} on the first"
-            raise ValueError(f"{flag_of('positions')} auto is {told}: name one")
+        key = agreed(ranks, self._calibration_key(context, block))
         path = context.server_args.model_path
         writes = context.tp_rank == 0
         threshold = CalibratedThreshold(config, key, path, writes, agree=ranks.first)
@@ -154,6 +150,15 @@ class ServerParts:
         kind = "" if config.distance == "euclidean" else f"/{config.distance}"
         dtype = str(pool.dtype).removeprefix("torch.")
         return CalibrationKey("/".join(parts), block, config.positions + kind, dtype)
+
+
+def agreed(ranks: Ranks, own: CalibrationKey) -> CalibrationKey:
+    """The first rank's. Raises ValueError where this one resolved positions unlike it."""
+    first: CalibrationKey = ranks.first(own)
+    if own.positions != first.positions:
+        told = f"{own.positions} on this tensor-parallel rank, {first.positions} on the first"
+        raise ValueError(f"{flag_of('positions')} auto is {told}: name one")
+    return first
 
 
 def fingerprint(model: torch.nn.Module) -> str:
