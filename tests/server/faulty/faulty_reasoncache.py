@@ -31,4 +31,4 @@ def register() -> None:
         return measure(meter, blocks)
 
     BlockMeter.measure = measured  # type: ignore[assignment,method-assign]
-    RequestTracker.follow = followed  # type: ignore[method-assign]
+    RequestTracker.follow = followed  # type: ignore[assignment,method-assign]
