@@ -8,7 +8,6 @@ run in a process of their own, which runs their file again.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,13 +43,20 @@ def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.Com
     )
 
 
+#: Importing SGLang takes its seconds: tests of these files run beside those of another one.
+_BESIDE = {
+    "test_statistics": ["tests/selection/test_device_selection.py"],
+    "test_attention_cuda_graph": ["tests/unit/test_no_wait_attention.py"],
+}
+
+
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
 def test_interpreted(request: pytest.FixtureRequest) -> None:
     """The tests of the file that imports this pass interpreted too, and there are some."""
-    file = str(request.path)
-    done = interpreted("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file)
+    files = [str(request.path.relative_to(ROOT)), *_BESIDE.get(request.path.stem, ())]
+    done = interpreted("-m", "pytest", "-q", "-x", "-rp", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert re.search(r"\b\d+ passed", done.stdout)
+    assert all(f"PASSED {file}::" in done.stdout for file in files)
 
 
 def there(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,9 +68,13 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def shrink_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles and programs for short rows; the interpreter takes 10 ms for an idle one."""
+    for name, value in _SMALL.items():
+        monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", value)
+
+
 @pytest.fixture(autouse=True)
 def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles and programs for short rows; the interpreter takes 10 ms for an idle one."""
     if INTERPRETED:
-        for name, value in _SMALL.items():
-            monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", value)
+        shrink_launches(monkeypatch)

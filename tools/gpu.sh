@@ -5,7 +5,7 @@
 # minutes at most on one H100 whose compiled kernels are cached (~/.cache, ~/.triton; the first run
 # compiles them: SECONDS_A_PART=3600).
 #
-#   kernels             tests/kernels on the device
+#   kernels             tests/kernels on the device, and that no hook of ours waits for it
 #   servers             tests/server/test_cuda.py, three servers at a time
 #   bench               decode attention against FlashInfer; BENCH_ARGS go to eval.bench.attention
 #   memcheck racecheck  the kernels under compute-sanitizer, an hour each at most
@@ -119,7 +119,10 @@ sanitized() {
 
 for name; do
     case $name in
-    kernels) part kernels 200 "$python" -m pytest tests/kernels -k "$on_device" -n 8 ;;
+    kernels)
+        part kernels 200 "$python" -m pytest tests/kernels tests/unit/test_no_wait.py \
+            -k "($on_device) or gpu" -n 8
+        ;;
     # A worker ends its server before it starts the next one.
     servers)
         part servers 300 env REASONCACHE_TEST_SERVERS=1 "$python" -m pytest \

@@ -50,7 +50,8 @@ class PagedAttention:
         rotation = None
         if cached is not None:
             context = model_runner.model_config.context_len
-            rotation = KeyRotation.from_model(model_runner.model, context)
+            # All layers share one copy of its table.
+            rotation = KeyRotation.from_model(model_runner.model, context).to(self.device)
         self._layers = {
             layer: PagedKv(pool.get_key_buffer(layer), pool.get_value_buffer(layer), rotation)
             for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)

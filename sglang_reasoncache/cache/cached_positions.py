@@ -47,8 +47,8 @@ class BatchMark:
         ``rids``: SGLang's list of a batch's request ids; the object tells it from other batches.
         ``evicted``: How many positions of each of its rows were; None: unknown.
         """
-        self._rids, self._evicted = rids, evicted
-        self._shifted = shifted or any(evicted or ())
+        shifted = shifted or any(evicted or ())
+        self._rids, self._evicted, self._shifted = rids, evicted, shifted
 
     def evicted(self, rids: Sequence[str] | None) -> Sequence[int] | None:
         """Of each row of the batch; None: unknown."""

@@ -8,7 +8,8 @@ and leaf-first eviction run along paths: the topmost holder is locked with any, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,15 +20,15 @@ from sglang_reasoncache.cache.slot_names import SlotNames
 from sglang_reasoncache.compat.types import CacheInitParams, RadixKey, Request, TreeNode
 
 
-class _Row(NamedTuple):
-    """Of the request whose row is published or freed."""
+class _Leaf(NamedTuple):
+    """What there is to say about the leaf that publishing a row adds."""
 
-    names: SlotNames
-    protected: int = 0  # what the tree owns of it
-    inexact: int | None = None  # its first position whose KV is an approximation
+    names: np.ndarray | None = None
+    aliases: Sequence[int] = ()
+    inexact: int | None = None  # the row's first position whose KV is an approximation
 
 
-_NOTHING_SHARED = _Row(SlotNames())
+_NOTHING_SHARED, _PLAIN = SlotNames(), _Leaf()
 
 
 class SharedRadixCache(compat.RadixCache):
@@ -50,7 +51,7 @@ class SharedRadixCache(compat.RadixCache):
         self._inexact: dict[TreeNode, int] = {}
         # What the host knows of a node's slots, where it shares any; by the identity of its value.
         self._names: dict[int, np.ndarray] = {}
-        self._row = _NOTHING_SHARED
+        self._row, self._leaf = _NOTHING_SHARED, _PLAIN
         self._alias_evictable = self._alias_protected = 0
         if self.controller is not None:
             self.controller.reset()
@@ -69,7 +70,8 @@ class SharedRadixCache(compat.RadixCache):
         return self._alias_evictable + self._alias_protected
 
     def checkpoint(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
-        """Publish the row up to ``up_to``, less what may not be published yet.
+        """Publish the row up to ``up_to``, less what may not be published yet; nothing where that
+        cannot be told. All of ours that may fail comes before the tree changes.
 
         A running request publishes no output: positions the tree owns cannot be redirected any
         more. Where a policy may evict positions of the prompt, it publishes nothing.
@@ -81,6 +83,17 @@ class SharedRadixCache(compat.RadixCache):
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.controller.after_chunk(req, up_to)
             return
+        end, leaf = req.kv.cache_protected_len, _PLAIN
+        with self._contained():
+            end, leaf = self._publishable(req, up_to, running)
+        self._row, self._leaf = self._names_of_row(req.kv), leaf
+        try:
+            super().checkpoint(req, up_to=end, **kwargs)
+        finally:
+            self._row, self._leaf = _NOTHING_SHARED, _PLAIN
+
+    def _publishable(self, req: Request, up_to: int, running: bool) -> tuple[int, _Leaf]:
+        """How much of a row may be published, and what becomes of it."""
         if running and len(req.output_ids):
             # It may have some after a retraction.
             up_to = min(up_to, len(req.origin_input_ids))
@@ -88,35 +101,44 @@ class SharedRadixCache(compat.RadixCache):
         if state is not None and state.evicted.first is not None:
             # What was computed behind an evicted position did not see it.
             up_to = min(up_to, state.evicted.first)
-        if state is not None and state.first_shared is not None:
+        first_shared = None if state is None else state.first_shared
+        if first_shared is not None:
             assert not running, "a shared row is not published while its request runs"
             if not self.publish_aliased:
-                up_to = min(up_to, state.first_shared)
+                up_to = min(up_to, first_shared)
         if self._inexact and self._is_exact_only(req):
-            tokens = req.full_untruncated_fill_ids[:up_to]
-            key = compat.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
-            up_to = min(up_to, self._exact_length(key))
-        self._row = self._row_of(req.kv, None if state is None else state.first_shared)
-        try:
-            super().checkpoint(req, up_to=max(up_to, req.kv.cache_protected_len), **kwargs)
-        finally:
-            self._row = _NOTHING_SHARED
+            up_to = min(up_to, self._exact_length(_key(req, up_to)))
+        protected = req.kv.cache_protected_len
+        up_to = max(up_to, protected)
+        names = self._names_of_row(req.kv).between(0, up_to)
+        if not names.any():
+            return up_to, _Leaf(inexact=first_shared)
+        key = _key(req, up_to).page_aligned(self.page_size)
+        matched = sum(found for _, _, found in self._path(key))
+        of_leaf, aliases = names[matched : len(key)], list[int]()
+        # What is above belongs to the tree, or is another request's copy of the same tokens.
+        seen = set(names[:protected].tolist())
+        for offset in np.flatnonzero(of_leaf).tolist():
+            slot = int(of_leaf[offset])
+            if slot in seen:
+                aliases.append(offset)
+            seen.add(slot)
+        return up_to, _Leaf(of_leaf if of_leaf.any() else None, aliases, first_shared)
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
-        self._row = self._row_of(kv)
+        self._row = self._names_of_row(kv)
         try:
             super().free_kv_row(kv, ranges)
         finally:
             self._row = _NOTHING_SHARED
 
-    def _row_of(self, kv: Any, inexact: int | None = None) -> _Row:
-        names = self.token_to_kv_pool_allocator.names.get(kv.req_pool_idx, _NOTHING_SHARED.names)
-        return _Row(names, kv.cache_protected_len, inexact)
+    def _names_of_row(self, kv: Any) -> SlotNames:
+        return self.token_to_kv_pool_allocator.names.get(kv.req_pool_idx, _NOTHING_SHARED)
 
     def _names_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
         """See ``names_of`` of the allocator."""
         names = self._names.get(id(slots))
-        return self._row.names.between(start, start + len(slots)) if names is None else names
+        return self._row.between(start, start + len(slots)) if names is None else names
 
     def on_release(self, req: Request, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
@@ -128,43 +150,35 @@ class SharedRadixCache(compat.RadixCache):
         matched, last = super()._insert_helper(node, key, *args, **kwargs)
         # A leaf was added exactly when the key was not matched to its end.
         if matched < len(key):
-            self._count_new_leaf(last, matched)
-            inexact = self._row.inexact
+            names, aliases, inexact = self._leaf
+            if names is not None:
+                self._names[id(last.value)] = names
+            if aliases:
+                self._aliases[last] = list(aliases)
+                # A new leaf is unlocked, so it is evictable.
+                self._alias_evictable += len(aliases)
             if last.parent in self._inexact:
                 self._inexact[last] = 0
             elif inexact is not None and inexact < len(key):
                 self._inexact[last] = max(inexact - matched, 0)
         return matched, last
 
-    def _count_new_leaf(self, leaf: TreeNode, start: int) -> None:
-        row, end = self._row, start + len(leaf.key)
-        names = row.names.between(start, end)
-        if not names.any():
-            return
-        self._names[id(leaf.value)] = names
-        # What is above belongs to the tree, or is another request's copy of the same tokens.
-        seen = set(row.names.between(0, row.protected).tolist())
-        for offset in np.flatnonzero(names).tolist():
-            slot = int(names[offset])
-            if slot in seen:
-                self._aliases.setdefault(leaf, []).append(offset)
-            seen.add(slot)
-        # A new leaf is unlocked, so it is evictable.
-        self._alias_evictable += len(self._aliases.get(leaf, ()))
-
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> Any:
-        names = self._names.pop(id(child.value), None)
+        names, inexact = self._names.get(id(child.value)), self._inexact.get(child)
+        aliases = self._aliases.get(child, ())
+        above = [offset for offset in aliases if offset < split_len]
+        below = [offset - split_len for offset in aliases if offset >= split_len]
+        before = id(child.value)
         upper = super()._split_node(key, child, split_len)
         if names is not None:
+            del self._names[before]
             self._names[id(upper.value)] = names[:split_len]
             self._names[id(child.value)] = names[split_len:]
         # Both halves keep the lock state, so the two sums do not change.
-        for offset in self._aliases.pop(child, ()):
-            if offset < split_len:
-                self._aliases.setdefault(upper, []).append(offset)
-            else:
-                self._aliases.setdefault(child, []).append(offset - split_len)
-        inexact = self._inexact.pop(child, None)
+        for node, offsets in ((upper, above), (child, below)):
+            self._aliases.pop(node, None)
+            if offsets:
+                self._aliases[node] = offsets
         if inexact is not None:
             if inexact < split_len:
                 self._inexact[upper] = inexact
@@ -226,28 +240,47 @@ class SharedRadixCache(compat.RadixCache):
         return None if self.controller is None else self.controller.state_of(req)
 
     def match_prefix(self, params: Any) -> Any:
-        if params.req is not None and self._inexact and self._is_exact_only(params.req):
-            length = self._exact_length(params.key)
+        if params.req is not None and self._inexact:
+            length = 0
+            with self._contained():
+                exact = self._is_exact_only(params.req)
+                length = self._exact_length(params.key) if exact else len(params.key)
             if length < len(params.key):
                 params = compat.MatchPrefixParams(key=params.key[:length], req=params.req)
         return super().match_prefix(params)
+
+    def _contained(self) -> Any:
+        """For what ranks do alike without asking one another: a tree of its own would lead a rank
+        astray, so it ends where there are others."""
+        alone = self.controller is not None and self.controller.containment.alone
+        return self.controller.containment if alone else contextlib.nullcontext()
 
     def _is_exact_only(self, req: Request) -> bool:
         return self.controller is not None and not self.controller.allows(req)
 
     def _exact_length(self, key: RadixKey) -> int:
         """Longest prefix of ``key`` that meets no inexact position of the tree."""
+        for at, node, matched in self._path(key):
+            inexact = self._inexact.get(node)
+            if inexact is not None and inexact < matched:
+                return (at + inexact) // self.page_size * self.page_size
+        # What the tree does not hold is the request's own.
+        return len(key)
+
+    def _path(self, key: RadixKey) -> Iterator[tuple[int, TreeNode, int]]:
+        """Where ``key`` meets nodes: position, node, and how much of it."""
         node, at, rest = self.root_node, 0, key.page_aligned(self.page_size)
         while len(rest):
             child = node.children.get(rest.child_key(self.page_size))
             if child is None:
-                break
+                return
             matched = child.key.match(rest, page_size=self.page_size)
-            inexact = self._inexact.get(child)
-            if inexact is not None and inexact < matched:
-                return (at + inexact) // self.page_size * self.page_size
+            yield at, child, matched
             if matched < len(child.key):
-                break
+                return
             at, node, rest = at + matched, child, rest[matched:]
-        # What the tree does not hold is the request's own.
-        return len(key)
+
+
+def _key(req: Request, up_to: int) -> RadixKey:
+    tokens = req.full_untruncated_fill_ids[:up_to]
+    return compat.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)

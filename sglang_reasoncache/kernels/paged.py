@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,15 +78,7 @@ def check_pool(keys: Tensor, values: Tensor, rotation: KeyRotation | None) -> Ke
         return None
     if rotation.rotary_dim > keys.shape[2] or rotation.rotary_dim % 2:
         raise ValueError(f"rotary_dim {rotation.rotary_dim} does not fit head_dim {keys.shape[2]}")
-    return rotation if rotation.cos.device == keys.device else _on(rotation, keys.device)
-
-
-@functools.lru_cache(maxsize=4)
-def _on(rotation: KeyRotation, device: torch.device) -> KeyRotation:
-    """The same rotation there; all layers share one copy of its table."""
-    there = copy.copy(rotation)
-    there.cos, there.sin = rotation.cos.to(device), rotation.sin.to(device)
-    return there
+    return rotation.to(keys.device)
 
 
 def choose_backend(asked: str | None, keys: Tensor, values: Tensor) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -69,6 +70,14 @@ class KeyRotation:
                 f"--context-length is {max_positions}"
             )
         return cls(table, found[0].rotary_dim, found[0].is_neox_style)
+
+    def to(self, device: torch.device) -> KeyRotation:
+        """With its table there; itself where it is."""
+        if self.cos.device == device:
+            return self
+        there = copy.copy(self)
+        there.cos, there.sin = self.cos.to(device), self.sin.to(device)
+        return there
 
     def rotate(self, keys: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         """Rotate ``keys`` ``[..., heads, head_dim]`` by int ``[...]`` positions; fp32 result."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -185,6 +186,11 @@ def _own_backend(
             if config.positions == "corrected":
                 raise
             reason = str(error)
+            if error.__cause__ is not None:  # it failed, nothing refused it
+                logger.warning("reasoncache: %s", reason, exc_info=error)
+        # SGLang's takes the memory that a half-made one of ours had.
+        gc.collect()
+        torch.cuda.empty_cache()
     one = model_runner.prefill_attention_backend_str == model_runner.decode_attention_backend_str
     if name in compat.CUDA_BACKENDS and one and _evicts_or_selects(config):
         # Our kernels run what a policy needs; check_policies refuses two backends by their names.
@@ -217,7 +223,8 @@ def make_cuda(
 
     ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: None reads every key as cached.
     ``requested_by``: the flag that does, the beginning of every message. Raises ValueError for
-    what is not supported, by name, RuntimeError where SGLang could not apply a hook.
+    what is not supported, by name, and, with its cause, where making it fails: for want of memory
+    or of a compiler, or where SGLang could not apply a hook.
     """
     global _backend
     requested_by = f"{requested_by} over --attention-backend {name}"
@@ -229,11 +236,18 @@ def make_cuda(
     if name == "flashinfer":
         # As SGLang's registry does.
         kwargs["init_new_workspace"] = model_runner.init_new_workspace
-    backend = backend_class(name)(model_runner, cached, requested_by=requested_by, **kwargs)
-    if backend.paged.backend != "triton":
-        raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
-    backend.paged.warm_up()
-    _install_hooks()
+    try:
+        backend = backend_class(name)(model_runner, cached, requested_by=requested_by, **kwargs)
+        if backend.paged.backend != "triton":
+            raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
+        backend.paged.warm_up()
+        # Without the backend they do nothing.
+        _install_hooks()
+    except ValueError:
+        raise
+    except Exception as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"{requested_by} failed at the start: {told}") from error
     _backend = backend
     return backend
 

@@ -23,6 +23,7 @@ class Containment:
 
     def __init__(self, ranks: Ranks, disable: Callable[[str], None]) -> None:
         self._ranks, self._disable = ranks, disable
+        self.alone = ranks.alone
         self._reason = ""
 
     def __enter__(self) -> None:

@@ -17,7 +17,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
-from sglang_reasoncache.config import ReasonCacheConfig, filter_config
+from sglang_reasoncache.config import ReasonCacheConfig, filter_config, flag_of
 from sglang_reasoncache.eviction.controller import EvictionController, pool_use
 from sglang_reasoncache.eviction.held import AttentionSource, KeySource
 from sglang_reasoncache.filter.process import FilterProcess
@@ -109,7 +109,7 @@ class ServerParts:
         tracker = RequestTracker(engine, stats, ranks, markers)
         acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
         # Each rank holds other weights.
-        key = ranks.first(self._calibration_key(context, block))
+        key = agreed(ranks, self._calibration_key(context, block))
         path = context.server_args.model_path
         writes = context.tp_rank == 0
         threshold = CalibratedThreshold(config, key, path, writes, agree=ranks.first)
@@ -150,6 +150,15 @@ class ServerParts:
         kind = "" if config.distance == "euclidean" else f"/{config.distance}"
         dtype = str(pool.dtype).removeprefix("torch.")
         return CalibrationKey("/".join(parts), block, config.positions + kind, dtype)
+
+
+def agreed(ranks: Ranks, own: CalibrationKey) -> CalibrationKey:
+    """The first rank's. Raises ValueError where this one resolved positions unlike it."""
+    first: CalibrationKey = ranks.first(own)
+    if own.positions != first.positions:
+        told = f"{own.positions} on this tensor-parallel rank, {first.positions} on the first"
+        raise ValueError(f"{flag_of('positions')} auto is {told}: name one")
+    return first
 
 
 def fingerprint(model: torch.nn.Module) -> str:

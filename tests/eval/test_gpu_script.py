@@ -110,6 +110,7 @@ def test_every_part_runs(checkout: Path) -> None:
     assert "- NVIDIA H200, 9.0, 580.1" in done.stdout
     calls = (checkout / "calls").read_text()
     assert "-m pytest tests/server/test_cuda.py" in calls
+    assert "-m pytest tests/kernels tests/unit/test_no_wait.py" in calls
     assert "-m eval.bench.attention --rounds 2" in calls
     assert "-m eval.bench.gpu some" in calls
 

@@ -18,7 +18,6 @@ from sglang_reasoncache.selection.contract import Quest
 from tests.selection.test_page_selection import NONSENSE, selection_on_host, wrong
 from tests.triton_runs import INTERPRETED, under_interpreter
 from tests.triton_runs import small_launches as small_launches
-from tests.triton_runs import test_interpreted as test_interpreted
 from tests.unit.attention_rig import TOLERANCE, Rig
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
 from tests.unit.test_attention_cuda_graph import ranks as ranks

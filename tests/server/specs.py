@@ -45,7 +45,7 @@ class ServerSpec:
 
 #: SGLang without our flag, and with it.
 STOCK = ServerSpec("stock")
-STOCK_PAGE16 = STOCK.having("page16", "--page-size 16").beside(STOCK)
+STOCK_PAGE16 = STOCK.having("page16", "--page-size 16").beside(STOCK).for_long_runs()
 SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 
 #: KV slots that hold about five responses of the embedded model, so that
@@ -82,18 +82,17 @@ ALIASED = SHARED.having("aliased", TIGHT, *EAGER, CHUNKED, ALIASING, **retractin
 PAGED = SHARED.having(
     "page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, "--schedule-conservativeness 0.1"
 )
-#: Two tensor-parallel ranks, a core each: they must take every decision alike.
-TWO_RANKS = SHARED.having("tp2", TIGHT, *EAGER, "--reasoncache-percentile 90 --tp 2", **TWO_CORES)
-#: A plugin beside ours makes a rank of ours fail.
+#: A plugin beside ours makes a rank of ours fail, after a request of a name of its own.
 FAILING_PLUGIN = os.pathsep.join(
     filter(None, (str(LEAN_START), str(_HERE / "faulty"), os.environ.get("PYTHONPATH")))
 )
 FAILING = SHARED.having(
     "failing", TIGHT, *EAGER, CHUNKED, "--enable-metrics", PYTHONPATH=FAILING_PLUGIN
 ).for_long_runs()
-FAILING_RANK = SHARED.having(
-    "failing-tp2",
-    *(TIGHT, *EAGER, "--tp 2 --enable-metrics"),
+#: Two tensor-parallel ranks, a core each: they must take every decision alike, and stop alike.
+TWO_RANKS = SHARED.having(
+    "tp2",
+    *(TIGHT, *EAGER, "--reasoncache-percentile 90 --tp 2 --enable-metrics"),
     PYTHONPATH=FAILING_PLUGIN,
     **TWO_CORES,
 )
@@ -175,7 +174,9 @@ CORRECTED = SHARED.having(
     "corrected", *EAGER, "--reasoning-parser qwen3 --reasoncache-set distance=cosine", **WAITING
 )
 CORRECTED_COPY = CORRECTED.having("copy", COPY).beside(CORRECTED)
-AS_CACHED = SHARED.having("as-cached", *PAPER, "--reasoncache-positions as-cached", **WAITING)
+AS_CACHED = SHARED.having(
+    "as-cached", *PAPER, "--reasoncache-positions as-cached", **WAITING
+).for_long_runs()
 AS_CACHED_COPY = AS_CACHED.having("copy", COPY).beside(AS_CACHED)
 
 SHARING = (EXACT, ALIASED, PAGED)

@@ -2,6 +2,7 @@
 """Stock SGLang on the CPU platform, the ground every comparison stands on, and what sharing
 computes, compared with the same thing done without sharing memory."""
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 
@@ -45,7 +46,9 @@ def test_stock_serves_and_caches_prefixes(servers: ServerPool, spec: specs.Serve
     assert found == found[:1] * 4
 
 
+@functools.cache
 def _run(servers: ServerPool, spec: specs.ServerSpec) -> Answers:
+    """What stock says is the same each time, and others are asked once."""
     server = servers.get(spec)
     server.post("/flush_cache")
     return answers(server)

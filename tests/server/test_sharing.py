@@ -15,6 +15,7 @@ import pytest
 from eval.serving import MODEL_NAME, ServerProcess
 from sglang_reasoncache.native import NativeUnavailable, library
 from tests.server import specs
+from tests.server.faulty.faulty_reasoncache import ARMS
 from tests.server.harness import ServerPool, assert_whole, wait_until_idle
 from tests.server.problems import (
     MAX_TOKENS,
@@ -132,22 +133,26 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
     [
         (specs.FAILING, "OutOfMemoryError: made up by a test"),
         # What the first rank tells.
-        pytest.param(specs.FAILING_RANK, "another tensor-parallel rank failed", marks=FEW_CORES),
+        pytest.param(specs.TWO_RANKS, "another tensor-parallel rank failed", marks=FEW_CORES),
     ],
 )
 def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     servers: ServerPool, spec: specs.ServerSpec, reason: str
 ) -> None:
     """One of the ranks fails under load; no request does, and no slot is lost."""
-    server, todo = servers.get(spec), problems(10, seed=13)
+    server, todo = servers.get(spec), problems(6, seed=13)
+    start = server.log_size()
+    assert report(server)["disabled"] is None
+    armed = {"text": "1 + 2 =", "rid": ARMS, "sampling_params": {"max_new_tokens": 8}}
+    assert server.post("/generate", json=armed).status_code == 200
     assert accuracy(todo, solve(server, todo)) >= 0.8
     shared = report(server)["totals"]["blocks_shared"]
     assert shared > 0
-    solve(server, todo[:4])
+    solve(server, todo[:1])
     seen = report(server)
     assert (seen["disabled"], seen["totals"]["blocks_shared"]) == (reason, shared)
     assert series(server)["disabled"] >= 1
-    log = server.log_text()
+    log = server.log_text(start)
     assert log.count("Traceback (most recent call last)") == 1
     assert_whole(server, server.log_size())
 

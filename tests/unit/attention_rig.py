@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool, rows and batches for the tests of attention backends, and dense attention in fp64."""
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -180,6 +181,15 @@ class Rig:
             hidden = evicted | (at > torch.arange(end - len(q), end)[:, None])
             found.append(dense(q, k, values[slots], DIM**-0.5, hidden=hidden, cap=cap))
         return found
+
+
+def told_by_tree(shifted: bool, evicted: list[int], of: Any = None) -> Any:
+    """As much of our tree as the hook that sees a new batch asks; ``of``: the only requests it knows."""
+    return SimpleNamespace(
+        controller=SimpleNamespace(containment=contextlib.nullcontext()),
+        reads_shifted=lambda reqs: shifted and (of is None or reqs is of),
+        evicted_of=lambda reqs: evicted if of is None or reqs is of else [],
+    )
 
 
 #: What our attention does not support: a change of a rig, and how the refusal names it.

@@ -5,6 +5,7 @@ front of the Triton backend, and in graphs: ``test_attention_cuda_graph.py``."""
 import dataclasses
 import json
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from sglang.srt.runtime_context import override_platform
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
+from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -65,7 +67,7 @@ def test_a_mark_survives_the_copies_sglang_makes_of_a_batch(new: list[int]) -> N
 
 
 @pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
-def test_sglangs_backend_is_behind_ours(name: str) -> None:
+def test_sglangs_backend_is_behind_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever we do not mention is SGLang's own: flags it reads, and what kind of backend it is."""
     made = attention.backend_class(name)
     stock = {"flashinfer": compat.FlashInferAttnBackend, "triton": compat.TritonAttnBackend}[name]
@@ -75,9 +77,16 @@ def test_sglangs_backend_is_behind_ours(name: str) -> None:
         assert getattr(made, attribute) is getattr(stock, attribute)
 
     # On other devices it is refused.
-    over = f"--x y over --attention-backend {name} needs an NVIDIA GPU.*cpu"
-    with pytest.raises(ValueError, match=over):
-        attention.make_cuda(Rig(shifted=0.0).runner, name, None, requested_by="--x y")
+    over, runner = (
+        f"--x y over --attention-backend {name} needs an NVIDIA GPU",
+        Rig(shifted=0.0).runner,
+    )
+    with pytest.raises(ValueError, match=f"{over}, this server runs on cpu"):
+        attention.make_cuda(runner, name, None, requested_by="--x y")
+    runner.device = "cuda:0"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ValueError, match=rf"{over}, this server runs on cuda:0 \(ROCm\)"):
+        attention.make_cuda(runner, name, None, requested_by="--x y")
 
 
 FLAGS = ["pdmux", "two-batch-overlap", "mis", "torch-compile", "deterministic-inference"]
@@ -111,6 +120,7 @@ GPUS: dict[str, tuple[int, list[str]]] = {
     "hopper": (90, ["is_sm90", "is_hopper_with_cuda_12_3"]),
     "b200": (100, ["is_sm100", "is_sm100_or_sm110", "is_blackwell"]),
     "rtx": (120, ["is_sm120", "is_blackwell"]),
+    "rocm": (94, ["is_hip"]),
 }
 
 
@@ -131,7 +141,7 @@ def resolved(
     monkeypatch.setattr(model_override_base, "current_platform", CudaSRTPlatform())
     capability, true = GPUS[gpu]
     facts = dict.fromkeys(runtime_context._PLATFORM_PROBES, False)
-    facts |= dict.fromkeys([*true, "is_cuda"], True) | {"has_flashinfer": flashinfer}
+    facts |= dict.fromkeys(true, True) | {"is_cuda": gpu != "rocm", "has_flashinfer": flashinfer}
     args: Any = compat.ServerArgs(model_path=str(model), device="cuda", **fields)
     if config is not None:
         args._reasoncache = config
@@ -146,14 +156,17 @@ def test_the_flag_alone_is_the_recommended_mode(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On every generation: FlashInfer, in front of which keys are corrected, and said in the log
-    where SGLang alone takes another."""
+    where SGLang alone takes another. On ROCm nothing changes."""
     stock = {"hopper": ("fa3", "fa3", 1), "b200": ("trtllm_mha", "trtllm_mha", 64)}
     for gpu in GPUS:
         caplog.clear()
         ours = resolved(monkeypatch, model_path, gpu, ReasonCacheConfig())
         told = [line for line in caplog.messages if line.startswith("reasoncache")]
-        assert ours == ("flashinfer", "flashinfer", 1)
         theirs = resolved(monkeypatch, model_path, gpu, None)
+        if gpu == "rocm":
+            assert ours == theirs == ("aiter", "aiter", 1) and not told
+            continue
+        assert ours == ("flashinfer", "flashinfer", 1)
         assert theirs == stock.get(gpu, ours) and len(told) == (gpu in stock)
         if told:
             assert "takes --attention-backend flashinfer" in told[0]
@@ -200,6 +213,10 @@ def test_a_backend_is_taken_only_where_ours_serves_it(
         # SGLang's rules for a model stay.
         ({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "fa3 fa3"),
         ({"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "fa3 fa3"),
+        # Attention sinks, sliding windows, cross attention.
+        ({"learnable_sink": True}, "triton triton"),
+        ({"is_hybrid_swa": True}, "fa3 fa3"),
+        ({"architectures": ["MllamaForConditionalGeneration"]}, "fa3 fa3"),
     ],
 )
 def test_a_backend_is_taken_only_for_models_it_serves(
@@ -262,6 +279,62 @@ def test_auto_is_corrected(
     assert parts.rotation is not None and not parts.uncorrected
     assert attention.resolve_positions(config, parts, rig.runner).positions == "corrected"
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("at", ["__init__", "warm_up", "_install_hooks"])
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ImportError], ids=["memory", "library"])
+def test_auto_goes_on_where_ours_fails(
+    kind: type[Exception], at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As cached, and nothing of ours is left; whoever asked for it by name gets an error."""
+    rig = Rig(shifted=0.0)
+    rig.runner.prefill_attention_backend_str, rig.runner.device = "triton", "cuda"
+    made: list[weakref.ref[Any]] = []
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise kind("none\nleft")
+
+    def make(*_: Any, **__: Any) -> Any:
+        backend = backend_of("cuda", rig)
+        # On a device this is what a pool gets.
+        backend.paged.backend = "triton"
+        made.append(weakref.ref(backend))
+        return backend
+
+    monkeypatch.setattr(
+        attention, "backend_class", lambda _name: fails if at == "__init__" else make
+    )
+    if at == "warm_up":
+        monkeypatch.setattr(PagedAttention, at, fails)
+    else:
+        monkeypatch.setattr(PagedAttention, "warm_up", lambda _self: None)
+        monkeypatch.setattr(attention, "_install_hooks", fails)
+    stock, warned = object(), list[str]()
+    # Handlers of a test keep tracebacks.
+    monkeypatch.setattr(attention.logger, "warning", lambda *args, exc_info: warned.append(args[1]))
+
+    def parts(asked: str, policy: str = "reasoncache") -> attention.AttentionParts:
+        config = ReasonCacheConfig(positions=asked, policy=policy)
+        arguments = rig.runner, config, "triton", lambda _runner: stock, rig.cached_at
+        backend, found = attention.attention_backend(*arguments)
+        assert backend is stock
+        return found
+
+    told = f"{kind.__name__}: none left"
+    why = f"--reasoncache-positions corrected over --attention-backend triton failed .*: {told}"
+    found = parts("auto")
+    assert found.rotation is None and re.fullmatch(why, found.uncorrected)
+    assert (
+        warned == [found.uncorrected]
+        and attention._backend is None
+        and len(made) == (at != "__init__")
+    )
+    assert all(backend() is None for backend in made)
+    with pytest.raises(ValueError, match=why):
+        parts("corrected")
+    flag = f"--reasoncache-policy {EVICTS}"
+    with pytest.raises(ValueError, match=f"{flag} over --attention-backend triton failed .*{told}"):
+        parts("auto", EVICTS)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 and our Triton kernels run under Triton's interpreter, on CPU tensors. What a CUDA graph would
 replay is a capture's call with the state it was captured with, over the same buffers."""
 
-import contextlib
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -27,9 +26,9 @@ from sglang_reasoncache.attention import paged
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
+from tests.triton_runs import shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.triton_runs import under_interpreter
-from tests.unit.attention_rig import DIM, TOLERANCE, Rig
+from tests.unit.attention_rig import DIM, TOLERANCE, Rig, told_by_tree
 from tests.unit.test_attention import REQUESTED_BY
 
 #: Requests that graphs are captured for; batches are padded to one of these.
@@ -167,6 +166,12 @@ def backend(rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     return triton_backend(rig, monkeypatch)
 
 
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of as many as on a device, which the other tests here run."""
+    shrink_launches(monkeypatch)
+
+
 def close(rig: Rig, found: torch.Tensor, batch: ForwardBatch) -> bool:
     error = (found.double() - rig.expected(batch)).abs().max()
     return bool(error <= TOLERANCE[rig.dtype])
@@ -198,6 +203,7 @@ def test_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int],
 
 
 @under_interpreter
+@pytest.mark.usefixtures("few_programs")
 def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> None:
     """A captured plan is made anew: other rows, lengths and batch sizes, other cached positions.
     An eager forward in between leaves graphs alone."""
@@ -219,6 +225,7 @@ def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> N
 
 
 @under_interpreter
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 def test_graphs_and_eager_forwards_skip_evicted_positions(
     rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch, corrected: bool
@@ -267,11 +274,7 @@ def test_hooks_reach_the_runner_and_every_batch(
     assert ForwardBatch.init_new.__wrapped__ is not None
     reqs, runner = [object()], SimpleNamespace(is_draft_worker=False)
     for shifted, evicted in ((True, False), (False, True), (False, False)):
-        tree = SimpleNamespace(
-            controller=SimpleNamespace(containment=contextlib.nullcontext()),
-            reads_shifted=lambda asked, answer=shifted: asked is reqs and answer,
-            evicted_of=lambda asked, answer=evicted: [int(asked is reqs and answer)],
-        )
+        tree = told_by_tree(shifted, [int(evicted)], of=reqs)
         of_requests = SimpleNamespace(tree_cache=tree, reqs=reqs)
         attention._after_forward_batch(batch, ForwardBatch, of_requests, runner)
         assert backend.mark.reads_shifted(batch.rids) == (shifted or evicted)

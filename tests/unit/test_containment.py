@@ -28,22 +28,23 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.runtime_context import get_context
 
 import sglang_reasoncache
+from sglang_reasoncache.cache.cached_positions import BatchMark
 from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.eviction.held import Reads
 from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy, RequestView
-from sglang_reasoncache.plugin import hooks
+from sglang_reasoncache.plugin import attention, hooks
 from sglang_reasoncache.plugin.containment import Containment
 from tests.property.model import Memory
-from tests.property.world import Pair, ScriptedEvictor, Setup, World, decode, retract
+from tests.property.world import Pair, ScriptedEvictor, Setup, World, decode, retract, start
 from tests.two_ranks import on_two_ranks
 
 OURS = str(Path(sglang_reasoncache.__file__).parent)
 KINDS = (MemoryError, RuntimeError, torch.OutOfMemoryError)
 #: What is changed when nothing can fail any more, host memory for some bytes aside.
 COMMITS = {"set", "mark_shared", "_count", "add"}
-#: Past the point where all ranks have agreed.
-AGREED = COMMITS | {"redirect", "write", "commit"}
+#: Past the point where all ranks have agreed, or where they do alike without asking.
+AGREED = COMMITS | {"redirect", "write", "commit", "_publishable", "match_prefix"}
 #: On the way to where the other ranks are met, without any work.
 ENTRIES = {"_after_decode", "_after_prefill", "after_decode", "after_prefill", "after_chunk"}
 #: Only read or write some attributes, as far as SGLang relies on them; and this test's own.
@@ -331,6 +332,34 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
         else:
             assert report["disabled"].startswith(f"{faults.error.__name__}: at Site("), site
             assert load.controller.forecast.credit == 0
+
+
+@pytest.mark.usefixtures("published_config")
+def test_a_batch_that_cannot_be_looked_at_may_read_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fault where SGLang makes a batch: its forward reads rows as if some slots were shifted."""
+
+    def look(faults: Faults) -> tuple[bool, Any]:
+        world = World(SETUPS[0])
+        reqs, allocator = [start(world)], world.allocator
+        allocator.has_shifted_slots = allocator.has_evicted = True
+        mark = BatchMark(allocator)
+        backend = SimpleNamespace(mark=mark, paged=SimpleNamespace(statistics=None))
+        monkeypatch.setattr(attention, "_backend", backend)
+        made = SimpleNamespace(rids=["r"], forward_mode=None)
+        batch = SimpleNamespace(tree_cache=world.tree, reqs=reqs)
+        with injected(faults):
+            runner: Any = SimpleNamespace(is_draft_worker=False)
+            attention._after_forward_batch(made, object, batch, runner)
+        assert (world.controller.report.disabled is None) == (faults.site is None)
+        return mark.reads_shifted(made.rids), mark.evicted(made.rids)
+
+    faults = Faults()
+    assert look(faults) == (False, [0])
+    assert len(faults.seen) > 4
+    for site in faults.seen:
+        assert look(Faults(site)) == (True, None), site
 
 
 def _rank(rank: int, group: Any) -> list[Any]:

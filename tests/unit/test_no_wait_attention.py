@@ -21,9 +21,8 @@ from tests.property.world import in_host
 from tests.selection.test_device_selection import rig_of
 from tests.strict_device import DeviceTensor, no_wait, on_device, strict_device
 from tests.triton_runs import small_launches as small_launches
-from tests.triton_runs import test_interpreted as test_interpreted
 from tests.triton_runs import under_interpreter
-from tests.unit.attention_rig import TOLERANCE, Rig
+from tests.unit.attention_rig import TOLERANCE, Rig, told_by_tree
 from tests.unit.test_attention import REQUESTED_BY
 
 LENGTHS = [1, 19, 70]
@@ -95,7 +94,7 @@ def announced(rig: Rig, backend: Any, new: list[int], evicted: list[int] | None 
     there = {name: on_device(getattr(batch, name)) for name in ON_DEVICE}
     batch = dataclasses.replace(batch, **there)
     gone = [0] * len(new) if evicted is None else evicted
-    tree = SimpleNamespace(reads_shifted=lambda _: True, evicted_of=lambda _: gone)
+    tree = told_by_tree(True, gone)
     sides = dict(req_pool_indices_cpu=rig.row_of, seq_lens_cpu=batch.seq_lens_cpu)
     runner = SimpleNamespace(is_draft_worker=False)
     with pytest.MonkeyPatch.context() as patch, no_wait():

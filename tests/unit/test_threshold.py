@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.plugin.server import ServerParts, fingerprint
+from sglang_reasoncache.plugin.server import ServerParts, agreed, fingerprint
 from sglang_reasoncache.sharing import calibration
 from sglang_reasoncache.sharing.calibration import (
     CalibratedThreshold,
@@ -240,6 +240,14 @@ def test_a_fine_tune_has_another_key() -> None:
     assert key_of(_layers()) == key_of(_layers(changed=(0, 64))) == model
     assert key_of(_layers(changed=(0, 63))) != model
     assert fingerprint(_layers(rank=slice(128))) == fingerprint(_layers())
+
+
+def test_ranks_keep_the_first_ones_key_and_read_keys_alike() -> None:
+    ranks: Any = SimpleNamespace(first=lambda _own: _KEY)
+    assert agreed(ranks, _KEY._replace(model="of other weights")) == _KEY
+    told = f"auto is as-cached on this .* rank, {_KEY.positions} on the first: name one"
+    with pytest.raises(ValueError, match=told):
+        agreed(ranks, _KEY._replace(positions="as-cached"))
 
 
 def test_states_are_kept_apart_by_every_part_of_the_key(path: Path) -> None:

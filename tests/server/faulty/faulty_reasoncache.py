@@ -1,25 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin of a test: the last tensor-parallel rank runs out of memory once, under load."""
+"""An SGLang plugin of a test: the last tensor-parallel rank runs out of memory once, under load,
+some batches of block pairs after a request whose id is :data:`ARMS`."""
 
 from collections.abc import Sequence
 from typing import Any
 
-#: Batches of block pairs that are measured before.
-BATCHES = 5
+ARMS = "arm"
+#: Batches that are measured before.
+BATCHES = 3
 
 
 def register() -> None:
     import torch
 
     from sglang_reasoncache.sharing.measure import BlockMeter
+    from sglang_reasoncache.sharing.tracker import RequestTracker
 
-    measure, seen = BlockMeter.measure, []
+    measure, follow = BlockMeter.measure, RequestTracker.follow
+    left: list[int] = []
+
+    def followed(tracker: Any, req: Any) -> Any:
+        if req.rid == ARMS:
+            left[:] = range(BATCHES + 1)
+        return follow(tracker, req)
 
     def measured(meter: Any, blocks: Sequence[Any]) -> Any:
-        seen.append(len(blocks))
         last = torch.distributed.get_world_size() - 1
-        if len(seen) == BATCHES and torch.distributed.get_rank() == last:
+        if left and left.pop() == 0 and torch.distributed.get_rank() == last:
             raise torch.OutOfMemoryError("made up by a test")
         return measure(meter, blocks)
 
     BlockMeter.measure = measured  # type: ignore[assignment,method-assign]
+    RequestTracker.follow = followed  # type: ignore[assignment,method-assign]
