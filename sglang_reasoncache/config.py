@@ -72,8 +72,8 @@ class ReasonCacheConfig:
     )
     min_run: int = _setting(
         12,
-        "Tokens that must repeat before the blocks of a run share (match=runs), at least a block; fewer "
-        "save more and hurt far more.",
+        "Tokens that must repeat for a block to share, those before it included (match=runs); at least "
+        "a block. Fewer save more and hurt far more.",
         bounds=(1, 65_536),
     )
     direction: str = _setting(

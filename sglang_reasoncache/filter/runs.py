@@ -15,10 +15,13 @@ _MAX_RUNS = 1 << 17
 
 
 class RunMatcher:
-    """Equal runs of one response, grown as far as they go. Not thread safe.
+    """Blocks of one response that stand earlier in it, each with the tokens before it. Not thread
+    safe.
 
-    A token costs O(1): its block is looked up by a rolling hash, and what is found is compared
-    token by token. Takes 120 bytes a token.
+    The first tokens of a repeat have the least context in common; sharing them does most of the
+    damage. So a block is paired where it and what is before it, ``min_run`` tokens in all, repeat.
+    A token costs O(1): a window of so many is looked up by a rolling hash, and what is found is
+    compared token by token. Takes 120 bytes a token.
     """
 
     def __init__(self, config: FilterConfig, start: int) -> None:
@@ -27,16 +30,15 @@ class RunMatcher:
         self._start = start
         # By position less ``start``: tokens, and the hash of all before.
         self._tokens, self._hashes = array("q"), array("q", [0])
-        self._least = max(config.min_run, self._block)
-        self._power = pow(_BASE, self._least, _MODULUS)
-        # Hash of a block -> offset of its first or newest run.
+        # Tokens before a block that must repeat as well.
+        self._lead = max(0, config.min_run - self._block)
+        self._power = pow(_BASE, self._lead + self._block, _MODULUS)
+        # Hash of a window -> offset of its first or newest block.
         self._runs: dict[int, int] = {}
         # Offsets of blocks that read later ones, and a byte for each offset in one of them.
         self._readers: set[int] = set()
         self._read = bytearray()
-        # Offsets of the next block to look up and to remember; how far back the last one was found.
-        self._at = self._remembered = -start % self._page
-        self._distance = 0
+        self._begin(0)
 
     def propose(self, step: Step) -> list[BlockPair]:
         """Blocks that end in ``step``, ascending, with earlier ones of the same tokens."""
@@ -45,8 +47,6 @@ class RunMatcher:
         while self._at + block <= len(self._tokens):
             at = self._at
             earlier = self._earlier(at)
-            if earlier is None and at + self._least > len(self._tokens):
-                break
             if earlier is None or not self._take(earlier):
                 self._at += self._page
                 continue
@@ -54,6 +54,13 @@ class RunMatcher:
             pairs.append(BlockPair(self._start + at, self._start + earlier))
             self._at += block
         return pairs
+
+    def _begin(self, offset: int) -> None:
+        """No window begins before ``offset``."""
+        first = offset + self._lead
+        # Offsets of the next block to look up and to remember; how far back the last one was found.
+        self._at = self._remembered = first + -(self._start + first) % self._page
+        self._distance = 0
 
     def _take(self, earlier: int) -> bool:
         """Whether a block may read: alone, or as often as it likes, but not a part of another."""
@@ -70,12 +77,11 @@ class RunMatcher:
         offset = step.start - self._start
         gap = offset - len(self._tokens)
         if gap:
-            # Tokens in between take no part; no run crosses them.
-            self._remember(len(self._tokens) - self._least)
+            # Tokens in between take no part; no window crosses them.
+            self._remember(len(self._tokens) - self._block)
             self._tokens.extend([-1] * gap)
             self._hashes.extend([0] * gap)
-            self._at = self._remembered = offset + -step.start % self._page
-            self._distance = 0
+            self._begin(offset)
         rolling = self._hashes[-1]
         for token in step.token_ids:
             rolling = (rolling * _BASE + token + 1) % _MODULUS
@@ -83,12 +89,15 @@ class RunMatcher:
         self._tokens.extend(step.token_ids)
         self._read.extend(bytes(len(self._tokens) - len(self._read)))
 
+    def _window(self, at: int) -> array[int]:
+        return self._tokens[at - self._lead : at + self._block]
+
     def _hash(self, at: int) -> int:
         hashes = self._hashes
-        return (hashes[at + self._least] - hashes[at] * self._power) % _MODULUS
+        return (hashes[at + self._block] - hashes[at - self._lead] * self._power) % _MODULUS
 
     def _remember(self, last: int) -> None:
-        """Runs up to offset ``last``: a block may not equal one that it overlaps."""
+        """Blocks up to offset ``last``: one may not equal another that it overlaps."""
         for at in range(self._remembered, last + 1, self._page):
             if len(self._runs) >= _MAX_RUNS:
                 self._runs.clear()
@@ -99,16 +108,11 @@ class RunMatcher:
             self._remembered = at + self._page
 
     def _earlier(self, at: int) -> int | None:
-        """Where the tokens at ``at`` stand: behind the last pair's, or ``min_run`` of them
+        """Where the block at ``at`` stands with what is before it: behind the last pair's, or
         anywhere."""
-        tokens, block, least = self._tokens, self._block, self._least
-        if self._distance:
-            earlier = at - self._distance
-            if tokens[earlier : earlier + block] == tokens[at : at + block]:
-                return earlier
-        if at + least > len(tokens):
-            return None
-        self._remember(at - least)
+        window = self._window(at)
+        if self._distance and self._window(at - self._distance) == window:
+            return at - self._distance
+        self._remember(at - self._block)
         found = self._runs.get(self._hash(at))
-        same = found is not None and tokens[found : found + least] == tokens[at : at + least]
-        return found if same else None
+        return found if found is not None and self._window(found) == window else None

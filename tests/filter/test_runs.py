@@ -27,25 +27,27 @@ def propose(config: FilterConfig, steps: list[list[int]], start: int = 0) -> lis
     return found
 
 
-@given(STEPS, st.sampled_from([(1, 1), (3, 1), (4, 4)]), st.integers(0, 9), st.booleans())
+SHAPES = [(1, 1, 0), (3, 1, 0), (2, 1, 3), (4, 4, 0), (4, 4, 2)]
+
+
+@given(STEPS, st.sampled_from(SHAPES), st.integers(0, 9), st.booleans())
 def test_runs_are_those_of_brute_force(
-    steps: list[list[int]], shape: tuple[int, int], start: int, newest: bool
+    steps: list[list[int]], shape: tuple[int, int, int], start: int, newest: bool
 ) -> None:
-    block, page = shape
-    config = FilterConfig(
-        match="runs", block=block, page_size=page, direction="newest" if newest else "oldest"
-    )
+    block, page, lead = shape
+    direction: Any = "newest" if newest else "oldest"
+    shapes = dict(block=block, page_size=page, min_run=lead + block)
+    config = FilterConfig(match="runs", direction=direction, **shapes)
     tokens = [token for step in steps for token in step]
     found = propose(config, steps, start)
 
     def run(at: int) -> list[int]:
-        return tokens[at - start : at - start + block]
+        return tokens[at - lead - start : at - start + block]
 
     # Whatever is chosen: the first block that has an earlier equal is paired, then the next.
-    at = start + -start % page
-    expected = []
+    first = start + lead + -(start + lead) % page
+    at, expected = first, []
     while at + block <= start + len(tokens):
-        first = start + -start % page
         if any(run(earlier) == run(at) for earlier in range(first, at - block + 1, page)):
             expected.append(at)
             at += block
@@ -58,7 +60,7 @@ def test_runs_are_those_of_brute_force(
     else:
         assert [pair.dst_start for pair in found] == expected
     for later, earlier in found:
-        assert run(later) == run(earlier) and start <= earlier <= later - block
+        assert run(later) == run(earlier) and start + lead <= earlier <= later - block
         # Whole pages of the row, wherever the response begins.
         assert later % page == earlier % page == 0
 
