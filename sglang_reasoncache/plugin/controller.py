@@ -94,6 +94,8 @@ class Controller:
         try:
             if req.finished():
                 self._on_end(req, state, shared, evicted)
+            elif state is not None and state.followed is not None:
+                state.followed.join(False)
             if state is not None:
                 self.eviction.released()
         finally:
@@ -167,11 +169,13 @@ class Controller:
             state = self.tracker.follow(req)
             if state.reapply:
                 self.pipeline.reapply(req, state)
+                if state.followed is not None:
+                    state.followed.join(True)
             logical += req.kv.kv_allocated_len
             output += len(req.output_ids)
             saved += state.evicted.count_from(len(req.origin_input_ids))
         self.tracker.feed(running)
-        self.stats.poll(len(running), self.saved_positions, logical)
+        self.stats.poll(len(running), self.saved_positions, logical, self.pipeline.across)
         self.forecast.poll(saved, output)
         if self.eviction.is_active:
             # A recomputed row takes more slots until all its blocks are applied again.
@@ -201,4 +205,4 @@ class Controller:
             try:
                 self.eviction.poll(req, state, self.stats, written, ask)
             finally:
-                self.pipeline.live_positions += state.live_positions - shared
+                self.pipeline.within += state.live_positions - shared
