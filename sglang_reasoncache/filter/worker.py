@@ -75,9 +75,9 @@ class Worker:
             self._filters[request] = RequestFilter(
                 self._config, self._classes, self._vocabulary, start, span, self._encoder
             )
-        for request, number in zip(feed.joined[::2], feed.joined[1::2], strict=True):
+        for request, joined in zip(feed.joined[::2], feed.joined[1::2], strict=True):
             if request in self._filters:
-                group = None if number < 0 else self._groups.setdefault(number, RunGroup())
+                group = None if joined < 0 else self._groups.setdefault(joined, RunGroup())
                 self._filters[request].join(request, group)
         for request in feed.closed:
             self._forget(request)
