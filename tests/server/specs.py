@@ -178,6 +178,20 @@ CORRECTED_COPY = CORRECTED.having("copy", COPY).beside(CORRECTED)
 AS_CACHED = SHARED.having("as-cached", *PAPER, "--reasoncache-positions as-cached", **WAITING)
 AS_CACHED_COPY = AS_CACHED.having("copy", COPY).beside(AS_CACHED)
 
+#: Responses to one prompt share with each other, under forced retractions; and as cached, where all of
+#: a batch arrive at once and copies are the same bits.
+SCOPE = "--reasoncache-scope prompt"
+SIBLINGS = SHARED.having(
+    "siblings", TIGHT, *EAGER, CHUNKED, SCOPE, "--enable-metrics", **retracting(40)
+)
+SIBLINGS_AS_CACHED = SHARED.having(
+    "siblings-as-cached",
+    *(*EAGER, SCOPE, "--reasoncache-positions as-cached"),
+    "--enable-tokenizer-batch-encode --random-seed 7",
+    **WAITING,
+)
+SIBLINGS_COPY = SIBLINGS_AS_CACHED.having("copy", COPY).beside(SIBLINGS_AS_CACHED)
+
 SHARING = (EXACT, ALIASED, PAGED)
 EVICTORS = (EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING)
 EVERY_KIND = (
