@@ -43,7 +43,7 @@ class SharedRadixCache(compat.RadixCache):
         self.controller: Any = None
         super().__init__(params)
         self.token_to_kv_pool_allocator.names_of = self._names_of
-        self.token_to_kv_pool_allocator.aliases_of_tree = lambda: self.alias_positions
+        self.token_to_kv_pool_allocator.aliases_of_tree = self.count_aliases
 
     def reset(self) -> None:
         # Offsets of a node that do not count.
@@ -65,10 +65,11 @@ class SharedRadixCache(compat.RadixCache):
     def protected_size(self) -> int:
         return super().protected_size() - self._alias_protected
 
-    @property
-    def alias_positions(self) -> int:
+    def count_aliases(self) -> int:
         """Positions in the tree that reuse a slot counted elsewhere on their path."""
         return self._alias_evictable + self._alias_protected
+
+    alias_positions = property(count_aliases)
 
     def checkpoint(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
         """Publish the row up to ``up_to``, less what may not be published yet.

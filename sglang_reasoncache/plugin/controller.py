@@ -115,7 +115,7 @@ class Controller:
         elif ended and state is not None and state.takes_part:
             of_output = state.evicted.count_from(len(req.origin_input_ids))
             self.forecast.observe(shared + of_output, len(req.output_ids))
-            self.report.request_finished(req, state, shared, evicted)
+            self.report.request_finished(req, state, shared + state.foreign, evicted)
         if state is not None and state.followed is not None:
             state.followed.close()
 

@@ -37,6 +37,7 @@ class Planned(NamedTuple):
     keeps instead."""
 
     block: BlockProposal
+    state: RequestState
     redirections: list[Redirection]
     saved: int
     across: int
@@ -219,8 +220,7 @@ class BlockPipeline:
             # All ranks are prepared: what follows does not fail, except where it copies.
             self._ranks.agree()
             for each in planned:
-                state = _state_of(each.block.req)
-                state.mark_shared(entry.position for entry in each.redirections)
+                each.state.mark_shared(entry.position for entry in each.redirections)
             commit()
         for each in planned:
             self._count(each)
@@ -267,17 +267,18 @@ class BlockPipeline:
             # An evicted position has no slot any more.
             if not state.evicted.any_in(position, position + 1)
         ]
-        return Planned(block, redirections, len({offset for _, offset in moved}), across)
+        return Planned(block, state, redirections, len({offset for _, offset in moved}), across)
 
     def _count(self, planned: Planned) -> None:
         """A block was applied."""
-        block, _, saved, across = planned
+        block, state, _, saved, across = planned
         self._remember(block)
         self._stats.blocks_reapplied += block.decided
         self._stats.blocks_shared += not block.decided
         self._stats.blocks_shared_across += block.source is not None and not block.decided
         if not self._acceptor.copies:
-            self.give_up(_state_of(block.req), across - saved)
+            self.give_up(state, across - saved)
+            state.foreign += across
             self._stats.slots_saved_total += saved
             self._stats.slots_saved_across_total += across
 

@@ -90,6 +90,7 @@ class RequestState(RowState):
             their KV by then. Kept over a retraction, after which they are applied again.
         across: Slots that another request had, too, with their numbers in ``slot_aliases``
             (``copied``). They stay where they are: moving would free none.
+        foreign: Slots of other requests that it read in place of its own.
         shared_across: As ``shared``, of blocks that read another request.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         first_shared: Lowest redirected position, None while there is none.
@@ -103,6 +104,7 @@ class RequestState(RowState):
     reapply: bool = False
     shared: list[tuple[int, int, int]] = field(default_factory=list)
     across: dict[int, int] = field(default_factory=dict)
+    foreign: int = 0
     shared_across: list[tuple[int, int, int, ref[Request]]] = field(default_factory=list)
     claimed: list[int] = field(default_factory=list)
     first_shared: int | None = None
@@ -126,7 +128,7 @@ class RequestState(RowState):
         self.reapply = True
         self.first_shared = None
         super().forget_row()
-        self.copied, self.across = SlotAliases(), {}
+        self.copied, self.across, self.foreign = SlotAliases(), {}, 0
 
 
 def state_of(req: Request) -> RequestState | None:
