@@ -97,8 +97,8 @@ class Worker:
                     self._num_compared += 1
                     now = time.thread_time()
                     seconds, began = now - began, now
-                    span = step.start, step.end
-                    results.append(StepResult(request, *span, pairs, counters, seconds, across))
+                    of_step = request, step.start, step.end
+                    results.append(StepResult(*of_step, pairs, counters, seconds, across))
             except MemoryError:
                 # The other ranks may have had enough: all of them start anew.
                 raise

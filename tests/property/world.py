@@ -218,7 +218,7 @@ class World:
         self.meter = meter = meter_type(*reads)
         #: Those that still exist.
         self.requests: weakref.WeakSet[Req] = weakref.WeakSet()
-        self.engine = ScriptedEngine() if engine is None else engine
+        self.engine: Any = ScriptedEngine() if engine is None else engine
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
         # Every block is within the threshold.
         config = ReasonCacheConfig(

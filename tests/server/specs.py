@@ -184,6 +184,10 @@ SCOPE = "--reasoncache-scope prompt"
 SIBLINGS = SHARED.having(
     "siblings", TIGHT, *EAGER, CHUNKED, SCOPE, "--enable-metrics", **retracting(40)
 )
+#: Two ranks that must pair alike.
+SIBLINGS_ON_TWO_RANKS = SHARED.having(
+    "siblings-tp2", TIGHT, *EAGER, SCOPE, "--tp 2 --enable-metrics", **retracting(40), **TWO_CORES
+).for_long_runs()
 SIBLINGS_AS_CACHED = SHARED.having(
     "siblings-as-cached",
     *(*EAGER, SCOPE, "--reasoncache-positions as-cached"),
