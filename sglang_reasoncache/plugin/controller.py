@@ -85,12 +85,13 @@ class Controller:
             self._on_release(req, state_of(req))
 
     def _on_release(self, req: Request, state: RequestState | None) -> None:
-        shared = evicted = 0
+        shared = evicted = across = 0
         if state is not None:
             # SGLang's own books rely on these; nothing that fails comes before them.
             shared = state.live_positions
             self.pipeline.give_up(state, shared)
             evicted = self.eviction.forget(state)
+            across = len(state.across)
         try:
             if req.finished():
                 self._on_end(req, state, shared, evicted)
@@ -101,7 +102,7 @@ class Controller:
         finally:
             if state is not None:
                 state.forget_row()
-        if shared + evicted and not self.saved_positions:
+        if shared + evicted + across and not self.saved_positions:
             self.report.publish()
 
     def _on_end(self, req: Request, state: RequestState | None, shared: int, evicted: int) -> None:

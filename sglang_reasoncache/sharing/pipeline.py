@@ -254,7 +254,7 @@ class BlockPipeline:
             lent = self._aliases(block.source).numbers(block.src_start, block.length)
             for slot, number in zip(src_slots, lent, strict=True):
                 _state_of(block.source).across.setdefault(slot, number)
-            across = len(set(src_slots) - state.across.keys())
+            across = sum(slot not in state.across for slot in set(src_slots))
             numbers = [state.across.setdefault(slot, -1 - slot) for slot in src_slots]
             moved = aliases.assign(block.dst_start, numbers)
         rows = block.req.kv.req_pool_idx, block.lender.kv.req_pool_idx

@@ -5,6 +5,7 @@ any order: ``tests/property/test_groups.py``."""
 from __future__ import annotations
 
 import logging
+import re
 from array import array
 from typing import Any
 
@@ -16,6 +17,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.filter.align import AcrossPair
 from sglang_reasoncache.sharing.state import OPT_OUT_KEY
 from sglang_reasoncache.sharing.tracker import in_one_group
@@ -233,6 +235,21 @@ def test_a_source_that_ends_before_it_is_read_is_refused(how: str) -> None:
     assert world.controller.after_decode([reader]) == 0
     assert world.controller.stats.refusals == {"late": 1}
     assert (world.row(reader) == before).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "bound"),
+    [
+        ({"preset": "reasoncache"}, "match=runs"),
+        ({"random_ratio": 0.3}, "match=runs"),
+        ({"policy": "reasoncache+rkv:budget=90"}, "no evicting policy"),
+    ],
+)
+def test_what_does_not_go_with_it(values: dict[str, Any], bound: str) -> None:
+    ReasonCacheConfig.from_mapping({"scope": "prompt"})
+    told = f"--reasoncache-scope must be response without {bound}, got 'prompt'"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        ReasonCacheConfig.from_mapping({"scope": "prompt", **values})
 
 
 #: What differs from a plain request, and whether they are one group.
