@@ -12,7 +12,7 @@ TRACES ?=
 # twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-answers bench-fidelity real-model docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-answers bench-fidelity real-model docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
 	@echo "make bench-gpu TRACES=FOLDER       recorded responses on one GPU, stock and ours in turns (half an hour; tools/gpu.sh checks)"
 	@echo "make bench-policies TRACES=FOLDER  cache policies at equal saving: accuracy, throughput (45 minutes)"
+	@echo "make bench-siblings  1, 4 and 16 samples of each prompt: stock, sharing within responses and across (hours)"
 	@echo "make bench-answers  a fine-tuned language model: accuracy under sharing, random sharing and evicting (hours)"
 	@echo "make bench-fidelity TRACES=FOLDER  what sharing costs a real language model on recorded responses (hours)"
 	@echo "make real-model   SmolLM2-135M-Instruct and the small reasoner as Hugging Face folders in build/models"
@@ -75,6 +76,9 @@ bench-gpu: with-traces setup
 
 bench-policies: with-traces setup
 	$(PYTHON_ENV) -m eval.bench.policies $(TRACES) $(BENCH_ARGS)
+
+bench-siblings: real-model
+	$(PYTHON_ENV) -m eval.bench.siblings $(BENCH_ARGS)
 
 real-model: setup
 	$(PYTHON_ENV) -m eval.fidelity.smollm2 build/models/smollm2

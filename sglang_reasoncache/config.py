@@ -64,6 +64,12 @@ class ReasonCacheConfig:
         choices=tuple(PRESETS),
         values="NAME",
     )
+    scope: str = _setting(
+        "response",
+        "Whose blocks a response reads: its own, or those of running responses to the same prompt, "
+        "too (n > 1, rollouts; needs match=runs and no policy that evicts). See docs/rollouts.md.",
+        choices=("response", "prompt"),
+    )
     match: str = _setting(
         "runs",
         "Blocks that may share. runs: equal runs of tokens anywhere in the response. steps: blocks "
@@ -203,6 +209,15 @@ class ReasonCacheConfig:
             value, bound = getattr(self, name), getattr(self, most)
             if value > bound:
                 raise ConfigError(name, f"at most {most} ({bound})", value)
+
+        if self.scope == "prompt":
+            runs = self.match == "runs" and self.random_ratio is None
+            for bound, ok in (
+                ("match=runs", runs),
+                ("no evicting policy", not self.policies.evictors),
+            ):
+                if not ok:
+                    raise ConfigError("scope", f"response without {bound}", self.scope)
 
     @property
     def policies(self) -> PolicyChoice:

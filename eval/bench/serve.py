@@ -141,7 +141,7 @@ def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str
     seen = {name: of_cells(row) for name, row in cells.items()}
     results = {name: keyed({one.seed: one.results() for one in row}) for name, row in cells.items()}
     scores = {name: accuracy(row) for name, row in results.items()}
-    speeds = {name: [_tokens_per_s(cell) for cell in row] for name, row in cells.items()}
+    speeds = {name: [tokens_per_s(cell) for cell in row] for name, row in cells.items()}
     ratios = [b / a for a, b in zip(speeds[DENSE], speeds[ours], strict=True)]
     found: dict[str, Any] = {
         "throughput_ratio": statistics.median(ratios),
@@ -162,7 +162,7 @@ def measure(workload: Workload, traces: Path, model: str, out: Path) -> dict[str
     return found
 
 
-def _tokens_per_s(cell: Cell) -> float:
+def tokens_per_s(cell: Cell) -> float:
     found = of_cells([cell]).tokens_per_s
     if found is None:
         raise RunError(f"{cell.folder}: not measured in one go; start over in a new folder")

@@ -18,6 +18,7 @@ _IDLE_TIMEOUT_S = 120.0
 #: Ratio -> what it is an average over.
 _WEIGHTS = {
     "memory_saving_ratio": "polls",
+    "across_ratio": "polls",
     "mean_running": "polls",
     "final_saving_ratio": "requests_finished",
     "affected_ratio": "finished_positions",

@@ -25,8 +25,12 @@ Split = dict[str, Dataset]
 
 def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Split:
     """Held-out problems of the tiny or the small reasoner, in groups "error" (a wrong draft) and
-    "clean"; of ``tiny_reasoner_long`` with a response to continue: prompts of 470 to 740 tokens."""
+    "clean"; of ``tiny_reasoner_long`` with a response to continue: prompts of 470 to 740 tokens. A
+    name that ends in ``_xN`` asks each N times, ``limit`` of them in all."""
+    name, _, times = name.partition("_x")
+    samples = range(int(times or 1))
     long, rows, count = name.endswith("_long"), [], _DEFAULT_COUNT if limit is None else limit
+    count = -(-count // len(samples))
     if name == "small_reasoner":
         problems = small.generate(seed, count)
     else:
@@ -40,8 +44,9 @@ def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Sp
             body = {"messages": messages, "continue_final_message": True}
         row = _row(f"{name}-{seed}-{i}", one.prompt, one.answer, body)
         row["max_tokens"] = _LONG_TOKENS if long else _REASONER_TOKENS
-        rows.append({**row, "group": "error" if one.error else "clean"})
-    return {"test": Dataset.from_list(rows)}
+        row["group"] = "error" if one.error else "clean"
+        rows += [{**row, "id": f"{row['id']}.{k}"} for k in samples] if times else [row]
+    return {"test": Dataset.from_list(rows[:limit])}
 
 
 def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any) -> Split:

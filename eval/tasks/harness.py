@@ -197,7 +197,7 @@ def _spec(name: str, source: Source) -> dict[str, Any]:
     """The task file's name with what is given to it."""
     file = source.file
     metadata: dict[str, Any] = {"version": 1.0, "seed": source.seed, "limit": source.limit}
-    if name in _GENERATED:
+    if name.partition("_x")[0] in _GENERATED:
         if file:
             raise TaskError(f"--data {name}={file}: this task's problems are generated")
         return {"task": "local_reasoner", "metadata": metadata | {"name": name}}

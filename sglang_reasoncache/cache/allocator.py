@@ -85,8 +85,10 @@ class PageReferences(dict[int, int]):
     """References of pages, by page id, on the host; a page that is absent and not free has one.
 
     A *reference* is an entry that names the page: a position of a tree node, or of a live row that
-    its request owns (from ``cache_protected_len`` on).
+    its request owns (from ``cache_protected_len`` on). ``extra``: all of them but the pages' first.
     """
+
+    extra = 0
 
     def changed(
         self, gained: Iterable[int], lost: Iterable[int]
@@ -108,6 +110,7 @@ class PageReferences(dict[int, int]):
 
     def set(self, counts: Mapping[int, int]) -> None:
         for page, count in counts.items():
+            self.extra += max(count, 1) - self.get(page, 1)
             if count > 1:
                 self[page] = count
             else:
@@ -136,6 +139,8 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
     #: Set by the prefix tree: slots or ``EVICTED``, int64 ``[entries]``, of a part of a row or of a
     #: node that begins at a position; 0: an entry that shares nothing.
     names_of: Callable[[torch.Tensor, int], np.ndarray] | None = None
+    #: Likewise: positions of nodes whose slot is counted elsewhere on their path.
+    aliases_of_tree: Callable[[], int] | None = None
     credit_source: Callable[[], float] | None = None
     _release_unreferenced: Callable[[torch.Tensor], None]
 
@@ -144,6 +149,12 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         self.references, self.names = PageReferences(), {}
         self.has_shifted_slots = self.has_evicted = False
         self._held: list[torch.Tensor] = []
+
+    @property
+    def saved(self) -> int:
+        """Slots that the rows do without by sharing, whoever they share with."""
+        in_tree = 0 if self.aliases_of_tree is None else self.aliases_of_tree()
+        return self.references.extra * self.page_size - in_tree
 
     def prepare(self, lost: Sequence[int], gained: Sequence[int] = ()) -> Change:
         """What becomes of pages in use by one reference less for every entry of ``lost``, after one

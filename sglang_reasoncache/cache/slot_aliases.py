@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
 
 class SlotAliases:
     """A number for each position, equal where a row names the same slot twice: the position whose
-    slot it was first, which may name another slot by now, or be evicted."""
+    slot it was first, which may name another slot by now, or be evicted. Below 0: another row's."""
 
     def __init__(self) -> None:
         self._of = np.zeros(0, dtype=np.int64)
@@ -21,21 +23,39 @@ class SlotAliases:
         All that had the slots of the destination move with it. Returns every position that
         moved, with the offset in ``[0, length)`` of the slot it has now.
         """
-        end = max(dst, src) + length
+        self._reserve(max(dst, src) + length)
+        moved = []
+        for offset in range(length):
+            going = self._move(dst + offset, int(self._of[src + offset]))
+            moved += [(position, offset) for position in going]
+        return moved
+
+    def assign(self, dst: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Likewise, with ``numbers`` of slots of another row."""
+        self._reserve(dst + len(numbers))
+        moves = [(self._move(dst + offset, new), offset) for offset, new in enumerate(numbers)]
+        return [(position, offset) for going, offset in moves for position in going]
+
+    def _reserve(self, end: int) -> None:
         if end > len(self._of):
             grown = np.arange(max(end, 2 * len(self._of), 256))
             grown[: len(self._of)] = self._of
             self._of = grown
-        moved = []
-        for offset in range(length):
-            old, new = int(self._of[dst + offset]), int(self._of[src + offset])
-            if old == new:
-                continue
-            going = self._positions.pop(old, [old])
-            self._positions.setdefault(new, [new]).extend(going)
-            self._of[going] = new
-            moved += [(position, offset) for position in going]
-        return moved
+
+    def _move(self, at: int, new: int) -> list[int]:
+        """All positions with the number of this one now have ``new``."""
+        old = int(self._of[at])
+        if old == new:
+            return []
+        going = self._positions.pop(old, [old])
+        self._positions.setdefault(new, [new] if new >= 0 else []).extend(going)
+        self._of[going] = new
+        return going
+
+    def first(self, numbers: Iterable[int], default: int) -> int:
+        """The lowest position with one of ``numbers``."""
+        named = (at for n in numbers for at in self._positions.get(n, (n,)) if at >= 0)
+        return min(named, default=default)
 
     def most(self, start: int, length: int) -> int:
         """Positions with the slot of one of these that most positions have."""

@@ -2,7 +2,8 @@
 """Prefix cache whose nodes may name a slot more than once; a slot counts once, where it is topmost.
 
 That position is unique: a second reference comes from a request with the slot in its own row, so
-it is published below the first, and a path ends before its row's first evicted position. Locks
+it is published below the first, and a path ends before its row's first evicted position, and before
+the first whose slot another request had, too. Locks
 and leaf-first eviction run along paths: the topmost holder is locked with any, and evicted last.
 """
 
@@ -43,6 +44,7 @@ class SharedRadixCache(compat.RadixCache):
         self.controller: Any = None
         super().__init__(params)
         self.token_to_kv_pool_allocator.names_of = self._names_of
+        self.token_to_kv_pool_allocator.aliases_of_tree = self.count_aliases
 
     def reset(self) -> None:
         # Offsets of a node that do not count.
@@ -64,10 +66,11 @@ class SharedRadixCache(compat.RadixCache):
     def protected_size(self) -> int:
         return super().protected_size() - self._alias_protected
 
-    @property
-    def alias_positions(self) -> int:
+    def count_aliases(self) -> int:
         """Positions in the tree that reuse a slot counted elsewhere on their path."""
         return self._alias_evictable + self._alias_protected
+
+    alias_positions = property(count_aliases)
 
     def checkpoint(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
         """Publish the row up to ``up_to``, less what may not be published yet; nothing where that
@@ -101,6 +104,9 @@ class SharedRadixCache(compat.RadixCache):
         if state is not None and state.evicted.first is not None:
             # What was computed behind an evicted position did not see it.
             up_to = min(up_to, state.evicted.first)
+        if state is not None and state.across:
+            # Evicting what another request reads would free nothing, and be counted on.
+            up_to = min(up_to, state.slot_aliases.first(state.across.values(), up_to))
         first_shared = None if state is None else state.first_shared
         if first_shared is not None:
             assert not running, "a shared row is not published while its request runs"

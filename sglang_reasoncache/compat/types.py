@@ -36,6 +36,8 @@ class Request(Protocol):
     input_embeds: Any
     extra_key: str | None
     cache_salt: str | None
+    lora_id: str | None
+    skip_radix_cache_insert: bool
     last_node: TreeNode
 
     def finished(self) -> bool: ...

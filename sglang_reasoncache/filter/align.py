@@ -22,6 +22,14 @@ class BlockPair(NamedTuple):
     src_start: int
 
 
+class AcrossPair(NamedTuple):
+    """Likewise, where the other one may be another request's; ``source`` is the engine's id of it."""
+
+    dst_start: int
+    src_start: int
+    source: int
+
+
 def align_blocks(
     dst: Step,
     src: Step,

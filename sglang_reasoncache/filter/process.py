@@ -105,7 +105,7 @@ class FilterProcess:
 
     def _reset(self) -> None:
         """Nothing is open, fed, taken or failed."""
-        self._opened, self._closed = array("q"), array("q")
+        self._opened, self._joined, self._closed = array("q"), array("q"), array("q")
         self._unsent, self._unread = bytearray(), bytearray()
         self._replies: collections.deque[tuple[int, list[StepResult]]] = collections.deque()
         self._num_fed = self._num_taken = self._steps_taken = 0
@@ -130,6 +130,11 @@ class FilterProcess:
         self._opened.extend((request, start_position, inside))
         return request
 
+    def join(self, request: int, group: int) -> None:
+        """An open request may be a source of the others in ``group`` and read theirs, from its next
+        tokens on; -1: leaves its group."""
+        self._joined.extend((request, group))
+
     def close(self, request: int) -> None:
         """Forget a request. Results of its steps may still come."""
         self._closed.append(request)
@@ -138,8 +143,9 @@ class FilterProcess:
         """Take the next ``counts[i]`` tokens of each ``requests[i]``; arrays of type ``q``."""
         if self.given_up:
             return
-        feed = Feed(self._steps_taken, self._opened, self._closed, requests, counts, tokens)
-        self._opened, self._closed = array("q"), array("q")
+        changes = self._opened, self._joined, self._closed
+        feed = Feed(self._steps_taken, *changes, requests, counts, tokens)
+        self._opened, self._joined, self._closed = array("q"), array("q"), array("q")
         self._num_fed += 1
         self._unsent += feed.pack()
         self._exchange()
@@ -167,7 +173,7 @@ class FilterProcess:
         while limit > 0 and self._replies and num_pairs < max_pairs:
             shed, results = self._replies.popleft()
             limit -= 1
-            num_pairs += sum(len(result.pairs) for result in results)
+            num_pairs += sum(len(result.pairs) + len(result.across) for result in results)
             taken += results
             self.steps_shed += shed
             self._num_taken += 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from sglang_reasoncache.filter.align import BlockPair
+from sglang_reasoncache.filter.align import AcrossPair, BlockPair
 from sglang_reasoncache.filter.segment import Step
 
 
@@ -49,12 +49,14 @@ class FilterCounters:
 class Proposal(NamedTuple):
     """A finished step, and the block pairs that may be shared now, ascending in ``dst_start``.
 
-    With a least age these are pairs of earlier steps. ``counters`` are of this step alone.
+    With a least age these are pairs of earlier steps, and ``across`` those with blocks of the
+    request's group. ``counters`` are of this step alone.
     """
 
     step: Step
     pairs: tuple[BlockPair, ...]
     counters: FilterCounters
+    across: tuple[AcrossPair, ...] = ()
 
 
 class StepResult(NamedTuple):
@@ -73,3 +75,4 @@ class StepResult(NamedTuple):
     pairs: tuple[BlockPair, ...]
     counters: FilterCounters
     seconds: float
+    across: tuple[AcrossPair, ...] = ()

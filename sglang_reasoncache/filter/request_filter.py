@@ -9,7 +9,7 @@ from sglang_reasoncache.filter.aging import AgeRule
 from sglang_reasoncache.filter.align import RandomPairs
 from sglang_reasoncache.filter.encoder import StepEncoder
 from sglang_reasoncache.filter.proposal import FilterCounters, Proposal
-from sglang_reasoncache.filter.runs import RunMatcher
+from sglang_reasoncache.filter.runs import RunGroup, RunMatcher
 from sglang_reasoncache.filter.segment import ReasoningSpan, Segmenter, Step, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.steps import StepMatcher
@@ -65,6 +65,11 @@ class RequestFilter:
         self._age_rule = AgeRule(config)
         self.counters = FilterCounters()
 
+    def join(self, member: int, group: RunGroup | None) -> None:
+        """See :meth:`RunMatcher.join`; other matchers are in no group."""
+        if isinstance(self._matcher, RunMatcher):
+            self._matcher.join(member, group)
+
     def push(self, token_ids: Sequence[int]) -> list[Proposal]:
         """Take newly written tokens, in order; one proposal per finished step."""
         return [self.propose(step) for step in self.steps(token_ids)]
@@ -108,7 +113,8 @@ class RequestFilter:
             counters.candidates = len(found)
             counters.steps_with_candidates = int(bool(found))
         pairs = self._age_rule.release(found, step.end)
-        counters.pairs = len(pairs)
+        across = self._matcher.across() if isinstance(self._matcher, RunMatcher) else []
+        counters.pairs = len(pairs) + len(across)
         counters.steps_with_pairs = int(bool(found))
         self.counters.add(counters)
-        return Proposal(step, tuple(pairs), counters)
+        return Proposal(step, tuple(pairs), counters, tuple(across))

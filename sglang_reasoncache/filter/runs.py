@@ -1,17 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds blocks whose tokens stand earlier in the response, wherever steps begin."""
+"""Finds blocks whose tokens stand earlier in the response, wherever steps begin, or in another
+response to the same prompt."""
 
 from __future__ import annotations
 
 from array import array
 
-from sglang_reasoncache.filter.align import BlockPair
+from sglang_reasoncache.filter.align import AcrossPair, BlockPair
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
 
 _MODULUS, _BASE = (1 << 61) - 1, 1_000_003_579
-#: Runs remembered for one request: 15 MB. Beyond, all are forgotten and collected anew.
+#: Runs remembered for one request, and for one group: 15 MB. Beyond, all are forgotten and
+#: collected anew.
 _MAX_RUNS = 1 << 17
+#: What became of a token: its block reads another one, or another one reads its block.
+_READS, _IS_READ = 1, 2
+
+
+class RunGroup:
+    """Responses to the same prompt, and one copy of each of their old runs, which all others read.
+
+    A block reads that copy or is it, never both, so no slot is passed on.
+    """
+
+    def __init__(self) -> None:
+        self.members: dict[int, RunMatcher] = {}
+        # Hash of a run -> the member and offset of the copy. What a member left behind is replaced.
+        self.copies: dict[int, tuple[int, int]] = {}
 
 
 class RunMatcher:
@@ -21,11 +37,11 @@ class RunMatcher:
     The first tokens of a repeat have the least context in common; sharing them does most of the
     damage. So a block is paired where it and what is before it, ``min_run`` tokens in all, repeat.
     A token costs O(1): a window of so many is looked up by a rolling hash, and what is found is
-    compared token by token. Takes 120 bytes a token.
+    compared token by token. Takes 120 bytes a token, and as much in its group.
     """
 
     def __init__(self, config: FilterConfig, start: int) -> None:
-        self._block, self._page = config.block, config.page_size
+        self._block, self._page, self._min_age = config.block, config.page_size, config.min_age
         self._keeps_first = config.direction == "oldest"
         self._start = start
         # By position less ``start``: tokens, and the hash of all before.
@@ -35,10 +51,24 @@ class RunMatcher:
         self._power = pow(_BASE, self._lead + self._block, _MODULUS)
         # Hash of a window -> offset of its first or newest block.
         self._runs: dict[int, int] = {}
-        # Offsets of blocks that read later ones, and a byte for each offset in one of them.
+        # Offsets of blocks that read later ones; of each offset what became of it.
         self._readers: set[int] = set()
-        self._read = bytearray()
+        self._fate = bytearray()
         self._begin(0)
+        self._member = -1
+        self._group: RunGroup | None = None
+        # Offset of the next block to look up in the group; the member that the last one was found
+        # in, and how far from here.
+        self._old = self._at
+        self._followed = -1, 0
+
+    def join(self, member: int, group: RunGroup | None) -> None:
+        """Become ``member`` of a group, or leave it: what it has is nobody's source any more."""
+        if self._group is not None:
+            del self._group.members[self._member]
+        self._member, self._group = member, group
+        if group is not None:
+            group.members[member] = self
 
     def propose(self, step: Step) -> list[BlockPair]:
         """Blocks that end in ``step``, ascending, with earlier ones of the same tokens."""
@@ -64,14 +94,61 @@ class RunMatcher:
 
     def _take(self, earlier: int) -> bool:
         """Whether a block may read: alone, or as often as it likes, but not a part of another."""
-        end = earlier + self._block
-        if self._keeps_first or earlier in self._readers:
-            return True
-        if 1 in self._read[earlier:end]:
-            return False
-        self._readers.add(earlier)
-        self._read[earlier:end] = b"\1" * self._block
+        if self._keeps_first:
+            self._mark(self._at, _READS)
+        elif earlier not in self._readers:
+            if any(self._fate[earlier : earlier + self._block]):
+                return False
+            self._readers.add(earlier)
+            self._mark(earlier, _READS)
         return True
+
+    def _mark(self, at: int, fate: int) -> None:
+        self._fate[at : at + self._block] = bytes((fate,)) * self._block
+
+    def across(self) -> list[AcrossPair]:
+        """Blocks that became old, ascending, with equal ones of the group; what it lacks is there
+        for the others from now on. Nothing while there are no others."""
+        group, pairs, page = self._group, list[AcrossPair](), self._page
+        if group is None or len(group.members) < 2:
+            return pairs
+        while self._old + self._block <= len(self._tokens) - self._min_age:
+            at = self._old
+            self._old += page
+            fate = self._fate[at : at + self._block]
+            if _READS in fate or -1 in self._window(at):
+                continue
+            source, start = self._copy(group, at)
+            if source is None:
+                if len(group.copies) >= _MAX_RUNS:
+                    group.copies.clear()
+                group.copies[self._hash(at)] = self._member, at
+            elif not any(fate) and (source is not self or at - start >= self._block):
+                self._mark(at, _READS)
+                source._mark(start, _IS_READ)
+                self._followed = source._member, start - at
+                pairs.append(AcrossPair(self._start + at, source._start + start, source._member))
+                self._old = at + self._block
+        return pairs
+
+    def _copy(self, group: RunGroup, at: int) -> tuple[RunMatcher | None, int]:
+        """Who has the block at ``at`` and what is before it, and where: behind the last pair's, or
+        anywhere."""
+        last, distance = self._followed
+        anywhere = group.copies.get(self._hash(at), (-1, 0))
+        for member, start in ((last, at + distance), anywhere):
+            source = group.members.get(member)
+            if source is not None and source._lends(start, self._window(at)):
+                return source, start
+        return None, 0
+
+    def _lends(self, at: int, window: array[int]) -> bool:
+        """Whether ``window`` is the one at ``at``, old and not read from elsewhere."""
+        return (
+            self._lead <= at < self._old
+            and _READS not in self._fate[at : at + self._block]
+            and self._window(at) == window
+        )
 
     def _append(self, step: Step) -> None:
         offset = step.start - self._start
@@ -87,7 +164,7 @@ class RunMatcher:
             rolling = (rolling * _BASE + token + 1) % _MODULUS
             self._hashes.append(rolling)
         self._tokens.extend(step.token_ids)
-        self._read.extend(bytes(len(self._tokens) - len(self._read)))
+        self._fate.extend(bytes(len(self._tokens) - len(self._fate)))
 
     def _window(self, at: int) -> array[int]:
         return self._tokens[at - self._lead : at + self._block]

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+import weakref
 from array import array
 
 import numpy as np
@@ -25,6 +26,7 @@ from sglang_reasoncache.filter.encoder import EmbeddingEncoder, SentenceEncoder,
 from sglang_reasoncache.filter.messages import WORD, Feed, pack_refusal, pack_reply
 from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.runs import RunGroup
 from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.structure.tree import Limits
@@ -61,6 +63,8 @@ class Worker:
             # Read where it lies: it may take gigabytes.
             self._encoder = EmbeddingEncoder(np.load(matrix, mmap_mode="r"))
         self._filters: dict[int, RequestFilter] = {}
+        # As long as they have members.
+        self._groups: weakref.WeakValueDictionary[int, RunGroup] = weakref.WeakValueDictionary()
         self._num_compared = 0
 
     def answer(self, feed: Feed, number: int) -> bytes:
@@ -71,8 +75,12 @@ class Worker:
             self._filters[request] = RequestFilter(
                 self._config, self._classes, self._vocabulary, start, span, self._encoder
             )
+        for request, joined in zip(feed.joined[::2], feed.joined[1::2], strict=True):
+            if request in self._filters:
+                group = None if joined < 0 else self._groups.setdefault(joined, RunGroup())
+                self._filters[request].join(request, group)
         for request in feed.closed:
-            self._filters.pop(request, None)
+            self._forget(request)
         results: list[StepResult] = []
         num_shed = 0
         for request, tokens in feed.news():
@@ -85,21 +93,25 @@ class Worker:
                     if self._num_compared - feed.steps_taken >= self._max_pending:
                         num_shed += 1
                         continue
-                    _, pairs, counters = step_filter.propose(step)
+                    _, pairs, counters, across = step_filter.propose(step)
                     self._num_compared += 1
                     now = time.thread_time()
                     seconds, began = now - began, now
-                    results.append(
-                        StepResult(request, step.start, step.end, pairs, counters, seconds)
-                    )
+                    of_step = request, step.start, step.end
+                    results.append(StepResult(*of_step, pairs, counters, seconds, across))
             except MemoryError:
                 # The other ranks may have had enough: all of them start anew.
                 raise
             except Exception:
                 # The same on all ranks. This request shares nothing more, the others go on.
                 traceback.print_exc()
-                del self._filters[request]
+                self._forget(request)
         return pack_reply(number, num_shed, results)
+
+    def _forget(self, request: int) -> None:
+        step_filter = self._filters.pop(request, None)
+        if step_filter is not None:
+            step_filter.join(request, None)
 
 
 def _send(message: bytes) -> None:

@@ -85,21 +85,24 @@ class Controller:
             self._on_release(req, state_of(req))
 
     def _on_release(self, req: Request, state: RequestState | None) -> None:
-        shared = evicted = 0
+        shared = evicted = across = 0
         if state is not None:
             # SGLang's own books rely on these; nothing that fails comes before them.
             shared = state.live_positions
             self.pipeline.give_up(state, shared)
             evicted = self.eviction.forget(state)
+            across = len(state.across)
         try:
             if req.finished():
                 self._on_end(req, state, shared, evicted)
+            elif state is not None and state.followed is not None:
+                state.followed.join(False)
             if state is not None:
                 self.eviction.released()
         finally:
             if state is not None:
                 state.forget_row()
-        if shared + evicted and not self.saved_positions:
+        if shared + evicted + across and not self.saved_positions:
             self.report.publish()
 
     def _on_end(self, req: Request, state: RequestState | None, shared: int, evicted: int) -> None:
@@ -113,7 +116,7 @@ class Controller:
         elif ended and state is not None and state.takes_part:
             of_output = state.evicted.count_from(len(req.origin_input_ids))
             self.forecast.observe(shared + of_output, len(req.output_ids))
-            self.report.request_finished(req, state, shared, evicted)
+            self.report.request_finished(req, state, shared + state.foreign, evicted)
         if state is not None and state.followed is not None:
             state.followed.close()
 
@@ -167,11 +170,13 @@ class Controller:
             state = self.tracker.follow(req)
             if state.reapply:
                 self.pipeline.reapply(req, state)
+                if state.followed is not None:
+                    state.followed.join(True)
             logical += req.kv.kv_allocated_len
             output += len(req.output_ids)
             saved += state.evicted.count_from(len(req.origin_input_ids))
         self.tracker.feed(running)
-        self.stats.poll(len(running), self.saved_positions, logical)
+        self.stats.poll(len(running), self.saved_positions, logical, self.pipeline.across)
         self.forecast.poll(saved, output)
         if self.eviction.is_active:
             # A recomputed row takes more slots until all its blocks are applied again.
@@ -201,4 +206,4 @@ class Controller:
             try:
                 self.eviction.poll(req, state, self.stats, written, ask)
             finally:
-                self.pipeline.live_positions += state.live_positions - shared
+                self.pipeline.within += state.live_positions - shared

@@ -32,6 +32,8 @@ _COUNTERS = {
     "blocks_compared": "Block pairs judged by their KV distance.",
     "blocks_shared": "Blocks redirected to the slots of equal ones.",
     "slots_saved_total": "Slots returned to the allocator by sharing.",
+    "blocks_shared_across": "Blocks redirected to the slots of another response to the same prompt.",
+    "slots_saved_across_total": "Slots returned to the allocator by that.",
     "requests_opted_out": "Requests that opted out: neither shared nor evicted.",
     "eviction_decisions": "Times an evicting policy was asked what to evict.",
     "positions_evicted": "Positions evicted by evicting policies.",
@@ -50,6 +52,7 @@ _BY_REASON = {
 }
 _GAUGES = {
     "slots_saved_now": "Slots the running requests do without.",
+    "slots_saved_across_now": "Those that they do without by sharing with each other.",
     "positions_evicted_now": "Evicted positions of the running requests.",
     "memory_saving_ratio": "Slots saved over logical slots, averaged over decode steps.",
     "filter_given_up": "1 when the process that compares steps failed too often: no further blocks "
@@ -84,15 +87,20 @@ class SharingMetrics:
         self._seen: dict[tuple[str, ...], int] = {}
 
     def update(
-        self, stats: SharingStats, saved: int, evicted: int, disabled: bool, latency: float | None
+        self,
+        stats: SharingStats,
+        saved: tuple[int, int, int],
+        disabled: bool,
+        latency: float | None,
     ) -> None:
-        """``latency`` in seconds, None where nothing was compared."""
+        """``saved``: slots, those saved across, evicted positions. ``latency`` in seconds, None where
+        nothing was compared."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
         for name in ("refusals", "eviction_refusals"):
             for reason, total in getattr(stats, name).items():
                 self._count(name, total, reason=reason)
-        now = (saved, evicted, stats.memory_saving_ratio, stats.filter_given_up, disabled)
+        now = (*saved, stats.memory_saving_ratio, stats.filter_given_up, disabled)
         for gauge, value in zip(self._gauges.values(), now, strict=True):
             gauge.labels(**self._labels).set(value)
         if latency is not None:
@@ -150,6 +158,10 @@ class Report:
                 "retractions": req.retraction_count,
                 "block": self.pipeline.block,
                 "blocks": state.shared[:_RECENT_BLOCKS],
+                "blocks_across": [
+                    (*at, None if (source := member()) is None else source.rid)
+                    for *at, member in state.shared_across[:_RECENT_BLOCKS]
+                ],
                 "evictions": list(state.evicted.history),
             }
         )
@@ -157,8 +169,8 @@ class Report:
     def publish(self, latency: float | None = None) -> None:
         """``latency``: seconds of a poll that compared blocks."""
         if self.metrics is not None:
-            now = self.slots_saved, self.eviction.positions_now, self.disabled is not None
-            self.metrics.update(self.stats, *now, latency)
+            now = self.slots_saved, self.pipeline.across, self.eviction.positions_now
+            self.metrics.update(self.stats, now, self.disabled is not None, latency)
 
     def publish_selection(self) -> None:
         if self.metrics is not None and self.selection is not None:
@@ -176,6 +188,7 @@ class Report:
             "config": self.config.to_dict(),
             "block": self.pipeline.block,
             "slots_saved_now": self.slots_saved,
+            "slots_saved_across_now": self.pipeline.across,
             "positions_evicted_now": self.eviction.positions_now,
             "evictors": self.eviction.described,
             "selection": told,

@@ -106,7 +106,8 @@ class ServerParts:
             ids = None if markers is None else markers[:2]
             encoder = make_encoder(config, worker.model_runner.model, context) or ("", None)
             engine = FilterProcess(knobs, vocabulary, ids, config.max_pending, *encoder)
-        tracker = RequestTracker(engine, stats, ranks, markers)
+        groups = config.scope == "prompt"
+        tracker = RequestTracker(engine, stats, ranks, markers, groups)
         acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
         # Each rank holds other weights.
         key = agreed(ranks, self._calibration_key(context, block))

@@ -18,13 +18,14 @@ from sglang_reasoncache.sharing.measure import BlockMeter
 
 class Redirection(NamedTuple):
     """A position of a row, the slot that it names, the one that it will name, and one of the
-    positions that name that already."""
+    positions that name that already, with its row."""
 
     row: int
     position: int
     old_slot: int
     new_slot: int
     source: int
+    source_row: int
 
 
 class Acceptor:
@@ -45,13 +46,18 @@ class Acceptor:
         self._allocator, self._pool, self._meter = allocator, req_to_token_pool, meter
         self.copies, self.page = copies, allocator.page_size
 
+    @property
+    def saved(self) -> int:
+        """Slots that the rows do without."""
+        return self._allocator.saved
+
     def prepare(self, redirections: Sequence[Redirection]) -> Callable[[], None]:
         """All that can fail of redirecting (or copying) whole pages, in this order; a position may
         come more than once. The function returned does the rest."""
         # Of a position only the last new slot is written, and the first old one was there.
         new: dict[tuple[int, int], int] = {}
         old: dict[tuple[int, int], int] = {}
-        for row, position, old_slot, new_slot, _ in redirections:
+        for row, position, old_slot, new_slot, *_ in redirections:
             old.setdefault((row, position), old_slot)
             new[row, position] = new_slot
         entries = [(*at, slot, old[at]) for at, slot in new.items()]
@@ -65,9 +71,10 @@ class Acceptor:
             [entry.old_slot // self.page for entry in pages],
             [entry.new_slot // self.page for entry in pages],
         )
-        by_row: dict[int, list[Redirection]] = {}
+        by_row: dict[int, list[tuple[int, int]]] = {}
         for entry in redirections:
-            by_row.setdefault(entry.row, []).append(entry)
+            by_row.setdefault(entry.row, []).append((entry.position, entry.new_slot))
+            by_row.setdefault(entry.source_row, []).append((entry.source, entry.new_slot))
         named = [self._named(row, entries) for row, entries in by_row.items()]
 
         def redirect() -> None:
@@ -83,9 +90,8 @@ class Acceptor:
         return redirect
 
     def _named(
-        self, row: int, entries: Sequence[Redirection]
+        self, row: int, entries: Sequence[tuple[int, int]]
     ) -> tuple[SlotNames, np.ndarray, np.ndarray]:
         """Positions of a row, those redirected and those read, and the slots that they will have."""
-        both = [(at, e.new_slot) for e in entries for at in (e.position, e.source)]
-        positions, slots = np.array(both, dtype=np.int64).T
+        positions, slots = np.array(entries, dtype=np.int64).T
         return self._allocator.names_in(row, int(positions.max()) + 1), positions, slots

@@ -32,6 +32,8 @@ class Refusal(Enum):
     """So many positions read the block's slots already that moving all would take long."""
     LATE = "late"
     """The request finished, or lost its row, before the block could be shared."""
+    ACROSS = "across"
+    """Another request has some of the slots, too: moving would free none."""
     EVICTED = "evicted"
     """A position of the block, or of its source, was evicted."""
 
@@ -44,7 +46,8 @@ class BlockProposal:
     come first in the response. Positions are logical: index into prompt plus output. ``row``
     counts the request's rows: a proposal for an earlier row is void. The row is read when the
     proposal is measured, so a source that is itself shared resolves to the slot that holds its
-    KV. ``decided`` blocks were accepted before a retraction and are not judged again.
+    KV. ``decided`` blocks were accepted before a retraction and are not judged again. ``source``
+    is another request in whose row number ``source_row`` the source lies; None: in the same row.
     """
 
     req: Request
@@ -53,6 +56,13 @@ class BlockProposal:
     length: int
     row: int = 0
     decided: bool = False
+    source: Request | None = None
+    source_row: int = 0
+
+    @property
+    def lender(self) -> Request:
+        """Whose slots are read."""
+        return self.req if self.source is None else self.source
 
     @property
     def dst_end(self) -> int:
@@ -65,25 +75,36 @@ class BlockProposal:
 
 def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal | None:
     """Why ``block`` must not be applied now, or None."""
-    req, state = block.req, state_of(block.req)
-    # A row that is being recomputed may not even have slots yet.
-    if state is None or state.row != block.row or state.reapply or not is_running(req):
+    req, lender, across = block.req, block.lender, block.source is not None
+    state, other = state_of(req), state_of(lender)
+    if state is None or other is None or not _has_row(req, block.row):
+        return Refusal.LATE
+    if across and not _has_row(lender, block.source_row):
         return Refusal.LATE
     if block.dst_start < req.kv.cache_protected_len:
         # The prefix tree owns these; another request may read them.
         return Refusal.TREE_OWNED
-    written = written_positions(req)
-    if max(block.dst_end, block.src_end) > written:
+    if across and block.src_start < lender.kv.cache_protected_len:
+        # It may evict them when the lender has gone.
+        return Refusal.TREE_OWNED
+    written, there = written_positions(req), written_positions(lender)
+    if block.dst_end > written or block.src_end > there:
         return Refusal.NOT_WRITTEN
     if block.dst_start % page or block.src_start % page or block.length % page:
         return Refusal.PART_OF_PAGE
-    if abs(block.dst_start - block.src_start) < block.length:
+    if not across and abs(block.dst_start - block.src_start) < block.length:
         return Refusal.OVERLAP
-    if block.dst_end > written - min_age:
+    if block.dst_end > written - min_age or (across and block.src_end > there - min_age):
         return Refusal.TOO_YOUNG
-    evicted = state.evicted
-    if evicted.any_in(block.dst_start, block.dst_end) or evicted.any_in(
+    if state.evicted.any_in(block.dst_start, block.dst_end) or other.evicted.any_in(
         block.src_start, block.src_end
     ):
         return Refusal.EVICTED
     return None
+
+
+def _has_row(req: Request, row: int) -> bool:
+    """Whether a request runs with its ``row``-th row. One that is being recomputed may not even have
+    slots yet."""
+    state = state_of(req)
+    return state is not None and state.row == row and not state.reapply and is_running(req)

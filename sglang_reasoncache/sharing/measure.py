@@ -83,10 +83,12 @@ class BlockMeter:
         """Compare what one or more blocks of one length hold; on a GPU this only launches."""
         device = self._rows.device
         within = torch.arange(blocks[0].length, device=device)
-        starts = upload([(b.req.kv.req_pool_idx, b.dst_start, b.src_start) for b in blocks], device)
-        rows, dst, src = starts[:, 0:1], starts[:, 1:2] + within, starts[:, 2:3] + within
-        dst_slots = self._rows[rows, dst].long()
-        src_slots = self._rows[rows, src].long()
+        reqs = [(b.req.kv.req_pool_idx, b.lender.kv.req_pool_idx) for b in blocks]
+        starts = [(b.dst_start, b.src_start) for b in blocks]
+        rows, at = upload(reqs, device), upload(starts, device)
+        dst, src = at[:, 0:1] + within, at[:, 1:2] + within
+        dst_slots = self._rows[rows[:, 0:1], dst].long()
+        src_slots = self._rows[rows[:, 1:2], src].long()
         sums = self._compare(dst_slots, src_slots, self._shift(src_slots, dst))
         return Measurement(dst_slots, src_slots, sums)
 

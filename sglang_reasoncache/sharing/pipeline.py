@@ -7,16 +7,19 @@ Nothing here waits for the step engine or for a device, and no request does.
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.row_state import written_positions
+from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.sharing.acceptor import Acceptor, Redirection
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
-from sglang_reasoncache.sharing.state import RequestState, state_of
+from sglang_reasoncache.sharing.state import RequestState, is_running, state_of
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Finished steps taken from the engine at once, unless their blocks fill a batch before.
@@ -29,12 +32,23 @@ MAX_READERS = 16
 Batch = list[BlockProposal]
 
 
+class Planned(NamedTuple):
+    """A block that will be applied, how many slots that frees, and how many of them another request
+    keeps instead."""
+
+    block: BlockProposal
+    state: RequestState
+    redirections: list[Redirection]
+    saved: int
+    across: int
+
+
 class BlockPipeline:
     """One per scheduler. A batch is applied when its distances have arrived on all ranks.
 
     Attributes:
         block: Tokens per block.
-        live_positions: Slots that the running requests do without by sharing.
+        within: Slots that the running requests do without by sharing with themselves.
     """
 
     def __init__(
@@ -47,11 +61,21 @@ class BlockPipeline:
         min_age: int = 0,
     ) -> None:
         self.threshold, self.meter, self.block = threshold, meter, block
-        self.live_positions = 0
+        self.within = 0
         self._tracker, self._acceptor = tracker, acceptor
         self._stats, self._ranks, self._min_age = tracker.stats, tracker.ranks, min_age
         self._waiting: collections.deque[Batch] = collections.deque()
         self._in_flight: tuple[Batch, Measurement] | None = None
+
+    @property
+    def live_positions(self) -> int:
+        """Slots that the running requests do without by sharing."""
+        return self._acceptor.saved
+
+    @property
+    def across(self) -> int:
+        """Those of them that several requests share."""
+        return self.live_positions - self.within
 
     def advance(self) -> None:
         """Bring block pairs as far as they come without waiting, or ``_MAX_BATCH`` of them.
@@ -83,7 +107,13 @@ class BlockPipeline:
             BlockProposal(req, dst, src, self.block, state.row, decided=True)
             for _, dst, src in state.shared
         ]
-        state.shared = []
+        for _, dst, src, member in state.shared_across:
+            source = member()
+            # Of a member that has left, or lost its row, nothing is asked.
+            if source is not None and is_running(source):
+                at = req, dst, src, self.block, state.row
+                blocks.append(BlockProposal(*at, True, source, _state_of(source).row))
+        state.shared, state.shared_across = [], []
         self._waiting.append(blocks)
 
     def reapplying(self) -> set[int]:
@@ -92,12 +122,12 @@ class BlockPipeline:
         return {id(block.req) for batch in batches for block in batch if block.decided}
 
     def give_up(self, state: RequestState, positions: int) -> None:
-        """As many positions share no slot any more."""
+        """As many positions share no slot of their row any more."""
         state.live_positions -= positions
-        self.live_positions -= positions
+        self.within -= positions
 
     def reset(self) -> None:
-        self.live_positions = 0
+        self.within = 0
         self.drop()
 
     def drop(self) -> None:
@@ -112,12 +142,12 @@ class BlockPipeline:
         for req, result in results:
             state = None if req is None else state_of(req)
             if req is None or state is None:
-                self._stats.refusals[Refusal.LATE.value] += len(result.pairs)
+                late = len(result.pairs) + len(result.across)
+                self._stats.refusals[Refusal.LATE.value] += late
                 continue
             # Asked here as well as later: which requests still exist may differ between
             # ranks, and the batches they make must not.
-            for pair in result.pairs:
-                block = BlockProposal(req, pair.dst_start, pair.src_start, self.block, state.row)
+            for block in self._blocks(req, state, result):
                 if not self._allows(block):
                     continue
                 if state.claim(block.dst_start, block.length):
@@ -127,6 +157,21 @@ class BlockPipeline:
         if blocks:
             self._waiting.append(blocks)
         return bool(results)
+
+    def _blocks(
+        self, req: Request, state: RequestState, result: StepResult
+    ) -> Iterable[BlockProposal]:
+        for pair in result.pairs:
+            yield BlockProposal(req, *pair, self.block, state.row)
+        for dst, src, member in result.across:
+            source = self._tracker.source(req, member)
+            if source is None:
+                self._stats.refusals[Refusal.LATE.value] += 1
+            elif source is req:
+                yield BlockProposal(req, dst, src, self.block, state.row)
+            else:
+                at = req, dst, src, self.block, state.row
+                yield BlockProposal(*at, False, source, _state_of(source).row)
 
     def _launch(self) -> bool:
         """Measure the next blocks that do not touch one another; False when none waits."""
@@ -162,53 +207,89 @@ class BlockPipeline:
             else:
                 self._refuse(batch[i], too_far)
         dst_slots, src_slots = measured.slots()
-        planned: list[tuple[BlockProposal, RequestState, list[Redirection], int]] = []
-        copies = self._acceptor.copies
+        planned: list[Planned] = []
         for i in chosen:
-            if dst_slots[i] == src_slots[i]:
-                self._refuse(batch[i], Refusal.SAME_SLOTS)
-            elif _aliases(batch[i], copies).most(batch[i].dst_start, self.block) > MAX_READERS:
-                self._refuse(batch[i], Refusal.READERS)
-            else:
+            refusal = self._refusal(batch[i], dst_slots[i], src_slots[i])
+            if refusal is None:
                 planned.append(self._planned(batch[i], dst_slots[i], src_slots[i]))
-        redirections = [entry for _, _, entries, _ in planned for entry in entries]
+            else:
+                self._refuse(batch[i], refusal)
+        redirections = [entry for each in planned for entry in each.redirections]
         if redirections:
             commit = self._acceptor.prepare(redirections)
             # All ranks are prepared: what follows does not fail, except where it copies.
             self._ranks.agree()
-            for _, state, entries, _ in planned:
-                state.mark_shared(entry.position for entry in entries)
+            for each in planned:
+                each.state.mark_shared(entry.position for entry in each.redirections)
             commit()
-        for block, state, _, saved in planned:
-            self._count(block, state, saved)
+        for each in planned:
+            self._count(each)
         return len(redirections)
+
+    def _refusal(
+        self, block: BlockProposal, dst_slots: Sequence[int], src_slots: Sequence[int]
+    ) -> Refusal | None:
+        """What only the slots tell."""
+        if dst_slots == src_slots:
+            return Refusal.SAME_SLOTS
+        if not _state_of(block.req).across.keys().isdisjoint(dst_slots):
+            return Refusal.ACROSS
+        if block.source is not None:
+            lent = self._aliases(block.source).numbers(block.src_start, block.length)
+            if any(0 <= number < block.source.kv.cache_protected_len for number in lent):
+                return Refusal.TREE_OWNED
+        if self._aliases(block.req).most(block.dst_start, self.block) > MAX_READERS:
+            return Refusal.READERS
+        return None
 
     def _planned(
         self, block: BlockProposal, dst_slots: Sequence[int], src_slots: Sequence[int]
-    ) -> tuple[BlockProposal, RequestState, list[Redirection], int]:
-        """What changes in the request's row, and how many slots that saves."""
-        state, kv = _state(block), block.req.kv
-        # Ahead of the row: only what shares or evicts reads it, which a failure ends.
-        moved = _aliases(block, self._acceptor.copies).redirect(
-            block.dst_start, block.src_start, block.length
-        )
-        row, source = kv.req_pool_idx, block.src_start
+    ) -> Planned:
+        """What changes in the request's row. Ahead of it: only what shares or evicts reads this,
+        which a failure ends; and what is marked as read across only stays where it is."""
+        state, aliases, across = _state_of(block.req), self._aliases(block.req), 0
+        if block.source is None:
+            moved = aliases.redirect(block.dst_start, block.src_start, block.length)
+        else:
+            lent = self._aliases(block.source).numbers(block.src_start, block.length)
+            for slot, number in zip(src_slots, lent, strict=True):
+                _state_of(block.source).across.setdefault(slot, number)
+            across = sum(slot not in state.across for slot in set(src_slots))
+            numbers = [state.across.setdefault(slot, -1 - slot) for slot in src_slots]
+            moved = aliases.assign(block.dst_start, numbers)
+        rows = block.req.kv.req_pool_idx, block.lender.kv.req_pool_idx
         redirections = [
-            Redirection(row, position, dst_slots[offset], src_slots[offset], source + offset)
+            Redirection(
+                *(rows[0], position, dst_slots[offset], src_slots[offset]),
+                *(block.src_start + offset, rows[1]),
+            )
             for position, offset in moved
             # An evicted position has no slot any more.
             if not state.evicted.any_in(position, position + 1)
         ]
-        return block, state, redirections, len({offset for _, offset in moved})
+        return Planned(block, state, redirections, len({offset for _, offset in moved}), across)
 
-    def _count(self, block: BlockProposal, state: RequestState, saved: int) -> None:
+    def _count(self, planned: Planned) -> None:
         """A block was applied."""
-        state.shared.append((written_positions(block.req), block.dst_start, block.src_start))
+        block, state, _, saved, across = planned
+        self._remember(block)
         self._stats.blocks_reapplied += block.decided
         self._stats.blocks_shared += not block.decided
+        self._stats.blocks_shared_across += block.source is not None and not block.decided
         if not self._acceptor.copies:
-            self.give_up(state, -saved)
+            self.give_up(state, across - saved)
+            state.foreign += across
             self._stats.slots_saved_total += saved
+            self._stats.slots_saved_across_total += across
+
+    def _remember(self, block: BlockProposal) -> None:
+        """To be applied again after a retraction."""
+        state = _state_of(block.req)
+        at = written_positions(block.req), block.dst_start, block.src_start
+        if block.source is None:
+            state.shared.append(at)
+        else:
+            state.shared_across.append((*at, weakref.ref(block.source)))
 
     def _allows(self, block: BlockProposal) -> bool:
         """Ask the rules; what they refuse is counted."""
@@ -222,26 +303,29 @@ class BlockPipeline:
         state = state_of(block.req)
         if block.decided and refusal is Refusal.LATE and state is not None:
             # Retracted once more before it was applied: the decision stands.
-            state.shared.append((written_positions(block.req), block.dst_start, block.src_start))
+            self._remember(block)
+
+    def _aliases(self, req: Request) -> SlotAliases:
+        return _aliases(req, self._acceptor.copies)
 
 
-def _aliases(block: BlockProposal, copies: bool) -> SlotAliases:
-    """What holds the same KV in the block's request: in one slot, or copied."""
-    state = _state(block)
+def _aliases(req: Request, copies: bool) -> SlotAliases:
+    """What holds the same KV in a request: in one slot, or copied."""
+    state = _state_of(req)
     return state.copied if copies else state.slot_aliases
 
 
-def _state(block: BlockProposal) -> RequestState:
-    state = state_of(block.req)
-    assert state is not None, "only requests with state propose blocks"
+def _state_of(req: Request) -> RequestState:
+    state = state_of(req)
+    assert state is not None, "only requests with state propose blocks, or are their source"
     return state
 
 
 def independent(blocks: Iterable[BlockProposal], copies: bool = False) -> tuple[Batch, Batch]:
     """Blocks that may be located together, and the others, which must wait for them.
 
-    A block waits that reads, or frees, slots that an earlier one of its request redirects, or
-    that frees slots which an earlier one reads: located now, it would share a freed slot.
+    A block waits that reads, or frees, slots that an earlier one redirects in the same row, or
+    that frees slots which an earlier one reads there: located now, it would share a freed slot.
     """
     batch: Batch = []
     later: Batch = []
@@ -249,12 +333,12 @@ def independent(blocks: Iterable[BlockProposal], copies: bool = False) -> tuple[
     touched: dict[int, tuple[set[int], set[int]]] = {}
     for block in blocks:
         freed, read = touched.setdefault(id(block.req), (set(), set()))
-        aliases = _aliases(block, copies)
-        frees = aliases.numbers(block.dst_start, block.length)
-        reads = aliases.numbers(block.src_start, block.length)
-        free = freed.isdisjoint(frees) and freed.isdisjoint(reads) and read.isdisjoint(frees)
+        given, lent = touched.setdefault(id(block.lender), (set(), set()))
+        frees = _aliases(block.req, copies).numbers(block.dst_start, block.length)
+        reads = _aliases(block.lender, copies).numbers(block.src_start, block.length)
+        free = freed.isdisjoint(frees) and given.isdisjoint(reads) and read.isdisjoint(frees)
         (batch if free else later).append(block)
         # What waits holds up what comes behind it, so that the order stays.
         freed.update(frees)
-        read.update(reads)
+        lent.update(reads)
     return batch, later

@@ -7,6 +7,7 @@ import bisect
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from weakref import ref
 
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
 from sglang_reasoncache.compat.types import Request
@@ -23,8 +24,17 @@ _SPELLINGS = {
 }
 
 
+class PromptGroup:
+    """Requests with the same prompt, while any of them lives; ``number`` is no other one's, ever."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class Followed:
     """A request in a step engine, from opening to :meth:`close`.
+
+    While its row is complete it is in its ``group``, if it has one.
 
     A request that is aborted while it waits to be scheduled again just disappears. The end of
     this object then leaves its id in ``orphans``, for the thread that feeds the engine to
@@ -34,11 +44,22 @@ class Followed:
     _engine: FilterProcess | None = None
 
     def __init__(
-        self, engine: FilterProcess, start_position: int, inside: bool, orphans: deque[int]
+        self,
+        engine: FilterProcess,
+        start_position: int,
+        inside: bool,
+        orphans: deque[int],
+        group: PromptGroup | None = None,
     ) -> None:
-        self._orphans = orphans
+        self._orphans, self.group = orphans, group
         self.id = engine.open(start_position, inside)
         self._engine = engine
+        self.join(True)
+
+    def join(self, yes: bool) -> None:
+        """The row is complete, or (no) is gone."""
+        if self.group is not None and self._engine is not None:
+            self._engine.join(self.id, self.group.number if yes else -1)
 
     def close(self) -> None:
         """Called by the thread that feeds the engine."""
@@ -67,6 +88,10 @@ class RequestState(RowState):
         reapply: The row was recomputed after a retraction and holds nothing shared.
         shared: Accepted blocks in order, ``(written, dst_start, src_start)``: positions that had
             their KV by then. Kept over a retraction, after which they are applied again.
+        across: Slots that another request had, too, with their numbers in ``slot_aliases``
+            (``copied``). They stay where they are: moving would free none.
+        foreign: Slots of other requests that it read in place of its own.
+        shared_across: As ``shared``, of blocks that read another request.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         first_shared: Lowest redirected position, None while there is none.
         copied: Which positions hold the same KV, each in its own slot (``--reasoncache-apply copy``).
@@ -78,6 +103,9 @@ class RequestState(RowState):
     row: int = 0
     reapply: bool = False
     shared: list[tuple[int, int, int]] = field(default_factory=list)
+    across: dict[int, int] = field(default_factory=dict)
+    foreign: int = 0
+    shared_across: list[tuple[int, int, int, ref[Request]]] = field(default_factory=list)
     claimed: list[int] = field(default_factory=list)
     first_shared: int | None = None
     copied: SlotAliases = field(default_factory=SlotAliases)
@@ -100,7 +128,7 @@ class RequestState(RowState):
         self.reapply = True
         self.first_shared = None
         super().forget_row()
-        self.copied = SlotAliases()
+        self.copied, self.across, self.foreign = SlotAliases(), {}, 0
 
 
 def state_of(req: Request) -> RequestState | None:

@@ -17,7 +17,8 @@ class SharingStats(EvictionStats):
     ``filter_restarts`` and ``filter_given_up`` (0 or 1) count since the start, flushed or not.
     ``filter_seconds`` is CPU time of comparing steps, wherever that runs; ``scheduler_seconds``
     is what the scheduler's thread spent on all of sharing. The sums run over polls: ``saved``
-    slots of the ``logical`` positions of the running requests. ``finished_positions`` of finished
+    slots of the ``logical`` positions of the running requests, ``across`` of them between requests.
+    ``finished_positions`` of finished
     requests include the prompt; ``finished_redirected`` ones referred to a slot owned elsewhere,
     ``finished_evicted`` ones to none.
     """
@@ -32,6 +33,8 @@ class SharingStats(EvictionStats):
     blocks_compared: int = 0
     blocks_shared: int = 0
     slots_saved_total: int = 0
+    blocks_shared_across: int = 0
+    slots_saved_across_total: int = 0
     filter_seconds: float = 0.0
     scheduler_seconds: float = 0.0
     requests_seen: int = 0
@@ -46,6 +49,7 @@ class SharingStats(EvictionStats):
     sum_running: int = 0
     sum_saved: int = 0
     sum_logical: int = 0
+    sum_across: int = 0
     sum_step_ratio: float = 0.0
     sum_final_ratio: float = 0.0
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -54,7 +58,7 @@ class SharingStats(EvictionStats):
         """In place: every part of a scheduler counts into this one."""
         vars(self).update(vars(SharingStats()))
 
-    def poll(self, running: int, saved: int, logical: int) -> None:
+    def poll(self, running: int, saved: int, logical: int, across: int = 0) -> None:
         """The running requests of a poll, with ``saved`` of ``logical`` positions redirected or evicted."""
         if logical <= 0:
             return
@@ -62,6 +66,7 @@ class SharingStats(EvictionStats):
         self.sum_running += running
         self.sum_saved += saved
         self.sum_logical += logical
+        self.sum_across += across
         self.sum_step_ratio += saved / logical
 
     def request_finished(self, redirected: int, logical: int, evicted: int = 0) -> None:
@@ -81,7 +86,8 @@ class SharingStats(EvictionStats):
         """All but the sums, and what follows from them.
 
         ``final_saving_ratio``: slots saved over logical slots at the end of a response, averaged
-        over requests. ``affected_ratio``: redirected or evicted positions of finished requests
+        over requests. ``across_ratio``: of the slots saved at all polls, those that several requests
+        share. ``affected_ratio``: redirected or evicted positions of finished requests
         over all, so long ones count more.
         """
         affected = self.finished_redirected + self.finished_evicted
@@ -90,6 +96,7 @@ class SharingStats(EvictionStats):
             "refusals": dict(self.refusals),
             "eviction_refusals": dict(self.eviction_refusals),
             "memory_saving_ratio": self.memory_saving_ratio,
+            "across_ratio": self.sum_across / max(self.sum_saved, 1),
             "final_saving_ratio": self.sum_final_ratio / max(self.requests_finished, 1),
             "affected_ratio": affected / max(self.finished_positions, 1),
             "mean_running": self.sum_running / max(self.polls, 1),

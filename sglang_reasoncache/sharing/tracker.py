@@ -13,15 +13,33 @@ from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.segment import ReasoningMarkers
-from sglang_reasoncache.sharing.state import Followed, RequestState, attach, state_of, takes_part
+from sglang_reasoncache.sharing.state import (
+    Followed,
+    PromptGroup,
+    RequestState,
+    attach,
+    state_of,
+    takes_part,
+)
 from sglang_reasoncache.sharing.stats import SharingStats
+
+GroupKey = tuple[bytes, str | None, str | None, str | None]
+
+
+def in_one_group(one: Request, other: Request) -> bool:
+    groups = [
+        state.followed.group
+        for state in map(state_of, (one, other))
+        if state is not None and state.followed is not None
+    ]
+    return len(groups) == 2 and groups[0] is not None and groups[0] is groups[1]
 
 
 class RequestTracker:
     """One per scheduler. The engines of all ranks give the same results at the same time.
 
     Without an ``engine`` nothing is shared and nobody followed. ``markers``: around the reasoning
-    part.
+    part. ``groups``: requests with the same prompt share with each other.
     """
 
     def __init__(
@@ -30,9 +48,12 @@ class RequestTracker:
         stats: SharingStats,
         ranks: Ranks,
         markers: ReasoningMarkers | None = None,
+        groups: bool = False,
     ) -> None:
         self._engine, self.stats, self.ranks = engine, stats, ranks
-        self._markers = markers
+        self._markers, self._in_groups, self._num_groups = markers, groups, 0
+        self._groups: weakref.WeakValueDictionary[GroupKey, PromptGroup]
+        self._groups = weakref.WeakValueDictionary()
         self._shed_before = 0
         # Engine ids of requests that disappeared; any thread may append one.
         self._orphans: collections.deque[int] = collections.deque()
@@ -49,9 +70,28 @@ class RequestTracker:
         if state.takes_part and engine is not None and not engine.given_up:
             prompt = req.origin_input_ids
             inside = self._markers is None or self._markers.inside_after(prompt)
-            state.followed = Followed(engine, len(prompt), inside, self._orphans)
+            group = self._group_of(req)
+            state.followed = Followed(engine, len(prompt), inside, self._orphans, group)
             self._requests[state.followed.id] = req
         return state
+
+    def _group_of(self, req: Request) -> PromptGroup | None:
+        """Of those that the prefix tree would let read each other's prompt; keys are compared in
+        full. A request that it does not take in, whose KV other things than tokens decide, has none."""
+        if not self._in_groups or req.skip_radix_cache_insert:
+            return None
+        prompt = array("q", req.origin_input_ids).tobytes()
+        key = prompt, req.extra_key, req.cache_salt, req.lora_id
+        group = self._groups.get(key)
+        if group is None:
+            self._num_groups += 1
+            group = self._groups[key] = PromptGroup(self._num_groups)
+        return group
+
+    def source(self, req: Request, number: int) -> Request | None:
+        """The member of ``req``'s group with an id of the engine; None for any other."""
+        source = self._requests.get(number)
+        return source if source is not None and in_one_group(req, source) else None
 
     def count(self, req: Request) -> bool:
         """A request that is new; whether it takes part."""

@@ -379,3 +379,10 @@ def test_a_process_that_takes_too_long_or_dies_is_replaced() -> None:
         assert f"Max address space         {2 << 30}" in limits
     with pytest.raises(SandboxError, match="did not start"):
         MathGrader(memory_bytes=40 << 20).equal("1", "2")
+
+
+def test_several_samples_of_each_problem() -> None:
+    [plain, sampled] = [EvalTask(f"tiny_reasoner{x}", Source(seed=3, limit=6)) for x in ("", "_x4")]
+    messages = [problem.messages for problem in sampled.problems]
+    assert messages == [plain.problems[0].messages] * 4 + [plain.problems[1].messages] * 2
+    assert len({problem.id for problem in sampled.problems}) == 6

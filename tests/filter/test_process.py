@@ -295,7 +295,7 @@ def test_a_process_that_says_nothing_is_hung(make: Make, monkeypatch: pytest.Mon
     assert engine.ready() >= 0
 
 
-_GOOD = [21, 1, 0, 1, 0, 0, 5, 7, 1, *[0] * 10, 2, 0]
+_GOOD = [25, 1, 0, 1, 0, 0, 5, 7, 1, 1, *[0] * 10, 2, 0, 4, 3, 9]
 
 
 @pytest.mark.parametrize(
@@ -304,6 +304,7 @@ _GOOD = [21, 1, 0, 1, 0, 0, 5, 7, 1, *[0] * 10, 2, 0]
         [0, 1, 0, 0], [-7, 1, 0, 0], [1 << 40, 1, 0, 0], [4, 2, 0, 0], [4, 1, 0, 1], [4, 1, 0, -1],
         [4, 1, 0, 1 << 60], [4, 1, 0, 0, 4, 2, 0, 0], [0x6F72206E6F206E6F] * 9,
         [*_GOOD[:6], 0, *_GOOD[7:]], *([*_GOOD[:8], pairs, *_GOOD[9:]] for pairs in (2, -1, 1 << 60)),
+        *([*_GOOD[:9], across, *_GOOD[10:]] for across in (2, 0, -1, 1 << 60)),
     ],
 )  # fmt: skip
 def test_a_reply_that_cannot_be_is_a_failure(make: Make, words: list[int]) -> None:
@@ -326,6 +327,7 @@ def test_a_reply_in_pieces_is_read_and_waiting_polls(
         assert engine.ready() == 1
         (result,) = engine.take(1, 1)
     assert (result.start, result.end, result.pairs) == (0, 5, ((2, 0),))
+    assert result.across == ((4, 3, 9),)
     monkeypatch.setenv(process.WAIT_ENV, "1")
     engine = make()
     feed_new(engine, _STEP * 500)
@@ -387,7 +389,7 @@ def test_a_request_whose_step_raises_costs_no_other(
     none, opened = array("q"), array("q", (0, 100, 1, 1, 0, 1))
     news = array("q", (0, 1)), array("q", [len(_STEP)] * 2), array("q", [*_STEP, *_STEP])
     for number, opening in enumerate((opened, none), start=1):
-        answer = array("q", one.answer(messages.Feed(0, opening, none, *news), number))
+        answer = array("q", one.answer(messages.Feed(0, opening, none, none, *news), number))
         _, _, shed, steps = answer[: messages.REPLY_HEADER]
         assert (shed, steps, answer[messages.REPLY_HEADER]) == (0, 1, 1)
 

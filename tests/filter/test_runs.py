@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Equal runs against brute force, and who reads whom when."""
 
+import dataclasses
 import itertools
 import time
 from typing import Any
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from sglang_reasoncache.filter import runs
 from sglang_reasoncache.filter.aging import AgeRule
-from sglang_reasoncache.filter.align import BlockPair
-from sglang_reasoncache.filter.runs import RunMatcher
+from sglang_reasoncache.filter.align import AcrossPair, BlockPair
+from sglang_reasoncache.filter.runs import RunGroup, RunMatcher
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
 
@@ -131,3 +132,82 @@ def test_no_reader_is_young_and_none_reads_twice(
             assert (source - reader if direction == "newest" else reader - source) >= block
             assert reader not in readers
             readers.add(reader)
+
+
+AGE = 4
+CONFIG = FilterConfig(match="runs", block=3, min_run=3, min_age=AGE, direction="newest")
+
+
+def grouped(
+    responses: list[list[int]], start: int, page: int = 1, block: int = 3
+) -> tuple[list[RunMatcher], list[list[AcrossPair]], RunGroup]:
+    """Members that grow in turns, six tokens at a time, and what each may read."""
+    config = dataclasses.replace(CONFIG, block=block, page_size=page, min_run=block)
+    group = RunGroup()
+    members = [RunMatcher(config, start) for _ in responses]
+    found: list[list[AcrossPair]] = [[] for _ in responses]
+    for number, member in enumerate(members):
+        member.join(number, group)
+    for at in range(0, max(map(len, responses)), 6):
+        for number, (member, tokens) in enumerate(zip(members, responses, strict=True)):
+            if tokens[at : at + 6]:
+                member.propose(Step.build(start + at, tokens[at : at + 6], ""))
+                found[number] += member.across()
+    return members, found, group
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=4),
+    st.sampled_from([(1, 3), (4, 4)]),
+    st.integers(0, 9),
+)
+def test_members_read_equal_old_blocks_and_pass_nothing_on(
+    responses: list[list[int]], shape: tuple[int, int], start: int
+) -> None:
+    page, block = shape
+    _, found, _ = grouped(responses, start, page, block)
+    reads: set[tuple[int, int]] = set()
+    is_read: set[tuple[int, int]] = set()
+    for reader, pairs in enumerate(found):
+        tokens = responses[reader]
+        for dst, src, source in pairs:
+            here, there = dst - start, src - start
+            assert tokens[here : here + block] == responses[source][there : there + block]
+            assert dst % page == src % page == 0 and min(here, there) >= 0
+            # Old in both, whoever was written first.
+            assert here + block <= len(tokens) - AGE
+            assert there + block <= len(responses[source]) - AGE
+            assert source != reader or abs(here - there) >= block
+            reads |= {(reader, here + i) for i in range(block)}
+            is_read |= {(source, there + i) for i in range(block)}
+    assert reads.isdisjoint(is_read)
+    assert len(reads) == block * sum(map(len, found)), "a token reads once"
+    assert len(responses) > 1 or not reads
+
+
+def test_a_member_that_left_is_no_source() -> None:
+    text = list(range(10, 22))
+    members, found, group = grouped([text, [1, 2, 3]], 0)
+    assert group.copies and found == [[], []]
+    late = RunMatcher(CONFIG, 0)
+    late.join(7, group)
+    members[0].join(0, None)
+    late.propose(Step.build(0, text, ""))
+    assert late.across() == []
+    members[0].join(0, group)
+    late = RunMatcher(CONFIG, 0)
+    late.join(8, group)
+    late.propose(Step.build(0, text, ""))
+    # By now the copy of member 7 counts.
+    assert late.across() == [(0, 0, 7), (3, 3, 7)]
+
+
+def test_tokens_that_take_no_part_are_equal_to_none() -> None:
+    group = RunGroup()
+    for number in range(3):
+        member = RunMatcher(CONFIG, 0)
+        member.join(number, group)
+        assert member.propose(Step.build(6, list(range(40, 52)), "")) == []
+        pairs = member.across()
+    # While the first one was alone nothing was looked up for it.
+    assert pairs == [(6, 6, 1), (9, 9, 1)]

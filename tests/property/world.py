@@ -194,8 +194,11 @@ class World:
         interval: int = 1,
         evictors: Sequence[NamedPolicy] = (),
         no_tree: bool = False,
+        engine: Any = None,
+        min_age: int = 0,
     ) -> None:
-        """``evictors``: instead of the scripted one. ``no_tree``: as ``--disable-radix-cache``."""
+        """``evictors``: instead of the scripted one. ``no_tree``: as ``--disable-radix-cache``.
+        ``engine``: instead of the scripted one; requests with one prompt are a group then."""
         self.page = setup.page
         self.total = self._lowest_free = setup.slots
         self.pool = MHATokenToKVPool(
@@ -215,7 +218,7 @@ class World:
         self.meter = meter = meter_type(*reads)
         #: Those that still exist.
         self.requests: weakref.WeakSet[Req] = weakref.WeakSet()
-        self.engine = ScriptedEngine()
+        self.engine: Any = ScriptedEngine() if engine is None else engine
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
         # Every block is within the threshold.
         config = ReasonCacheConfig(
@@ -229,11 +232,11 @@ class World:
             lambda: pool_use(self.allocator, self.tree),
         )
         stats, block = SharingStats(), setup.block
-        tracker = RequestTracker(self.engine, stats, self.ranks)
+        tracker = RequestTracker(self.engine, stats, self.ranks, groups=engine is not None)
         acceptor = Acceptor(self.allocator, self.rows, meter, copies=setup.apply == "copy")
         key = CalibrationKey("", block, "", "")
         threshold = CalibratedThreshold(config, key, "none", writes=False)
-        pipeline = BlockPipeline(tracker, meter, acceptor, threshold, block)
+        pipeline = BlockPipeline(tracker, meter, acceptor, threshold, block, min_age)
         report = Report(config, stats, pipeline, eviction)
         self.controller = Controller(config, stats, tracker, pipeline, eviction, report, interval)
         self.tree.controller = self.controller

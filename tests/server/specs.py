@@ -179,6 +179,24 @@ AS_CACHED = SHARED.having(
 ).for_long_runs()
 AS_CACHED_COPY = AS_CACHED.having("copy", COPY).beside(AS_CACHED)
 
+#: Responses to one prompt share with each other, under forced retractions; and as cached, where all of
+#: a batch arrive at once and copies are the same bits.
+SCOPE = "--reasoncache-scope prompt"
+SIBLINGS = SHARED.having(
+    "siblings", TIGHT, *EAGER, CHUNKED, SCOPE, "--enable-metrics", **retracting(40)
+)
+#: Two ranks that must pair alike.
+SIBLINGS_ON_TWO_RANKS = SHARED.having(
+    "siblings-tp2", TIGHT, *EAGER, SCOPE, "--tp 2 --enable-metrics", **retracting(40), **TWO_CORES
+).for_long_runs()
+SIBLINGS_AS_CACHED = SHARED.having(
+    "siblings-as-cached",
+    *(*EAGER, SCOPE, "--reasoncache-positions as-cached"),
+    "--enable-tokenizer-batch-encode --random-seed 7",
+    **WAITING,
+)
+SIBLINGS_COPY = SIBLINGS_AS_CACHED.having("copy", COPY).beside(SIBLINGS_AS_CACHED)
+
 SHARING = (EXACT, ALIASED, PAGED)
 EVICTORS = (EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING)
 EVERY_KIND = (

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random siblings, with the filter's process, over SGLang's pools, allocators, tree and release path.
+
+Every slot holds what was computed into it: the token and the salt. So each position of each row, and
+of the tree, must read its own token of its own salt, whoever ended meanwhile; free slots hold nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from array import array
+from collections import Counter
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings, stateful
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+
+from sglang_reasoncache.filter.process import WAIT_ENV, FilterProcess
+from sglang_reasoncache.filter.settings import FilterConfig
+from tests.filter.words import Words
+from tests.property.world import MAX_CONTEXT, MAX_ROWS, NOTHING, Setup, World, retract
+
+SETUPS = [
+    Setup(page=1, block=3, slots=190, publish="exact"),
+    Setup(page=1, block=2, slots=170, publish="aliased", need_sort=True),
+    Setup(page=4, block=4, slots=256, publish="aliased"),
+    Setup(page=4, block=4, slots=240, publish="exact", need_sort=True),
+]
+QUICK_RULES = 2400
+MIN_AGE = 6
+#: What responses are made of, so that they repeat themselves and each other.
+PHRASES = [[10 * i + j for j in range(1, 2 + 3 * i)] for i in range(1, 5)]
+PROMPTS = [list(range(60, 66)), list(range(60, 69))]
+SALTS = (None, "salt")
+PICK = st.integers(0, 63)
+ENDINGS = ("finish", "finish", "together", "abort", "retract", "retract", "retract")
+
+
+class GroupMachine(RuleBasedStateMachine):
+    """One scheduler's memory; see the module."""
+
+    rules_run = across = reapplied = 0
+    refusals: ClassVar[Counter[str]]
+
+    def __init__(self, setup: Setup, engine: FilterProcess) -> None:
+        super().__init__()
+        self.world = World(setup, engine=engine, min_age=MIN_AGE)
+        self.running: list[Req] = []
+        self.waiting: list[Req] = []
+        self.names = 0
+
+    def _compute(self, req: Req, slots: np.ndarray) -> None:
+        """What a forward wrote into the last slots of a row."""
+        end = req.kv.kv_allocated_len
+        self.world.write(slots, self._shown(req, end)[end - len(slots) :])
+
+    def _shown(self, req: Req, end: int) -> list[int]:
+        tokens = [*req.origin_input_ids, *req.output_ids][:end]
+        return contents(tokens, req.cache_salt)
+
+    def _prefill(self, req: Req) -> bool:
+        world = self.world
+        req.init_next_round_input(world.tree)
+        req.extend_end = len(req.full_untruncated_fill_ids)
+        req.lock = world.tree.lock(req.last_node)
+        free = world.allocator.available_size() + world.tree.evictable_size()
+        if req.extend_end - req.prefix_len + 2 * world.page > free:
+            world.tree.unlock(req.lock)
+            req.lock = None
+            return False
+        self._compute(req, world.extend(req))
+        checkpoint_kv_cache(req, world.tree)
+        req.output_ids.append(PHRASES[0][0])
+        self.running.append(req)
+        return True
+
+    @precondition(lambda self: len(self.running) < MAX_ROWS)
+    @rule(kind=PICK, opts_out=st.integers(0, 7), count=st.integers(1, MAX_ROWS))
+    def admit(self, kind: int, opts_out: int, count: int) -> None:
+        """Siblings, one of another prompt or salt, or one that opted out."""
+        prompt, salt = PROMPTS[kind % 8 == 0], SALTS[kind % 8 == 1]
+        for _ in range(min(count, MAX_ROWS - len(self.running)) if opts_out else 1):
+            self.names += 1
+            self._prefill(self.world.request(str(self.names), prompt, opts_out == 0, salt))
+
+    @precondition(lambda self: len(self.running) > 0)
+    @rule(phrases=st.lists(PICK, min_size=MAX_ROWS, max_size=MAX_ROWS), steps=st.integers(8, 24))
+    def decode(self, phrases: list[int], steps: int) -> None:
+        """Each says a phrase over and over."""
+        self._decode(phrases, steps)
+
+    @precondition(lambda self: len(self.running) + len(self.waiting) > 0)
+    @rule(phrase=PICK, steps=st.integers(8, 24))
+    def go_on(self, phrase: int, steps: int) -> None:
+        """What waits comes back, then all say the same."""
+        for req in self.waiting[: MAX_ROWS - len(self.running)]:
+            self.waiting.remove(req)
+            self._restart(req)
+        self._decode([phrase] * MAX_ROWS, steps)
+
+    def _restart(self, req: Req) -> None:
+        if len(req.output_ids) < MAX_CONTEXT - 20 and not self._prefill(req):
+            self.waiting.append(req)
+
+    def _decode(self, phrases: list[int], steps: int) -> None:
+        for step in range(steps):
+            self._make_room()
+            batch = [req for req in self.running if req.kv.kv_allocated_len < MAX_CONTEXT - 2]
+            if not batch:
+                return
+            slots = self.world.decode(batch)
+            for i, req in enumerate(batch):
+                self._compute(req, slots[i : i + 1])
+                said = PHRASES[phrases[i] // 2 % len(PHRASES)]
+                req.output_ids.append(said[(step + phrases[i] // 16) % len(said)])
+            if step % 4 == 3:
+                self._poll(batch)
+
+    def _poll(self, batch: list[Req]) -> None:
+        before = self.world.allocator.available_size()
+        freed = self.world.controller.after_decode(batch)
+        assert self.world.allocator.available_size() - before == freed
+
+    def _make_room(self) -> None:
+        while self.running and not self.world.can_decode(self.running):
+            self._retract(self.running[-1])
+
+    def _retract(self, req: Req) -> None:
+        self.running.remove(req)
+        retract(self.world, req)
+        self.waiting.append(req)
+
+    @precondition(lambda self: self.waiting and len(self.running) < MAX_ROWS)
+    @rule(pick=PICK, leaves=st.integers(0, 7))
+    def readmit(self, pick: int, leaves: int) -> None:
+        """A retracted request comes back, or its client has left, which nobody is told."""
+        req = self.waiting.pop(pick % len(self.waiting))
+        if leaves:
+            self._restart(req)
+
+    @precondition(lambda self: len(self.running) > 0)
+    @rule(pick=PICK, how=st.sampled_from(ENDINGS))
+    def end(self, pick: int, how: str) -> None:
+        # Those that read across are the interesting ones.
+        states = [self.world.controller.state_of(req) for req in self.running]
+        sharing = [r for r, s in zip(self.running, states, strict=True) if s and s.across]
+        req = (sharing or self.running)[pick % len(sharing or self.running)]
+        if how == "retract":
+            return self._retract(req)
+        if how == "abort":
+            return self._release(req, FINISH_ABORT("aborted"), checkpoint=False)
+        self.world.allocator.free_group_begin()
+        for each in list(self.running) if how == "together" else [req]:
+            each.finished_len = len(each.output_ids)
+            self._release(each, FINISH_LENGTH(len(each.output_ids)), checkpoint=True)
+        self.world.allocator.free_group_end()
+
+    def _release(self, req: Req, reason: Any, *, checkpoint: bool) -> None:
+        req.finished_reason = reason
+        self.running.remove(req)
+        release_kv_cache(req, self.world.tree, checkpoint=checkpoint)
+
+    @rule(wanted=st.sampled_from((1, 5, 40, 1000)))
+    def evict(self, wanted: int) -> None:
+        """What the tree counts as evictable it gives back, whoever runs."""
+        allocator, tree = self.world.allocator, self.world.tree
+        before, evictable = allocator.available_size(), tree.evictable_size()
+        tree.evict(EvictParams(num_tokens=wanted))
+        freed = allocator.available_size() - before
+        assert freed >= min(wanted, evictable) and freed == evictable - tree.evictable_size()
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def flush(self) -> None:
+        self.waiting.clear()
+        self._count()
+        self.world.tree.reset()
+        self.world.allocator.clear()
+
+    @invariant()
+    def everybody_reads_what_is_theirs(self) -> None:
+        type(self).rules_run += 1
+        world, page = self.world, self.world.page
+        stored = world.contents()
+        in_tree = self._check_tree(stored)
+        uses, readers = Counter(in_tree), Counter[int]()
+        private = 0
+        for req in self.running:
+            row, protected = world.row(req), req.kv.cache_protected_len
+            assert stored[row].tolist() == self._shown(req, len(row))
+            mine = (row[protected::page] // page).tolist()
+            uses.update(mine)
+            readers.update(set(mine))
+            private += kv_private_tokens(req.kv, page)
+            # What the tree may evict is read by those only who lock it.
+            path = set((row[:protected:page] // page).tolist())
+            assert set(mine) & set(in_tree) <= path
+            state = world.controller.state_of(req)
+            assert state is None or state.takes_part or not state.across
+        free = world.free_pages()
+        assert len(set(free)) == len(free) and set(free.tolist()).isdisjoint(uses)
+        assert len(free) + len(uses) == world.total // page, "a page is lost"
+        many = {used: count for used, count in uses.items() if count > 1}
+        assert world.allocator.references == many
+        assert world.allocator.references.extra == sum(many.values()) - len(many)
+        pipeline, tree = world.controller.pipeline, world.tree
+        assert pipeline.across == page * (sum(readers.values()) - len(readers))
+        assert pipeline.within == sum(self._within(req) for req in self.running) >= 0
+        books = world.allocator.available_size() + tree.evictable_size() + tree.protected_size()
+        assert books + private - world.controller.saved_positions == world.total
+        slots = (free[:, None] * page + np.arange(page)).ravel()
+        world.write(slots, [NOTHING] * len(slots))
+
+    def _within(self, req: Req) -> int:
+        row, protected = self.world.row(req), req.kv.cache_protected_len
+        return len(row[protected:]) - len(set(row[protected:]) - set(row[:protected]))
+
+    def _check_tree(self, stored: np.ndarray) -> list[int]:
+        """Pages that the tree names, as often as it does."""
+        found: list[int] = []
+        nodes = list(self.world.tree.root_node.children.values())
+        for node in nodes:
+            slots = node.value.numpy()
+            assert stored[slots].tolist() == contents(node.key.token_ids, node.key.cache_salt)
+            found += (slots[:: self.world.page] // self.world.page).tolist()
+            nodes += node.children.values()
+        return found
+
+    def _count(self) -> None:
+        stats = self.world.controller.stats
+        type(self).across += stats.blocks_shared_across
+        type(self).reapplied += stats.blocks_reapplied
+        type(self).refusals += stats.refusals
+
+    def teardown(self) -> None:
+        self._count()
+        for req in [*self.running]:
+            self._release(req, FINISH_ABORT("end"), checkpoint=False)
+        engine = self.world.engine
+        engine.feed(array("q"), array("q"), array("q"))
+        engine.wait()
+        engine.take(1 << 20, 1 << 30)
+        if sys.exc_info()[0] is None:
+            self.everybody_reads_what_is_theirs()
+            self.evict(1000)
+            assert self.world.allocator.available_size() == self.world.total
+
+
+def contents(tokens: Any, salt: str | None) -> list[int]:
+    return [token + 1000 * SALTS.index(salt) for token in tokens]
+
+
+@pytest.mark.property
+@pytest.mark.usefixtures("published_config")
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_siblings_share_and_lose_nothing(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    requested = int(os.environ.get("REASONCACHE_PROPERTY_OPERATIONS") or 0)
+    wanted = (requested or QUICK_RULES) // len(SETUPS)
+    monkeypatch.setenv(WAIT_ENV, "1")
+    knobs: Any = {"block": setup.block, "page_size": setup.page, "min_run": setup.block}
+    config = FilterConfig(
+        match="runs", direction="newest", min_age=MIN_AGE, max_step_tokens=4, **knobs
+    )
+    engine = FilterProcess(config, Words.vocabulary)
+
+    class Machine(GroupMachine):
+        """Counts for this setup alone."""
+
+        refusals: ClassVar[Counter[str]] = Counter()
+
+        def __init__(self) -> None:
+            super().__init__(setup, engine)
+
+    torch.set_num_threads(1)
+    try:
+        while Machine.rules_run < wanted:
+            stateful.run_state_machine_as_test(
+                Machine,
+                settings=settings(
+                    max_examples=max(1, min(200, (wanted - Machine.rules_run) // 60)),
+                    stateful_step_count=60,
+                    deadline=None,
+                    derandomize=not requested,
+                    suppress_health_check=list(HealthCheck),
+                ),
+            )
+    finally:
+        engine.shut_down()
+    record_property("rules", Machine.rules_run)
+    print(setup, Machine.rules_run, Machine.across, Machine.reapplied, Machine.refusals)
+    # The run would prove little if hardly anything had been shared.
+    assert Machine.across > Machine.rules_run // 30 and Machine.reapplied > 0

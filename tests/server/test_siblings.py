@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers on which the responses to one prompt share slots."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from eval.serving import ServerProcess
+from tests.server import specs
+from tests.server.harness import ServerPool, generate, wait_until_idle
+from tests.server.problems import OPT_OUT, prompts, report, series
+
+FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
+SAMPLED = {"temperature": 0.8}
+
+
+@pytest.mark.parametrize(
+    "server",
+    [specs.SIBLINGS, pytest.param(specs.SIBLINGS_ON_TWO_RANKS, marks=FEW_CORES)],
+    indirect=True,
+)
+def test_samples_share_with_each_other(server: ServerProcess) -> None:
+    before = series(server)
+    todo = prompts(3, seed=51)
+    with ThreadPoolExecutor(len(todo)) as pool:
+        sampling = {**SAMPLED, "n": 4}
+        made = list(
+            pool.map(lambda text: generate(server, text, 700, sampling_params=sampling), todo)
+        )
+    assert [len(samples) for samples in made] == [4] * 3
+    wait_until_idle(server)
+    seen, after = report(server), series(server)
+    totals = seen["totals"]
+    assert totals["slots_saved_across_total"] > 100 and totals["blocks_shared_across"] > 12
+    assert 0 < totals["across_ratio"] < 1 and seen["slots_saved_across_now"] == 0
+    name = "slots_saved_across_total"
+    ranks = server.get("/server_info").json()["tp_size"]
+    # All of them did the same.
+    assert 0 < after[name] - before.get(name, 0.0) <= ranks * totals[name]
+    assert after["slots_saved_across_now"] == 0
+
+
+@pytest.mark.parametrize("server", [specs.SIBLINGS], indirect=True)
+def test_nobody_reads_what_another_salt_or_an_opted_out_request_wrote(
+    server: ServerProcess,
+) -> None:
+    """The same prompt and, greedily, the same response, all at once."""
+    [text] = prompts(1, seed=52)
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "salted": {"cache_salt": "secret"},
+        "keyed": {"extra_key": "another"},
+        "out": {"sampling_params": OPT_OUT},
+    }
+    todo = [(f"{kind}-{i}", options) for i in range(3) for kind, options in kinds.items()]
+    with ThreadPoolExecutor(len(todo)) as pool:
+        list(pool.map(lambda job: generate(server, text, 700, rid=job[0], **job[1]), todo))
+    wait_until_idle(server)
+    across = dict.fromkeys(kinds, 0)
+    for entry in report(server)["recent"]:
+        kind = entry["rid"].partition("-")[0]
+        for *_, source in entry["blocks_across"] if kind in kinds else ():
+            across[kind] += 1
+            # None: it has gone meanwhile.
+            assert source is None or source.partition("-")[0] == kind
+    assert across.pop("out") == 0 and all(across.values())
+
+
+def _batch(servers: ServerPool, spec: specs.ServerSpec) -> tuple[list[Any], int]:
+    """Tokens with log-probabilities of samples of one prompt, which arrive together."""
+    server = servers.get(spec)
+    body = {"text": prompts(1, seed=53) * 4, "return_logprob": True}
+    sampling = {**SAMPLED, "max_new_tokens": 500, "ignore_eos": True}
+    response = server.post("/generate", json={**body, "sampling_params": sampling})
+    response.raise_for_status()
+    wait_until_idle(server)
+    found = [sample["meta_info"]["output_token_logprobs"] for sample in response.json()]
+    return found, report(server)["totals"]["blocks_shared_across"]
+
+
+@pytest.mark.parametrize(("spec", "copy"), [(specs.SIBLINGS_AS_CACHED, specs.SIBLINGS_COPY)])
+def test_reading_a_sibling_equals_copying_from_it(
+    servers: ServerPool, spec: specs.ServerSpec, copy: specs.ServerSpec
+) -> None:
+    """Bit for bit."""
+    shared, across = _batch(servers, spec)
+    assert across > 12 and len({str(sample) for sample in shared}) == 4
+    copied, also = _batch(servers, copy)
+    assert also > 12
+    assert shared == copied

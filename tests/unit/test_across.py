@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots that several requests read, over SGLang's pools, requests and release path; random ends in
+any order: ``tests/property/test_groups.py``."""
+
+from __future__ import annotations
+
+import logging
+import re
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
+from sglang_reasoncache.filter.align import AcrossPair
+from sglang_reasoncache.sharing.state import OPT_OUT_KEY
+from sglang_reasoncache.sharing.tracker import in_one_group
+from tests.eviction.rows import everything_comes_back as everything_comes_back
+from tests.property.model import Memory
+from tests.property.world import (
+    NOTHING,
+    OUTPUT,
+    PROMPT,
+    Pair,
+    ScriptedEngine,
+    Setup,
+    World,
+    assert_empty,
+    decode,
+    finish,
+    prefill,
+    propose,
+    retract,
+    start,
+)
+from tests.unit.test_containment import PROMPT as LONG_PROMPT
+from tests.unit.test_containment import Faults, Load, injected
+
+SETUPS = [
+    Setup(page=1, block=4, slots=200, publish="exact"),
+    Setup(page=1, block=4, slots=200, publish="aliased"),
+    Setup(page=4, block=4, slots=240, publish="aliased"),
+    Setup(page=4, block=4, slots=240, publish="exact", need_sort=True),
+]
+ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
+
+
+class GroupEngine(ScriptedEngine):
+    """Proposes what the test put into ``lent``, too; knows who is in which group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lent: dict[int, list[AcrossPair]] = {}
+        self.groups: dict[int, int] = {}
+
+    def join(self, request: int, group: int) -> None:
+        self.groups[request] = group
+
+    def feed(self, requests: array[int], counts: array[int], tokens: array[int]) -> None:
+        for request in requests:
+            found = self.lent.pop(request, [])
+            self.waiting[request] += [Pair(0, 0)] * bool(found)
+            super().feed(array("q", [request]), counts, tokens)
+            if found:
+                self._results[-1] = self._results[-1]._replace(pairs=(), across=tuple(found))
+
+
+def world_of(setup: Setup, **options: Any) -> World:
+    return World(setup, engine=GroupEngine(), **options)
+
+
+def number(world: World, req: Req) -> int:
+    state: Any = world.controller.state_of(req)
+    return state.followed.id
+
+
+def lend(world: World, source: Req, reader: Req, *pairs: Pair) -> int:
+    """``reader`` is offered blocks of ``source``; how many slots that brings back."""
+    lent = [AcrossPair(*pair, number(world, source)) for pair in pairs]
+    world.engine.lent[number(world, reader)] = lent
+    decode(world, reader)
+    reqs = running(world)
+    assert world.controller.after_decode(reqs) == 0
+    freed = world.controller.after_decode(reqs)
+    balance(world)
+    return freed
+
+
+def running(world: World) -> list[Req]:
+    return sorted((req for req in world.requests if req.kv.holds_kv), key=lambda req: req.rid)
+
+
+def two(setup: Setup, **options: Any) -> tuple[World, Req, Req]:
+    world = world_of(setup, **options)
+    return world, start(world, "source"), start(world, "reader", first=200)
+
+
+def balance(world: World) -> None:
+    """SGLang's books, and nobody reads what is free."""
+    tree = world.tree
+    books = world.allocator.available_size() + tree.evictable_size() + tree.protected_size()
+    private = sum(kv_private_tokens(req.kv, world.page) for req in running(world))
+    assert books + private - world.controller.saved_positions == world.total
+    for req in running(world):
+        assert not np.isin(world.row(req) // world.page, world.free_pages()).any()
+
+
+def end(world: World, req: Req, how: str) -> None:
+    if how == "finish":
+        finish(world, req)
+    elif how == "abort":
+        req.finished_reason = FINISH_ABORT("client left")
+        release_kv_cache(req, world.tree, checkpoint=False)
+    else:
+        retract(world, req)
+
+
+@ALL_SETUPS
+@pytest.mark.parametrize("how", ["finish", "abort", "retract"])
+@pytest.mark.parametrize("who", ["source", "reader"])
+def test_whoever_ends_takes_nothing_from_the_other(setup: Setup, how: str, who: str) -> None:
+    world, source, reader = two(setup)
+    assert lend(world, source, reader, Pair(12, 20), Pair(16, 24)) == 8
+    row = world.row(reader).copy()
+    assert (row[12:20] == world.row(source)[20:28]).all()
+    pipeline, stats = world.controller.pipeline, world.controller.stats
+    assert (pipeline.across, pipeline.within) == (8, 0)
+    assert (stats.blocks_shared_across, stats.slots_saved_across_total) == (2, 8)
+    left = reader if who == "source" else source
+    row = world.row(left).copy()
+    kept = world.contents()[row]
+    end(world, source if who == "source" else reader, how)
+    balance(world)
+    assert pipeline.across == pipeline.within == world.controller.live_positions == 0
+    # What the tree says it can give back it does, and none of it is read.
+    evictable, free = world.tree.evictable_size(), world.allocator.available_size()
+    world.tree.evict(EvictParams(num_tokens=evictable))
+    assert world.allocator.available_size() - free == evictable
+    slots = (world.free_pages()[:, None] * world.page + np.arange(world.page)).ravel()
+    world.write(slots, [NOTHING] * len(slots))
+
+    assert (world.row(left) == row).all() and (world.contents()[row] == kept).all()
+    balance(world)
+
+
+@ALL_SETUPS
+def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
+    """And what a reader reads again of the same slots is shared within."""
+    world, source, reader = two(setup)
+    assert lend(world, source, reader, Pair(12, 20)) == 4
+    rows = world.row(source).copy(), world.row(reader).copy()
+    for req, pair in ((source, Pair(20, 8)), (reader, Pair(12, 24))):
+        propose(world, req, pair)
+        assert world.controller.after_decode([source, reader]) == 0
+    refused = world.controller.stats.refusals
+    assert refused == {"across": 1, "overlap": 1}
+    assert lend(world, source, reader, Pair(24, 20)) == 4
+    pipeline = world.controller.pipeline
+    assert (pipeline.across, pipeline.within) == (4, 4)
+    # A third one reads what the reader reads.
+    third = start(world, "third", first=300)
+    assert lend(world, reader, third, Pair(16, 12)) == 4
+    assert (world.row(third)[16:20] == rows[0][20:24]).all()
+    assert (pipeline.across, pipeline.within) == (8, 4)
+    end(world, source, "finish")
+    end(world, reader, "abort")
+    balance(world)
+    assert (pipeline.across, pipeline.within) == (0, 0)
+    assert world.controller.describe()["slots_saved_across_now"] == 0
+
+
+@pytest.mark.parametrize(
+    ("pair", "age", "refusal"),
+    [
+        (Pair(12, 20), 12, "too_young"),
+        (Pair(20, 12), 12, "too_young"),
+        (Pair(12, 0), 0, "tree_owned"),
+        (Pair(0, 12), 0, "tree_owned"),
+        (Pair(12, 28), 0, "not_written"),
+        (Pair(13, 20), 0, "part_of_page"),
+        (Pair(12, 12), 12, ""),
+    ],
+)
+def test_blocks_that_may_not_be_lent(pair: Pair, age: int, refusal: str) -> None:
+    world, source, reader = two(SETUPS[2], min_age=age)
+    freed = lend(world, source, reader, pair)
+    assert (freed, dict(world.controller.stats.refusals)) == (
+        (0, {refusal: 1}) if refusal else (4, {})
+    )
+
+
+@ALL_SETUPS
+def test_a_retracted_reader_reads_again_what_still_runs(setup: Setup) -> None:
+    world, source, reader = two(setup)
+    gone = start(world, "gone", first=300)
+    assert lend(world, source, reader, Pair(12, 20)) == 4
+    assert lend(world, gone, reader, Pair(20, 12)) == 4
+    propose(world, reader, Pair(24, 8))
+    assert world.controller.after_decode([source, reader, gone]) == 4
+    engine: Any = world.engine
+    group = engine.groups[number(world, reader)]
+    for _ in range(2):
+        retract(world, reader)
+        assert engine.groups[number(world, reader)] == -1, "no source while its row is gone"
+        if gone.kv.holds_kv:
+            finish(world, gone)
+        prefill(world, reader)
+        decode(world, reader)
+        assert world.controller.after_decode([source, reader]) == 0, "queued"
+        assert engine.groups[number(world, reader)] == group
+        decode(world, reader)
+        assert world.controller.after_decode([source, reader]) == 8
+        row = world.row(reader)
+        assert (row[12:16] == world.row(source)[20:24]).all() and (row[24:28] == row[8:12]).all()
+        balance(world)
+
+
+@pytest.mark.parametrize("how", ["finish", "abort", "retract"])
+def test_a_source_that_ends_before_it_is_read_is_refused(how: str) -> None:
+    world, source, reader = two(SETUPS[0])
+    world.engine.lent[number(world, reader)] = [AcrossPair(12, 20, number(world, source))]
+    decode(world, reader)
+    world.controller.after_decode([source, reader])
+    end(world, source, how)
+    if how == "retract":
+        # Another row, of which a first chunk is there.
+        prefill(world, source, up_to=16)
+    before = world.row(reader).copy()
+    assert world.controller.after_decode([reader]) == 0
+    assert world.controller.stats.refusals == {"late": 1}
+    assert (world.row(reader) == before).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "bound"),
+    [
+        ({"preset": "reasoncache"}, "match=runs"),
+        ({"random_ratio": 0.3}, "match=runs"),
+        ({"policy": "reasoncache+rkv:budget=90"}, "no evicting policy"),
+    ],
+)
+def test_what_does_not_go_with_it(values: dict[str, Any], bound: str) -> None:
+    ReasonCacheConfig.from_mapping({"scope": "prompt"})
+    told = f"--reasoncache-scope must be response without {bound}, got 'prompt'"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        ReasonCacheConfig.from_mapping({"scope": "prompt", **values})
+
+
+#: What differs from a plain request, and whether they are one group.
+KEYS: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"cache_salt": "another"}, False),
+    ({"extra_key": "another"}, False),
+    ({"lora_id": "adapter"}, False),
+    # SGLang puts these two into one string.
+    ({"extra_key": "ad", "lora_id": "apter"}, False),
+    ({"positional_embed_overrides": object()}, False),
+    ({"opts_out": True}, False),
+    ({"prompt": [1, 2, 3, 4, 5, 7]}, False),
+]
+
+
+@pytest.mark.parametrize(("key", "same"), KEYS, ids=lambda value: str(value))
+def test_a_request_of_another_key_is_never_a_source(key: dict[str, Any], same: bool) -> None:
+    """Whatever the filter says, in either direction."""
+    world = world_of(SETUPS[0])
+    made = [
+        began(world, i, dict(one)) for i, one in enumerate(({}, key, {"lora_id": "adapter"}, key))
+    ]
+    plain, other, adapted, twin = made
+    assert in_one_group(plain, other) == in_one_group(other, plain) == same
+    assert in_one_group(adapted, other) == (key == {"lora_id": "adapter"})
+    joins = key.keys().isdisjoint({"opts_out", "positional_embed_overrides"})
+    assert in_one_group(other, twin) == joins
+    if "opts_out" not in key:
+        freed = [lend(world, other, plain, Pair(12, 12)), lend(world, plain, other, Pair(12, 12))]
+        assert freed == ([4, 0] if same else [0, 0])
+        assert world.controller.stats.refusals == ({"same_slots": 1} if same else {"late": 2})
+    for req in made:
+        finish(world, req)
+    assert_empty(world)
+
+
+def began(world: World, name: int, key: dict[str, Any]) -> Req:
+    params = SamplingParams(custom_params={OPT_OUT_KEY: not key.pop("opts_out", False)})
+    prompt = array("q", key.pop("prompt", PROMPT))
+    req = Req(str(name), "", prompt, params, **key)
+    world.requests.add(req)
+    prefill(world, req)
+    req.output_ids.append(100 * name)
+    for i in range(OUTPUT):
+        decode(world, req, 100 * name + 1 + i)
+    world.controller.after_decode([req])
+    return req
+
+
+class Siblings(Load):
+    """Three that read each other, one of which is retracted, and end one after the other."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.world = world_of(setup)
+        self.memory = Memory(self.world, setup.block, copies=False)
+        self.setup, self.running, self.free = setup, [], []
+
+    def lend(self, source: Req, reader: Req, pair: Pair) -> None:
+        states = [self.controller.state_of(req) for req in (source, reader)]
+        if all(state is not None and state.followed is not None for state in states):
+            ids = [state.followed.id for state in states]
+            self.world.engine.lent[ids[1]] = [AcrossPair(*pair, ids[0])]
+        self.decode(1)
+        self.decode(1)
+
+    def run(self) -> None:
+        reqs = [self.world.request(name, LONG_PROMPT, False, None) for name in "abc"]
+        for req in reqs:
+            self.prefill(req)
+        self.decode(1)
+        for _ in range(23):
+            self.decode(1)
+        self.lend(reqs[0], reqs[1], Pair(28, 36))
+        self.share(Pair(32, 40))
+        self.lend(reqs[1], reqs[2], Pair(36, 28))
+        self.release(reqs[1], "retract")
+        self.decode(1)
+        self.prefill(reqs[1])
+        self.decode(1)
+        self.decode(1)
+        self.release(reqs[0], "finish")
+        self.decode(1)
+        self.release(reqs[2], "abort")
+        self.release(reqs[1], "finish")
+        self._finish()
+
+
+@pytest.mark.parametrize("setup", SETUPS[::2], ids=str)
+def test_a_fault_at_any_call_costs_no_slot(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL + 1)
+    for _ in range(2):
+        load, faults = Siblings(setup), Faults()
+        with injected(faults):
+            load.run()
+    stats = load.totals
+    assert stats.blocks_shared_across == 2 and stats.blocks_reapplied == 2
+    for site, count in sorted(faults.seen.items()):
+        for number in {1, count}:
+            load, failing = Siblings(setup), Faults(site, number)
+            with injected(failing):
+                load.run()
+            # A policy that fails is asked no more, and that is all.
+            assert failing.raised, site
+            assert load.look()["disabled"] or site.file.startswith("eviction"), site
