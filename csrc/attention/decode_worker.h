@@ -40,6 +40,8 @@ class Worker {
     const bool rotates = call_.shift != nullptr || call_.tile_ptr != nullptr;
     const auto size = rotated_by_.size() * static_cast<std::size_t>(task.k_padded);
     rotated_.reset(new float[rotates ? size : 0]);
+    // A last group of keys may go beyond a tile.
+    kept_.reset(new float[static_cast<std::size_t>(2 * kTile * task.k_padded)]);
   }
 
   void work() {
@@ -56,6 +58,13 @@ class Worker {
     std::int64_t head;
     std::int64_t begin;  // entries
     std::int64_t end;
+  };
+
+  // A step, and where its keys and values are.
+  struct Reads {
+    Step step;
+    const Element* keys[kTile];
+    const Element* values[kTile];
   };
 
   // Rotations of a tile; empty: none.
@@ -83,12 +92,12 @@ class Worker {
     static_assert(kChunk % kTile == 0, "a tile lies in one chunk");
     for (std::int64_t row = unit.first_query; row < unit.last_query; ++row) wait(unit, row, 0);
     horizon_ = 0;
-    Step step = take(unit);
-    while (step.begin < step.end) {
-      Step next = step;
-      if (++next.head == unit.last_head) next = take(unit);
-      tile(unit, step, next);
-      step = next;
+    step_ = {};
+    for (int i = 0; i < kAhead; ++i) plan_next(unit, steps_[i]);
+    for (int i = 0; steps_[i].step.begin < steps_[i].step.end; i = (i + 1) % (kAhead + 1)) {
+      Reads& later = steps_[(i + kAhead) % (kAhead + 1)];
+      plan_next(unit, later);
+      tile(unit, steps_[i], later);
     }
     for (std::int64_t row = unit.first_query; row < unit.last_query; ++row) {
       if (unit.chunk < task_.chunks(row)) finish(unit, row, first, last);
@@ -131,22 +140,31 @@ class Worker {
     return {tile[0], tile[1], static_cast<int>(at % kRotationTile), (std::uint64_t{1} << count) - 1};
   }
 
-  void tile(const Unit& unit, const Step& step, const Step& next) {
+  // The step after the last one, and where its keys and values are.
+  void plan_next(const Unit& unit, Reads& reads) {
+    if (step_.begin == step_.end || ++step_.head == unit.last_head) step_ = take(unit);
+    reads.step = step_;
+    rows(pool_.bases[0], pool_.slot_stride[0], pool_.head_stride[0], step_, reads.keys);
+    rows(pool_.bases[1], pool_.slot_stride[1], pool_.head_stride[1], step_, reads.values);
+  }
+
+  void tile(const Unit& unit, const Reads& reads, const Reads& later) {
+    const Step& step = reads.step;
     const int count = static_cast<int>(step.end - step.begin);
-    const int next_count = static_cast<int>(next.end - next.begin);
-    rows(pool_.bases[0], pool_.slot_stride[0], pool_.head_stride[0], step, keys_);
-    rows(pool_.bases[1], pool_.slot_stride[1], pool_.head_stride[1], step, values_);
-    rows(pool_.bases[0], pool_.slot_stride[0], pool_.head_stride[0], next, next_);
-    Ahead<Element> values{values_, count, bytes(pool_.head_dim[1])};
-    Ahead<Element> keys{next_, next_count, bytes(pool_.head_dim[0])};
+    const int later_count = static_cast<int>(later.step.end - later.step.begin);
+    keys_ = reads.keys;
+    values_ = reads.values;
+    Ahead<Element> keys{later.keys, later_count, bytes(pool_.head_dim[0])};
+    Ahead<Element> values{later.values, later_count, bytes(pool_.head_dim[1])};
     std::int64_t head = place(unit, step.query, step.head * task_.group);
     const std::int64_t last = head + task_.group;
     const auto heads = [&](auto number) {
       constexpr int kHeads = decltype(number)::value;
       if constexpr (kHeads <= kMostHeads) {
         for (; head + kHeads <= last; head += kHeads) {
-          own_scores<kHeads>(step.begin, count, head, values);
-          under<kHeads>(step, count, head, keys);
+          const Turns turns = turns_of(step, count);
+          own_scores<kHeads>(step.begin, count, head, keys, turns.begin < turns.end);
+          under<kHeads>(step, count, head, values, turns);
           values.count = keys.count = 0;
         }
       }
@@ -161,8 +179,8 @@ class Worker {
   // of an entry's rotations are added to its own before the product with its value; rotations that
   // there is no room for take another turn.
   template <int kHeads>
-  void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& keys) {
-    Turns turns = turns_of(step, count);
+  void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& values,
+             Turns turns) {
     if (task_.weights.wanted()) {
       task_.weights.template keep<kHeads>(step.query, step.begin, count, head % call_.num_heads,
                                           scores_);
@@ -180,7 +198,7 @@ class Worker {
         for (int j = 0; j < kHeads; ++j) sum[j] += to[j];
         std::copy_n(sum, kHeads, to);
       }
-      add_values<Element, kHeads>(values_, count, keys, scores_, softmax.decay, pool_.head_dim[1],
+      add_values<Element, kHeads>(values_, count, values, scores_, softmax.decay, pool_.head_dim[1],
                                   task_.v_padded, sums(head));
       std::copy_n(softmax.most, kHeads, &most_[static_cast<std::size_t>(head)]);
       std::copy_n(softmax.total, kHeads, &total_[static_cast<std::size_t>(head)]);
@@ -189,17 +207,18 @@ class Worker {
     }
   }
 
-  // Scores of the entries at their own shifts; `values` are fetched meanwhile.
+  // Scores of the entries at their own shifts; `keys` are fetched meanwhile.
   template <int kHeads>
-  void own_scores(std::int64_t at, int count, std::int64_t head, const Ahead<Element>& values) {
+  void own_scores(std::int64_t at, int count, std::int64_t head, const Ahead<Element>& keys,
+                  bool keep) {
     const std::int32_t* shift = call_.shift == nullptr ? nullptr : call_.shift + at;
     for (int begin = 0, end; begin < count; begin = end) {
       end = shift == nullptr ? count : begin + 1;
       while (end < count && shift[end] == shift[begin]) ++end;
       const float* query =
           shift == nullptr ? this->query(head) : rotated<kHeads>(head, shift[begin], begin);
-      scores_of<Element, kHeads>(keys_ + begin, end - begin, values, begin, query, pool_.head_dim[0],
-                                 task_.k_padded, scores_ + begin * kHeads);
+      scores_of<Element, kHeads>(keys_ + begin, end - begin, keys, begin, query, pool_.head_dim[0],
+                                 task_.k_padded, keep ? kept(begin) : nullptr, scores_ + begin * kHeads);
     }
   }
 
@@ -207,7 +226,9 @@ class Worker {
   // many there are then.
   template <int kHeads>
   int rotated_scores(Turns& turns, int count, std::int64_t head) {
-    const Ahead<Element> none{nullptr, 0, 0};
+    const Ahead<float> none{nullptr, 0, 0};
+    const float* keys[kTile];
+    for (int i = 0; i < count; ++i) keys[i] = kept(i);
     int scores = count;
     for (; turns.begin < turns.end && scores + kTile <= kScores; ++turns.begin) {
       std::uint64_t bits = (call_.bits[turns.begin] >> turns.first) & turns.mask;
@@ -216,8 +237,8 @@ class Worker {
       while (bits != 0) {
         const int begin = __builtin_ctzll(bits);
         const int here = __builtin_ctzll(~(bits >> begin));
-        scores_of<Element, kHeads>(keys_ + begin, here, none, 0, query, pool_.head_dim[0],
-                                   task_.k_padded, scores_ + scores * kHeads);
+        scores_of<float, kHeads>(keys + begin, here, none, 0, query, task_.k_padded,
+                                 task_.k_padded, nullptr, scores_ + scores * kHeads);
         for (int i = 0; i < here; ++i) of_[scores + i] = begin + i;
         scores += here;
         bits &= ~(((std::uint64_t{1} << here) - 1) << begin);
@@ -298,6 +319,7 @@ class Worker {
     return (row - unit.first_query) * call_.num_heads + head;
   }
   float* query(std::int64_t place) { return query_.data() + place * task_.k_padded; }
+  float* kept(int entry) { return kept_.get() + entry * task_.k_padded; }
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
   static constexpr std::int64_t kKept = 2;  // rotated queries
@@ -312,13 +334,16 @@ class Worker {
   std::vector<float> total_;   // [most_queries][num_heads]
   std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads][kKept], 0: by nothing yet
   std::unique_ptr<float[]> rotated_{};    // likewise, [k_padded] each
+  std::unique_ptr<float[]> kept_{};       // [2 * kTile][k_padded], keys of a tile with rotations
   std::vector<std::int64_t> offset_;      // [most_queries], of the next tile in the chunk
   std::vector<std::int32_t> next_slot_;   // [most_queries], its first; kDone: there is none
   std::size_t turn_ = 0;
   std::int64_t horizon_ = 0;  // slots of a round of turns are below
-  const Element* keys_[kTile];
-  const Element* values_[kTile];
-  const Element* next_[kTile];
+  static constexpr int kAhead = 2;  // steps
+  Reads steps_[kAhead + 1];
+  Step step_{};
+  const Element* const* keys_ = nullptr;  // of the step worked on
+  const Element* const* values_ = nullptr;
   static constexpr int kScores = 16 * kTile;  // room for the scores of a tile
   float scores_[kScores * kMostHeads + kLanes];
   int of_[kScores];  // entry of each score

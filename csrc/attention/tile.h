@@ -37,15 +37,19 @@ struct Ahead {
   }
 };
 
-// Scores of kLanes / kHeads keys: out[key][head], `query` is [kHeads][padded].
+// Scores of kLanes / kHeads keys: out[key][head], `query` is [kHeads][padded]. The keys in fp32 go
+// to `kept` [kLanes / kHeads][padded], where it is not null.
 template <class Element, int kHeads>
 RC_INLINE Floats some_scores(const Element* const* rows, const float* query, std::int64_t dim,
-                             std::int64_t padded) {
+                             std::int64_t padded, float* kept) {
   constexpr int kKeys = kLanes / kHeads;
   Floats sums[kLanes] = {};
   const auto step = [&](std::int64_t i, const auto& read) {
     Floats keys[kKeys];
     for (int key = 0; key < kKeys; ++key) keys[key] = read(rows[key] + i);
+    if (kept != nullptr) {
+      for (int key = 0; key < kKeys; ++key) store(kept + key * padded + i, keys[key]);
+    }
     for (int head = 0; head < kHeads; ++head) {
       const Floats q = load(query + head * padded + i);
       for (int key = 0; key < kKeys; ++key) {
@@ -66,7 +70,8 @@ RC_INLINE Floats some_scores(const Element* const* rows, const float* query, std
 // Scores [count][kHeads] of keys under one query; `ahead` is fetched meanwhile, from `first` on.
 template <class Element, int kHeads>
 void scores_of(const Element* const* rows, int count, const Ahead<Element>& ahead, int first,
-               const float* query, std::int64_t dim, std::int64_t padded, float* scores) {
+               const float* query, std::int64_t dim, std::int64_t padded, float* kept,
+               float* scores) {
   constexpr int kKeys = kLanes / kHeads;
   for (int at = 0; at < count; at += kKeys) {
     const int here = std::min(kKeys, count - at);
@@ -74,7 +79,8 @@ void scores_of(const Element* const* rows, int count, const Ahead<Element>& ahea
     // The last key once more in place of those that are not there.
     const Element* filled[kKeys];
     for (int key = 0; key < kKeys; ++key) filled[key] = rows[at + std::min(key, here - 1)];
-    const Floats found = some_scores<Element, kHeads>(filled, query, dim, padded);
+    const Floats found = some_scores<Element, kHeads>(
+        filled, query, dim, padded, kept == nullptr ? nullptr : kept + at * padded);
     // May write beyond the last score, where there is room and nothing yet.
     store(scores + at * kHeads, found);
   }
