@@ -42,6 +42,7 @@ class Worker {
     rotated_.reset(new float[rotates ? size : 0]);
     // A last group of keys may go beyond a tile.
     kept_.reset(new float[static_cast<std::size_t>(2 * kTile * task.k_padded)]);
+    for (int i = 0; i < kTile; ++i) kept_rows_[i] = kept_.get() + i * task.k_padded;
   }
 
   void work() {
@@ -185,25 +186,30 @@ class Worker {
       task_.weights.template keep<kHeads>(step.query, step.begin, count, head % call_.num_heads,
                                           scores_);
     }
+    const int size = count * kHeads;
+    const int own = (size + kLanes - 1) / kLanes;
+    if (call_.logit_cap > 0) {
+      for (int i = 0; i < own * kLanes; i += kLanes) {
+        store(scores_ + i, soft_cap(load(scores_ + i), call_.logit_cap));
+      }
+    }
+    std::fill(scores_ + size, scores_ + own * kLanes, -kInfinity);
     for (;;) {
-      const int scores = rotated_scores<kHeads>(turns, count, head);
+      const int vectors = rotated_scores<kHeads>(turns, own, head);
       Softmax<kHeads> softmax;
       std::copy_n(&most_[static_cast<std::size_t>(head)], kHeads, softmax.most);
       std::copy_n(&total_[static_cast<std::size_t>(head)], kHeads, softmax.total);
-      softmax.weigh(scores_, scores, call_.logit_cap);
-      for (int i = count; i < scores; ++i) {
-        float sum[kHeads];  // a copy, so that heads are added side by side
-        std::copy_n(scores_ + i * kHeads, kHeads, sum);
+      softmax.weigh(scores_, vectors);
+      for (int i = own; i < vectors; ++i) {
         float* to = scores_ + of_[i] * kHeads;
-        for (int j = 0; j < kHeads; ++j) sum[j] += to[j];
-        std::copy_n(sum, kHeads, to);
+        store(to, load(to) + load(scores_ + i * kLanes));
       }
       add_values<Element, kHeads>(values_, count, values, scores_, softmax.decay, pool_.head_dim[1],
                                   task_.v_padded, sums(head));
       std::copy_n(softmax.most, kHeads, &most_[static_cast<std::size_t>(head)]);
       std::copy_n(softmax.total, kHeads, &total_[static_cast<std::size_t>(head)]);
       if (turns.begin == turns.end) return;
-      std::fill_n(scores_, count * kHeads, -kInfinity);
+      std::fill_n(scores_, own * kLanes, -kInfinity);
     }
   }
 
@@ -218,33 +224,33 @@ class Worker {
       const float* query =
           shift == nullptr ? this->query(head) : rotated<kHeads>(head, shift[begin], begin);
       scores_of<Element, kHeads>(keys_ + begin, end - begin, keys, begin, query, pool_.head_dim[0],
-                                 task_.k_padded, keep ? kept(begin) : nullptr, scores_ + begin * kHeads);
+                                 task_.k_padded, keep ? kept_.get() + begin * task_.k_padded : nullptr, scores_ + begin * kHeads);
     }
   }
 
-  // Scores of `turns`, as many as there is room for, behind the entries' own `count`; returns how
-  // many there are then.
+  // Scores of `turns`, as many as there is room for, behind so many vectors of the entries' own;
+  // returns how many there are then. Keys that a vector holds are neighbours, and at least one of
+  // them is rotated.
   template <int kHeads>
-  int rotated_scores(Turns& turns, int count, std::int64_t head) {
-    const Ahead<float> none{nullptr, 0, 0};
-    const float* keys[kTile];
-    for (int i = 0; i < count; ++i) keys[i] = kept(i);
-    int scores = count;
-    for (; turns.begin < turns.end && scores + kTile <= kScores; ++turns.begin) {
+  int rotated_scores(Turns& turns, int vectors, std::int64_t head) {
+    constexpr int kKeys = kLanes / kHeads;
+    static_assert(kTile % kKeys == 0, "a vector's keys lie in one tile");
+    constexpr std::uint64_t kAll = (std::uint64_t{1} << kKeys) - 1;
+    for (; turns.begin < turns.end && vectors + kTile / kKeys <= kVectors; ++turns.begin) {
       std::uint64_t bits = (call_.bits[turns.begin] >> turns.first) & turns.mask;
       if (bits == 0) continue;
       const float* query = rotated<kHeads>(head, call_.by[turns.begin], turns.begin);
-      while (bits != 0) {
-        const int begin = __builtin_ctzll(bits);
-        const int here = __builtin_ctzll(~(bits >> begin));
-        scores_of<float, kHeads>(keys + begin, here, none, 0, query, task_.k_padded,
-                                 task_.k_padded, nullptr, scores_ + scores * kHeads);
-        for (int i = 0; i < here; ++i) of_[scores + i] = begin + i;
-        scores += here;
-        bits &= ~(((std::uint64_t{1} << here) - 1) << begin);
+      for (int at = 0; bits != 0; at += kKeys, bits >>= kKeys) {
+        if ((bits & kAll) == 0) continue;
+        Floats found = some_scores<float, kHeads>(kept_rows_ + at, query, task_.k_padded,
+                                                  task_.k_padded, nullptr);
+        if (call_.logit_cap > 0) found = soft_cap(found, call_.logit_cap);
+        if ((bits & kAll) != kAll) found = only<kHeads>(bits, found);
+        of_[vectors] = at;
+        store(scores_ + vectors++ * kLanes, found);
       }
     }
-    return scores;
+    return vectors;
   }
 
   // A key rotated by the shift under the query is the key under the query rotated back. Runs of
@@ -257,8 +263,8 @@ class Worker {
     std::int32_t& by = rotated_by_[static_cast<std::size_t>(at)];
     if (by == shift) return to;
     by = shift;
-    std::copy_n(query(head), kHeads * task_.k_padded, to);
-    for (int i = 0; i < kHeads; ++i) rotate(pool_, shift, true, to + i * task_.k_padded);
+    if (pool_.rotary_dim < task_.k_padded) std::copy_n(query(head), kHeads * task_.k_padded, to);
+    rotate(pool_, shift, true, query(head), to, kHeads, task_.k_padded);
     return to;
   }
 
@@ -319,7 +325,6 @@ class Worker {
     return (row - unit.first_query) * call_.num_heads + head;
   }
   float* query(std::int64_t place) { return query_.data() + place * task_.k_padded; }
-  float* kept(int entry) { return kept_.get() + entry * task_.k_padded; }
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
   static constexpr std::int64_t kKept = 2;  // rotated queries
@@ -342,11 +347,12 @@ class Worker {
   static constexpr int kAhead = 2;  // steps
   Reads steps_[kAhead + 1];
   Step step_{};
+  const float* kept_rows_[kTile];
   const Element* const* keys_ = nullptr;  // of the step worked on
   const Element* const* values_ = nullptr;
-  static constexpr int kScores = 16 * kTile;  // room for the scores of a tile
-  float scores_[kScores * kMostHeads + kLanes];
-  int of_[kScores];  // entry of each score
+  static constexpr int kVectors = 16 * kTile * kMostHeads / kLanes;  // room for the scores of a tile
+  float scores_[(kVectors + 1) * kLanes];
+  int of_[kVectors];  // first entry of each vector
 };
 
 }  // namespace attention

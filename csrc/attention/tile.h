@@ -86,6 +86,15 @@ void scores_of(const Element* const* rows, int count, const Ahead<Element>& ahea
   }
 }
 
+// Lanes of the keys whose bits are set, kHeads each; -inf in the others.
+template <int kHeads>
+RC_INLINE Floats only(std::uint64_t bits, Floats scores) {
+  Ints key;
+  for (int lane = 0; lane < kLanes; ++lane) key[lane] = lane / kHeads;
+  const Ints is_set = (((Ints{} + static_cast<std::int32_t>(bits)) >> key) & 1) != 0;
+  return select(is_set, scores, all_of(-kInfinity));
+}
+
 // Running maximum and sum of weights of kHeads heads, and by what to scale what was summed.
 template <int kHeads>
 struct Softmax {
@@ -93,21 +102,13 @@ struct Softmax {
   float total[kHeads];
   float decay[kHeads];
 
-  // Scores [count][kHeads], room for kLanes more behind, become weights.
-  __attribute__((noinline)) void weigh(float* scores, int count, float cap) {
-    const int size = count * kHeads;
-    for (int i = size; i < size + kLanes; ++i) scores[i] = -kInfinity;
+  // So many vectors of scores, lanes of the heads in turn, become weights.
+  __attribute__((noinline)) void weigh(float* scores, int vectors) {
+    const int size = vectors * kLanes;
     Floats top = all_of(-kInfinity);
     for (int i = 0; i < size; i += kLanes) {
-      Floats x = load(scores + i);
-      if (cap > 0) {
-        x = soft_cap(x, cap);
-        store(scores + i, x);
-      }
+      const Floats x = load(scores + i);
       top = select(x > top, x, top);
-    }
-    if (cap > 0) {
-      for (int i = size; i < size + kLanes; ++i) scores[i] = -kInfinity;
     }
     float new_most[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) new_most[lane] = most[lane % kHeads];
