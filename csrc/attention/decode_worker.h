@@ -23,6 +23,18 @@
 namespace reasoncache {
 namespace attention {
 
+// Uninitialised fp32 from the begin of a cache line: a vector that lies on two is read twice.
+class Lines {
+ public:
+  explicit Lines(std::size_t size) : memory_(new float[size + 15]) {}
+  float* data() const {
+    return reinterpret_cast<float*>((reinterpret_cast<std::uintptr_t>(memory_.get()) + 63) & ~63ull);
+  }
+
+ private:
+  std::unique_ptr<float[]> memory_;
+};
+
 template <class Element>
 class Worker {
  public:
@@ -35,14 +47,11 @@ class Worker {
         most_(static_cast<std::size_t>(task.most_queries * call_.num_heads)),
         total_(most_.size()),
         rotated_by_(kKept * most_.size()),
+        rotated_(rotates() ? rotated_by_.size() * static_cast<std::size_t>(task.k_padded) : 0),
+        kept_(2 * kTile * static_cast<std::size_t>(task.k_padded)),
         offset_(static_cast<std::size_t>(task.most_queries)),
         next_slot_(offset_.size()) {
-    const bool rotates = call_.shift != nullptr || call_.tile_ptr != nullptr;
-    const auto size = rotated_by_.size() * static_cast<std::size_t>(task.k_padded);
-    rotated_.reset(new float[rotates ? size : 0]);
-    // A last group of keys may go beyond a tile.
-    kept_.reset(new float[static_cast<std::size_t>(2 * kTile * task.k_padded)]);
-    for (int i = 0; i < kTile; ++i) kept_rows_[i] = kept_.get() + i * task.k_padded;
+    for (int i = 0; i < kTile; ++i) kept_rows_[i] = kept_.data() + i * task.k_padded;
   }
 
   void work() {
@@ -224,7 +233,7 @@ class Worker {
       const float* query =
           shift == nullptr ? this->query(head) : rotated<kHeads>(head, shift[begin], begin);
       scores_of<Element, kHeads>(keys_ + begin, end - begin, keys, begin, query, pool_.head_dim[0],
-                                 task_.k_padded, keep ? kept_.get() + begin * task_.k_padded : nullptr, scores_ + begin * kHeads);
+                                 task_.k_padded, keep ? kept_.data() + begin * task_.k_padded : nullptr, scores_ + begin * kHeads);
     }
   }
 
@@ -259,7 +268,7 @@ class Worker {
   const float* rotated(std::int64_t head, std::int32_t shift, std::int64_t turn) {
     if (shift == 0) return query(head);
     const std::int64_t at = kKept * head + turn % kKept * kHeads;
-    float* to = rotated_.get() + at * task_.k_padded;
+    float* to = rotated_.data() + at * task_.k_padded;
     std::int32_t& by = rotated_by_[static_cast<std::size_t>(at)];
     if (by == shift) return to;
     by = shift;
@@ -320,6 +329,8 @@ class Worker {
     return dim * static_cast<std::int64_t>(sizeof(Element));
   }
 
+  bool rotates() const { return call_.shift != nullptr || call_.tile_ptr != nullptr; }
+
   // Of a query head in what is kept for the unit.
   std::int64_t place(const Unit& unit, std::int64_t row, std::int64_t head) const {
     return (row - unit.first_query) * call_.num_heads + head;
@@ -333,13 +344,13 @@ class Worker {
   Task& task_;
   const Pool& pool_;
   const DecodeCall& call_;
-  std::vector<float> query_;   // [most_queries][num_heads][k_padded], scaled
-  std::vector<float> sums_;    // [most_queries][num_heads][v_padded]
+  Lines query_;   // [most_queries][num_heads][k_padded], scaled
+  Lines sums_;    // [most_queries][num_heads][v_padded]
   std::vector<float> most_;    // [most_queries][num_heads]
   std::vector<float> total_;   // [most_queries][num_heads]
   std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads][kKept], 0: by nothing yet
-  std::unique_ptr<float[]> rotated_{};    // likewise, [k_padded] each
-  std::unique_ptr<float[]> kept_{};       // [2 * kTile][k_padded], keys of a tile with rotations
+  Lines rotated_;  // likewise, [k_padded] each
+  Lines kept_;     // keys of a tile with rotations; a last group may go beyond: [2 * kTile][k_padded]
   std::vector<std::int64_t> offset_;      // [most_queries], of the next tile in the chunk
   std::vector<std::int32_t> next_slot_;   // [most_queries], its first; kDone: there is none
   std::size_t turn_ = 0;
@@ -351,7 +362,7 @@ class Worker {
   const Element* const* keys_ = nullptr;  // of the step worked on
   const Element* const* values_ = nullptr;
   static constexpr int kVectors = 16 * kTile * kMostHeads / kLanes;  // room for the scores of a tile
-  float scores_[(kVectors + 1) * kLanes];
+  alignas(64) float scores_[(kVectors + 1) * kLanes];
   int of_[kVectors];  // first entry of each vector
 };
 
