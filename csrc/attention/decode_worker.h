@@ -62,12 +62,21 @@ class Worker {
   }
 
  private:
+  // Rotations of a tile; empty: none.
+  struct Turns {
+    std::int64_t begin = 0;
+    std::int64_t end = 0;
+    int first = 0;           // bit of the tile's first entry
+    std::uint64_t mask = 0;  // of its entries
+  };
+
   // A tile of one query's entries under one KV head; no entries: nothing is left.
   struct Step {
     std::int64_t query;
     std::int64_t head;
     std::int64_t begin;  // entries
     std::int64_t end;
+    Turns turns;
   };
 
   // A step, and where its keys and values are.
@@ -75,14 +84,6 @@ class Worker {
     Step step;
     const Element* keys[kTile];
     const Element* values[kTile];
-  };
-
-  // Rotations of a tile; empty: none.
-  struct Turns {
-    std::int64_t begin = 0;
-    std::int64_t end = 0;
-    int first = 0;           // bit of the tile's first entry
-    std::uint64_t mask = 0;  // of its entries
   };
 
   void run(const Unit& unit) {
@@ -120,6 +121,7 @@ class Worker {
     const std::int64_t entry = call_.begin[row] + unit.chunk * kChunk + offset;
     offset_[at] = offset;
     next_slot_[at] = offset < kChunk && entry < call_.end[row] ? call_.kv_indices[entry] : kDone;
+    if (next_slot_[at] != kDone) prefetch(reinterpret_cast<std::uintptr_t>(call_.kv_indices + entry + kTile));
   }
 
   // The next tile. Each round of turns leaves out queries whose next slots are far ahead of the
@@ -131,23 +133,31 @@ class Worker {
       if (turn_ < queries) break;
       const auto begin = next_slot_.begin();
       const std::int32_t least = *std::min_element(begin, begin + unit.last_query - unit.first_query);
-      if (least == kDone) return {unit.first_query, unit.first_head, 0, 0};
-      horizon_ = std::min<std::int64_t>(kDone, least + kTile * static_cast<std::int64_t>(queries));
+      if (least == kDone) return {unit.first_query, unit.first_head, 0, 0, {}};
+      horizon_ = std::min<std::int64_t>(kDone, least + kRound * static_cast<std::int64_t>(queries));
       turn_ = 0;
     }
     const std::int64_t row = unit.first_query + static_cast<std::int64_t>(turn_);
     const std::int64_t offset = offset_[turn_++];
     const std::int64_t first = call_.begin[row] + unit.chunk * kChunk + offset;
     wait(unit, row, offset + kTile);
-    return {row, unit.first_head, first, std::min<std::int64_t>(first + kTile, call_.end[row])};
+    const std::int64_t end = std::min<std::int64_t>(first + kTile, call_.end[row]);
+    return {row, unit.first_head, first, end, turns_of(row, first, end)};
   }
 
-  Turns turns_of(const Step& step, int count) const {
+  // Rotations of the row's entries, whose rows of the rotary table are fetched.
+  Turns turns_of(std::int64_t row, std::int64_t begin, std::int64_t end) const {
     if (call_.tile_ptr == nullptr) return {};
-    const std::int64_t first = call_.begin[step.query];
-    const std::int64_t at = step.begin - first;
-    const std::int32_t* tile = call_.tile_ptr + first / kRotationTile + step.query + at / kRotationTile;
-    return {tile[0], tile[1], static_cast<int>(at % kRotationTile), (std::uint64_t{1} << count) - 1};
+    const std::int64_t first = call_.begin[row];
+    const std::int64_t at = begin - first;
+    const std::int32_t* tile = call_.tile_ptr + first / kRotationTile + row + at / kRotationTile;
+    Turns turns{tile[0], tile[1], static_cast<int>(at % kRotationTile),
+                (std::uint64_t{1} << (end - begin)) - 1};
+    const auto bits = [&](std::int64_t i) { return (call_.bits[i] >> turns.first) & turns.mask; };
+    while (turns.begin < turns.end && bits(turns.begin) == 0) ++turns.begin;
+    while (turns.begin < turns.end && bits(turns.end - 1) == 0) --turns.end;
+    for (std::int64_t i = turns.begin; i < turns.end; ++i) fetch_rotation(pool_, call_.by[i]);
+    return turns;
   }
 
   // The step after the last one, and where its keys and values are.
@@ -172,9 +182,8 @@ class Worker {
       constexpr int kHeads = decltype(number)::value;
       if constexpr (kHeads <= kMostHeads) {
         for (; head + kHeads <= last; head += kHeads) {
-          const Turns turns = turns_of(step, count);
-          own_scores<kHeads>(step.begin, count, head, keys, turns.begin < turns.end);
-          under<kHeads>(step, count, head, values, turns);
+          own_scores<kHeads>(step, count, head, keys);
+          under<kHeads>(step, count, head, values);
           values.count = keys.count = 0;
         }
       }
@@ -189,12 +198,12 @@ class Worker {
   // of an entry's rotations are added to its own before the product with its value; rotations that
   // there is no room for take another turn.
   template <int kHeads>
-  void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& values,
-             Turns turns) {
+  void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& values) {
     if (task_.weights.wanted()) {
       task_.weights.template keep<kHeads>(step.query, step.begin, count, head % call_.num_heads,
                                           scores_);
     }
+    Turns turns = step.turns;
     const int size = count * kHeads;
     const int own = (size + kLanes - 1) / kLanes;
     if (call_.logit_cap > 0) {
@@ -224,16 +233,17 @@ class Worker {
 
   // Scores of the entries at their own shifts; `keys` are fetched meanwhile.
   template <int kHeads>
-  void own_scores(std::int64_t at, int count, std::int64_t head, const Ahead<Element>& keys,
-                  bool keep) {
-    const std::int32_t* shift = call_.shift == nullptr ? nullptr : call_.shift + at;
+  void own_scores(const Step& step, int count, std::int64_t head, const Ahead<Element>& keys) {
+    const bool keep = step.turns.begin < step.turns.end;
+    const std::int32_t* shift = call_.shift == nullptr ? nullptr : call_.shift + step.begin;
     for (int begin = 0, end; begin < count; begin = end) {
       end = shift == nullptr ? count : begin + 1;
       while (end < count && shift[end] == shift[begin]) ++end;
       const float* query =
           shift == nullptr ? this->query(head) : rotated<kHeads>(head, shift[begin], begin);
+      float* kept = keep ? kept_.data() + begin * task_.k_padded : nullptr;
       scores_of<Element, kHeads>(keys_ + begin, end - begin, keys, begin, query, pool_.head_dim[0],
-                                 task_.k_padded, keep ? kept_.data() + begin * task_.k_padded : nullptr, scores_ + begin * kHeads);
+                                 task_.k_padded, kept, scores_ + begin * kHeads);
     }
   }
 
@@ -339,6 +349,7 @@ class Worker {
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
   static constexpr std::int64_t kKept = 2;  // rotated queries
+  static constexpr std::int64_t kRound = 4;  // positions of a round of turns, were nothing shared
   static constexpr std::int32_t kDone = std::numeric_limits<std::int32_t>::max();
 
   Task& task_;

@@ -8,6 +8,16 @@
 namespace reasoncache {
 namespace attention {
 
+// What a rotation by `shift` reads of the table, into the cache.
+inline void fetch_rotation(const Pool& pool, std::int32_t shift) {
+  const std::int64_t half = pool.rotary_dim / 2;
+  const std::int64_t row = (shift < 0 ? -static_cast<std::int64_t>(shift) : shift) * half;
+  for (std::int64_t i = 0; i < half; i += 64 / static_cast<std::int64_t>(sizeof(float))) {
+    prefetch(reinterpret_cast<std::uintptr_t>(pool.cosines + row + i));
+    prefetch(reinterpret_cast<std::uintptr_t>(pool.sines + row + i));
+  }
+}
+
 // fp32 `heads` of k_dim, `stride` apart, rotated by `shift` positions, or back by them; `to` may be
 // `from`, and where it is not, dims beyond the rotary ones are the caller's.
 inline void rotate(const Pool& pool, std::int32_t shift, bool back, const float* from, float* to,
