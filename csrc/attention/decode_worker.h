@@ -120,8 +120,10 @@ class Worker {
     const auto at = static_cast<std::size_t>(row - unit.first_query);
     const std::int64_t entry = call_.begin[row] + unit.chunk * kChunk + offset;
     offset_[at] = offset;
-    next_slot_[at] = offset < kChunk && entry < call_.end[row] ? call_.kv_indices[entry] : kDone;
-    if (next_slot_[at] != kDone) prefetch(reinterpret_cast<std::uintptr_t>(call_.kv_indices + entry + kTile));
+    next_slot_[at] = kDone;
+    if (offset >= kChunk || entry >= call_.end[row]) return;
+    next_slot_[at] = call_.kv_indices[entry];
+    prefetch(reinterpret_cast<std::uintptr_t>(call_.kv_indices + entry + kTile));
   }
 
   // The next tile. Each round of turns leaves out queries whose next slots are far ahead of the
@@ -355,13 +357,13 @@ class Worker {
   Task& task_;
   const Pool& pool_;
   const DecodeCall& call_;
-  Lines query_;   // [most_queries][num_heads][k_padded], scaled
-  Lines sums_;    // [most_queries][num_heads][v_padded]
+  Lines query_;                // [most_queries][num_heads][k_padded], scaled
+  Lines sums_;                 // [most_queries][num_heads][v_padded]
   std::vector<float> most_;    // [most_queries][num_heads]
   std::vector<float> total_;   // [most_queries][num_heads]
   std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads][kKept], 0: by nothing yet
-  Lines rotated_;  // likewise, [k_padded] each
-  Lines kept_;     // keys of a tile with rotations; a last group may go beyond: [2 * kTile][k_padded]
+  Lines rotated_;                         // likewise, [k_padded] each
+  Lines kept_;  // [2 * kTile][k_padded], keys of a tile with rotations; a last group may go beyond
   std::vector<std::int64_t> offset_;      // [most_queries], of the next tile in the chunk
   std::vector<std::int32_t> next_slot_;   // [most_queries], its first; kDone: there is none
   std::size_t turn_ = 0;
