@@ -37,7 +37,7 @@ def rotations_of(traces: Sequence[Path]) -> dict[str, dict[str, Any]]:
                     aliases.redirect(dst, src, rule.block)
             slots = np.array(aliases.numbers(0, len(tokens)))
             by = np.arange(len(tokens)) - slots
-            shared += np.count_nonzero(by)
+            shared += int(np.count_nonzero(by))
             ends = np.append(np.flatnonzero(np.diff(by)), len(by) - 1)
             runs.append(np.diff(ends, prepend=-1)[by[ends] != 0])
             tiles.append(_rotations_a_tile(slots))
