@@ -23,6 +23,18 @@
 namespace reasoncache {
 namespace attention {
 
+// Uninitialised fp32 from the begin of a cache line: a vector that lies on two is read twice.
+class Lines {
+ public:
+  explicit Lines(std::size_t size) : memory_(new float[size + 15]) {}
+  float* data() const {
+    return reinterpret_cast<float*>((reinterpret_cast<std::uintptr_t>(memory_.get()) + 63) & ~63ull);
+  }
+
+ private:
+  std::unique_ptr<float[]> memory_;
+};
+
 template <class Element>
 class Worker {
  public:
@@ -35,11 +47,11 @@ class Worker {
         most_(static_cast<std::size_t>(task.most_queries * call_.num_heads)),
         total_(most_.size()),
         rotated_by_(kKept * most_.size()),
+        rotated_(rotates() ? rotated_by_.size() * static_cast<std::size_t>(task.k_padded) : 0),
+        kept_(2 * kTile * static_cast<std::size_t>(task.k_padded)),
         offset_(static_cast<std::size_t>(task.most_queries)),
         next_slot_(offset_.size()) {
-    const bool rotates = call_.shift != nullptr || call_.tile_ptr != nullptr;
-    const auto size = rotated_by_.size() * static_cast<std::size_t>(task.k_padded);
-    rotated_.reset(new float[rotates ? size : 0]);
+    for (int i = 0; i < kTile; ++i) kept_rows_[i] = kept_.data() + i * task.k_padded;
   }
 
   void work() {
@@ -50,20 +62,28 @@ class Worker {
   }
 
  private:
-  // A tile of one query's entries under one KV head; no entries: nothing is left.
-  struct Step {
-    std::int64_t query;
-    std::int64_t head;
-    std::int64_t begin;  // entries
-    std::int64_t end;
-  };
-
   // Rotations of a tile; empty: none.
   struct Turns {
     std::int64_t begin = 0;
     std::int64_t end = 0;
     int first = 0;           // bit of the tile's first entry
     std::uint64_t mask = 0;  // of its entries
+  };
+
+  // A tile of one query's entries under one KV head; no entries: nothing is left.
+  struct Step {
+    std::int64_t query;
+    std::int64_t head;
+    std::int64_t begin;  // entries
+    std::int64_t end;
+    Turns turns;
+  };
+
+  // A step, and where its keys and values are.
+  struct Reads {
+    Step step;
+    const Element* keys[kTile];
+    const Element* values[kTile];
   };
 
   void run(const Unit& unit) {
@@ -83,12 +103,12 @@ class Worker {
     static_assert(kChunk % kTile == 0, "a tile lies in one chunk");
     for (std::int64_t row = unit.first_query; row < unit.last_query; ++row) wait(unit, row, 0);
     horizon_ = 0;
-    Step step = take(unit);
-    while (step.begin < step.end) {
-      Step next = step;
-      if (++next.head == unit.last_head) next = take(unit);
-      tile(unit, step, next);
-      step = next;
+    step_ = {};
+    for (int i = 0; i < kAhead; ++i) plan_next(unit, steps_[i]);
+    for (int i = 0; steps_[i].step.begin < steps_[i].step.end; i = (i + 1) % (kAhead + 1)) {
+      Reads& later = steps_[(i + kAhead) % (kAhead + 1)];
+      plan_next(unit, later);
+      tile(unit, steps_[i], later);
     }
     for (std::int64_t row = unit.first_query; row < unit.last_query; ++row) {
       if (unit.chunk < task_.chunks(row)) finish(unit, row, first, last);
@@ -100,7 +120,10 @@ class Worker {
     const auto at = static_cast<std::size_t>(row - unit.first_query);
     const std::int64_t entry = call_.begin[row] + unit.chunk * kChunk + offset;
     offset_[at] = offset;
-    next_slot_[at] = offset < kChunk && entry < call_.end[row] ? call_.kv_indices[entry] : kDone;
+    next_slot_[at] = kDone;
+    if (offset >= kChunk || entry >= call_.end[row]) return;
+    next_slot_[at] = call_.kv_indices[entry];
+    prefetch(reinterpret_cast<std::uintptr_t>(call_.kv_indices + entry + kTile));
   }
 
   // The next tile. Each round of turns leaves out queries whose next slots are far ahead of the
@@ -112,41 +135,57 @@ class Worker {
       if (turn_ < queries) break;
       const auto begin = next_slot_.begin();
       const std::int32_t least = *std::min_element(begin, begin + unit.last_query - unit.first_query);
-      if (least == kDone) return {unit.first_query, unit.first_head, 0, 0};
-      horizon_ = std::min<std::int64_t>(kDone, least + kTile * static_cast<std::int64_t>(queries));
+      if (least == kDone) return {unit.first_query, unit.first_head, 0, 0, {}};
+      horizon_ = std::min<std::int64_t>(kDone, least + kRound * static_cast<std::int64_t>(queries));
       turn_ = 0;
     }
     const std::int64_t row = unit.first_query + static_cast<std::int64_t>(turn_);
     const std::int64_t offset = offset_[turn_++];
     const std::int64_t first = call_.begin[row] + unit.chunk * kChunk + offset;
     wait(unit, row, offset + kTile);
-    return {row, unit.first_head, first, std::min<std::int64_t>(first + kTile, call_.end[row])};
+    const std::int64_t end = std::min<std::int64_t>(first + kTile, call_.end[row]);
+    return {row, unit.first_head, first, end, turns_of(row, first, end)};
   }
 
-  Turns turns_of(const Step& step, int count) const {
+  // Rotations of the row's entries, whose rows of the rotary table are fetched.
+  Turns turns_of(std::int64_t row, std::int64_t begin, std::int64_t end) const {
     if (call_.tile_ptr == nullptr) return {};
-    const std::int64_t first = call_.begin[step.query];
-    const std::int64_t at = step.begin - first;
-    const std::int32_t* tile = call_.tile_ptr + first / kRotationTile + step.query + at / kRotationTile;
-    return {tile[0], tile[1], static_cast<int>(at % kRotationTile), (std::uint64_t{1} << count) - 1};
+    const std::int64_t first = call_.begin[row];
+    const std::int64_t at = begin - first;
+    const std::int32_t* tile = call_.tile_ptr + first / kRotationTile + row + at / kRotationTile;
+    Turns turns{tile[0], tile[1], static_cast<int>(at % kRotationTile),
+                (std::uint64_t{1} << (end - begin)) - 1};
+    const auto bits = [&](std::int64_t i) { return (call_.bits[i] >> turns.first) & turns.mask; };
+    while (turns.begin < turns.end && bits(turns.begin) == 0) ++turns.begin;
+    while (turns.begin < turns.end && bits(turns.end - 1) == 0) --turns.end;
+    for (std::int64_t i = turns.begin; i < turns.end; ++i) fetch_rotation(pool_, call_.by[i]);
+    return turns;
   }
 
-  void tile(const Unit& unit, const Step& step, const Step& next) {
+  // The step after the last one, and where its keys and values are.
+  void plan_next(const Unit& unit, Reads& reads) {
+    if (step_.begin == step_.end || ++step_.head == unit.last_head) step_ = take(unit);
+    reads.step = step_;
+    rows(pool_.bases[0], pool_.slot_stride[0], pool_.head_stride[0], step_, reads.keys);
+    rows(pool_.bases[1], pool_.slot_stride[1], pool_.head_stride[1], step_, reads.values);
+  }
+
+  void tile(const Unit& unit, const Reads& reads, const Reads& later) {
+    const Step& step = reads.step;
     const int count = static_cast<int>(step.end - step.begin);
-    const int next_count = static_cast<int>(next.end - next.begin);
-    rows(pool_.bases[0], pool_.slot_stride[0], pool_.head_stride[0], step, keys_);
-    rows(pool_.bases[1], pool_.slot_stride[1], pool_.head_stride[1], step, values_);
-    rows(pool_.bases[0], pool_.slot_stride[0], pool_.head_stride[0], next, next_);
-    Ahead<Element> values{values_, count, bytes(pool_.head_dim[1])};
-    Ahead<Element> keys{next_, next_count, bytes(pool_.head_dim[0])};
+    const int later_count = static_cast<int>(later.step.end - later.step.begin);
+    keys_ = reads.keys;
+    values_ = reads.values;
+    Ahead<Element> keys{later.keys, later_count, bytes(pool_.head_dim[0])};
+    Ahead<Element> values{later.values, later_count, bytes(pool_.head_dim[1])};
     std::int64_t head = place(unit, step.query, step.head * task_.group);
     const std::int64_t last = head + task_.group;
     const auto heads = [&](auto number) {
       constexpr int kHeads = decltype(number)::value;
       if constexpr (kHeads <= kMostHeads) {
         for (; head + kHeads <= last; head += kHeads) {
-          own_scores<kHeads>(step.begin, count, head, values);
-          under<kHeads>(step, count, head, keys);
+          own_scores<kHeads>(step, count, head, keys);
+          under<kHeads>(step, count, head, values);
           values.count = keys.count = 0;
         }
       }
@@ -161,69 +200,78 @@ class Worker {
   // of an entry's rotations are added to its own before the product with its value; rotations that
   // there is no room for take another turn.
   template <int kHeads>
-  void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& keys) {
-    Turns turns = turns_of(step, count);
+  void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& values) {
     if (task_.weights.wanted()) {
       task_.weights.template keep<kHeads>(step.query, step.begin, count, head % call_.num_heads,
                                           scores_);
     }
+    Turns turns = step.turns;
+    const int size = count * kHeads;
+    const int own = (size + kLanes - 1) / kLanes;
+    if (call_.logit_cap > 0) {
+      for (int i = 0; i < own * kLanes; i += kLanes) {
+        store(scores_ + i, soft_cap(load(scores_ + i), call_.logit_cap));
+      }
+    }
+    std::fill(scores_ + size, scores_ + own * kLanes, -kInfinity);
     for (;;) {
-      const int scores = rotated_scores<kHeads>(turns, count, head);
+      const int vectors = rotated_scores<kHeads>(turns, own, head);
       Softmax<kHeads> softmax;
       std::copy_n(&most_[static_cast<std::size_t>(head)], kHeads, softmax.most);
       std::copy_n(&total_[static_cast<std::size_t>(head)], kHeads, softmax.total);
-      softmax.weigh(scores_, scores, call_.logit_cap);
-      for (int i = count; i < scores; ++i) {
-        float sum[kHeads];  // a copy, so that heads are added side by side
-        std::copy_n(scores_ + i * kHeads, kHeads, sum);
+      softmax.weigh(scores_, vectors);
+      for (int i = own; i < vectors; ++i) {
         float* to = scores_ + of_[i] * kHeads;
-        for (int j = 0; j < kHeads; ++j) sum[j] += to[j];
-        std::copy_n(sum, kHeads, to);
+        store(to, load(to) + load(scores_ + i * kLanes));
       }
-      add_values<Element, kHeads>(values_, count, keys, scores_, softmax.decay, pool_.head_dim[1],
+      add_values<Element, kHeads>(values_, count, values, scores_, softmax.decay, pool_.head_dim[1],
                                   task_.v_padded, sums(head));
       std::copy_n(softmax.most, kHeads, &most_[static_cast<std::size_t>(head)]);
       std::copy_n(softmax.total, kHeads, &total_[static_cast<std::size_t>(head)]);
       if (turns.begin == turns.end) return;
-      std::fill_n(scores_, count * kHeads, -kInfinity);
+      std::fill_n(scores_, own * kLanes, -kInfinity);
     }
   }
 
-  // Scores of the entries at their own shifts; `values` are fetched meanwhile.
+  // Scores of the entries at their own shifts; `keys` are fetched meanwhile.
   template <int kHeads>
-  void own_scores(std::int64_t at, int count, std::int64_t head, const Ahead<Element>& values) {
-    const std::int32_t* shift = call_.shift == nullptr ? nullptr : call_.shift + at;
+  void own_scores(const Step& step, int count, std::int64_t head, const Ahead<Element>& keys) {
+    const bool keep = step.turns.begin < step.turns.end;
+    const std::int32_t* shift = call_.shift == nullptr ? nullptr : call_.shift + step.begin;
     for (int begin = 0, end; begin < count; begin = end) {
       end = shift == nullptr ? count : begin + 1;
       while (end < count && shift[end] == shift[begin]) ++end;
       const float* query =
           shift == nullptr ? this->query(head) : rotated<kHeads>(head, shift[begin], begin);
-      scores_of<Element, kHeads>(keys_ + begin, end - begin, values, begin, query, pool_.head_dim[0],
-                                 task_.k_padded, scores_ + begin * kHeads);
+      float* kept = keep ? kept_.data() + begin * task_.k_padded : nullptr;
+      scores_of<Element, kHeads>(keys_ + begin, end - begin, keys, begin, query, pool_.head_dim[0],
+                                 task_.k_padded, kept, scores_ + begin * kHeads);
     }
   }
 
-  // Scores of `turns`, as many as there is room for, behind the entries' own `count`; returns how
-  // many there are then.
+  // Scores of `turns`, as many as there is room for, behind so many vectors of the entries' own;
+  // returns how many there are then. Keys that a vector holds are neighbours, and at least one of
+  // them is rotated.
   template <int kHeads>
-  int rotated_scores(Turns& turns, int count, std::int64_t head) {
-    const Ahead<Element> none{nullptr, 0, 0};
-    int scores = count;
-    for (; turns.begin < turns.end && scores + kTile <= kScores; ++turns.begin) {
+  int rotated_scores(Turns& turns, int vectors, std::int64_t head) {
+    constexpr int kKeys = kLanes / kHeads;
+    static_assert(kTile % kKeys == 0, "a vector's keys lie in one tile");
+    constexpr std::uint64_t kAll = (std::uint64_t{1} << kKeys) - 1;
+    for (; turns.begin < turns.end && vectors + kTile / kKeys <= kVectors; ++turns.begin) {
       std::uint64_t bits = (call_.bits[turns.begin] >> turns.first) & turns.mask;
       if (bits == 0) continue;
       const float* query = rotated<kHeads>(head, call_.by[turns.begin], turns.begin);
-      while (bits != 0) {
-        const int begin = __builtin_ctzll(bits);
-        const int here = __builtin_ctzll(~(bits >> begin));
-        scores_of<Element, kHeads>(keys_ + begin, here, none, 0, query, pool_.head_dim[0],
-                                   task_.k_padded, scores_ + scores * kHeads);
-        for (int i = 0; i < here; ++i) of_[scores + i] = begin + i;
-        scores += here;
-        bits &= ~(((std::uint64_t{1} << here) - 1) << begin);
+      for (int at = 0; bits != 0; at += kKeys, bits >>= kKeys) {
+        if ((bits & kAll) == 0) continue;
+        Floats found = some_scores<float, kHeads>(kept_rows_ + at, query, task_.k_padded,
+                                                  task_.k_padded, nullptr);
+        if (call_.logit_cap > 0) found = soft_cap(found, call_.logit_cap);
+        if ((bits & kAll) != kAll) found = only<kHeads>(bits, found);
+        of_[vectors] = at;
+        store(scores_ + vectors++ * kLanes, found);
       }
     }
-    return scores;
+    return vectors;
   }
 
   // A key rotated by the shift under the query is the key under the query rotated back. Runs of
@@ -232,12 +280,12 @@ class Worker {
   const float* rotated(std::int64_t head, std::int32_t shift, std::int64_t turn) {
     if (shift == 0) return query(head);
     const std::int64_t at = kKept * head + turn % kKept * kHeads;
-    float* to = rotated_.get() + at * task_.k_padded;
+    float* to = rotated_.data() + at * task_.k_padded;
     std::int32_t& by = rotated_by_[static_cast<std::size_t>(at)];
     if (by == shift) return to;
     by = shift;
-    std::copy_n(query(head), kHeads * task_.k_padded, to);
-    for (int i = 0; i < kHeads; ++i) rotate(pool_, shift, true, to + i * task_.k_padded);
+    if (pool_.rotary_dim < task_.k_padded) std::copy_n(query(head), kHeads * task_.k_padded, to);
+    rotate(pool_, shift, true, query(head), to, kHeads, task_.k_padded);
     return to;
   }
 
@@ -293,6 +341,8 @@ class Worker {
     return dim * static_cast<std::int64_t>(sizeof(Element));
   }
 
+  bool rotates() const { return call_.shift != nullptr || call_.tile_ptr != nullptr; }
+
   // Of a query head in what is kept for the unit.
   std::int64_t place(const Unit& unit, std::int64_t row, std::int64_t head) const {
     return (row - unit.first_query) * call_.num_heads + head;
@@ -301,27 +351,32 @@ class Worker {
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
   static constexpr std::int64_t kKept = 2;  // rotated queries
+  static constexpr std::int64_t kRound = 4;  // positions of a round of turns, were nothing shared
   static constexpr std::int32_t kDone = std::numeric_limits<std::int32_t>::max();
 
   Task& task_;
   const Pool& pool_;
   const DecodeCall& call_;
-  std::vector<float> query_;   // [most_queries][num_heads][k_padded], scaled
-  std::vector<float> sums_;    // [most_queries][num_heads][v_padded]
+  Lines query_;                // [most_queries][num_heads][k_padded], scaled
+  Lines sums_;                 // [most_queries][num_heads][v_padded]
   std::vector<float> most_;    // [most_queries][num_heads]
   std::vector<float> total_;   // [most_queries][num_heads]
   std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads][kKept], 0: by nothing yet
-  std::unique_ptr<float[]> rotated_{};    // likewise, [k_padded] each
+  Lines rotated_;                         // likewise, [k_padded] each
+  Lines kept_;  // [2 * kTile][k_padded], keys of a tile with rotations; a last group may go beyond
   std::vector<std::int64_t> offset_;      // [most_queries], of the next tile in the chunk
   std::vector<std::int32_t> next_slot_;   // [most_queries], its first; kDone: there is none
   std::size_t turn_ = 0;
   std::int64_t horizon_ = 0;  // slots of a round of turns are below
-  const Element* keys_[kTile];
-  const Element* values_[kTile];
-  const Element* next_[kTile];
-  static constexpr int kScores = 16 * kTile;  // room for the scores of a tile
-  float scores_[kScores * kMostHeads + kLanes];
-  int of_[kScores];  // entry of each score
+  static constexpr int kAhead = 2;  // steps
+  Reads steps_[kAhead + 1];
+  Step step_{};
+  const float* kept_rows_[kTile];
+  const Element* const* keys_ = nullptr;  // of the step worked on
+  const Element* const* values_ = nullptr;
+  static constexpr int kVectors = 16 * kTile * kMostHeads / kLanes;  // room for the scores of a tile
+  alignas(64) float scores_[(kVectors + 1) * kLanes];
+  int of_[kVectors];  // first entry of each vector
 };
 
 }  // namespace attention

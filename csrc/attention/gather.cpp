@@ -55,7 +55,7 @@ void rotate_head(const Pool& pool, std::int32_t shift, const Element* from, floa
     const Floats rest = load_some(from + i, pool.head_dim[0] - i);
     std::memcpy(scratch + i, &rest, static_cast<std::size_t>(pool.head_dim[0] - i) * sizeof(float));
   }
-  rotate(pool, shift, false, scratch);
+  rotate(pool, shift, false, scratch, scratch);
   for (i = 0; i < pool.head_dim[0]; ++i) put(to + i, scratch[i]);
 }
 

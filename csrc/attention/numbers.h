@@ -19,7 +19,7 @@ RC_INLINE Floats all_of(float value) { return Floats{} + value; }
 RC_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
 
 RC_INLINE Floats select(Ints condition, Floats yes, Floats no) {
-  return (Floats)(((Ints)yes & condition) | ((Ints)no & ~condition));
+  return condition ? yes : no;
 }
 
 // Within 2 ulp for x in [-87, 88], 0 below, NaN stays; above 88 the largest power.
@@ -27,7 +27,7 @@ RC_INLINE Floats exp_of(Floats x) {
   const Floats low = all_of(-87.0f);
   const Ints is_tiny = x < low;
   x = select(is_tiny, low, x);
-  x = select(x > 88.0f, all_of(88.0f), x);
+  x = select(all_of(88.0f) < x, all_of(88.0f), x);
   // Adding and taking away 1.5 * 2^23 rounds to an integer, left in the lowest bits.
   const Floats magic = all_of(12582912.0f);
   const Floats shifted = multiply_add(x, all_of(1.44269504f), magic);

@@ -2,7 +2,6 @@
 // Rows of req_to_token to FlashInfer's kv_indptr and kv_indices, one pass.
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
 #include <vector>
 
@@ -26,14 +25,14 @@ Bounds bounds_of(const std::int32_t* slots, std::int64_t count) {
   return found;
 }
 
-// Shifts of `count` entries at positions first, first + 1, ...; returns the or of them all.
-std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, std::int64_t count,
-                      std::int64_t first, std::int32_t* shift) {
+// Shifts of the positions of a row, of evicted ones anything; returns the or of them all.
+std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, std::int64_t length,
+                      std::int32_t* shift) {
   std::int32_t any = 0;
-  for (std::int64_t i = 0; i < count; ++i) {
+  for (std::int64_t i = 0; i < length; ++i) {
     // Unsigned: cached positions of slots that nobody uses may hold anything.
-    const auto position = static_cast<std::uint32_t>(first + i);
-    shift[i] = static_cast<std::int32_t>(position - static_cast<std::uint32_t>(cached_at[slots[i]]));
+    const auto home = static_cast<std::uint32_t>(cached_at[std::max(slots[i], 0)]);
+    shift[i] = static_cast<std::int32_t>(static_cast<std::uint32_t>(i) - home);
     any |= shift[i];
   }
   return any;
@@ -46,24 +45,24 @@ class Merge {
       : tile_ptr_(tile_ptr), by_(by), bits_(bits) {}
 
   // Writes the entries of a row, with the rotations of their tiles, the first of which is `tile`;
-  // returns how many entries.
-  std::int64_t row(const std::int32_t* slots, std::int64_t length, const std::int32_t* cached_at,
-                   std::int64_t tile, std::int32_t* kv_indices, std::int32_t* shift,
-                   std::int32_t* any) {
+  // returns how many entries. `shift` holds those of its positions, and then of its entries.
+  std::int64_t row(const std::int32_t* slots, std::int64_t length, std::int64_t tile,
+                   std::int32_t* kv_indices, std::int32_t* shift, std::int32_t* any) {
     place_.resize(static_cast<std::size_t>(length));
     aliases_.clear();
     std::int64_t count = 0;
     for (std::int64_t i = 0; i < length; ++i) {
+      const std::int32_t by = shift[i];
       if (slots[i] < 0) continue;
-      const std::int64_t home = cached_at[slots[i]];
-      if (home != i && home >= 0 && home < length && slots[home] == slots[i]) {
+      const std::int64_t home = i - by;
+      if (by != 0 && home >= 0 && home < length && slots[home] == slots[i]) {
         aliases_.push_back({i, home});
         continue;
       }
       place_[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(count);
       kv_indices[count] = slots[i];
-      *any |= shift_by(cached_at, slots + i, 1, i, shift + count);
-      ++count;
+      shift[count++] = by;
+      *any |= by;
     }
     find_runs();
     group(tile, (count + kRotationTile - 1) / kRotationTile);
@@ -150,21 +149,20 @@ std::int32_t plan(const std::int32_t* rows, std::int64_t num_rows, std::int64_t 
     if (found.most >= num_slots) return REASONCACHE_BAD_SLOT;
     const bool has_evicted = found.least < 0;
     std::int32_t here = 0;
-    if (!has_evicted && length > 0) {
-      std::memcpy(kv_indices + at, slots, static_cast<std::size_t>(length) * sizeof *slots);
-      if (shift != nullptr) here = shift_by(cached_at, slots, length, 0, shift + at);
-    }
+    if (shift != nullptr) here = shift_by(cached_at, slots, length, shift + at);
     if (merge != nullptr && (has_evicted || here != 0)) {
       const std::int64_t tile = at / kRotationTile + b;
-      at += merge->row(slots, length, cached_at, tile, kv_indices + at, shift + at, &any);
+      at += merge->row(slots, length, tile, kv_indices + at, shift + at, &any);
     } else if (!has_evicted) {
+      std::copy_n(slots, length, kv_indices + at);
       any |= here;
       at += length;
     } else {
+      const std::int32_t* by = shift == nullptr ? nullptr : shift + at;
       for (std::int64_t i = 0; i < length; ++i) {
         if (slots[i] < 0) continue;
         kv_indices[at] = slots[i];
-        if (shift != nullptr) any |= shift_by(cached_at, slots + i, 1, i, shift + at);
+        if (by != nullptr) any |= shift[at] = by[i];
         ++at;
       }
     }

@@ -8,8 +8,20 @@
 namespace reasoncache {
 namespace attention {
 
-// Rotates fp32 `head` [k_dim] in place by `shift` positions, or back by them.
-inline void rotate(const Pool& pool, std::int32_t shift, bool back, float* head) {
+// What a rotation by `shift` reads of the table, into the cache.
+inline void fetch_rotation(const Pool& pool, std::int32_t shift) {
+  const std::int64_t half = pool.rotary_dim / 2;
+  const std::int64_t row = (shift < 0 ? -static_cast<std::int64_t>(shift) : shift) * half;
+  for (std::int64_t i = 0; i < half; i += 64 / static_cast<std::int64_t>(sizeof(float))) {
+    prefetch(reinterpret_cast<std::uintptr_t>(pool.cosines + row + i));
+    prefetch(reinterpret_cast<std::uintptr_t>(pool.sines + row + i));
+  }
+}
+
+// fp32 `heads` of k_dim, `stride` apart, rotated by `shift` positions, or back by them; `to` may be
+// `from`, and where it is not, dims beyond the rotary ones are the caller's.
+inline void rotate(const Pool& pool, std::int32_t shift, bool back, const float* from, float* to,
+                   int heads = 1, std::int64_t stride = 0) {
   const std::int64_t half = pool.rotary_dim / 2;
   const std::int64_t distance = shift < 0 ? -static_cast<std::int64_t>(shift) : shift;
   const float* cosines = pool.cosines + distance * half;
@@ -17,26 +29,30 @@ inline void rotate(const Pool& pool, std::int32_t shift, bool back, float* head)
   const float sign = (shift < 0) != back ? -1.0f : 1.0f;
   const std::int64_t step = pool.is_neox ? 1 : 2;
   const std::int64_t pair = pool.is_neox ? half : 1;
-  const auto rotate_pair = [&](std::int64_t i) {
-    float* x = head + i * step;
-    const float s = sines[i] * sign;
-    const float x0 = x[0];
-    const float x1 = x[pair];
-    x[0] = x0 * cosines[i] - x1 * s;
-    x[pair] = x1 * cosines[i] + x0 * s;
-  };
   std::int64_t i = 0;
   if (pool.is_neox) {
     for (; i + kLanes <= half; i += kLanes) {
       const Floats c = load(cosines + i);
       const Floats s = load(sines + i) * sign;
-      const Floats x0 = load(head + i);
-      const Floats x1 = load(head + half + i);
-      store(head + i, multiply_add(x0, c, -(x1 * s)));
-      store(head + half + i, multiply_add(x1, c, x0 * s));
+      for (int head = 0; head < heads; ++head) {
+        const std::int64_t at = head * stride + i;
+        const Floats x0 = load(from + at);
+        const Floats x1 = load(from + half + at);
+        store(to + at, multiply_add(x0, c, -(x1 * s)));
+        store(to + half + at, multiply_add(x1, c, x0 * s));
+      }
     }
   }
-  for (; i < half; ++i) rotate_pair(i);
+  for (; i < half; ++i) {
+    for (int head = 0; head < heads; ++head) {
+      const std::int64_t at = head * stride + i * step;
+      const float s = sines[i] * sign;
+      const float x0 = from[at];
+      const float x1 = from[at + pair];
+      to[at] = x0 * cosines[i] - x1 * s;
+      to[at + pair] = x1 * cosines[i] + x0 * s;
+    }
+  }
 }
 
 }  // namespace attention

@@ -37,15 +37,19 @@ struct Ahead {
   }
 };
 
-// Scores of kLanes / kHeads keys: out[key][head], `query` is [kHeads][padded].
+// Scores of kLanes / kHeads keys: out[key][head], `query` is [kHeads][padded]. The keys in fp32 go
+// to `kept` [kLanes / kHeads][padded], where it is not null.
 template <class Element, int kHeads>
 RC_INLINE Floats some_scores(const Element* const* rows, const float* query, std::int64_t dim,
-                             std::int64_t padded) {
+                             std::int64_t padded, float* kept) {
   constexpr int kKeys = kLanes / kHeads;
   Floats sums[kLanes] = {};
   const auto step = [&](std::int64_t i, const auto& read) {
     Floats keys[kKeys];
     for (int key = 0; key < kKeys; ++key) keys[key] = read(rows[key] + i);
+    if (kept != nullptr) {
+      for (int key = 0; key < kKeys; ++key) store(kept + key * padded + i, keys[key]);
+    }
     for (int head = 0; head < kHeads; ++head) {
       const Floats q = load(query + head * padded + i);
       for (int key = 0; key < kKeys; ++key) {
@@ -66,7 +70,8 @@ RC_INLINE Floats some_scores(const Element* const* rows, const float* query, std
 // Scores [count][kHeads] of keys under one query; `ahead` is fetched meanwhile, from `first` on.
 template <class Element, int kHeads>
 void scores_of(const Element* const* rows, int count, const Ahead<Element>& ahead, int first,
-               const float* query, std::int64_t dim, std::int64_t padded, float* scores) {
+               const float* query, std::int64_t dim, std::int64_t padded, float* kept,
+               float* scores) {
   constexpr int kKeys = kLanes / kHeads;
   for (int at = 0; at < count; at += kKeys) {
     const int here = std::min(kKeys, count - at);
@@ -74,10 +79,20 @@ void scores_of(const Element* const* rows, int count, const Ahead<Element>& ahea
     // The last key once more in place of those that are not there.
     const Element* filled[kKeys];
     for (int key = 0; key < kKeys; ++key) filled[key] = rows[at + std::min(key, here - 1)];
-    const Floats found = some_scores<Element, kHeads>(filled, query, dim, padded);
+    const Floats found = some_scores<Element, kHeads>(
+        filled, query, dim, padded, kept == nullptr ? nullptr : kept + at * padded);
     // May write beyond the last score, where there is room and nothing yet.
     store(scores + at * kHeads, found);
   }
+}
+
+// Lanes of the keys whose bits are set, kHeads each; -inf in the others.
+template <int kHeads>
+RC_INLINE Floats only(std::uint64_t bits, Floats scores) {
+  Ints key;
+  for (int lane = 0; lane < kLanes; ++lane) key[lane] = lane / kHeads;
+  const Ints is_set = (((Ints{} + static_cast<std::int32_t>(bits)) >> key) & 1) != 0;
+  return select(is_set, scores, all_of(-kInfinity));
 }
 
 // Running maximum and sum of weights of kHeads heads, and by what to scale what was summed.
@@ -87,21 +102,13 @@ struct Softmax {
   float total[kHeads];
   float decay[kHeads];
 
-  // Scores [count][kHeads], room for kLanes more behind, become weights.
-  __attribute__((noinline)) void weigh(float* scores, int count, float cap) {
-    const int size = count * kHeads;
-    for (int i = size; i < size + kLanes; ++i) scores[i] = -kInfinity;
+  // So many vectors of scores, lanes of the heads in turn, become weights.
+  __attribute__((noinline)) void weigh(float* scores, int vectors) {
+    const int size = vectors * kLanes;
     Floats top = all_of(-kInfinity);
     for (int i = 0; i < size; i += kLanes) {
-      Floats x = load(scores + i);
-      if (cap > 0) {
-        x = soft_cap(x, cap);
-        store(scores + i, x);
-      }
+      const Floats x = load(scores + i);
       top = select(x > top, x, top);
-    }
-    if (cap > 0) {
-      for (int i = size; i < size + kLanes; ++i) scores[i] = -kInfinity;
     }
     float new_most[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) new_most[lane] = most[lane % kHeads];

@@ -45,22 +45,29 @@ SHAPES = {
         "tokens": [Shape(8, tokens) for tokens in (250, 1000, 4000, 16_000)],
         "requests": [Shape(requests, 1000) for requests in (1, 4, 16, 64)],
         "shared_percent": [Shape(32, 1000)],
+        "rotations": [Shape(32, 1000)],
     },
     "cuda": {
         "": [Shape(64, 16_000)],
         "tokens": [Shape(64, tokens) for tokens in (1000, 4000, 16_000, 32_000)],
         "requests": [Shape(requests, 16_000) for requests in (1, 8, 32, 128)],
         "shared_percent": [Shape(64, 16_000)],
+        "rotations": [Shape(64, 16_000)],
     },
 }
-#: Percents of the entries that are shared, and in runs of how many tokens; the label of an axis.
-_AXES = {
+#: Percents of the entries that are shared, in runs of how many tokens, and how many rotations a
+#: tile has in place of a percentage; the label of an axis.
+_AXES: dict[str, tuple[tuple[tuple[int, ...], ...], str]] = {
     "": (((0, RUN), (22, RUN), (22, 16), (50, RUN)), ""),
     "tokens": (((0, RUN), (22, RUN)), "tokens a request, {requests} requests"),
     "requests": (((0, RUN), (22, RUN)), "requests of {tokens:,} tokens"),
     "shared_percent": (
         tuple((percent, RUN) for percent in (0, 10, 22, 35, 50, 75)),
         "% shared, {requests} x {tokens:,} tokens",
+    ),
+    "rotations": (
+        tuple((0, 16, rotations) for rotations in (0, 1, 2, 4, 8, 16)),
+        "rotations a tile, runs of 16, {requests} x {tokens:,} tokens",
     ),
 }
 
@@ -74,11 +81,12 @@ def measure(
     found, lines = [], []
     for axis, shape in ((axis, shape) for axis, several in shapes.items() for shape in several):
         batch = kind(shape) if kind.fits(shape) else None
-        for percent, run in _AXES[axis][0]:
+        for percent, run, *rotations in _AXES[axis][0]:
             row: Row = {"shape": str(shape), "shared_percent": percent, "run": run}
+            row |= {"rotations": rotations[0]} if rotations else {}
             if batch is not None:
-                print(f"{axis} {shape}, {percent}%", file=sys.stderr)
-                batch.share(percent, run)
+                print(f"{axis} {shape}, {percent}% {rotations}", file=sys.stderr)
+                batch.share(percent, run, *rotations)
                 samples = take_turns(batch.sides(), rounds, yardstick.rates)
                 row |= batch.row(samples.rename(columns={kind.bandwidth: "bandwidth"}))
                 row[f"{kind.bandwidth}_gb_per_s"] = spread(samples[kind.bandwidth])
@@ -97,11 +105,14 @@ def point(kind: "type[CpuBatch] | type[CudaBatch]", axis: str, shape: Shape, row
     ours, theirs, other = kind.times
     percent = row["shared_percent"]
     # The other side reads shared entries like any other: one curve of it is enough.
-    if axis == "shared_percent" or not percent:
+    if axis == "rotations":
+        ms = {"ours": row[ours], "each position by itself": row["each_ms"]}
+    elif axis == "shared_percent" or not percent:
         ms = {"ours": row[ours], other: row[theirs]}
     else:
         ms = {f"ours, {percent}% shared": row[ours]}
     setting = {"axis": axis, "shape": asdict(shape), "shared_percent": percent}
+    setting |= {"rotations": row["rotations"]} if axis == "rotations" else {}
     rate = row[f"{kind.bandwidth}_gb_per_s"]["median"]
     return {"setting": setting, "ms": ms, "read_ms": shape.layer_bytes / rate / 1e6}
 
@@ -125,8 +136,9 @@ def curves(devices: Mapping[str, Sequence[Row]]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def draw(devices: Mapping[str, Sequence[Row]], path: Path) -> None:
-    """A row of pictures for each device, by its name; bands are quartiles."""
+def draw(devices: Mapping[str, Sequence[Row]], path: Path, marks: Mapping[str, float]) -> None:
+    """A row of pictures for each device, by its name; bands are quartiles. ``marks`` are rotations a
+    tile, by what has so many."""
     found = curves(devices)
     grid = sns.relplot(
         found, kind="line", x="value", y="ms", hue="curve", style="curve", row="device",
@@ -137,7 +149,13 @@ def draw(devices: Mapping[str, Sequence[Row]], path: Path) -> None:
         shown = found[(found["device"] == device) & (found["axis"] == axis)]
         panel.set(title=device, xlabel=shown["panel"].iloc[0], ylabel="ms a layer")
         light_grid(panel)
-        if axis != "shared_percent":
+        for name, rotations in marks.items() if axis == "rotations" else ():
+            panel.axvline(rotations, color="0.5", linestyle=":")
+            height = panel.get_xaxis_transform()
+            panel.text(
+                rotations, 0.98, text(name), rotation=90, va="top", fontsize=7, transform=height
+            )
+        if axis not in ("shared_percent", "rotations"):
             values = shown["value"].unique()
             panel.loglog()
             panel.set_xticks(values, [f"{value:,}" for value in values], minor=False)
@@ -161,6 +179,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--rounds", type=at_least(1), default=7, help="Rounds a setting (default 7).")
     add("--growth", action="store_true", help="Also curves, and their picture.")
+    traces = "Recorded responses, JSONL: what their plans hold, marked on the curves."
+    add("--traces", nargs="+", type=Path, default=[], metavar="FILE", help=traces)
     add("--server", action="store_true", help="Also compare two servers.")
     add("--server-rounds", type=at_least(1), default=4, help="Default 4.")
     add("--output", type=Path, default=Path("build/bench/kernels.json"))
@@ -174,7 +194,9 @@ def record(path: Path, device: str, figures: dict[str, Any]) -> None:
     write_whole(path, json.dumps(found, indent=1) + "\n")
     if "growth" in figures:
         parts = [found[name] for name in SHAPES if "growth" in found.get(name, {})]
-        draw({part["device"]: part["growth"] for part in parts}, path.with_suffix(".png"))
+        marks = {name: figures["a_tile"] for name, figures in found.get("traces", {}).items()}
+        growth = {part["device"]: part["growth"] for part in parts}
+        draw(growth, path.with_suffix(".png"), marks)
 
 
 def measure_device(device: str, options: argparse.Namespace) -> None:
@@ -232,6 +254,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     options = parse(argv)
     about = {"machine": describe_machine(), "versions": describe_versions()}
+    if options.traces:
+        from eval.bench.recorded import rotations_of
+
+        try:
+            about["traces"] = rotations_of(options.traces)
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"--traces: {error}") from error
+        print(pd.DataFrame(about["traces"]).T.to_markdown())
     write_whole(options.output, json.dumps({**about, "rounds": options.rounds}))
     status = 0
     for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):

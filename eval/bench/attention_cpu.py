@@ -19,6 +19,7 @@ from eval.bench.turns import Side, by_round, spread
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.kernels.row_plan import RowPlan
 
 
 def outside_a_server() -> AbstractContextManager[object]:
@@ -102,12 +103,12 @@ class CpuBatch(Batch):
                 found[name] = max(found.get(name, 0.0), row["of_unshared"]["median"])
         return found
 
-    def share(self, percent: int, run: int = RUN) -> None:
-        super().share(percent, run)
+    def share(self, percent: int, run: int = RUN, rotations: int | None = None) -> None:
+        super().share(percent, run, rotations)
         # SGLang's row 0 is padding.
         both = torch.cat((self.rows, self.own_rows))
         self._table.req_to_token[1 : 1 + len(both), : self.shape.tokens] = both
-        self._allocator.has_shifted_slots = percent > 0
+        self._allocator.has_shifted_slots = self.shares
         self._ours.init_forward_metadata(self._batch)
         found = self._forward(self._ours, self._layers[-1], self._batch)
         self.check(f"{percent}% shared, ours", found.view(self.query.shape), self.rows)
@@ -122,22 +123,25 @@ class CpuBatch(Batch):
         ours = functools.partial(self._step, self._ours, threads)
         # As many positions of the same pool, none of them shared.
         own = functools.partial(ours, self._batch_of(1 + self.shape.requests))
-        return {"ours": ours, "unshared": own, **native}
+        each = functools.partial(ours, plan=self.plan_of(self.rows))
+        return {"ours": ours, "unshared": own, "each": each, **native}
 
     def row(self, samples: pd.DataFrame) -> dict[str, Any]:
         """GB/s counts every entry's K and V once; SGLang's side is the faster of its thread counts
-        and reads shared entries as cached; ``speedup`` and ``of_unshared`` are of steps of the same
-        round."""
+        and reads shared entries as cached; ``each_ms`` reads each position by itself; ``speedup`` and
+        ``of_unshared`` are of steps of the same round."""
         steps = by_round(samples, "step_ms")
-        best = str(steps.drop(columns=["ours", "unshared"]).median().idxmin())
-        ours, native = (samples[samples["side"] == side] for side in ("ours", best))
+        best = str(steps.drop(columns=["ours", "unshared", "each"]).median().idxmin())
+        ours, native, each = (samples[samples["side"] == s] for s in ("ours", best, "each"))
         decode = spread(ours["layer_ms"])
         rate = self.shape.layer_bytes / decode["median"] / 1e6
         return {
             "layers": self.num_layers,
             "plan_us": spread(ours["plan_us"]),
+            "plan_of_step": float((ours["plan_us"] / ours["step_ms"]).median()) / 1e3,
             "decode_ms": decode,
             "native_ms": spread(native["layer_ms"]),
+            "each_ms": spread(each["layer_ms"]),
             "native_threads": int(best.split()[1]),
             "speedup": spread(steps[best] / steps["ours"]),
             "of_unshared": spread(steps["ours"] / steps["unshared"]),
@@ -145,13 +149,17 @@ class CpuBatch(Batch):
             "of_read": rate / float(samples["bandwidth"].median()),
         }
 
-    def _step(self, backend: Any, threads: int, batch: Any = None) -> list[dict[str, float]]:
+    def _step(
+        self, backend: Any, threads: int, batch: Any = None, plan: RowPlan | None = None
+    ) -> list[dict[str, float]]:
         batch = self._batch if batch is None else batch
         everyone = torch.get_num_threads()
         torch.set_num_threads(threads)
         start = time.perf_counter()
         backend.init_forward_metadata(batch)
         planned = time.perf_counter()
+        if plan is not None:
+            backend.paged.rows = plan
         for layer in self._layers:
             self._forward(backend, layer, batch)
         end = time.perf_counter()

@@ -62,12 +62,12 @@ class CudaBatch(Batch):
             "plan_fraction_of_step": shared["plan_of_step"],
         }
 
-    def share(self, percent: int, run: int = RUN) -> None:
-        super().share(percent, run)
+    def share(self, percent: int, run: int = RUN, rotations: int | None = None) -> None:
+        super().share(percent, run, rotations)
         self._flat, self._plan = self.plan_of(self.rows), self.plan()
         where = self.rows, self.requests, self.lengths, self.cached_at
         expected = plan_rows(*where, num_slots=self.shape.slots, merge=True)
-        if (expected.rotations is not None) != (percent > 0) or expected.shift is not None:
+        if (expected.rotations is not None) != self.shares or expected.shift is not None:
             raise RuntimeError(f"{self.shape}, {percent}% shared: not what the plan says")
         pairs = list(zip(self._plan[:2], expected[:2], strict=True))
         if expected.rotations is not None:
@@ -86,8 +86,10 @@ class CudaBatch(Batch):
         args = (self._buffers, self.rows, self.requests, self.lengths, self.cached_at)
         return plan_into(*args, num_slots=self.shape.slots)
 
-    def decode(self) -> torch.Tensor:
-        return decode_attention(self.query, self._kv, self._plan, scale=self.scale)
+    def decode(self, plan: RowPlan | None = None) -> torch.Tensor:
+        """By the plan as for a step, or another one."""
+        plan = self._plan if plan is None else plan
+        return decode_attention(self.query, self._kv, plan, scale=self.scale)
 
     def flashinfer(self, as_cached: bool) -> Callable[[], torch.Tensor]:
         """Planned; of the rows as they are, or of each request's own slots."""
@@ -114,6 +116,7 @@ class CudaBatch(Batch):
     def sides(self) -> dict[str, Side]:
         calls: dict[str, Callable[[], object]] = {
             "ours": self.decode,
+            "each": functools.partial(self.decode, self._flat),
             "flashinfer": self.flashinfer(as_cached=False),
             "plan": self.plan,
             "gather": functools.partial(_gather, self._kv, self._flat),
@@ -124,12 +127,14 @@ class CudaBatch(Batch):
 
     def row(self, samples: pd.DataFrame) -> dict[str, Any]:
         """Times in ms; GB/s counts every entry's K and V once, of ``gather`` read and written.
-        ``flashinfer`` reads each request's own slots, ``flashinfer_as_cached`` the shared rows."""
+        ``each_ms`` reads each position by itself, ``flashinfer`` each request's own slots,
+        ``flashinfer_as_cached`` the shared rows."""
         ms = {str(side): spread(group["ms"]) for side, group in samples.groupby("side")}
         ours, plan, gather = (ms[side]["median"] for side in ("ours", "plan", "gather"))
         size = self.shape.layer_bytes / 1e6
         return {
             "ours": ms["ours"],
+            "each_ms": ms["each"],
             "flashinfer": ms["flashinfer"],
             "flashinfer_as_cached": ms.get("as cached"),
             "decode_gb_per_s": size / ours,

@@ -15,8 +15,16 @@ from matplotlib.image import imread
 
 from eval.bench import attention
 from eval.bench.attention import curves, measure, point
-from eval.bench.attention_batch import RUN, Shape, cached_positions, lay_rows, shared_blocks
+from eval.bench.attention_batch import (
+    RUN,
+    Shape,
+    cached_positions,
+    lay_rotations,
+    lay_rows,
+    shared_blocks,
+)
 from eval.bench.attention_cpu import CpuBatch
+from eval.bench.recorded import rotations_of
 from eval.bench.turns import as_text, spread, take_turns
 from sglang_reasoncache.kernels.plan import plan_rows
 from tests.triton_runs import interpreted
@@ -54,6 +62,40 @@ def test_rows_are_shared_by_so_much_and_shifted_by_whole_blocks(percent: int) ->
     assert torch.equal(rows[:, -1], unshared[:, -1])
 
 
+@pytest.mark.parametrize("rotations", [0, 1, 16])
+def test_each_tile_has_so_many_rotations(rotations: int) -> None:
+    rows, cached_at = lay_rotations(SHAPE, rotations, 16), cached_positions(SHAPE)
+    where = torch.arange(3), torch.full((3,), SHAPE.tokens), cached_at
+    plan = plan_rows(rows, *where, num_slots=SHAPE.slots, merge=True)
+    assert plan.shift is None and (plan.rotations is None) == (rotations == 0)
+    whole, rest = divmod(SHAPE.tokens, 64 + 16 * rotations)
+    assert len(plan.kv_indices) == 3 * (whole * 64 + min(64, rest))
+    if plan.rotations is not None:
+        counts = plan.rotations.tile_ptr.diff()[:whole]
+        # Neighbouring runs of one rotation are one.
+        assert 0.9 * rotations < counts.double().mean() <= rotations
+        assert all(
+            f"{bits:b}".count("1") >= 16 for bits in plan.rotations.bits[:rotations].tolist()
+        )
+
+
+RECORDED = (
+    "Let x = 3. Then x + 4 = 7, so the answer is 7.\n\nLet me check that the answer is 7.\n\n"
+)
+
+
+def test_recorded_responses_give_rotations(tmp_path: Path) -> None:
+    path = tmp_path / "loops.jsonl"
+    path.write_text(json.dumps({"response": RECORDED * 40}) + "\n")
+    (figures,) = rotations_of([path]).values()
+    assert figures["responses"] == 1 and 0.5 < figures["shared"] < 1
+    assert 0 < figures["runs"][0] <= figures["runs"][1] <= figures["weighted"][1]
+    assert 0 < figures["a_tile"] <= figures["most"]
+    path.write_text(json.dumps({"response": "Nothing is said twice here."}) + "\n")
+    with pytest.raises(ValueError, match="nothing is shared"):
+        rotations_of([path])
+
+
 def test_sides_take_turns_and_the_first_round_warms_up() -> None:
     order: list[str] = []
 
@@ -83,10 +125,11 @@ def made() -> list[dict[str, Any]]:
     settings = [("tokens", Shape(8, n), share) for n in (4000, 250) for share in (0, 22)]
     settings += [("requests", Shape(n, 1000), share) for n in (1, 64) for share in (0, 22)]
     settings += [("shared_percent", Shape(32, 1000), share) for share in (0, 50)]
+    settings += [("rotations", Shape(32, 1000), count) for count in (0, 16)]
     found = []
     for index, (axis, shape, share) in enumerate(settings):
-        row = {"shared_percent": share, "read_gb_per_s": flat(20.0)}
-        row |= dict.fromkeys(CpuBatch.times, flat(1.0 + index))
+        row = {"shared_percent": share, "rotations": share, "read_gb_per_s": flat(20.0)}
+        row |= dict.fromkeys(CpuBatch.times, flat(1.0 + index)) | {"each_ms": flat(30.0)}
         found.append(point(CpuBatch, axis, shape, row))
     return found
 
@@ -100,6 +143,8 @@ def test_curves_have_median_and_quartiles_at_each_value() -> None:
     assert sorted(found.get_group(("tokens", "ours", 250))) == pytest.approx([2.7, 3.0, 3.6])
     assert list(middle["requests", "torch-native"].index) == [1, 64]
     assert list(middle["shared_percent", "ours"].index) == [0, 50]
+    assert middle["rotations", "ours"].to_dict() == {0: 11.0, 16: 12.0}
+    assert middle["rotations", "each position by itself"].to_dict() == {0: 30.0, 16: 30.0}
     read_ms = Shape(8, 250).layer_bytes / 20 / 1e6
     assert middle["tokens", "reading K and V once", 250] == pytest.approx(read_ms)
 
@@ -111,7 +156,7 @@ def test_figures_of_a_gpu() -> None:
     size, rows = batch.shape.layer_bytes / 1e6, []
     for percent, run, ours in ((0, 48, 1.25), (22, 48, 1.0), (22, 16, 1.1), (50, 48, 0.8)):
         times = {"ours": ours, "flashinfer": 1.2, "plan": 0.32, "gather": 3.0}
-        times |= {"as cached": 1.1} if percent else {}
+        times |= {"each": 1.5} | ({"as cached": 1.1} if percent else {})
         samples = [{"side": name, "ms": ms, "bandwidth": 4000.0} for name, ms in times.items()]
         row = {"shared_percent": percent, "run": run, "copy_gb_per_s": flat(4000.0)}
         rows.append(row | batch.row(pd.DataFrame(samples)))
@@ -151,7 +196,7 @@ def test_key_figures_of_the_cpu_are_those_of_the_worse_heads() -> None:
 def test_results_are_written_part_by_part(tmp_path: Path) -> None:
     """And the picture has a row for each device."""
     path = tmp_path / "kernels.json"
-    path.write_text('{"rounds": 3}')
+    path.write_text('{"rounds": 3, "traces": {"aime": {"a_tile": 1.5}}}')
     attention.record(path, "cpu", {"device": "CPU, 2 threads"})
     attention.record(path, "cpu", {"growth": made()})
     one = imread(path.with_suffix(".png"))
@@ -192,6 +237,7 @@ with torch.inference_mode():
     batch = CudaBatch(Shape(3, 70, 8, 2, 32), "cpu")
     for percent in (0, 22):
         batch.share(percent, 16)
+    batch.share(0, 16, 1)
     try:
         batch.check("ones", torch.ones_like(batch.query), batch.rows)
     except RuntimeError as error:

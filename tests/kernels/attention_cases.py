@@ -59,7 +59,7 @@ CASES = [
       for dtype in (torch.bfloat16, *_FP8)),
     *(Case(layout=layout, dtype=dtype, query_dtype=torch.float32, kv_heads=2, heads=6)
       for layout, dtype in itertools.product(LAYOUTS, (torch.bfloat16, torch.float32))),
-    *(Case(lengths=(1, 64, 500, 1300), shared=0.1, repeated=repeated, evicted=evicted, heads=heads)
+    *(Case(lengths=(1, 64, 0, 500, 1300), shared=0.1, repeated=repeated, evicted=evicted, heads=heads)
       for repeated, evicted, heads in ((0.3, 0.0, 4), (0.8, 0.2, 6), (9.0, 0.4, 32))),
     Case(lengths=(512, 513, 1024, 1536), shared=0.5),
     Case(lengths=()),
@@ -81,7 +81,7 @@ FEW = [
     Case(dtype=torch.float32, query_dtype=torch.float32, lengths=(1, 300), layout="gaps"),
     Case(dtype=torch.float8_e4m3fn, lengths=(150,), layout="slot"),
     Case(dtype=torch.float8_e5m2, lengths=(150,), query_dtype=torch.float16, layout="odd"),
-    Case(lengths=(1, 150, 300), shared=0.1, repeated=0.4, evicted=0.1),
+    Case(lengths=(1, 150, 0, 300), shared=0.1, repeated=0.4, evicted=0.1),
     Case(lengths=(200,), repeated=5.0, dtype=torch.float32, query_dtype=torch.float32, heads=6),
     Case(lengths=()),
 ]

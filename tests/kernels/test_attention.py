@@ -167,13 +167,17 @@ def test_slots_of_many_positions(backend: str) -> None:
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_soft_cap_and_sinks(backend: str, heads: int, cap: float, with_sinks: bool) -> None:
     lengths = (0, 1, 19, 300) if INTERPRETED else (0, 1, 19, 70, 1100)
-    rig = make(Case(lengths, heads, dtype=torch.float16, query_dtype=torch.float32))
+    rig = make(Case(lengths, heads, dtype=torch.float16, query_dtype=torch.float32, repeated=0.3))
     rig.query *= 8
     sinks = torch.linspace(-2, 6, heads) if with_sinks else None
     options: dict[str, Any] = dict(
         logit_cap=cap, sinks=sinks, weights=not INTERPRETED or with_sinks
     )
-    assert_decode(rig, backend, plan_of(rig, backend), atol=1e-4, **options)
+    plan = plan_of(rig, backend)
+    assert_decode(rig, backend, plan, atol=1e-4, **options)
+    del options["weights"]
+    merged = decode(rig, backend, plan_of(rig, backend, merge=True), **options)
+    assert_attention(merged, rig.expected(plan, cap=cap, sinks=sinks)[0], 1e-4)
 
 
 def test_queries_may_read_the_same_entries(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

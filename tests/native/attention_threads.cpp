@@ -38,6 +38,15 @@ int main() {
     indices[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(i * 7 % kSlots);
   }
   const std::int32_t bounds[kBatch + 1] = {0, 1500, 1501, kSlots};
+  // One rotation a tile.
+  constexpr std::int64_t kTiles = kSlots / reasoncache::attention::kRotationTile + kBatch;
+  std::vector<std::int32_t> tile_ptr(kTiles + 1);
+  for (std::int64_t i = 0; i <= kTiles; ++i) {
+    tile_ptr[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(i);
+  }
+  const std::vector<std::int32_t> by(kTiles, 1);
+  const std::vector<std::uint64_t> bits(kTiles, 0x0ff0ull);
+  const std::vector<float> table = numbers(kDim);
 
   const void* const bases[2] = {keys.data(), values.data()};
   reasoncache_pool pool{};
@@ -45,6 +54,10 @@ int main() {
   pool.num_layers = 1;
   pool.num_slots = kSlots;
   pool.num_heads = kKvHeads;
+  pool.cosines = pool.sines = table.data();
+  pool.table_rows = 2;
+  pool.rotary_dim = kDim;
+  pool.is_neox = 1;
   for (int side = 0; side < 2; ++side) {
     pool.head_dim[side] = pool.head_stride[side] = kDim;
     pool.slot_stride[side] = kKvHeads * kDim;
@@ -54,8 +67,8 @@ int main() {
     std::vector<float> out(query.size());
     const std::int32_t status = reasoncache_decode(
         &pool, query.data(), out.data(), kBatch, kHeads, kHeads * kDim, kDim, bounds, bounds + 1,
-        indices.data(), nullptr, kSlots, nullptr, 0.2f, 0.0f, nullptr, REASONCACHE_FLOAT32,
-        threads);
+        indices.data(), nullptr, kSlots, tile_ptr.data(), by.data(), bits.data(), kTiles, nullptr,
+        0.2f, 0.0f, nullptr, REASONCACHE_FLOAT32, threads);
     if (status != REASONCACHE_OK) out.clear();
     return out;
   };

@@ -49,6 +49,19 @@ def test_bits_do_not_depend_on_threads(
         assert all(map(torch.equal, alone, decode_by(count, rig)))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (32, 8), (1, 1), (8, 1)])
+def test_bits_of_rotations_do_not_depend_on_threads(
+    heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(Case(lengths=(700, 1, 3000, 0), heads=heads, kv_heads=kv_heads, repeated=2.0))
+    plan = rig.plan(merge=True)
+    outputs = []
+    for count in (1, 2, 3, 8):
+        monkeypatch.setattr(decode_module, "cpu_threads", lambda count=count: count)
+        outputs.append(decode(rig, "native", plan))
+    assert plan.rotations is not None and all(torch.equal(outputs[0], out) for out in outputs)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_bits_do_not_depend_on_the_rest_of_the_batch(decode_by: Any, count: int) -> None:
     """Requests of very unlike lengths take turns; each as if it had the pool to itself."""
