@@ -137,7 +137,7 @@ def test_a_folder_says_what_is_run_and_goes_on(tmp_path: Path) -> None:
     settle_config(tmp_path, config_of(OPTIONS))
     config = read_config(tmp_path)
     assert config["methods"] == ["dense", "newest"]
-    assert config["method_details"]["newest"]["flags"][-2:] == EMBEDDED_FLAGS
+    assert config["method_details"]["newest"]["flags"][-4:] == EMBEDDED_FLAGS
     assert config["problems"]["tiny_reasoner/1"]["count"] == 3
     assert config["sampling"]["temperature"] == 0.0 and config["versions"]["sglang"]
     assert config["machine"]["cores"] > 0 and config["machine"]["ram_bytes"] > 0
@@ -422,7 +422,7 @@ def test_options_become_values_and_flags() -> None:
     assert {"block": args.reasoncache_block, **parse_settings(others)} == own
     # A name is a folder.
     assert "/" not in find_method("reasoncache:calibration=a/b.json").name
-    assert find_method("memshare", EMBEDDED_SETTINGS).flags[-2:] == ["--reasoncache-block", "8"]
+    assert find_method("memshare", EMBEDDED_SETTINGS).flags[-4:] == EMBEDDED_FLAGS
     assert find_method("memshare:block=4", EMBEDDED_SETTINGS).values["block"] == 4
     # Further words come last.
     method = dataclasses.replace(find_method("p50"), more=("--page-size", "8"))
