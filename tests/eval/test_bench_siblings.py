@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the bench of siblings makes of recorded runs."""
+
+from pathlib import Path
+
+import pytest
+
+from eval.bench.siblings import ACROSS, row_of
+from eval.methods import DENSE, find_method
+from eval.runs.folder import Cell
+from tests.eval.peer import leg, response, result
+
+
+def _cell(home: Path, method: str, seconds: float, right: int, **totals: float) -> Cell:
+    cell = Cell(home, "small_reasoner_x2", method, 0)
+    names = [f"small_reasoner-0-{i}.{k}" for i in range(2) for k in range(2)]
+    cell.append(*(response(name, output_tokens=100) for name in names))
+    flags = ["--enable-reasoncache"] * bool(totals)
+    told = {"report": {"totals": totals} if totals else {}, "command": ["server", *flags]}
+    cell.append(leg(seconds=seconds, output_tokens=400, responses=4, **told))
+    cell.write_results([result(name, i < right) for i, name in enumerate(names)])
+    return cell
+
+
+def test_a_row_is_ours_over_stock(tmp_path: Path) -> None:
+    assert find_method(ACROSS).values["scope"] == "prompt"
+    totals = {"memory_saving_ratio": 0.4, "across_ratio": 0.25, "polls": 10.0}
+    totals |= {"final_saving_ratio": 0.5, "requests_finished": 4.0}
+    ours = _cell(tmp_path, ACROSS, 8.0, 3, **totals)
+    row = row_of([ours], [_cell(tmp_path, DENSE, 10.0, 4)])
+    assert row["throughput_ratio"] == pytest.approx(1.25)
+    assert (row["saved"], row["saved_at_the_end"]) == (0.4, 0.5)
+    assert row["saved_across"] == pytest.approx(0.1)
+    assert row["accuracy_ratio"] == pytest.approx(0.75)
