@@ -411,7 +411,7 @@ def test_options_become_values_and_flags() -> None:
     """SGLang's parser with our flags reads them back."""
     spec = "reasoncache:block=32,use-structure=false,fixed_tau=0.8"
     method = find_method(spec, EMBEDDED_SETTINGS)
-    own = {"block": 32, "use_structure": False, "fixed_tau": 0.8}
+    own = {**EMBEDDED_SETTINGS, "block": 32, "use_structure": False, "fixed_tau": 0.8}
     assert method.values == {"preset": "reasoncache", **own}
     assert (method.name, method.title.count("block=32")) == (spec, 1)
     parser = argparse.ArgumentParser()
