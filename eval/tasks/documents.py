@@ -27,8 +27,8 @@ def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Sp
     """Held-out problems of the tiny or the small reasoner, in groups "error" (a wrong draft) and
     "clean"; of ``tiny_reasoner_long`` with a response to continue: prompts of 470 to 740 tokens. A
     name that ends in ``_xN`` asks each N times, ``limit`` of them in all."""
-    name, _, times = name.partition("_x")
-    samples = range(int(times or 1))
+    name, several, times = name.partition("_x")
+    samples = range(int(times) if several else 1)
     long, rows, count = name.endswith("_long"), [], _DEFAULT_COUNT if limit is None else limit
     count = -(-count // len(samples))
     if name == "small_reasoner":
@@ -45,7 +45,7 @@ def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Sp
         row = _row(f"{name}-{seed}-{i}", one.prompt, one.answer, body)
         row["max_tokens"] = _LONG_TOKENS if long else _REASONER_TOKENS
         row["group"] = "error" if one.error else "clean"
-        rows += [{**row, "id": f"{row['id']}.{k}"} for k in samples] if times else [row]
+        rows += [{**row, "id": f"{row['id']}.{k}"} for k in samples] if several else [row]
     return {"test": Dataset.from_list(rows[:limit])}
 
 

