@@ -37,7 +37,7 @@ def test_runs_are_those_of_brute_force(
 ) -> None:
     block, page, lead = shape
     direction: Any = "newest" if newest else "oldest"
-    shapes = dict(block=block, page_size=page, min_run=lead + block)
+    shapes: dict[str, Any] = dict(block=block, page_size=page, min_run=lead + block)
     config = FilterConfig(match="runs", direction=direction, **shapes)
     tokens = [token for step in steps for token in step]
     found = propose(config, steps, start)
