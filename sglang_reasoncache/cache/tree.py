@@ -85,7 +85,8 @@ class SharedRadixCache(compat.RadixCache):
             return
         end, leaf = req.kv.cache_protected_len, _PLAIN
         with self._contained():
-            end, leaf = self._publishable(req, up_to, running)
+            known = req, up_to, running
+            end, leaf = self.token_to_kv_pool_allocator.once_more(self._publishable, *known)
         self._row, self._leaf = self._names_of_row(req.kv), leaf
         try:
             super().checkpoint(req, up_to=end, **kwargs)
@@ -243,8 +244,8 @@ class SharedRadixCache(compat.RadixCache):
         if params.req is not None and self._inexact:
             length = 0
             with self._contained():
-                exact = self._is_exact_only(params.req)
-                length = self._exact_length(params.key) if exact else len(params.key)
+                known = params.req, params.key
+                length = self.token_to_kv_pool_allocator.once_more(self._readable_length, *known)
             if length < len(params.key):
                 params = compat.MatchPrefixParams(key=params.key[:length], req=params.req)
         return super().match_prefix(params)
@@ -257,6 +258,9 @@ class SharedRadixCache(compat.RadixCache):
 
     def _is_exact_only(self, req: Request) -> bool:
         return self.controller is not None and not self.controller.allows(req)
+
+    def _readable_length(self, req: Request, key: RadixKey) -> int:
+        return self._exact_length(key) if self._is_exact_only(req) else len(key)
 
     def _exact_length(self, key: RadixKey) -> int:
         """Longest prefix of ``key`` that meets no inexact position of the tree."""
