@@ -107,8 +107,8 @@ class SharedRadixCache(compat.RadixCache):
             assert not running, "a shared row is not published while its request runs"
             if not self.publish_aliased:
                 up_to = min(up_to, first_shared)
-        if self._inexact and self._is_exact_only(req):
-            up_to = min(up_to, self._exact_length(_key(req, up_to)))
+        if self._inexact:
+            up_to = min(up_to, self._exact_length(req, _key(req, up_to)))
         protected = req.kv.cache_protected_len
         up_to = max(up_to, protected)
         names = self._names_of_row(req.kv).between(0, up_to)
@@ -245,7 +245,7 @@ class SharedRadixCache(compat.RadixCache):
             length = 0
             with self._contained():
                 known = params.req, params.key
-                length = self.token_to_kv_pool_allocator.once_more(self._readable_length, *known)
+                length = self.token_to_kv_pool_allocator.once_more(self._exact_length, *known)
             if length < len(params.key):
                 params = compat.MatchPrefixParams(key=params.key[:length], req=params.req)
         return super().match_prefix(params)
@@ -259,11 +259,10 @@ class SharedRadixCache(compat.RadixCache):
     def _is_exact_only(self, req: Request) -> bool:
         return self.controller is not None and not self.controller.allows(req)
 
-    def _readable_length(self, req: Request, key: RadixKey) -> int:
-        return self._exact_length(key) if self._is_exact_only(req) else len(key)
-
-    def _exact_length(self, key: RadixKey) -> int:
-        """Longest prefix of ``key`` that meets no inexact position of the tree."""
+    def _exact_length(self, req: Request, key: RadixKey) -> int:
+        """Longest prefix of ``key`` that meets no inexact position of the tree, if ``req`` minds."""
+        if not self._is_exact_only(req):
+            return len(key)
         for at, node, matched in self._path(key):
             inexact = self._inexact.get(node)
             if inexact is not None and inexact < matched:

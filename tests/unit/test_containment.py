@@ -52,7 +52,7 @@ KINDS = (MemoryError, RuntimeError, torch.OutOfMemoryError)
 #: What is changed when nothing can fail any more, host memory for some bytes aside.
 COMMITS = {"set", "mark_shared", "_count", "add"}
 #: Past the point where all ranks have agreed, or where they do alike without asking.
-AGREED = COMMITS | {"redirect", "write"}
+AGREED = COMMITS | {"redirect", "write", "commit"}
 #: On the way to where the other ranks are met, without any work.
 ENTRIES = {"_after_decode", "_after_prefill", "after_decode", "after_prefill", "after_chunk"}
 #: Only read or write some attributes, as far as SGLang relies on them; and this test's own.
@@ -393,7 +393,8 @@ def _rank(rank: int, group: Any) -> list[Any]:
     with get_context().override_server_args(device="cpu", attention_backend="torch_native"):
         for setup in SETUPS:
             found = [one for one in sites(setup, AGREED) if one[0].called not in ENTRIES]
-            for turn, (site, number) in enumerate(ranks().first(found[1::6])):
+            tree = [one for one in found if one[0].file == "cache/tree.py"]
+            for turn, (site, number) in enumerate(ranks().first(tree + found[1::6])):
                 load, error = Load(setup, ranks()), KINDS[turn % len(KINDS)]
                 with injected(Faults(site if rank else None, number, error, AGREED)):
                     load.run()
@@ -402,16 +403,18 @@ def _rank(rank: int, group: Any) -> list[Any]:
 
 
 def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
-    """They have the same slots free after each step, whichever of them failed, and where."""
+    """They have the same slots free after each step, whichever of them failed, and where. What is
+    published and freed they do all the same."""
     found = on_two_ranks(_rank, tmp_path, 300)
-    stopped = 0
+    stopped = []
     for (site, free, well), (_, other_free, failed) in zip(found[0], found[1], strict=True):
         assert free == other_free, site
         # A failure at the very end finds no other reduction.
         assert (well is None) == (failed is None), site
         assert well in (None, "another tensor-parallel rank failed"), site
-        stopped += well is not None
-    assert stopped > len(found[0]) * 0.8
+        if not site.file.startswith("cache"):  # what is published late finds none, either
+            stopped.append(well is not None)
+    assert sum(stopped) > len(stopped) * 0.8 > 20
 
 
 def test_a_rank_that_read_less_for_a_policy_stops_all() -> None:
