@@ -62,7 +62,7 @@ class PagedBackend(_Stock):
         if self.paged.rows is None and not self.always_ours:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sinks = self._sinks(kwargs)
-        self.paged.write(k, v, layer, forward_batch, save_kv_cache)
+        self.paged.put(k, v, layer, forward_batch, save_kv_cache)
         return self.paged.decode(q, layer, sinks)
 
     def forward_extend(
@@ -82,7 +82,7 @@ class PagedBackend(_Stock):
             self.paged.written(layer, forward_batch)
         else:
             sinks = self._sinks(kwargs)
-            self.paged.write(k, v, layer, forward_batch, save_kv_cache)
+            self.paged.put(k, v, layer, forward_batch, save_kv_cache)
             out = self.paged.extend(q, layer, forward_batch, sinks)
         self.paged.weigh(q, layer, sinks)
         return out

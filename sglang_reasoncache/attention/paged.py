@@ -8,8 +8,10 @@ entries as they say.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +32,22 @@ from sglang_reasoncache.selection.page_selection import PageSelection
 if TYPE_CHECKING:
     from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def once_more(work: _Method) -> _Method:
+    """A method that is called again where it fails, if our allocator says so: its results are new or
+    written over. Only weights are added twice, and counts of what was selected: after a failure no
+    policy reads weights."""
+
+    @functools.wraps(work)
+    def tried(self: Any, *arguments: Any, **named: Any) -> Any:
+        # Without --enable-reasoncache the allocator is SGLang's.
+        call = getattr(self.allocator, "once_more", operator.call)
+        return call(work, self, *arguments, **named)
+
+    return tried  # type: ignore[return-value]
 
 
 class PagedAttention:
@@ -215,12 +233,21 @@ class PagedAttention:
         if self.selection is not None:
             self.selection.forget()
 
+    @once_more
     def record(self, batch: ForwardBatch) -> None:
         """Record the cached positions of the forward's new tokens."""
         if self.cached is not None:
             slots = batch.out_cache_loc
             self.cached.record(slots, batch.positions[: slots.shape[0]])
 
+    @once_more
+    def begin_statistics(self, batch: ForwardBatch, new: Sequence[int] | None) -> Prefill | None:
+        """Before a forward in host memory; see ``AttentionStatistics.begin``."""
+        if self.statistics is None:
+            return None
+        return self.statistics.begin(batch.req_pool_indices, batch.seq_lens, new)
+
+    @once_more
     def begin_decode(self, batch: ForwardBatch) -> None:
         """Plan a decode step, outside of graphs."""
         lengths = batch.seq_lens_cpu
@@ -233,6 +260,7 @@ class PagedAttention:
         if self.selection is not None:
             self.selection.begin(read, self.statistics is not None)
 
+    @once_more
     def begin_graph(
         self, buffers: PlanBuffers, batch: ForwardBatch, weights: Tensor | None
     ) -> None:
@@ -242,6 +270,7 @@ class PagedAttention:
             read = BatchRows(buffers, batch.req_pool_indices, batch.seq_lens, self.width)
             self._update = self.statistics.decode(read, weights)
 
+    @once_more
     def begin_extend(
         self,
         batch: ForwardBatch,
@@ -274,7 +303,7 @@ class PagedAttention:
 
     # -- a layer --------------------------------------------------------------------
 
-    def write(
+    def put(
         self,
         k: Tensor | None,
         v: Tensor | None,
@@ -288,11 +317,13 @@ class PagedAttention:
             self._pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
         self.written(layer, batch)
 
+    @once_more
     def written(self, layer: AttentionLayer, batch: ForwardBatch) -> None:
         """New keys are in the pool."""
         if self.selection is not None:
             self.selection.update(layer.layer_id, batch.out_cache_loc)
 
+    @once_more
     def decode(self, q: Tensor, layer: AttentionLayer, sinks: Tensor | None) -> Tensor:
         """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
         rows, update, selection = self.rows, self._update, self.selection
@@ -311,6 +342,7 @@ class PagedAttention:
         self._updated(layer)
         return out
 
+    @once_more
     def extend(self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, sinks: Any) -> Tensor:
         """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
         plan = self.extend_plan
@@ -321,6 +353,7 @@ class PagedAttention:
             plan = self.extend_plan = self._planned_extend(plan.rows, batch)
         return self._attend(extend_attention, q, layer, plan, sinks)
 
+    @once_more
     def weigh(self, q: Tensor, layer: AttentionLayer, sinks: Tensor | None) -> None:
         """Weights of a prefill's last queries, which fused attention does not give."""
         update, rows = self._update, self._weighed

@@ -11,6 +11,7 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
+from sglang_reasoncache.attention.paged import once_more
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
@@ -44,11 +45,12 @@ class CorrectedTorchNativeBackend(compat.TorchNativeAttnBackend):
 
     def __init__(self, model_runner: ModelRunner, cached: CachedPositions) -> None:
         super().__init__(model_runner)
-        self._allocator = model_runner.token_to_kv_pool_allocator
+        self.allocator = model_runner.token_to_kv_pool_allocator
         self._cached = cached
         context = model_runner.model_config.context_len
         self.rotation = KeyRotation.from_model(model_runner.model, context)
 
+    @once_more
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
         if forward_batch.out_cache_loc is None or forward_batch.forward_mode.is_idle():
@@ -56,21 +58,23 @@ class CorrectedTorchNativeBackend(compat.TorchNativeAttnBackend):
         self._cached.record(forward_batch.out_cache_loc, forward_batch.positions)
 
     def _rotating(self, keys: torch.Tensor) -> Any:
-        if not self._allocator.has_shifted_slots:
+        if not self.allocator.has_shifted_slots:
             return keys
         return _RotatingKeys(keys, self._cached, self.rotation)
 
+    @once_more
     def _run_sdpa_forward_extend(
         self, query: Any, output: Any, k_cache: Any, *args: Any, **kwargs: Any
     ) -> Any:
         keys = self._rotating(k_cache)
         return super()._run_sdpa_forward_extend(query, output, keys, *args, **kwargs)
 
+    @once_more
     def _run_sdpa_forward_decode(
         self, query: Any, output: Any, k_cache: Any, *args: Any, **kwargs: Any
     ) -> Any:
         window = kwargs.get("sliding_window_size")
-        if self._allocator.has_shifted_slots and window is not None and window > -1:
+        if self.allocator.has_shifted_slots and window is not None and window > -1:
             raise RuntimeError("sliding-window layers are refused at start-up")
         keys = self._rotating(k_cache)
         return super()._run_sdpa_forward_decode(query, output, keys, *args, **kwargs)
@@ -99,10 +103,7 @@ class PagedCpuBackend(PagedBackend, compat.TorchNativeAttnBackend):
             return
         paged.record(forward_batch)
         new = None if mode.is_decode() else forward_batch.extend_seq_lens_cpu
-        prefill = None
-        if paged.statistics is not None:
-            rows, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens
-            prefill = paged.statistics.begin(rows, lengths, new)
+        prefill = paged.begin_statistics(forward_batch, new)
         if new is None:
             paged.begin_decode(forward_batch)
         else:

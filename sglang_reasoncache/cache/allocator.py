@@ -8,6 +8,7 @@ entries of a row share, because it decided that (:class:`SlotNames`).
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -142,6 +143,8 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
     #: Likewise: positions of nodes whose slot is counted elsewhere on their path.
     aliases_of_tree: Callable[[], int] | None = None
     credit_source: Callable[[], float] | None = None
+    #: Calls what changes nothing yet, with its arguments; the plugin's does so again if it fails.
+    once_more: Callable[..., Any] = operator.call
     _release_unreferenced: Callable[[torch.Tensor], None]
 
     def clear(self) -> None:
@@ -183,16 +186,16 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
     def commit(self, change: Change, *, evicts: bool = False) -> int:
         """Make a prepared change, all of it or nothing; return how many slots came back.
 
-        ``evicts``: the pages are those of evicted positions. Only SGLang's own free can fail, and
-        counts, for want of some bytes of host memory: then SGLang itself cannot go on either.
+        ``evicts``: the pages are those of evicted positions. Only SGLang's own free can fail, twice,
+        and counts, for want of some bytes of host memory: then SGLang itself cannot go on either.
         """
         self.has_evicted = self.has_evicted or evicts
         self.has_shifted_slots = self.has_shifted_slots or bool(change.counts)
         freed: int = change.freed.numel() * self.page_size
         if freed and self.free_group is not None:
-            self._held.append(change.freed.clone())
+            self._held.append(self.once_more(change.freed.clone))
         elif freed:
-            self._release_unreferenced(change.freed)
+            self.once_more(self._release_unreferenced, change.freed)
         self.references.set(change.counts)
         return freed
 
@@ -201,20 +204,24 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         if self.names_of is None or not (self.references or self.has_evicted):
             super().free_segment(free_index, start_pos=start_pos)
         elif len(free_index):
-            self.commit(self.prepare_named(free_index, self.names_of(free_index, start_pos)))
+            names = self.once_more(self.names_of, free_index, start_pos)
+            self.commit(self.once_more(self.prepare_named, free_index, names))
 
     def free_group_end(self) -> None:
         super().free_group_end()
         held, self._held = self._held, []
         if held:
-            self._release_unreferenced(torch.cat(held))
+            self.once_more(lambda: self._release_unreferenced(torch.cat(held)))
 
-    def _free_unknown(self, pages: torch.Tensor) -> None:
+    def _free_unknown(self, *some: torch.Tensor) -> None:
         """Take one reference away for each entry; on a GPU this waits while something is shared."""
-        pages = self._without_evicted(pages)
+        self.commit(self.once_more(self._prepare_unknown, some))
+
+    def _prepare_unknown(self, some: Sequence[torch.Tensor]) -> Change:
+        pages = self._without_evicted(some[0] if len(some) == 1 else torch.cat(some))
         ids = pages.tolist() if self.references else []
         known = not self.references.keys().isdisjoint(ids)
-        self.commit(self.prepare(ids) if known else Change({}, pages))
+        return self.prepare(ids) if known else Change({}, pages)
 
     def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
         """Of entries that nobody knows. On a GPU this waits for it."""
@@ -249,19 +256,22 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
         Rows begin at a page and end anywhere, so a page is named as often as the most frequent of
         its slots."""
         if self.free_group is None:
-            free_index = self._without_evicted(free_index)
+            free_index = self.once_more(self._without_evicted, free_index)
         if self.free_group is not None or not self.references:
             super().free(free_index)
-            return
+        else:
+            self.commit(self.once_more(self._prepare_slots, free_index))
+
+    def _prepare_slots(self, slots: torch.Tensor) -> Change:
         named: Counter[int] = Counter()
-        for slot, times in Counter(free_index.tolist()).items():
+        for slot, times in Counter(slots.tolist()).items():
             page = slot // self.page_size
             named[page] = max(named[page], times)
-        self.commit(self.prepare(list(named.elements())))
+        return self.prepare(list(named.elements()))
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         """The one way back to the free list."""
-        self._free_unknown(torch.cat(page_ids))
+        self._free_unknown(*page_ids)
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
         super()._release_page_ids(pages)

@@ -88,7 +88,8 @@ class SharedRadixCache(compat.RadixCache):
             return
         end, leaf = req.kv.cache_protected_len, _PLAIN
         with self._contained():
-            end, leaf = self._publishable(req, up_to, running)
+            known = req, up_to, running
+            end, leaf = self.token_to_kv_pool_allocator.once_more(self._publishable, *known)
         self._row, self._leaf = self._names_of_row(req.kv), leaf
         try:
             super().checkpoint(req, up_to=end, **kwargs)
@@ -112,8 +113,8 @@ class SharedRadixCache(compat.RadixCache):
             assert not running, "a shared row is not published while its request runs"
             if not self.publish_aliased:
                 up_to = min(up_to, first_shared)
-        if self._inexact and self._is_exact_only(req):
-            up_to = min(up_to, self._exact_length(_key(req, up_to)))
+        if self._inexact:
+            up_to = min(up_to, self._exact_length(req, _key(req, up_to)))
         protected = req.kv.cache_protected_len
         up_to = max(up_to, protected)
         names = self._names_of_row(req.kv).between(0, up_to)
@@ -249,8 +250,8 @@ class SharedRadixCache(compat.RadixCache):
         if params.req is not None and self._inexact:
             length = 0
             with self._contained():
-                exact = self._is_exact_only(params.req)
-                length = self._exact_length(params.key) if exact else len(params.key)
+                known = params.req, params.key
+                length = self.token_to_kv_pool_allocator.once_more(self._exact_length, *known)
             if length < len(params.key):
                 params = compat.MatchPrefixParams(key=params.key[:length], req=params.req)
         return super().match_prefix(params)
@@ -264,8 +265,10 @@ class SharedRadixCache(compat.RadixCache):
     def _is_exact_only(self, req: Request) -> bool:
         return self.controller is not None and not self.controller.allows(req)
 
-    def _exact_length(self, key: RadixKey) -> int:
-        """Longest prefix of ``key`` that meets no inexact position of the tree."""
+    def _exact_length(self, req: Request, key: RadixKey) -> int:
+        """Longest prefix of ``key`` that meets no inexact position of the tree, if ``req`` minds."""
+        if not self._is_exact_only(req):
+            return len(key)
         for at, node, matched in self._path(key):
             inexact = self._inexact.get(node)
             if inexact is not None and inexact < matched:

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
+
+import torch
 
 from sglang_reasoncache.cache.ranks import RankFailed, Ranks
 
@@ -52,6 +56,21 @@ class Containment:
             except Exception as error:
                 self._failed(error)
             self._ranks.agree()
+
+    def once_more(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """What ``work`` returns, which SGLang cannot go on without: where it fails, it is called
+        again, with memory given back. It can be, because nothing that counts changed before; not
+        while a CUDA graph is captured. What fails again ends the scheduler."""
+        try:
+            return work(*arguments, **named)
+        except Exception as error:
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                raise
+            self._failed(error)
+        # Here, where the traceback holds nothing any more.
+        gc.collect()
+        torch.cuda.empty_cache()
+        return work(*arguments, **named)
 
     def _failed(self, error: Exception) -> None:
         if self._reason:

@@ -82,6 +82,7 @@ class ServerParts:
         tree = SharedRadixCache(params, publish_aliased=aliased)
         self.controller = controller = self._controller(context, tree)
         tree.controller = controller
+        self.allocator.once_more = controller.containment.once_more
         if config.admission_credit > 0 and config.apply == "alias":
             self.allocator.credit_source = lambda: controller.forecast.credit
         return tree

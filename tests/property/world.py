@@ -240,6 +240,7 @@ class World:
         report = Report(config, stats, pipeline, eviction)
         self.controller = Controller(config, stats, tracker, pipeline, eviction, report, interval)
         self.tree.controller = self.controller
+        self.allocator.once_more = self.controller.containment.once_more
         # Views of the same memory; NumPy reads small pieces faster.
         self._sides = [
             (in_host(buffer).numpy(), sign, layer)

@@ -15,7 +15,7 @@ import pytest
 from eval.serving import MODEL_NAME, ServerProcess
 from sglang_reasoncache.native import NativeUnavailable, library
 from tests.server import specs
-from tests.server.faulty.faulty_reasoncache import ARMS
+from tests.server.faulty.faulty_reasoncache import ARMS, SAID, VITAL
 from tests.server.harness import ServerPool, assert_whole, wait_until_idle
 from tests.server.problems import (
     MAX_TOKENS,
@@ -154,6 +154,7 @@ def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     assert series(server)["disabled"] >= 1
     log = server.log_text(start)
     assert log.count("Traceback (most recent call last)") == 1
+    assert log.count(SAID) == VITAL
     assert_whole(server, server.log_size())
 
 

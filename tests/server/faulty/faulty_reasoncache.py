@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin of a test: the last tensor-parallel rank runs out of memory once, under load,
-some batches of block pairs after a request whose id is :data:`ARMS`."""
+"""An SGLang plugin of a test: the last tensor-parallel rank runs out of memory, under load, some
+batches of block pairs after a request whose id is :data:`ARMS`; and once more in each of what SGLang
+cannot go on without."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,16 +9,37 @@ from typing import Any
 ARMS = "arm"
 #: Batches that are measured before.
 BATCHES = 3
+#: In the log, once for each of the calls below.
+SAID, VITAL = "faulty_reasoncache:", 5
 
 
 def register() -> None:
     import torch
 
+    from sglang_reasoncache.attention import paged
+    from sglang_reasoncache.cache.allocator import SharedTokenAllocator
+    from sglang_reasoncache.cache.tree import SharedRadixCache
     from sglang_reasoncache.sharing.measure import BlockMeter
     from sglang_reasoncache.sharing.tracker import RequestTracker
 
     measure, follow = BlockMeter.measure, RequestTracker.follow
     left: list[int] = []
+    vital = (paged, "plan_rows"), (paged, "decode_attention"), (paged, "extend_attention")
+    vital += (SharedTokenAllocator, "prepare_named"), (SharedRadixCache, "_publishable")
+    due = set[str]()
+
+    def failing(name: str, work: Any) -> Any:
+        def failed(*arguments: Any, **named: Any) -> Any:
+            if name in due:
+                due.remove(name)
+                print(SAID, name, flush=True)
+                raise torch.OutOfMemoryError(f"{name}, made up by a test")
+            return work(*arguments, **named)
+
+        return failed
+
+    for owner, name in vital:
+        setattr(owner, name, failing(name, getattr(owner, name)))
 
     def followed(tracker: Any, req: Any) -> Any:
         if req.rid == ARMS:
@@ -27,6 +49,7 @@ def register() -> None:
     def measured(meter: Any, blocks: Sequence[Any]) -> Any:
         last = torch.distributed.get_world_size() - 1
         if left and left.pop() == 0 and torch.distributed.get_rank() == last:
+            due.update(name for _, name in vital)
             raise torch.OutOfMemoryError("made up by a test")
         return measure(meter, blocks)
 
