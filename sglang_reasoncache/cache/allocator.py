@@ -217,7 +217,7 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         """Take one reference away for each entry; on a GPU this waits while something is shared."""
         self.commit(self.once_more(self._prepare_unknown, some))
 
-    def _prepare_unknown(self, some: Sequence[torch.Tensor]) -> Change:
+    def _prepare_unknown(self, some: tuple[torch.Tensor, ...]) -> Change:
         pages = self._without_evicted(some[0] if len(some) == 1 else torch.cat(some))
         ids = pages.tolist() if self.references else []
         known = not self.references.keys().isdisjoint(ids)

@@ -24,8 +24,9 @@ def register() -> None:
 
     measure, follow = BlockMeter.measure, RequestTracker.follow
     left: list[int] = []
-    vital = (paged, "plan_rows"), (paged, "decode_attention"), (paged, "extend_attention")
-    vital += (SharedTokenAllocator, "prepare_named"), (SharedRadixCache, "_publishable")
+    names = "plan_rows", "decode_attention", "extend_attention"
+    vital: list[tuple[Any, str]] = [(paged, name) for name in names]
+    vital += [(SharedTokenAllocator, "prepare_named"), (SharedRadixCache, "_publishable")]
     due = set[str]()
 
     def failing(name: str, work: Any) -> Any:
