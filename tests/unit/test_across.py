@@ -266,7 +266,7 @@ KEYS: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("key", "same"), KEYS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("key", "same"), KEYS)
 def test_a_request_of_another_key_is_never_a_source(key: dict[str, Any], same: bool) -> None:
     """Whatever the filter says, in either direction."""
     world = world_of(SETUPS[0])
