@@ -67,13 +67,16 @@ OTHER_VALUES: dict[str, Any] = dict(
 
 
 def test_every_setting_can_be_typed() -> None:
-    """All of them at once, and each keyword of ``sglang.Engine``; twelve flags at most."""
+    """All of them, and each keyword of ``sglang.Engine``; twelve flags at most."""
     defaults = ReasonCacheConfig().to_dict()
-    assert OTHER_VALUES.keys() == defaults.keys()
-    assert all(value != defaults[name] for name, value in OTHER_VALUES.items())
-    expected = ReasonCacheConfig(**OTHER_VALUES)
-    assert _config(*arguments_of(OTHER_VALUES)) == expected
-    assert ReasonCacheConfig.from_mapping(OTHER_VALUES) == expected
+    # This one is refused beside some of the others.
+    alone = {"scope": "prompt"}
+    assert OTHER_VALUES.keys() | alone.keys() == defaults.keys()
+    for values in (OTHER_VALUES, alone):
+        assert all(value != defaults[name] for name, value in values.items())
+        expected = ReasonCacheConfig(**values)
+        assert _config(*arguments_of(values)) == expected
+        assert ReasonCacheConfig.from_mapping(values) == expected
     parser = argparse.ArgumentParser(add_help=False)
     flags.add_cli_args(None, parser)
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]

@@ -69,6 +69,8 @@ class Track:
     paths: list[Path]
     #: Content of every written row position, and whether all of it is exact and there.
     shows: list[int] = field(default_factory=list)
+    #: What evicted positions would show.
+    gone: dict[int, int] = field(default_factory=dict)
     exact: bool = True
     #: Redirected blocks of the row, in order; those before a retraction, not yet applied again.
     blocks: list[Pair] = field(default_factory=list)
@@ -120,6 +122,7 @@ class Memory:
     def matched(self, track: Track) -> None:
         """The row starts with what the tree holds for its tokens."""
         track.shows = self.held(track.paths[: track.req.prefix_len])
+        track.gone = {}
         self._reassess(track)
 
     def held(self, paths: list[Path]) -> list[int]:
@@ -148,8 +151,9 @@ class Memory:
         for block in blocks:
             before = track.shows.copy()
             own = range(track.req.kv.cache_protected_len, len(track.shows))
-            # Crowds stay where they are.
-            counts = Counter(track.shows[at] for at in own)
+            # Crowds stay where they are, those counted that have gone, and the tree's as one.
+            counts = Counter([*(track.shows[at] for at in own), *track.gone.values()])
+            counts.update(set(track.shows[: own.start]))
             start = block.dst_start
             if max(counts[it] for it in track.shows[start : start + self.block]) > MAX_READERS:
                 continue
@@ -159,6 +163,7 @@ class Memory:
                 for at in own:
                     if track.shows[at] == old:
                         track.shows[at] = new
+                track.gone = {at: new if it == old else it for at, it in track.gone.items()}
             if track.shows != before:
                 track.blocks.append(block)
                 track.exact = False
@@ -191,12 +196,16 @@ class Memory:
         track.evicted_again -= again
         for at in again:
             if at >= protected:
-                track.shows[at] = EVICTED
+                self._evicted(track, range(at, at + 1))
         for evict in evictions:
             if self.may_evict(track, evict):
                 assert isinstance(evict, Eviction)
-                track.shows[evict.start : evict.end] = [EVICTED] * evict.length
+                self._evicted(track, range(evict.start, evict.end))
         track.exact = track.exact and EVICTED not in track.shows
+
+    def _evicted(self, track: Track, positions: Iterable[int]) -> None:
+        for at in positions:
+            track.gone[at], track.shows[at] = track.shows[at], EVICTED
 
     def claim(self, track: Track, block: Pair) -> bool:
         """The first block to ask for positions has them."""
