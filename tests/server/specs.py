@@ -194,8 +194,8 @@ SIBLINGS_AS_CACHED = SHARED.having(
     *(*EAGER, SCOPE, "--reasoncache-positions as-cached"),
     "--enable-tokenizer-batch-encode --random-seed 7",
     **WAITING,
-)
-SIBLINGS_COPY = SIBLINGS_AS_CACHED.having("copy", COPY).beside(SIBLINGS_AS_CACHED)
+).for_long_runs()
+SIBLINGS_COPY = SIBLINGS_AS_CACHED.having("copy", COPY).beside(SIBLINGS_AS_CACHED).for_long_runs()
 
 SHARING = (EXACT, ALIASED, PAGED)
 EVICTORS = (EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING)
