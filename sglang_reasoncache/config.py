@@ -80,7 +80,7 @@ class ReasonCacheConfig:
         12,
         "Tokens that must repeat for a block to share, those before it included (match=runs); at least "
         "a block. Fewer save more and hurt far more.",
-        bounds=(1, 65_536),
+        bounds=(1, 1_024),
     )
     direction: str = _setting(
         "newest",
