@@ -116,9 +116,10 @@ class RunMatcher:
             at = self._old
             self._old += page
             fate = self._fate[at : at + self._block]
-            if _READS in fate or -1 in self._window(at):
+            window = self._window(at)
+            if _READS in fate or -1 in window:
                 continue
-            source, start = self._copy(group, at)
+            source, start = self._copy(group, at, window)
             if source is None:
                 if len(group.copies) >= _MAX_RUNS:
                     group.copies.clear()
@@ -131,14 +132,14 @@ class RunMatcher:
                 self._old = at + self._block
         return pairs
 
-    def _copy(self, group: RunGroup, at: int) -> tuple[RunMatcher | None, int]:
-        """Who has the block at ``at`` and what is before it, and where: behind the last pair's, or
-        anywhere."""
+    def _copy(self, group: RunGroup, at: int, window: array[int]) -> tuple[RunMatcher | None, int]:
+        """Who has the block at ``at`` and what is before it, ``window``, and where: behind the last
+        pair's, or anywhere."""
         last, distance = self._followed
         anywhere = group.copies.get(self._hash(at), (-1, 0))
         for member, start in ((last, at + distance), anywhere):
             source = group.members.get(member)
-            if source is not None and source._lends(start, self._window(at)):
+            if source is not None and source._lends(start, window):
                 return source, start
         return None, 0
 
@@ -187,9 +188,10 @@ class RunMatcher:
     def _earlier(self, at: int) -> int | None:
         """Where the block at ``at`` stands with what is before it: behind the last pair's, or
         anywhere."""
-        window = self._window(at)
-        if self._distance and self._window(at - self._distance) == window:
-            return at - self._distance
+        behind = at - self._distance
+        if self._distance and self._window(behind) == self._window(at):
+            return behind
         self._remember(at - self._block)
         found = self._runs.get(self._hash(at))
-        return found if found is not None and self._window(found) == window else None
+        same = found is not None and self._window(found) == self._window(at)
+        return found if same else None
