@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from sglang_reasoncache.cache.slot_names import grown
+
 
 class SlotAliases:
     """A number for each position, equal where a row names the same slot twice: the position whose
@@ -37,10 +39,8 @@ class SlotAliases:
         return [(position, offset) for going, offset in moves for position in going]
 
     def _reserve(self, end: int) -> None:
-        if end > len(self._of):
-            grown = np.arange(max(end, 2 * len(self._of), 256))
-            grown[: len(self._of)] = self._of
-            self._of = grown
+        size, self._of = len(self._of), grown(self._of, end)
+        self._of[size:] = np.arange(size, len(self._of))
 
     def _move(self, at: int, new: int) -> list[int]:
         """All positions with the number of this one now have ``new``."""
