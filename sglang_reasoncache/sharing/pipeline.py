@@ -103,16 +103,12 @@ class BlockPipeline:
     def reapply(self, req: Request, state: RequestState) -> None:
         """Recomputed after a retraction: the row holds nothing shared, the decisions stand."""
         state.reapply = False
-        blocks = [
-            BlockProposal(req, dst, src, self.block, state.row, decided=True)
-            for _, dst, src in state.shared
-        ]
+        blocks = [self._block(req, dst, src, req, decided=True) for _, dst, src in state.shared]
         for _, dst, src, member in state.shared_across:
             source = member()
             # Of a member that has left, or lost its row, nothing is asked.
             if source is not None and is_running(source):
-                at = req, dst, src, self.block, state.row
-                blocks.append(BlockProposal(*at, True, source, _state_of(source).row))
+                blocks.append(self._block(req, dst, src, source, decided=True))
         state.shared, state.shared_across = [], []
         self._waiting.append(blocks)
 
@@ -147,7 +143,7 @@ class BlockPipeline:
                 continue
             # Asked here as well as later: which requests still exist may differ between
             # ranks, and the batches they make must not.
-            for block in self._blocks(req, state, result):
+            for block in self._blocks(req, result):
                 if not self._allows(block):
                     continue
                 if state.claim(block.dst_start, block.length):
@@ -158,20 +154,24 @@ class BlockPipeline:
             self._waiting.append(blocks)
         return bool(results)
 
-    def _blocks(
-        self, req: Request, state: RequestState, result: StepResult
-    ) -> Iterable[BlockProposal]:
-        for pair in result.pairs:
-            yield BlockProposal(req, *pair, self.block, state.row)
+    def _blocks(self, req: Request, result: StepResult) -> Iterable[BlockProposal]:
+        for dst, src in result.pairs:
+            yield self._block(req, dst, src, req)
         for dst, src, member in result.across:
             source = self._tracker.source(req, member)
             if source is None:
                 self._stats.refusals[Refusal.LATE.value] += 1
-            elif source is req:
-                yield BlockProposal(req, dst, src, self.block, state.row)
             else:
-                at = req, dst, src, self.block, state.row
-                yield BlockProposal(*at, False, source, _state_of(source).row)
+                yield self._block(req, dst, src, source)
+
+    def _block(
+        self, req: Request, dst: int, src: int, source: Request, *, decided: bool = False
+    ) -> BlockProposal:
+        """``source``: in whose row ``src`` is, as the rows are now."""
+        at = req, dst, src, self.block, _state_of(req).row, decided
+        if source is req:
+            return BlockProposal(*at)
+        return BlockProposal(*at, source, _state_of(source).row)
 
     def _launch(self) -> bool:
         """Measure the next blocks that do not touch one another; False when none waits."""
