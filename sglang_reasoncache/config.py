@@ -211,13 +211,10 @@ class ReasonCacheConfig:
                 raise ConfigError(name, f"at most {most} ({bound})", value)
 
         if self.scope == "prompt":
-            runs = self.match == "runs" and self.random_ratio is None
-            for bound, ok in (
-                ("match=runs", runs),
-                ("no evicting policy", not self.policies.evictors),
-            ):
-                if not ok:
-                    raise ConfigError("scope", f"response without {bound}", self.scope)
+            if self.match != "runs" or self.random_ratio is not None:
+                raise ConfigError("scope", "response unless match=runs", self.scope)
+            if self.policies.evictors:
+                raise ConfigError("scope", "response beside a policy that evicts", self.scope)
 
     @property
     def policies(self) -> PolicyChoice:

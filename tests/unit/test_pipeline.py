@@ -111,6 +111,12 @@ def test_shares_without_a_prefix_cache(setup: Setup, end: str) -> None:
         assert world.controller.after_decode([req]) == 8
 
 
+def assert_judged(world: World, freed: int, refusal: str) -> None:
+    """A block of four was refused, or freed its slots."""
+    seen = freed, dict(world.controller.stats.refusals)
+    assert seen == ((0, {refusal: 1}) if refusal else (4, {}))
+
+
 @pytest.mark.parametrize(
     ("pair", "min_age", "refusal"),
     [
@@ -130,9 +136,7 @@ def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str
     before = world.row(req).copy()
     propose(world, req, pair)
     freed = world.controller.after_decode([req])
-    assert (freed, dict(world.controller.stats.refusals)) == (
-        (0, {refusal: 1}) if refusal else (4, {})
-    )
+    assert_judged(world, freed, refusal)
     assert (world.row(req)[: len(before)] != before).sum() == freed
 
 
