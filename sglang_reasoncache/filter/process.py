@@ -182,6 +182,8 @@ class FilterProcess:
 
     def restart(self) -> None:
         """Forget all requests and replies and start anew, or give up after too many times."""
+        if self.given_up:
+            return
         reason = self._failure or "it failed on another tensor-parallel rank"
         self._stop()
         self._reset()
@@ -202,7 +204,8 @@ class FilterProcess:
         self._wait_for(self._num_fed)
 
     def shut_down(self) -> None:
-        """End the process; the object is of no use afterwards."""
+        """End the process, and start none again."""
+        self.given_up = True
         self._stop()
         while self._files:
             os.close(self._files.pop())

@@ -55,8 +55,8 @@ _GAUGES = {
     "slots_saved_across_now": "Those that they do without by sharing with each other.",
     "positions_evicted_now": "Evicted positions of the running requests.",
     "memory_saving_ratio": "Slots saved over logical slots, averaged over decode steps.",
-    "filter_given_up": "1 when the process that compares steps failed too often: no further blocks "
-    "are shared.",
+    "filter_given_up": "1 when the process that compares steps failed too often or was ended: no "
+    "further blocks are shared.",
     "disabled": "1 once something failed: no further blocks are shared, no positions evicted.",
 }
 _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)

@@ -146,6 +146,7 @@ class ServerParts:
             f"vocab{getattr(model, 'vocab_size', 0)}",
             f"page{context.params.page_size}",
             config.align if config.match == "steps" else config.match,
+            *(["across"] if config.scope == "prompt" else []),
             f"weights{fingerprint(context.tp_worker.model_runner.model)}",
         )
         # Distances of different kinds do not mix.

@@ -259,6 +259,18 @@ def test_after_three_restarts_it_is_given_up_and_says_so_once(
     assert (engine.outstanding, engine.ready(), engine.take(9, 9)) == (0, 0, [])
 
 
+def test_once_ended_it_starts_no_process(make: Make) -> None:
+    """Also after a failure that was seen too late."""
+    engine = make()
+    os.kill(engine.pid, signal.SIGKILL)
+    feed_new(engine)
+    wait_until_it_failed(engine)
+    engine.shut_down()
+    engine.restart()
+    feed_new(engine)
+    assert (engine.ready(), engine.pid) == (0, 0)
+
+
 def test_a_stopped_process_holds_nobody_up(make: Make) -> None:
     """Nothing blocks while it stands still, and what it was sent is bounded."""
     engine = make()

@@ -222,7 +222,7 @@ def _layers(changed: tuple[int, int] | None = None, rank: slice = slice(None)) -
     return model
 
 
-def test_a_fine_tune_has_another_key() -> None:
+def test_a_fine_tune_has_another_key_and_so_has_another_scope() -> None:
     """Of the same shape. Its numbers behind the first ones are not looked at."""
     pool = SimpleNamespace(layer_num=2, head_num=2, head_dim=4, dtype=torch.bfloat16)
     parts: Any = SimpleNamespace(
@@ -240,6 +240,8 @@ def test_a_fine_tune_has_another_key() -> None:
     assert key_of(_layers()) == key_of(_layers(changed=(0, 64))) == model
     assert key_of(_layers(changed=(0, 63))) != model
     assert fingerprint(_layers(rank=slice(128))) == fingerprint(_layers())
+    parts.config = ReasonCacheConfig(scope="prompt")
+    assert key_of(_layers()) != model
 
 
 def test_ranks_keep_the_first_ones_key_and_read_keys_alike() -> None:
