@@ -20,6 +20,8 @@ from sglang_reasoncache.sharing.stats import SharingStats
 _RECENT_REQUESTS = 32
 #: Shared blocks listed for one of them.
 _RECENT_BLOCKS = 1024
+#: Groups of requests with one prompt that it describes.
+_GROUPS = 16
 _PREFIX = "sglang:reasoncache_"
 
 #: Stats field -> help of the counter ``sglang:reasoncache_<field>_total``.
@@ -189,6 +191,7 @@ class Report:
             "block": self.pipeline.block,
             "slots_saved_now": self.slots_saved,
             "slots_saved_across_now": self.pipeline.across,
+            "groups": self.pipeline.tracker.describe_groups(_GROUPS),
             "positions_evicted_now": self.eviction.positions_now,
             "evictors": self.eviction.described,
             "selection": told,

@@ -48,6 +48,7 @@ class BlockPipeline:
 
     Attributes:
         block: Tokens per block.
+        tracker: Of the requests whose blocks these are.
         within: Slots that the running requests do without by sharing with themselves.
     """
 
@@ -62,7 +63,7 @@ class BlockPipeline:
     ) -> None:
         self.threshold, self.meter, self.block = threshold, meter, block
         self.within = 0
-        self._tracker, self._acceptor = tracker, acceptor
+        self.tracker, self._acceptor = tracker, acceptor
         self._stats, self._ranks, self._min_age = tracker.stats, tracker.ranks, min_age
         self._waiting: collections.deque[Batch] = collections.deque()
         self._in_flight: tuple[Batch, Measurement] | None = None
@@ -134,7 +135,7 @@ class BlockPipeline:
     def _collect(self) -> bool:
         """Queue the blocks of steps that the engine has compared; False when there are none."""
         blocks: Batch = []
-        results = self._tracker.take(_TAKE_LIMIT, _MAX_BATCH)
+        results = self.tracker.take(_TAKE_LIMIT, _MAX_BATCH)
         for req, result in results:
             state = None if req is None else state_of(req)
             if req is None or state is None:
@@ -158,7 +159,7 @@ class BlockPipeline:
         for dst, src in result.pairs:
             yield self._block(req, dst, src, req)
         for dst, src, member in result.across:
-            source = self._tracker.source(req, member)
+            source = self.tracker.source(req, member)
             if source is None:
                 self._stats.refusals[Refusal.LATE.value] += 1
             else:

@@ -7,6 +7,7 @@ import collections
 import weakref
 from array import array
 from collections.abc import Iterable
+from typing import Any
 
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.compat.types import Request
@@ -18,6 +19,7 @@ from sglang_reasoncache.sharing.state import (
     PromptGroup,
     RequestState,
     attach,
+    is_running,
     state_of,
     takes_part,
 )
@@ -92,6 +94,26 @@ class RequestTracker:
         """The member of ``req``'s group with an id of the engine; None for any other."""
         source = self._requests.get(number)
         return source if source is not None and in_one_group(req, source) else None
+
+    def describe_groups(self, most: int) -> list[dict[str, Any]]:
+        """JSON: groups of several running requests, at most so many, those first that read most of each
+        other."""
+        members: dict[PromptGroup, list[tuple[Request, RequestState]]] = {}
+        for req in list(self._requests.values()):
+            state = state_of(req) if is_running(req) else None
+            if state is not None and state.followed is not None and state.followed.group:
+                members.setdefault(state.followed.group, []).append((req, state))
+        described = [
+            {
+                "prompt_tokens": len(group[0][0].origin_input_ids),
+                "requests": len(group),
+                "slots_saved_within_now": sum(state.live_positions for _, state in group),
+                "slots_read_across": sum(state.foreign for _, state in group),
+            }
+            for group in members.values()
+            if len(group) > 1
+        ]
+        return sorted(described, key=lambda group: -group["slots_read_across"])[:most]
 
     def count(self, req: Request) -> bool:
         """A request that is new; whether it takes part."""

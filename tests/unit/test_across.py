@@ -169,11 +169,14 @@ def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
     assert lend(world, reader, third, Pair(16, 12)) == 4
     assert (world.row(third)[16:20] == rows[0][20:24]).all()
     assert (pipeline.across, pipeline.within) == (8, 4)
+    described = {"prompt_tokens": len(PROMPT), "requests": 3, "slots_saved_within_now": 4}
+    assert world.controller.describe()["groups"] == [{**described, "slots_read_across": 8}]
     end(world, source, "finish")
     end(world, reader, "abort")
     balance(world)
     assert (pipeline.across, pipeline.within) == (0, 0)
-    assert world.controller.describe()["slots_saved_across_now"] == 0
+    told = world.controller.describe()
+    assert told["slots_saved_across_now"] == 0 and told["groups"] == []
 
 
 @pytest.mark.parametrize(
