@@ -48,6 +48,7 @@ def parse(name: str) -> Arm:
     knobs["match"] = "steps" if match == "random" else match
     if direction == "oldest":
         knobs.setdefault("min_age", 0)  # The papers share at once.
+    knobs["positions"] = "as-cached" if cached else "corrected"
     try:
         config = ReasonCacheConfig(direction=direction, percentile=percentile, **knobs)
     except ConfigError as error:
