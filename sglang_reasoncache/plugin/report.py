@@ -161,8 +161,7 @@ class Report:
                 "block": self.pipeline.block,
                 "blocks": state.shared[:_RECENT_BLOCKS],
                 "blocks_across": [
-                    (*at, None if (source := member()) is None else source.rid)
-                    for *at, member in state.shared_across[:_RECENT_BLOCKS]
+                    (*at, rid) for *at, _, rid in state.shared_across[:_RECENT_BLOCKS]
                 ],
                 "evictions": list(state.evicted.history),
             }

@@ -105,7 +105,7 @@ class BlockPipeline:
         """Recomputed after a retraction: the row holds nothing shared, the decisions stand."""
         state.reapply = False
         blocks = [self._block(req, dst, src, req, decided=True) for _, dst, src in state.shared]
-        for _, dst, src, member in state.shared_across:
+        for _, dst, src, member, _ in state.shared_across:
             source = member()
             # Of a member that has left, or lost its row, nothing is asked.
             if source is not None and is_running(source):
@@ -290,7 +290,7 @@ class BlockPipeline:
         if block.source is None:
             state.shared.append(at)
         else:
-            state.shared_across.append((*at, weakref.ref(block.source)))
+            state.shared_across.append((*at, weakref.ref(block.source), block.source.rid))
 
     def _allows(self, block: BlockProposal) -> bool:
         """Ask the rules; what they refuse is counted."""

@@ -91,7 +91,7 @@ class RequestState(RowState):
         across: Slots that another request had, too, with their numbers in ``slot_aliases``
             (``copied``). They stay where they are: moving would free none.
         foreign: Slots of other requests that it read in place of its own.
-        shared_across: As ``shared``, of blocks that read another request.
+        shared_across: As ``shared``, of blocks that read another request, with its id.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         first_shared: Lowest redirected position, None while there is none.
         copied: Which positions hold the same KV, each in its own slot (``--reasoncache-apply copy``).
@@ -105,7 +105,7 @@ class RequestState(RowState):
     shared: list[tuple[int, int, int]] = field(default_factory=list)
     across: dict[int, int] = field(default_factory=dict)
     foreign: int = 0
-    shared_across: list[tuple[int, int, int, ref[Request]]] = field(default_factory=list)
+    shared_across: list[tuple[int, int, int, ref[Request], str]] = field(default_factory=list)
     claimed: list[int] = field(default_factory=list)
     first_shared: int | None = None
     copied: SlotAliases = field(default_factory=SlotAliases)
