@@ -31,7 +31,7 @@ def shared(vocabulary: Vocabulary, siblings: Sequence[Sequence[int]]) -> list[tu
             if one.claim(dst, rule.block):
                 one.read(dst, src, rule.block, slots[lender])
         more[number][written - 1] += one.saved - before
-    found = []
+    found: list[tuple[float, ...]] = []
     for one, gained in zip(slots, more, strict=True):
         count = len(gained)
         over = gained.cumsum() / np.arange(1, count + 1)

@@ -36,7 +36,7 @@ class ArmCache:
         self, arm: Arm, reader: Reader, cache: EditableCache, prompt: int, number: int = 0
     ) -> None:
         self.arm, self.cache, self.prompt, self.row = arm, cache, prompt, 0
-        self.slots = Slots(number)
+        self.slots, self._block = Slots(number), arm.filter.block if arm.filter else 0
         self._rotation = reader.rotation
         self._gone = np.zeros(cache.visible.shape[1], dtype=bool)
 
@@ -47,8 +47,7 @@ class ArmCache:
 
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
         """Apply the block pairs whose distance the threshold accepts."""
-        assert self.arm.filter is not None, "asked only of arms that share"
-        block = self.arm.filter.block
+        block = self._block
         # The pipeline's rules: no position is redirected twice.
         pairs = [pair for pair in pairs if self.slots.claim(pair.dst_start, block)]
         accepted = np.ones(len(pairs), dtype=bool)
@@ -65,13 +64,11 @@ class ArmCache:
 
     def share_across(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
         """Apply a block pair whose source is another response's."""
-        assert self.arm.filter is not None, "asked only of arms that share"
-        if self.slots.claim(dst_start, self.arm.filter.block):
+        if self.slots.claim(dst_start, self._block):
             self._read(dst_start, src_start, lender)
 
     def _read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
-        assert self.arm.filter is not None, "asked only of arms that share"
-        reads = self.slots.read(dst_start, src_start, self.arm.filter.block, lender.slots)
+        reads = self.slots.read(dst_start, src_start, self._block, lender.slots)
         if reads:
             rotation = self._rotation if self.arm.corrected else None
             self._edited().redirect(self.row, reads, rotation, (lender.cache, lender.row))

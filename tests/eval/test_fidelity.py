@@ -4,7 +4,7 @@ Llama of random weights."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -107,7 +107,7 @@ class ByHand:
     def decode(self, number: int) -> float:
         """Negative log-likelihood of the token behind the next one."""
         row, tokens = self.rows[number], self.siblings[number]
-        at, cache = len(row), DynamicCache()
+        at, cache = len(row), cast(Any, DynamicCache())
         shift = torch.arange(at) - torch.tensor([where for _, where in row], dtype=torch.int64)
         angles = shift[:, None] * self.model.model.rotary_emb.inv_freq.repeat(2)
         for layer in range(2 if row else 0):
@@ -148,7 +148,7 @@ def test_siblings_are_read_as_a_server_decodes_them(model: Any, reader: Reader) 
     arm, vocabulary, prompt = parse("newest-runs-8-age16-across"), vocabulary_of(TOKENIZER), 2
     assert arm.filter is not None
     found = Replay(reader, vocabulary, [arm], "").scores(three, prompt)
-    hand, sums, steps = ByHand(model, three), [0.0] * 3, list[Any]()
+    hand, sums = ByHand(model, three), [0.0] * 3
     steps = list(proposals(arm.filter, vocabulary, three, prompt, True))
     for at in range(max(map(len, three))):
         for number in (i for i, tokens in enumerate(three) if at < len(tokens)):
