@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from eval.bench import at_least
 from eval.fidelity import summary
-from eval.fidelity.arms import default_name, default_names, parse_all
+from eval.fidelity.arms import Arm, default_name, default_names, parse_all
 from eval.fidelity.cache import Reader
 from eval.fidelity.replay import Replay
 from eval.jsonl import read_rows, valid_text
@@ -37,14 +37,17 @@ class Response(NamedTuple):
     prompt: int
 
 
-def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
+def read(
+    path: Path, tokenizer: Any, cap: int, shortest: int, siblings: bool = False
+) -> Iterator[Response]:
     """Responses of at least ``shortest`` tokens, with their questions cut at ``cap``, of a JSONL file
     of rows with ``question``, ``response``, perhaps ``id`` and ``correct``; of a folder the first to
-    each question. Raises OSError, ValueError: names the file or line that cannot be read."""
+    each question, unless ``siblings`` are asked for. Raises OSError, ValueError: names the file or
+    line that cannot be read."""
     asked: set[str] = set()
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         for number, row in read_rows(file, _texts):
-            if path.is_dir() and row["question"] in asked:
+            if path.is_dir() and not siblings and row["question"] in asked:
                 continue
             asked.add(row["question"])
             response = _tokenized({"id": f"{file.stem}:{number}", **row}, tokenizer, cap)
@@ -88,7 +91,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--block", type=count, default=8, help="Tokens per block of the default arms (default 8).")
     add("--like", default=default_name(), help="Arm whose saving evictors match (%(default)s).")
     add("--groups", default="right,loops", help=f"Of {', '.join(GROUPS)} (default the first two).")
-    add("--limit", type=count, default=1 << 30, help="Responses of each group; default all.")
+    limit = "Responses of each group, or questions beside an arm across; default all."
+    add("--limit", type=count, default=1 << 30, help=limit)
+    siblings = "Responses to a question that an arm across reads together (default 4)."
+    add("--siblings", type=at_least(2), default=4, help=siblings)
     add("--cap", type=count, default=2600, help="Tokens of question and response (default 2600).")
     add("--shortest", type=count, default=1000, help="Leave shorter responses out (default 1000).")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -114,42 +120,66 @@ def load(options: argparse.Namespace) -> Reader:
     return Reader(model.to(options.device))
 
 
-def chosen(options: argparse.Namespace, tokenizer: Any) -> list[Response]:
-    """``--limit`` responses of each group, the groups in turn."""
+def chosen(options: argparse.Namespace, tokenizer: Any, across: bool) -> list[list[Response]]:
+    """``--limit`` responses of each group, the groups in turn, each alone; ``across``: the responses
+    to each of ``--limit`` questions that has several, one of ``--groups`` among them."""
+    found = read(options.responses, tokenizer, options.cap, options.shortest, across)
     seen: Counter[str] = Counter()
     ranked = []
-    for response in read(options.responses, tokenizer, options.cap, options.shortest):
+    by_prompt: dict[tuple[int, ...], list[Response]] = {}
+    for response in found:
+        if across:
+            siblings = by_prompt.setdefault(response.tokens[: response.prompt], [])
+            siblings += [response] * (len(siblings) < options.siblings)
+            continue
         rank = seen[response.group]
         if response.group in options.groups and rank < options.limit:
             seen[response.group] += 1
-            ranked.append((rank, options.groups.index(response.group), response))
-    if not ranked:
-        raise ValueError(f"{options.responses}: no response of --shortest and --groups")
-    return [response for *_, response in sorted(ranked)]
+            ranked.append((rank, options.groups.index(response.group), [response]))
+    together = [
+        siblings
+        for siblings in by_prompt.values()
+        if len(siblings) > 1 and not {one.group for one in siblings}.isdisjoint(options.groups)
+    ]
+    together = together[: options.limit] + [alone for *_, alone in sorted(ranked)]
+    if not together:
+        several = ", several to a question" * across
+        raise ValueError(f"{options.responses}: no response of --shortest and --groups{several}")
+    return together
 
 
 def measure(
-    options: argparse.Namespace, responses: Sequence[Response], tokenizer: Any
+    options: argparse.Namespace,
+    arms: Sequence[Arm],
+    together: Sequence[Sequence[Response]],
+    tokenizer: Any,
 ) -> Iterator[Mapping[str, Any]]:
     """A record for each response, also of an earlier run with the same settings: each is appended
-    to a JSONL file at once, so that a run that is cut goes on where it stopped."""
+    to a JSONL file at once, so that a run that is cut goes on where it stopped. Of responses that
+    are read ``together`` those of ``--groups``."""
     path, known, replay = options.out.with_suffix(".jsonl"), {}, None
     if path.exists():
         known = {record["key"]: record for record in map(json.loads, path.open())}
-    arms = parse_all(options.arms, options.like)
     settings = [str(options.model.resolve()), options.dtype, options.like, *map(repr, arms)]
-    for response in responses:
-        key = hashlib.sha256(json.dumps([settings, response]).encode()).hexdigest()[:16]
-        if key not in known:
+    for siblings in together:
+        keys = [
+            hashlib.sha256(json.dumps([settings, siblings, at]).encode()).hexdigest()[:16]
+            for at in range(len(siblings))
+        ]
+        if not known.keys() >= set(keys):
             replay = replay or Replay(load(options), vocabulary_of(tokenizer), arms, options.like)
             begun = time.monotonic()
-            scores = replay.scores(response.tokens, response.prompt)
-            record: dict[str, Any] = dict(key=key, response=response.name, group=response.group)
-            record |= dict(tokens=len(response.tokens), seconds=round(time.monotonic() - begun, 1))
-            known[key] = {**record, "arms": scores}
+            scores = replay.scores([one.tokens for one in siblings], siblings[0].prompt)
+            seconds = round((time.monotonic() - begun) / len(siblings), 1)
             with path.open("a") as file:
-                file.write(json.dumps(known[key]) + "\n")
-        yield known[key]
+                for key, response, score in zip(keys, siblings, scores, strict=True):
+                    record: dict[str, Any] = dict(key=key, response=response.name)
+                    record |= dict(group=response.group, tokens=len(response.tokens))
+                    known[key] = {**record, "seconds": seconds, "arms": score}
+                    file.write(json.dumps(known[key]) + "\n")
+        for key in keys:
+            if known[key]["group"] in options.groups:
+                yield known[key]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,12 +191,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = {name: str(value) for name, value in vars(options).items()}
     try:
         tokenizer = load_tokenizer(str(options.model), local=True)
-        responses = chosen(options, tokenizer)
+        arms = parse_all(options.arms, options.like)
+        together = chosen(options, tokenizer, any(arm.across for arm in arms))
+        count = sum(one.group in options.groups for siblings in together for one in siblings)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        for record in measure(options, responses, tokenizer):
+        for record in measure(options, arms, together, tokenizer):
             records.append(record)
             facts = "{response}, {group}, {tokens} tokens, {seconds:.0f} s".format(**record)
-            print(f"{len(records)} of {len(responses)}: {facts}", file=sys.stderr, flush=True)
+            print(f"{len(records)} of {count}: {facts}", file=sys.stderr, flush=True)
             summed = summary.rows(records)
             result = {"rows": summed, "default": default_name(), "settings": settings}
             options.out.write_text(json.dumps(result, indent=1) + "\n")

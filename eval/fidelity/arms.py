@@ -15,9 +15,12 @@ from sglang_reasoncache.filter.settings import FilterConfig
 RANDOM_RATIO = 0.3
 _OPTION = re.compile(
     r"(?P<match>runs|steps|random)|(?P<cached>cached)|(?P<block>\d+)"
-    r"|age(?P<min_age>\d+)|p(?P<percentile>\d+)|run(?P<min_run>\d+)"
+    r"|(?P<across>across)|age(?P<min_age>\d+)|p(?P<percentile>\d+)|run(?P<min_run>\d+)"
 )
-_GRAMMAR = "newest or oldest, runs, steps or random, block[, cached][, ageN][, runN][, pN], as newest-runs-8"
+_GRAMMAR = (
+    "newest or oldest, runs, steps or random, block[, cached][, ageN][, runN][, pN][, across], as "
+    "newest-runs-8"
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Arm:
     corrected: bool = True  # keys are rotated to where they are used
     percentile: float = 100.0  # of KV distances; 100: no threshold
     evictor: Any = None
+    across: bool = False  # with responses to the same prompt, --reasoncache-scope prompt
 
 
 def parse(name: str) -> Arm:
@@ -42,10 +46,12 @@ def parse(name: str) -> Arm:
     if len(values) < len(options) or not {"match", "block"} <= values.keys():
         raise ValueError(f"{name!r}: an arm that shares is {_GRAMMAR}")
     cached, match = values.pop("cached", None), values.pop("match")
+    across = values.pop("across", None) is not None
     knobs: dict[str, Any] = {field: int(value) for field, value in values.items()}
     percentile = knobs.pop("percentile", 100)
     knobs["random_ratio"] = RANDOM_RATIO if match == "random" else None
     knobs["match"] = "steps" if match == "random" else match
+    knobs["scope"] = "prompt" if across else "response"
     if direction == "oldest":
         knobs.setdefault("min_age", 0)  # The papers share at once.
     knobs["positions"] = "as-cached" if cached else "corrected"
@@ -53,7 +59,10 @@ def parse(name: str) -> Arm:
         config = ReasonCacheConfig(direction=direction, percentile=percentile, **knobs)
     except ConfigError as error:
         raise ValueError(f"{name!r}: {error}") from error
-    return Arm(name, filter_config(config, config.block, 1), cached is None, percentile)
+    if across and percentile < 100:
+        raise ValueError(f"{name!r}: distances are not measured across responses, leave out pN")
+    rule = filter_config(config, config.block, 1)
+    return Arm(name, rule, cached is None, percentile, across=across)
 
 
 def _evictor(name: str) -> Arm:
@@ -88,11 +97,14 @@ def default_names(block: int) -> list[str]:
 
 def parse_all(names: Sequence[str], like: str) -> list[Arm]:
     """The arms of some names, first those that share. Raises ValueError: a bad name, one given
-    twice, or evictors without ``like``, which is to share."""
+    twice, or evictors without ``like``, which is to share, or beside an arm across."""
     arms = sorted(map(parse, names), key=lambda arm: arm.filter is None)
     if len(set(names)) < len(names):
         raise ValueError(f"--arms must name none twice, got {', '.join(names)}")
     sharing = [arm.name for arm in arms if arm.filter is not None]
     if len(sharing) < len(arms) and like not in sharing:
         raise ValueError(f"--like must be an arm that shares ({', '.join(sharing)}), got {like!r}")
+    if len(sharing) < len(arms) and any(arm.across for arm in arms):
+        names = [arm.name for arm in arms if arm.filter is None]
+        raise ValueError(f"--arms: beside an arm across none may evict, got {', '.join(names)}")
     return arms

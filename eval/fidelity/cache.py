@@ -52,16 +52,22 @@ class EditableCache(Cache):
         return row
 
     def redirect(
-        self, row: int, reads: Sequence[tuple[int, int]], rotation: KeyRotation | None
+        self,
+        row: int,
+        reads: Sequence[tuple[int, int]],
+        rotation: KeyRotation | None,
+        lender: tuple["EditableCache", int] | None = None,
     ) -> None:
-        """Positions read others' K and V, ``(position, source position)`` each; None: as cached."""
+        """Positions read others' K and V, ``(position, source position)`` each, of the same row or
+        of a row of ``lender``; rotation None: as cached."""
         to, source = torch.tensor(reads, device=self.keys.device).T
-        keys = self.keys[:, row, :, source]
+        cache, lent = lender or (self, row)
+        keys = cache.keys[:, lent, :, source]
         if rotation is not None:
             rotated = rotation.rotate(keys.transpose(1, 2), (to - source).expand(len(keys), -1))
             keys = rotated.transpose(1, 2).to(keys.dtype)
         self.keys[:, row, :, to] = keys
-        self.values[:, row, :, to] = self.values[:, row, :, source]
+        self.values[:, row, :, to] = cache.values[:, lent, :, source]
 
 
 class Reader:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a recorded response through the KV caches of all arms; how predictions change."""
+"""Reads recorded responses through the KV caches of all arms; how predictions change."""
 
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +13,13 @@ import torch
 
 from eval.fidelity.arms import Arm
 from eval.fidelity.cache import EditableCache, Reader
+from eval.fidelity.siblings import Slots, proposals
 from sglang_reasoncache.eviction.held import HeldKeys, KeySource
 from sglang_reasoncache.eviction.policies.contract import RequestView
 from sglang_reasoncache.filter.align import BlockPair
-from sglang_reasoncache.filter.request_filter import RequestFilter
-from sglang_reasoncache.filter.segment import TokenClasses
-from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.proposal import Proposal
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
-from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
 #: Tokens of one forward, and of one comparison of log-probabilities.
@@ -31,28 +29,30 @@ _WARM_UP = 32
 
 
 class ArmCache:
-    """One arm's row of a cache while a response is read; row 0 until its first edit."""
+    """One arm's row of the cache of a response, the ``number``-th of its siblings; row 0 until its
+    first edit."""
 
-    def __init__(self, arm: Arm, reader: Reader, cache: EditableCache, prompt: int) -> None:
+    def __init__(
+        self, arm: Arm, reader: Reader, cache: EditableCache, prompt: int, number: int = 0
+    ) -> None:
         self.arm, self.cache, self.prompt, self.row = arm, cache, prompt, 0
+        self.slots, self._block = Slots(number), arm.filter.block if arm.filter else 0
         self._rotation = reader.rotation
-        self._state = RequestState()
         self._gone = np.zeros(cache.visible.shape[1], dtype=bool)
 
     @property
     def saved(self) -> int:
         """Positions written that have no slot of their own."""
-        held = np.flatnonzero(~self._gone[: self.cache.length])
-        return self.cache.length - len(np.unique(self._state.slot_aliases.of(held)))
+        return self.slots.saved + int(np.count_nonzero(self._gone))
 
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
         """Apply the block pairs whose distance the threshold accepts."""
-        assert self.arm.filter is not None, "asked only of arms that share"
-        block, rotation = self.arm.filter.block, self._rotation if self.arm.corrected else None
+        block = self._block
         # The pipeline's rules: no position is redirected twice.
-        pairs = [pair for pair in pairs if self._state.claim(pair.dst_start, block)]
+        pairs = [pair for pair in pairs if self.slots.claim(pair.dst_start, block)]
         accepted = np.ones(len(pairs), dtype=bool)
         if pairs and self.arm.percentile < 100:
+            rotation = self._rotation if self.arm.corrected else None
             at = torch.tensor(pairs).T[..., None] + torch.arange(block)
             dst, src = at.to(self.cache.keys.device)
             shift = None if rotation is None else (dst - src).int()
@@ -60,10 +60,18 @@ class ArmCache:
             heads = self.cache.keys.shape[2]
             accepted = threshold.decide(block_distances(squares, block, heads).tolist())
         for dst_start, src_start in itertools.compress(pairs, accepted):
-            moved = self._state.slot_aliases.redirect(dst_start, src_start, block)
-            if moved:
-                reads = [(position, src_start + offset) for position, offset in moved]
-                self._edited().redirect(self.row, reads, rotation)
+            self._read(dst_start, src_start, self)
+
+    def share_across(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
+        """Apply a block pair whose source is another response's."""
+        if self.slots.claim(dst_start, self._block):
+            self._read(dst_start, src_start, lender)
+
+    def _read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
+        reads = self.slots.read(dst_start, src_start, self._block, lender.slots)
+        if reads:
+            rotation = self._rotation if self.arm.corrected else None
+            self._edited().redirect(self.row, reads, rotation, (lender.cache, lender.row))
 
     def evict(self, target: int, seed: int) -> None:
         """Give up positions by the arm's policy until ``target`` are gone."""
@@ -98,6 +106,41 @@ class ArmCache:
         return list(zip(*both, strict=True))
 
 
+class _Response:
+    """A response that is read, its arms by name, and sums of figures over what was read: dense's,
+    then the arms' in order."""
+
+    def __init__(
+        self, reader: Reader, arms: Sequence[Arm], tokens: Sequence[int], prompt: int, number: int
+    ) -> None:
+        self._reader, self._tokens, self._prompt = reader, tokens, prompt
+        self.cache = reader.cache(1 + len(arms), len(tokens))
+        self.arms = {arm.name: ArmCache(arm, reader, self.cache, prompt, number) for arm in arms}
+        self._sums = torch.zeros(1 + len(arms), 3, dtype=torch.float64)
+
+    def advance(self, end: int) -> None:
+        """Read up to position ``end``."""
+        for start in range(self.cache.length, end, _CHUNK):
+            stop = min(start + _CHUNK, end)
+            logits = self._reader.forward(self.cache, self._tokens[start:stop])
+            first = max(start, self._prompt - 1)
+            found = compare(logits[:, first - start :], self._tokens[first + 1 : stop + 1])
+            self._sums += found[[0, *(state.row for state in self.arms.values())]]
+
+    def scores(self) -> dict[str, dict[str, float]]:
+        """See :meth:`Replay.scores`."""
+        self.advance(len(self._tokens))
+        saved = [0, *(state.saved for state in self.arms.values())]
+        columns = torch.cat((torch.tensor(saved)[:, None], self._sums), dim=1)
+        count, found = len(self._tokens) - self._prompt, {}
+        for name, row in zip(("dense", *self.arms), (columns / count).tolist(), strict=True):
+            found[name] = dict(zip(("saved", "nll", "kl", "top1"), row, strict=True))
+        for name, state in self.arms.items():
+            if state.arm.across:
+                found[name]["across"] = state.slots.foreign(len(self._tokens)) / count
+        return found
+
+
 class Replay:
     """Responses through a model and all arms; evictors save as much as the arm named ``like``."""
 
@@ -105,49 +148,51 @@ class Replay:
         self, reader: Reader, vocabulary: Vocabulary, arms: Sequence[Arm], like: str
     ) -> None:
         self._reader, self._arms, self._like = reader, arms, like
-        self._vocabulary, self._classes = vocabulary, TokenClasses(vocabulary)
+        self._vocabulary = vocabulary
         self._thresholds = {arm.name: AdaptiveThreshold(arm.percentile, _WARM_UP) for arm in arms}
 
-    def scores(self, tokens: Sequence[int], prompt: int) -> dict[str, dict[str, float]]:
-        """Figures by arm and of ``dense`` over what follows the first ``prompt`` tokens: ``saved``,
-        share of the positions without a slot of their own at the end; means of a token's ``nll``
-        and ``kl`` (dense || arm) in nats, and of ``top1``, dense's likeliest token is the arm's."""
-        rules = {arm.name: arm.filter for arm in self._arms if arm.filter}
-        plans = {name: self._plan(rule, tokens, prompt) for name, rule in rules.items()}
-        cache = self._reader.cache(1 + len(self._arms), len(tokens))
-        states = {arm.name: ArmCache(arm, self._reader, cache, prompt) for arm in self._arms}
-        sums = torch.zeros(1 + len(states), 3, dtype=torch.float64)
-        stops = {at for plan in plans.values() for at in plan}
-        for end in _ends(stops, prompt, len(tokens)):
-            start = cache.length
-            logits = self._reader.forward(cache, tokens[start:end])
-            first = max(start, prompt - 1)
-            found = compare(logits[:, first - start :], tokens[first + 1 : end + 1])
-            sums += found[[0, *(state.row for state in states.values())]]
-            for name, state in states.items() if end in stops else ():
-                if name in plans:
-                    state.share(plans[name].get(end, ()), self._thresholds[name])
-                else:
-                    state.evict(states[self._like].saved, sum(tokens[:prompt]))
-        count = len(tokens) - prompt
-        saved = [0, *(state.saved for state in states.values())]
-        columns = torch.cat((torch.tensor(saved)[:, None], sums), dim=1) / count
-        figures = ("saved", "nll", "kl", "top1")
-        return {
-            name: dict(zip(figures, row.tolist(), strict=True))
-            for name, row in zip(("dense", *states), columns, strict=True)
-        }
+    def scores(
+        self, siblings: Sequence[Sequence[int]], prompt: int
+    ) -> list[dict[str, dict[str, float]]]:
+        """Figures by arm and of ``dense`` over what follows the first ``prompt`` tokens, for each of
+        the responses to that prompt, which decode together: ``saved``, share of the positions
+        without a slot of their own at the end; means of a token's ``nll`` and ``kl`` (dense || arm)
+        in nats, and of ``top1``, dense's likeliest token is the arm's. Of arms across also
+        ``across``, share of the positions whose slot is a sibling's: it is held, and counted, by
+        the one whose position it was first, and saved by its readers."""
+        reading = [
+            _Response(self._reader, self._arms, tokens, prompt, number)
+            for number, tokens in enumerate(siblings)
+        ]
+        plan = self._plan(siblings, prompt)
+        for written, number in sorted(plan):
+            reading[number].advance(written)
+            for name, state in reading[number].arms.items():
+                if state.arm.filter is None:
+                    seed = sum(siblings[number][:prompt])
+                    state.evict(reading[number].arms[self._like].saved, seed)
+                    continue
+                for proposal in plan[written, number].get(name, ()):
+                    state.share(proposal.pairs, self._thresholds[name])
+                    for dst, src, source in proposal.across:
+                        lender = reading[source]
+                        if lender.cache.length < src + state.arm.filter.block:
+                            lender.advance(written)
+                        state.share_across(dst, src, lender.arms[name])
+        return [response.scores() for response in reading]
 
     def _plan(
-        self, rule: FilterConfig, tokens: Sequence[int], prompt: int
-    ) -> dict[int, list[BlockPair]]:
-        """Block pairs that the plugin's filter lets share, by the tokens written by then."""
-        request = RequestFilter(rule, self._classes, self._vocabulary, prompt)
-        found: dict[int, list[BlockPair]] = defaultdict(list)
-        for written, token in enumerate(tokens[prompt:], prompt + 1):
-            for proposal in request.push([token]):
-                found[written] += proposal.pairs
-        return {written: pairs for written, pairs in found.items() if pairs}
+        self, siblings: Sequence[Sequence[int]], prompt: int
+    ) -> Mapping[tuple[int, int], Mapping[str, list[Proposal]]]:
+        """What the plugin's filter proposes, by the tokens written by then and the response's index,
+        and by arm."""
+        found: dict[tuple[int, int], dict[str, list[Proposal]]] = defaultdict(dict)
+        for arm in self._arms:
+            if arm.filter is not None:
+                rule = arm.filter, self._vocabulary
+                for *at, proposal in proposals(*rule, siblings, prompt, arm.across):
+                    found[at[0], at[1]].setdefault(arm.name, []).append(proposal)
+        return found
 
 
 def compare(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
@@ -162,11 +207,3 @@ def compare(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
         same = (log_p.argmax(-1) == log_p[0].argmax(-1)).sum(-1)
         sums += torch.stack((nll, kl, same), dim=-1).double().cpu()
     return sums
-
-
-def _ends(stops: set[int], prompt: int, length: int) -> Iterator[int]:
-    """Ends of the forwards: at every stop, at the prompt's end and after ``_CHUNK`` tokens."""
-    start = 0
-    for stop in sorted({prompt, length} | stops):
-        yield from (*range(start + _CHUNK, stop, _CHUNK), stop)
-        start = stop

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bench of siblings makes of recorded runs."""
+"""What the benches of siblings make of recorded runs and of recorded responses."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eval.bench.recorded_siblings import main
 from eval.bench.siblings import ACROSS, row_of
 from eval.methods import DENSE, find_method
 from eval.runs.folder import Cell
@@ -36,3 +38,19 @@ def test_a_row_is_ours_over_stock(tmp_path: Path) -> None:
     assert (row["saved"], row["saved_at_the_end"]) == (0.4, 0.5)
     assert row["saved_across"] == pytest.approx(0.1)
     assert row["accuracy_ratio"] == pytest.approx(0.75)
+
+
+def test_recorded_copies_save_what_is_old_of_one_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    text = "\n\n".join(" ".join(f"w{i}x{k}" for k in range(20)) for i in range(40))
+    rows = [{"question": ask, "response": text} for ask in ("one", "two", "one", "one")]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    main([str(path), "--counts", "1", "2"])
+    alone, both = (line.split("|")[2:-1] for line in capsys.readouterr().out.splitlines()[2:])
+    (saved, across), count = (float(x.strip(" %")) for x in both[2:4]), float(both[1])
+    assert [x.strip() for x in alone[2:5]] == ["0.0%", "0.0%", "0.0%"]
+    # Of one of both all but ``min_age`` tokens and part of a step.
+    assert saved == across == pytest.approx(50 * (1 - 280 / count), abs=5)
+    assert int(both[-1]) == 2
