@@ -39,8 +39,6 @@ def _setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-#: Tokens that repeat where a block shares, unless told otherwise.
-MIN_RUN = 12
 #: What compares steps; nothing else reads it.
 _OF_STEPS = frozenset((
     "align", "encoder", "fixed_tau", "length_factor", "structure_tolerance", "tau_soft",
@@ -78,11 +76,10 @@ class ReasonCacheConfig:
         "of similar steps; preset=reasoncache is the papers' filter in full.",
         choices=("runs", "steps"),
     )
-    min_run: int | None = _setting(
-        None,
+    min_run: int = _setting(
+        12,
         "Tokens that must repeat for a block to share, those before it included (match=runs); at least "
-        f"a block. Without it {MIN_RUN}, where fewer save more and hurt far more; a block where keys are "
-        "as cached, as a run that is read at two distances hurts more there.",
+        "a block. Fewer save more and hurt far more.",
         bounds=(1, 1_024),
     )
     direction: str = _setting(
@@ -307,8 +304,6 @@ def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> Filt
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
     kind = EncoderChoice.parse(config.encoder).kind
     knobs |= dict(block=block, page_size=page_size, encoder=kind)
-    if config.min_run is None:
-        knobs["min_run"] = block if config.positions == "as-cached" else MIN_RUN
     try:
         return FilterConfig(strict=config.tau_strict, soft=config.tau_soft, **knobs)
     except RuntimeError as error:

@@ -16,7 +16,7 @@ import pytest
 
 from sglang_reasoncache import compat, settings_table
 from sglang_reasoncache.arguments import arguments_of, flag_of
-from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, filter_config
+from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin import flags, refusals
 
@@ -81,15 +81,6 @@ def test_every_setting_can_be_typed() -> None:
     flags.add_cli_args(None, parser)
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     assert len(shown) <= 12 and all(action.help for action in shown)
-
-
-@pytest.mark.parametrize(
-    ("given", "positions", "run"),
-    [(None, "corrected", 12), (None, "as-cached", 5), (20, "as-cached", 20), (1, "corrected", 1)],
-)
-def test_keys_as_cached_share_whole_runs(given: int | None, positions: str, run: int) -> None:
-    config = ReasonCacheConfig(min_run=given, positions=positions)
-    assert filter_config(config, 5, 1).min_run == run
 
 
 def test_settings_of_several_lists_add_up() -> None:

@@ -54,7 +54,6 @@ def parse(name: str) -> Arm:
     knobs["scope"] = "prompt" if across else "response"
     if direction == "oldest":
         knobs.setdefault("min_age", 0)  # The papers share at once.
-    knobs["positions"] = "as-cached" if cached else "corrected"
     try:
         config = ReasonCacheConfig(direction=direction, percentile=percentile, **knobs)
     except ConfigError as error:
