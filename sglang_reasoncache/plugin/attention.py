@@ -130,7 +130,7 @@ def resolve_positions(
             raise ValueError(f"{reason}; use as-cached with it")
         resolved = "as-cached"
         if config.shares:
-            cost = "cost a language model 10 points of accuracy (docs/benchmarks.md)"
+            cost = "cost a language model 30 points of accuracy (docs/benchmarks.md)"
             told = "reasoncache: --reasoncache-positions auto is as-cached, which %s, because: %s"
             logger.warning(told, cost, reason)
     return dataclasses.replace(config, positions=resolved)

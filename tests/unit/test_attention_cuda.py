@@ -363,6 +363,6 @@ def test_auto_says_why_it_is_not_corrected(
     assert positions("as-cached") == "as-cached" and not caplog.messages
     assert positions("auto") == "as-cached"
     (told,) = caplog.messages
-    assert re.search(f"auto is as-cached, which cost .*10 points.*corrected {why}", told)
+    assert re.search(f"auto is as-cached, which cost .*30 points.*corrected {why}", told)
     with pytest.raises(ValueError, match=f"--reasoncache-positions corrected {why}"):
         positions("corrected")
