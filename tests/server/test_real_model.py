@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A language model: a server with sharing computes what the fidelity harness computes for the same
-redirections. ``make real-model`` makes the model."""
+redirections, within a response and across samples of one prompt. ``make real-model`` makes the
+model."""
 
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Self
 
 import pytest
 import torch
@@ -16,10 +18,14 @@ from eval.fidelity.replay import ArmCache
 from eval.serving import ServerProcess
 from eval.small_reasoner import MODEL
 from eval.small_reasoner.task import generate
+from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.filter.align import BlockPair
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.server.harness import STRICT_CHECKS, assert_whole
 from tests.server.problems import respond
+
+_ARM = parse(default_name())
+_BLOCK = ReasonCacheConfig().block
 
 pytestmark = [
     pytest.mark.server,
@@ -30,7 +36,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ("--enable-reasoncache", "--dtype", "float32", "--max-total-tokens", "8000")
+    flags = ("--enable-reasoncache", "--reasoncache-scope", "prompt", "--dtype", "float32")
+    flags += ("--max-total-tokens", "8000")
     log = tmp_path_factory.mktemp("real") / "server.log"
     process = ServerProcess(MODEL, flags=flags, env=STRICT_CHECKS, log_path=log)
     process.start()
@@ -38,24 +45,53 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     process.close()
 
 
-def log_probs(
-    reader: Reader, tokens: list[int], prompt: int, blocks: list[list[int]]
-) -> torch.Tensor:
-    """fp32 ``[2, len(tokens) - prompt]``: of the response's tokens, dense and with ``blocks``."""
-    cache = reader.cache(2, len(tokens))
-    arm = ArmCache(parse(default_name()), reader, cache, prompt)
-    shares = defaultdict(list)
-    for written, dst, src in blocks:
-        # The forward in flight has read the old slots.
-        shares[written + 1].append(BlockPair(dst, src))
-    found = []
-    for end in sorted({*shares, prompt, len(tokens)}):
-        start = cache.length
-        logits = reader.forward(cache, tokens[start:end])[[0, arm.row]].log_softmax(-1)
-        targets = torch.tensor(tokens[start + 1 : end + 1])
-        found.append(logits[:, torch.arange(len(targets)), targets])
-        arm.share(shares[end], AdaptiveThreshold(100, 0))
-    return torch.cat(found, dim=1)[:, prompt - 1 :]
+class Replayed:
+    """A response that a server gave, the ``number``-th of its siblings, read with the blocks that it
+    shared through a dense row of a cache and one that is edited as the harness does."""
+
+    def __init__(
+        self, reader: Reader, tokens: list[int], found: dict[str, Any], number: int = 0
+    ) -> None:
+        self._reader, self._tokens, self._prompt = reader, tokens, found["prompt_tokens"]
+        self._cache = reader.cache(2, len(tokens))
+        self._arm = ArmCache(_ARM, reader, self._cache, self._prompt, number)
+        blocks = [*found["blocks"], *found["blocks_across"]]
+        self._blocks = deque(sorted(blocks, key=lambda block: block[0]))
+        self._found: list[torch.Tensor] = []
+
+    def log_probs(self, siblings: Mapping[str, Self] = MappingProxyType({})) -> torch.Tensor:
+        """fp32 ``[2, tokens of the response]``, dense and with what it shared."""
+        self._read(len(self._tokens), siblings)
+        return torch.cat(self._found, dim=1)[:, self._prompt - 1 :]
+
+    def _read(self, end: int, siblings: Mapping[str, Self]) -> None:
+        while self._blocks and self._blocks[0][0] < end:
+            written, dst, src, *source = self._blocks.popleft()
+            # The forward in flight has read the old slots.
+            self._forward(written + 1)
+            if source:
+                lender = siblings[source[0]]
+                lender._read(src + _BLOCK, siblings)
+                self._arm.share_across(dst, src, lender._arm)
+            else:
+                self._arm.share([BlockPair(dst, src)], AdaptiveThreshold(100, 0))
+        self._forward(end)
+
+    def _forward(self, end: int) -> None:
+        start = self._cache.length
+        if start < end:
+            logits = self._reader.forward(self._cache, self._tokens[start:end])
+            targets = torch.tensor(self._tokens[start + 1 : end + 1])
+            log_probs = logits[[0, self._arm.row]].log_softmax(-1)
+            self._found.append(log_probs[:, torch.arange(len(targets)), targets])
+
+
+def assert_computed(served: dict[str, Any], found: torch.Tensor) -> None:
+    """The server's log-probabilities are those ``found`` with sharing, and not dense ones."""
+    expected = torch.tensor(served["logprobs"])
+    dense, ours = (found - expected).abs()
+    assert ours.mean() < 1e-4 and ours.max() < 1e-2
+    assert dense.mean() > 20 * ours.mean()
 
 
 def test_a_server_computes_what_the_harness_computes(server: ServerProcess) -> None:
@@ -73,11 +109,18 @@ def test_a_server_computes_what_the_harness_computes(server: ServerProcess) -> N
     for text in todo:
         found: dict[str, Any] = respond(server, [text], 1400)[0]
         tokens = tokenizer(text)["input_ids"] + found["tokens"]
-        dense, ours = log_probs(reader, tokens, found["prompt_tokens"], found["blocks"])
-        served = torch.tensor(found["logprobs"])
-        assert (ours - served).abs().mean() < 1e-4
-        assert (ours - served).abs().max() < 1e-2
-        assert (dense - served).abs().mean() > 20 * (ours - served).abs().mean()
+        assert_computed(found, Replayed(reader, tokens, found).log_probs())
         shared += len(found["blocks"])
     assert shared > 40
+    # Samples of one prompt.
+    sampling = {"temperature": 1.0, "ignore_eos": True}
+    samples = respond(server, todo[:1] * 4, 900, sampling_params=sampling)
+    prompt = tokenizer(todo[0])["input_ids"]
+    replayed = {
+        found["rid"]: Replayed(reader, prompt + found["tokens"], found, number)
+        for number, found in enumerate(samples)
+    }
+    for found in samples:
+        assert_computed(found, replayed[found["rid"]].log_probs(replayed))
+    assert sum(len(found["blocks_across"]) for found in samples) > 20
     assert_whole(server)
