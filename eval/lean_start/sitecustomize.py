@@ -13,6 +13,6 @@ gc.set_threshold(100_000, 20, 100)
 sys.modules["flashinfer"] = None  # type: ignore[assignment]
 
 if os.environ.get("REASONCACHE_FORK"):
-    # For tests, which start many servers: SGLang asks for "spawn", and each process imports anew.
+    # For tests, which start many servers: spawned, as SGLang asks for, each process imports anew.
     _set = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda *_, **__: _set("fork", force=True)  # type: ignore

@@ -18,10 +18,6 @@ STRICT_CHECKS = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
 
-#: Two thirds of a start are imports. Spawned as SGLang does, servers of test_engine.py and
-#: tests/eval/test_run_live.py share too.
-_FORKED = {"REASONCACHE_FORK": "1"}
-
 _BAD_LOG_WORDS = ("Traceback (most recent call last)", "leak detected", "Leak Detected")
 
 
@@ -54,7 +50,7 @@ class ServerPool:
             server = ServerProcess(
                 self._model_path,
                 flags=spec.flags,
-                env={**STRICT_CHECKS, **_FORKED, **dict(spec.env)},
+                env={**STRICT_CHECKS, **dict(spec.env)},
                 log_path=self._log_dir / f"{self._starts:02d}-{spec.name}.log",
                 device=spec.device,
             )
