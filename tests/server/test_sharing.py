@@ -8,7 +8,6 @@ here flushes before the others load.
 
 import asyncio
 import contextlib
-import os
 
 import httpx
 import pytest
@@ -31,8 +30,6 @@ from tests.server.problems import (
     solve,
 )
 
-FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
-
 
 @pytest.mark.parametrize("server", specs.SHARING, indirect=True)
 def test_follow_up_turn(server: ServerProcess) -> None:
@@ -50,7 +47,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
         # Blocks are whole pages; by index they differ in tokens, so only memory is checked.
         (specs.PAGED, 16, 0, 0.0, 0.0),
         # Distances are summed over ranks, so both redirect the same rows; else they would hang.
-        pytest.param(specs.TWO_RANKS, 10, 0, 0.0, 0.8, marks=FEW_CORES),
+        pytest.param(specs.TWO_RANKS, 10, 0, 0.0, 0.8, marks=specs.FEW_CORES),
     ],
     indirect=["server"],
 )
@@ -142,7 +139,7 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
     [
         (specs.FAILING, "OutOfMemoryError: made up by a test"),
         # What the first rank tells.
-        pytest.param(specs.TWO_RANKS, "another tensor-parallel rank failed", marks=FEW_CORES),
+        pytest.param(specs.TWO_RANKS, "another tensor-parallel rank failed", marks=specs.FEW_CORES),
     ],
 )
 def test_a_failure_of_ours_ends_sharing_and_nothing_else(
