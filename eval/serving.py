@@ -65,6 +65,8 @@ class ServerProcess:
         self.env = _environment(self.model_path, device, env or {})
         temporary = f"reasoncache-server-{os.getpid()}-{self.port}.log"
         self.log_path = Path(log_path or Path(tempfile.gettempdir()) / temporary)
+        # SGLang looks only every 5 s whether SIGTERM came, and then lets schedulers release a GPU.
+        self._end = (signal.SIGINT, signal.SIGTERM) if device == "cpu" else (signal.SIGTERM,)
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         # trust_env: a proxy from the environment must not see loopback traffic.
@@ -142,7 +144,8 @@ class ServerProcess:
         if process is None:
             return
         if process.poll() is None:
-            process.terminate()
+            for number in self._end:
+                process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(grace_s)
         _kill_group(process.pid)

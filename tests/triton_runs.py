@@ -7,10 +7,13 @@ run in a process of their own, which runs their file again.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +32,22 @@ _SMALL = {
 }
 under_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
 
+if INTERPRETED:
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def _builtins(module: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(module) if is_builtin(member)]
+
+    def _patch_builtin(module: Any, builder: Any, scope: Any) -> None:
+        """Triton's, which looks for them anew at every call within a kernel: half of the time."""
+        for name in _builtins(module):
+            if is_builtin(member := getattr(module, name)):
+                interpreter._patch_attr(module, name, member, builder, scope)
+
+    interpreter._patch_builtin = _patch_builtin
+
 
 def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
     """``python ARGUMENTS`` under the interpreter, from the project's root."""
@@ -45,6 +64,8 @@ def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.Com
 
 #: Importing SGLang takes its seconds: tests of these files run beside those of another one.
 _BESIDE = {
+    "test_attention": ["tests/kernels/test_distance.py"],
+    "test_attention_triton": ["tests/kernels/test_select_triton.py"],
     "test_statistics": ["tests/selection/test_device_selection.py"],
     "test_attention_cuda_graph": ["tests/unit/test_no_wait_attention.py"],
 }

@@ -5,6 +5,7 @@ A failure here names what changed; ``sglang_reasoncache/compat`` is the place to
 """
 
 import dataclasses
+import functools
 import inspect
 import pkgutil
 import re
@@ -16,6 +17,8 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.compat import types
 from sglang_reasoncache.plugin import refusals
 
+#: Of a class Python parses the whole file each time.
+_source = functools.cache(inspect.getsource)
 STOCK = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}
 
 
@@ -222,7 +225,7 @@ CASES = re.findall(r"^\w.*\n(?: .*\n)+", STEPS, re.MULTILINE)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.split()[0])
 def test_source_has_steps_in_order(case: str) -> None:
     target, *steps = (" ".join(line.split()) for line in case.splitlines())
-    source = " ".join(inspect.getsource(pkgutil.resolve_name(f"sglang.srt.{target}")).split())
+    source = " ".join(_source(pkgutil.resolve_name(f"sglang.srt.{target}")).split())
     if steps[0].startswith("> "):
         source = source.partition(steps.pop(0)[2:])[2]
     at = [source.find(step) for step in steps]
@@ -318,8 +321,7 @@ def test_attribute_exists(protocol: type, attribute: str) -> None:
     found = pkgutil.resolve_name(f"sglang.srt.{CLASSES[protocol]}")
     assigned = re.compile(rf"\bself\.{attribute}\b[^=\n]*(:[^=\n]+)?=[^=]")
     assert hasattr(found, attribute) or any(
-        attribute in getattr(base, "__annotations__", ())
-        or assigned.search(inspect.getsource(base))
+        attribute in getattr(base, "__annotations__", ()) or assigned.search(_source(base))
         for base in found.__mro__
         if base.__module__.startswith("sglang")
     ), f"{found.__name__} has no {attribute}"

@@ -6,10 +6,6 @@ machine and older ones run it, and Triton, on a GPU or interpreted. In the inter
 import ctypes
 import functools
 import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,6 @@ from sglang_reasoncache import native
 from sglang_reasoncache.native import sanitized
 from tests.triton_runs import INTERPRETED, on_device
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
 #: What a build for an older x86 lacks: AVX-512; then AVX, F16C and FMA too.
 OLDER = {"x86-64-v3": {"avx2", "f16c", "fma"}, "x86-64": set[str]()}
 NATIVE = () if INTERPRETED else ("native", *OLDER)
@@ -78,14 +73,10 @@ def older_build(level: str) -> ctypes.CDLL | str:
         return "a build for an x86 CPU"
     if not set(Path("/proc/cpuinfo").read_text().split()) >= OLDER[level]:
         return f"this CPU is older than {level}"
-    compiler = shutil.which("c++")
-    if compiler is None:
-        return "no C++ compiler"
-    sources = [
-        str(p) for room in ("pool", "distance", "attention") for p in CSRC.glob(f"{room}/*.cpp")
-    ]
-    options = f"-std=c++17 -O1 -march={level} -fPIC -shared -pthread -ffp-contract=off -I{CSRC}"
-    with tempfile.TemporaryDirectory() as folder:
-        target = f"{folder}/{level}.so"
-        subprocess.run([compiler, *shlex.split(options), *sources, "-o", target], check=True)
-        return ctypes.CDLL(target)
+    # Once for all processes and runs, as the library itself.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_OPTIMISED", ("-O1", f"-march={level}"))
+        try:
+            return ctypes.CDLL(str(native._build(native._source_root())))
+        except native.NativeUnavailable as error:
+            return str(error)

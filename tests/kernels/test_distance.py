@@ -17,7 +17,6 @@ from tests.kernels.engines import host_backend as host_backend
 from tests.kernels.engines import unavailable
 from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation
 from tests.triton_runs import INTERPRETED, there
-from tests.triton_runs import test_interpreted as test_interpreted
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -11,7 +11,6 @@ import torch
 from tests.selection.test_page_selection import selection_on_host
 from tests.triton_runs import DEVICE, INTERPRETED, on_device, there
 from tests.triton_runs import small_launches as small_launches
-from tests.triton_runs import test_interpreted as test_interpreted
 
 pytest.importorskip("triton")
 

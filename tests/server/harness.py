@@ -22,8 +22,8 @@ _BAD_LOG_WORDS = ("Traceback (most recent call last)", "leak detected", "Leak De
 
 
 class ServerPool:
-    """Starts servers when first asked for and keeps the most recent ones alive. A start costs a
-    minute of processor time, an idle server up to 3 GB."""
+    """Starts servers when first asked for and keeps the most recent ones alive. A start costs
+    ten seconds of processor time, an idle server up to 3 GB."""
 
     def __init__(self, model_path: Path, log_dir: Path, capacity: int) -> None:
         if capacity < 1:
@@ -85,11 +85,14 @@ def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
 
 
 def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
-    """Check that every slot is back, the cache can be flushed, and nothing complained in the log
-    from ``log_start`` on."""
+    """Check that every slot is back, the cache can be flushed, which restarts our totals, and nothing
+    complained in the log from ``log_start`` on."""
     wait_until_idle(server)
     flushed = server.post("/flush_cache", params={"timeout": 30})
     assert flushed.status_code == 200, f"flush refused: {flushed.text}"
+    for ours in server.get("/reasoncache").json().get("schedulers", ()):
+        if ours is not None and ours["disabled"] is None:
+            assert ours["totals"]["blocks_shared"] == ours["totals"]["positions_evicted"] == 0
     health = server.get("/health_generate")
     assert health.status_code == 200, f"unhealthy: status {health.status_code}"
     wait_until_idle(server)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import pytest
+
 from eval.serving import LEAN_START
 from sglang_reasoncache.arguments import arguments_of
 from sglang_reasoncache.filter.process import WAIT_ENV
@@ -68,6 +70,7 @@ POLICY = "--reasoncache-policy"
 RKV_POLICY = "rkv:budget=110:slack=24:recent=16"
 QUEST_POLICY = "quest:budget=48:whole_layers=1"
 TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
 
 
 def retracting(interval: int) -> dict[str, str]:

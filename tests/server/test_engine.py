@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing through ``sglang.Engine``, and a stock engine after it in the same process."""
+"""Sharing through ``sglang.Engine``, whose processes are spawned, and a stock engine after it in the
+same process."""
 
 import os
 import subprocess
@@ -45,7 +46,7 @@ if __name__ == "__main__":
 def test_engine_shares_and_leaves_no_trace(model_path: Path, tmp_path: Path) -> None:
     script = tmp_path / "engines.py"
     script.write_text(_SCRIPT)
-    env = {**ServerProcess(model_path).env, "OMP_NUM_THREADS": "1"}
+    env = {**ServerProcess(model_path, env={"REASONCACHE_FORK": None}).env, "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join((str(ROOT), env["PYTHONPATH"]))
     command = [sys.executable, str(script), str(model_path)]
     done = subprocess.run(

@@ -68,16 +68,21 @@ def test_what_goes_is_what_the_rule_says(server: ServerProcess, reference: Any) 
     "server", [*specs.EVICTORS, specs.RKV, specs.SHARING_AND_RKV, specs.SNAPKV_H2O], indirect=True
 )
 def test_frees_slots_under_load(server: ServerProcess) -> None:
-    before = report(server)["totals"]
+    """And shares on the same rows, where the policy does both."""
     solve(server, problems(16, seed=22))
     wait_until_idle(server)
     seen = report(server)
     totals = seen["totals"]
-    assert totals["positions_evicted"] - before["positions_evicted"] > 16 * 50
+    assert totals["positions_evicted"] > 16 * 50
     assert totals["slots_freed_by_eviction"] > 0
     assert totals["eviction_refusals"] == {}
     assert seen["positions_evicted_now"] == seen["slots_saved_now"] == 0
     assert 0.2 < totals["final_saving_ratio"] < 0.95
+    if "reasoncache+" in seen["config"]["policy"]:
+        assert totals["blocks_shared"] > 12
+        assert totals["positions_evicted"] > totals["slots_freed_by_eviction"]
+        assert totals["refusals"]["evicted"] > 0, "some block met an evicted position"
+        assert any(row["blocks"] and row["evictions"] for row in seen["recent"])
 
 
 @pytest.mark.parametrize("server", [specs.EVICTING], indirect=True)
@@ -96,18 +101,6 @@ def test_budget_and_reports(server: ServerProcess) -> None:
         assert after[f"{name}_total"] > before.get(f"{name}_total", 0.0)
     assert after["positions_evicted_now"] == 0
     assert "#evicted token: " in server.log_text(start)
-
-
-@pytest.mark.parametrize(
-    "server", [specs.SHARING_AND_EVICTING, specs.SHARING_AND_RKV], indirect=True
-)
-def test_shares_and_evicts_on_the_same_rows(server: ServerProcess) -> None:
-    solve(server, problems(12, seed=24))
-    totals = report(server)["totals"]
-    assert totals["blocks_shared"] > 12
-    assert totals["positions_evicted"] > totals["slots_freed_by_eviction"] > 0
-    assert totals["refusals"]["evicted"] > 0, "some block met an evicted position"
-    assert any(row["blocks"] and row["evictions"] for row in report(server)["recent"])
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharing under load, in every publish mode and page size, and what every kind of server does.
 
-The ``server`` fixture checks after each test that every slot is back, the cache can be flushed and
-the log holds no traceback; SGLang's strict memory checks run after every batch meanwhile.
+The ``server`` fixture checks after each test that every slot is back, a flush starts us anew and the
+log holds no traceback; SGLang's strict memory checks run after every batch meanwhile. The first test
+here flushes before the others load.
 """
 
 import asyncio
 import contextlib
-import os
 
 import httpx
 import pytest
@@ -30,7 +30,13 @@ from tests.server.problems import (
     solve,
 )
 
-FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
+
+@pytest.mark.parametrize("server", specs.SHARING, indirect=True)
+def test_follow_up_turn(server: ServerProcess) -> None:
+    ask = {"role": "user", "content": problems(1, seed=8)[0].prompt}
+    answer = {"role": "assistant", "content": chat_once(server, [ask]).message.content}
+    again = [chat_once(server, [ask, answer, ask], max_tokens=64) for _ in range(2)]
+    assert again[0].message.content == again[1].message.content
 
 
 @pytest.mark.parametrize(
@@ -41,7 +47,7 @@ FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank need
         # Blocks are whole pages; by index they differ in tokens, so only memory is checked.
         (specs.PAGED, 16, 0, 0.0, 0.0),
         # Distances are summed over ranks, so both redirect the same rows; else they would hang.
-        pytest.param(specs.TWO_RANKS, 10, 0, 0.0, 0.8, marks=FEW_CORES),
+        pytest.param(specs.TWO_RANKS, 10, 0, 0.0, 0.8, marks=specs.FEW_CORES),
     ],
     indirect=["server"],
 )
@@ -133,7 +139,7 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
     [
         (specs.FAILING, "OutOfMemoryError: made up by a test"),
         # What the first rank tells.
-        pytest.param(specs.TWO_RANKS, "another tensor-parallel rank failed", marks=FEW_CORES),
+        pytest.param(specs.TWO_RANKS, "another tensor-parallel rank failed", marks=specs.FEW_CORES),
     ],
 )
 def test_a_failure_of_ours_ends_sharing_and_nothing_else(
@@ -156,32 +162,6 @@ def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     assert log.count("Traceback (most recent call last)") == 1
     assert log.count(SAID) == VITAL
     assert_whole(server, server.log_size())
-
-
-@pytest.mark.parametrize("server", specs.SHARING, indirect=True)
-def test_follow_up_turn(server: ServerProcess) -> None:
-    ask = {"role": "user", "content": problems(1, seed=8)[0].prompt}
-    answer = {"role": "assistant", "content": chat_once(server, [ask]).message.content}
-    again = [chat_once(server, [ask, answer, ask], max_tokens=64) for _ in range(2)]
-    assert again[0].message.content == again[1].message.content
-
-
-@pytest.mark.parametrize(
-    ("server", "total"),
-    [
-        *((spec, "blocks_shared") for spec in specs.SHARING),
-        *((spec, "positions_evicted") for spec in specs.EVICTORS),
-    ],
-    indirect=["server"],
-)
-def test_flush_between_loads(server: ServerProcess, total: str) -> None:
-    todo = problems(6, seed=9)
-    solve(server, todo)
-    wait_until_idle(server)
-    assert server.post("/flush_cache").status_code == 200
-    assert report(server)["totals"][total] == 0
-    solve(server, todo)
-    assert report(server)["totals"][total] > 0
 
 
 @pytest.mark.parametrize("server", [specs.EXACT, specs.ALIASED, specs.EVICTING], indirect=True)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers on which the responses to one prompt share slots."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,13 +11,12 @@ from tests.server import specs
 from tests.server.harness import ServerPool, generate, wait_until_idle
 from tests.server.problems import OPT_OUT, prompts, report, series
 
-FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
 SAMPLED = {"temperature": 0.8}
 
 
 @pytest.mark.parametrize(
     "server",
-    [specs.SIBLINGS, pytest.param(specs.SIBLINGS_ON_TWO_RANKS, marks=FEW_CORES)],
+    [specs.SIBLINGS, pytest.param(specs.SIBLINGS_ON_TWO_RANKS, marks=specs.FEW_CORES)],
     indirect=True,
 )
 def test_samples_share_with_each_other(server: ServerProcess) -> None:

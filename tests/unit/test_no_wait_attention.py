@@ -115,11 +115,12 @@ def check(
     torch.testing.assert_close(in_host(found).double(), expected, rtol=0, atol=TOLERANCE[rig.dtype])
 
 
-@pytest.mark.parametrize("statistics", [False, True], ids=["plain", "statistics"])
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 @pytest.mark.parametrize("new", NEW.values(), ids=NEW)
-def test_plans_and_layers(new: list[int], corrected: bool, statistics: bool) -> None:
-    """With shifted slots, then with evicted positions too."""
+def test_plans_and_layers(new: list[int], corrected: bool) -> None:
+    """With shifted slots, then with evicted positions too; every batch and either correction with
+    statistics and without."""
+    statistics = corrected != (new == NEW["with-prefix"])
     rig = Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1)
     backend = backend_of(rig, corrected)
     if statistics:
