@@ -79,7 +79,8 @@ def retracting(interval: int) -> dict[str, str]:
     return {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)}
 
 
-EXACT = SHARED.having("exact", TIGHT, *EAGER, CHUNKED, "--enable-metrics")
+#: Its processes are spawned, as an operator's are.
+EXACT = SHARED.having("exact", TIGHT, *EAGER, CHUNKED, "--enable-metrics", REASONCACHE_FORK="")
 ALIASED = SHARED.having("aliased", TIGHT, *EAGER, CHUNKED, ALIASING, **retracting(25)).beside(STOCK)
 #: Whole pages.
 PAGED = SHARED.having(
