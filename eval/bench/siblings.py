@@ -9,16 +9,19 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from eval.bench import at_least
 from eval.bench.serve import SERVER_FLAGS, run_in_turns, tokens_per_s
 from eval.measures.accuracy import compare, keyed
 from eval.measures.figures import of_cells
 from eval.methods import DENSE
-from eval.runs.folder import Cell, RunError, write_whole
+from eval.runs.folder import Cell, Result, RunError, write_whole
 from eval.small_reasoner import MODEL
 
 WITHIN, ACROSS = "newest", "newest:scope=prompt"
@@ -34,9 +37,20 @@ def measure(count: int, task: str, out: Path, *, problems: int, **options: Any) 
     return {method: row_of(cells[method], cells[DENSE]) for method in (WITHIN, ACROSS)}
 
 
+def majority(results: Iterable[Result]) -> float:
+    """Share of the problems, each asked several times, whose most frequent answer is right; of
+    answers as frequent the first."""
+    rows = pd.DataFrame([(row.problem_id, row.extracted, row.correct) for row in results])
+    problems = rows.groupby(rows[0].str.rpartition(".")[0])
+    right = [
+        bool(one[one[1] == Counter(one[1]).most_common(1)[0][0]][2].all()) for _, one in problems
+    ]
+    return statistics.mean(right)
+
+
 def row_of(cells: Sequence[Cell], dense: Sequence[Cell]) -> dict[str, Any]:
     """``saved``, ``saved_across``: slots over positions, means of decode steps; ``saved_at_the_end``:
-    of responses."""
+    of responses. Majorities, ours and stock's, are over the samples of a problem in all rounds."""
     sides = [keyed({one.seed: one.results() for one in side}) for side in (cells, dense)]
     against, seen = compare(*sides), of_cells(cells)
     totals = [leg.report.get("totals", {}) for cell in cells for leg in cell.legs()]
@@ -51,6 +65,8 @@ def row_of(cells: Sequence[Cell], dense: Sequence[Cell]) -> dict[str, Any]:
         "saved_across": statistics.mean(across) if across else None,
         "saved_at_the_end": seen.final_saving,
         "accuracy_ratio": against.kept.value if against and against.kept else None,
+        "majority": majority(sides[0].values()),
+        "dense_majority": majority(sides[1].values()),
         "mean_running": seen.mean_running,
         "dense_mean_running": of_cells(dense).mean_running,
         "retractions": seen.retractions,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benches of siblings make of recorded runs and of recorded responses."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from eval.bench.recorded_siblings import main
-from eval.bench.siblings import ACROSS, row_of
+from eval.bench.siblings import ACROSS, majority, row_of
 from eval.methods import DENSE, find_method
 from eval.runs.folder import Cell
 from tests.eval.peer import leg, response, result
@@ -38,6 +39,14 @@ def test_a_row_is_ours_over_stock(tmp_path: Path) -> None:
     assert (row["saved"], row["saved_at_the_end"]) == (0.4, 0.5)
     assert row["saved_across"] == pytest.approx(0.1)
     assert row["accuracy_ratio"] == pytest.approx(0.75)
+    # One answer of two to the second problem is right, and it is the first.
+    assert (row["majority"], row["dense_majority"]) == (1.0, 1.0)
+
+
+def test_a_majority_is_of_one_problem_and_its_answer() -> None:
+    answers = {"p.0": "4", "p.1": "3", "p.2": "3", "q.0": "4", "q.1": "5", "r.0": "4"}
+    found = [dataclasses.replace(result(at, x == "4"), extracted=x) for at, x in answers.items()]
+    assert majority(found) == pytest.approx(2 / 3)
 
 
 def test_recorded_copies_save_what_is_old_of_one_of_them(
