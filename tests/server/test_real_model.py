@@ -36,10 +36,11 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ("--enable-reasoncache", "--reasoncache-scope", "prompt", "--dtype", "float32")
-    flags += ("--max-total-tokens", "8000")
+    flags = (
+        "--enable-reasoncache --reasoncache-scope prompt --dtype float32 --max-total-tokens 8000"
+    )
     log = tmp_path_factory.mktemp("real") / "server.log"
-    process = ServerProcess(MODEL, flags=flags, env=STRICT_CHECKS, log_path=log)
+    process = ServerProcess(MODEL, flags=flags.split(), env=STRICT_CHECKS, log_path=log)
     process.start()
     yield process
     process.close()
