@@ -66,6 +66,7 @@ class ServerProcess:
         temporary = f"reasoncache-server-{os.getpid()}-{self.port}.log"
         self.log_path = Path(log_path or Path(tempfile.gettempdir()) / temporary)
         # SGLang looks only every 5 s whether SIGTERM came, and then lets schedulers release a GPU.
+        # After SIGINT its log ends with tracebacks of KeyboardInterrupt.
         self._end = (signal.SIGINT, signal.SIGTERM) if device == "cpu" else (signal.SIGTERM,)
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -138,7 +139,7 @@ class ServerProcess:
         return f"SGLang server {what}\n  {command}\n--- end of {self.log_path} ---\n{tail}"
 
     def close(self, grace_s: float = 15.0) -> None:
-        """End the server and every child; graceful first, so that it removes its files."""
+        """End the server and every child, at first gracefully."""
         self._http.close()
         process, self._process = self._process, None
         if process is None:

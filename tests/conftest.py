@@ -22,7 +22,7 @@ _SERVER_TESTS = ROOT / "tests" / "server"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let a terminated run still end its servers: SIGTERM unwinds like Ctrl-C. Two thirds of a
-    server's start are imports: its processes are forked, but for ``specs.EXACT`` and ``test_engine.py``."""
+    server's start are imports: its processes are forked, but where a spec says otherwise."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["REASONCACHE_FORK"] = "1"
 

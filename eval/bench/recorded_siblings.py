@@ -5,6 +5,7 @@ would save together, every block shared that the plugin's filter proposes. No mo
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -58,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         questions.setdefault(question, []).append(number)
     # Each row of the table is of the same responses.
     most = max(options.counts)
-    lines = []
+    if any(most % count for count in options.counts):
+        parser.error(f"--counts must divide the largest, {most}, got {options.counts}")
+    lines: list[tuple[Any, ...]] = []
     for count in options.counts:
         for members in questions.values():
             some = members[: len(members) // most * most]
@@ -69,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 ):
                     answer = "right" if rows[number][2] else "others"
                     lines.append((answer, count, len(streams[number]), *figures))
+    if not lines:
+        parser.error(f"RESPONSES: {options.responses} has no question with {most} responses")
     names = ["answer", "together", "tokens", "saved, end", "across, end", "saved, decode steps"]
     groups = pd.DataFrame(lines, columns=names).groupby(names[:2], sort=False)
     means = groups.mean().assign(responses=groups.size()).reset_index()

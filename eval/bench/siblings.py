@@ -40,7 +40,7 @@ def measure(count: int, task: str, out: Path, *, problems: int, **options: Any) 
 def majority(results: Iterable[Result]) -> float:
     """Share of the problems, each asked several times, whose most frequent answer is right; of
     answers as frequent the first."""
-    rows = pd.DataFrame([(row.problem_id, row.extracted, row.correct) for row in results])
+    rows = pd.DataFrame([(row.problem_id, row.extracted or "", row.correct) for row in results])
     problems = rows.groupby(rows[0].str.rpartition(".")[0])
     right = [
         bool(one[one[1] == Counter(one[1]).most_common(1)[0][0]][2].all()) for _, one in problems

@@ -182,6 +182,7 @@ class RequestTracker:
         self._orphans.clear()
         if self._engine is not None:
             self._engine.shut_down()
+            self._count(self._engine)
 
     def _count(self, engine: FilterProcess) -> None:
         self.stats.steps_shed = engine.steps_shed - self._shed_before

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV distance by every backend, against blocks gathered first and summed in fp64."""
+"""KV distance by every backend, against blocks gathered first and summed in fp64. Interpreted beside
+``test_attention.py``."""
 
 import dataclasses
 import itertools

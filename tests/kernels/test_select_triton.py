@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of a plan and their bounds: on a GPU if there is one, or interpreted."""
+"""Pages of a plan and their bounds: on a GPU if there is one, or interpreted beside
+``test_attention_triton.py``."""
 
 import functools
 import random

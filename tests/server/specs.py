@@ -99,6 +99,7 @@ TWO_RANKS = SHARED.having(
     *(TIGHT, *EAGER, "--reasoncache-percentile 90 --tp 2 --enable-metrics"),
     PYTHONPATH=FAILING_PLUGIN,
     **TWO_CORES,
+    REASONCACHE_FORK="",
 )
 #: A budget well below a response, met often, on the overlap schedule.
 EVICTING = SHARED.having(
