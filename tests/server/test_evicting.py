@@ -59,6 +59,18 @@ def test_one_has_the_prompt_the_other_the_response(server: ServerProcess) -> Non
         assert 90 <= length - found["evicted_positions"] <= 90 + 16 + 8
 
 
+@pytest.mark.parametrize("server", [specs.SHARING_AND_EVICTING], indirect=True)
+def test_after_a_flush_it_starts_anew(server: ServerProcess) -> None:
+    for _ in range(2):
+        solve(server, problems(6, seed=9))
+        wait_until_idle(server)
+        totals = report(server)["totals"]
+        assert totals["blocks_shared"] > 0 and totals["positions_evicted"] > 0
+        assert server.post("/flush_cache").status_code == 200
+        totals = report(server)["totals"]
+        assert totals["blocks_shared"] == totals["positions_evicted"] == 0
+
+
 @pytest.mark.parametrize("server", [specs.RKV], indirect=True)
 def test_what_goes_is_what_the_rule_says(server: ServerProcess, reference: Any) -> None:
     assert_rkv_decides(server, reference)
