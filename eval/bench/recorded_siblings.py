@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = "Responses that decode together (default 1 2 4)."
     parser.add_argument("--counts", type=at_least(1), nargs="+", default=(1, 2, 4), help=counts)
     options = parser.parse_args(argv)
+    # Each row of the table is of the same responses.
+    most = max(options.counts)
+    if any(most % count for count in options.counts):
+        parser.error(f"--counts must divide the largest, {most}, got {options.counts}")
     try:
         rows = [
             (text_of(row, "question"), text_of(row, "response"), row.get("correct") is True)
@@ -57,19 +61,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     questions: dict[str, list[int]] = {}
     for number, (question, *_) in enumerate(rows):
         questions.setdefault(question, []).append(number)
-    # Each row of the table is of the same responses.
-    most = max(options.counts)
-    if any(most % count for count in options.counts):
-        parser.error(f"--counts must divide the largest, {most}, got {options.counts}")
     lines: list[tuple[Any, ...]] = []
     for count in options.counts:
         for members in questions.values():
             some = members[: len(members) // most * most]
             for first in range(0, len(some), count):
                 group = some[first : first + count]
-                for number, figures in zip(
-                    group, shared(vocabulary, [streams[i] for i in group]), strict=True
-                ):
+                found = shared(vocabulary, [streams[number] for number in group])
+                for number, figures in zip(group, found, strict=True):
                     answer = "right" if rows[number][2] else "others"
                     lines.append((answer, count, len(streams[number]), *figures))
     if not lines:

@@ -9,12 +9,10 @@ import json
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from eval.bench import at_least
 from eval.bench.serve import SERVER_FLAGS, run_in_turns, tokens_per_s
@@ -40,12 +38,15 @@ def measure(count: int, task: str, out: Path, *, problems: int, **options: Any) 
 def majority(results: Iterable[Result]) -> float:
     """Share of the problems, each asked several times, whose most frequent answer is right; of
     answers as frequent the first."""
-    rows = pd.DataFrame([(row.problem_id, row.extracted or "", row.correct) for row in results])
-    problems = rows.groupby(rows[0].str.rpartition(".")[0])
-    right = [
-        bool(one[one[1] == Counter(one[1]).most_common(1)[0][0]][2].all()) for _, one in problems
-    ]
-    return statistics.mean(right)
+    answers: defaultdict[str, Counter[str | None]] = defaultdict(Counter)
+    right: dict[tuple[str, str | None], bool] = {}
+    for row in results:
+        problem = row.problem_id.rpartition(".")[0]
+        answers[problem][row.extracted] += 1
+        right[problem, row.extracted] = row.correct
+    return statistics.mean(
+        right[problem, given.most_common(1)[0][0]] for problem, given in answers.items()
+    )
 
 
 def row_of(cells: Sequence[Cell], dense: Sequence[Cell]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,31 +121,37 @@ def load(options: argparse.Namespace) -> Reader:
 
 
 def chosen(options: argparse.Namespace, tokenizer: Any, across: bool) -> list[list[Response]]:
-    """``--limit`` responses of each group, the groups in turn, each alone; ``across``: the responses
-    to each of ``--limit`` questions that has several, one of ``--groups`` among them."""
+    """What is read together: each response alone, or beside an arm ``across`` its siblings."""
     found = read(options.responses, tokenizer, options.cap, options.shortest, across)
-    seen: Counter[str] = Counter()
-    ranked = []
-    by_prompt: dict[tuple[int, ...], list[Response]] = {}
-    for response in found:
-        if across:
-            siblings = by_prompt.setdefault(response.tokens[: response.prompt], [])
-            siblings += [response] * (len(siblings) < options.siblings)
-            continue
-        rank = seen[response.group]
-        if response.group in options.groups and rank < options.limit:
-            seen[response.group] += 1
-            ranked.append((rank, options.groups.index(response.group), [response]))
-    together = [
-        siblings
-        for siblings in by_prompt.values()
-        if len(siblings) > 1 and not {one.group for one in siblings}.isdisjoint(options.groups)
-    ]
-    together = together[: options.limit] + [alone for *_, alone in sorted(ranked)]
+    together = _siblings(options, found) if across else _alone(options, found)
     if not together:
         several = ", several to a question" * across
         raise ValueError(f"{options.responses}: no response of --shortest and --groups{several}")
     return together
+
+
+def _alone(options: argparse.Namespace, found: Iterable[Response]) -> list[list[Response]]:
+    """``--limit`` responses of each group, the groups in turn."""
+    seen: Counter[str] = Counter()
+    ranked = []
+    for response in found:
+        rank = seen[response.group]
+        if response.group in options.groups and rank < options.limit:
+            seen[response.group] += 1
+            ranked.append((rank, options.groups.index(response.group), response))
+    return [[response] for *_, response in sorted(ranked)]
+
+
+def _siblings(options: argparse.Namespace, found: Iterable[Response]) -> list[list[Response]]:
+    """The first ``--siblings`` responses to each of ``--limit`` questions that have several, one of
+    ``--groups`` among them."""
+    by_prompt: dict[tuple[int, ...], list[Response]] = {}
+    for response in found:
+        by_prompt.setdefault(response.tokens[: response.prompt], []).append(response)
+    several = [siblings[: options.siblings] for siblings in by_prompt.values() if siblings[1:]]
+    wanted = set(options.groups)
+    together = [one for one in several if wanted & {response.group for response in one}]
+    return together[: options.limit]
 
 
 def measure(
