@@ -42,12 +42,12 @@ class Worker {
       : task_(task),
         pool_(task.pool),
         call_(task.call),
-        query_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.k_padded)),
+        query_(query_size()),
         sums_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.v_padded)),
-        most_(static_cast<std::size_t>(task.most_queries * call_.num_heads)),
+        most_(static_cast<std::size_t>(task.most_queries * call_.num_heads + kLanes)),
         total_(most_.size()),
-        rotated_by_(kKept * most_.size()),
-        rotated_(rotates() ? rotated_by_.size() * static_cast<std::size_t>(task.k_padded) : 0),
+        rotated_by_(most_.size()),
+        rotated_(rotates() ? query_size() : 0),
         kept_(2 * kTile * static_cast<std::size_t>(task.k_padded)),
         offset_(static_cast<std::size_t>(task.most_queries)),
         next_slot_(offset_.size()) {
@@ -95,7 +95,7 @@ class Worker {
         const std::int64_t at = place(unit, row, head);
         read_query(task_, row, head, query(at));
         std::fill(sums(at), sums(at) + task_.v_padded, 0.0f);
-        std::fill_n(&rotated_by_[static_cast<std::size_t>(kKept * at)], kKept, 0);
+        rotated_by_[static_cast<std::size_t>(at)] = 0;
         most_[static_cast<std::size_t>(at)] = -kInfinity;
         total_[static_cast<std::size_t>(at)] = 0;
       }
@@ -216,18 +216,13 @@ class Worker {
     std::fill(scores_ + size, scores_ + own * kLanes, -kInfinity);
     for (;;) {
       const int vectors = rotated_scores<kHeads>(turns, own, head);
-      Softmax<kHeads> softmax;
-      std::copy_n(&most_[static_cast<std::size_t>(head)], kHeads, softmax.most);
-      std::copy_n(&total_[static_cast<std::size_t>(head)], kHeads, softmax.total);
-      softmax.weigh(scores_, vectors);
+      weigh<kHeads>(scores_, vectors, most_.data() + head, total_.data() + head, decay_);
       for (int i = own; i < vectors; ++i) {
         float* to = scores_ + of_[i] * kHeads;
         store(to, load(to) + load(scores_ + i * kLanes));
       }
-      add_values<Element, kHeads>(values_, count, values, scores_, softmax.decay, pool_.head_dim[1],
+      add_values<Element, kHeads>(values_, count, values, scores_, decay_, pool_.head_dim[1],
                                   task_.v_padded, sums(head));
-      std::copy_n(softmax.most, kHeads, &most_[static_cast<std::size_t>(head)]);
-      std::copy_n(softmax.total, kHeads, &total_[static_cast<std::size_t>(head)]);
       if (turns.begin == turns.end) return;
       std::fill_n(scores_, own * kLanes, -kInfinity);
     }
@@ -242,7 +237,7 @@ class Worker {
       end = shift == nullptr ? count : begin + 1;
       while (end < count && shift[end] == shift[begin]) ++end;
       const float* query =
-          shift == nullptr ? this->query(head) : rotated<kHeads>(head, shift[begin], begin);
+          shift == nullptr ? this->query(head) : rotated<kHeads>(head, shift[begin]);
       float* kept = keep ? kept_.data() + begin * task_.k_padded : nullptr;
       scores_of<Element, kHeads>(keys_ + begin, end - begin, keys, begin, query, pool_.head_dim[0],
                                  task_.k_padded, kept, scores_ + begin * kHeads);
@@ -260,7 +255,7 @@ class Worker {
     for (; turns.begin < turns.end && vectors + kTile / kKeys <= kVectors; ++turns.begin) {
       std::uint64_t bits = (call_.bits[turns.begin] >> turns.first) & turns.mask;
       if (bits == 0) continue;
-      const float* query = rotated<kHeads>(head, call_.by[turns.begin], turns.begin);
+      const float* query = rotated<kHeads>(head, call_.by[turns.begin]);
       for (int at = 0; bits != 0; at += kKeys, bits >>= kKeys) {
         if ((bits & kAll) == 0) continue;
         Floats found = some_scores<float, kHeads>(kept_rows_ + at, query, task_.k_padded,
@@ -275,13 +270,12 @@ class Worker {
   }
 
   // A key rotated by the shift under the query is the key under the query rotated back. Runs of
-  // one shift go over several tiles: the last queries are kept, one for even `turn` and one for odd.
+  // one shift go over several tiles: the last queries are kept.
   template <int kHeads>
-  const float* rotated(std::int64_t head, std::int32_t shift, std::int64_t turn) {
+  const float* rotated(std::int64_t head, std::int32_t shift) {
     if (shift == 0) return query(head);
-    const std::int64_t at = kKept * head + turn % kKept * kHeads;
-    float* to = rotated_.data() + at * task_.k_padded;
-    std::int32_t& by = rotated_by_[static_cast<std::size_t>(at)];
+    float* to = rotated_.data() + head * task_.k_padded;
+    std::int32_t& by = rotated_by_[static_cast<std::size_t>(head)];
     if (by == shift) return to;
     by = shift;
     if (pool_.rotary_dim < task_.k_padded) std::copy_n(query(head), kHeads * task_.k_padded, to);
@@ -341,6 +335,9 @@ class Worker {
     return dim * static_cast<std::int64_t>(sizeof(Element));
   }
 
+  std::size_t query_size() const {
+    return static_cast<std::size_t>(task_.most_queries * call_.num_heads * task_.k_padded);
+  }
   bool rotates() const { return call_.shift != nullptr || call_.tile_ptr != nullptr; }
 
   // Of a query head in what is kept for the unit.
@@ -350,7 +347,6 @@ class Worker {
   float* query(std::int64_t place) { return query_.data() + place * task_.k_padded; }
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
-  static constexpr std::int64_t kKept = 2;  // rotated queries
   static constexpr std::int64_t kRound = 4;  // positions of a round of turns, were nothing shared
   static constexpr std::int32_t kDone = std::numeric_limits<std::int32_t>::max();
 
@@ -359,9 +355,9 @@ class Worker {
   const DecodeCall& call_;
   Lines query_;                // [most_queries][num_heads][k_padded], scaled
   Lines sums_;                 // [most_queries][num_heads][v_padded]
-  std::vector<float> most_;    // [most_queries][num_heads]
-  std::vector<float> total_;   // [most_queries][num_heads]
-  std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads][kKept], 0: by nothing yet
+  std::vector<float> most_;    // [most_queries][num_heads], and a vector that may be read
+  std::vector<float> total_;   // likewise
+  std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads], 0: by nothing yet
   Lines rotated_;                         // likewise, [k_padded] each
   Lines kept_;  // [2 * kTile][k_padded], keys of a tile with rotations; a last group may go beyond
   std::vector<std::int64_t> offset_;      // [most_queries], of the next tile in the chunk
@@ -376,6 +372,7 @@ class Worker {
   const Element* const* values_ = nullptr;
   static constexpr int kVectors = 16 * kTile * kMostHeads / kLanes;  // room for the scores of a tile
   alignas(64) float scores_[(kVectors + 1) * kLanes];
+  alignas(64) float decay_[kLanes];
   int of_[kVectors];  // first entry of each vector
 };
 

@@ -46,12 +46,12 @@ RC_INLINE Floats some_scores(const Element* const* rows, const float* query, std
   Floats sums[kLanes] = {};
   const auto step = [&](std::int64_t i, const auto& read) {
     Floats keys[kKeys];
-    for (int key = 0; key < kKeys; ++key) keys[key] = read(rows[key] + i);
+    for (int key = 0; key < kKeys; ++key) keys[key] = held(read(rows[key] + i));
     if (kept != nullptr) {
       for (int key = 0; key < kKeys; ++key) store(kept + key * padded + i, keys[key]);
     }
     for (int head = 0; head < kHeads; ++head) {
-      const Floats q = load(query + head * padded + i);
+      const Floats q = held(load(query + head * padded + i));
       for (int key = 0; key < kKeys; ++key) {
         sums[key * kHeads + head] = multiply_add(keys[key], q, sums[key * kHeads + head]);
       }
@@ -95,42 +95,43 @@ RC_INLINE Floats only(std::uint64_t bits, Floats scores) {
   return select(is_set, scores, all_of(-kInfinity));
 }
 
-// Running maximum and sum of weights of kHeads heads, and by what to scale what was summed.
-template <int kHeads>
-struct Softmax {
-  float most[kHeads];
-  float total[kHeads];
-  float decay[kHeads];
+// Lanes of the same head taken together, in all of them.
+template <int kHeads, class Two>
+RC_INLINE Floats over_keys(Floats v, const Two& two) {
+  if constexpr (kLanes > kHeads && kLanes >= 16) v = two(v, turned<8>(v));
+  if constexpr (kLanes > kHeads && kLanes >= 8 && kHeads <= 4) v = two(v, turned<4>(v));
+  if constexpr (kHeads <= 2) v = two(v, turned<2>(v));
+  if constexpr (kHeads <= 1) v = two(v, turned<1>(v));
+  return v;
+}
 
-  // So many vectors of scores, lanes of the heads in turn, become weights.
-  __attribute__((noinline)) void weigh(float* scores, int vectors) {
-    const int size = vectors * kLanes;
-    Floats top = all_of(-kInfinity);
-    for (int i = 0; i < size; i += kLanes) {
-      const Floats x = load(scores + i);
-      top = select(x > top, x, top);
-    }
-    float new_most[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) new_most[lane] = most[lane % kHeads];
-    for (int lane = 0; lane < kLanes; ++lane) {
-      new_most[lane % kHeads] = std::max(new_most[lane % kHeads], top[lane]);
-    }
-    for (int lane = kHeads; lane < kLanes; ++lane) new_most[lane] = new_most[lane % kHeads];
-    const Floats shared = unaligned<Floats>(new_most);
-    Floats sum{};
-    for (int i = 0; i < size; i += kLanes) {
-      const Floats weight = exp_of(load(scores + i) - shared);
-      store(scores + i, weight);
-      sum += weight;
-    }
-    for (int head = 0; head < kHeads; ++head) {
-      decay[head] = most[head] == new_most[head] ? 1.0f : std::exp(most[head] - new_most[head]);
-      most[head] = new_most[head];
-      total[head] *= decay[head];
-    }
-    for (int lane = 0; lane < kLanes; ++lane) total[lane % kHeads] += sum[lane];
+// So many vectors of scores, lanes of kHeads heads in turn, become weights. `most` and `total`
+// [kHeads] are the running maximum and sum of weights, `decay` by what to scale what was summed.
+// All three are read or written a vector wide.
+template <int kHeads>
+__attribute__((noinline)) void weigh(float* scores, int vectors, float* most, float* total,
+                                     float* decay) {
+  const int size = vectors * kLanes;
+  const Floats before = turned<0, kHeads>(load(most));
+  Floats top = before;
+  for (int i = 0; i < size; i += kLanes) {
+    const Floats x = load(scores + i);
+    top = select(x > top, x, top);
   }
-};
+  top = over_keys<kHeads>(top, [](Floats a, Floats b) { return select(a > b, a, b); });
+  Floats sum{};
+  for (int i = 0; i < size; i += kLanes) {
+    const Floats weight = exp_of(load(scores + i) - top);
+    store(scores + i, weight);
+    sum += weight;
+  }
+  sum = over_keys<kHeads>(sum, [](Floats a, Floats b) { return a + b; });
+  const Floats scale = select(before == top, all_of(1.0f), exp_of(before - top));
+  store(decay, scale);
+  sum = multiply_add(turned<0, kHeads>(load(total)), scale, sum);
+  std::memcpy(most, &top, kHeads * sizeof *most);
+  std::memcpy(total, &sum, kHeads * sizeof *total);
+}
 
 // sums [kHeads][padded] = decay * sums + weights [count][kHeads] . rows, kVectors from `at` on.
 template <class Element, int kHeads, int kVectors>

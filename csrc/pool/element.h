@@ -90,7 +90,7 @@ RC_INLINE Floats from_half(Shorts half) {
 RC_INLINE Floats load(const float* from) { return unaligned<Floats>(from); }
 
 RC_INLINE Floats load(const Bfloat16* from) {
-  return (Floats)(__builtin_convertvector(unaligned<Shorts>(from), Words) << 16);
+  return (Floats)(widened(unaligned<Shorts>(from)) << 16);
 }
 
 RC_INLINE Floats load(const Float16* from) { return from_half(unaligned<Shorts>(from)); }
@@ -99,12 +99,12 @@ RC_INLINE Floats load(const Float16* from) { return from_half(unaligned<Shorts>(
 
 // By way of fp16, several times faster than sixteen look-ups.
 RC_INLINE Floats load(const Float8E5M2* from) {
-  return from_half(__builtin_convertvector(unaligned<Bytes>(from), Shorts) << 8);
+  return from_half(widened(unaligned<Bytes>(from)) << 8);
 }
 
 // The same bits as fp16 mean 2^-8 of the value; the largest code is NaN, not 480.
 RC_INLINE Floats load(const Float8E4M3* from) {
-  const Shorts bits = __builtin_convertvector(unaligned<Bytes>(from), Shorts);
+  const Shorts bits = widened(unaligned<Bytes>(from));
   const Shorts magnitude = bits & 0x7f;
   const Floats value = from_half((magnitude << 7) | ((bits & 0x80) << 8)) * 256.0f;
   const Ints is_nan = __builtin_convertvector(magnitude, Ints) == 0x7f;

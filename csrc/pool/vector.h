@@ -60,6 +60,39 @@ RC_INLINE Floats swap_neighbours(Floats v) {
 #endif
 }
 
+// Lane i of the result is lane (i + by) % of.
+template <int by, int of = kLanes>
+RC_INLINE Floats turned(Floats v) {
+  Ints from;
+  for (int lane = 0; lane < kLanes; ++lane) from[lane] = (lane + by) % of;
+#if defined(__clang__)
+  Floats found;
+  for (int lane = 0; lane < kLanes; ++lane) found[lane] = v[from[lane]];
+  return found;
+#else
+  return __builtin_shuffle(v, from);
+#endif
+}
+
+// Intrinsics: GCC 12 halves the vector for these, which takes three times as long.
+RC_INLINE Words widened(Shorts v) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu16_epi32((__m256i)v);
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)v);
+#else
+  return __builtin_convertvector(v, Words);
+#endif
+}
+
+RC_INLINE Shorts widened(Bytes v) {
+#if defined(__AVX512F__)
+  return (Shorts)_mm256_cvtepu8_epi16((__m128i)v);
+#else
+  return __builtin_convertvector(v, Shorts);
+#endif
+}
+
 // Sum of all lanes.
 RC_INLINE double sum_of(const Doubles& v) {
   double total = 0;
