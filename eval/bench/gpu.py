@@ -84,9 +84,9 @@ class Load:
         name, _, backend = side.partition(":")
         common = f"--max-total-tokens {self.slots} --max-running-requests 96"
         common += " --enable-custom-logit-processor --decode-log-interval 20"
-        common += " --schedule-conservativeness 0.3"
+        common += " --schedule-conservativeness 0.3 --load-format dummy --sleep-on-idle"
         if self.device == "cuda":
-            common += " --load-format dummy --mem-fraction-static 0.8 --sleep-on-idle"
+            common += " --mem-fraction-static 0.8"
             common += " --cuda-graph-max-bs-decode 96 --disable-prefill-cuda-graph"
         attention = f"--attention-backend {backend}" if backend else ""
         return [*common.split(), *attention.split(), *SIDES[name]]
@@ -95,10 +95,13 @@ class Load:
 _SIZES = {name: size for name, size in asdict(Load()).items() if name != "device"}
 
 
-def shape() -> Any:
-    """Of Qwen3-8B, but for the vocabulary of :mod:`eval.replay.model`."""
+def shape(device: str) -> Any:
+    """Of Qwen3-8B, but for the vocabulary of :mod:`eval.replay.model`; on a CPU with its heads in a
+    narrow model of four layers, so that attention is most of a step, as in long contexts."""
     config: Any = Qwen3Config
     sizes = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, head_dim=128)
+    if device == "cpu":
+        sizes |= dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4)
     heads = dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=40960)
     tokens = dict(vocab_size=VOCABULARY_SIZE, bos_token_id=None, eos_token_id=0, pad_token_id=0)
     more = dict(rope_theta=1e6, tie_word_embeddings=False, dtype="bfloat16")
@@ -195,7 +198,7 @@ def _arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("traces", type=Path, help=f"folder of recorded responses with {AIME}")
     add("--out", type=Path, default=Path("build/bench"))
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a tiny shape")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a narrow shape")
     sides = ["ours", "stock:flashinfer", "nothing-shared:flashinfer"]
     add("--sides", nargs="+", type=_side, default=sides, help="default: %(default)s")
     for name, default in {"rounds": 1, **_SIZES}.items():
@@ -209,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     load = Load(**{name: getattr(args, name) for name in ("device", *_SIZES)})
     try:
         texts = texts_of([args.traces / AIME])
-        model = build(args.out / "gpu", texts, shape=shape() if load.device == "cuda" else None)
+        model = build(args.out / "gpu", texts, shape=shape(load.device))
         tokenizer = load_tokenizer(str(model))
         responses = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         workloads = load.workloads(responses)
