@@ -168,10 +168,10 @@ class Controller:
         saved = self.live_positions
         for req in running:
             state = self.tracker.follow(req)
-            if state.reapply:
+            if state.reapply and state.followed is not None:
+                state.followed.join(True)
+            if state.reapply or state.unread:
                 self.pipeline.reapply(req, state)
-                if state.followed is not None:
-                    state.followed.join(True)
             logical += req.kv.kv_allocated_len
             output += len(req.output_ids)
             saved += state.evicted.count_from(len(req.origin_input_ids))

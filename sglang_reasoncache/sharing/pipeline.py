@@ -102,16 +102,25 @@ class BlockPipeline:
                 done += 1
 
     def reapply(self, req: Request, state: RequestState) -> None:
-        """Recomputed after a retraction: the row holds nothing shared, the decisions stand."""
-        state.reapply = False
-        blocks = [self._block(req, dst, src, req, decided=True) for _, dst, src in state.shared]
-        for _, dst, src, member, _ in state.shared_across:
-            source = member()
-            # Of a member that has left, or lost its row, nothing is asked.
-            if source is not None and is_running(source):
-                blocks.append(self._block(req, dst, src, source, decided=True))
-        state.shared, state.shared_across = [], []
-        self._waiting.append(blocks)
+        """Recomputed after a retraction: the row holds nothing shared, the decisions stand. Blocks
+        of a source that is still to be recomputed wait for it in ``state.unread``."""
+        blocks: Batch = []
+        if state.reapply:
+            blocks = [self._block(req, dst, src, req, decided=True) for _, dst, src in state.shared]
+            state.unread += state.shared_across
+            state.reapply, state.shared, state.shared_across = False, [], []
+        unread, state.unread = state.unread, []
+        for at in unread:
+            source = at[3]()
+            # Of a member that has left nothing is asked.
+            if source is None or source.finished():
+                continue
+            if is_running(source) and not _state_of(source).reapply:
+                blocks.append(self._block(req, at[1], at[2], source, decided=True))
+            else:
+                state.unread.append(at)
+        if blocks:
+            self._waiting.append(blocks)
 
     def reapplying(self) -> set[int]:
         """``id`` of the requests with blocks that are yet to be applied again."""

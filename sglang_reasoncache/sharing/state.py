@@ -24,6 +24,9 @@ _SPELLINGS = {
 }
 
 
+Across = tuple[int, int, int, ref[Request], str]
+
+
 class PromptGroup:
     """Requests with the same prompt, while any of them lives; ``number`` is no other one's, ever."""
 
@@ -92,6 +95,7 @@ class RequestState(RowState):
             (``copied``). They stay where they are: moving would free none.
         foreign: Slots of other requests that it read in place of its own.
         shared_across: As ``shared``, of blocks that read another request, with its id.
+        unread: Those that are to be applied again when the other request has its row again.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         first_shared: Lowest redirected position, None while there is none.
         copied: Which positions hold the same KV, each in its own slot (``--reasoncache-apply copy``).
@@ -105,7 +109,8 @@ class RequestState(RowState):
     shared: list[tuple[int, int, int]] = field(default_factory=list)
     across: dict[int, int] = field(default_factory=dict)
     foreign: int = 0
-    shared_across: list[tuple[int, int, int, ref[Request], str]] = field(default_factory=list)
+    shared_across: list[Across] = field(default_factory=list)
+    unread: list[Across] = field(default_factory=list)
     claimed: list[int] = field(default_factory=list)
     first_shared: int | None = None
     copied: SlotAliases = field(default_factory=SlotAliases)

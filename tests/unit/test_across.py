@@ -223,6 +223,44 @@ def test_a_retracted_reader_reads_again_what_still_runs(setup: Setup) -> None:
         balance(world)
 
 
+@ALL_SETUPS
+@pytest.mark.parametrize("again", [False, True])
+def test_a_reader_waits_for_a_source_that_was_retracted_too(setup: Setup, again: bool) -> None:
+    world, source, reader = two(setup)
+    assert lend(world, source, reader, Pair(12, 20)) == 4
+    retract(world, source)
+    for _ in range(1 + again):
+        retract(world, reader)
+        prefill(world, reader)
+        decode(world, reader)
+        for _ in range(3):
+            assert world.controller.after_decode([reader]) == 0, "nothing to read yet"
+        balance(world)
+    prefill(world, source)
+    decode(world, source)
+    freed = [world.controller.after_decode([reader, source]) for _ in range(4)]
+    assert sum(freed) == 4 and freed[-1] == 0
+    assert (world.row(reader)[12:16] == world.row(source)[20:24]).all()
+    balance(world)
+    state: Any = world.controller.state_of(reader)
+    assert not state.unread and len(state.shared_across) == 1
+
+
+def test_nothing_waits_for_a_source_that_has_left() -> None:
+    world, source, reader = two(SETUPS[0])
+    assert lend(world, source, reader, Pair(12, 20)) == 4
+    for req in (source, reader):
+        retract(world, req)
+    prefill(world, reader)
+    decode(world, reader)
+    world.controller.after_decode([reader])
+    state: Any = world.controller.state_of(reader)
+    assert len(state.unread) == 1
+    source.finished_reason = FINISH_ABORT("client left")
+    world.controller.after_decode([reader])
+    assert not state.unread and not state.shared_across
+
+
 @pytest.mark.parametrize("how", ["finish", "abort", "retract"])
 def test_a_source_that_ends_before_it_is_read_is_refused(how: str) -> None:
     world, source, reader = two(SETUPS[0])
