@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers on which the responses to one prompt share slots."""
 
+import asyncio
+import contextlib
+import os
+import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from eval.serving import ServerProcess
@@ -12,6 +18,8 @@ from tests.server.harness import ServerPool, generate, wait_until_idle
 from tests.server.problems import OPT_OUT, prompts, report, series
 
 SAMPLED = {"temperature": 0.8}
+#: How long the clients of :func:`test_clients_that_come_and_go_lose_nothing` do so.
+SECONDS = float(os.environ.get("REASONCACHE_SOAK_SECONDS", "60"))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +72,58 @@ def test_nobody_reads_what_another_salt_or_an_opted_out_request_wrote(
             assert source.partition("-")[0] == kind
     # Memory decides which of them run together.
     assert across["out"] == 0 and sum(across.values()) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("server", [specs.SIBLINGS], indirect=True)
+def test_clients_that_come_and_go_lose_nothing(server: ServerProcess) -> None:
+    """Samples of few prompts that end, are aborted, lose their client or are retracted in the middle
+    of reading each other, between flushes; SGLang accounts for every slot after each batch."""
+    draw, kinds = random.Random(54), ("", "salt", "out")
+    done: dict[str, int] = {}
+
+    async def one(client: httpx.AsyncClient, texts: list[str], number: int) -> None:
+        how, kind = draw.choice(("end", "end", "abort", "leave")), draw.choice(kinds)
+        sampling: dict[str, Any] = {**SAMPLED, "max_new_tokens": draw.randrange(50, 900)}
+        sampling |= {"n": draw.choice((1, 2, 4))} | (OPT_OUT if kind == "out" else {})
+        body = {"text": draw.choice(texts), "sampling_params": sampling, "stream": True}
+        body |= {"rid": f"{kind}-{number}"} if sampling["n"] == 1 else {}
+        body |= {"cache_salt": "secret"} if kind == "salt" else {}
+        lines = draw.randrange(20, 400)
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            async with client.stream("POST", "/generate", json=body) as stream:
+                assert stream.status_code == 200, await stream.aread()
+                async for _ in stream.aiter_lines():
+                    lines -= how != "end"
+                    if not lines:
+                        break
+                if how == "abort" and "rid" in body:
+                    await client.post("/abort_request", json={"rid": body["rid"]})
+        done[how] = done.get(how, 0) + 1
+
+    async def clients(end: float) -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=600, trust_env=False) as client:
+            number = 0
+            while time.monotonic() < end:
+                texts, number = prompts(2, seed=number), number + 100
+                load = (one(client, texts, number + i) for i in range(16))
+                await asyncio.gather(*load)
+                if draw.random() < 0.2:
+                    await client.post("/flush_cache")
+
+    began = server.log_size()
+    asyncio.run(clients(time.monotonic() + SECONDS))
+    wait_until_idle(server)
+    solved = generate(server, prompts(1, seed=55)[0], 700, sampling_params={**SAMPLED, "n": 4})
+    seen, log = report(server), server.log_text(began)
+    retracted = log.count("Retract requests")
+    print(done, {"retracted": retracted}, seen["totals"])
+    assert len(solved) == 4 and retracted and set(done) == {"end", "abort", "leave"}
+    assert seen["disabled"] is None and seen["totals"]["blocks_shared_across"] > 0
+    for entry in seen["recent"]:
+        for *_, source in entry["blocks_across"]:
+            kind = entry["rid"].partition("-")[0]
+            assert kind not in kinds or source.partition("-")[0] in (kind, source)
 
 
 def _batch(servers: ServerPool, spec: specs.ServerSpec) -> tuple[list[Any], int]:
