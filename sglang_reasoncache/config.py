@@ -121,7 +121,7 @@ class ReasonCacheConfig:
     positions: str = _setting(
         "auto",
         "corrected: rotate a shared key to where it is used. as-cached: leave it (the papers' "
-        "behaviour). auto: corrected where the model and the flags allow it, else as-cached.",
+        "behaviour). auto: corrected; nothing is shared where model or flags do not allow that.",
         choices=("auto", "corrected", "as-cached"),
     )
     align: str = _setting(

@@ -119,21 +119,21 @@ def attention_backend(
 def resolve_positions(
     config: ReasonCacheConfig, parts: AttentionParts, model_runner: ModelRunner
 ) -> ReasonCacheConfig:
-    """``config`` with ``--reasoncache-positions auto`` resolved by what the backend can do. Raises
-    ValueError where corrected positions were requested and are not supported."""
+    """``config`` with ``--reasoncache-positions auto`` resolved by what the backend can do: where it
+    cannot correct, nothing is shared. Raises ValueError where corrected positions were requested and
+    are not supported."""
     if config.positions == "as-cached":
         return config
-    resolved = "corrected"
-    if parts.rotation is None:
-        reason = parts.uncorrected or _why_not(model_runner)
-        if config.positions == "corrected":
-            raise ValueError(f"{reason}; use as-cached with it")
-        resolved = "as-cached"
-        if config.shares:
-            cost = "cost a language model 30 points of accuracy (docs/benchmarks.md)"
-            told = "reasoncache: --reasoncache-positions auto is as-cached, which %s, because: %s"
-            logger.warning(told, cost, reason)
-    return dataclasses.replace(config, positions=resolved)
+    if parts.rotation is not None:
+        return dataclasses.replace(config, positions="corrected")
+    reason = parts.uncorrected or _why_not(model_runner)
+    if config.positions == "corrected":
+        raise ValueError(f"{reason}; use as-cached with it")
+    if config.shares:
+        instead = f"{flag_of('positions')} as-cached shares all the same, which cost a language"
+        told = f"{instead} model 30 points of accuracy (docs/benchmarks.md)"
+        logger.warning("reasoncache: nothing is shared, because: %s; %s", reason, told)
+    return dataclasses.replace(config, positions="as-cached", percentile=0)
 
 
 def check_policies(

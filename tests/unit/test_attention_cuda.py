@@ -348,21 +348,22 @@ def test_auto_goes_on_where_ours_fails(
 def test_auto_says_why_it_is_not_corrected(
     backend: str, fields: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And what that costs; whoever asked for it by name gets an error."""
+    """And shares nothing; whoever asked for it by name gets an error."""
     runner = Rig(shifted=0.0).runner
     runner.server_args = compat.ServerArgs(model_path="none", **fields)
     runner.prefill_attention_backend_str = runner.decode_attention_backend_str = backend
 
-    def positions(asked: str) -> str:
+    def resolved(asked: str) -> tuple[str, bool]:
         config, parts = ReasonCacheConfig(positions=asked), attention.AttentionParts()
         if backend in compat.CUDA_BACKENDS:
             arguments = runner, config, backend, lambda _runner: None, CachedPositions(1, "cpu")
             parts = attention.attention_backend(*arguments)[1]
-        return attention.resolve_positions(config, parts, runner).positions
+        found = attention.resolve_positions(config, parts, runner)
+        return found.positions, found.shares
 
-    assert positions("as-cached") == "as-cached" and not caplog.messages
-    assert positions("auto") == "as-cached"
+    assert resolved("as-cached") == ("as-cached", True) and not caplog.messages
+    assert resolved("auto") == ("as-cached", False)
     (told,) = caplog.messages
-    assert re.search(f"auto is as-cached, which cost .*30 points.*corrected {why}", told)
+    assert re.search(f"nothing is shared, .*corrected {why}.*as-cached .*30 points", told)
     with pytest.raises(ValueError, match=f"--reasoncache-positions corrected {why}"):
-        positions("corrected")
+        resolved("corrected")
