@@ -18,15 +18,18 @@ from sglang_reasoncache.config import ReasonCacheConfig, filter_config
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 
-def shared(vocabulary: Vocabulary, siblings: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+def shared(
+    vocabulary: Vocabulary, siblings: Sequence[Sequence[int]], stay: bool = False
+) -> list[tuple[float, ...]]:
     """Of each response of a group, by the default settings: share of its positions without a slot
     of their own at its end, of those with a sibling's slot, and of the former the mean over its
-    tokens."""
+    tokens. ``stay``: those that ended are read, too."""
     config = ReasonCacheConfig()
     rule = filter_config(config, config.block, 1)
     slots = [Slots(number) for number in range(len(siblings))]
     more = [np.zeros(len(tokens)) for tokens in siblings]
-    for written, number, step in proposals(rule, vocabulary, siblings, 0, len(siblings) > 1):
+    group = len(siblings) > 1
+    for written, number, step in proposals(rule, vocabulary, siblings, 0, group, stay):
         one, before = slots[number], slots[number].saved
         for dst, src, lender in [*((*pair, number) for pair in step.pairs), *step.across]:
             if one.claim(dst, rule.block):
@@ -45,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("responses", type=Path, help="Rows with question, response and correct.")
     counts = "Responses that decode together (default 1 2 4)."
     parser.add_argument("--counts", type=at_least(1), nargs="+", default=(1, 2, 4), help=counts)
+    stay = "Also read responses that have ended, as if their slots were kept."
+    parser.add_argument("--stay", action="store_true", help=stay)
     options = parser.parse_args(argv)
     # Each row of the table is of the same responses.
     most = max(options.counts)
@@ -67,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             some = members[: len(members) // most * most]
             for first in range(0, len(some), count):
                 group = some[first : first + count]
-                found = shared(vocabulary, [streams[number] for number in group])
+                found = shared(vocabulary, [streams[number] for number in group], options.stay)
                 for number, figures in zip(group, found, strict=True):
                     answer = "right" if rows[number][2] else "others"
                     lines.append((answer, count, len(streams[number]), *figures))

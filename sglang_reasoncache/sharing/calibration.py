@@ -177,8 +177,9 @@ class CalibratedThreshold:
                 logger.info("reasoncache: distances calibrated from %s", path)
                 return stored
             logger.warning("reasoncache: %s holds no distances for %s", path, self._key)
-        told = "reasoncache: no calibration, nothing is shared before %d distances were seen"
-        logger.info(told, self._config.warmup)
+        if self._config.warmup and self._config.shares:
+            told = "reasoncache: no calibration, nothing is shared before %d distances were seen"
+            logger.info(told, self._config.warmup)
         return None
 
     def maybe_save(self) -> None:

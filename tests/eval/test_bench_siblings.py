@@ -72,3 +72,19 @@ def test_recorded_copies_save_what_is_old_of_one_of_them(
     # Of one of both all but ``min_age`` tokens and part of a step.
     assert saved == across == pytest.approx(50 * (1 - 280 / count), abs=5)
     assert int(both[-1]) == 2
+
+
+def test_what_has_ended_is_read_where_it_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    steps = [" ".join(f"w{i}x{k}" for k in range(20)) for i in range(40)]
+    # The second one says at its end what the first one said, which has ended long before.
+    texts = "\n\n".join(steps[:20]), "\n\n".join(steps[20:] + steps[:20])
+    rows = [{"question": "one", "response": text} for text in texts]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    across = []
+    for words in ([], ["--stay"]):
+        main([str(path), "--counts", "2", *words])
+        across.append(float(capsys.readouterr().out.splitlines()[2].split("|")[5].strip(" %")))
+    assert across[0] == 0 < across[1]
