@@ -138,10 +138,10 @@ template <class Element, int kHeads, int kVectors>
 RC_INLINE void add_some(const Element* const* rows, int count, const Ahead<Element>& ahead,
                         const float* weights, const float* decay, std::int64_t at,
                         std::int64_t rest, std::int64_t padded, float* sums) {
-  Floats held[kHeads][kVectors];
+  Floats added[kHeads][kVectors];
   for (int head = 0; head < kHeads; ++head) {
     for (int i = 0; i < kVectors; ++i) {
-      held[head][i] = load(sums + head * padded + at + i * kLanes) * decay[head];
+      added[head][i] = load(sums + head * padded + at + i * kLanes) * decay[head];
     }
   }
   for (int key = 0; key < count; ++key) {
@@ -154,13 +154,13 @@ RC_INLINE void add_some(const Element* const* rows, int count, const Ahead<Eleme
     for (int head = 0; head < kHeads; ++head) {
       const Floats weight = all_of(weights[key * kHeads + head]);
       for (int i = 0; i < kVectors; ++i) {
-        held[head][i] = multiply_add(values[i], weight, held[head][i]);
+        added[head][i] = multiply_add(values[i], weight, added[head][i]);
       }
     }
   }
   for (int head = 0; head < kHeads; ++head) {
     for (int i = 0; i < kVectors; ++i) {
-      store(sums + head * padded + at + i * kLanes, held[head][i]);
+      store(sums + head * padded + at + i * kLanes, added[head][i]);
     }
   }
 }

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make bench-gpu``: recorded responses on stock and sharing servers of one GPU, in turns.
 
-The model has the shape of an 8B Qwen3 and dummy weights. Each next token is forced, so weights decide
-nothing but K and V; memory, step times and scheduling are real. Stock SGLang stays up beside one
-other side at a time. Writes ``gpu.json`` after every run."""
+The model has the shape of an 8B Qwen3 (``--device cpu``: its heads, in four narrow layers) and dummy
+weights. Each next token is forced, so weights decide nothing but K and V; memory, step times and
+scheduling are real. Stock SGLang stays up beside one other side at a time. Writes ``gpu.json`` after
+every run."""
 
 import argparse
 import asyncio

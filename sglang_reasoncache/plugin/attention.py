@@ -35,7 +35,7 @@ _backend: Any | None = None
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """What a server's attention backend can do. None: keys are read as cached, no policy needs
+    """What a server's attention backend can do. None: keys cannot be corrected, no policy needs
     attention statistics, a decode step reads all pages. ``uncorrected``: why, if ours was tried."""
 
     rotation: KeyRotation | None = None
@@ -118,14 +118,14 @@ def attention_backend(
 
 def resolve_positions(
     config: ReasonCacheConfig, parts: AttentionParts, model_runner: ModelRunner
-) -> ReasonCacheConfig:
+) -> tuple[ReasonCacheConfig, str | None]:
     """``config`` with ``--reasoncache-positions auto`` resolved by what the backend can do: where it
-    cannot correct, nothing is shared. Raises ValueError where corrected positions were requested and
-    are not supported."""
+    cannot correct, nothing is shared, and why. Raises ValueError where corrected positions were
+    requested and are not supported."""
     if config.positions == "as-cached":
-        return config
+        return config, None
     if parts.rotation is not None:
-        return dataclasses.replace(config, positions="corrected")
+        return dataclasses.replace(config, positions="corrected"), None
     reason = parts.uncorrected or _why_not(model_runner)
     if config.positions == "corrected":
         raise ValueError(f"{reason}; use as-cached with it")
@@ -133,7 +133,7 @@ def resolve_positions(
         instead = f"{flag_of('positions')} as-cached shares all the same, which cost a language"
         told = f"{instead} model 30 points of accuracy (docs/benchmarks.md)"
         logger.warning("reasoncache: nothing is shared, because: %s; %s", reason, told)
-    return dataclasses.replace(config, positions="as-cached", percentile=0)
+    return dataclasses.replace(config, positions="as-cached", percentile=0), reason
 
 
 def check_policies(
@@ -162,7 +162,7 @@ def _evicts_or_selects(config: ReasonCacheConfig) -> bool:
 
 
 def _why_not(model_runner: ModelRunner) -> str:
-    """Why keys are read as cached where our attention was not even asked."""
+    """Why keys are not corrected where our attention was not even asked."""
     found = refusals.in_the_way_of_corrected(model_runner.server_args)
     if found:
         return f"{_CORRECTED} cannot be combined with: {'; '.join(found)}"

@@ -127,7 +127,8 @@ class SharingMetrics:
 class Report:
     """One per scheduler. ``metrics`` is None without ``--enable-metrics``.
 
-    ``disabled``: why nothing more is shared or evicted; see ``containment.py``.
+    ``uncorrected``: why nothing is shared from the start on. ``disabled``: why nothing more is
+    shared or evicted; see ``containment.py``.
     """
 
     config: ReasonCacheConfig
@@ -136,6 +137,7 @@ class Report:
     eviction: EvictionController
     metrics: SharingMetrics | None = None
     selection: PageSelection | None = None
+    uncorrected: str | None = None
     disabled: str | None = None
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_REQUESTS))
 
@@ -186,6 +188,7 @@ class Report:
         )
         return {
             "disabled": self.disabled,
+            "uncorrected": self.uncorrected,
             "config": self.config.to_dict(),
             "block": self.pipeline.block,
             "slots_saved_now": self.slots_saved,

@@ -58,6 +58,7 @@ class ServerParts:
         num_slots = pool.get_key_buffer(pool.start_layer).shape[0]
         self.cached = CachedPositions(num_slots, self.allocator.device)
         self.attention = attention.AttentionParts()
+        self.uncorrected: str | None = None
         self.controller: Controller | None = None
 
     def attention_backend(
@@ -76,7 +77,9 @@ class ServerParts:
             )
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
-        self.config = config = attention.resolve_positions(self.config, self.attention, runner)
+        asked, parts = self.config, self.attention
+        self.config, self.uncorrected = attention.resolve_positions(asked, parts, runner)
+        config = self.config
         attention.check_policies(config, self.attention, runner)
         aliased = config.publish == "aliased" and config.apply == "alias"
         tree = SharedRadixCache(params, publish_aliased=aliased)
@@ -98,7 +101,8 @@ class ServerParts:
         num_heads = pool.head_num * context.tp_size
         reads = pool, rows.req_to_token, self.cached, rotation, num_heads, ranks
         meter = BlockMeter(*reads, cosine=config.distance == "cosine")
-        meter.warm_up(block)
+        if config.shares:
+            meter.warm_up(block)
         worker, markers = context.tp_worker, _markers(context, config)
         engine = None
         if config.shares:
@@ -130,9 +134,10 @@ class ServerParts:
             weights,
         )
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
-        report = Report(config, stats, pipeline, eviction, metrics, self.attention.selection)
-        told = "reasoncache: on, block %d, page %d, distances by %s, %s"
-        logger.info(told, block, page, meter.backend, config)
+        parts = metrics, self.attention.selection, self.uncorrected
+        report = Report(config, stats, pipeline, eviction, *parts)
+        told = f"reasoncache: {'on' if config.is_active else 'idle'}, block %d, page %d, "
+        logger.info(f"{told}distances by %s, %s", block, page, meter.backend, config)
         return Controller(config, stats, tracker, pipeline, eviction, report)
 
     def _calibration_key(self, context: TreeCacheBuildContext, block: int) -> CalibrationKey:
@@ -156,11 +161,11 @@ class ServerParts:
 
 
 def agreed(ranks: Ranks, own: CalibrationKey) -> CalibrationKey:
-    """The first rank's. Raises ValueError where this one resolved positions unlike it."""
+    """The first rank's. Raises ValueError where keys can be corrected on one of both only."""
     first: CalibrationKey = ranks.first(own)
     if own.positions != first.positions:
         told = f"{own.positions} on this tensor-parallel rank, {first.positions} on the first"
-        raise ValueError(f"{flag_of('positions')} auto is {told}: name one")
+        raise ValueError(f"{flag_of('positions')} auto is {told}; corrected says why")
     return first
 
 

@@ -156,7 +156,8 @@ class CalibratedThreshold:
         self._path = Path(config.calibration) if config.calibration else None
         self._saved_at = time.monotonic()
         self._saved_observations = 0
-        state = agree(self._stored(Path(model_path) / CALIBRATION_FILE))
+        beside_model = Path(model_path) / CALIBRATION_FILE
+        state = agree(self._stored(beside_model) if config.shares else None)
         half_life = config.half_life or None
         self.threshold = AdaptiveThreshold(config.percentile, config.warmup, half_life, state)
 
@@ -177,7 +178,7 @@ class CalibratedThreshold:
                 logger.info("reasoncache: distances calibrated from %s", path)
                 return stored
             logger.warning("reasoncache: %s holds no distances for %s", path, self._key)
-        if self._config.warmup and self._config.shares:
+        if self._config.warmup:
             told = "reasoncache: no calibration, nothing is shared before %d distances were seen"
             logger.info(told, self._config.warmup)
         return None

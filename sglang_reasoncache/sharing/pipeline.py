@@ -103,22 +103,24 @@ class BlockPipeline:
 
     def reapply(self, req: Request, state: RequestState) -> None:
         """Recomputed after a retraction: the row holds nothing shared, the decisions stand. Blocks
-        of a source that is still to be recomputed wait for it in ``state.unread``."""
-        blocks: Batch = []
+        of a source without a row wait for it in ``state.unread``."""
         if state.reapply:
-            blocks = [self._block(req, dst, src, req, decided=True) for _, dst, src in state.shared]
-            state.unread += state.shared_across
+            for *at, source, _ in state.shared_across:
+                state.unread.setdefault(source, []).append((*at,))
+            if state.shared:
+                state.unread.setdefault(weakref.ref(req), []).extend(state.shared)
             state.reapply, state.shared, state.shared_across = False, [], []
-        unread, state.unread = state.unread, []
-        for at in unread:
-            source = at[3]()
-            # Of a member that has left nothing is asked.
-            if source is None or source.finished():
+        blocks: Batch = []
+        for known in list(state.unread):
+            source = known()
+            waits = source is not None and not source.finished()
+            if source is not None and is_running(source) and not _state_of(source).reapply:
+                decided = state.unread[known]
+                blocks += [self._block(req, *at[1:], source, decided=True) for at in decided]
+            elif waits:
                 continue
-            if is_running(source) and not _state_of(source).reapply:
-                blocks.append(self._block(req, at[1], at[2], source, decided=True))
-            else:
-                state.unread.append(at)
+            # Of a member that has left nothing is asked.
+            del state.unread[known]
         if blocks:
             self._waiting.append(blocks)
 
@@ -312,8 +314,9 @@ class BlockPipeline:
         self._stats.refusals[refusal.value] += 1
         state = state_of(block.req)
         if block.decided and refusal is Refusal.LATE and state is not None:
-            # Retracted once more before it was applied: the decision stands.
-            self._remember(block)
+            # A row was lost once more before it was applied: the decision stands.
+            at = written_positions(block.req), block.dst_start, block.src_start
+            state.unread.setdefault(weakref.ref(block.lender), []).append(at)
 
     def _aliases(self, req: Request) -> SlotAliases:
         return _aliases(req, self._acceptor.copies)

@@ -24,6 +24,7 @@ _SPELLINGS = {
 }
 
 
+Within = tuple[int, int, int]
 Across = tuple[int, int, int, ref[Request], str]
 
 
@@ -95,7 +96,8 @@ class RequestState(RowState):
             (``copied``). They stay where they are: moving would free none.
         foreign: Slots of other requests that it read in place of its own.
         shared_across: As ``shared``, of blocks that read another request, with its id.
-        unread: Those that are to be applied again when the other request has its row again.
+        unread: Accepted blocks that are to be applied again, as ``shared``, by the request that they
+            read, which may have no row yet.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         first_shared: Lowest redirected position, None while there is none.
         copied: Which positions hold the same KV, each in its own slot (``--reasoncache-apply copy``).
@@ -106,11 +108,11 @@ class RequestState(RowState):
     fed: int = 0
     row: int = 0
     reapply: bool = False
-    shared: list[tuple[int, int, int]] = field(default_factory=list)
+    shared: list[Within] = field(default_factory=list)
     across: dict[int, int] = field(default_factory=dict)
     foreign: int = 0
     shared_across: list[Across] = field(default_factory=list)
-    unread: list[Across] = field(default_factory=list)
+    unread: dict[ref[Request], list[Within]] = field(default_factory=dict)
     claimed: list[int] = field(default_factory=list)
     first_shared: int | None = None
     copied: SlotAliases = field(default_factory=SlotAliases)

@@ -246,6 +246,33 @@ def test_a_reader_waits_for_a_source_that_was_retracted_too(setup: Setup, again:
     assert not state.unread and len(state.shared_across) == 1
 
 
+@pytest.mark.parametrize("how", ["retract", "finish", "abort"])
+@pytest.mark.parametrize("who", ["source", "reader"])
+def test_what_is_queued_again_and_comes_too_late_waits_once_more(how: str, who: str) -> None:
+    world, source, reader = two(SETUPS[0])
+    assert lend(world, source, reader, Pair(12, 20)) == 4
+    propose(world, reader, Pair(24, 8))
+    assert world.controller.after_decode([source, reader]) == 4
+    retract(world, reader)
+    prefill(world, reader)
+    decode(world, reader)
+    assert world.controller.after_decode([source, reader]) == 0, "queued"
+    end(world, {"source": source, "reader": reader}[who], how)
+    freed = sum(world.controller.after_decode(running(world)) for _ in range(3))
+    assert freed == 4 * (who == "source"), "what it reads of itself"
+    balance(world)
+    state: Any = world.controller.state_of(reader)
+    if how == "retract":
+        one = source if who == "source" else reader
+        prefill(world, one)
+        decode(world, one)
+        freed += sum(world.controller.after_decode([reader, source]) for _ in range(4))
+        assert freed == 8 and len(state.shared) == len(state.shared_across) == 1
+        balance(world)
+    elif who == "source":
+        assert not state.shared_across and not state.unread
+
+
 def test_nothing_waits_for_a_source_that_has_left() -> None:
     world, source, reader = two(SETUPS[0])
     assert lend(world, source, reader, Pair(12, 20)) == 4

@@ -277,7 +277,7 @@ def test_auto_is_corrected(
     arguments = rig.runner, config, "triton", lambda _runner: pytest.fail("stock"), rig.cached_at
     _, parts = attention.attention_backend(*arguments)
     assert parts.rotation is not None and not parts.uncorrected
-    assert attention.resolve_positions(config, parts, rig.runner).positions == "corrected"
+    assert attention.resolve_positions(config, parts, rig.runner)[0].positions == "corrected"
     assert not caplog.messages
 
 
@@ -286,7 +286,7 @@ def test_auto_is_corrected(
 def test_auto_goes_on_where_ours_fails(
     kind: type[Exception], at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As cached, and nothing of ours is left; whoever asked for it by name gets an error."""
+    """Without sharing, and nothing of ours is left; whoever asked for it by name gets an error."""
     rig = Rig(shifted=0.0)
     rig.runner.prefill_attention_backend_str, rig.runner.device = "triton", "cuda"
     made: list[weakref.ref[Any]] = []
@@ -358,7 +358,8 @@ def test_auto_says_why_it_is_not_corrected(
         if backend in compat.CUDA_BACKENDS:
             arguments = runner, config, backend, lambda _runner: None, CachedPositions(1, "cpu")
             parts = attention.attention_backend(*arguments)[1]
-        found = attention.resolve_positions(config, parts, runner)
+        found, reason = attention.resolve_positions(config, parts, runner)
+        assert (reason is None) == found.shares
         return found.positions, found.shares
 
     assert resolved("as-cached") == ("as-cached", True) and not caplog.messages

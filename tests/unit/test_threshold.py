@@ -247,7 +247,7 @@ def test_a_fine_tune_has_another_key_and_so_has_another_scope() -> None:
 def test_ranks_keep_the_first_ones_key_and_read_keys_alike() -> None:
     ranks: Any = SimpleNamespace(first=lambda _own: _KEY)
     assert agreed(ranks, _KEY._replace(model="of other weights")) == _KEY
-    told = f"auto is as-cached on this .* rank, {_KEY.positions} on the first: name one"
+    told = f"auto is as-cached on this .* rank, {_KEY.positions} on the first; corrected"
     with pytest.raises(ValueError, match=told):
         agreed(ranks, _KEY._replace(positions="as-cached"))
 
