@@ -105,8 +105,11 @@ class BlockPipeline:
         """Recomputed after a retraction: the row holds nothing shared, the decisions stand. Blocks
         of a source without a row wait for it in ``state.unread``."""
         if state.reapply:
-            for *at, source, _ in state.shared_across:
-                state.unread.setdefault(source, []).append((*at,))
+            for written, dst, src, known, _ in state.shared_across:
+                source = known()
+                # A reference is hashed while what it refers to is there.
+                if source is not None:
+                    state.unread.setdefault(known, []).append((written, dst, src))
             if state.shared:
                 state.unread.setdefault(weakref.ref(req), []).extend(state.shared)
             state.reapply, state.shared, state.shared_across = False, [], []
