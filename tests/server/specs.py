@@ -194,12 +194,14 @@ SIBLINGS = SHARED.having(
 SIBLINGS_ON_TWO_RANKS = SHARED.having(
     "siblings-tp2", TIGHT, *EAGER, SCOPE, "--tp 2 --enable-metrics", **retracting(40), **TWO_CORES
 ).for_long_runs()
+BATCHED = "--enable-tokenizer-batch-encode --random-seed 7"
 SIBLINGS_AS_CACHED = SHARED.having(
     "siblings-as-cached",
-    *(*EAGER, SCOPE, "--reasoncache-positions as-cached"),
-    "--enable-tokenizer-batch-encode --random-seed 7",
+    *(*EAGER, SCOPE, "--reasoncache-positions as-cached", BATCHED),
     **WAITING,
 ).for_long_runs()
+SIBLINGS_BATCHED = SHARED.having("siblings-batched", *EAGER, SCOPE, BATCHED).for_long_runs()
+STOCK_BATCHED = STOCK.having("batched", BATCHED).beside(SIBLINGS_BATCHED).for_long_runs()
 SIBLINGS_COPY = SIBLINGS_AS_CACHED.having("copy", COPY).beside(SIBLINGS_AS_CACHED).for_long_runs()
 
 SHARING = (EXACT, ALIASED, PAGED)

@@ -127,16 +127,21 @@ def test_clients_that_come_and_go_lose_nothing(server: ServerProcess) -> None:
             assert kind != "out" and source.split("-")[0] in (kind, source)
 
 
-def _batch(servers: ServerPool, spec: specs.ServerSpec) -> tuple[list[Any], int]:
-    """Tokens with log-probabilities of samples of one prompt, which arrive together."""
+def _batch(servers: ServerPool, spec: specs.ServerSpec, *more: dict[str, Any]) -> list[list[Any]]:
+    """Tokens with log-probabilities of samples of one prompt, which arrive together: four, and one
+    with each of ``more`` sampling parameters."""
     server = servers.get(spec)
-    body = {"text": prompts(1, seed=53) * 4, "return_logprob": True}
-    sampling = {**SAMPLED, "max_new_tokens": 500, "ignore_eos": True}
+    common = {**SAMPLED, "max_new_tokens": 500, "ignore_eos": True}
+    sampling = [{**common, **one} for one in (*[{}] * 4, *more)]
+    body = {"text": prompts(1, seed=53) * len(sampling), "return_logprob": True}
     response = server.post("/generate", json={**body, "sampling_params": sampling})
     response.raise_for_status()
     wait_until_idle(server)
-    found = [sample["meta_info"]["output_token_logprobs"] for sample in response.json()]
-    return found, report(server)["totals"]["blocks_shared_across"]
+    return [sample["meta_info"]["output_token_logprobs"] for sample in response.json()]
+
+
+def _across(servers: ServerPool, spec: specs.ServerSpec) -> int:
+    return int(report(servers.get(spec))["totals"]["blocks_shared_across"])
 
 
 @pytest.mark.parametrize(("spec", "copy"), [(specs.SIBLINGS_AS_CACHED, specs.SIBLINGS_COPY)])
@@ -144,8 +149,18 @@ def test_reading_a_sibling_equals_copying_from_it(
     servers: ServerPool, spec: specs.ServerSpec, copy: specs.ServerSpec
 ) -> None:
     """Bit for bit."""
-    shared, across = _batch(servers, spec)
-    assert across > 12 and len({str(sample) for sample in shared}) == 4
-    copied, also = _batch(servers, copy)
-    assert also > 12
+    shared = _batch(servers, spec)
+    assert _across(servers, spec) > 12 and len({str(sample) for sample in shared}) == 4
+    copied = _batch(servers, copy)
+    assert _across(servers, copy) > 12
     assert shared == copied
+
+
+@pytest.mark.parametrize(("spec", "stock"), [(specs.SIBLINGS_BATCHED, specs.STOCK_BATCHED)])
+def test_an_opted_out_sample_is_stocks_beside_those_that_read_each_other(
+    servers: ServerPool, spec: specs.ServerSpec, stock: specs.ServerSpec
+) -> None:
+    """Bit for bit: both servers compute batches of the same size."""
+    ours = _batch(servers, spec, {**OPT_OUT, "temperature": 0})[-1]
+    assert _across(servers, spec) > 12 and len(ours) == 500
+    assert ours == _batch(servers, stock, {"temperature": 0})[-1]
