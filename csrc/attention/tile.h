@@ -98,8 +98,8 @@ RC_INLINE Floats only(std::uint64_t bits, Floats scores) {
 // Lanes of the same head taken together, in all of them.
 template <int kHeads, class Two>
 RC_INLINE Floats over_keys(Floats v, const Two& two) {
-  if constexpr (kLanes > kHeads && kLanes >= 16) v = two(v, turned<8>(v));
-  if constexpr (kLanes > kHeads && kLanes >= 8 && kHeads <= 4) v = two(v, turned<4>(v));
+  if constexpr (kLanes >= 16) v = two(v, turned<8>(v));
+  if constexpr (kLanes >= 8 && kHeads <= 4) v = two(v, turned<4>(v));
   if constexpr (kHeads <= 2) v = two(v, turned<2>(v));
   if constexpr (kHeads <= 1) v = two(v, turned<1>(v));
   return v;

@@ -136,8 +136,9 @@ class ServerParts:
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
         parts = metrics, self.attention.selection, self.uncorrected
         report = Report(config, stats, pipeline, eviction, *parts)
-        told = f"reasoncache: {'on' if config.is_active else 'idle'}, block %d, page %d, "
-        logger.info(f"{told}distances by %s, %s", block, page, meter.backend, config)
+        told = "reasoncache: %s, block %d, page %d, distances by %s, %s"
+        begins = "on" if config.is_active else "idle"
+        logger.info(told, begins, block, page, meter.backend, config)
         return Controller(config, stats, tracker, pipeline, eviction, report)
 
     def _calibration_key(self, context: TreeCacheBuildContext, block: int) -> CalibrationKey:

@@ -12,7 +12,7 @@ from enum import Enum
 
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.row_state import written_positions
-from sglang_reasoncache.sharing.state import is_running, state_of
+from sglang_reasoncache.sharing.state import has_row, state_of
 
 
 class Refusal(Enum):
@@ -104,7 +104,6 @@ def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal
 
 
 def _has_row(req: Request, row: int) -> bool:
-    """Whether a request runs with its ``row``-th row. One that is being recomputed may not even have
-    slots yet."""
+    """Whether it is the ``row``-th one."""
     state = state_of(req)
-    return state is not None and state.row == row and not state.reapply and is_running(req)
+    return state is not None and state.row == row and has_row(req)

@@ -19,7 +19,7 @@ from sglang_reasoncache.sharing.acceptor import Acceptor, Redirection
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
-from sglang_reasoncache.sharing.state import RequestState, is_running, state_of
+from sglang_reasoncache.sharing.state import RequestState, has_row, state_of
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Finished steps taken from the engine at once, unless their blocks fill a batch before.
@@ -116,14 +116,12 @@ class BlockPipeline:
         blocks: Batch = []
         for known in list(state.unread):
             source = known()
-            waits = source is not None and not source.finished()
-            if source is not None and is_running(source) and not _state_of(source).reapply:
-                decided = state.unread[known]
-                blocks += [self._block(req, *at[1:], source, decided=True) for at in decided]
-            elif waits:
-                continue
             # Of a member that has left nothing is asked.
-            del state.unread[known]
+            if source is None or source.finished():
+                del state.unread[known]
+            elif has_row(source):
+                decided = state.unread.pop(known)
+                blocks += [self._block(req, *at[1:], source, decided=True) for at in decided]
         if blocks:
             self._waiting.append(blocks)
 

@@ -152,6 +152,13 @@ def is_running(req: Request) -> bool:
     return not req.finished() and not req.is_retracted and req.kv.holds_kv
 
 
+def has_row(req: Request) -> bool:
+    """Whether a request runs with a row that was looked at since it was last recomputed. One that is
+    being recomputed may not even have slots yet."""
+    state = state_of(req)
+    return state is not None and not state.reapply and is_running(req)
+
+
 def asks_to_share(custom_params: object) -> bool:
     """What a request's ``custom_params`` say; True where they say nothing. Raises ValueError for
     what is neither yes nor no."""

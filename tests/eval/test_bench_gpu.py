@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench-gpu``: what it plans and how it compares; and all of it on the CPU, with a tiny shape."""
+"""``bench-gpu``: what it plans and how it compares; and all of it on the CPU, with a narrow shape."""
 
 import json
 from pathlib import Path
