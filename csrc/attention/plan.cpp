@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <numeric>
 #include <vector>
 
 #include "attention.h"
@@ -38,6 +39,20 @@ std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, 
   return any;
 }
 
+// The first of the positions from `begin` on, below `end`, of which `differs` is not 0; groups of
+// them are looked at together, as vectors.
+template <class Differs>
+std::int64_t first_that(std::int64_t begin, std::int64_t end, const Differs& differs) {
+  constexpr std::int64_t kTogether = 16;
+  for (; begin + kTogether <= end; begin += kTogether) {
+    std::int32_t any = 0;
+    for (std::int64_t i = begin; i < begin + kTogether; ++i) any |= differs(i);
+    if (any != 0) break;
+  }
+  while (begin < end && differs(begin) == 0) ++begin;
+  return begin;
+}
+
 // Rotations of a batch, request after request.
 class Merge {
  public:
@@ -51,15 +66,24 @@ class Merge {
     place_.resize(static_cast<std::size_t>(length));
     aliases_.clear();
     std::int64_t count = 0;
-    for (std::int64_t i = 0; i < length; ++i) {
-      const std::int32_t by = shift[i];
+    for (std::int64_t i = 0, end; i < length; i = end) {
+      end = first_that(i, length, [&](std::int64_t at) { return shift[at] | (slots[at] >> 31); });
+      std::copy_n(slots + i, end - i, kv_indices + count);
+      std::fill_n(shift + count, end - i, 0);
+      std::iota(place_.begin() + i, place_.begin() + end, static_cast<std::int32_t>(count));
+      count += end - i;
+      if (end == length) break;
+      i = end++;
       if (slots[i] < 0) continue;
+      const std::int32_t by = shift[i];
       const std::int64_t home = i - by;
-      if (by != 0 && home >= 0 && home < length && slots[home] == slots[i]) {
-        aliases_.push_back({i, home});
+      if (home >= 0 && home < length && slots[home] == slots[i]) {
+        end = first_that(end, std::min(length, length + by), [&](std::int64_t at) {
+          return (shift[at] ^ by) | (slots[at] ^ slots[at - by]) | (slots[at] >> 31);
+        });
+        aliases_.push_back({home, end - i, by});
         continue;
       }
-      place_[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(count);
       kv_indices[count] = slots[i];
       shift[count++] = by;
       *any |= by;
@@ -76,9 +100,11 @@ class Merge {
   }
 
  private:
+  // Neighbouring positions with one rotation, by those whose entries they rotate.
   struct Alias {
-    std::int64_t at;
     std::int64_t home;
+    std::int64_t length;
+    std::int32_t by;
   };
   struct Run {
     std::int64_t tile;  // of the row
@@ -86,20 +112,17 @@ class Merge {
     std::uint64_t bits;
   };
 
-  // Neighbouring positions with one rotation whose entries are in one tile.
+  // Aliases, cut by tiles. Neighbours at their cached positions are neighbouring entries.
   void find_runs() {
     runs_.clear();
-    std::int64_t before = -1;
     for (const Alias& alias : aliases_) {
-      const std::int64_t entry = place_[static_cast<std::size_t>(alias.home)];
-      const std::int64_t tile = entry / kRotationTile;
-      const auto by = static_cast<std::int32_t>(alias.at - alias.home);
-      if (alias.at != before + 1 || runs_.empty() || runs_.back().tile != tile ||
-          runs_.back().by != by) {
-        runs_.push_back({tile, by, 0});
+      std::int64_t entry = place_[static_cast<std::size_t>(alias.home)];
+      for (std::int64_t left = alias.length, here; left > 0; left -= here, entry += here) {
+        const std::int64_t first = entry % kRotationTile;
+        here = std::min(left, kRotationTile - first);
+        const std::uint64_t bits = ~std::uint64_t{0} >> (kRotationTile - here) << first;
+        runs_.push_back({entry / kRotationTile, alias.by, bits});
       }
-      runs_.back().bits |= std::uint64_t{1} << (entry % kRotationTile);
-      before = alias.at;
     }
   }
 
@@ -125,7 +148,7 @@ class Merge {
   std::uint64_t* bits_;
   std::int32_t rotations_ = 0;
   std::int64_t tiles_ = 0;  // of tile_ptr, written
-  std::vector<std::int32_t> place_{};  // [length], entries of the positions that have one
+  std::vector<std::int32_t> place_{};  // [length], entries of positions that are their slots' own
   std::vector<Alias> aliases_{};
   std::vector<Run> runs_{};
   std::vector<std::int32_t> next_{};  // [tiles + 1]

@@ -60,6 +60,7 @@ _GAUGES = {
     "filter_given_up": "1 when the process that compares steps failed too often or was ended: no "
     "further blocks are shared.",
     "disabled": "1 once something failed: no further blocks are shared, no positions evicted.",
+    "uncorrected": "1 where nothing is shared from the start on: keys cannot be corrected.",
 }
 _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -88,23 +89,15 @@ class SharingMetrics:
         self._latency = Histogram(_PREFIX + "poll_seconds", text, names, buckets=_BUCKETS)
         self._seen: dict[tuple[str, ...], int] = {}
 
-    def update(
-        self,
-        stats: SharingStats,
-        saved: tuple[int, int, int],
-        disabled: bool,
-        latency: float | None,
-    ) -> None:
-        """``saved``: slots, those saved across, evicted positions. ``latency`` in seconds, None where
-        nothing was compared."""
+    def update(self, stats: SharingStats, gauges: Mapping[str, float], latency: float | None) -> None:
+        """``latency`` in seconds, None where nothing was compared."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
         for name in ("refusals", "eviction_refusals"):
             for reason, total in getattr(stats, name).items():
                 self._count(name, total, reason=reason)
-        now = (*saved, stats.memory_saving_ratio, stats.filter_given_up, disabled)
-        for gauge, value in zip(self._gauges.values(), now, strict=True):
-            gauge.labels(**self._labels).set(value)
+        for name, value in gauges.items():
+            self._gauges[name].labels(**self._labels).set(value)
         if latency is not None:
             self._latency.labels(**self._labels).observe(latency)
 
@@ -171,9 +164,18 @@ class Report:
 
     def publish(self, latency: float | None = None) -> None:
         """``latency``: seconds of a poll that compared blocks."""
-        if self.metrics is not None:
-            now = self.slots_saved, self.pipeline.across, self.eviction.positions_now
-            self.metrics.update(self.stats, now, self.disabled is not None, latency)
+        if self.metrics is None:
+            return
+        gauges = {
+            "slots_saved_now": self.slots_saved,
+            "slots_saved_across_now": self.pipeline.across,
+            "positions_evicted_now": self.eviction.positions_now,
+            "memory_saving_ratio": self.stats.memory_saving_ratio,
+            "filter_given_up": self.stats.filter_given_up,
+            "disabled": self.disabled is not None,
+            "uncorrected": self.uncorrected is not None,
+        }
+        self.metrics.update(self.stats, gauges, latency)
 
     def publish_selection(self) -> None:
         if self.metrics is not None and self.selection is not None:

@@ -178,6 +178,12 @@ COPY = "--reasoncache-set apply=copy"
 CORRECTED = SHARED.having(
     "corrected", *EAGER, "--reasoning-parser qwen3 --reasoncache-set distance=cosine", **WAITING
 )
+#: Where keys cannot be corrected: each backend would see the forwards of one phase.
+UNCORRECTED = SHARED.having(
+    "uncorrected",
+    "--prefill-attention-backend torch_native --decode-attention-backend reasoncache_cpu",
+    "--enable-metrics",
+)
 CORRECTED_COPY = CORRECTED.having("copy", COPY).beside(CORRECTED)
 AS_CACHED = SHARED.having(
     "as-cached", *PAPER, "--reasoncache-positions as-cached", **WAITING

@@ -164,6 +164,17 @@ def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     assert_whole(server, server.log_size())
 
 
+@pytest.mark.parametrize("server", [specs.UNCORRECTED], indirect=True)
+def test_nothing_is_shared_where_keys_cannot_be_corrected(server: ServerProcess) -> None:
+    """And an operator's alarm rings before the first request."""
+    assert series(server)["uncorrected"] == 1
+    todo = problems(4, seed=3)
+    assert accuracy(todo, solve(server, todo)) == 1
+    seen = report(server)
+    assert "needs one attention backend for prefill and decode" in seen["uncorrected"]
+    assert (seen["disabled"], seen["totals"]["blocks_shared"]) == (None, 0)
+
+
 @pytest.mark.parametrize("server", [specs.EXACT, specs.ALIASED, specs.EVICTING], indirect=True)
 def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
     """``custom_params`` of the OpenAI API switches sharing and evicting off for one request."""
