@@ -10,6 +10,7 @@ import functools
 import json
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -165,8 +166,13 @@ def draw(devices: Mapping[str, Sequence[Row]], path: Path, marks: Mapping[str, f
     plt.close(grid.figure)
 
 
-#: Of the CPU's table.
-_SHAPES = {str(shape): shape for shape in SHAPES["cpu"][""]}
+def _shape(name: str) -> Shape:
+    found = re.fullmatch(r"(\d+)x(\d+)-(\d+)/(\d+)x(\d+)", name)
+    sizes = [int(size) for size in found.groups()] if found else [0]
+    if not all(sizes) or sizes[2] % sizes[3]:
+        expected = "REQUESTSxTOKENS-HEADS/KV_HEADSxDIM"
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {name!r}")
+    return Shape(*sizes)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -174,9 +180,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m eval.bench.attention", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
-    add(
-        "--shapes", nargs="*", choices=_SHAPES, default=[*_SHAPES], help="On the CPU (default all)."
-    )
+    table = SHAPES["cpu"][""]
+    told = f"Rows of the CPU's table (default {' '.join(map(str, table))})."
+    add("--shapes", nargs="*", type=_shape, default=table, metavar="SHAPE", help=told)
     add("--rounds", type=at_least(1), default=7, help="Rounds a setting (default 7).")
     add("--growth", action="store_true", help="Also curves, and their picture.")
     traces = "Recorded responses, JSONL: what their plans hold, marked on the curves."
@@ -211,7 +217,7 @@ def measure_device(device: str, options: argparse.Namespace) -> None:
         from eval.bench.attention_cpu import CpuBatch as kind
         from eval.bench.attention_cpu import outside_a_server
 
-        threads, table = torch.get_num_threads(), [_SHAPES[name] for name in options.shapes]
+        threads, table = torch.get_num_threads(), options.shapes
         prepared = outside_a_server()
         put({"device": f"CPU, {threads} threads", "threads": threads})
     else:

@@ -211,7 +211,8 @@ def test_results_are_written_part_by_part(tmp_path: Path) -> None:
 
 def test_bad_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for argument, message in {
-        "--shapes=7x7": "--shapes: invalid choice: '7x7'",
+        "--shapes=7x7": "--shapes: expected REQUESTSxTOKENS-HEADS/KV_HEADSxDIM, got '7x7'",
+        "--shapes=1x9-3/2x8": "HEADS/KV_HEADSxDIM, got '1x9-3/2x8'",
         "--rounds=0": "--rounds: must be at least 1, got 0",
         "--server-rounds=0": "--server-rounds: must be at least 1, got 0",
     }.items():
