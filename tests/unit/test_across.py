@@ -14,7 +14,6 @@ import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
@@ -24,6 +23,7 @@ from sglang_reasoncache.sharing.tracker import in_one_group
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.model import Memory
 from tests.property.world import (
+    ENDS,
     NOTHING,
     OUTPUT,
     PROMPT,
@@ -31,11 +31,14 @@ from tests.property.world import (
     ScriptedEngine,
     Setup,
     World,
+    abort,
     assert_empty,
+    come_back,
     decode,
     finish,
     prefill,
     propose,
+    respond,
     retract,
     start,
 )
@@ -112,18 +115,8 @@ def balance(world: World) -> None:
         assert not np.isin(world.row(req) // world.page, world.free_pages()).any()
 
 
-def end(world: World, req: Req, how: str) -> None:
-    if how == "finish":
-        finish(world, req)
-    elif how == "abort":
-        req.finished_reason = FINISH_ABORT("client left")
-        release_kv_cache(req, world.tree, checkpoint=False)
-    else:
-        retract(world, req)
-
-
 @ALL_SETUPS
-@pytest.mark.parametrize("how", ["finish", "abort", "retract"])
+@pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("who", ["source", "reader"])
 def test_whoever_ends_takes_nothing_from_the_other(setup: Setup, how: str, who: str) -> None:
     world, source, reader = two(setup)
@@ -136,7 +129,7 @@ def test_whoever_ends_takes_nothing_from_the_other(setup: Setup, how: str, who: 
     left = reader if who == "source" else source
     row = world.row(left).copy()
     kept = world.contents()[row]
-    end(world, source if who == "source" else reader, how)
+    ENDS[how](world, source if who == "source" else reader)
     balance(world)
     assert pipeline.across == pipeline.within == world.controller.live_positions == 0
     # What the tree says it can give back it does, and none of it is read.
@@ -171,8 +164,8 @@ def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
     assert (pipeline.across, pipeline.within) == (8, 4)
     described = {"prompt_tokens": len(PROMPT), "requests": 3, "slots_saved_within_now": 4}
     assert world.controller.describe()["groups"] == [{**described, "slots_read_across": 8}]
-    end(world, source, "finish")
-    end(world, reader, "abort")
+    finish(world, source)
+    abort(world, reader)
     balance(world)
     assert (pipeline.across, pipeline.within) == (0, 0)
     told = world.controller.describe()
@@ -212,8 +205,7 @@ def test_a_retracted_reader_reads_again_what_still_runs(setup: Setup) -> None:
         assert engine.groups[number(world, reader)] == -1, "no source while its row is gone"
         if gone.kv.holds_kv:
             finish(world, gone)
-        prefill(world, reader)
-        decode(world, reader)
+        come_back(world, reader)
         assert world.controller.after_decode([source, reader]) == 0, "queued"
         assert engine.groups[number(world, reader)] == group
         decode(world, reader)
@@ -231,13 +223,11 @@ def test_a_reader_waits_for_a_source_that_was_retracted_too(setup: Setup, again:
     retract(world, source)
     for _ in range(1 + again):
         retract(world, reader)
-        prefill(world, reader)
-        decode(world, reader)
+        come_back(world, reader)
         for _ in range(3):
             assert world.controller.after_decode([reader]) == 0, "nothing to read yet"
         balance(world)
-    prefill(world, source)
-    decode(world, source)
+    come_back(world, source)
     freed = [world.controller.after_decode([reader, source]) for _ in range(4)]
     assert sum(freed) == 4 and freed[-1] == 0
     assert (world.row(reader)[12:16] == world.row(source)[20:24]).all()
@@ -246,7 +236,7 @@ def test_a_reader_waits_for_a_source_that_was_retracted_too(setup: Setup, again:
     assert not state.unread and len(state.shared_across) == 1
 
 
-@pytest.mark.parametrize("how", ["retract", "finish", "abort"])
+@pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("who", ["source", "reader"])
 def test_what_is_queued_again_and_comes_too_late_waits_once_more(how: str, who: str) -> None:
     world, source, reader = two(SETUPS[0])
@@ -254,18 +244,16 @@ def test_what_is_queued_again_and_comes_too_late_waits_once_more(how: str, who: 
     propose(world, reader, Pair(24, 8))
     assert world.controller.after_decode([source, reader]) == 4
     retract(world, reader)
-    prefill(world, reader)
-    decode(world, reader)
+    come_back(world, reader)
     assert world.controller.after_decode([source, reader]) == 0, "queued"
-    end(world, {"source": source, "reader": reader}[who], how)
+    ENDS[how](world, {"source": source, "reader": reader}[who])
     freed = sum(world.controller.after_decode(running(world)) for _ in range(3))
     assert freed == 4 * (who == "source"), "what it reads of itself"
     balance(world)
     state: Any = world.controller.state_of(reader)
     if how == "retract":
         one = source if who == "source" else reader
-        prefill(world, one)
-        decode(world, one)
+        come_back(world, one)
         freed += sum(world.controller.after_decode([reader, source]) for _ in range(4))
         assert freed == 8 and len(state.shared) == len(state.shared_across) == 1
         balance(world)
@@ -278,8 +266,7 @@ def test_nothing_waits_for_a_source_that_has_left() -> None:
     assert lend(world, source, reader, Pair(12, 20)) == 4
     for req in (source, reader):
         retract(world, req)
-    prefill(world, reader)
-    decode(world, reader)
+    come_back(world, reader)
     world.controller.after_decode([reader])
     state: Any = world.controller.state_of(reader)
     assert len(state.unread) == 1
@@ -288,13 +275,13 @@ def test_nothing_waits_for_a_source_that_has_left() -> None:
     assert not state.unread and not state.shared_across
 
 
-@pytest.mark.parametrize("how", ["finish", "abort", "retract"])
+@pytest.mark.parametrize("how", ENDS)
 def test_a_source_that_ends_before_it_is_read_is_refused(how: str) -> None:
     world, source, reader = two(SETUPS[0])
     world.engine.lent[number(world, reader)] = [AcrossPair(12, 20, number(world, source))]
     decode(world, reader)
     world.controller.after_decode([source, reader])
-    end(world, source, how)
+    ENDS[how](world, source)
     if how == "retract":
         # Another row, of which a first chunk is there.
         prefill(world, source, up_to=16)
@@ -359,10 +346,7 @@ def began(world: World, name: int, key: dict[str, Any]) -> Req:
     prompt = array("q", key.pop("prompt", PROMPT))
     req = Req(str(name), "", prompt, params, **key)
     world.requests.add(req)
-    prefill(world, req)
-    req.output_ids.append(100 * name)
-    for i in range(OUTPUT):
-        decode(world, req, 100 * name + 1 + i)
+    respond(world, req, range(100 * name, 100 * name + 1 + OUTPUT))
     world.controller.after_decode([req])
     return req
 
@@ -384,7 +368,7 @@ class Siblings(Load):
         self.decode(1)
 
     def run(self) -> None:
-        reqs = [self.world.request(name, LONG_PROMPT, False, None) for name in "abc"]
+        reqs = [self.world.request(name, LONG_PROMPT) for name in "abc"]
         for req in reqs:
             self.prefill(req)
         self.decode(1)

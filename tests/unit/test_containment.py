@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.runtime_context import get_context
 
 import sglang_reasoncache
@@ -42,7 +42,7 @@ from sglang_reasoncache.eviction.policies.contract import (
 from sglang_reasoncache.plugin import attention, hooks
 from sglang_reasoncache.plugin.containment import Containment
 from tests.property.model import Memory
-from tests.property.world import Pair, ScriptedEvictor, Setup, World, decode, retract, start
+from tests.property.world import ENDS, Pair, ScriptedEvictor, Setup, World, decode, start
 from tests.selection.test_device_selection import noted, rig_of
 from tests.two_ranks import on_two_ranks
 from tests.unit.test_attention import backend_of
@@ -258,12 +258,7 @@ class Load:
 
     def release(self, req: Req, how: str) -> None:
         self.running.remove(req)
-        if how == "retract":
-            retract(self.world, req)
-        else:
-            ended = FINISH_LENGTH(len(req.output_ids)) if how == "finish" else FINISH_ABORT("gone")
-            req.finished_reason = ended
-            release_kv_cache(req, self.world.tree, checkpoint=how == "finish")
+        ENDS[how](self.world, req)
         self.check()
 
     def look(self) -> Any:
@@ -273,7 +268,7 @@ class Load:
         return told.internal_state.get("reasoncache")
 
     def run(self) -> None:
-        reqs = [self.world.request(name, [*PROMPT, i], False, None) for i, name in enumerate("abc")]
+        reqs = [self.world.request(name, [*PROMPT, i]) for i, name in enumerate("abc")]
         for req in reqs:
             self.prefill(req)
         self.decode(32)
@@ -288,7 +283,7 @@ class Load:
         self.release(reqs[2], "abort")
         self.release(reqs[0], "finish")
         self.decode(2)
-        again = self.world.request("d", [*PROMPT, 0, 9], False, None)
+        again = self.world.request("d", [*PROMPT, 0, 9])
         self.prefill(again)
         self.decode(2)
         self.release(reqs[1], "finish")
