@@ -4,7 +4,6 @@ any order: ``tests/property/test_groups.py``."""
 
 from __future__ import annotations
 
-import logging
 import re
 from array import array
 from typing import Any
@@ -21,7 +20,6 @@ from sglang_reasoncache.filter.align import AcrossPair
 from sglang_reasoncache.sharing.state import OPT_OUT_KEY
 from sglang_reasoncache.sharing.tracker import in_one_group
 from tests.eviction.rows import everything_comes_back as everything_comes_back
-from tests.property.model import Memory
 from tests.property.world import (
     ENDS,
     NOTHING,
@@ -42,8 +40,6 @@ from tests.property.world import (
     retract,
     start,
 )
-from tests.unit.test_containment import PROMPT as LONG_PROMPT
-from tests.unit.test_containment import Faults, Load, injected
 from tests.unit.test_pipeline import assert_judged
 
 SETUPS = [
@@ -349,60 +345,3 @@ def began(world: World, name: int, key: dict[str, Any]) -> Req:
     respond(world, req, range(100 * name, 100 * name + 1 + OUTPUT))
     world.controller.after_decode([req])
     return req
-
-
-class Siblings(Load):
-    """Three that read each other, one of which is retracted, and end one after the other."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.world = world_of(setup)
-        self.memory = Memory(self.world, setup.block, copies=False)
-        self.setup, self.running, self.free = setup, [], []
-
-    def lend(self, source: Req, reader: Req, pair: Pair) -> None:
-        states = [self.controller.state_of(req) for req in (source, reader)]
-        if all(state is not None and state.followed is not None for state in states):
-            ids = [state.followed.id for state in states]
-            self.world.engine.lent[ids[1]] = [AcrossPair(*pair, ids[0])]
-        self.decode(1)
-        self.decode(1)
-
-    def run(self) -> None:
-        reqs = [self.world.request(name, LONG_PROMPT) for name in "abc"]
-        for req in reqs:
-            self.prefill(req)
-        self.decode(1)
-        for _ in range(23):
-            self.decode(1)
-        self.lend(reqs[0], reqs[1], Pair(28, 36))
-        self.share(Pair(32, 40))
-        self.lend(reqs[1], reqs[2], Pair(36, 28))
-        self.release(reqs[1], "retract")
-        self.decode(1)
-        self.prefill(reqs[1])
-        self.decode(1)
-        self.decode(1)
-        self.release(reqs[0], "finish")
-        self.decode(1)
-        self.release(reqs[2], "abort")
-        self.release(reqs[1], "finish")
-        self._finish()
-
-
-@pytest.mark.parametrize("setup", SETUPS[::2], ids=str)
-def test_a_fault_at_any_call_costs_no_slot(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL + 1)
-    for _ in range(2):
-        load, faults = Siblings(setup), Faults()
-        with injected(faults):
-            load.run()
-    stats = load.totals
-    assert stats.blocks_shared_across == 2 and stats.blocks_reapplied == 2
-    for site, count in sorted(faults.seen.items()):
-        for number in {1, count}:
-            load, failing = Siblings(setup), Faults(site, number)
-            with injected(failing):
-                load.run()
-            # A policy that fails is asked no more, and that is all.
-            assert failing.raised, site
-            assert load.look()["disabled"] or site.file.startswith("eviction"), site

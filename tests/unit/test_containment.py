@@ -39,12 +39,16 @@ from sglang_reasoncache.eviction.policies.contract import (
     RequestView,
     StatisticsNeeds,
 )
+from sglang_reasoncache.filter.align import AcrossPair
 from sglang_reasoncache.plugin import attention, hooks
 from sglang_reasoncache.plugin.containment import Containment
+from sglang_reasoncache.sharing.stats import SharingStats
 from tests.property.model import Memory
 from tests.property.world import ENDS, Pair, ScriptedEvictor, Setup, World, decode, start
 from tests.selection.test_device_selection import noted, rig_of
 from tests.two_ranks import on_two_ranks
+from tests.unit.test_across import SETUPS as ACROSS
+from tests.unit.test_across import GroupEngine
 from tests.unit.test_attention import backend_of
 
 OURS = str(Path(sglang_reasoncache.__file__).parent)
@@ -315,18 +319,72 @@ class Load:
         self.free.append(world.allocator.available_size())
 
 
-def sites(setup: Setup, spared: set[str] = COMMITS) -> list[tuple[Site, int]]:
-    """All places of calls, and the number of one of the calls that each makes."""
+class Siblings(Load):
+    """Three that read each other, one of which is retracted, and end one after the other."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.world = World(setup, engine=GroupEngine())
+        self.memory = Memory(self.world, setup.block, copies=False)
+        self.setup, self.running, self.free = setup, [], []
+
+    def lend(self, source: Req, reader: Req, pair: Pair) -> None:
+        states = [self.controller.state_of(req) for req in (source, reader)]
+        if all(state is not None and state.followed is not None for state in states):
+            ids = [state.followed.id for state in states]
+            self.world.engine.lent[ids[1]] = [AcrossPair(*pair, ids[0])]
+        self.decode(1)
+        self.decode(1)
+
+    def run(self) -> None:
+        reqs = [self.world.request(name, PROMPT) for name in "abc"]
+        for req in reqs:
+            self.prefill(req)
+        self.decode(24)
+        self.lend(reqs[0], reqs[1], Pair(28, 36))
+        self.share(Pair(32, 40))
+        self.lend(reqs[1], reqs[2], Pair(36, 28))
+        self.release(reqs[1], "retract")
+        self.decode(1)
+        self.prefill(reqs[1])
+        self.decode(1)
+        self.decode(1)
+        self.release(reqs[0], "finish")
+        self.decode(1)
+        self.release(reqs[2], "abort")
+        self.release(reqs[1], "finish")
+        self._finish()
+
+
+def calls(
+    kind: type[Load], setup: Setup, spared: set[str] = COMMITS
+) -> tuple[SharingStats, list[tuple[Site, int]]]:
+    """What a run without a fault counts, and how often each place calls something."""
     for _ in range(2):
         # What is looked up once was looked up in the first run.
-        load, faults = Load(setup), Faults(spared=spared)
+        load, faults = kind(setup), Faults(spared=spared)
         with injected(faults):
             load.run()
-    stats = load.totals
-    assert stats.blocks_shared > 4 and stats.positions_evicted > 8 and stats.blocks_reapplied
     assert load.controller.report.disabled is None
-    counts = sorted(faults.seen.items())
-    return [(site, 1 + (i % 3) * (count - 1) // 2) for i, (site, count) in enumerate(counts)]
+    return load.totals, sorted(faults.seen.items())
+
+
+def sites(setup: Setup, spared: set[str] = COMMITS) -> list[tuple[Site, int]]:
+    """All places of calls, and the number of one of the calls that each makes."""
+    stats, found = calls(Load, setup, spared)
+    assert stats.blocks_shared > 4 and stats.positions_evicted > 8 and stats.blocks_reapplied
+    return [(site, 1 + (i % 3) * (count - 1) // 2) for i, (site, count) in enumerate(found)]
+
+
+def failed(load: Load, faults: Faults) -> Any:
+    """What the endpoint says after a run with this fault; no slot is lost in it."""
+    try:
+        with injected(faults):
+            load.run()
+    except BaseException as error:
+        told = f"{faults.error.__name__} in call {faults.number} at {faults.site}"
+        raise AssertionError(told) from error
+    assert faults.raised, faults.site
+    return load.look()
 
 
 @pytest.mark.usefixtures("published_config")
@@ -338,19 +396,29 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
     assert len(found) > 150
     for turn, (site, number) in enumerate(found):
         load, faults = Load(setup), Faults(site, number, KINDS[turn % len(KINDS)])
-        try:
-            with injected(faults):
-                load.run()
-        except BaseException as error:
-            raise AssertionError(f"{faults.error.__name__} in call {number} at {site}") from error
-        assert faults.raised, site
-        report = load.look()
+        report = failed(load, faults)
         if report["disabled"] is None:
             # The one failure that goes on.
             assert load.totals.eviction_refusals["policy_failed"] == 1, site
         else:
             assert report["disabled"].startswith(f"{faults.error.__name__}: at Site("), site
             assert load.controller.forecast.credit == 0
+
+
+@pytest.mark.usefixtures("published_config")
+@pytest.mark.parametrize("setup", ACROSS[::2], ids=str)
+def test_a_fault_among_siblings_costs_no_slot(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the first and at the last call of each place."""
+    caplog.set_level(logging.CRITICAL + 1)
+    stats, found = calls(Siblings, setup)
+    assert stats.blocks_shared_across == 2 and stats.blocks_reapplied == 2
+    for site, count in found:
+        for number in {1, count}:
+            report = failed(Siblings(setup), Faults(site, number))
+            # A policy that fails is asked no more, and that is all.
+            assert report["disabled"] or site.file.startswith("eviction"), site
 
 
 @pytest.mark.usefixtures("published_config")
