@@ -8,7 +8,6 @@ the interpreter, in place of a call that our code makes: every place of such a c
 import contextlib
 import copy
 import functools
-import gc
 import logging
 import sys
 import threading
@@ -50,6 +49,8 @@ from tests.two_ranks import on_two_ranks
 from tests.unit.test_across import SETUPS as ACROSS
 from tests.unit.test_across import GroupEngine
 from tests.unit.test_attention import backend_of
+
+pytestmark = pytest.mark.usefixtures("few_objects")
 
 OURS = str(Path(sglang_reasoncache.__file__).parent)
 KINDS = (MemoryError, RuntimeError, torch.OutOfMemoryError)
@@ -507,14 +508,6 @@ def test_a_rank_that_read_less_for_a_policy_stops_all() -> None:
         "RuntimeError: another tensor-parallel rank read less for a policy",
         "another tensor-parallel rank failed",
     ]
-
-
-@pytest.fixture(autouse=True)
-def few_objects() -> Iterator[None]:
-    """Collecting garbage need not look at all that was imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _forward(kind: str, new: list[int], faults: Faults) -> tuple[torch.Tensor, list[str]]:
