@@ -8,20 +8,15 @@ from typing import Any
 import pytest
 
 from eval.redundancy.__main__ import main
+from tests.eval.rows import write_rows
 
 STEP = "so we take the first of the numbers and add the second one to it"
 OTHER = "nothing here looks like that"
 
 
-def write(path: Path, *rows: Any) -> str:
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return str(path)
-
-
 def run(tmp_path: Path, *rows: Any, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    out, traces = tmp_path / "out", write(tmp_path / "traces.jsonl", *rows)
-    assert main([traces, "--out", str(out), *options]) == 0
+    out, traces = tmp_path / "out", write_rows(tmp_path / "traces.jsonl", *rows)
+    assert main([str(traces), "--out", str(out), *options]) == 0
     assert (out / "redundancy.png").stat().st_size > 10_000
     assert "| responses of " in (out / "redundancy.md").read_text()
     return json.loads((out / "redundancy.json").read_text())
@@ -86,8 +81,8 @@ def test_hostile_text_is_only_counted(tmp_path: Path) -> None:
 
 
 def test_nothing_to_measure_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty = write(tmp_path / "empty.jsonl")
-    good = write(tmp_path / "good.jsonl", {"response": STEP})
+    empty = str(write_rows(tmp_path / "empty.jsonl"))
+    good = str(write_rows(tmp_path / "good.jsonl", {"response": STEP}))
     for options, message in (
         (["absent.jsonl"], "absent.jsonl"),
         ([empty], "no responses in"),

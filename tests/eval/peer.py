@@ -52,7 +52,8 @@ class Peer(ThreadingHTTPServer):
         self.pause, self.endless, self.lock = pause, endless, threading.Lock()
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        # Half a second, the default, is how long each end would take.
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -27,6 +27,7 @@ from eval.bench.attention_cpu import CpuBatch
 from eval.bench.recorded import rotations_of
 from eval.bench.turns import as_text, spread, take_turns
 from sglang_reasoncache.kernels.plan import plan_rows
+from tests.eval.rows import write_rows
 from tests.triton_runs import interpreted
 
 SHAPE = Shape(3, 989, 4, 2, 64)
@@ -85,13 +86,12 @@ RECORDED = (
 
 
 def test_recorded_responses_give_rotations(tmp_path: Path) -> None:
-    path = tmp_path / "loops.jsonl"
-    path.write_text(json.dumps({"response": RECORDED * 40}) + "\n")
+    path = write_rows(tmp_path / "loops.jsonl", {"response": RECORDED * 40})
     (figures,) = rotations_of([path]).values()
     assert figures["responses"] == 1 and 0.5 < figures["shared"] < 1
     assert 0 < figures["runs"][0] <= figures["runs"][1] <= figures["weighted"][1]
     assert 0 < figures["a_tile"] <= figures["most"]
-    path.write_text(json.dumps({"response": "Nothing is said twice here."}) + "\n")
+    write_rows(path, {"response": "Nothing is said twice here."})
     with pytest.raises(ValueError, match="nothing is shared"):
         rotations_of([path])
 

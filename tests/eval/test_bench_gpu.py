@@ -11,17 +11,15 @@ from eval.bench.gpu import Load, Run, compare, main, table
 from eval.bench.serve import AIME
 from eval.runs.folder import Moment
 from eval.tiny_reasoner.task import generate
+from tests.eval.rows import write_rows
 
 
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
     """Responses of the embedded reasoner's task; two go round in circles."""
     texts = [problem.response for problem in generate(seed=5, count=6)]
-    rows = [
-        {"id": str(n), "response": text}
-        for n, text in enumerate([*texts, *(texts[0] * 20, texts[1] * 20)])
-    ]
-    (tmp_path / AIME).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts += [text * 20 for text in texts[:2]]
+    write_rows(tmp_path / AIME, *({"response": text} for text in texts))
     return tmp_path
 
 

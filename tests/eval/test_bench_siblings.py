@@ -2,7 +2,6 @@
 """What the benches of siblings make of recorded runs and of recorded responses."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from eval.bench.siblings import ACROSS, majority, row_of
 from eval.methods import DENSE, find_method
 from eval.runs.folder import Cell
 from tests.eval.peer import leg, response, result
+from tests.eval.rows import write_rows
 
 
 def _cell(home: Path, method: str, seconds: float, right: int, **totals: float) -> Cell:
@@ -61,10 +61,9 @@ def test_a_majority_is_of_one_problem_and_its_answer() -> None:
 def test_recorded_copies_save_what_is_old_of_one_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "rows.jsonl"
     text = "\n\n".join(" ".join(f"w{i}x{k}" for k in range(20)) for i in range(40))
     rows = [{"question": ask, "response": text} for ask in ("one", "two", "one", "one")]
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
     main([str(path), "--counts", "1", "2"])
     alone, both = (line.split("|")[2:-1] for line in capsys.readouterr().out.splitlines()[2:])
     (saved, across), count = (float(x.strip(" %")) for x in both[2:4]), float(both[1])
@@ -77,12 +76,11 @@ def test_recorded_copies_save_what_is_old_of_one_of_them(
 def test_what_has_ended_is_read_where_it_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "rows.jsonl"
     steps = [" ".join(f"w{i}x{k}" for k in range(20)) for i in range(40)]
     # The second one says at its end what the first one said, which has ended long before.
     texts = "\n\n".join(steps[:20]), "\n\n".join(steps[20:] + steps[:20])
     rows = [{"question": "one", "response": text} for text in texts]
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
     across = []
     for words in ([], ["--stay"]):
         main([str(path), "--counts", "2", *words])

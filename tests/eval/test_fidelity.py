@@ -19,6 +19,7 @@ from eval.fidelity.siblings import proposals
 from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
+from tests.eval.rows import write_rows
 
 STEP = "We add three and four and get seven, so the sum is seven.\n\n"
 OTHER = "Now we look at another way to write the same thing: {} of them.\n\n"
@@ -254,7 +255,7 @@ def test_the_program(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     text = "".join(STEP + OTHER.format(i) * (i % 2) for i in range(8))
     rows = [{"question": f"{i}?", "response": f"{i}. {text}", "correct": i < 2} for i in range(4)]
     for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+        write_rows(tmp_path / f"{name}.jsonl", *rows)
     out, arms = tmp_path / "out" / "fidelity.json", ["newest-runs-8-age0", "streamingllm"]
     arguments = [str(folder), str(tmp_path), f"--out={out}", "--cap=400", "--shortest=50"]
     arguments += ["--threads=1", f"--arms={','.join(arms)}", f"--like={arms[0]}"]
@@ -280,7 +281,7 @@ def test_the_program_reads_siblings_together(
     text = "".join(OTHER.format(i) for i in range(4))
     asked = ["one", "two", "one", "three", "two", "one"]
     rows = [{"question": ask, "response": text, "correct": i != 2} for i, ask in enumerate(asked)]
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    write_rows(path, *rows)
     arms = "newest-runs-8-age0,newest-runs-8-age0-across"
     arguments = [str(folder), str(path), f"--out={out}", "--cap=400", "--shortest=50"]
     arguments += [f"--arms={arms}", "--groups=right", "--siblings=3"]

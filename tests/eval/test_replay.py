@@ -20,21 +20,15 @@ from eval.tasks.documents import replay
 from eval.tasks.harness import EvalTask, Source, TaskError
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import generate
-
-
-def write(path: Path, *rows: dict[str, object]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+from tests.eval.rows import write_rows
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Reference responses of the embedded reasoner's task; they repeat themselves."""
     asked = enumerate(generate(seed=5, count=12))
-    rows: list[dict[str, object]] = [
-        {"id": f"r{i}", "question": p.prompt, "response": p.response} for i, p in asked
-    ]
-    return write(tmp_path_factory.mktemp("recorded") / "responses.jsonl", *rows)
+    rows = [{"id": f"r{i}", "question": p.prompt, "response": p.response} for i, p in asked]
+    return write_rows(tmp_path_factory.mktemp("recorded") / "responses.jsonl", *rows)
 
 
 def load(path: Path, limit: int | None = None) -> EvalTask:
@@ -83,7 +77,7 @@ def test_grading(recorded: Path) -> None:
 
 
 def test_no_file_no_tokenizer_no_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "rows.jsonl", {"question": "q", "answer": "no response here"})
+    path = write_rows(tmp_path / "rows.jsonl", {"question": "q", "answer": "no response here"})
     with pytest.raises(SystemExit):
         main([str(path), "--out", str(tmp_path)])
     assert f"{path}:1" in capsys.readouterr().err

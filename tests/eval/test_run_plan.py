@@ -30,6 +30,7 @@ from sglang_reasoncache.config import parse_settings
 from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin.flags import add_cli_args
 from tests.eval.peer import response
+from tests.eval.rows import write_rows
 
 OPTIONS = RunOptions(tasks=("tiny_reasoner",), seeds=(0, 1), limit=3, device="cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,8 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def write(path: Path, *answers: int) -> str:
     rows = [{"id": i, "problem": f"{i} + 1", "answer": str(a)} for i, a in enumerate(answers)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_rows(path, *rows))
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,9 @@ from eval.tasks.sandbox import SandboxError
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.model import build_tokenizer
 from eval.tiny_reasoner.task import BOX, LONGEST, begin, generate
+from tests.eval.rows import write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def write(path: Path, *rows: Any) -> str:
-    texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(text + "\n" for text in texts), encoding="utf-8")
-    return str(path)
 
 
 def scores(task: EvalTask, texts: Sequence[str]) -> list[float]:
@@ -92,7 +87,8 @@ CLASS = {"question": "?", "context": "c", "answers": ["Number"], "all_classes": 
 )
 def test_a_file(name: str, row: dict[str, Any], right: str, wrong: str, tmp_path: Path) -> None:
     """Ours in our own words, those of lm-eval's tasks as the data set on the hub has them."""
-    task = EvalTask(name, Source(file=write(tmp_path / "x.jsonl", row, {**row, "id": 7}), limit=2))
+    file = write_rows(tmp_path / "x.jsonl", row, {**row, "id": 7})
+    task = EvalTask(name, Source(file=str(file), limit=2))
     assert len(task.problems) == 2
     if name == "gpqa_diamond":
         # Shuffled by the seed.
@@ -147,8 +143,8 @@ def test_what_cannot_be_used_is_told(name: str, text: str, told: str, tmp_path: 
 
 
 def test_half_surrogates_do_not_get_into_a_prompt(tmp_path: Path) -> None:
-    file = write(tmp_path / "x.jsonl", '{"question": "a \\ud800 b", "answer": "1"}')
-    (problem,) = EvalTask("aime24", Source(file=file)).problems
+    file = write_rows(tmp_path / "x.jsonl", '{"question": "a \\ud800 b", "answer": "1"}')
+    (problem,) = EvalTask("aime24", Source(file=str(file))).problems
     assert problem.messages[0]["content"].startswith("a ? b") and not problem.forced
     assert Problem("p", [], {"custom_logit_processor": "..."}).forced
 

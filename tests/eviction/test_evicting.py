@@ -30,6 +30,7 @@ from tests.property.world import (
     finish,
     prefill,
     propose,
+    respond,
     retract,
     start,
 )
@@ -345,7 +346,7 @@ def test_nothing_behind_an_evicted_position_is_published(setup: Setup, grouped: 
     if grouped:
         world.allocator.free_group_end()
     tokens = [*req.origin_input_ids, *req.output_ids, 5, 6]
-    follow_up = world.request("next", tokens, False, None)
+    follow_up = world.request("next", tokens)
     follow_up.init_next_round_input(world.tree)
     assert follow_up.prefix_len == 16
     assert used(world) == world.tree.evictable_size() == 16
@@ -379,7 +380,7 @@ def test_evictions_that_the_tree_owns_by_now_stay_undone() -> None:
     world, req = begun(SINGLE)
     evict(world, req, Eviction(10, 10))
     retract(world, req)
-    other = world.request("same", [*req.origin_input_ids, *req.output_ids][:16], False, None)
+    other = world.request("same", [*req.origin_input_ids, *req.output_ids][:16])
     prefill(world, other)
     prefill(world, req)
     assert req.kv.cache_protected_len == 16
@@ -392,11 +393,8 @@ def test_evictions_that_the_tree_owns_by_now_stay_undone() -> None:
 
 def test_an_opted_out_request_is_never_asked_about() -> None:
     world = world_of(SINGLE, StreamingLLM(budget=10, slack=1, recent=1))
-    req = world.request("r", PROMPT, True, None)
-    prefill(world, req)
-    req.output_ids.append(1)
-    for i in range(30):
-        decode(world, req, i)
+    req = world.request("r", PROMPT, True)
+    respond(world, req, [1, *range(30)])
     assert world.controller.after_decode([req]) == 0
     assert evicted(world, req) == [] and world.controller.stats.eviction_decisions == 0
 
@@ -408,9 +406,8 @@ def test_an_opted_out_request_is_never_asked_about() -> None:
 def test_a_budget_holds_from_step_to_step(setup: Setup) -> None:
     budget, slack = 20, 4
     world = world_of(setup, StreamingLLM(budget=budget, slack=slack, recent=1))
-    req = world.request("r", PROMPT, False, None)
-    prefill(world, req)
-    req.output_ids.append(1)
+    req = world.request("r", PROMPT)
+    respond(world, req, [1])
     for i in range(80):
         steps(world, req, 1, first=i)
         row = world.row(req)

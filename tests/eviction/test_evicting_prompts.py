@@ -5,15 +5,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
-from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from sglang_reasoncache.eviction.policies.by_keys import KeyDiff
 from sglang_reasoncache.eviction.policies.by_position import StreamingLLM
 from sglang_reasoncache.eviction.policies.contract import Eviction, Policy
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.eviction.rows import refusals, steps, world_of
-from tests.property.world import Setup, World, decode, finish, retract
+from tests.property.world import Setup, World, abort, decode, finish, retract
 from tests.unit.test_pipeline import state, used
 
 #: Smaller than a prompt.
@@ -54,7 +54,7 @@ def chunk(world: World, req: Req, first: bool = False) -> bool:
 
 
 def start(world: World, name: str = "r", prompt: Sequence[int] = PROMPT) -> Req:
-    req = world.request(name, prompt, False, None)
+    req = world.request(name, prompt)
     for _ in chunks(world, req):
         pass
     return req
@@ -82,7 +82,7 @@ def held(world: World, req: Req) -> list[int]:
 def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind: type) -> None:
     """KeyDiff's N + B, with a prompt that the pool could not hold."""
     world = world_of(setup, hard(kind), no_tree=no_tree)
-    req = world.request("r", PROMPT, False, None)
+    req = world.request("r", PROMPT)
     before = np.zeros(0)
     for _ in chunks(world, req):
         assert len(held(world, req)) <= BUDGET
@@ -112,7 +112,7 @@ def test_what_is_published_ends_at_the_first_evicted_position(setup: Setup) -> N
     assert world.controller.stats.positions_evicted > 50
     assert world.controller.forecast.credit == 0
     assert world.tree.evictable_size() == used(world) == 4
-    again = world.request("again", PROMPT, False, None)
+    again = world.request("again", PROMPT)
     for _ in chunks(world, again):
         assert again.kv.cache_protected_len == 4
     # The tree's part stays, and counts.
@@ -125,11 +125,10 @@ def test_what_is_published_ends_at_the_first_evicted_position(setup: Setup) -> N
 def test_a_prompt_given_up_halfway(setup: Setup, no_tree: bool, chunks: int) -> None:
     """Aborted between two chunks."""
     world = world_of(setup, hard(), no_tree=no_tree)
-    req = world.request("r", PROMPT, False, None)
+    req = world.request("r", PROMPT)
     for i in range(chunks):
         assert chunk(world, req, first=i == 0)
-    req.finished_reason = FINISH_ABORT("client left")
-    release_kv_cache(req, world.tree, checkpoint=False)
+    abort(world, req)
     assert used(world) == 0 and world.controller.saved_positions == 0
 
 
@@ -180,7 +179,7 @@ def test_what_no_policy_touches_is_published_as_ever() -> None:
     finish(world, req)
     assert world.tree.evictable_size() == 13
     world = world_of(SINGLE, hard())
-    req = world.request("exact", PROMPT[:40], True, None)
+    req = world.request("exact", PROMPT[:40], True)
     lengths = [req.kv.cache_protected_len for _ in chunks(world, req)]
     assert lengths[0] == CHUNK
     assert req.kv.cache_protected_len == 40

@@ -9,7 +9,7 @@ from sglang_reasoncache.eviction.policies.by_position import StreamingLLM
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 from tests.eviction.rows import SETUPS, SINGLE, world_of
 from tests.eviction.rows import everything_comes_back as everything_comes_back
-from tests.property.world import PROMPT, Pair, Setup, World, decode, finish, prefill, propose
+from tests.property.world import PROMPT, Pair, Setup, World, decode, finish, propose, respond
 from tests.unit.test_pipeline import state, used
 
 
@@ -22,11 +22,8 @@ def use(world: World) -> float:
 
 
 def grow(world: World, name: str, length: int) -> Req:
-    req = world.request(name, PROMPT, False, None)
-    prefill(world, req)
-    req.output_ids.append(ord(name))
-    for i in range(length):
-        decode(world, req, 50 + i % 40)
+    req = world.request(name, PROMPT)
+    respond(world, req, [ord(name), *(50 + i % 40 for i in range(length))])
     return req
 
 

@@ -31,7 +31,7 @@ from sglang_reasoncache.plugin import attention
 from tests.triton_runs import INTERPRETED, under_interpreter
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.unit.attention_rig import LENGTHS, Rig, told_by_tree
+from tests.unit.attention_rig import LENGTHS, Rig, announced
 from tests.unit.test_attention_cuda_graph import LENGTHS as SHORT
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
 from tests.unit.test_attention_cuda_graph import ranks as ranks
@@ -440,20 +440,7 @@ def backend(rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = triton_backend(rig, monkeypatch)
     # Who gets which row is SGLang's to count.
     rig.rows.req_generation += 1
-    monkeypatch.setattr(attention, "_backend", made)
     return made
-
-
-def announced(backend: Any, batch: Any) -> Any:
-    """The batch as the hook lets the backend know it."""
-    tree = told_by_tree(False, [])
-    sides = dict(req_pool_indices_cpu=batch.req_pool_indices, seq_lens_cpu=batch.seq_lens)
-    requests = SimpleNamespace(tree_cache=tree, reqs=[], **sides)
-    runner = SimpleNamespace(is_draft_worker=False)
-    attention._after_forward_batch(batch, type(batch), requests, runner)
-    if hasattr(backend, "kv_index_translator"):
-        backend.kv_index_translator.bind_runner_slots(batch)
-    return batch
 
 
 @under_interpreter
@@ -515,9 +502,7 @@ def test_a_batch_that_nobody_announced_is_not_noted(rig: Rig, backend: Any) -> N
     before = totals()
     assert before.all()
     announced(backend, rig.batch([1, 3, 4]))
-    trial = rig.batch([1, 3, 4])
-    backend.kv_index_translator.bind_runner_slots(trial)
-    rig.forward(backend, trial)
+    rig.forward(backend, rig.batch([1, 3, 4]))
     assert torch.equal(totals(), before)
 
 

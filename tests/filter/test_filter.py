@@ -327,7 +327,7 @@ _EXPECTED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *_EXPECTED])
+@pytest.mark.parametrize("name", dict.fromkeys((*PRESETS, *_EXPECTED)))
 def test_a_preset_changes_what_its_row_says_and_explicit_values_win(name: str) -> None:
     resolved = ReasonCacheConfig.from_mapping({"preset": name}).to_dict()
     assert resolved.pop("preset") == name

@@ -7,13 +7,13 @@ from __future__ import annotations
 import functools
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.mem_cache.allocation import (
     alloc_paged_token_slots_decode,
     alloc_paged_token_slots_extend,
@@ -252,7 +252,9 @@ class World:
         self.written_at = np.zeros(setup.slots + setup.page, dtype=np.int64)
         self.write(np.arange(setup.slots + setup.page), [NOTHING] * (setup.slots + setup.page))
 
-    def request(self, name: str, prompt: Sequence[int], exact_only: bool, salt: str | None) -> Req:
+    def request(
+        self, name: str, prompt: Sequence[int], exact_only: bool = False, salt: str | None = None
+    ) -> Req:
         params = SamplingParams(custom_params={OPT_OUT_KEY: False} if exact_only else None)
         req = Req(name, "", array("q", prompt), params, cache_salt=salt)
         self.requests.add(req)
@@ -353,13 +355,19 @@ OUTPUT = 24
 
 def start(world: World, name: str = "r", first: int = 100) -> Req:
     """A request with its prompt and most of its output computed."""
-    req = world.request(name, PROMPT, False, None)
-    prefill(world, req)
-    req.output_ids.append(first)
-    for i in range(OUTPUT):
-        decode(world, req, first + 1 + i)
+    req = world.request(name, PROMPT)
+    respond(world, req, range(first, first + 1 + OUTPUT))
     world.controller.after_decode([req])
     return req
+
+
+def respond(world: World, req: Req, tokens: Iterable[int]) -> None:
+    """Compute the prompt, and of the response all tokens but the newest."""
+    prefill(world, req)
+    first, *others = tokens
+    req.output_ids.append(first)
+    for token in others:
+        decode(world, req, token)
 
 
 def prefill(world: World, req: Req, up_to: int | None = None) -> None:
@@ -391,9 +399,24 @@ def finish(world: World, req: Req) -> None:
     release_kv_cache(req, world.tree, checkpoint=True)
 
 
+def abort(world: World, req: Req) -> None:
+    req.finished_reason = FINISH_ABORT("client left")
+    release_kv_cache(req, world.tree, checkpoint=False)
+
+
 def retract(world: World, req: Req) -> None:
     release_kv_cache(req, world.tree, checkpoint=False)
     req.reset_for_retract()
+
+
+#: Every way in which a row is given back.
+ENDS = {"finish": finish, "abort": abort, "retract": retract}
+
+
+def come_back(world: World, req: Req) -> None:
+    """What a retracted request had is computed again, and the next token."""
+    prefill(world, req)
+    decode(world, req)
 
 
 def assert_empty(world: World) -> None:

@@ -106,8 +106,6 @@ def read_of(rig: Rig, policy: Any = POLICY) -> list[torch.Tensor]:
 def check(rig: Rig, backend: Any, policy: Any = POLICY) -> None:
     """Dense attention over what the CPU would read, everything else masked."""
     batch = rig.batch([1] * len(rig.lengths))
-    if getattr(backend, "kv_index_translator", None) is not None:
-        backend.kv_index_translator.bind_runner_slots(batch)
     found = rig.forward(backend, batch)
     kept = rig.rows.req_to_token.clone()
     for row, read in zip(rig.row_of, read_of(rig, policy), strict=True):
@@ -202,7 +200,6 @@ def test_bounds_follow_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     for evicted in (False, True):
         rig.runner.token_to_kv_pool_allocator.has_evicted = evicted
         batch = rig.batch([30, 9, 17])
-        backend.kv_index_translator.bind_runner_slots(batch)
         assert not backend.can_run_prefill_cuda_graph(batch)
         rig.forward(backend, batch)
         right()

@@ -2,10 +2,11 @@
 """A pool, rows and batches for the tests of attention backends, and dense attention in fp64."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import factory
@@ -13,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.plugin import attention
 from tests.kernels.pools import dense, turned
 
 DIM = 16
@@ -153,6 +155,9 @@ class Rig:
             for heads in (self.heads, self.kv_heads, self.kv_heads)
         )
         self.query = q.view(tokens, self.heads, DIM)
+        if translator := getattr(backend, "kv_index_translator", None):
+            # As SGLang's runner does for its Triton backend.
+            translator.bind_runner_slots(batch)
         backend.init_forward_metadata(batch)
         run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
         k, v = k.view(tokens, self.kv_heads, DIM), v.view(tokens, self.kv_heads, DIM)
@@ -183,13 +188,29 @@ class Rig:
         return found
 
 
-def told_by_tree(shifted: bool, evicted: list[int], of: Any = None) -> Any:
-    """As much of our tree as the hook that sees a new batch asks; ``of``: the only requests it knows."""
-    return SimpleNamespace(
+def announced(
+    backend: Any,
+    batch: ForwardBatch,
+    shifted: bool = False,
+    evicted: Sequence[int] = (),
+    rows: torch.Tensor | None = None,
+) -> ForwardBatch:
+    """The batch, of which the backend knows by the hook that sees a new one; ``shifted``, ``evicted``:
+    what our tree says of its requests; ``rows``: of these, where the batch has them on a device."""
+    reqs: list[Any] = [object()]
+    tree = SimpleNamespace(
         controller=SimpleNamespace(containment=contextlib.nullcontext()),
-        reads_shifted=lambda reqs: shifted and (of is None or reqs is of),
-        evicted_of=lambda reqs: evicted if of is None or reqs is of else [],
+        reads_shifted=lambda of: shifted and of is reqs,
+        evicted_of=lambda of: evicted if of is reqs else [],
     )
+    rows = batch.req_pool_indices if rows is None else rows
+    where = dict(req_pool_indices_cpu=rows, seq_lens_cpu=batch.seq_lens_cpu)
+    requests = SimpleNamespace(tree_cache=tree, reqs=reqs, **where)
+    runner: Any = SimpleNamespace(is_draft_worker=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_backend", backend)
+        attention._after_forward_batch(batch, type(batch), requests, runner)
+    return batch
 
 
 #: What our attention does not support: a change of a rig, and how the refusal names it.

@@ -4,7 +4,6 @@ any order: ``tests/property/test_groups.py``."""
 
 from __future__ import annotations
 
-import logging
 import re
 from array import array
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
@@ -22,8 +20,8 @@ from sglang_reasoncache.filter.align import AcrossPair
 from sglang_reasoncache.sharing.state import OPT_OUT_KEY
 from sglang_reasoncache.sharing.tracker import in_one_group
 from tests.eviction.rows import everything_comes_back as everything_comes_back
-from tests.property.model import Memory
 from tests.property.world import (
+    ENDS,
     NOTHING,
     OUTPUT,
     PROMPT,
@@ -31,16 +29,17 @@ from tests.property.world import (
     ScriptedEngine,
     Setup,
     World,
+    abort,
     assert_empty,
+    come_back,
     decode,
     finish,
     prefill,
     propose,
+    respond,
     retract,
     start,
 )
-from tests.unit.test_containment import PROMPT as LONG_PROMPT
-from tests.unit.test_containment import Faults, Load, injected
 from tests.unit.test_pipeline import assert_judged
 
 SETUPS = [
@@ -112,18 +111,8 @@ def balance(world: World) -> None:
         assert not np.isin(world.row(req) // world.page, world.free_pages()).any()
 
 
-def end(world: World, req: Req, how: str) -> None:
-    if how == "finish":
-        finish(world, req)
-    elif how == "abort":
-        req.finished_reason = FINISH_ABORT("client left")
-        release_kv_cache(req, world.tree, checkpoint=False)
-    else:
-        retract(world, req)
-
-
 @ALL_SETUPS
-@pytest.mark.parametrize("how", ["finish", "abort", "retract"])
+@pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("who", ["source", "reader"])
 def test_whoever_ends_takes_nothing_from_the_other(setup: Setup, how: str, who: str) -> None:
     world, source, reader = two(setup)
@@ -136,7 +125,7 @@ def test_whoever_ends_takes_nothing_from_the_other(setup: Setup, how: str, who: 
     left = reader if who == "source" else source
     row = world.row(left).copy()
     kept = world.contents()[row]
-    end(world, source if who == "source" else reader, how)
+    ENDS[how](world, source if who == "source" else reader)
     balance(world)
     assert pipeline.across == pipeline.within == world.controller.live_positions == 0
     # What the tree says it can give back it does, and none of it is read.
@@ -171,8 +160,8 @@ def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
     assert (pipeline.across, pipeline.within) == (8, 4)
     described = {"prompt_tokens": len(PROMPT), "requests": 3, "slots_saved_within_now": 4}
     assert world.controller.describe()["groups"] == [{**described, "slots_read_across": 8}]
-    end(world, source, "finish")
-    end(world, reader, "abort")
+    finish(world, source)
+    abort(world, reader)
     balance(world)
     assert (pipeline.across, pipeline.within) == (0, 0)
     told = world.controller.describe()
@@ -212,8 +201,7 @@ def test_a_retracted_reader_reads_again_what_still_runs(setup: Setup) -> None:
         assert engine.groups[number(world, reader)] == -1, "no source while its row is gone"
         if gone.kv.holds_kv:
             finish(world, gone)
-        prefill(world, reader)
-        decode(world, reader)
+        come_back(world, reader)
         assert world.controller.after_decode([source, reader]) == 0, "queued"
         assert engine.groups[number(world, reader)] == group
         decode(world, reader)
@@ -231,13 +219,11 @@ def test_a_reader_waits_for_a_source_that_was_retracted_too(setup: Setup, again:
     retract(world, source)
     for _ in range(1 + again):
         retract(world, reader)
-        prefill(world, reader)
-        decode(world, reader)
+        come_back(world, reader)
         for _ in range(3):
             assert world.controller.after_decode([reader]) == 0, "nothing to read yet"
         balance(world)
-    prefill(world, source)
-    decode(world, source)
+    come_back(world, source)
     freed = [world.controller.after_decode([reader, source]) for _ in range(4)]
     assert sum(freed) == 4 and freed[-1] == 0
     assert (world.row(reader)[12:16] == world.row(source)[20:24]).all()
@@ -246,7 +232,7 @@ def test_a_reader_waits_for_a_source_that_was_retracted_too(setup: Setup, again:
     assert not state.unread and len(state.shared_across) == 1
 
 
-@pytest.mark.parametrize("how", ["retract", "finish", "abort"])
+@pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("who", ["source", "reader"])
 def test_what_is_queued_again_and_comes_too_late_waits_once_more(how: str, who: str) -> None:
     world, source, reader = two(SETUPS[0])
@@ -254,18 +240,16 @@ def test_what_is_queued_again_and_comes_too_late_waits_once_more(how: str, who: 
     propose(world, reader, Pair(24, 8))
     assert world.controller.after_decode([source, reader]) == 4
     retract(world, reader)
-    prefill(world, reader)
-    decode(world, reader)
+    come_back(world, reader)
     assert world.controller.after_decode([source, reader]) == 0, "queued"
-    end(world, {"source": source, "reader": reader}[who], how)
+    ENDS[how](world, {"source": source, "reader": reader}[who])
     freed = sum(world.controller.after_decode(running(world)) for _ in range(3))
     assert freed == 4 * (who == "source"), "what it reads of itself"
     balance(world)
     state: Any = world.controller.state_of(reader)
     if how == "retract":
         one = source if who == "source" else reader
-        prefill(world, one)
-        decode(world, one)
+        come_back(world, one)
         freed += sum(world.controller.after_decode([reader, source]) for _ in range(4))
         assert freed == 8 and len(state.shared) == len(state.shared_across) == 1
         balance(world)
@@ -278,8 +262,7 @@ def test_nothing_waits_for_a_source_that_has_left() -> None:
     assert lend(world, source, reader, Pair(12, 20)) == 4
     for req in (source, reader):
         retract(world, req)
-    prefill(world, reader)
-    decode(world, reader)
+    come_back(world, reader)
     world.controller.after_decode([reader])
     state: Any = world.controller.state_of(reader)
     assert len(state.unread) == 1
@@ -288,13 +271,13 @@ def test_nothing_waits_for_a_source_that_has_left() -> None:
     assert not state.unread and not state.shared_across
 
 
-@pytest.mark.parametrize("how", ["finish", "abort", "retract"])
+@pytest.mark.parametrize("how", ENDS)
 def test_a_source_that_ends_before_it_is_read_is_refused(how: str) -> None:
     world, source, reader = two(SETUPS[0])
     world.engine.lent[number(world, reader)] = [AcrossPair(12, 20, number(world, source))]
     decode(world, reader)
     world.controller.after_decode([source, reader])
-    end(world, source, how)
+    ENDS[how](world, source)
     if how == "retract":
         # Another row, of which a first chunk is there.
         prefill(world, source, up_to=16)
@@ -359,66 +342,6 @@ def began(world: World, name: int, key: dict[str, Any]) -> Req:
     prompt = array("q", key.pop("prompt", PROMPT))
     req = Req(str(name), "", prompt, params, **key)
     world.requests.add(req)
-    prefill(world, req)
-    req.output_ids.append(100 * name)
-    for i in range(OUTPUT):
-        decode(world, req, 100 * name + 1 + i)
+    respond(world, req, range(100 * name, 100 * name + 1 + OUTPUT))
     world.controller.after_decode([req])
     return req
-
-
-class Siblings(Load):
-    """Three that read each other, one of which is retracted, and end one after the other."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.world = world_of(setup)
-        self.memory = Memory(self.world, setup.block, copies=False)
-        self.setup, self.running, self.free = setup, [], []
-
-    def lend(self, source: Req, reader: Req, pair: Pair) -> None:
-        states = [self.controller.state_of(req) for req in (source, reader)]
-        if all(state is not None and state.followed is not None for state in states):
-            ids = [state.followed.id for state in states]
-            self.world.engine.lent[ids[1]] = [AcrossPair(*pair, ids[0])]
-        self.decode(1)
-        self.decode(1)
-
-    def run(self) -> None:
-        reqs = [self.world.request(name, LONG_PROMPT, False, None) for name in "abc"]
-        for req in reqs:
-            self.prefill(req)
-        self.decode(1)
-        for _ in range(23):
-            self.decode(1)
-        self.lend(reqs[0], reqs[1], Pair(28, 36))
-        self.share(Pair(32, 40))
-        self.lend(reqs[1], reqs[2], Pair(36, 28))
-        self.release(reqs[1], "retract")
-        self.decode(1)
-        self.prefill(reqs[1])
-        self.decode(1)
-        self.decode(1)
-        self.release(reqs[0], "finish")
-        self.decode(1)
-        self.release(reqs[2], "abort")
-        self.release(reqs[1], "finish")
-        self._finish()
-
-
-@pytest.mark.parametrize("setup", SETUPS[::2], ids=str)
-def test_a_fault_at_any_call_costs_no_slot(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL + 1)
-    for _ in range(2):
-        load, faults = Siblings(setup), Faults()
-        with injected(faults):
-            load.run()
-    stats = load.totals
-    assert stats.blocks_shared_across == 2 and stats.blocks_reapplied == 2
-    for site, count in sorted(faults.seen.items()):
-        for number in {1, count}:
-            load, failing = Siblings(setup), Faults(site, number)
-            with injected(failing):
-                load.run()
-            # A policy that fails is asked no more, and that is all.
-            assert failing.raised, site
-            assert load.look()["disabled"] or site.file.startswith("eviction"), site

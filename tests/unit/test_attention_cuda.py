@@ -28,7 +28,7 @@ from sglang_reasoncache.plugin import attention, hooks, refusals
 from tests.unit.attention_rig import BATCHES, Rig
 from tests.unit.test_attention import backend_of
 
-pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
+pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform", "few_objects")
 
 
 @pytest.mark.parametrize("known", ["as cached", "as cached, evicted", "never shared", "marked"])

@@ -28,7 +28,7 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
 from tests.triton_runs import shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.unit.attention_rig import DIM, TOLERANCE, Rig, told_by_tree
+from tests.unit.attention_rig import DIM, TOLERANCE, Rig, announced
 from tests.unit.test_attention import REQUESTED_BY
 
 #: Requests that graphs are captured for; batches are padded to one of these.
@@ -186,7 +186,6 @@ def test_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int],
     runner = Graphs(rig, backend) if kind == "graphs" else backend
     batch = rig.batch(new)
     slots = batch.out_cache_loc
-    backend.kv_index_translator.bind_runner_slots(batch)
     assert backend.paged.backend == "triton"
     for shifts in (True, False, True):
         backend.mark.note(batch.rids, shifts)
@@ -214,7 +213,6 @@ def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> N
         assert close(rig, rig.forward(graphs, batch), batch)
         rig.cached_at.record(rig.rows.req_to_token[3, : lengths[2] - 1].long(), torch.tensor(5))
     extend = rig.batch([1, 2, 30])
-    backend.kv_index_translator.bind_runner_slots(extend)
     assert close(rig, rig.forward(backend, extend), extend)
     assert close(rig, rig.forward(graphs, batch), batch)
     for lengths, size in (([12, 33], 3), ([33], 1)):
@@ -240,7 +238,6 @@ def test_graphs_and_eager_forwards_skip_evicted_positions(
     rig.evict([1, 3, 30], share=0.3)
     for runner, new in ((backend, [1, 1, 1]), (backend, [1, 3, 30]), (graphs, [1, 1, 1])):
         batch = rig.batch(new)
-        backend.kv_index_translator.bind_runner_slots(batch)
         assert close(rig, rig.forward(runner, batch), batch)
     assert graphs.replayed == [SHIFTED if corrected else PLAIN, SHIFTED]
 
@@ -272,9 +269,6 @@ def test_hooks_reach_the_runner_and_every_batch(
     # The hook is there; what it is called with is in tests/contract.
     assert isinstance(ForwardBatch.__dict__["init_new"], classmethod)
     assert ForwardBatch.init_new.__wrapped__ is not None
-    reqs, runner = [object()], SimpleNamespace(is_draft_worker=False)
     for shifted, evicted in ((True, False), (False, True), (False, False)):
-        tree = told_by_tree(shifted, [int(evicted)], of=reqs)
-        of_requests = SimpleNamespace(tree_cache=tree, reqs=reqs)
-        attention._after_forward_batch(batch, ForwardBatch, of_requests, runner)
+        announced(backend, batch, shifted, [int(evicted)])
         assert backend.mark.reads_shifted(batch.rids) == (shifted or evicted)

@@ -57,7 +57,7 @@ def test_a_prefix_from_an_aliased_node_is_shifted_behind_its_first_shared_positi
     worlds.finish(world, first)
     for length in range(len(PROMPT), len(text)):
         # A prompt is matched but for its last token.
-        req = world.request(f"r{length}", [*text[:length], 99], False, None)
+        req = world.request(f"r{length}", [*text[:length], 99])
         prefill(world, req)
         assert world.has_shifted(req) == world.tree.reads_shifted([req]) == (length > 16)
         retract(world, req)

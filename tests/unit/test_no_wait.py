@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.eviction.held import AttentionSource
@@ -36,10 +35,12 @@ from tests.property.world import (
     Pair,
     Setup,
     World,
+    abort,
     decode,
     finish,
     prefill,
     propose,
+    respond,
     retract,
     start,
 )
@@ -144,12 +145,12 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
         world.allocator.free_group_end()
     # A follow-up turn continues from what was published.
     text = [*reqs[1].origin_input_ids, *reqs[1].output_ids, 5]
-    after = world.request("after", text, end == "opted out", None)
+    after = world.request("after", text, end == "opted out")
     prefill(world, after)
     after.output_ids.append(9)
     steps(world, after)
     assert world.controller.live_positions == 0
-    release_kv_cache(after, world.tree, checkpoint=False)
+    abort(world, after)
     assert world.tree.evict(EvictParams(num_tokens=20)).num_tokens_evicted >= 20
 
 
@@ -188,11 +189,8 @@ def test_policies_that_read_keys_and_weights(name: str, page: int) -> None:
         keys = torch.randn(world.pool.k_buffer[0].shape, generator=torch.Generator().manual_seed(1))
         for buffer in world.pool.k_buffer:
             buffer.copy_(keys)
-        req = world.request("r", PROMPT, False, None)
-        prefill(world, req)
-        req.output_ids.append(7)
-        for _ in range(30):
-            decode(world, req)
+        req = world.request("r", PROMPT)
+        respond(world, req, [7] * 31)
         row, length = req.kv.req_pool_idx, req.kv.kv_allocated_len
         statistics.begin([row], [length - 4], [length - 4])
         statistics.begin([row], [length], [4])

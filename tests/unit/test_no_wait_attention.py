@@ -4,7 +4,6 @@
 import copy
 import dataclasses
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, SharedSlotReads
 from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
-from sglang_reasoncache.plugin import attention
 from sglang_reasoncache.selection import page_selection
 from sglang_reasoncache.selection.contract import Quest
 from tests.property.world import in_host
@@ -22,7 +20,7 @@ from tests.selection.test_device_selection import rig_of
 from tests.strict_device import DeviceTensor, no_wait, on_device, strict_device
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import under_interpreter
-from tests.unit.attention_rig import TOLERANCE, Rig, told_by_tree
+from tests.unit.attention_rig import TOLERANCE, Rig, announced
 from tests.unit.test_attention import REQUESTED_BY
 
 LENGTHS = [1, 19, 70]
@@ -88,26 +86,20 @@ def backend_of(rig: Rig, corrected: bool = True) -> Any:
     return backend
 
 
-def announced(rig: Rig, backend: Any, new: list[int], evicted: list[int] | None = None) -> Any:
-    """A batch on the device, which SGLang's hook lets the backend know; nothing of it waits."""
+def batch_of(rig: Rig, backend: Any, new: list[int], evicted: list[int] | None = None) -> Any:
+    """A batch on the device that the backend knows; nothing of that waits."""
     batch = rig.batch(new)
     there = {name: on_device(getattr(batch, name)) for name in ON_DEVICE}
     batch = dataclasses.replace(batch, **there)
     gone = [0] * len(new) if evicted is None else evicted
-    tree = told_by_tree(True, gone)
-    sides = dict(req_pool_indices_cpu=rig.row_of, seq_lens_cpu=batch.seq_lens_cpu)
-    runner = SimpleNamespace(is_draft_worker=False)
-    with pytest.MonkeyPatch.context() as patch, no_wait():
-        patch.setattr(attention, "_backend", backend)
-        requests = SimpleNamespace(tree_cache=tree, reqs=[], **sides)
-        attention._after_forward_batch(batch, type(batch), requests, runner)
-    return batch
+    with no_wait():
+        return announced(backend, batch, True, gone, rig.row_of)
 
 
 def check(
     rig: Rig, backend: Any, new: list[int], evicted: list[int] | None = None, runner: Any = None
 ) -> None:
-    batch = announced(rig, backend, new, evicted)
+    batch = batch_of(rig, backend, new, evicted)
     with no_wait():
         found = rig.forward(runner or backend, batch)
     rig.query = in_host(rig.query)
@@ -145,7 +137,7 @@ def test_pages_are_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_of([70, 19, 41], shifted=(1, 4))
     backend = backend_of(rig)
     selection = backend.paged.select("quest", Quest(budget=24, whole_layers=1))
-    batch, graph = announced(rig, backend, [1, 1, 1]), Replayed(backend)
+    batch, graph = batch_of(rig, backend, [1, 1, 1]), Replayed(backend)
     with no_wait():
         selection.update(1, on_device(torch.arange(len(rig.pool.k_buffer[1]))))
         eager, replayed = (rig.forward(runner, batch) for runner in (backend, graph))

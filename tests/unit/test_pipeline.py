@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
-from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.sharing.decision import BlockProposal
@@ -18,9 +17,11 @@ from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import (
+    ENDS,
     Pair,
     Setup,
     World,
+    come_back,
     decode,
     finish,
     prefill,
@@ -87,7 +88,7 @@ def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
 
 
 @pytest.mark.parametrize("setup", [SETUP, Setup(page=4, block=4, slots=160, publish="aliased")])
-@pytest.mark.parametrize("end", ["finish", "abort", "retract"])
+@pytest.mark.parametrize("end", ENDS)
 def test_shares_without_a_prefix_cache(setup: Setup, end: str) -> None:
     """``--disable-radix-cache``: rows are released as ever, nothing is published."""
     world = World(setup, no_tree=True)
@@ -96,15 +97,9 @@ def test_shares_without_a_prefix_cache(setup: Setup, end: str) -> None:
     propose(world, req, Pair(20, 8), Pair(24, 12))
     assert world.controller.after_decode([req]) == 8
     assert used(world) - before in (-7, -8)
-    if end == "finish":
-        finish(world, req)
-    else:
-        if end == "abort":
-            req.finished_reason = FINISH_ABORT("client left")
-        release_kv_cache(req, world.tree, checkpoint=False)
+    ENDS[end](world, req)
     assert used(world) == len(world.allocator.references) == 0
     if end == "retract":
-        req.reset_for_retract()
         prefill(world, req)
         req.output_ids.append(9)
         world.controller.after_decode([req])
@@ -176,9 +171,8 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     slow.controller.after_decode([req])
     retract(slow, req)
     assert slow.controller.live_positions == 0
-    prefill(slow, req)
+    come_back(slow, req)
     arrive(slow, True)
-    decode(slow, req)
     # The old batch arrives and finds its row gone; the old decision is applied anew.
     assert [slow.controller.after_decode([req]) for _ in range(2)] == [0, 4]
     stats = slow.controller.stats
@@ -195,8 +189,7 @@ def test_a_decision_survives_retraction_after_retraction() -> None:
     assert world.controller.after_decode([req]) == 8
     for _ in range(3):
         retract(world, req)
-        prefill(world, req)
-        decode(world, req)
+        come_back(world, req)
         assert world.controller.after_decode([req]) == 0, "queued"
     decode(world, req)
     assert world.controller.after_decode([req]) == 8

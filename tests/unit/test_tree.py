@@ -30,7 +30,7 @@ class Bench(World):
 
     def matched(self, text: str, exact_only: bool = False) -> int:
         """Pages of ``text`` that a request gets from the tree."""
-        return self._match(self.request("r", self.tokens(text), exact_only, None)) // self.page
+        return self._match(self.request("r", self.tokens(text), exact_only)) // self.page
 
     def _match(self, req: Req, upto: int | None = None) -> int:
         """Slots; the request's lock is then on the last node."""
@@ -48,7 +48,7 @@ class Bench(World):
         exact_only: bool = False,
     ) -> None:
         """A request computed ``text`` into ``row``, whose start the tree owned, and finished."""
-        req = self.request("r", self.tokens(text), exact_only, None)
+        req = self.request("r", self.tokens(text), exact_only)
         if protected:
             assert self._match(req, protected * self.page) == protected * self.page
             req.lock = self.tree.lock(req.last_node)
