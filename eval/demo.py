@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from eval.bench import at_least
 from eval.measures.figures import of_cells
 from eval.methods import find_methods
-from eval.runs.folder import Cell, Response
+from eval.runs.folder import Cell, Response, write_whole
 from eval.runs.options import RunOptions, with_values
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     cells = measure(args)
     result = {arm: arm_of(cell) for arm, cell in cells.items()}
-    args.output.write_text(json.dumps(result, indent=2) + "\n")
+    write_whole(args.output, json.dumps(result, indent=2) + "\n")
     print_table(result)
     ours = cells["reasoncache"]
     report = ours.legs()[0].report

@@ -20,6 +20,7 @@ from eval.fidelity.arms import Arm, default_name, default_names, parse_all
 from eval.fidelity.cache import Reader
 from eval.fidelity.replay import Replay
 from eval.jsonl import read_rows, valid_text
+from eval.runs.folder import cut_unfinished
 from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
@@ -164,6 +165,7 @@ def measure(
     to a JSONL file at once, so that a run that is cut goes on where it stopped. Of responses that
     are read ``together`` those of ``--groups``."""
     path, known, replay = options.out.with_suffix(".jsonl"), {}, None
+    cut_unfinished(path)
     if path.exists():
         known = {record["key"]: record for record in map(json.loads, path.open())}
     settings = [str(options.model.resolve()), options.dtype, options.like, *map(repr, arms)]

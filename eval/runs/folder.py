@@ -136,9 +136,7 @@ class Cell:
     def mend(self) -> None:
         """Cut unfinished last lines off, before anything is appended to them."""
         for name in ("responses", "timeline", "legs"):
-            path = self.folder / f"{name}.jsonl"
-            if path.is_file():
-                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            cut_unfinished(self.folder / f"{name}.jsonl")
 
 
 def cells(run: Path) -> list[Cell]:
@@ -172,6 +170,12 @@ def write_whole(path: Path, text: str) -> None:
     half = path.with_name(path.name + ".part")
     half.write_text(text, encoding="utf-8")
     half.replace(path)
+
+
+def cut_unfinished(path: Path) -> None:
+    """Cut a last line without its end off a file, if there is one."""
+    if path.is_file():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def read_records(path: Path, kind: type[_R]) -> list[_R]:
