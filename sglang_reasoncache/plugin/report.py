@@ -89,7 +89,9 @@ class SharingMetrics:
         self._latency = Histogram(_PREFIX + "poll_seconds", text, names, buckets=_BUCKETS)
         self._seen: dict[tuple[str, ...], int] = {}
 
-    def update(self, stats: SharingStats, gauges: Mapping[str, float], latency: float | None) -> None:
+    def update(
+        self, stats: SharingStats, gauges: Mapping[str, float], latency: float | None
+    ) -> None:
         """``latency`` in seconds, None where nothing was compared."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))

@@ -407,7 +407,7 @@ def test_a_request_whose_step_raises_costs_no_other(
 
 
 def test_a_sentence_model_that_is_not_there_is_told_at_the_start(make: Make) -> None:
-    with pytest.raises(ValueError, match="^--reasoncache-encoder sentence-bert "):
+    with pytest.raises(ValueError, match="^--reasoncache-set encoder=sentence-bert "):
         make(FilterConfig(encoder="sentence-bert"), sentence_model="/nowhere")
 
 
