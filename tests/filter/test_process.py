@@ -411,6 +411,19 @@ def test_a_sentence_model_that_is_not_there_is_told_at_the_start(make: Make) -> 
         make(FilterConfig(encoder="sentence-bert"), sentence_model="/nowhere")
 
 
+def test_it_is_nice_where_it_may_not_choose_how_it_is_scheduled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError
+
+    nice: list[int] = []
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    monkeypatch.setattr(os, "nice", nice.append)
+    worker._stand_back()
+    assert nice == [10]
+
+
 def test_a_terminals_interrupt_does_not_end_it_but_the_end_of_its_input(make: Make) -> None:
     engine = make()
     os.kill(engine.pid, signal.SIGINT)
