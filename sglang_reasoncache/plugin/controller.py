@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.cache.allocator import SharingForecast
+from sglang_reasoncache.cache.admission import SharingForecast
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
