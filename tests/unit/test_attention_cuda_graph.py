@@ -277,4 +277,4 @@ def test_hooks_reach_the_runner_and_every_batch(
         tree = told_by_tree(shifted, [int(evicted)], of=reqs)
         of_requests = SimpleNamespace(tree_cache=tree, reqs=reqs)
         attention._after_forward_batch(batch, ForwardBatch, of_requests, runner)
-        assert backend.mark.reads_shifted(batch.rids) == (shifted or evicted)
+        assert backend.mark.needs_ours(batch.rids) == (shifted or evicted)

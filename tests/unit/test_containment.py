@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.runtime_context import get_context
 
 import sglang_reasoncache
-from sglang_reasoncache.cache.cached_positions import BatchMark
+from sglang_reasoncache.attention.batch_mark import BatchMark
 from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.eviction.held import Reads
@@ -64,7 +64,7 @@ PLAIN |= {"asks_to_share"}
 #: Only call what has two tries.
 PLAIN |= {"once_more", "tried", "put"}
 #: Of a forward, what has one try: SGLang's own, and what reads attributes.
-ONE_TRY = {"set_kv_buffer", "for_batch", "forget", "_sinks", "reads_shifted", "evicted"}
+ONE_TRY = {"set_kv_buffer", "for_batch", "forget", "_sinks", "needs_ours", "evicted"}
 #: A selector that fails reads everything.
 ONE_TRY |= {"is_idle", "is_decode", "reads_ours", "_kept"}
 SETUPS = [
@@ -377,7 +377,7 @@ def test_a_batch_that_cannot_be_looked_at_may_read_anything(
             runner: Any = SimpleNamespace(is_draft_worker=False)
             attention._after_forward_batch(made, object, batch, runner)
         assert (world.controller.report.disabled is None) == (faults.site is None)
-        return mark.reads_shifted(made.rids), mark.evicted(made.rids)
+        return mark.needs_ours(made.rids), mark.evicted(made.rids)
 
     faults = Faults()
     assert look(faults) == (False, [0])
