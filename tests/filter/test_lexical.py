@@ -28,8 +28,9 @@ from sglang_reasoncache.filter.encoder import (
     unit,
 )
 from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
-from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
+from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import Step
+from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.plugin.step_filter import make_encoder
 from tests.filter.words import Words, step_of, with_length_factor
 
