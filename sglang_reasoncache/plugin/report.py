@@ -139,7 +139,7 @@ class Report:
     @property
     def slots_saved(self) -> int:
         """Slots that the running requests do without by sharing, and by evicting."""
-        return self.pipeline.live_positions + self.eviction.positions_now
+        return self.pipeline.saved + self.eviction.positions_now
 
     def request_finished(
         self, req: Request, state: RequestState, shared: int, evicted: int
@@ -210,5 +210,5 @@ class Report:
 
     def log_part(self) -> str:
         """A few words for SGLang's decode log line."""
-        shared, evicted = self.pipeline.live_positions, self.eviction.positions_now
+        shared, evicted = self.pipeline.saved, self.eviction.positions_now
         return f"#shared token: {shared}, #evicted token: {evicted}"

@@ -57,7 +57,7 @@ AGREED = COMMITS | {"redirect", "write", "commit"}
 ENTRIES = {"_after_decode", "_after_prefill", "after_decode", "after_prefill", "after_chunk"}
 #: Only read or write some attributes, as far as SGLang relies on them; and this test's own.
 PLAIN = {"state_of", "_on_release", "give_up", "forget", "forget_row", "_after_count_uncached"}
-PLAIN |= {"saved_positions", "slots_saved", "live_positions", "saved", "count_aliases"}
+PLAIN |= {"saved_positions", "slots_saved", "saved", "count_aliases"}
 PLAIN |= {"entered", "left"}
 #: A request of which this cannot be read opts out.
 PLAIN |= {"asks_to_share"}
