@@ -27,7 +27,7 @@ _PREFIX = "sglang:reasoncache_"
 #: Stats field -> help of the counter ``sglang:reasoncache_<field>_total``.
 _COUNTERS = {
     "steps_seen": "Reasoning steps finished.",
-    "steps_with_candidate": "Steps with at least one similar earlier step.",
+    "steps_with_candidate": "Steps with a similar earlier step or an equal run.",
     "steps_shed": "Finished steps not compared, because too many were waiting.",
     "filter_restarts": "Times the process that compares steps failed and was started anew.",
     "structure_refusals": "Candidates refused because their formal content differs.",
