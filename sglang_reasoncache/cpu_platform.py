@@ -7,7 +7,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-_ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+from sglang_reasoncache.compat import ATTENTION_FIELDS
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -23,7 +23,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         # SGLang has settled on one by now.
         given = getattr(server_args, "_raw_input", None) or {}
-        if not any(given.get(name) for name in _ATTENTION_FIELDS):
+        if not any(given.get(name) for name in ATTENTION_FIELDS):
             server_args.attention_backend = cpu_attention.default_backend()
 
     def is_pin_memory_available(self, device: object = None) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from sglang_reasoncache import compat, settings_table
-from sglang_reasoncache.arguments import arguments_of, flag_of
+from sglang_reasoncache import arguments, compat, settings_table
+from sglang_reasoncache.arguments import FLAGS, SET, arguments_of, flag_of
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin import flags, refusals
@@ -125,6 +125,14 @@ def test_a_flag_that_moved_says_where(flag: str, capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit):
             _namespace(*given)
         assert f"is now --reasoncache-set {name}=VALUE" in capsys.readouterr().err
+
+
+def test_messages_name_flags_that_can_be_typed() -> None:
+    """A setting without a flag is named as it is given."""
+    known = {flag_of(name) for name in FLAGS} | {SET}
+    for file in Path(arguments.__file__).parent.rglob("*.py"):
+        named = set(re.findall(r"--reasoncache-[a-z-]*[a-z]", file.read_text()))
+        assert named <= known, file
 
 
 def test_engine_keywords_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from eval.tokenizers import TokenizerError, load_tokenizer
 from sglang_reasoncache.filter.lexical import LexicalIndex
 from sglang_reasoncache.filter.proposal import Proposal
-from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
+from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import ReasoningSpan, Step, TokenClasses
+from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
 WORDS = "words"

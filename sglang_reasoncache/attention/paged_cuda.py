@@ -14,7 +14,8 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
-from sglang_reasoncache.cache.cached_positions import BatchMark, CachedPositions
+from sglang_reasoncache.attention.batch_mark import BatchMark
+from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.kernels.row_plan import BatchRows
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class SharedSlotReads(PagedBackend):
 
     def reads_ours(self, forward_batch: ForwardBatch) -> bool:
         """Whether a decode step runs our kernels."""
-        return self.paged.always_needed or self.mark.reads_shifted(forward_batch.rids)
+        return self.paged.always_needed or self.mark.needs_ours(forward_batch.rids)
 
     # -- outside of graphs ------------------------------------------------------
 
@@ -71,7 +72,7 @@ class SharedSlotReads(PagedBackend):
                 super().init_forward_metadata(forward_batch)
             return
         (rids, prefill), self._expected = self._expected, (None, None)
-        computes = self.mark.reads_shifted(forward_batch.rids)
+        computes = self.mark.needs_ours(forward_batch.rids)
         # SGLang's own trial runs are of no known batch.
         known = rids is not None and rids is forward_batch.rids
         evicted = self.mark.evicted(forward_batch.rids)

@@ -99,6 +99,9 @@ TREE_BACKEND = "reasoncache"
 #: ``--attention-backend`` name of our own backend on our CPU platform.
 CPU_BACKEND = "reasoncache_cpu"
 
+#: Fields of SGLang's record that name an attention backend.
+ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
 #: SGLang's backends in front of which we read shifted slots on CUDA.
 CUDA_BACKENDS = ("flashinfer", "triton")
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sglang_reasoncache.arguments import flag_of
 from sglang_reasoncache.filter.lexical import Floats, LexicalIndex
 from sglang_reasoncache.filter.segment import Step
 
@@ -21,7 +22,7 @@ ENCODERS = ("tokens", "embedding", "sentence-bert")
 ENCODER_BOUND = f"one of {', '.join(ENCODERS)}, sentence-bert:MODEL"
 SENTENCE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
-_FLAG = "--reasoncache-encoder"
+_FLAG = flag_of("encoder")
 # Rows of the embedding added up at once; bounds what a long step takes.
 _ROWS_AT_ONCE = 1024
 # Float32 sums of unit vectors hold no more; equal steps come out as exactly 1,
@@ -94,7 +95,7 @@ class SentenceEncoder:
         # Hub, network, file formats: each library below has its own exceptions.
         except Exception as error:
             raise ValueError(
-                f"{_FLAG} sentence-bert must name a sentence model that can be loaded, "
+                f"{_FLAG}=sentence-bert must name a sentence model that can be loaded, "
                 f"got {model!r}: {type(error).__name__}: {error}"
             ) from error
         self._max_chars = max_chars
@@ -115,7 +116,7 @@ def require_sentence_transformers() -> None:
     """Raises ValueError, naming the extra, without the package ``sentence-transformers``."""
     if importlib.util.find_spec("sentence_transformers") is None:
         raise ValueError(
-            f"{_FLAG} sentence-bert needs the package sentence-transformers; "
+            f"{_FLAG}=sentence-bert needs the package sentence-transformers; "
             'pip install "sglang-reasoncache[sentence-bert]"'
         )
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_reasoncache.filter.align import AcrossPair, BlockPair
@@ -12,13 +12,11 @@ from sglang_reasoncache.filter.segment import Step
 
 @dataclass(slots=True)
 class FilterCounters:
-    """What happened in the filter; add them up over requests with :meth:`add`.
+    """What happened to one finished step in the filter.
 
     Attributes:
-        steps: finished steps.
-        steps_compared: of those, with at least one earlier step.
-        steps_with_candidates: with a lexical candidate, or a block of an equal run.
-        steps_with_pairs: with at least one block pair found, to be shared now or later.
+        steps_compared: 1 if there was an earlier step to compare it with.
+        steps_with_candidates: 1 if it has a lexical candidate, or a block of an equal run.
         candidates: earlier steps above the lexical threshold.
         dropped_structure: candidates whose formal content differs.
         dropped_over_bound: candidates left out because one of the two steps is over a bound of
@@ -26,31 +24,22 @@ class FilterCounters:
         dropped_excess: candidates beyond ``max_structure_checks``, ``max_candidates`` or what
             may be read for one step, or not needed because all blocks had a pair.
         over_bound: signatures that went over a bound.
-        pairs: block pairs that may be shared now.
     """
 
-    steps: int = 0
     steps_compared: int = 0
     steps_with_candidates: int = 0
-    steps_with_pairs: int = 0
     candidates: int = 0
     dropped_structure: int = 0
     dropped_over_bound: int = 0
     dropped_excess: int = 0
     over_bound: int = 0
-    pairs: int = 0
-
-    def add(self, other: FilterCounters) -> None:
-        """Accumulate another record into this one."""
-        for entry in fields(self):
-            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
 
 class Proposal(NamedTuple):
     """A finished step, and the block pairs that may be shared now, ascending in ``dst_start``.
 
     With a least age these are pairs of earlier steps, and ``across`` those with blocks of the
-    request's group. ``counters`` are of this step alone.
+    request's group.
     """
 
     step: Step

@@ -15,8 +15,6 @@ from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.steps import StepMatcher
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
-__all__ = ["FilterConfig", "FilterCounters", "Proposal", "RequestFilter"]
-
 
 class RequestFilter:
     """Feeds on one response's tokens and proposes blocks to share. Not thread safe.
@@ -34,7 +32,6 @@ class RequestFilter:
 
     Attributes:
         position: logical position of the next token to be pushed.
-        counters: sums over everything proposed so far.
 
     Raises:
         ValueError: the config asks for another encoder than ``tokens``, and there is none.
@@ -63,7 +60,6 @@ class RequestFilter:
         else:
             self._matcher = StepMatcher(config, classes, vocabulary, encoder)
         self._age_rule = AgeRule(config)
-        self.counters = FilterCounters()
 
     def join(self, member: int, group: RunGroup | None) -> None:
         """See :meth:`RunMatcher.join`; other matchers are in no group."""
@@ -105,7 +101,7 @@ class RequestFilter:
 
     def propose(self, step: Step) -> Proposal:
         """Block pairs of the step that :meth:`steps` gave last, which becomes an earlier one."""
-        counters = FilterCounters(steps=1)
+        counters = FilterCounters()
         if isinstance(self._matcher, StepMatcher):
             found = self._matcher.propose(step, counters)
         else:
@@ -114,7 +110,4 @@ class RequestFilter:
             counters.steps_with_candidates = int(bool(found))
         pairs = self._age_rule.release(found, step.end)
         across = self._matcher.across() if isinstance(self._matcher, RunMatcher) else []
-        counters.pairs = len(pairs) + len(across)
-        counters.steps_with_pairs = int(bool(found))
-        self.counters.add(counters)
         return Proposal(step, tuple(pairs), counters, tuple(across))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sglang_reasoncache.arguments import flag_of
 from sglang_reasoncache.filter.align import BlockPair, align_blocks
 from sglang_reasoncache.filter.encoder import DenseIndex, StepEncoder
 from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
@@ -45,7 +46,7 @@ class StepMatcher:
         self._history: LexicalIndex
         if encoder is None:
             if config.encoder != "tokens":
-                raise ValueError(f"--reasoncache-encoder {config.encoder} was not built")
+                raise ValueError(f"{flag_of('encoder')}={config.encoder} was not built")
             self._history = LexicalIndex(config.max_history_steps, config.length_factor)
         else:
             self._history = DenseIndex(encoder, config.max_history_steps, config.length_factor)

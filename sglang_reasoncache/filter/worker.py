@@ -125,14 +125,19 @@ def main() -> None:
         _answer()
 
 
+def _stand_back() -> None:
+    """Woken by every poll, it must not take the scheduler's core. A sandbox may forbid either."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        os.nice(10)
+
+
 def _answer() -> None:
     # Where the kernel can; else the socket's end says that the parent is gone.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Woken by every poll, it must not take the scheduler's core.
-    with contextlib.suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        os.nice(10)
+    _stand_back()
     # A terminal sends it to the whole group; the server decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

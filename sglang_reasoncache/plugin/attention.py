@@ -25,8 +25,6 @@ from sglang_reasoncache.selection.page_selection import PageSelection
 
 logger = logging.getLogger(__name__)
 _CORRECTED = f"{flag_of('positions')} corrected"
-#: What names attention, as fields of SGLang's record.
-_NAMING = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 #: What SGLang's FlashInfer backend is made for; its Triton backend takes others.
 _FLASHINFER_DIMS = (64, 128, 256)
 #: Ours on CUDA in this scheduler process.
@@ -54,7 +52,7 @@ def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
     wanted = corrects or _evicts_or_selects(config)
     if not wanted or resolved.device != "cuda" or not platform.is_cuda:
         return
-    if any(getattr(server_args, field) for field in _NAMING):
+    if any(getattr(server_args, field) for field in compat.ATTENTION_FIELDS):
         return
     model, latent = compat.model_config_of(server_args), compat.use_mla_backend(server_args)
     theirs = compat.get_default_attn_backend(server_args, latent, model)
@@ -66,7 +64,7 @@ def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
     even = model.head_dim == model.v_head_dim and model.head_dim in _FLASHINFER_DIMS
     flashinfer = platform.has_flashinfer and even and not model.has_attention_sinks
     name = "flashinfer" if flashinfer else "triton"
-    if any(getattr(resolved, field) not in (None, name) for field in _NAMING):
+    if any(getattr(resolved, field) not in (None, name) for field in compat.ATTENTION_FIELDS):
         return
     compat.declare_resolution(server_args, "sglang-reasoncache", attention_backend=name)
     told = "reasoncache: takes --attention-backend %s, which our kernels serve; SGLang's default is"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.cache.allocator import SharingForecast
+from sglang_reasoncache.cache.admission import SharingForecast
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
@@ -61,13 +61,8 @@ class Controller:
         self.report.publish()
 
     @property
-    def live_positions(self) -> int:
-        """Slots that the running requests do without by sharing."""
-        return self.pipeline.live_positions
-
-    @property
     def saved_positions(self) -> int:
-        """Those, and the evicted ones."""
+        """Slots that the running requests do without by sharing, and by evicting."""
         return self.report.slots_saved
 
     def keeps_prompt(self, req: Request) -> bool:
@@ -165,7 +160,7 @@ class Controller:
         running = [req for req in reqs if is_running(req)]
         logical = output = 0
         # Admission holds nothing back for prompts, so what they give up is not to be counted on.
-        saved = self.live_positions
+        saved = self.pipeline.saved
         for req in running:
             state = self.tracker.follow(req)
             if state.reapply and state.followed is not None:

@@ -46,10 +46,10 @@ def install() -> None:
 
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
     """AFTER ``ServerArgs.add_cli_args``. Every default is None: a preset fills in the rest."""
-    group = parser.add_argument_group("ReasonCache: similar reasoning steps share KV memory")
+    group = parser.add_argument_group("ReasonCache: repeated reasoning shares KV memory")
     text = (
-        "Let a finished reasoning step share the KV slots of an earlier, similar step of its "
-        "response."
+        "Let blocks that repeat in a response share KV slots: once the earlier one is old enough "
+        "it reads the newest one's."
     )
     group.add_argument("--enable-reasoncache", action="store_true", help=text)
     for name in FLAGS:

@@ -141,8 +141,7 @@ def check_selector(args: ServerArgs, config: ReasonCacheConfig) -> None:
 
 def _other_backends(args: ServerArgs) -> list[str]:
     """Flag and name of attention that serves no policy."""
-    fields = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    given = {field: getattr(args, field, None) for field in fields}
+    given = {field: getattr(args, field, None) for field in compat.ATTENTION_FIELDS}
     served = (None, *compat.EVICTION_BACKENDS)
     return [f"{_option(field)} {name}" for field, name in given.items() if name not in served]
 

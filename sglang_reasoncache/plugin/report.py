@@ -27,7 +27,7 @@ _PREFIX = "sglang:reasoncache_"
 #: Stats field -> help of the counter ``sglang:reasoncache_<field>_total``.
 _COUNTERS = {
     "steps_seen": "Reasoning steps finished.",
-    "steps_with_candidate": "Steps with at least one similar earlier step.",
+    "steps_with_candidate": "Steps with a similar earlier step or an equal run.",
     "steps_shed": "Finished steps not compared, because too many were waiting.",
     "filter_restarts": "Times the process that compares steps failed and was started anew.",
     "structure_refusals": "Candidates refused because their formal content differs.",
@@ -139,7 +139,7 @@ class Report:
     @property
     def slots_saved(self) -> int:
         """Slots that the running requests do without by sharing, and by evicting."""
-        return self.pipeline.live_positions + self.eviction.positions_now
+        return self.pipeline.saved + self.eviction.positions_now
 
     def request_finished(
         self, req: Request, state: RequestState, shared: int, evicted: int
@@ -210,5 +210,5 @@ class Report:
 
     def log_part(self) -> str:
         """A few words for SGLang's decode log line."""
-        shared, evicted = self.pipeline.live_positions, self.eviction.positions_now
+        shared, evicted = self.pipeline.saved, self.eviction.positions_now
         return f"#shared token: {shared}, #evicted token: {evicted}"

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.arguments import flag_of
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.filter.encoder import EncoderChoice, Vector, require_sentence_transformers
 from sglang_reasoncache.filter.segment import ReasoningMarkers
 
 logger = logging.getLogger(__name__)
 
-_FLAG = "--reasoncache-encoder"
+_FLAG = flag_of("encoder")
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -37,7 +38,7 @@ def check_encoder(config: ReasonCacheConfig, tp_size: int) -> None:
         if kind == "sentence-bert":
             reason = "its results may differ between ranks"
         must = f"must run with --tp-size 1 ({reason}), got --tp-size {tp_size}"
-        raise ValueError(f"{_FLAG} {kind} {must}")
+        raise ValueError(f"{_FLAG}={kind} {must}")
     if kind == "sentence-bert":
         require_sentence_transformers()
 
@@ -67,11 +68,11 @@ def _embedding(model: Any) -> Vector:
     # Some models have no such method, some one that wants token ids.
     except (AttributeError, TypeError) as error:
         needs = f"needs a model with get_input_embeddings(), got {type(model).__name__}"
-        raise ValueError(f"{_FLAG} embedding {needs}") from error
+        raise ValueError(f"{_FLAG}=embedding {needs}") from error
     plain = isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[1]
     if not plain or weight.dtype not in _DTYPES:
         found = getattr(weight, "dtype", type(weight).__name__)
-        raise ValueError(f"{_FLAG} embedding needs an unquantised embedding layer, got {found}")
+        raise ValueError(f"{_FLAG}=embedding needs an unquantised embedding layer, got {found}")
     copied = weight.detach().to(device="cpu", dtype=torch.float32, copy=True)
     return np.ascontiguousarray(copied.numpy())
 

@@ -104,7 +104,7 @@ class BlockMeter:
         return block_distances(sums, measured.block, self._num_heads).tolist()
 
     def copy(self, rows: torch.Tensor, positions: torch.Tensor, src_slots: torch.Tensor) -> None:
-        """Write K and V of slots into those of positions (``--reasoncache-apply copy``).
+        """Write K and V of slots into those of positions (``apply=copy``).
 
         All int64 ``[n]``; ``rows`` are the requests'.
         """

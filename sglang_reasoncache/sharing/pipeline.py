@@ -69,14 +69,14 @@ class BlockPipeline:
         self._in_flight: tuple[Batch, Measurement] | None = None
 
     @property
-    def live_positions(self) -> int:
+    def saved(self) -> int:
         """Slots that the running requests do without by sharing."""
         return self._acceptor.saved
 
     @property
     def across(self) -> int:
         """Those of them that several requests share."""
-        return self.live_positions - self.within
+        return self.saved - self.within
 
     def advance(self) -> None:
         """Bring block pairs as far as they come without waiting, or ``_MAX_BATCH`` of them.

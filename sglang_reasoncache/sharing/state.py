@@ -100,7 +100,7 @@ class RequestState(RowState):
             read, which may have no row yet.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         first_shared: Lowest redirected position, None while there is none.
-        copied: Which positions hold the same KV, each in its own slot (``--reasoncache-apply copy``).
+        copied: Which positions hold the same KV, each in its own slot (``apply=copy``).
     """
 
     followed: Followed | None = None

@@ -258,7 +258,7 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
     assert gone == list(range(gone[0], gone[-1] + 1)) and gone[-1] > 23
     totals = world.controller.stats
     assert totals.positions_evicted - totals.slots_freed_by_eviction == 4
-    assert refusals(world) == {} and world.controller.live_positions == 0
+    assert refusals(world) == {} and world.controller.pipeline.saved == 0
 
 
 @SETUPS
@@ -273,7 +273,7 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
     propose(world, req, Pair(24, 8), Pair(20, 12))
     world.controller.after_decode([req])
     steps(world, req, 8)
-    gone, live = evicted(world, req), world.controller.live_positions
+    gone, live = evicted(world, req), world.controller.pipeline.saved
     assert live == 8
     retract(world, req)
     prefill(world, req)
@@ -288,7 +288,7 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
     assert world.controller.stats.eviction_decisions == asked or meter is BlockMeter
     world.meter.arrived = True  # type: ignore[attr-defined]
     world.controller.after_decode([req])
-    assert evicted(world, req) == gone and world.controller.live_positions == live
+    assert evicted(world, req) == gone and world.controller.pipeline.saved == live
     assert state(world, req).slot_aliases.of(written)[24:28].tolist() == [8, 9, 10, 11]
     # Later it runs as before.
     steps(world, req, 20)

@@ -28,8 +28,9 @@ from sglang_reasoncache.filter.encoder import (
     unit,
 )
 from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
-from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
+from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import Step
+from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.plugin.step_filter import make_encoder
 from tests.filter.words import Words, step_of, with_length_factor
 
@@ -261,7 +262,9 @@ def test_choices(text: str, kind: str, model: str) -> None:
     ["", "bert", "tokens:x", "tokens:", "sentence-bert:", "sentence-bert: ", "Tokens", 5, None],
 )
 def test_other_choices_are_refused(text: object) -> None:
-    with pytest.raises(ValueError, match="--reasoncache-encoder must be one of tokens, ") as caught:
+    with pytest.raises(
+        ValueError, match="--reasoncache-set encoder must be one of tokens, "
+    ) as caught:
         EncoderChoice.parse(text)
     assert str(caught.value).endswith(f"got {text!r}")
 
@@ -272,14 +275,14 @@ def _make(encoder: str, model: object = None, tp_size: int = 1, **fields: Any) -
 
 
 def test_who_needs_no_encoder_and_who_is_refused_one() -> None:
-    with pytest.raises(ValueError, match="--reasoncache-encoder embedding was not built"):
+    with pytest.raises(ValueError, match="--reasoncache-set encoder=embedding was not built"):
         make_with(Words(), None)
     # Random sharing compares nothing.
     make_with(Words(), None, random_ratio=0.5)
     assert _make("tokens", tp_size=8) is None
     assert _make("embedding", random_ratio=0.3) is None
     for kind in ("embedding", "sentence-bert"):
-        with pytest.raises(ValueError, match=f"-encoder {kind} must run .* got --tp-size 2"):
+        with pytest.raises(ValueError, match=f"encoder={kind} must run .* got --tp-size 2"):
             _make(kind, tp_size=2)
 
 
@@ -305,14 +308,14 @@ def test_the_models_embedding_is_copied(dtype: str) -> None:
     ],
 )  # fmt: skip
 def test_a_model_without_a_plain_embedding_is_refused(model: object, message: str) -> None:
-    with pytest.raises(ValueError, match="--reasoncache-encoder embedding " + message):
+    with pytest.raises(ValueError, match="--reasoncache-set encoder=embedding " + message):
         _make("embedding", model)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     message = (
-        "--reasoncache-encoder sentence-bert needs the package sentence-transformers; "
+        "--reasoncache-set encoder=sentence-bert needs the package sentence-transformers; "
         r'pip install "sglang-reasoncache\[sentence-bert\]"'
     )
     for refused in (SentenceEncoder, lambda *_: _make("sentence-bert")):
@@ -371,6 +374,8 @@ def test_a_sentence_model_that_is_not_there(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in (str(sentence_model / "missing"), str(sentence_model / "vocab.txt")):
-        with pytest.raises(ValueError, match="--reasoncache-encoder sentence-bert must name") as e:
+        with pytest.raises(
+            ValueError, match="--reasoncache-set encoder=sentence-bert must name"
+        ) as e:
             SentenceEncoder(name, 8192)
         assert repr(name) in str(e.value)

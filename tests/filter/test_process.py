@@ -307,7 +307,7 @@ def test_a_process_that_says_nothing_is_hung(make: Make, monkeypatch: pytest.Mon
     assert engine.ready() >= 0
 
 
-_GOOD = [25, 1, 0, 1, 0, 0, 5, 7, 1, 1, *[0] * 10, 2, 0, 4, 3, 9]
+_GOOD = [22, 1, 0, 1, 0, 0, 5, 7, 1, 1, *[0] * 7, 2, 0, 4, 3, 9]
 
 
 @pytest.mark.parametrize(
@@ -407,8 +407,21 @@ def test_a_request_whose_step_raises_costs_no_other(
 
 
 def test_a_sentence_model_that_is_not_there_is_told_at_the_start(make: Make) -> None:
-    with pytest.raises(ValueError, match="^--reasoncache-encoder sentence-bert "):
+    with pytest.raises(ValueError, match="^--reasoncache-set encoder=sentence-bert "):
         make(FilterConfig(encoder="sentence-bert"), sentence_model="/nowhere")
+
+
+def test_it_is_nice_where_it_may_not_choose_how_it_is_scheduled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError
+
+    nice: list[int] = []
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    monkeypatch.setattr(os, "nice", nice.append)
+    worker._stand_back()
+    assert nice == [10]
 
 
 def test_a_terminals_interrupt_does_not_end_it_but_the_end_of_its_input(make: Make) -> None:

@@ -12,7 +12,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
+from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import (
     BLANK,
     CLOSES,
@@ -25,6 +25,7 @@ from sglang_reasoncache.filter.segment import (
     TokenClasses,
     classify,
 )
+from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 from tests.filter.made_tokenizers import NAMES, TEXT, made, read, traces
 from tests.filter.words import Words

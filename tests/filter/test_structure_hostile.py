@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sglang_reasoncache.filter
-from sglang_reasoncache.filter.request_filter import FilterConfig, RequestFilter
+from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.steps import StepMatcher
 from sglang_reasoncache.filter.structure import signs
 from sglang_reasoncache.filter.structure.signature import regions, same_structure, signature

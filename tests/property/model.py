@@ -313,7 +313,7 @@ class Memory:
                 expected_live += len(track.blocks) * self.block
         self._check_pages(named)
 
-        live = world.controller.live_positions
+        live = world.controller.pipeline.saved
         extra = sum(allocator.references.values()) - len(allocator.references)
         assert live == extra * page - tree.alias_positions
         assert live == expected_live

@@ -423,4 +423,4 @@ def assert_empty(world: World) -> None:
     world.tree.reset()
     world.allocator.clear()
     assert world.allocator.available_size() == world.total
-    assert world.controller.live_positions == 0
+    assert world.controller.pipeline.saved == 0

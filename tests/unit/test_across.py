@@ -127,7 +127,7 @@ def test_whoever_ends_takes_nothing_from_the_other(setup: Setup, how: str, who: 
     kept = world.contents()[row]
     ENDS[how](world, source if who == "source" else reader)
     balance(world)
-    assert pipeline.across == pipeline.within == world.controller.live_positions == 0
+    assert pipeline.across == pipeline.within == world.controller.pipeline.saved == 0
     # What the tree says it can give back it does, and none of it is read.
     evictable, free = world.tree.evictable_size(), world.allocator.available_size()
     world.tree.evict(EvictParams(num_tokens=evictable))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
-from sglang_reasoncache.cache.allocator import SharingBudget, SharingForecast
+from sglang_reasoncache.cache.admission import SharingBudget, SharingForecast
 from tests.property.world import allocator_of
 
 FREE = 800

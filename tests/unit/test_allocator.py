@@ -9,11 +9,11 @@ import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
+from sglang_reasoncache.cache.admission import SharingBudget
 from sglang_reasoncache.cache.allocator import (
     ReferenceCountError,
     SharedPagedAllocator,
     SharedTokenAllocator,
-    SharingBudget,
     shared_allocator_of,
 )
 from sglang_reasoncache.selection.device_selection import WouldWait, refused

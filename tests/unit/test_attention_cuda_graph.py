@@ -271,4 +271,4 @@ def test_hooks_reach_the_runner_and_every_batch(
     assert ForwardBatch.init_new.__wrapped__ is not None
     for shifted, evicted in ((True, False), (False, True), (False, False)):
         announced(backend, batch, shifted, [int(evicted)])
-        assert backend.mark.reads_shifted(batch.rids) == (shifted or evicted)
+        assert backend.mark.needs_ours(batch.rids) == (shifted or evicted)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_reasoncache.cache.cached_positions import BatchMark
+from sglang_reasoncache.attention.batch_mark import BatchMark
 from sglang_reasoncache.eviction.policies.contract import Eviction
 from tests.property import world as worlds
 from tests.property.world import PROMPT, Pair, Setup, World, prefill, retract, start
@@ -70,15 +70,15 @@ def test_an_unknown_batch_counts_once_there_are_some(seen: str, corrected: bool)
     allocator = SimpleNamespace(has_shifted_slots=False, has_evicted=False)
     mark = BatchMark(allocator, corrected=corrected)
     known, equal = ["a"], ["a"]
-    assert not mark.reads_shifted(known) and not mark.reads_shifted(None)
+    assert not mark.needs_ours(known) and not mark.needs_ours(None)
     setattr(allocator, seen, True)
     counts = corrected or seen == "has_evicted"
-    assert mark.reads_shifted(known) == mark.reads_shifted(None) == counts
+    assert mark.needs_ours(known) == mark.needs_ours(None) == counts
     mark.note(known, False)
-    assert not mark.reads_shifted(known)
-    assert mark.reads_shifted(equal) == mark.reads_shifted(None) == counts
+    assert not mark.needs_ours(known)
+    assert mark.needs_ours(equal) == mark.needs_ours(None) == counts
     mark.note(known, True)
-    assert mark.reads_shifted(known) == counts
+    assert mark.needs_ours(known) == counts
 
 
 def test_evicted_positions_are_those_of_the_row_at_hand() -> None:

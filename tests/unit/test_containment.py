@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.runtime_context import get_context
 
 import sglang_reasoncache
-from sglang_reasoncache.cache.cached_positions import BatchMark
+from sglang_reasoncache.attention.batch_mark import BatchMark
 from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.eviction.held import Reads
@@ -62,14 +62,14 @@ AGREED = COMMITS | {"redirect", "write", "commit"}
 ENTRIES = {"_after_decode", "_after_prefill", "after_decode", "after_prefill", "after_chunk"}
 #: Only read or write some attributes, as far as SGLang relies on them; and this test's own.
 PLAIN = {"state_of", "_on_release", "give_up", "forget", "forget_row", "_after_count_uncached"}
-PLAIN |= {"saved_positions", "slots_saved", "live_positions", "saved", "count_aliases"}
+PLAIN |= {"saved_positions", "slots_saved", "saved", "count_aliases"}
 PLAIN |= {"entered", "left"}
 #: A request of which this cannot be read opts out.
 PLAIN |= {"asks_to_share"}
 #: Only call what has two tries.
 PLAIN |= {"once_more", "tried", "put"}
 #: Of a forward, what has one try: SGLang's own, and what reads attributes.
-ONE_TRY = {"set_kv_buffer", "for_batch", "forget", "_sinks", "reads_shifted", "evicted"}
+ONE_TRY = {"set_kv_buffer", "for_batch", "forget", "_sinks", "needs_ours", "evicted"}
 #: A selector that fails reads everything.
 ONE_TRY |= {"is_idle", "is_decode", "reads_ours", "_kept"}
 SETUPS = [
@@ -441,7 +441,7 @@ def test_a_batch_that_cannot_be_looked_at_may_read_anything(
             runner: Any = SimpleNamespace(is_draft_worker=False)
             attention._after_forward_batch(made, object, batch, runner)
         assert (world.controller.report.disabled is None) == (faults.site is None)
-        return mark.reads_shifted(made.rids), mark.evicted(made.rids)
+        return mark.needs_ours(made.rids), mark.evicted(made.rids)
 
     faults = Faults()
     assert look(faults) == (False, [0])

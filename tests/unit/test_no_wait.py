@@ -138,7 +138,7 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
         retract(world, reqs[0])
         prefill(world, reqs[0])
         steps(world, reqs[0], count=6)
-        assert world.controller.live_positions == 16
+        assert world.controller.pipeline.saved == 16
     for req in reqs:
         finish(world, req)
     if end == "together":
@@ -149,7 +149,7 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
     prefill(world, after)
     after.output_ids.append(9)
     steps(world, after)
-    assert world.controller.live_positions == 0
+    assert world.controller.pipeline.saved == 0
     abort(world, after)
     assert world.tree.evict(EvictParams(num_tokens=20)).num_tokens_evicted >= 20
 

@@ -170,7 +170,7 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     propose(slow, req, Pair(26, 14))
     slow.controller.after_decode([req])
     retract(slow, req)
-    assert slow.controller.live_positions == 0
+    assert slow.controller.pipeline.saved == 0
     come_back(slow, req)
     arrive(slow, True)
     # The old batch arrives and finds its row gone; the old decision is applied anew.
@@ -194,7 +194,7 @@ def test_a_decision_survives_retraction_after_retraction() -> None:
     decode(world, req)
     assert world.controller.after_decode([req]) == 8
     assert [block[1:] for block in state(world, req).shared] == [(20, 8), (26, 14)]
-    assert world.controller.live_positions == 8
+    assert world.controller.pipeline.saved == 8
 
 
 def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back: list) -> None:
@@ -274,7 +274,7 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
     assert (engine.restarts, engine.outstanding) == (1, 0)
     assert (stats.filter_restarts, stats.filter_given_up) == (1, int(given_up))
     assert left.followed is None and [block[1:] for block in left.shared] == [(20, 8)]
-    assert world.controller.live_positions == 4
+    assert world.controller.pipeline.saved == 4
     other = start(world, "other", first=200)
     assert (state(world, other).followed is None) == given_up
     decode(world, req)

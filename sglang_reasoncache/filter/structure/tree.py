@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import cast
 
+from sglang_reasoncache.arguments import flag_of
+
 # (label, children). Plain tuples: built by the hundred for every formal step,
 # compared and hashed by the interpreter's own code.
 Tree = tuple[str, tuple["Tree", ...]]
@@ -83,6 +85,6 @@ def require_zss() -> Callable[..., float]:
         from zss import distance
     except ImportError as error:
         raise RuntimeError(
-            "--reasoncache-structure-tolerance above 0 needs the package zss: pip install zss"
+            f"{flag_of('structure_tolerance')} above 0 needs the package zss: pip install zss"
         ) from error
     return cast("Callable[..., float]", distance)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What admission may count on: a forecast of sharing, and SGLang's budget of slots less as much."""
+
+from __future__ import annotations
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
+
+#: Output tokens of the running requests from which on their share says something.
+_LEAST_RUNNING = 512
+
+
+class SharingBudget(compat.PrefillBudget):
+    """``PrefillBudget`` with decode reservations, ``total_offset - current_offset``, cut by a
+    credit in [0, 1). Prompts are never discounted."""
+
+    def __init__(
+        self, allocator: SlotAllocator, tree_cache: PrefixTree, *, credit: float, **kwargs: int
+    ) -> None:
+        super().__init__(allocator, tree_cache, **kwargs)
+        self._kept = 1.0 - credit
+
+    @property
+    def remaining_total(self) -> float:
+        future = max(self.total_offset - self.current_offset, 0)
+        return self._available_and_evictable() - self.current_offset - future * self._kept
+
+    def check_prefill(
+        self, *, extend_input_len: int, total_tokens: int, chunk_limit: int | None, **_unused: int
+    ) -> tuple[bool, int | None]:
+        now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
+        needed = now + (total_tokens - now) * self._kept
+        return (True, chunk_limit) if needed < self.remaining_total else (False, None)
+
+
+class SharingForecast:
+    """Share of output positions that ended up shared, over recent requests.
+
+    Exponentially weighted by tokens with a memory of ``horizon`` output tokens. The running
+    requests count where they share more already: long responses end late.
+    """
+
+    def __init__(self, limit: float, horizon: float = 20_000.0) -> None:
+        self._limit, self._horizon = limit, horizon
+        self._shared = self._tokens = self._running = 0.0
+
+    def observe(self, shared: int, tokens: int) -> None:
+        """A request ended with ``shared`` of its ``tokens`` output positions redirected."""
+        if tokens <= 0:
+            return
+        fade = max(0.0, 1.0 - tokens / self._horizon)
+        self._shared = self._shared * fade + shared
+        self._tokens = self._tokens * fade + tokens
+
+    def poll(self, shared: int, tokens: int) -> None:
+        """``shared`` of the ``tokens`` output positions of all running requests are redirected."""
+        self._running = shared / tokens if tokens >= _LEAST_RUNNING else 0.0
+
+    @property
+    def credit(self) -> float:
+        """Share to count on, in [0, limit]."""
+        finished = self._shared / self._tokens if self._tokens else 0.0
+        return min(max(finished, self._running), self._limit)
