@@ -22,7 +22,7 @@ FLAGS = (
 SET = "--reasoncache-set"
 _BOOLEANS = {"true": True, "false": False}
 #: How values of a type are called in messages.
-CALLED = {bool: "true or false", int: "an integer", float: "a number"}
+CALLED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
 def flag_of(field: str) -> str:

@@ -272,8 +272,8 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         # A NaN compares false with everything, so it fails here as well.
         if not bounds[0] <= value <= bounds[1]:
             raise ConfigError(field.name, within, value)
-    elif kind is bool and type(value) is not bool:
-        raise ConfigError(field.name, CALLED[bool], value)
+    elif kind in (bool, str) and not isinstance(value, kind):
+        raise ConfigError(field.name, CALLED[kind], value)
 
 
 def parse_setting(name: str, text: str) -> Any:
@@ -288,6 +288,9 @@ def parse_setting(name: str, text: str) -> Any:
 
 def parse_settings(text: str) -> dict[str, Any]:
     """``key=value,...``; a value has no comma. Raises ValueError for anything else."""
+    if not isinstance(text, str):
+        # sglang.Engine takes keywords of any type.
+        raise ValueError(f"{SET} must be key=value,..., got {text!r}")
     given = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))

@@ -40,18 +40,19 @@ class Reads:
     """What one decision of a policy reads, in order. On a GPU it is zeros the first time, to see what
     is read, and the numbers when the policy is asked again after :meth:`ready`.
 
-    ``late``: something was not there, so that the answer means nothing.
+    ``late``: something was not there, so that the answer means nothing. ``asked``: how often the
+    policy was asked before.
     """
 
     def __init__(self, ranks: Ranks = _ALONE) -> None:
-        self.late = False
+        self.late, self.asked = False, 0
         self._ranks, self._at = ranks, 0
         self._numbers: list[Download] = []
 
     def ready(self) -> bool:
         """Whether it has arrived, on all ranks, which ask together; the policy is asked anew.
         Raises RuntimeError on a rank that read more than another, whose policy failed."""
-        self.late, self._at = False, 0
+        self.late, self._at, self.asked = False, 0, self.asked + 1
         arrived, count = all(one.ready() for one in self._numbers), len(self._numbers)
         least = self._ranks.least(count if arrived else -1)
         if 0 <= least < count:
@@ -83,13 +84,16 @@ class HeldKeys:
         self.layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         # Whatever a policy does to its view.
         self._held = held.copy()
-        self._slots: torch.Tensor | None = None
+        self._slots: tuple[int, torch.Tensor] | None = None
 
     def _where(self) -> torch.Tensor:
-        if self._slots is None:
+        asked = self._reads.asked
+        if self._slots is None or self._slots[0] != asked:
+            # Since it was asked before, positions were shared or evicted: those read SGLang's padding.
             rows = self._source.rows
-            self._slots = rows[self._row, upload(self._held, rows.device)].long()
-        return self._slots
+            slots = rows[self._row, upload(self._held, rows.device)]
+            self._slots = asked, slots.long().clamp(min=0)
+        return self._slots[1]
 
     def cached_at(self) -> torch.Tensor:
         return self._source.cached_at.positions[self._where()].long()

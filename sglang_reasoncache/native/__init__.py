@@ -131,7 +131,10 @@ def _compiler() -> list[str]:
     if not given:
         names = ", ".join(_COMPILERS)
         raise NativeUnavailable(f"no C++ compiler on PATH (looked for {names}; or CXX)")
-    return shlex.split(given)
+    try:
+        return shlex.split(given)
+    except ValueError as error:
+        raise NativeUnavailable(f"CXX {given!r} is no command: {error}") from error
 
 
 def _source_hash(root: Path) -> str:

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,6 +157,7 @@ class CalibratedThreshold:
         self._path = Path(config.calibration) if config.calibration else None
         self._saved_at = time.monotonic()
         self._saved_observations = 0
+        self._saving: threading.Thread | None = None
         beside_model = Path(model_path) / CALIBRATION_FILE
         state = agree(self._stored(beside_model) if config.shares else None)
         half_life = config.half_life or None
@@ -184,20 +186,32 @@ class CalibratedThreshold:
         return None
 
     def maybe_save(self) -> None:
-        """Write the calibration now and then; called in each poll, so it must be cheap."""
+        """Write the calibration now and then, in a thread of its own: a slow disk stalls no request."""
         now = time.monotonic()
         if self._path is None or not self._writes or now - self._saved_at < _SAVE_INTERVAL_SECONDS:
             return
         self._saved_at = now
-        if self.threshold.num_observed <= self._saved_observations:
+        if self.threshold.num_observed <= self._saved_observations or not self.is_saved(0.0):
             return
         self._saved_observations = self.threshold.num_observed
+        # A daemon: a server that ends does not wait for its disk.
+        args = self._path, self.threshold.to_state()
+        self._saving = threading.Thread(target=self._save, args=args, daemon=True)
+        self._saving.start()
+
+    def _save(self, path: Path, state: dict[str, object]) -> None:
         try:
-            save(self._path, self._key, self.threshold.to_state())
-        except (OSError, ValueError):
+            save(path, self._key, state)
+        except Exception:
             # A full disk, or a file corrupted meanwhile, must not stop the server.
-            flag = flag_of("calibration")
-            logger.exception("reasoncache: could not write %s %s", flag, self._path)
+            logger.exception("reasoncache: could not write %s %s", flag_of("calibration"), path)
+
+    def is_saved(self, timeout: float | None = None) -> bool:
+        """Whether nothing is being written, within so many seconds (None: waits until then)."""
+        if self._saving is None:
+            return True
+        self._saving.join(timeout)
+        return not self._saving.is_alive()
 
     def describe(self) -> dict[str, Any]:
         value = self.threshold.value

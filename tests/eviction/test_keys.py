@@ -11,7 +11,7 @@ import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
-from sglang_reasoncache.eviction.held import HeldKeys, KeySource
+from sglang_reasoncache.eviction.held import HeldKeys, KeySource, Reads
 from sglang_reasoncache.eviction.policies.by_keys import relative_norms, similarity
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.two_ranks import on_two_ranks
@@ -80,6 +80,19 @@ def test_scores_are_averaged_over_layers_and_heads() -> None:
     expected = torch.stack([layer[slots][..., 0] for layer in layers]).mean(dim=(0, 2))
     assert found.dtype == np.float64
     assert found == pytest.approx(expected.double().numpy())
+
+
+def test_a_policy_that_is_asked_again_reads_the_row_as_it_is_then() -> None:
+    """Slots that it gave up since may hold anybody's keys; an evicted position reads SGLang's padding."""
+    layers, read = buffers(), Reads()
+    where = source(layers)
+    keys = HeldKeys(where, 1, HELD, read)
+    before = keys.stored(2)
+    where.rows[1, HELD[1]], where.rows[1, HELD[2]] = 20, -1
+    assert torch.equal(keys.stored(2), before)
+    assert read.ready()
+    slots = [ROW[HELD[0]], 20, 0, *(ROW[at] for at in HELD[3:])]
+    assert torch.equal(keys.stored(2), layers[0][slots].float())
 
 
 def scored(heads: slice, group: Any = None) -> list[list[float]]:

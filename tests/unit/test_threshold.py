@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -284,6 +285,7 @@ def test_corrupt_file_is_refused_and_left_alone(path: Path, content: bytes) -> N
         save(path, _KEY, state_of(1))
     threshold.threshold.decide([0.1])
     threshold.maybe_save()
+    assert threshold.is_saved()
     with pytest.raises(ValueError, match="--reasoncache-calibration"):
         calibration.check_calibration(_config(path))
     assert path.read_bytes() == content
@@ -383,6 +385,7 @@ def test_restart_is_warm(path: Path) -> None:
     assert not first.threshold.is_warm
     first.threshold.decide([0.1, 0.2, 0.3, 0.4, 0.5])
     first.maybe_save()
+    assert first.is_saved()
     written = path.read_bytes()
     reader = _threshold(None, path.parent)
     for second in (_threshold(path, path.parent / "none"), reader):
@@ -390,4 +393,23 @@ def test_restart_is_warm(path: Path) -> None:
         assert second.threshold.value == pytest.approx(first.threshold.value)
     reader.threshold.decide([0.9] * 8)
     reader.maybe_save()
-    assert path.read_bytes() == written
+    assert reader.is_saved() and path.read_bytes() == written
+
+
+def test_a_slow_disk_stalls_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are two writes under way at once."""
+    threshold, goes_on, begun = _threshold(path, path.parent), threading.Event(), []
+
+    def slow(*_args: object) -> None:
+        begun.append(threading.current_thread())
+        assert goes_on.wait(60)
+
+    monkeypatch.setattr(calibration, "save", slow)
+    for _ in range(3):
+        threshold.threshold.decide([0.1])
+        threshold.maybe_save()
+    assert not threshold.is_saved(0.0)
+    goes_on.set()
+    assert threshold.is_saved() and len(begun) == 1
+    threshold.maybe_save()
+    assert threshold.is_saved() and len(begun) == 2
