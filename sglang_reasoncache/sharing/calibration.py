@@ -193,18 +193,26 @@ class CalibratedThreshold:
         self._saved_at = now
         if self.threshold.num_observed <= self._saved_observations or not self.is_saved(0.0):
             return
-        self._saved_observations = self.threshold.num_observed
         # A daemon: a server that ends does not wait for its disk.
         args = self._path, self.threshold.to_state()
-        self._saving = threading.Thread(target=self._save, args=args, daemon=True)
-        self._saving.start()
+        saving = threading.Thread(target=self._save, args=args, daemon=True)
+        try:
+            saving.start()
+        except RuntimeError:
+            # No thread is to be had now; the next interval tries again.
+            self._could_not_write(self._path)
+            return
+        self._saving, self._saved_observations = saving, self.threshold.num_observed
 
     def _save(self, path: Path, state: dict[str, object]) -> None:
         try:
             save(path, self._key, state)
         except Exception:
             # A full disk, or a file corrupted meanwhile, must not stop the server.
-            logger.exception("reasoncache: could not write %s %s", flag_of("calibration"), path)
+            self._could_not_write(path)
+
+    def _could_not_write(self, path: Path) -> None:
+        logger.exception("reasoncache: could not write %s %s", flag_of("calibration"), path)
 
     def is_saved(self, timeout: float | None = None) -> bool:
         """Whether nothing is being written, within so many seconds (None: waits until then)."""

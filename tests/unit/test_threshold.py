@@ -413,3 +413,23 @@ def test_a_slow_disk_stalls_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert threshold.is_saved() and len(begun) == 1
     threshold.maybe_save()
     assert threshold.is_saved() and len(begun) == 2
+
+
+def test_without_a_thread_sharing_goes_on(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next write is as if nothing had been."""
+    threshold = _threshold(path, path.parent)
+    threshold.threshold.decide([0.1])
+
+    def none_left(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        for _ in range(2):
+            threshold.maybe_save()
+            assert threshold.is_saved() and not path.exists()
+    assert caplog.text.count("could not write --reasoncache-calibration") == 2
+    threshold.maybe_save()
+    assert threshold.is_saved() and load(path, _KEY) == threshold.threshold.to_state()
