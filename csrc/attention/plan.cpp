@@ -44,6 +44,9 @@ std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, 
 template <class Differs>
 std::int64_t first_that(std::int64_t begin, std::int64_t end, const Differs& differs) {
   constexpr std::int64_t kTogether = 16;
+  for (const std::int64_t few = std::min(begin + 4, end); begin < few; ++begin) {
+    if (differs(begin) != 0) return begin;
+  }
   for (; begin + kTogether <= end; begin += kTogether) {
     std::int32_t any = 0;
     for (std::int64_t i = begin; i < begin + kTogether; ++i) any |= differs(i);

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
@@ -250,6 +251,20 @@ def test_plan(backend: str, dtype: torch.dtype) -> None:
     assert_plans(plan_of(rig, backend, **ints), rig.plan())
     as_cached = rig.plan()._replace(shift=None)
     assert_plans(plan_of(rig, backend, **ints, cached_at=None), as_cached)
+
+
+def test_plan_of_evicted_neighbours(backend: str) -> None:
+    """Whatever position slot 0, SGLang's padding, is cached at: what is evicted rotates nothing, not
+    even where it would go on a run of rotations to a position that is evicted as well."""
+    row = torch.tensor([[1, -1, 1, -1, 2, -(2**31), 1, -1, -1, 2, -7, 0]], dtype=torch.int32)
+    rig = make(Case())
+    for anything in (1, 5, -1, 12, 2**31 - 1, -(2**31)):
+        sides = dict(rows=row, requests=torch.tensor([0, 0]), lengths=torch.tensor([12, 9]))
+        sides["cached_at"] = torch.tensor([anything, 0, 4], dtype=torch.int32)
+        expected = reference.plan_rows(**sides, num_slots=3, merge=True)
+        assert expected.rotations is not None
+        assert expected.rotations.by.tolist() == [2, 6, 5, 2, 6]
+        assert_plans(plan_of(rig, backend, **sides, num_slots=3, merge=True), expected)
 
 
 @pytest.mark.parametrize(
