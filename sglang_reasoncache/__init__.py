@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Similar reasoning steps share KV memory inside a live SGLang server.
+"""Repeated tokens of a response share KV memory inside a live SGLang server.
 
 Importing it changes nothing. SGLang loads :func:`sglang_reasoncache.plugin.register`, which adds
 command-line flags; everything else is installed when ``--enable-reasoncache`` is given.

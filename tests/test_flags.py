@@ -139,9 +139,12 @@ def test_engine_keywords_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags, "attach", lambda _record, enabled, given: (enabled, given))
     monkeypatch.setattr(compat, "ServerArgs", SimpleNamespace, raising=False)
     found = flags.engine_server_args(
-        enable_reasoncache=True, reasoncache_warmup=3, reasoncache_set="block=4,warmup=5"
+        enable_reasoncache=True,
+        reasoncache_warmup=3,
+        reasoncache_set="block=4,warmup=5",
+        reasoncache_calibration=Path("there"),
     )
-    assert found == (True, {"block": 4, "warmup": 3})
+    assert found == (True, {"block": 4, "warmup": 3, "calibration": "there"})
     for other in (["block=4"], b"block=4", 5):
         with pytest.raises(ValueError, match=r"reasoncache-set must be key=value,..., got"):
             flags.engine_server_args(enable_reasoncache=True, reasoncache_set=other)

@@ -132,9 +132,12 @@ def _compiler() -> list[str]:
         names = ", ".join(_COMPILERS)
         raise NativeUnavailable(f"no C++ compiler on PATH (looked for {names}; or CXX)")
     try:
-        return shlex.split(given)
+        command = shlex.split(given)
     except ValueError as error:
         raise NativeUnavailable(f"CXX {given!r} is no command: {error}") from error
+    if not command or not command[0]:
+        raise NativeUnavailable(f"CXX {given!r} is no command")
+    return command
 
 
 def _source_hash(root: Path) -> str:

@@ -50,6 +50,8 @@ class Controller:
         self.forecast = SharingForecast(self.config.admission_credit)
         self.containment = Containment(self.tracker.ranks, self._disable)
         self._decode_steps, self._is_active = 0, self.config.is_active
+        with self.containment:
+            self.report.publish()
 
     def _disable(self, reason: str) -> None:
         """Share and evict no more; what is shared and evicted stays so."""

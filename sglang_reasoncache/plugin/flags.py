@@ -98,7 +98,10 @@ def engine_server_args(**kwargs: Any) -> Any:
     text = kwargs.pop(_SET, None)
     given = {} if text is None else parse_settings(text)
     for name in [name for name in kwargs if name.startswith(_PREFIX)]:
-        given[name.removeprefix(_PREFIX)] = kwargs.pop(name)
+        value = kwargs.pop(name)
+        given[name.removeprefix(_PREFIX)] = (
+            os.fspath(value) if isinstance(value, os.PathLike) else value
+        )
     return attach(compat.ServerArgs(**kwargs), enabled, given)
 
 

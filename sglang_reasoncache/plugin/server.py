@@ -136,7 +136,6 @@ class ServerParts:
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
         parts = metrics, self.attention.selection, self.uncorrected
         report = Report(config, stats, pipeline, eviction, *parts)
-        report.publish()
         told = "reasoncache: %s, block %d, page %d, distances by %s, %s"
         begins = "on" if config.is_active else "idle"
         logger.info(told, begins, block, page, meter.backend, config)

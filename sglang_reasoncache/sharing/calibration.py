@@ -191,7 +191,11 @@ class CalibratedThreshold:
         if self._path is None or not self._writes or now - self._saved_at < _SAVE_INTERVAL_SECONDS:
             return
         self._saved_at = now
-        if self.threshold.num_observed <= self._saved_observations or not self.is_saved(0.0):
+        if self.threshold.num_observed <= self._saved_observations:
+            return
+        if not self.is_saved(0.0):
+            told = "reasoncache: %s %s is still being written"
+            logger.warning(told, flag_of("calibration"), self._path)
             return
         # A daemon: a server that ends does not wait for its disk.
         args = self._path, self.threshold.to_state()

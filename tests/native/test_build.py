@@ -53,8 +53,9 @@ def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler:
     assert len(said) == 4 and all("failed (3)" in line for line in said)
     assert said[3] == f"!{said[0]}"
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
-    said = load(CXX='g++ "', REASONCACHE_CACHE_DIR=str(tmp_path / "new"))
-    assert len(said) == 4 and all("CXX 'g++ \"' is no command" in line for line in said)
+    for text in ('g++ "', " "):
+        said = load(CXX=text, REASONCACHE_CACHE_DIR=str(tmp_path / "new"))
+        assert len(said) == 4 and all(f"CXX {text!r} is no command" in line for line in said)
     told = "!no compiler in the parent"
     assert load(REASONCACHE_NATIVE_LIBRARY=told) == [told[1:]] * 3 + [told]
 
