@@ -89,7 +89,7 @@ class HeldKeys:
     def _where(self) -> torch.Tensor:
         asked = self._reads.asked
         if self._slots is None or self._slots[0] != asked:
-            # Since it was asked before, positions were shared or evicted: those read SGLang's padding.
+            # Since the policy was asked, slots were given up; evicted positions read SGLang's padding.
             rows = self._source.rows
             slots = rows[self._row, upload(self._held, rows.device)]
             self._slots = asked, slots.long().clamp(min=0)

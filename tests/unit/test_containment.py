@@ -47,7 +47,7 @@ from tests.property.world import ENDS, Pair, ScriptedEvictor, Setup, World, deco
 from tests.selection.test_device_selection import noted, rig_of
 from tests.two_ranks import on_two_ranks
 from tests.unit.test_across import SETUPS as ACROSS
-from tests.unit.test_across import GroupEngine
+from tests.unit.test_across import world_of
 from tests.unit.test_attention import backend_of
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -324,7 +324,7 @@ class Siblings(Load):
     """Three that read each other, one of which is retracted, and end one after the other."""
 
     def __init__(self, setup: Setup) -> None:
-        self.world = World(setup, engine=GroupEngine())
+        self.world = world_of(setup)
         self.memory = Memory(self.world, setup.block, copies=False)
         self.setup, self.running, self.free = setup, [], []
 
