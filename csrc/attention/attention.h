@@ -26,7 +26,8 @@ struct DecodeCall {
   const std::int32_t* shift;       // [total], null: nothing is shifted
   std::int64_t total;
   // Of the tiles of row b, the first of which is begin[b] / 64 + b, the rotations tile_ptr[tile] to
-  // tile_ptr[tile + 1]: the keys whose bits are set are also used rotated by so many positions.
+  // tile_ptr[tile + 1]: by how many positions the keys whose bits are set are rotated where they are
+  // used. The first is by 0. A tile without rotations uses each key once, as cached.
   const std::int32_t* tile_ptr;  // [total / 64 + batch + 1], null: no rotations
   const std::int32_t* by;        // [rotations]
   const std::uint64_t* bits;     // [rotations]
@@ -55,8 +56,9 @@ extern "C" {
 // positions in use, are [batch]; cached_at is [num_slots], null: no slot is shifted. Writes
 // kv_indptr [batch + 1], kv_indices and shift [capacity] (null exactly if cached_at is), and
 // whether any shift is not 0. With tile_ptr [capacity / 64 + batch + 1], a position whose slot is
-// at its cached position in the row as well is a rotation of that entry: writes by and bits
-// [capacity] (see DecodeCall) and their number. On a status other than OK the plan is unspecified.
+// at its cached position in the row as well has no entry: writes rotations (see DecodeCall), by and
+// bits [capacity + capacity / 64 + batch], and their number; shift is then of no use. On a status
+// other than OK the plan is unspecified.
 RC_EXPORT std::int32_t reasoncache_plan(
     const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride, std::int64_t width,
     const std::int64_t* requests, const std::int64_t* lengths, std::int64_t batch,

@@ -62,12 +62,13 @@ class Worker {
   }
 
  private:
-  // Rotations of a tile; empty: none.
+  // Rotations of a tile besides that by 0; empty: none.
   struct Turns {
     std::int64_t begin = 0;
     std::int64_t end = 0;
     int first = 0;           // bit of the tile's first entry
     std::uint64_t mask = 0;  // of its entries
+    std::uint64_t own = ~std::uint64_t{0};  // of those used at their cached positions
   };
 
   // A tile of one query's entries under one KV head; no entries: nothing is left.
@@ -156,6 +157,7 @@ class Worker {
     Turns turns{tile[0], tile[1], static_cast<int>(at % kRotationTile),
                 (std::uint64_t{1} << (end - begin)) - 1};
     const auto bits = [&](std::int64_t i) { return (call_.bits[i] >> turns.first) & turns.mask; };
+    if (turns.begin < turns.end) turns.own = call_.by[turns.begin] == 0 ? bits(turns.begin++) : 0;
     while (turns.begin < turns.end && bits(turns.begin) == 0) ++turns.begin;
     while (turns.begin < turns.end && bits(turns.end - 1) == 0) --turns.end;
     for (std::int64_t i = turns.begin; i < turns.end; ++i) fetch_rotation(pool_, call_.by[i]);
@@ -214,6 +216,9 @@ class Worker {
       }
     }
     std::fill(scores_ + size, scores_ + own * kLanes, -kInfinity);
+    for (int i = 0; turns.own != ~std::uint64_t{0} && i < count; ++i) {
+      if ((turns.own >> i & 1) == 0) std::fill_n(scores_ + i * kHeads, kHeads, -kInfinity);
+    }
     for (;;) {
       const int vectors = rotated_scores<kHeads>(turns, own, head);
       weigh<kHeads>(scores_, vectors, most_.data() + head, total_.data() + head, decay_);

@@ -63,16 +63,15 @@ class Merge {
       : tile_ptr_(tile_ptr), by_(by), bits_(bits) {}
 
   // Writes the entries of a row, with the rotations of their tiles, the first of which is `tile`;
-  // returns how many entries. `shift` holds those of its positions, and then of its entries.
+  // returns how many entries. `shift` [length] holds those of its positions.
   std::int64_t row(const std::int32_t* slots, std::int64_t length, std::int64_t tile,
-                   std::int32_t* kv_indices, std::int32_t* shift, std::int32_t* any) {
+                   std::int32_t* kv_indices, const std::int32_t* shift) {
     place_.resize(static_cast<std::size_t>(length));
-    aliases_.clear();
+    moved_.clear();
     std::int64_t count = 0;
     for (std::int64_t i = 0, end; i < length; i = end) {
       end = first_that(i, length, [&](std::int64_t at) { return shift[at] | (slots[at] >> 31); });
       std::copy_n(slots + i, end - i, kv_indices + count);
-      std::fill_n(shift + count, end - i, 0);
       std::iota(place_.begin() + i, place_.begin() + end, static_cast<std::int32_t>(count));
       count += end - i;
       if (end == length) break;
@@ -84,12 +83,18 @@ class Merge {
         end = first_that(end, std::min(length, length + by), [&](std::int64_t at) {
           return (shift[at] ^ by) | (slots[at] ^ slots[at - by]) | (slots[at] >> 31);
         });
-        aliases_.push_back({home, end - i, by});
+        moved_.push_back({home, end - i, by, 0, false});
         continue;
       }
-      kv_indices[count] = slots[i];
-      shift[count++] = by;
-      *any |= by;
+      const bool goes_on = !moved_.empty() && moved_.back().shifted && moved_.back().by == by &&
+                           moved_.back().end == i;
+      if (goes_on) {
+        ++moved_.back().length;
+        moved_.back().end = end;
+      } else {
+        moved_.push_back({count, 1, by, end, true});
+      }
+      kv_indices[count++] = slots[i];
     }
     find_runs();
     group(tile, (count + kRotationTile - 1) / kRotationTile);
@@ -103,47 +108,59 @@ class Merge {
   }
 
  private:
-  // Neighbouring positions with one rotation, by those whose entries they rotate.
-  struct Alias {
-    std::int64_t home;
+  // Neighbouring positions with one rotation: of entries of their own (shifted), or of those at
+  // other positions.
+  struct Moved {
+    std::int64_t first;  // entry if shifted, else its position
     std::int64_t length;
     std::int32_t by;
+    std::int64_t end;  // position behind the last, if shifted
+    bool shifted;
   };
   struct Run {
     std::int64_t tile;  // of the row
     std::int32_t by;
     std::uint64_t bits;
+    bool shifted;
   };
 
-  // Aliases, cut by tiles. Neighbours at their cached positions are neighbouring entries.
+  // What moved, cut by tiles. Neighbours at their cached positions are neighbouring entries.
   void find_runs() {
     runs_.clear();
-    for (const Alias& alias : aliases_) {
-      std::int64_t entry = place_[static_cast<std::size_t>(alias.home)];
-      for (std::int64_t left = alias.length, here; left > 0; left -= here, entry += here) {
+    for (const Moved& moved : moved_) {
+      std::int64_t entry =
+          moved.shifted ? moved.first : place_[static_cast<std::size_t>(moved.first)];
+      for (std::int64_t left = moved.length, here; left > 0; left -= here, entry += here) {
         const std::int64_t first = entry % kRotationTile;
         here = std::min(left, kRotationTile - first);
         const std::uint64_t bits = ~std::uint64_t{0} >> (kRotationTile - here) << first;
-        runs_.push_back({entry / kRotationTile, alias.by, bits});
+        runs_.push_back({entry / kRotationTile, moved.by, bits, moved.shifted});
       }
     }
   }
 
+  // A list for each tile with runs, which begins with the keys used at their cached positions.
   void group(std::int64_t first, std::int64_t tiles) {
     fill(first);
     next_.assign(static_cast<std::size_t>(tiles) + 1, 0);
-    for (const Run& run : runs_) ++next_[static_cast<std::size_t>(run.tile) + 1];
+    for (const Run& run : runs_) ++next_[static_cast<std::size_t>(run.tile)];
     for (std::int64_t tile = 0; tile < tiles; ++tile) {
-      auto& end = next_[static_cast<std::size_t>(tile) + 1];
-      end += next_[static_cast<std::size_t>(tile)];
-      tile_ptr_[tiles_++] = rotations_ + end;
+      std::int32_t& next = next_[static_cast<std::size_t>(tile)];
+      const std::int32_t count = next;
+      next = rotations_ + 1;
+      if (count > 0) {
+        by_[rotations_] = 0;
+        bits_[rotations_] = ~std::uint64_t{0};
+        rotations_ += 1 + count;
+      }
+      tile_ptr_[tiles_++] = rotations_;
     }
     for (const Run& run : runs_) {
-      const std::int32_t at = rotations_ + next_[static_cast<std::size_t>(run.tile)]++;
+      const std::int32_t at = next_[static_cast<std::size_t>(run.tile)]++;
       by_[at] = run.by;
       bits_[at] = run.bits;
+      if (run.shifted) bits_[tile_ptr_[first + run.tile]] &= ~run.bits;
     }
-    rotations_ += static_cast<std::int32_t>(runs_.size());
   }
 
   std::int32_t* tile_ptr_;
@@ -152,9 +169,9 @@ class Merge {
   std::int32_t rotations_ = 0;
   std::int64_t tiles_ = 0;  // of tile_ptr, written
   std::vector<std::int32_t> place_{};  // [length], entries of positions that are their slots' own
-  std::vector<Alias> aliases_{};
+  std::vector<Moved> moved_{};
   std::vector<Run> runs_{};
-  std::vector<std::int32_t> next_{};  // [tiles + 1]
+  std::vector<std::int32_t> next_{};  // [tiles + 1], where the next rotation of each goes
 };
 
 std::int32_t plan(const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride,
@@ -178,7 +195,7 @@ std::int32_t plan(const std::int32_t* rows, std::int64_t num_rows, std::int64_t 
     if (shift != nullptr) here = shift_by(cached_at, slots, length, shift + at);
     if (merge != nullptr && (has_evicted || here != 0)) {
       const std::int64_t tile = at / kRotationTile + b;
-      at += merge->row(slots, length, tile, kv_indices + at, shift + at, &any);
+      at += merge->row(slots, length, tile, kv_indices + at, shift + at);
     } else if (!has_evicted) {
       std::copy_n(slots, length, kv_indices + at);
       any |= here;

@@ -119,9 +119,11 @@ __attribute__((noinline)) void weigh(float* scores, int vectors, float* most, fl
     top = select(x > top, x, top);
   }
   top = over_keys<kHeads>(top, [](Floats a, Floats b) { return select(a > b, a, b); });
+  // Nothing so far: -inf less -inf would be NaN.
+  const Floats base = select(top == -kInfinity, Floats{}, top);
   Floats sum{};
   for (int i = 0; i < size; i += kLanes) {
-    const Floats weight = exp_of(load(scores + i) - top);
+    const Floats weight = exp_of(load(scores + i) - base);
     store(scores + i, weight);
     sum += weight;
   }

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -22,6 +23,11 @@ ELEMENT = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
+
+
+#: Of a position in a row: what names no slot, a slot at its cached position, at another position,
+#: and one that the row names at its cached position as well.
+EVICTED, OWN, SHIFTED, ALIAS = (tl.constexpr(kind) for kind in range(4))
 
 
 def as_read(buffer: Tensor) -> Tensor:
@@ -45,9 +51,10 @@ def rotary_arguments(
     shift: Tensor | None, rotation: KeyRotation | None, ints: Tensor, unused: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Shift, cosines, sines and their rows; in place of what is not read, tensors that are there."""
-    if rotation is None or shift is None:
-        return ints, unused, unused, 0
-    return shift.contiguous(), rotation.cos, rotation.sin, len(rotation.cos)
+    shift = ints if shift is None else shift.contiguous()
+    if rotation is None:
+        return shift, unused, unused, 0
+    return shift, rotation.cos, rotation.sin, len(rotation.cos)
 
 
 @triton.jit
@@ -63,6 +70,28 @@ def span_of(begin, end, row, total):
     """First entry of a query and how many it has, cut to the plan's ``total``."""
     first = tl.minimum(tl.maximum(tl.load(begin + row), 0), total)
     return first, tl.minimum(tl.maximum(tl.load(end + row), first), total) - first
+
+
+@triton.jit
+def row_of(rows, requests, lengths, request, num_rows, width, row_stride):
+    """Where the row of a request begins, and its length: 0 of what is no row, at most its width."""
+    row = tl.load(requests + request).to(tl.int64)
+    length = tl.load(lengths + request).to(tl.int64)
+    sound = (row >= 0) & (row < num_rows) & (length > 0)
+    length = tl.where(sound, tl.minimum(length, width), 0).to(tl.int32)
+    return rows + tl.where(sound, row, 0) * row_stride, length
+
+
+@triton.jit
+def look(rows, cached_at, position, length, num_slots):
+    """Slots of some positions of a row, their cached positions, and of what kind they are."""
+    slot = tl.load(rows + position, mask=(position >= 0) & (position < length), other=-1)
+    kept = (slot >= 0) & (slot < num_slots)
+    home = tl.load(cached_at + slot, mask=kept, other=-1)
+    there = kept & (home >= 0) & (home < length) & (home != position)
+    alias = there & (tl.load(rows + home, mask=there, other=-1) == slot)
+    kind = tl.where(kept, tl.where(home == position, OWN, SHIFTED), EVICTED)
+    return slot, home, tl.where(alias, ALIAS, kind)
 
 
 @triton.jit
@@ -85,6 +114,9 @@ def targets(kept, to, capacity):
 def fp8_to_fp16(raw, ELEMENT: tl.constexpr):
     """Bytes of either fp8 as fp16, without rounding."""
     bits = raw.to(tl.uint16)
+    if cuda_capability_geq(8, 9):
+        kind: tl.constexpr = tl.float8e5 if ELEMENT == "e5m2" else tl.float8e4nv
+        return raw.to(kind, bitcast=True).to(tl.float16)
     if ELEMENT == "e5m2":  # the upper byte of an fp16
         return (bits << 8).to(tl.float16, bitcast=True)
     # As fp16 the same bits mean 2^-8 of it; the largest code is NaN.
@@ -108,16 +140,11 @@ def load_fp32(pointer, mask, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def load_entries(kv_indices, shift, entry, inside, num_slots, table_rows, HALF: tl.constexpr):
-    """int64 slots of a tile of entries (0: not to be read), int32 shifts (0 if HALF is), and which of
-    them may be read."""
+def load_slots(kv_indices, entry, inside, num_slots):
+    """int64 slots of a tile of entries (0: not to be read), and which of them may be read."""
     slot = tl.load(kv_indices + entry, mask=inside, other=-1)
-    ok = inside & (slot >= 0) & (slot < num_slots)
-    by = tl.zeros_like(slot)
-    if HALF > 0:
-        by = tl.load(shift + entry, mask=inside, other=0)
-        ok &= (by > -table_rows) & (by < table_rows)
-    return tl.where(ok, slot, 0).to(tl.int64), by, ok
+    ok = (slot >= 0) & (slot < num_slots)
+    return tl.where(ok, slot, 0).to(tl.int64), ok
 
 
 @triton.jit

@@ -26,7 +26,7 @@ def decode_attention(
     """``softmax(scale * q . k) v`` of every query over its own entries.
 
     A shifted key is read as it lies in the pool, under the query rotated back: the cost grows with
-    the runs of equal shift. An entry with rotations is read once. The result does not depend on
+    the runs of equal shift. An entry is read once, however often its key is used. The result does not depend on
     threads, nor on the rest of the batch.
     On a CUDA device the call only launches, and can be captured in a graph.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels.row_plan import TILE as ENTRIES
@@ -29,7 +30,11 @@ SPLITS = 32
 CHUNK = 256
 #: Queries of one launch: bounds the memory of unmerged outputs.
 QUERIES = 128
-NUM_STAGES = 2
+#: Lines of a program's products: a tensor core multiplies 16; more than 32, or 16 of more than 128
+#: columns, do not fit the registers.
+LINES = 16, 32
+#: So that the next tile's K and V are copied while one is read: slots, then K and V, are on their way.
+NUM_STAGES = 5
 #: Of the weights kernel: programs of a query, entries and heads that one reads at once (one after
 #: the other, each head would wait for the memory).
 PIECES, TILE, HEADS = 64, 128, 16
@@ -53,17 +58,6 @@ def _operand(raw, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _parts(x, ELEMENT: tl.constexpr):
-    """fp32 as the sum of two operands; where they are narrower, 16 of its bits or more."""
-    if ELEMENT == "fp32":
-        return x, x
-    else:
-        narrow: tl.constexpr = tl.bfloat16 if ELEMENT == "bf16" else tl.float16
-        high = x.to(narrow)
-        return high, (x - high.to(tl.float32)).to(narrow)
-
-
-@triton.jit
 def _dot(x, y, sums):
     if _INTERPRETED:
         return tl.dot(x.to(tl.float32), y.to(tl.float32), sums)
@@ -71,11 +65,21 @@ def _dot(x, y, sums):
 
 
 @triton.jit
-def _times(high, low, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
-    """``sums + (high + low) y``; ``low`` is known to be 0 if EXACT."""
-    sums = _dot(high, y, sums)
-    if ELEMENT != "fp32" and not EXACT:
-        sums = _dot(low, y, sums)
+def _times(x, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
+    """``sums + x y`` for fp32 ``x``. Where operands are narrower, ``x`` is the sum of two of them, which
+    keeps 16 of its bits or more; EXACT: of one."""
+    y = _operand(y, ELEMENT)
+    if ELEMENT == "fp32":
+        sums = _dot(x, y, sums)
+    elif EXACT:
+        sums = _dot(x.to(y.dtype), y, sums)
+    else:
+        if ELEMENT == "bf16":  # its bits are the upper half of fp32's
+            high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        else:
+            high = x.to(y.dtype).to(tl.float32)
+        sums = _dot(high.to(y.dtype), y, sums)
+        sums = _dot((x - high).to(y.dtype), y, sums)
     return sums
 
 
@@ -88,27 +92,45 @@ def _next(shifts):
 
 @triton.jit
 def _turned(
-    q_at, q_mask, k, by, cosines, sines, column, rotated, other, earlier, angle, zeros,
-    ELEMENT: tl.constexpr, HALF: tl.constexpr,
+    q_at, q_mask, k, by, cosines, sines, column, zeros, ELEMENT: tl.constexpr,
+    HALF: tl.constexpr, NEOX: tl.constexpr,
 ):  # fmt: skip
-    """Products of the query rotated back ``by`` so many positions with a tile's keys."""
+    """Products of a tile's keys with queries rotated back ``by`` so many positions: one number, or
+    ``[HEADS, 1]``."""
+    rotated, other, earlier, angle = common.pairing(column[None, :], HALF, NEOX)
     cosine, sine = common.load_factors(cosines, sines, -by, rotated, earlier, angle, True, HALF)
     # Loaded again: kept, it would take registers from every tile.
     q = tl.load(q_at + column[None, :], mask=q_mask, other=0.0)
-    there = tl.load(q_at + other[None, :], mask=q_mask, other=0.0)
-    back = q.to(tl.float32) * cosine[None, :] + there.to(tl.float32) * sine[None, :]
-    high, low = _parts(back, ELEMENT)
-    return _times(high, low, k, zeros, ELEMENT, False)
+    there = tl.load(q_at + other, mask=q_mask, other=0.0)
+    back = q.to(tl.float32) * cosine + there.to(tl.float32) * sine
+    return _times(back, k, zeros, ELEMENT, False)
 
 
 @triton.jit
-def _logits(products, ok, scale, logit_cap, CAPPED: tl.constexpr):
-    """Base 2; of keys that are not there -inf."""
-    logit = products * scale
+def _rotations(by, bits, which, last, bit, ok, table_rows):
+    """Of some of a tile's rotations: by how many positions, and ``[which, entries]``, whether an entry
+    is used so. Those from ``last`` on, and beyond the rotary table, use nothing."""
+    back = tl.load(by + which, mask=which < last, other=0)
+    sound = (back > -table_rows) & (back < table_rows)
+    word = tl.load(bits + which, mask=(which < last) & sound, other=0)
+    seen = ((word[:, None] >> bit[None, :].to(tl.int64)) & 1) != 0
+    return tl.where(sound, back, 0), seen & ok[None, :]
+
+
+@triton.jit
+def _logits(products, seen, scale, logit_cap, CAPPED: tl.constexpr):
+    """Base 2; -inf where a key is not ``seen``, or its product is -inf."""
     if CAPPED:  # tanh x = 1 - 2 / (exp 2x + 1)
-        logit = logit_cap * (1 - 2 / (tl.exp(2 / logit_cap * logit) + 1))
-    # Keys that were not read are 0.
-    return logit * _LOG2E + tl.where(ok, 0.0, float("-inf"))[None, :]
+        seen &= products != float("-inf")
+        products = logit_cap * (1 - 2 / (tl.exp(2 / logit_cap * scale * products) + 1))
+        scale = 1.0
+    return tl.where(seen, products * (scale * _LOG2E), float("-inf"))
+
+
+@triton.jit
+def _finite(most):
+    """What to subtract from logits. Nothing so far: -inf less -inf would be NaN."""
+    return tl.where(most == float("-inf"), 0.0, most)
 
 
 _SIZES = ["total", "width", "num_slots", "table_rows", "rotations"]
@@ -122,11 +144,11 @@ def chunk_kernel(
     begin,  # int32 [rows]
     end,  # int32 [rows]
     kv_indices,  # int32 [total]
-    shift,  # int32 [total], unused unless HALF
-    cosines,  # fp32 [table_rows, HALF], likewise
+    shift,  # int32 [total], unused unless HALF and not ROTATES
+    cosines,  # fp32 [table_rows, HALF], unused unless HALF
     sines, table_rows,
     tile_ptr,  # int32 [total // ENTRIES + rows + 1], unused unless ROTATES
-    turns,  # int32 [rotations], likewise: positions
+    by,  # int32 [rotations], likewise: positions
     bits,  # int64 [rotations], likewise
     rotations,
     parts,  # fp32 [rows, heads, SPLITS, V_DIM]: outputs of the chunks
@@ -136,15 +158,22 @@ def chunk_kernel(
     v_slot_stride, v_head_stride, scale, logit_cap, ELEMENT: tl.constexpr,
     EXACT: tl.constexpr,  # the query is of the operands' type
     CAPPED: tl.constexpr,
-    HALF: tl.constexpr,  # 0: nothing is shifted
+    HALF: tl.constexpr,  # 0: nothing is rotated
     NEOX: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_COLS: tl.constexpr,
     V_COLS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
-    HEADS: tl.constexpr,  # of a program, at least 16
+    HEADS: tl.constexpr,  # lines of a program's products, at least 16
+    USES: tl.constexpr,  # rotations that share a product; unless ROTATES 1
     SPLITS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, LOGITS: tl.constexpr,
     ROTATES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows)."""
+    """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows).
+
+    A tensor core multiplies 16 lines at least. Where a KV head has fewer query heads, the others hold
+    the same query turned by further rotations of the tile. Each line has its own maximum, weight and
+    sum; lines of one head are merged at the end, as chunks are.
+    """
+    MEMBERS: tl.constexpr = HEADS // USES
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(0) // blocks
     split = tl.program_id(1)
@@ -153,92 +182,104 @@ def chunk_kernel(
     start, stop = common.piece_of(count, split, SPLITS, CHUNK)
     heads = tl.num_programs(0) // blocks * GROUP
     if start < stop:
-        member = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
-        head = kv_head * GROUP + member
+        line = tl.arange(0, HEADS)
+        member = tl.program_id(0) % blocks * HEADS + line % MEMBERS
+        use = line // MEMBERS
+        # Lines without a head of their own hold another's again.
+        head = kv_head * GROUP + tl.minimum(member, GROUP - 1)
         k_column = tl.arange(0, K_COLS)
         v_column = tl.arange(0, V_COLS)
         q_at = query + row * q_row_stride + (head * q_head_stride)[:, None]
-        q_mask = (member < GROUP)[:, None] & (k_column < K_DIM)[None, :]
-        whole = tl.load(q_at + k_column[None, :], mask=q_mask, other=0.0).to(tl.float32)
-        q_high, q_low = _parts(whole, ELEMENT)
+        q_mask = (k_column < K_DIM)[None, :]
+        own = tl.load(q_at + k_column[None, :], mask=q_mask, other=0.0).to(tl.float32)
         keys += kv_head.to(tl.int64) * k_head_stride
         values += kv_head.to(tl.int64) * v_head_stride
-        rotated, other, earlier, angle = common.pairing(k_column, HALF, NEOX)
         most = tl.full([HEADS], float("-inf"), tl.float32)
         weight = tl.zeros([HEADS], tl.float32)
         sums = tl.zeros([HEADS, V_COLS], tl.float32)
-        for at in range(start, stop, TILE):
-            entry = at + tl.arange(0, TILE)
-            inside = entry < stop
-            slot, by, ok = common.load_entries(
-                kv_indices, shift, first + entry, inside, num_slots, table_rows, HALF
-            )
-            k_at = keys + (slot * k_slot_stride)[None, :]
-            k_mask = ok[None, :] & (k_column < K_DIM)[:, None]
-            k = _operand(tl.load(k_at + k_column[:, None], mask=k_mask, other=0), ELEMENT)
+        for at in tl.range(start, stop, TILE, disable_licm=True):
+            offset = tl.arange(0, TILE)
+            entry = at + offset
+            slot, ok = common.load_slots(kv_indices, first + entry, entry < stop, num_slots)
+            # Keys as rows, like values: addresses of both are computed for the same threads.
+            k_at = keys + (slot * k_slot_stride)[:, None] + k_column[None, :]
+            k_mask = ok[:, None] & (k_column < K_DIM)[None, :]
+            k = tl.load(k_at, mask=k_mask, other=0).T
             zeros = tl.zeros([HEADS, TILE], tl.float32)
-            logit = _times(q_high, q_low, k, zeros, ELEMENT, EXACT)
-            if HALF > 0:
-                # Shifts still to be done. No mask of one bit: those cannot change threads.
-                left = tl.where(ok, by, 0)
-                one = _next(left)
-                if one != 0:  # a loop inside a branch leaves the outer one pipelined
-                    while one != 0:
-                        found = _turned(
-                            q_at, q_mask, k, one, cosines, sines, k_column, rotated, other,
-                            earlier, angle, zeros, ELEMENT, HALF,
-                        )  # fmt: skip
-                        logit = tl.where(left[None, :] == one, found, logit)
-                        left = tl.where(left == one, 0, left)
-                        one = _next(left)
-            logit = _logits(logit, ok, scale, logit_cap, CAPPED)
-            if LOGITS:
-                l_at = logits + ((row * heads + head) * width)[:, None] + entry[None, :]
-                l_mask = (member < GROUP)[:, None] & (inside & (entry < width))[None, :]
-                tl.store(l_at, logit, mask=l_mask)
-            v_at = values + (slot * v_slot_stride)[:, None] + v_column[None, :]
-            v_mask = ok[:, None] & (v_column < V_DIM)[None, :]
-            v = _operand(tl.load(v_at, mask=v_mask, other=0), ELEMENT)
-            now = tl.maximum(most, tl.max(logit, axis=1))
-            # Nothing so far: -inf less -inf would be NaN.
-            base = tl.where(now == float("-inf"), 0.0, now)
-            fading = tl.exp2(most - base)
-            p = tl.exp2(logit - base[:, None])
-            weight *= fading
-            sums *= fading[:, None]
+            turn, last = 0, 0
             if ROTATES:
                 tile = first // ENTRIES + row + at // ENTRIES
                 turn = tl.maximum(tl.load(tile_ptr + tile), 0)
                 last = tl.minimum(tl.load(tile_ptr + tile + 1), rotations)
-                if turn < last:
-                    for one in range(turn, last):
-                        by_one = tl.load(turns + one)
-                        word = tl.load(bits + one) >> (at % ENTRIES)
-                        on = ok & (((word >> tl.arange(0, TILE).to(tl.int64)) & 1) != 0)
-                        on &= (by_one > -table_rows) & (by_one < table_rows)
-                        if tl.max(on.to(tl.int32), axis=0) > 0:
-                            found = _turned(
-                                q_at, q_mask, k, by_one, cosines, sines, k_column, rotated, other,
-                                earlier, angle, zeros, ELEMENT, HALF,
+            if turn < last:
+                p, now = zeros, most
+                # Not pipelined: its buffers would take memory from the outer loop.
+                for one in tl.range(turn, last, USES, num_stages=1):
+                    back, seen = _rotations(
+                        by, bits, one + use, last, at % ENTRIES + offset, ok, table_rows
+                    )
+                    found = _turned(
+                        q_at, q_mask, k, back[:, None], cosines, sines, k_column, zeros,
+                        ELEMENT, HALF, NEOX,
+                    )  # fmt: skip
+                    found = _logits(found, seen, scale, logit_cap, CAPPED)
+                    after = tl.maximum(now, tl.max(found, axis=1))
+                    base = _finite(after)
+                    p = p * tl.exp2(now - base)[:, None] + tl.exp2(found - base[:, None])
+                    now = after
+            else:
+                found = _times(own, k, zeros, ELEMENT, EXACT)
+                if HALF > 0 and not ROTATES:
+                    s_at = shift + first + entry
+                    some = tl.load(s_at, mask=ok, other=0) != 0
+                    if tl.max(some.to(tl.int32), axis=0) != 0:
+                        # Shifts still to be done: loaded again, in the threads that need them, and
+                        # no mask of one bit, which cannot change threads.
+                        left = tl.load(s_at, mask=ok, other=0)
+                        sound = (left > -table_rows) & (left < table_rows)
+                        found = tl.where(sound[None, :], found, float("-inf"))
+                        left = tl.where(sound, left, 0)
+                        one = _next(left)
+                        while one != 0:
+                            turned = _turned(
+                                q_at, q_mask, k, one, cosines, sines, k_column, zeros,
+                                ELEMENT, HALF, NEOX,
                             )  # fmt: skip
-                            found = _logits(found, on, scale, logit_cap, CAPPED)
-                            now = tl.maximum(now, tl.max(found, axis=1))
-                            after = tl.where(now == float("-inf"), 0.0, now)
-                            fading = tl.exp2(base - after)
-                            p = p * fading[:, None] + tl.exp2(found - after[:, None])
-                            weight *= fading
-                            sums *= fading[:, None]
-                            base = after
-            weight += tl.sum(p, axis=1)
-            high, low = _parts(p, ELEMENT)
-            sums = _times(high, low, v, sums, ELEMENT, False)
+                            found = tl.where(left[None, :] == one, turned, found)
+                            left = tl.where(left == one, 0, left)
+                            one = _next(left)
+                found = _logits(found, ok[None, :], scale, logit_cap, CAPPED)
+                if USES > 1:
+                    found = tl.where(use[:, None] == 0, found, float("-inf"))
+                now = tl.maximum(most, tl.max(found, axis=1))
+                p = tl.exp2(found - _finite(now)[:, None])
+                if LOGITS:
+                    l_at = logits + ((row * heads + head) * width)[:, None] + entry[None, :]
+                    l_mask = (member < GROUP)[:, None]
+                    l_mask &= ((entry < stop) & (entry < width))[None, :]
+                    tl.store(l_at, found, mask=l_mask)
+            v_at = values + (slot * v_slot_stride)[:, None] + v_column[None, :]
+            v_mask = ok[:, None] & (v_column < V_DIM)[None, :]
+            v = tl.load(v_at, mask=v_mask, other=0)
+            fading = tl.exp2(most - _finite(now))
+            weight = weight * fading + tl.sum(p, axis=1)
+            sums = _times(p, v, sums * fading[:, None], ELEMENT, False)
             most = now
-        unit = (row * heads + head) * SPLITS + split
+        if USES > 1:
+            lines = tl.reshape(most, [USES, MEMBERS])
+            most = tl.max(lines, axis=0)
+            fading = tl.exp2(lines - _finite(most)[None, :])
+            weight = tl.sum(tl.reshape(weight, [USES, MEMBERS]) * fading, axis=0)
+            sums = tl.reshape(sums, [USES, MEMBERS, V_COLS])
+            sums = tl.sum(sums * fading[:, :, None], axis=0)
+            member = tl.arange(0, MEMBERS)
+        real = member < GROUP
+        unit = (row * heads + kv_head * GROUP + member) * SPLITS + split
         nothing = weight == 0
         result = sums / tl.where(nothing, 1.0, weight)[:, None]
         lse = tl.where(nothing, float("-inf"), most + tl.log2(weight))
-        tl.store(part_lse + unit, lse, mask=member < GROUP)
-        o_mask = (member < GROUP)[:, None] & (v_column < V_DIM)[None, :]
+        tl.store(part_lse + unit, lse, mask=real)
+        o_mask = real[:, None] & (v_column < V_DIM)[None, :]
         tl.store(parts + (unit * V_DIM)[:, None] + v_column[None, :], result, mask=o_mask)
 
 
@@ -302,7 +343,7 @@ def weights_kernel(
     count = tl.minimum(count, width)
     to = tl.load(first + row).to(tl.int64)
     start, stop = common.piece_of(count, tl.program_id(0), PIECES, TILE)
-    for at in range(start, stop, TILE):
+    for at in tl.range(start, stop, TILE, disable_licm=True):
         entry = at + tl.arange(0, TILE)
         inside = entry < count
         found = tl.zeros([TILE], tl.float32)
@@ -335,9 +376,12 @@ def columns(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def warps(k_dim: int) -> int:
-    """Of a program: queries lie in the registers of each warp as a whole."""
-    return 4 if k_dim <= 128 else 8
+def compiler_options(constants: dict[str, Any]) -> dict[str, int]:
+    """Compiler's options of :func:`chunk_kernel`: enough warps to hold what a program keeps."""
+    element, lines = constants["ELEMENT"], constants["HEADS"]
+    by_hand = element in ("e4m3", "e5m2") and not cuda_capability_geq(8, 9)
+    wide = constants["K_COLS"] > 128 or lines > LINES[0] or element == "fp32" or by_hand
+    return dict(num_warps=8 if wide else 4, num_stages=NUM_STAGES)
 
 
 def constants(
@@ -352,7 +396,10 @@ def constants(
 ) -> dict[str, Any]:
     """Compile-time arguments of :func:`chunk_kernel`; ``rotation`` only if entries are shifted."""
     group = query.shape[1] // keys.shape[1]
+    rotates = rotates and rotation is not None
     k_cols, v_cols = columns(keys.shape[2]), columns(values.shape[2])
+    most = LINES[max(k_cols, v_cols) <= 128]
+    heads = min(max(LINES[0], triton.next_power_of_2(group)), most)
     return dict(
         ELEMENT=common.ELEMENT[keys.dtype],
         # fp8 is multiplied as fp16.
@@ -364,13 +411,14 @@ def constants(
         K_COLS=k_cols,
         V_COLS=v_cols,
         GROUP=group,
-        HEADS=min(64, columns(group)),
+        HEADS=heads,
+        USES=heads // min(heads, triton.next_power_of_2(group)) if rotates else 1,
         SPLITS=SPLITS,
         CHUNK=CHUNK,
         # Up to 16 KiB of K and as much of V.
-        TILE=max(16, min(64, 2**14 // (max(k_cols, v_cols) * keys.element_size()))),
+        TILE=max(16, min(64, 2**14 // (max(k_cols, v_cols) * max(2, keys.element_size())))),
         LOGITS=logits,
-        ROTATES=rotates and rotation is not None,
+        ROTATES=rotates,
         ENTRIES=ENTRIES,
     )
 
@@ -400,9 +448,7 @@ def decode(
     keys, values, total = kv.keys, kv.values, len(plan.kv_indices)
     (begin, end), observed = spans, weights is not None
     rotates = plan.rotations is not None
-    if rotates and plan.shift is None:
-        plan = plan._replace(shift=torch.zeros_like(plan.kv_indices))
-    rotation = None if plan.shift is None else kv.rotation
+    rotation = kv.rotation if rotates or plan.shift is not None else None
     options = dict(capped=logit_cap > 0, logits=observed, rotates=rotates)
     fixed = constants(query, keys, values, rotation, **options)
     rows, width, lse = min(batch, QUERIES), 0, None
@@ -425,7 +471,7 @@ def decode(
     merged |= dict(SINKS=sinks is not None, LSE=observed)
     weighed = dict(heads=heads, HEADS=min(HEADS, triton.next_power_of_2(heads)))
     weighed |= dict(PIECES=PIECES, TILE=TILE)
-    fixed |= dict(num_warps=warps(keys.shape[2]), num_stages=NUM_STAGES)
+    fixed |= compiler_options(fixed)
     with common.current_device(query.device):
         for some in range(0, batch, rows):
             here = slice(some, some + rows)
@@ -433,15 +479,15 @@ def decode(
             count = len(begin)
             entries = begin, end, plan.kv_indices, *rotary
             found = parts, part_lse, logits
-            turns: tuple[Any, ...] = begin, begin, begin, 0
+            rotations: tuple[Any, ...] = begin, begin, begin, 0
             if plan.rotations is not None:
                 tile_ptr, by, bits = plan.rotations
-                turns = tile_ptr[some:], by, bits, len(by)
+                rotations = tile_ptr[some:], by, bits, len(by)
             chunk_kernel[(blocks, SPLITS, count)](
                 query[here],
                 *pool,
                 *entries,
-                *turns,
+                *rotations,
                 *found,
                 *sizes,
                 *strides,

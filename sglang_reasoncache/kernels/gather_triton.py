@@ -38,9 +38,10 @@ def gather_kernel(
     head = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = entry < count
-    slot, by, ok = common.load_entries(
-        kv_indices, shift, entry, inside, num_slots, table_rows, HALF
-    )
+    slot, ok = common.load_slots(kv_indices, entry, inside, num_slots)
+    if HALF > 0:
+        by = tl.load(shift + entry, mask=ok, other=0)
+        ok &= (by > -table_rows) & (by < table_rows)
     column = tl.arange(0, K_COLS)[None, :]
     at = keys + (slot * k_slot_stride + head * k_head_stride)[:, None]
     mask = ok[:, None] & (column < K_DIM)

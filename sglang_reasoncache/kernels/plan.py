@@ -35,8 +35,8 @@ def plan_rows(
         lengths: int ``[batch]``, positions in use, at most ``width``.
         cached_at: int32 ``[num_slots]``, position each slot's key was rotated for; None: its own.
         num_slots: Slots of the pool, the bound of every entry.
-        merge: A position whose slot is also at its cached position in this row is a rotation of
-            that entry, so that each slot is read once; needs ``cached_at``.
+        merge: A position whose slot is also at its cached position in this row has no entry, so
+            that each slot is read once: the plan has rotations in place of shifts. Needs ``cached_at``.
 
     Raises:
         ValueError: tensors of wrong dtype or shape; a request, length or slot out of range.
@@ -69,8 +69,9 @@ def plan_rows(
     shift = None if cached_at is None else made(capacity)
     tile_ptr = by = bits = None
     if merge:
-        tile_ptr, by = made(capacity // TILE + len(requests) + 1), made(capacity)
-        bits = torch.empty(capacity, dtype=torch.int64)
+        tiles = capacity // TILE + len(requests)
+        tile_ptr, by = made(tiles + 1), made(capacity + tiles)
+        bits = torch.empty(capacity + tiles, dtype=torch.int64)
     is_shifted, count = ctypes.c_int32(), ctypes.c_int32()
     table = rows, len(rows), rows.stride(0), rows.shape[1]
     batch = requests, lengths, len(requests), cached_at, num_slots

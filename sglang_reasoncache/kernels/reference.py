@@ -63,62 +63,77 @@ def plan_rows(
     slots = rows[requests]
     used = (at < lengths[:, None]) & (slots >= 0)
     _check_slots("rows", slots[used], num_slots)
-    aliases, shifts, home = torch.zeros_like(used), None, at
+    shifts = None
     if cached_at is not None:
         home = cached_at[slots.clamp(0, num_slots - 1).long()]
         shifts = at.to(torch.int32) - home
-    if merge:
-        there = slots.gather(1, home.long().clamp(0, max(0, len(at) - 1)))
-        aliases = used & (home >= 0) & (home < lengths[:, None]) & (home != at) & (there == slots)
+    if merge and shifts is not None:
+        return _merged(slots, used, home.long(), shifts, (home >= 0) & (home < lengths[:, None]))
+    kv_indptr = F.pad(used.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
+    shift = None if shifts is None or not shifts[used].any() else shifts[used]
+    return RowPlan(kv_indptr, slots[used], shift)
+
+
+def _merged(slots: Tensor, used: Tensor, home: Tensor, shifts: Tensor, at_home: Tensor) -> RowPlan:
+    """A plan with rotations; arguments are ``[batch, width]``."""
+    width = slots.shape[1]
+    there = slots.gather(1, home.clamp(0, max(0, width - 1)))
+    moved = used & (shifts != 0)
+    aliases = moved & at_home & (there == slots)
     entries = used & ~aliases
     kv_indptr = F.pad(entries.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
-    shift = None if shifts is None or not shifts[entries].any() else shifts[entries]
-    rotations = None
-    if shifts is not None and aliases.any():
-        rotations = _rotations(kv_indptr, entries, aliases, home.long(), shifts)
-    return RowPlan(kv_indptr, slots[entries], shift, rotations)
+    of_positions = entries, moved, aliases, home, shifts
+    rotations = _rotations(kv_indptr, *of_positions) if moved.any() else None
+    return RowPlan(kv_indptr, slots[entries], None, rotations)
 
 
 def _rotations(
-    kv_indptr: Tensor, entries: Tensor, aliases: Tensor, home: Tensor, shifts: Tensor
+    kv_indptr: Tensor, entries: Tensor, moved: Tensor, aliases: Tensor, home: Tensor, shifts: Tensor
 ) -> Rotations:
-    """One for each run of neighbouring positions with one shift whose entries are in one tile, in
-    the order of positions; arguments but the first are ``[batch, width]``."""
-    row, at = aliases.nonzero().unbind(1)
-    entry = (entries.cumsum(dim=1) - 1)[row, home[row, at]]
+    """Of every tile with a position that is ``moved``: its entries' own positions, then one for each
+    run of neighbouring positions of one sort and one shift. Other arguments: ``[batch, width]``."""
+    row, at = moved.nonzero().unbind(1)
+    alias, by = aliases[row, at], shifts[row, at]
+    entry = (entries.cumsum(dim=1) - 1)[row, torch.where(alias, home[row, at], at)]
     first = kv_indptr // TILE + torch.arange(len(kv_indptr), device=row.device)
-    tile, by = first[row] + entry // TILE, shifts[row, at]
-    begins = torch.ones_like(row, dtype=torch.bool)
-    begins[1:] = (at[1:] != at[:-1] + 1) | (tile[1:] != tile[:-1]) | (by[1:] != by[:-1])
-    bits = torch.zeros(int(begins.sum()), dtype=torch.int64, device=row.device)
-    bits.index_add_(0, begins.cumsum(0) - 1, 1 << entry % TILE)
-    tile, by = tile[begins], by[begins]
+    tile, bit = first[row] + entry // TILE, 1 << entry % TILE
+    begins = torch.ones_like(alias)
+    same = (at[1:] == at[:-1] + 1) & (tile[1:] == tile[:-1]) & (by[1:] == by[:-1])
+    begins[1:] = ~same | (alias[1:] != alias[:-1])
+    bits = bit.new_zeros(int(begins.sum())).index_add_(0, begins.cumsum(0) - 1, bit)
+    own = tile.unique()
+    shifted = bit.new_zeros(int(first[-1]) + 1).index_add_(0, tile, bit * ~alias)[own]
+    tile = torch.cat((own, tile[begins]))
     order = tile.argsort(stable=True)
+    by = torch.cat((by.new_zeros(len(own)), by[begins]))[order]
     tile_ptr = F.pad(torch.bincount(tile, minlength=int(first[-1])).cumsum(0), (1, 0))
-    return Rotations(tile_ptr.to(torch.int32), by[order], bits[order])
+    return Rotations(tile_ptr.to(torch.int32), by, torch.cat((~shifted, bits))[order])
 
 
 def spelled_out(rows: RowPlan) -> RowPlan:
-    """The same with an entry for every position: a request's rotations behind its entries."""
-    kv_indptr, kv_indices, shift, rotations = rows
+    """The same with an entry for every use of a key: a request's rotations behind its entries that
+    have none."""
+    kv_indptr, kv_indices, _, rotations = rows
     if rotations is None:
         return rows
     tile_ptr, by, bits = rotations
     _check_ranges(tile_ptr, len(kv_indices) // TILE + len(kv_indptr) - 1, len(by))
-    first = kv_indptr // TILE + torch.arange(len(kv_indptr), device=by.device)
+    batch = torch.arange(len(kv_indptr), device=by.device)
+    first = kv_indptr // TILE + batch
+    request = batch[:-1].repeat_interleave(kv_indptr.diff())
+    at = torch.arange(len(kv_indices), device=by.device)
+    plain = (tile_ptr.diff() == 0)[first[request] + (at - kv_indptr[request]) // TILE]
     tile = torch.arange(len(tile_ptr) - 1, device=by.device).repeat_interleave(tile_ptr.diff())
-    request = torch.searchsorted(first, tile, right=True) - 1
     one, bit = ((bits[:, None] >> torch.arange(TILE, device=by.device)) & 1).nonzero().T
-    entry = kv_indptr[request] + (tile - first[request]) * TILE
-    entry = (entry[one] + bit).clamp(max=len(kv_indices) - 1)
-    own = torch.arange(len(kv_indptr) - 1, device=by.device).repeat_interleave(kv_indptr.diff())
-    requests, order = torch.cat((own, request[one])).sort(stable=True)
-    shift = torch.zeros_like(kv_indices) if shift is None else shift
-    shift = torch.cat((shift, by[one]))[order]
+    of = torch.searchsorted(first, tile, right=True)[one] - 1
+    entry = kv_indptr[of] + (tile[one] - first[of]) * TILE + bit
+    there = entry < kv_indptr[of + 1]
+    requests, order = torch.cat((request[plain], of[there])).sort(stable=True)
+    shift = torch.cat((torch.zeros_like(kv_indices[plain]), by[one][there]))[order]
     counts = torch.bincount(requests, minlength=len(kv_indptr) - 1)
     return RowPlan(
         F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
-        torch.cat((kv_indices, kv_indices[entry]))[order],
+        torch.cat((kv_indices[plain], kv_indices[entry[there]]))[order],
         shift if shift.any() else None,
     )
 

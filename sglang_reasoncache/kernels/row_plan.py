@@ -12,28 +12,32 @@ TILE = 64
 
 
 class Rotations(NamedTuple):
-    """Positions that name the slot of an entry without being one: the entry's key is also used
-    rotated ``by`` so many positions. Tile t of request b is number ``kv_indptr[b] // TILE + b + t``.
+    """How keys are used in tiles where a key is used elsewhere than at its cached position.
+
+    Tile t of request b is number ``kv_indptr[b] // TILE + b + t``. A tile without a list uses each of
+    its keys once, as cached. The first of a list is by 0: the keys that are used as cached. The
+    others follow in any order. Bits of entries that the tile does not have mean nothing.
     """
 
-    tile_ptr: torch.Tensor  # int32 [total // TILE + batch + 1]: where each tile's rotations begin
-    by: torch.Tensor  # int32 [count], from the cached position
-    bits: torch.Tensor  # int64 [count]; bit i: entry i of the tile
+    tile_ptr: torch.Tensor  # int32 [total // TILE + batch + 1]: where each tile's list begins
+    by: torch.Tensor  # int32 [count]: positions from the cached one
+    bits: torch.Tensor  # int64 [count]; bit i: entry i of the tile is used so
 
 
 class RowPlan(NamedTuple):
     """Which slots the queries of a forward read; every layer uses the same.
 
     Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their
-    positions, single tokens whatever the page size of the pool.
+    positions, single tokens whatever the page size of the pool. In a merged plan a position has no
+    entry whose slot the row also names at its cached position, and there is no ``shift``.
     """
 
     kv_indptr: torch.Tensor  # int32 [batch + 1]
     kv_indices: torch.Tensor  # int32 [total], slots
     #: int32 ``[total]``, positions by which to rotate each key (where it is used minus where it
-    #: was cached); None where all are 0.
+    #: was cached); None where all are 0, or rotations say it.
     shift: torch.Tensor | None
-    rotations: Rotations | None = None  # None: every position is an entry
+    rotations: Rotations | None = None  # None: every key is used as ``shift`` says
 
 
 class BatchRows(NamedTuple):

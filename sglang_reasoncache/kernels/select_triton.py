@@ -167,7 +167,7 @@ def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, pa
 
 def add(weights: torch.Tensor, buffers: PlanBuffers, batch: int, whole: torch.Tensor) -> None:
     """Add the weights of entries that were selected into ``buffers`` to fp32 ``whole``, and zero them."""
-    grid = (buffers.counts.shape[1], batch)
+    grid = (buffers.counts.shape[2], batch)
     selected = weights, buffers.kv_indptr, buffers.positions
     with common.current_device(weights.device):
         add_kernel[grid](*selected, whole, len(whole), PIECES=grid[0], TILE=TILE)

@@ -106,8 +106,8 @@ class Rig:
         return self.case.k_dim**-0.5
 
     def plan(self, merge: bool = False) -> RowPlan:
-        """Entry by entry; with ``merge`` a position that names the slot at its cached position is
-        a rotation, one for a run of neighbours in a tile."""
+        """Entry by entry; with ``merge`` a position that names the slot at its cached position has no
+        entry, and tiles with keys that are used elsewhere have rotations."""
         indptr, tile_ptr = [0], [0]
         entries: list[tuple[int, int]] = []
         rotations: list[tuple[int, int]] = []
@@ -116,39 +116,44 @@ class Rig:
         ):
             row = self.rows[request, :length].tolist()
             home = [int(self.cached_at[slot]) for slot in row]
-            place: dict[int, int] = {}
-            further = {
-                at: home[at]
-                for at, slot in enumerate(row)
-                if merge and slot >= 0 and home[at] != at
-                if 0 <= home[at] < length and row[home[at]] == slot
-            }
+            of: dict[int, int] = {}
             for at, slot in enumerate(row):
-                if slot >= 0 and at not in further:
-                    place[at] = len(entries) - indptr[-1]
-                    entries.append((slot, at - home[at]))
+                is_alias = slot >= 0 and home[at] != at and 0 <= home[at] < length
+                if merge and is_alias and row[home[at]] == slot:
+                    of[at] = home[at]
+                elif slot >= 0:
+                    of[at] = at
+            place = {at: i for i, at in enumerate(at for at, to in of.items() if to == at)}
+            entries += [(row[at], at - home[at]) for at in place]
             tiles: dict[int, list[list[int]]] = {}
             last = None
-            for at, to in further.items():
+            for at, to in of.items():
+                if not merge or home[at] == at:
+                    continue
                 tile, bit = divmod(place[to], TILE_ENTRIES)
-                if last != (at - 1, tile, at - to):
-                    tiles.setdefault(tile, []).append([at - to, 0])
-                tiles[tile][-1][1] |= 1 << bit
-                last = at, tile, at - to
+                # The first is that of keys at their cached positions.
+                found = tiles.setdefault(tile, [[0, -1]])
+                if last != (at - 1, tile, at - home[at], to == at):
+                    found.append([at - home[at], 0])
+                found[-1][1] |= 1 << bit
+                found[0][1] &= ~((to == at) << bit)
+                last = at, tile, at - home[at], to == at
             first = indptr[-1] // TILE_ENTRIES + b
             tile_ptr += [tile_ptr[-1]] * (first + 1 - len(tile_ptr))
             for tile in range(-(-len(place) // TILE_ENTRIES)):
-                rotations += [(by, bits - (bits >> 63 << 64)) for by, bits in tiles.get(tile, [])]
+                signed = ((by, (bits + 2**63) % 2**64 - 2**63) for by, bits in tiles.get(tile, []))
+                rotations += signed
                 tile_ptr.append(len(rotations))
             indptr.append(len(entries))
         last_tile = indptr[-1] // TILE_ENTRIES + len(indptr) - 1
         tile_ptr += [tile_ptr[-1]] * (last_tile + 1 - len(tile_ptr))
         indices, shift = torch.tensor(entries, dtype=torch.int32).view(-1, 2).T.contiguous()
-        found = None
+        found_rotations = None
         if rotations:
             by, bits = torch.tensor(rotations).T.contiguous()
-            found = Rotations(torch.tensor(tile_ptr).int(), by.int(), bits)
-        return RowPlan(torch.tensor(indptr).int(), indices, shift if shift.any() else None, found)
+            found_rotations = Rotations(torch.tensor(tile_ptr).int(), by.int(), bits)
+        shifts = shift if not merge and shift.any() else None
+        return RowPlan(torch.tensor(indptr).int(), indices, shifts, found_rotations)
 
     def rotated(self, plan: RowPlan) -> torch.Tensor:
         """fp64 keys of the plan's entries where they are used, ``[total, kv_heads, k_dim]``."""
@@ -243,10 +248,28 @@ def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
 
 
 def assert_plans(found: RowPlan, expected: RowPlan) -> None:
-    sides = zip((*found[:3], *(found[3] or ())), (*expected[:3], *(expected[3] or ())), strict=True)
+    """Equal, but for the order of a tile's rotations behind the first."""
+    sides = *zip(found[:3], expected[:3], strict=True), *_lists(found, expected)
     for mine, other in sides:
         assert (mine is None) == (other is None)
         assert mine is None or other is None or torch.equal(mine.cpu(), other)
+
+
+def _lists(*plans: RowPlan) -> list[tuple[torch.Tensor | None, ...]]:
+    """Rotations of plans side by side, sorted within their tiles."""
+    sides: list[list[torch.Tensor | None]] = []
+    for plan in plans:
+        if plan.rotations is None:
+            sides.append([None] * 3)
+            continue
+        tile_ptr, by, bits = (side.cpu() for side in plan.rotations)
+        tiles = torch.arange(len(tile_ptr) - 1).repeat_interleave(tile_ptr.diff())
+        behind = torch.ones_like(by)
+        behind[tile_ptr[:-1][tile_ptr.diff() > 0].long()] = 0
+        keys = zip(tiles.tolist(), behind.tolist(), by.tolist(), bits.tolist(), strict=True)
+        order = [i for _, i in sorted((key, i) for i, key in enumerate(keys))]
+        sides.append([tile_ptr, by[order], bits[order]])
+    return list(zip(*sides, strict=True))
 
 
 def assert_attention(

@@ -185,43 +185,45 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> No
     rig.rows[rig.requests[1], :2] = -1
     rig.lengths[0] = rig.lengths[4] = 0
     expected = rig.plan(merge)
-    assert expected.shift is not None and (expected.rotations is not None) == merge
+    assert (expected.rotations is not None) == merge
     total = int(expected.kv_indptr[-1])
-    positions = expected.shift + rig.cached_at[expected.kv_indices.long()]
     for capacity in (2 * total, total, 100, 0):
         buffers = plan_triton.PlanBuffers.of(9, capacity, DEVICE, positions=True, merge=merge)
         own = buffers.merge or ()
         for side in (*vars(buffers).values(), *own[1:], *(own and own[0])):
             if isinstance(side, torch.Tensor):
-                side.fill_(-7)
+                side[1:] = -7  # the first of an indptr is nobody's to write
         assert buffers.positions is not None
         tensors = map(there, (rows, requests, lengths, rig.cached_at))
         plan = plan_triton.plan_into(buffers, *tensors, num_slots=num_slots)
         if capacity == 2 * total:
             assert_plans(cut(plan), expected)
-        if not merge:
+        if expected.shift is not None:
             assert plan.shift is not None
             found = RowPlan(plan.kv_indptr, plan.kv_indices[:total], plan.shift[:total])
             sides = expected.kv_indices[:capacity], expected.shift[:capacity]
             assert_plans(found, RowPlan(expected.kv_indptr.clamp(max=capacity), *sides))
-        if not merge or capacity > total:
+            positions = expected.shift + rig.cached_at[expected.kv_indices.long()]
             written = buffers.positions.cpu()
             assert torch.equal(written[:total], positions[:capacity])
-            assert (written[total:] == -7).all() and (buffers.kv_indptr[6:] == -7).all()
-            assert (plan.kv_indices[total:] == -7).all()
+            assert (written[total:] == -7).all()
+        if not merge or capacity > total:
+            assert (buffers.kv_indptr[6:] == -7).all() and (plan.kv_indices[total:] == -7).all()
 
 
 @on_device
-def test_plans_of_too_many_runs_are_not_merged() -> None:
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_plans_of_runs_of_one_position(every: int) -> None:
+    """As many as a row can have: there is room for them."""
     rig = make(Case(lengths=(70, 200), shared=0.0))
-    rig.rows[rig.requests[1], 50:150] = rig.rows[rig.requests[1], 10].clone()
-    rig.cached_at[rig.rows[rig.requests[1], 10]] = 10
+    row = rig.rows[rig.requests[1]]
+    row[:100:every] = row[100:200:every].flip(0).clone()
+    rig.cached_at[rig.rows[rig.requests[0]][:70]] += torch.arange(70).int() % 5
     read = [there(side) for side in (rig.rows, rig.requests, rig.lengths, rig.cached_at)]
-    for room in (99, 100):
-        buffers = plan_triton.PlanBuffers.of(2, room * plan_triton.RUN, DEVICE, merge=True)
-        plan = plan_triton.plan_into(buffers, *read, num_slots=len(rig.keys))
-        assert_plans(cut(plan), rig.plan(merge=room == 100))
-        assert_attention(decode(rig, "triton", plan), rig.expected(rig.plan())[0])
+    buffers = plan_triton.PlanBuffers.of(2, 270, DEVICE, merge=True)
+    plan = plan_triton.plan_into(buffers, *read, num_slots=len(rig.keys))
+    assert_plans(cut(plan), rig.plan(merge=True))
+    assert_attention(decode(rig, "triton", plan), rig.expected(rig.plan())[0])
 
 
 @on_device

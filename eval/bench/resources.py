@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the GPU kernels take, read from the machine code that they are compiled to: no GPU is needed.
+
+    python -m eval.bench.resources [GPU ...]
+
+prints registers, spilled bytes, shared memory and instructions of every kernel and, in parentheses,
+their limits, for compute capabilities such as 90 (default: 80 90 100). Needs PyTorch and Triton, with
+the disassembler in it. ``tests/kernels/test_ahead_of_time.py`` holds kernels to the limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sglang_reasoncache.kernels import (
+    common_triton,
+    decode_triton,
+    distance_triton,
+    gather_triton,
+    note_triton,
+    plan_triton,
+    rotations_triton,
+    row_plan,
+    select_triton,
+)
+
+GPUS = 80, 90, 100
+#: What ends a basic block. ptxas leaves loops of sm_80 by calls that never return; branches of threads
+#: that have gone apart (BRA.DIV) are left out, as these kernels' do not.
+_JUMP = r"\b(?:BRA(?!\.DIV)[.A-Z]*|EXIT|CALL\.REL\.NOINC(?= `\(\.L_x))\b"
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+#: Arguments that are pointers, by what they point at, unless a case says otherwise.
+_POINTERS = {
+    "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions added sizes "
+    "to_indptr to_indices to_shift to_entries entries runs run_indptr indptr tile_ptr by following",
+    "i64": "requests lengths first bases slots totals dst src bits",
+    "fp32": "parts part_lse sinks lse cosines sines logits weights whole",
+    "fp64": "out",
+    "bf16": "query keys values out_k out_v ends",
+    "u8": "asked state keep",
+}
+POINTERS = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
+#: Addresses and strides that are multiples of 16; ``end`` is a slice of ``kv_indptr`` from 1.
+ALIGNED = {*POINTERS} - {"end"}
+ALIGNED_STRIDES = ("slot_stride", "head_stride", "q_row_stride")
+
+
+class Resources(NamedTuple):
+    """Of a compiled kernel, or their limits."""
+
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread's stack
+    shared: int  # bytes of a program
+    #: Of a warp, the longest way once around the outermost loop: past the loops inside it, if there
+    #: is one; of kernels without loops all.
+    instructions: int
+    listed: int = 0  # more of a way that goes once around a loop inside
+    further: int = 0  # once around that loop
+
+
+#: A kernel, its constants, and what its pointers point at where that is not POINTERS.
+_Kernel = tuple[Any, dict[str, Any], dict[str, str]]
+
+
+@contextlib.contextmanager
+def standing_in(gpu: int) -> Iterator[GPUTarget]:
+    """Triton asks the GPU that it has, not the one it compiles for, what instructions there are."""
+    target = GPUTarget("cuda", gpu, 32)
+    driver: Any = triton.runtime.driver
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    try:
+        yield target
+    finally:
+        driver.set_active(None)  # the one of this machine, if there is any
+
+
+def compiled_for(gpu: int, kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> Any:
+    """The kernel as Triton would launch it on a GPU that need not be here."""
+    kinds = dict.fromkeys(("scale", "logit_cap"), "fp32")
+    kinds |= {name: f"*{kind}" for name, kind in (POINTERS | pointers).items()}
+    names = [name for name in kernel.arg_names if name not in constants]
+    divisible = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name in ALIGNED or name.endswith(ALIGNED_STRIDES)
+    }
+    signature = {name: kinds.get(name, "i32") for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constants, divisible)
+    with standing_in(gpu) as target:
+        decodes = kernel is decode_triton.chunk_kernel
+        options = decode_triton.compiler_options(constants) if decodes else {}
+        return triton.compile(source, target=target, options=options)
+
+
+def resources_of(compiled: Any) -> Resources:
+    """Reads the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _printed(triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
+        code = _printed(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump -res-usage has no registers: {usage!r}")
+    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared, *ways(code))
+
+
+def _printed(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _blocks(code: str) -> tuple[list[int], list[list[int]]]:
+    """Instructions of every basic block of ``nvdisasm -c``, and the blocks that may follow it."""
+    blocks: list[list[str]] = [[]]
+    labels: dict[str, int] = {}
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            if blocks[-1]:
+                blocks.append([])
+            labels[label[1]] = len(blocks) - 1
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
+            blocks[-1].append(instruction[1])
+            if re.search(_JUMP, instruction[1]):
+                blocks.append([])
+    after: list[list[int]] = []
+    for index, block in enumerate(blocks):
+        last = block[-1] if block else ""
+        jump = re.search(rf"{_JUMP}.*`\((\.L_x_\d+)\)", last)
+        always = re.match(_JUMP, last) and not re.search(r"\bU?P\d|~URZ", last)
+        after.append([labels[jump[1]]] if jump else [])
+        if not always and index + 1 < len(blocks):
+            after[-1].append(index + 1)
+    return [len(block) for block in blocks], after
+
+
+def _back_edges(after: list[list[int]]) -> list[tuple[int, int]]:
+    """From where, in a search in depth, control comes back to a block that is still being left."""
+    state, found, stack = [0] * len(after), list[tuple[int, int]](), [(0, iter(after[0]))]
+    state[0] = 1
+    while stack:
+        block, rest = stack[-1]
+        for to in rest:
+            if state[to] == 1:
+                found.append((block, to))
+            elif not state[to]:
+                state[to] = 1
+                stack.append((to, iter(after[to])))
+                break
+        else:
+            state[block] = 2
+            stack.pop()
+    return found
+
+
+def ways(code: str) -> tuple[int, int, int]:
+    """``instructions``, ``listed`` and ``further`` of :class:`Resources`."""
+    sizes, after = _blocks(code)
+    back = [(block, to) for block, to in _back_edges(after) if block != to or sizes[block] > 1]
+    if not back:
+        return sum(sizes), 0, 0
+    before: list[list[int]] = [[] for _ in after]
+    for block, following in enumerate(after):
+        for to in following:
+            before[to].append(block)
+
+    def body(latch: int, head: int) -> frozenset[int]:
+        inside, left = {head, latch}, [latch] if latch != head else []
+        while left:
+            new = set(before[left.pop()]) - inside
+            inside |= new
+            left += new
+        return frozenset(inside)
+
+    bodies = {edge: body(*edge) for edge in back}
+    outer = max(bodies, key=lambda edge: sum(sizes[block] for block in bodies[edge]))
+    inner = {edge: own for edge, own in bodies.items() if own < bodies[outer]}
+    inside = frozenset().union(*inner.values())
+
+    def longest(edge: tuple[int, int], blocks: frozenset[int], through: frozenset[int]) -> int:
+        """Way from head to latch that passes ``through``, if there is any such block."""
+        latch, head = edge
+
+        @functools.cache
+        def way(block: int, passed: bool) -> float:
+            passed = passed or block in through
+            ways = [0.0 if passed else -1e9] if block == latch else []
+            ways += [
+                way(to, passed)
+                for to in after[block]
+                if block != latch and to in blocks and (block, to) not in bodies
+            ]
+            return sizes[block] + max(ways, default=-1e9)
+
+        return max(0, int(way(head, not through)))
+
+    plain = longest(outer, bodies[outer] - inside, frozenset())
+    if not inner:
+        return plain, 0, 0
+    listed = longest(outer, bodies[outer], inside)
+    plain = plain or listed
+    further = max(longest(edge, own, frozenset()) for edge, own in inner.items())
+    return plain, listed - plain, further
+
+
+def _decode(heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False) -> _Kernel:
+    """``kind``: "merged", "own" (no key is rotated), or "shifted" and its weights are asked for."""
+    query_heads, kv_heads, dim = map(int, re.split("[/x]", heads))
+    pool = torch.empty(1, kv_heads, dim, dtype=dtype, device="meta")
+    query = torch.empty(1, query_heads, dim, dtype=BF16, device="meta")
+    rotation: Any = SimpleNamespace(rotary_dim=dim, is_neox=not interleaved)
+    constants = decode_triton.constants(
+        query,
+        pool,
+        pool,
+        None if kind == "own" else rotation,
+        logits=kind == "shifted",
+        rotates=kind == "merged",
+    )
+    stored = _stored(dtype)
+    return decode_triton.chunk_kernel, constants, dict(keys=stored, values=stored, out="bf16")
+
+
+def _bounds(dim: int) -> _Kernel:
+    """Decode over pages in place of slots: keys twice as wide, values of one element."""
+    ends, query = (torch.empty(1, count, 2 * dim, dtype=BF16, device="meta") for count in (8, 32))
+    constants = decode_triton.constants(query, ends, ends[..., :1], None, logits=True)
+    return decode_triton.chunk_kernel, constants, {}
+
+
+def _distance(dtype: torch.dtype, rotary: bool, neox: bool = True) -> _Kernel:
+    buffer = torch.empty(1, 8, 128, dtype=dtype, device="meta")
+    rotation: Any = SimpleNamespace(rotary_dim=128, is_neox=neox) if rotary else None
+    constants = distance_triton.constants(buffer, buffer, rotation, ALIGNED=True, MOMENTS=False)
+    pointers = dict(keys=_stored(dtype), out="fp64")
+    return distance_triton.distance_kernel, constants, pointers
+
+
+def _stored(dtype: torch.dtype) -> str:
+    return "u8" if dtype.itemsize == 1 else common_triton.ELEMENT[dtype]
+
+
+def _plan(**asked: bool) -> _Kernel:
+    sizes = dict(PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
+    return plan_triton.plan_kernel, dict(SHIFTS=True, POSITIONS=True, **sizes, **asked), {}
+
+
+def _rotations(write: bool) -> _Kernel:
+    pieces = 1 if write else rotations_triton.PIECES
+    sizes = dict(ENTRIES=row_plan.TILE, RUNS=rotations_triton.RUNS, PIECES=pieces)
+    return rotations_triton.rotation_kernel, dict(WRITE=write, **sizes), {}
+
+
+def _note(decode: bool) -> _Kernel:
+    sizes = dict(LATEST=8, AHEAD=8, PIECES=16, TILE=note_triton.TILE)
+    return note_triton.note_kernel, dict(DECODE=decode, TOTAL=True, **sizes), {}
+
+
+def _select(kernel: Any, **asked: Any) -> _Kernel:
+    return kernel, dict(PIECES=plan_triton.PIECES, TILE=select_triton.TILE, **asked), {}
+
+
+def _page_bounds(element: str) -> _Kernel:
+    sizes = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
+    stored = dict(keys="u8" if element == "e4m3" else element)
+    return select_triton.bounds_kernel, dict(ELEMENT=element, **sizes), stored
+
+
+def _others() -> dict[str, _Kernel]:
+    gathered: dict[str, Any] = dict.fromkeys(("K_DIM", "V_DIM", "K_COLS", "V_COLS"), 128)
+    gathered |= dict(ELEMENT="bf16", HALF=64, NEOX=True, ROWS=32)
+    merged = dict(SINKS=True, LSE=True, V_DIM=128, V_COLS=128)
+    merged |= dict(SPLITS=decode_triton.SPLITS, CHUNK=decode_triton.CHUNK)
+    weighed = dict(heads=32, HEADS=decode_triton.HEADS)
+    weighed |= dict(PIECES=decode_triton.PIECES, TILE=decode_triton.TILE)
+    return {
+        "merge of chunks": (decode_triton.merge_kernel, merged, dict(out="bf16")),
+        "weights": (decode_triton.weights_kernel, weighed, {}),
+        "gather": (gather_triton.gather_kernel, gathered, {}),
+        "plan": _plan(MERGE=False, WRITE=True),
+        "plan, merged, counts": _plan(MERGE=True, WRITE=False),
+        "plan, merged": _plan(MERGE=True, WRITE=True),
+        "rotations of tiles, counts": _rotations(False),
+        "rotations of tiles": _rotations(True),
+        "note, decode": _note(True),
+        "note, prefill": _note(False),
+        "pages to read": (
+            select_triton.settle_kernel,
+            dict(PAGE=16, TILE=select_triton.PAGES),
+            {},
+        ),
+        "selection, counts": _select(select_triton.select_kernel, PAGE=16, WRITE=False),
+        "selection": _select(select_triton.select_kernel, PAGE=16, WRITE=True),
+        "selected weights": _select(select_triton.add_kernel),
+        "bounds of pages, bf16": _page_bounds("bf16"),
+        "bounds of pages, e4m3": _page_bounds("e4m3"),
+    }
+
+
+def kernels() -> dict[str, _Kernel]:
+    """Every kernel with the constants that a server of usual shape gives it."""
+    found = {
+        f"decode, merged, bf16 {heads}": _decode(heads, BF16, "merged")
+        for heads in ("32/8x128", "64/8x128", "28/4x128", "14/2x64", "32/1x128")
+    }
+    return {
+        **found,
+        "decode, merged, bf16 16/2x256 interleaved": _decode("16/2x256", BF16, "merged", True),
+        "decode, merged, e4m3 32/8x128": _decode("32/8x128", E4M3, "merged"),
+        "decode, own, bf16 32/8x128": _decode("32/8x128", BF16, "own"),
+        "decode, shifted, bf16 32/8x128": _decode("32/8x128", BF16, "shifted"),
+        "decode, shifted, e4m3 32/8x128": _decode("32/8x128", E4M3, "shifted"),
+        **{f"decode over bounds of {dim}": _bounds(dim) for dim in (64, 128, 256)},
+        "distance, bf16": _distance(BF16, False),
+        "distance, bf16 rotated": _distance(BF16, True),
+        "distance, bf16 interleaved": _distance(BF16, True, neox=False),
+        "distance, e4m3 rotated": _distance(E4M3, True),
+        **_others(),
+    }
+
+
+#: What a kernel may take on any of :data:`GPUS`. 168 registers: three blocks of four warps on an SM. 8
+#: spilled bytes: ptxas keeps two numbers out of registers to fit a block more.
+LIMITS = {
+    "decode, merged, bf16 32/8x128": Resources(168, 0, 74776, 650, 350, 400),
+    "decode, merged, bf16 64/8x128": Resources(176, 0, 74776, 650, 350, 400),
+    "decode, merged, bf16 28/4x128": Resources(168, 8, 74776, 650, 350, 400),
+    "decode, merged, bf16 14/2x64": Resources(168, 8, 37912, 500, 300, 300),
+    "decode, merged, bf16 32/1x128": Resources(176, 0, 83480, 600, 350, 350),
+    "decode, merged, bf16 16/2x256 interleaved": Resources(184, 0, 82712, 500, 350, 400),
+    "decode, merged, e4m3 32/8x128": Resources(255, 8, 54296, 1150, 400, 600),
+    "decode, own, bf16 32/8x128": Resources(136, 0, 72704, 650),
+    "decode, shifted, bf16 32/8x128": Resources(255, 8, 76800, 900, 750, 750),
+    "decode, shifted, e4m3 32/8x128": Resources(240, 0, 61440, 1300, 850, 800),
+    "decode over bounds of 64": Resources(144, 0, 41984, 900),
+    "decode over bounds of 128": Resources(88, 0, 43520, 650),
+    "decode over bounds of 256": Resources(72, 0, 50432, 550),
+    "distance, bf16": Resources(48, 0, 16, 250),
+    "distance, bf16 rotated": Resources(64, 0, 16, 300),
+    "distance, bf16 interleaved": Resources(64, 0, 16, 400),
+    "distance, e4m3 rotated": Resources(64, 0, 16, 550),
+    "merge of chunks": Resources(56, 0, 2048, 450),
+    "weights": Resources(48, 0, 0, 300, 0, 300),
+    "gather": Resources(128, 0, 0, 750),
+    "plan": Resources(56, 0, 64, 300),
+    "plan, merged, counts": Resources(48, 0, 16, 300),
+    "plan, merged": Resources(72, 0, 64, 900),
+    "rotations of tiles, counts": Resources(32, 0, 256, 80, 100, 50),
+    "rotations of tiles": Resources(120, 0, 256, 80, 750, 700),
+    "note, decode": Resources(32, 0, 0, 60),
+    "note, prefill": Resources(32, 0, 0, 60, 100, 100),
+    "pages to read": Resources(32, 0, 16, 90),
+    "selection, counts": Resources(32, 0, 16, 90),
+    "selection": Resources(48, 0, 64, 350),
+    "selected weights": Resources(32, 0, 0, 70),
+    "bounds of pages, bf16": Resources(40, 0, 1024, 450),
+    "bounds of pages, e4m3": Resources(56, 0, 512, 700),
+}
+#: Unless it is this one. Below sm_89 fp8 is converted by arithmetic, with twice the warps.
+_LIMITS_OF_GPU = {
+    (100, "decode, merged, bf16 32/8x128"): Resources(224, 0, 74776, 650, 350, 400),
+    (80, "decode, merged, e4m3 32/8x128"): Resources(255, 0, 54296, 1850, 200, 350),
+    (80, "decode, shifted, e4m3 32/8x128"): Resources(200, 0, 61440, 1900, 350, 350),
+}
+
+
+def limits_of(gpu: int, name: str) -> Resources:
+    return _LIMITS_OF_GPU.get((gpu, name), LIMITS[name])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("gpus", type=int, nargs="*", default=GPUS, metavar="GPU")
+    gpus = parser.parse_args().gpus
+    print("| kernel | GPU | registers | spilled | shared | instructions | listed | further |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, kernel in kernels().items():
+        for gpu in gpus:
+            pairs = zip(resources_of(compiled_for(gpu, *kernel)), limits_of(gpu, name), strict=True)
+            cells = (f"{found:,} ({limit:,})" if limit else "-" for found, limit in pairs)
+            print(f"| {name} | sm_{gpu} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

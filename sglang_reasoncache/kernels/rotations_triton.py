@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotations of a plan's tiles on a GPU, made of the runs that ``plan_triton`` has found.
+
+A run goes to the tiles of the entries that it uses: all runs are looked at side by side to count
+the rotations of every tile, PyTorch adds the counts up, and then one program a request writes run
+after run, so that lists have one order. Nothing is proportional to tiles times runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_reasoncache.kernels import common_triton as common
+from sglang_reasoncache.kernels.row_plan import TILE as ENTRIES
+from sglang_reasoncache.kernels.row_plan import Rotations
+
+#: Programs that count the rotations of a request, and runs (or tiles) that one takes at once.
+PIECES, RUNS = 16, 64
+
+
+@triton.jit
+def _used_by(
+    rows, cached_at, positions, first, last, inside, length, num_slots, entries,
+):  # fmt: skip
+    """Of runs, by their first and last positions: first and last entry that they use, by how many
+    positions these are rotated, of what kind they are, and which of them have such entries."""
+    _slot, home, kind = common.look(rows, cached_at, first, length, num_slots)
+    wanted = tl.where(kind == common.ALIAS, home, first)
+    # Entries lie in the order of their positions.
+    at = tl.zeros_like(first)
+    size = entries
+    while size > 1:
+        half = size // 2
+        at = tl.where(tl.load(positions + at + half) <= wanted, at + half, at)
+        size -= half
+    found = tl.load(positions + at, mask=inside & (entries > 0), other=-1) == wanted
+    return at, tl.minimum(at + last - first, entries - 1), first - home, kind, inside & found
+
+
+@triton.jit(do_not_specialize=["num_rows", "width", "num_slots", "run_capacity", "capacity"])
+def rotation_kernel(
+    rows, requests, lengths, cached_at,  # as plan_kernel reads them
+    kv_indptr,  # int32 [batch + 1]
+    positions,  # int32 [run_capacity], of the entries
+    runs,  # int32 [2, run_capacity]: first and last position
+    run_indptr,  # int32 [batch + 1]
+    tile_ptr,  # int32 [total // ENTRIES + batch + 1], unused unless WRITE
+    following,  # int32, likewise: where each tile's next rotation goes; unless WRITE how many it has
+    by,  # int32 [capacity], written if WRITE
+    bits,  # int64 [capacity], likewise
+    num_rows, width, row_stride, num_slots, run_capacity, capacity, WRITE: tl.constexpr,
+    ENTRIES: tl.constexpr, RUNS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Grid (PIECES, batch). Counts the rotations of every tile; writes them, in one piece."""
+    request = tl.program_id(1)
+    rows, length = common.row_of(rows, requests, lengths, request, num_rows, width, row_stride)
+    begin = tl.load(kv_indptr + request)
+    entries = tl.load(kv_indptr + request + 1) - begin
+    positions += begin
+    tile_ptr += begin // ENTRIES + request
+    following += begin // ENTRIES + request
+    first_run = tl.load(run_indptr + request)
+    count = tl.load(run_indptr + request + 1) - first_run
+    start, stop = common.piece_of(count, tl.program_id(0), PIECES, RUNS)
+    lane = tl.arange(0, RUNS)
+    if WRITE:  # the first of each list: so far all keys are used as cached
+        for some in range(0, tl.cdiv(entries, ENTRIES), RUNS):
+            tile = some + lane
+            own = tl.load(tile_ptr + tile, mask=tile * ENTRIES < entries, other=capacity)
+            listed = tl.load(tile_ptr + tile + 1, mask=own < capacity, other=0) > own
+            tl.store(by + own, tl.zeros([RUNS], tl.int32), mask=listed)
+            tl.store(bits + own, tl.full([RUNS], -1, tl.int64), mask=listed)
+        tl.debug_barrier()
+    for some in range(start, stop, RUNS):
+        inside = some + lane < stop
+        run = runs + first_run + some + lane
+        first = tl.load(run, mask=inside, other=0)
+        last = tl.load(run + run_capacity, mask=inside, other=0)
+        at, end, turn, kind, ok = _used_by(
+            rows, cached_at, positions, first, last, inside, length, num_slots, entries
+        )
+        least, most = at // ENTRIES, tl.where(ok, end // ENTRIES, -1)
+        for step in range(0, tl.max(most - least, axis=0) + 1):
+            tile = least + step
+            on = tile <= most
+            if not WRITE:
+                had = tl.atomic_add(following + tile, 1, mask=on)
+                # A tile with rotations also lists its keys' own positions.
+                tl.atomic_add(following + tile, 1, mask=on & (had == 0))
+            else:
+                low = tl.maximum(at - tile * ENTRIES, 0).to(tl.int64)
+                high = tl.minimum(end - tile * ENTRIES, ENTRIES - 1).to(tl.int64)
+                one = tl.full([RUNS], 1, tl.int64)
+                word = (((one << (high - low)) - 1) * 2 + 1) << low
+                same = on[None, :] & (tile[:, None] == tile[None, :])
+                before = tl.sum((same & (lane[None, :] < lane[:, None])).to(tl.int32), axis=1)
+                behind = tl.sum((same & (lane[None, :] > lane[:, None])).to(tl.int32), axis=1)
+                to = tl.load(following + tile, mask=on, other=0) + before
+                fits = on & (to < capacity)
+                tl.store(by + to, turn, mask=fits)
+                tl.store(bits + to, word, mask=fits)
+                own = tl.load(tile_ptr + tile, mask=fits, other=0)
+                tl.atomic_and(bits + own, ~word, mask=fits & (kind == common.SHIFTED))
+                tl.debug_barrier()
+                tl.store(following + tile, to + 1, mask=on & (behind == 0))
+                tl.debug_barrier()
+
+
+class MergeBuffers(NamedTuple):
+    """Memory for the rotations of plans; all but the first of the kernels' own use."""
+
+    rotations: Rotations  # over the whole capacity
+    following: torch.Tensor  # int32, of the size of tile_ptr
+    runs: torch.Tensor  # int32 [2, capacity]
+    run_indptr: torch.Tensor  # int32 [batch + 1]
+
+    @classmethod
+    def of(cls, batch: int, capacity: int, device: torch.device | str) -> MergeBuffers:
+        made = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+        tiles = capacity // ENTRIES + batch
+        # Each rotation is of a position of its own, but for every tile's first.
+        most = capacity + tiles
+        bits = torch.zeros(most, dtype=torch.int64, device=device)
+        rotations = Rotations(made(tiles + 1), made(most), bits)
+        return cls(rotations, made(tiles + 1), made((2, capacity)), made(batch + 1))
+
+
+def rotate(
+    merge: MergeBuffers,
+    batch: int,
+    read: tuple[torch.Tensor, ...],
+    sizes: tuple[int, ...],
+    entries: tuple[torch.Tensor, ...],
+) -> None:
+    """Write the rotations of a plan whose entries and runs are written; waits for nothing.
+
+    ``read``: rows, requests, lengths and cached positions; ``sizes``: of the rows, their stride, and
+    how many slots there are; ``entries``: kv_indptr and positions.
+    """
+    if not batch:
+        return
+    (tile_ptr, by, bits), following, runs, run_indptr = merge
+    following.zero_()
+    lists = tile_ptr, following, by, bits
+    arguments = *read, *entries, runs, run_indptr, *lists, *sizes, runs.shape[1], len(by)
+    fixed = dict(ENTRIES=ENTRIES, RUNS=RUNS)
+    with common.current_device(by.device):
+        rotation_kernel[(PIECES, batch)](*arguments, WRITE=False, PIECES=PIECES, **fixed)
+        tile_ptr[1:] = following[:-1].cumsum(0)
+        torch.add(tile_ptr, 1, out=following)
+        rotation_kernel[(1, batch)](*arguments, WRITE=True, PIECES=1, **fixed)
