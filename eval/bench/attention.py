@@ -23,7 +23,7 @@ import seaborn as sns
 import torch
 
 from eval.bench import at_least
-from eval.bench.attention_batch import RUN, Shape
+from eval.bench.attention_batch import RUN, SHARES, Shape
 from eval.bench.idle import compare
 from eval.bench.turns import Yardstick, as_text, spread, take_turns
 from eval.report.style import light_grid, save, text
@@ -59,7 +59,7 @@ SHAPES = {
 #: Percents of the entries that are shared, in runs of how many tokens, and how many rotations a
 #: tile has in place of a percentage; the label of an axis.
 _AXES: dict[str, tuple[tuple[tuple[int, ...], ...], str]] = {
-    "": (((0, RUN), (22, RUN), (22, 16), (50, RUN)), ""),
+    "": (SHARES, ""),
     "tokens": (((0, RUN), (22, RUN)), "tokens a request, {requests} requests"),
     "requests": (((0, RUN), (22, RUN)), "requests of {tokens:,} tokens"),
     "shared_percent": (
@@ -187,6 +187,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--growth", action="store_true", help="Also curves, and their picture.")
     traces = "Recorded responses, JSONL: what their plans hold, marked on the curves."
     add("--traces", nargs="+", type=Path, default=[], metavar="FILE", help=traces)
+    add("--devices", nargs="+", choices=[*SHAPES], metavar="DEVICE", help="Default: all there are.")
     add("--server", action="store_true", help="Also compare two servers.")
     add("--server-rounds", type=at_least(1), default=4, help="Default 4.")
     add("--output", type=Path, default=Path("build/bench/kernels.json"))
@@ -270,7 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(pd.DataFrame(about["traces"]).T.to_markdown())
     write_whole(options.output, json.dumps({**about, "rounds": options.rounds}))
     status = 0
-    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
+    found = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    for device in options.devices or found:
         spawn = multiprocessing.get_context("spawn")
         part = spawn.Process(target=measure_device, args=(device, options))
         part.start()

@@ -4,7 +4,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from sglang_reasoncache.kernels.decode import decode_attention
@@ -14,6 +13,8 @@ from sglang_reasoncache.kernels.row_plan import TILE, RowPlan
 
 #: Tokens of a shared run, unless a setting says otherwise.
 RUN = 48
+#: Percents of the entries that are shared, in runs of how many tokens.
+SHARES = ((0, RUN), (22, RUN), (22, 16), (50, RUN))
 
 
 @dataclass(frozen=True)
@@ -41,24 +42,27 @@ class Shape:
 
 
 def shared_blocks(
-    tokens: int, fraction: float, draw: np.random.Generator, run: int = RUN
-) -> np.ndarray:
+    tokens: int, fraction: float, draw: torch.Generator, run: int = RUN
+) -> torch.Tensor:
     """``[2, pairs]``: blocks of ``run`` tokens that cover ``fraction`` of them, and an earlier one of
     each, not shared itself; neither is the first block nor that of the newest token."""
-    blocks = np.arange((tokens - 1) // run)
-    count = min(max(0, len(blocks) - 1), round(fraction * tokens / run))
-    chosen = np.sort(draw.choice(blocks[1:], count, replace=False))
-    kept = np.setdiff1d(blocks, chosen)
-    return np.stack([chosen, kept[draw.integers(np.searchsorted(kept, chosen))]])
+    others = max(0, (tokens - 1) // run - 1)
+    shared = torch.zeros(1 + others, dtype=torch.bool)
+    count = min(others, round(fraction * tokens / run))
+    shared[1 + torch.randperm(others, generator=draw)[:count]] = True
+    blocks, kept = shared.nonzero()[:, 0], (~shared).nonzero()[:, 0]
+    earlier = torch.searchsorted(kept, blocks)
+    chosen = torch.rand(count, generator=draw, dtype=torch.float64) * earlier
+    return torch.stack([blocks, kept[chosen.long()]])
 
 
 def lay_rows(shape: Shape, shared_percent: int, run: int = RUN) -> torch.Tensor:
     """int32 ``[requests, tokens]``, the slot of each position: token t of request r was computed in
     slot ``1 + t * requests + r``, as decoding together leaves it; shared blocks lie at earlier ones'."""
     rows = torch.arange(1, shape.slots, dtype=torch.int32).view(shape.tokens, -1).T.contiguous()
-    draw = np.random.default_rng(5)
+    draw = torch.Generator().manual_seed(5)
     for row in rows:
-        pairs = torch.from_numpy(shared_blocks(shape.tokens, shared_percent / 100, draw, run))
+        pairs = shared_blocks(shape.tokens, shared_percent / 100, draw, run)
         blocks, sources = pairs[..., None] * run + torch.arange(run)
         row[blocks] = row[sources]
     return rows
@@ -67,11 +71,11 @@ def lay_rows(shape: Shape, shared_percent: int, run: int = RUN) -> torch.Tensor:
 def lay_rotations(shape: Shape, rotations: int, run: int) -> torch.Tensor:
     """As :func:`lay_rows`; behind each tile of own slots come ``rotations`` runs of ``run`` tokens
     somewhere in it, until the row is full."""
-    rows, draw = lay_rows(shape, 0), np.random.default_rng(5)
+    rows, draw = lay_rows(shape, 0), torch.Generator().manual_seed(5)
     for row in rows:
         for tile in range(0, shape.tokens, TILE + rotations * run):
             for at in range(tile + TILE, min(tile + TILE + rotations * run, shape.tokens), run):
-                source = tile + int(draw.integers(TILE - run + 1))
+                source = tile + int(torch.randint(TILE - run + 1, (), generator=draw))
                 end = min(at + run, shape.tokens)
                 row[at:end] = row[source : source + end - at].clone()
     return rows
@@ -90,7 +94,7 @@ def rotation(length: int, dim: int) -> KeyRotation:
 
 
 class Batch:
-    """Requests of one shape on ``pool``, bf16 K and V of a layer, ``[slots, kv_heads, head_dim]``
+    """Requests of one shape on ``pool``, K and V of a layer, ``[slots, kv_heads, head_dim]``
     each. A subclass adds the sides that attend it, and what their samples come to."""
 
     #: Largest difference from fp32 attention, relative to its norm.

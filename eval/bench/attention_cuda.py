@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention on a GPU: our operations and FlashInfer's decode on one layer's pool, which
-reads pages of one token and plans outside of the timing."""
+reads pages of one token and plans outside of the timing.
+
+    python -m eval.bench.attention_cuda
+
+times ours alone, a line of JSON for each kind of heads and pool and each part that is shared, every
+result compared with fp32 attention. Needs PyTorch and Triton and nothing else; three minutes."""
+
+from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 
-from eval.bench.attention_batch import RUN, Batch, Shape
-from eval.bench.turns import Side, spread
+from eval.bench.attention_batch import RUN, SHARES, Batch, Shape
+from eval.bench.turns import Side, Yardstick, spread
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
@@ -18,10 +26,21 @@ from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.kernels.row_plan import RowPlan
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 #: Layers of the model whose step the planner is compared with; it runs once for all.
 _LAYERS = 32
 #: Beside a pool: FlashInfer's workspace, the yardstick's arrays, copies of `gather`.
 _SPARE_BYTES = 8 << 30
+#: What is timed alone: heads and pool.
+ALONE = {
+    "bf16 32/8x128": (Shape(64, 16_000), torch.bfloat16),
+    "bf16 64/8x128": (Shape(64, 16_000, 64), torch.bfloat16),
+    "bf16 28/4x128": (Shape(64, 16_000, 28, 4), torch.bfloat16),
+    "bf16 14/2x64": (Shape(64, 16_000, 14, 2, 64), torch.bfloat16),
+    "e4m3 32/8x128": (Shape(64, 16_000), torch.float8_e4m3fn),
+}
 
 
 class CudaBatch(Batch):
@@ -33,9 +52,12 @@ class CudaBatch(Batch):
     # bf16 has 8 bits, and a kernel may round weights and result.
     tolerance = 2 * 2.0**-8
 
-    def __init__(self, shape: Shape, device: str = "cuda") -> None:
+    def __init__(
+        self, shape: Shape, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         size = (2, shape.slots, shape.kv_heads, shape.head_dim)
-        keys, values = torch.empty(size, dtype=torch.bfloat16, device=device).uniform_(-1, 1)
+        pool = torch.empty(size, dtype=torch.bfloat16, device=device).uniform_(-1, 1)
+        keys, values = pool.to(dtype)
         super().__init__(shape, (keys, values))
         self._kv = PagedKv(keys, values, self.reference.rotation, backend="triton")
         entries = shape.requests, shape.slots - 1
@@ -69,13 +91,11 @@ class CudaBatch(Batch):
         expected = plan_rows(*where, num_slots=self.shape.slots, merge=True)
         if (expected.rotations is not None) != self.shares or expected.shift is not None:
             raise RuntimeError(f"{self.shape}, {percent}% shared: not what the plan says")
-        pairs = list(zip(self._plan[:2], expected[:2], strict=True))
-        if expected.rotations is not None:
-            pairs += zip(self._plan.rotations or (), expected.rotations, strict=True)
-        for found, right in pairs:
+        for found, right in zip(self._plan[:2], expected[:2], strict=True):
             if not torch.equal(found[: len(right)], right):
                 raise RuntimeError(f"plan_into, {self.shape}: not what the rows say")
         self.check("decode_attention", self.decode(), self.rows)
+        self.check("decode_attention, each position", self.decode(self._flat), self.rows)
         plan, size = self.plan_of(self.rows[self.checked]), (self.shape.requests, -1)
         both = zip(_gather(self._kv, self._flat), _gather(self.reference, plan), strict=True)
         for name, (got, wanted) in zip("KV", both, strict=True):
@@ -90,6 +110,26 @@ class CudaBatch(Batch):
         """By the plan as for a step, or another one."""
         plan = self._plan if plan is None else plan
         return decode_attention(self.query, self._kv, plan, scale=self.scale)
+
+    def planning(self) -> Callable[[], object]:
+        """A plan as a decode graph makes it; without CUDA launch by launch."""
+        if self.device.type != "cuda":
+            return self.plan
+        self.plan()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.plan()
+        return graph.replay
+
+    def alone(self) -> dict[str, Callable[[], object]]:
+        """What is timed without FlashInfer."""
+        return {
+            "ours": self.decode,
+            "each": functools.partial(self.decode, self._flat),
+            "plan": self.planning(),
+            "gather": functools.partial(_gather, self._kv, self._flat),
+        }
 
     def flashinfer(self, as_cached: bool) -> Callable[[], torch.Tensor]:
         """Planned; of the rows as they are, or of each request's own slots."""
@@ -114,13 +154,7 @@ class CudaBatch(Batch):
         return run
 
     def sides(self) -> dict[str, Side]:
-        calls: dict[str, Callable[[], object]] = {
-            "ours": self.decode,
-            "each": functools.partial(self.decode, self._flat),
-            "flashinfer": self.flashinfer(as_cached=False),
-            "plan": self.plan,
-            "gather": functools.partial(_gather, self._kv, self._flat),
-        }
+        calls = self.alone() | {"flashinfer": self.flashinfer(as_cached=False)}
         if self._flat.shift is not None:
             calls["as cached"] = self.flashinfer(as_cached=True)
         return {name: functools.partial(_bench, call) for name, call in calls.items()}
@@ -156,3 +190,44 @@ def _bench(call: Callable[[], object]) -> list[dict[str, float]]:
 
     # Empties the L2 cache before each call, which also hides the launch.
     return [{"ms": ms} for ms in do_bench(call, rep=100.0, return_mode="all")]
+
+
+def measured_alone(
+    batch: CudaBatch, copy_gb_per_s: float, bench: Callable[..., Any] = _bench
+) -> Iterator[dict[str, Any]]:
+    """Of each of :data:`SHARES`: times in ms, and the part of the copy rate at which K and V of all
+    positions were read. Raises RuntimeError where a result is wrong."""
+    size = batch.shape.layer_bytes * batch.pool[0].element_size() / 2 / 1e6
+    for percent, run in SHARES:
+        batch.share(percent, run)
+        calls = batch.alone().items()
+        ms = {name: spread(sample["ms"] for sample in bench(call)) for name, call in calls}
+        of_copy = {name: size / ms[name]["median"] / copy_gb_per_s for name in ("ours", "each")}
+        yield {"shared_percent": percent, "run": run, "ms": ms, "of_copy": of_copy}
+
+
+def main() -> int:
+    """The exit status: 1 where a kind of heads or pool failed, and its line says why."""
+    if not torch.cuda.is_available():
+        sys.exit("eval.bench.attention_cuda: needs an NVIDIA GPU, PyTorch sees none")
+    torch.manual_seed(5)
+    rates = Yardstick(torch.device("cuda")).rates()
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    about = {"device": torch.cuda.get_device_name(), **versions, "gb_per_s": rates}
+    print(json.dumps(about), flush=True)
+    status = 0
+    for name, (shape, dtype) in ALONE.items():
+        torch.cuda.empty_cache()
+        try:
+            for figures in measured_alone(CudaBatch(shape, dtype=dtype), rates["copy"]):
+                print(json.dumps({"kind": name, **figures}), flush=True)
+        except Exception as error:  # the next kind may tell more
+            status = 1
+            told = f"{type(error).__name__}: {error}"
+            print(json.dumps({"kind": name, "failed": told[-2000:]}), flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.exit(main())

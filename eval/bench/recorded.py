@@ -64,4 +64,5 @@ def _rotations_a_tile(slots: np.ndarray) -> np.ndarray:
     tiles = -(-len(plan.kv_indices) // TILE)
     if plan.rotations is None:
         return np.zeros(tiles, dtype=np.int64)
-    return plan.rotations.tile_ptr[: tiles + 1].diff().numpy()
+    # A list's first is of keys as cached.
+    return (plan.rotations.tile_ptr[: tiles + 1].diff() - 1).clamp_(min=0).numpy()

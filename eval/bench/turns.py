@@ -2,14 +2,18 @@
 """Rounds in which sides take turns, and the memory bandwidth between them: what else a machine
 does changes within seconds, and so hits all of them."""
 
+from __future__ import annotations
+
 import ctypes
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Runs once; returns its samples, each a dictionary of figures.
 Side = Callable[[], Sequence[Mapping[str, float]]]
@@ -21,6 +25,8 @@ def take_turns(
 ) -> pd.DataFrame:
     """Samples of all rounds, one a line: ``side``, ``round``, its figures and those ``between``.
     Every second round runs in the opposite order; one more that warms up comes first."""
+    import pandas as pd
+
     lines = []
     for number in range(rounds + 1):
         for name in list(sides)[:: -1 if number % 2 else 1]:
@@ -35,10 +41,11 @@ def by_round(samples: pd.DataFrame, figure: str) -> pd.DataFrame:
     return samples.pivot(index="round", columns="side", values=figure)
 
 
-def spread(values: Sequence[float] | pd.Series) -> dict[str, float]:
+def spread(values: Iterable[float]) -> dict[str, float]:
     """Median and quartiles."""
-    found = pd.Series(values).quantile([0.5, 0.25, 0.75])
-    return dict(zip(("median", "low", "high"), map(float, found), strict=True))
+    points = torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64)
+    found = torch.tensor([*values], dtype=torch.float64).quantile(points)
+    return dict(zip(("median", "low", "high"), found.tolist(), strict=True))
 
 
 def as_text(figure: Any) -> str:

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merged plans of any rows: each use of a key once, by every planner; and how they grow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_reasoncache.kernels import reference
+from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.row_plan import TILE, RowPlan
+from tests.triton_runs import DEVICE, INTERPRETED, on_device, under_interpreter
+
+#: A use of a key: request, slot, positions from the cached one.
+Uses = Counter[tuple[int, int, int]]
+#: What a row has next: how many positions, and of where.
+PIECES = st.lists(
+    st.tuples(
+        st.sampled_from(("own", "earlier", "another's", "evicted", "backwards")),
+        st.integers(1, 90),
+        st.integers(0, 10**6),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def lay(batch: list[list[tuple[str, int, int]]]) -> tuple[torch.Tensor, ...]:
+    """Rows, requests, lengths and cached positions."""
+    cached_at, rows = [0], []
+    for pieces in batch:
+        row = list[int]()
+        for kind, count, pick in pieces:
+            if kind == "evicted":
+                row += [-1] * count
+            elif kind == "earlier" and row:
+                begin = pick % len(row)
+                row += row[begin : begin + count]
+            elif kind == "backwards" and row:
+                row += row[-(pick % len(row)) - 1 :: -1][:count]
+            else:
+                at = len(row) if kind == "own" else pick % 300
+                row += range(len(cached_at), len(cached_at) + count)
+                cached_at += range(at, at + count)
+        rows.append(row)
+    width = max(map(len, rows))
+    table = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int32)
+    lengths = torch.tensor([len(row) for row in rows])
+    return table, torch.arange(len(rows)), lengths, torch.tensor(cached_at, dtype=torch.int32)
+
+
+def of_rows(rows: torch.Tensor, _: Any, lengths: torch.Tensor, cached_at: torch.Tensor) -> Uses:
+    return Counter(
+        (request, slot, position - int(cached_at[slot]))
+        for request, row in enumerate(rows.tolist())
+        for position, slot in enumerate(row[: lengths[request]])
+        if slot >= 0
+    )
+
+
+def of_plan(plan: RowPlan) -> Uses:
+    assert plan.shift is None
+    found: Uses = Counter()
+    indptr, slots = plan.kv_indptr.tolist(), plan.kv_indices.tolist()
+    for request, (begin, end) in enumerate(pairwise(indptr)):
+        for first in range(begin, end, TILE):
+            keys = list(enumerate(slots[first : min(first + TILE, end)]))
+            uses = [(0, -1)]
+            if plan.rotations is not None:
+                tile = begin // TILE + request + (first - begin) // TILE
+                at, last = plan.rotations.tile_ptr[tile : tile + 2].tolist()
+                pairs = zip(plan.rotations.by.tolist(), plan.rotations.bits.tolist(), strict=True)
+                uses = list(pairs)[at:last] or uses
+            assert uses[0][0] == 0
+            found.update(
+                (request, slot, by) for by, bits in uses for bit, slot in keys if bits >> bit & 1
+            )
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=st.lists(PIECES, min_size=1, max_size=4))
+def test_a_plan_has_each_use_of_a_key_once(batch: list[list[tuple[str, int, int]]]) -> None:
+    read = lay(batch)
+    slots, expected = len(read[3]), of_rows(*read)
+    found = plan_rows(*read, num_slots=slots, merge=True)
+    assert of_plan(found) == expected
+    assert of_plan(reference.plan_rows(*read, slots, True)) == expected
+    # Each slot that a row names at its cached position is read once.
+    own = Counter((request, slot) for request, slot, by in expected if not by)
+    requests = torch.arange(len(batch)).repeat_interleave(found.kv_indptr.diff())
+    entries = Counter(zip(requests.tolist(), found.kv_indices.tolist(), strict=True))
+    assert all(entries[one] == 1 for one in own)
+
+
+@on_device
+@settings(max_examples=12 if INTERPRETED else 150, deadline=None)
+@given(batch=st.lists(PIECES, min_size=1, max_size=3))
+def test_a_plan_on_a_gpu(batch: list[list[tuple[str, int, int]]]) -> None:
+    from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+
+    read = lay(batch)
+    buffers = PlanBuffers.of(len(batch), int(read[2].sum()), DEVICE, merge=True)
+    plan = plan_into(buffers, *(side.to(DEVICE) for side in read), num_slots=len(read[3]))
+    assert of_plan(plan) == of_rows(*read)
+
+
+@under_interpreter
+def test_accesses_grow_as_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads, stores and atomics of a plan whose tiles all have many runs."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+
+    accesses = 0
+    for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw"):
+        access = getattr(InterpreterBuilder, name)
+
+        def counted(self: Any, *arguments: Any, access: Any = access) -> Any:
+            nonlocal accesses
+            # An atomic's first argument is what it does.
+            accesses += next(x.data.size for x in arguments if hasattr(x, "data"))
+            return access(self, *arguments)
+
+        monkeypatch.setattr(InterpreterBuilder, name, counted)
+    counts = []
+    for pieces in (40, 320):
+        row = [piece for at in range(pieces) for piece in (("own", 8, 0), ("earlier", 8, 16 * at))]
+        read = lay([row])
+        total = int(read[2].sum())
+        buffers = PlanBuffers.of(1, total, DEVICE, merge=True)
+        accesses = 0
+        plan = plan_into(buffers, *read, num_slots=len(read[3]))
+        assert of_plan(plan) == of_rows(*read)
+        counts.append(accesses)
+    assert counts[1] <= 8 * 1.5 * counts[0]
