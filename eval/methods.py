@@ -47,7 +47,6 @@ _TITLES = {
     "random": "Random sharing",
     "sentence-bert": "Encoder Sentence-BERT",
     "embedding": "Encoder embedding layer",
-    "cosine-distance": "Cosine distance",
 }
 
 DENSE = "dense"

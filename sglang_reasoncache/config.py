@@ -163,11 +163,6 @@ class ReasonCacheConfig:
         "distances a new one counts 1/N, so a server that runs for weeks wants 1000000 or so.",
         bounds=(0, 1_000_000_000),
     )
-    distance: str = _setting(
-        "euclidean",
-        "How the K and V of two blocks are compared; cosine is an ablation.",
-        choices=("euclidean", "cosine"),
-    )
     encoder: str = _setting(
         "tokens",
         "What step similarity compares: counts of tokens, or (ablations) embedding, the mean in "

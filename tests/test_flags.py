@@ -51,7 +51,7 @@ OTHER_VALUES: dict[str, Any] = dict(
     **dict(tau_strict=0.8, tau_soft=0.6, length_factor=False, use_structure=False, fixed_tau=0.75),
     **dict(structure_tolerance=2, positions="corrected", align="index", publish="aliased"),
     **dict(apply="copy", admission_credit=0.25, calibration="seen.json", random_ratio=0.5),
-    **dict(half_life=1000, distance="cosine", encoder="sentence-bert:/models/mini:v2"),
+    **dict(half_life=1000, encoder="sentence-bert:/models/mini:v2"),
     **dict(
         match="steps",
         direction="oldest",
@@ -165,7 +165,6 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = dict(
     publish=("everything",),
     preset=("unknown",),
     encoder=("bert", "tokens:x", "sentence-bert:", 5),
-    distance=("manhattan",),
     admission_credit=(0.95,),
     max_step_tokens=(1,),
     calibration=(5, b"x"),

@@ -1,15 +1,17 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# What needs an NVIDIA GPU. tools/gpu.sh [PART...]; without a name kernels, servers and bench, ten
-# minutes at most on one H100 whose compiled kernels are cached (~/.cache, ~/.triton; the first run
-# compiles them: SECONDS_A_PART=3600).
+# What needs an NVIDIA GPU. tools/gpu.sh [PART...]; without a name kernels, servers and bench, which
+# end within 540 s together, enough on one H100 whose compiled kernels are cached (~/.cache,
+# ~/.triton; the first run compiles them: SECONDS_A_PART=3600).
 #
 #   kernels             tests/kernels on the device, and that no hook of ours waits for it
 #   servers             tests/server/test_cuda.py, three servers at a time
-#   bench               decode attention against FlashInfer; BENCH_ARGS go to eval.bench.attention
+#   bench               decode attention against FlashInfer; BENCH_ARGS go to eval.bench.attention,
+#                       for which the device is cuda
 #   memcheck racecheck  the kernels under compute-sanitizer, an hour each at most
-#   load                recorded responses (TRACES=FOLDER) on stock and sharing servers, likewise
+#   load                recorded responses (TRACES=FOLDER) on stock and sharing servers, likewise;
+#                       LOAD_ARGS go to eval.bench.gpu: LOAD_ARGS="--reference stock:flashinfer"
 #
 # Failed tests are shown at once. A part that fails, or that its time limit (SECONDS_A_PART) ends,
 # keeps no other from running. Logs and a summary go to build/bench/gpu. Exit status 0 if all passed,
@@ -75,7 +77,7 @@ part() {
     shift 2
     echo "gpu: $name, $limit s at most: $*" >&2
     began=$(date +%s)
-    timeout --kill-after=30 "$limit" "$@" >"$out/$name.log" 2>&1
+    timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1
     status=$?
     took=$(($(date +%s) - began))
     counts=
@@ -120,17 +122,18 @@ sanitized() {
 for name; do
     case $name in
     kernels)
-        part kernels 200 "$python" -m pytest tests/kernels tests/unit/test_no_wait.py \
+        part kernels 160 "$python" -m pytest tests/kernels tests/unit/test_no_wait.py \
             -k "($on_device) or gpu" -n 8
         ;;
     # A worker ends its server before it starts the next one.
     servers)
-        part servers 300 env REASONCACHE_TEST_SERVERS=1 "$python" -m pytest \
+        part servers 270 env REASONCACHE_TEST_SERVERS=1 "$python" -m pytest \
             tests/server/test_cuda.py -n 3 --dist loadgroup --no-loadscope-reorder
         ;;
-    # shellcheck disable=SC2086 # BENCH_ARGS holds several
-    bench) part bench 90 "$python" -m eval.bench.attention ${BENCH_ARGS:-} ;;
-    load) part load 3600 "$python" -m eval.bench.gpu "$TRACES" ;;
+    # shellcheck disable=SC2086 # BENCH_ARGS and LOAD_ARGS hold several
+    bench) part bench 80 "$python" -m eval.bench.attention --devices cuda ${BENCH_ARGS:-} ;;
+    # shellcheck disable=SC2086
+    load) part load 3600 "$python" -m eval.bench.gpu "$TRACES" ${LOAD_ARGS:-} ;;
     *) sanitized "$name" ;;
     esac
 done

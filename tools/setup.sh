@@ -4,7 +4,8 @@
 # Creates .venv with the pinned SGLang, this project (editable) and its test
 # tools. Needs a Python from 3.11 to 3.13 and a package registry, nothing else:
 # uv is fetched into .tools when it is not on PATH. Does nothing when .venv is
-# already what pyproject.toml and constraints.txt ask for.
+# already what pyproject.toml and constraints.txt ask for. A .venv that is a
+# symbolic link was filled by other means: it is used as it is, never changed.
 #
 # PYTHON=/path/to/python selects the interpreter. With the argument
 # "constraints" it renews constraints.txt instead.
@@ -77,6 +78,13 @@ fi
 wanted="$root ${PYTHON:-} $(cat pyproject.toml constraints.txt tools/setup.sh | cksum)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x "$venv/bin/python" ]; then
     exit 0
+fi
+if [ -L "$venv" ]; then
+    needed="import flashinfer, sglang, torch, triton, sglang_reasoncache"
+    error=$("$venv/bin/python" -c "$needed" 2>&1 >/dev/null) && exit 0
+    fail ".venv is a link to $(readlink "$venv"), in which \"$needed\" fails" \
+        "($(echo "$error" | tail -n 1)). Mend that environment, or remove the link" \
+        "(rm $venv), then set-up makes an environment of its own"
 fi
 
 python=$(find_python)

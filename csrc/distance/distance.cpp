@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Squared differences and moments of pairs of KV blocks, one pass over the pool.
+// Squared differences of pairs of KV blocks, one pass over the pool.
 
 #include "distance.h"
 
@@ -59,7 +59,7 @@ struct Row {
   }
 };
 
-template <class Element, class Sum>
+template <class Element>
 RC_INLINE void add_plain(const Row<Element>& row, std::int64_t count, Sum& sum) {
   constexpr std::int64_t kStep = kChains * kLanes;
   std::int64_t i = 0;
@@ -74,7 +74,7 @@ RC_INLINE void add_plain(const Row<Element>& row, std::int64_t count, Sum& sum) 
 }
 
 // Element i of the first half is rotated together with element i of the second.
-template <class Element, class Sum>
+template <class Element>
 RC_INLINE void add_rotated_halves(const Row<Element>& row, std::int64_t half, const float* cosines,
                                  const float* sines, float sign, Sum& sum) {
   const auto add = [&](int chain, Floats x0, Floats x1, Floats y0, Floats y1, Floats c, Floats s) {
@@ -103,7 +103,7 @@ RC_INLINE void add_rotated_halves(const Row<Element>& row, std::int64_t half, co
 
 // Elements 2i and 2i + 1 are rotated together. `factors` holds, for each element, what
 // it and what its neighbour are multiplied with: [rotary_dim] cosines, then signed sines.
-template <class Element, class Sum>
+template <class Element>
 RC_INLINE void add_rotated_neighbours(const Row<Element>& row, std::int64_t rotary_dim,
                                      const float* factors, Sum& sum) {
   const auto add = [&](int chain, Floats x, Floats y, Floats own, Floats other) {
@@ -132,7 +132,7 @@ void expand_neighbours(const Pool& pool, const float* cosines, const float* sine
   }
 }
 
-template <class Element, class Sum>
+template <class Element>
 class Worker {
  public:
   explicit Worker(const Task& task) : task_(task), pool_(task.pool) {
@@ -154,8 +154,7 @@ class Worker {
     for (std::int64_t unit = begin; unit < end; ++unit) {
       const int side = static_cast<int>(here.buffer % 2);
       const bool rotated = side == 0 && task_.shift != nullptr;
-      double* out = task_.out +
-                    (here.entry / task_.block * 2 * pool_.num_layers + here.buffer) * Sum::kOutputs;
+      double* out = task_.out + here.entry / task_.block * 2 * pool_.num_layers + here.buffer;
       for (std::int64_t token = 0; token < task_.block; ++token, ++at) {
         Row<Element> row = locate(here);
         const Row<Element> next = locate(soon);
@@ -177,7 +176,7 @@ class Worker {
         if (at + kAhead < last) step(soon);
         if (at + kPagesAhead < last) step(later);
       }
-      sum.end_block(out);
+      *out = sum.end_block();
     }
   }
 
@@ -237,7 +236,7 @@ class Worker {
   std::vector<float> factors_;
 };
 
-template <class Element, class Sum>
+template <class Element>
 std::int32_t run(const Task& task, std::int64_t threads) {
   const Pool& pool = task.pool;
   const std::int64_t units = task.units();
@@ -249,7 +248,7 @@ std::int32_t run(const Task& task, std::int64_t threads) {
   threads = units * unit_bytes < kInlineBytes ? 1 : std::min(threads, pieces);
   std::atomic<std::int64_t> next{0};
   const bool done = on_threads(threads, [&] {
-    Worker<Element, Sum> worker(task);
+    Worker<Element> worker(task);
     for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
       worker.run(i * piece, std::min(units, (i + 1) * piece));
     }
@@ -264,8 +263,7 @@ std::int32_t run(const Task& task, std::int64_t threads) {
 extern "C" std::int32_t reasoncache_distance(const reasoncache_pool* pool, const std::int64_t* dst,
                                              const std::int64_t* src, const std::int32_t* shift,
                                              std::int64_t pairs, std::int64_t block,
-                                             std::int64_t moments, std::int64_t threads,
-                                             double* out) noexcept {
+                                             std::int64_t threads, double* out) noexcept {
   using namespace reasoncache;
   using namespace reasoncache::distance;
   const Task task{*pool, dst, src, shift, pairs, block, out};
@@ -273,8 +271,6 @@ extern "C" std::int32_t reasoncache_distance(const reasoncache_pool* pool, const
   if (!in_pool(*pool, src, task.entries())) return REASONCACHE_BAD_SRC;
   if (!in_table(*pool, shift, task.entries())) return REASONCACHE_BAD_SHIFT;
   return with_element(pool->element, [&](auto type) {
-    using Element = typename decltype(type)::type;
-    return moments ? distance::run<Element, Moments>(task, threads)
-                   : distance::run<Element, SquaredDifference>(task, threads);
+    return distance::run<typename decltype(type)::type>(task, threads);
   });
 }

@@ -4,6 +4,9 @@
 import argparse
 from collections.abc import Callable
 
+#: Recorded responses to AIME 2024, of the folder that a benchmark is given.
+AIME = "aime24_sky_t1_32b.jsonl"
+
 
 def at_least(least: int) -> Callable[[str], int]:
 

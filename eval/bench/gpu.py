@@ -3,12 +3,13 @@
 
 The model has the shape of an 8B Qwen3 (``--device cpu``: its heads, in four narrow layers) and dummy
 weights. Each next token is forced, so weights decide nothing but K and V; memory, step times and
-scheduling are real. Stock SGLang stays up beside one other side at a time. Writes ``gpu.json`` after
-every run."""
+scheduling are real. The reference, stock SGLang, stays up beside one other side at a time. Writes
+``gpu.json`` after every run."""
 
 import argparse
 import asyncio
 import json
+import re
 import shlex
 import sys
 import time
@@ -21,11 +22,10 @@ from typing import Any, Literal
 import httpx
 from transformers import Qwen3Config
 
-from eval.bench import at_least
-from eval.bench.policies_runs import matched_step_ms
-from eval.bench.serve import AIME
+from eval.bench import AIME, at_least
 from eval.bench.turns import as_text, spread
 from eval.jsonl import texts_of
+from eval.measures.figures import matched_step_ms
 from eval.replay.forcing import forced_request
 from eval.replay.model import VOCABULARY_SIZE, build
 from eval.runs.cells import moments, retractions
@@ -172,12 +172,12 @@ def compare(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
     return {**row, "step_ms": matched_step_ms(*lines) or [None, None]}
 
 
-_HEAD = "side | workload | tokens/s of stock's | running, others waiting | step, ms | exact"
-
-
-def table(sides: Mapping[str, Any]) -> list[str]:
-    """A line a side and workload; stock's in brackets."""
-    lines = [f"| {_HEAD} |", "| --- " * 6 + "|"]
+def table(sides: Mapping[str, Any], reference: str) -> list[str]:
+    """A line a side and workload; the reference's in brackets."""
+    head = (
+        f"side | workload | tokens/s of {reference}'s | running, others waiting | step, ms | exact"
+    )
+    lines = [f"| {head} |", "| --- " * 6 + "|"]
     for side, row in sides.items():
         for name, found in row["compared"].items():
             pairs = ("{} ({})".format(*map(as_text, found[key])) for key in ("running", "step_ms"))
@@ -186,10 +186,20 @@ def table(sides: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+_OTHERS = ("ours", "stock:flashinfer", "nothing-shared:flashinfer")
+
+
 def _side(text: str) -> str:
-    if text == "stock" or text.partition(":")[0] not in SIDES:
+    name, colon, backend = text.partition(":")
+    if name not in SIDES or bool(colon) != bool(backend):
         known = ", ".join(SIDES)
         raise argparse.ArgumentTypeError(f"must be one of {known}, or NAME:BACKEND, got {text}")
+    return text
+
+
+def _reference(text: str) -> str:
+    if not re.fullmatch("stock(:[^:]+)?", text):
+        raise argparse.ArgumentTypeError(f"must be stock, or stock:BACKEND, got {text}")
     return text
 
 
@@ -200,16 +210,28 @@ def _arguments() -> argparse.ArgumentParser:
     add("traces", type=Path, help=f"folder of recorded responses with {AIME}")
     add("--out", type=Path, default=Path("build/bench"))
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a narrow shape")
-    sides = ["ours", "stock:flashinfer", "nothing-shared:flashinfer"]
-    add("--sides", nargs="+", type=_side, default=sides, help="default: %(default)s")
+    told = "the server that others are compared with, stock:BACKEND too (default: %(default)s)"
+    add("--reference", type=_reference, default="stock", metavar="SIDE", help=told)
+    told = f"default: {' '.join(_OTHERS)}, without the reference"
+    add("--sides", nargs="+", type=_side, metavar="SIDE", help=told)
     for name, default in {"rounds": 1, **_SIZES}.items():
         add(f"--{name}", type=at_least(1), default=default, help="default: %(default)s")
     add("--plan", action="store_true", help="say what would run, and run nothing")
     return parser
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _arguments()
+    args = parser.parse_args(argv)
+    if args.sides is None:
+        args.sides = [side for side in _OTHERS if side != args.reference]
+    if args.reference in args.sides:
+        parser.error(f"--sides: {args.reference} is the reference, which others are compared with")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments().parse_args(argv)
+    args = _parse(argv)
     load = Load(**{name: getattr(args, name) for name in ("device", *_SIZES)})
     try:
         texts = texts_of([args.traces / AIME])
@@ -220,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, pairs in workloads.items():
             print(f"{name}: {len(pairs)} requests, {sum(len(ids) for _, ids in pairs):,} tokens")
         if args.plan:
-            for side in ("stock", *args.sides):
+            for side in (args.reference, *args.sides):
                 print(f"{side}: {shlex.join(load.flags(side))}")
             return
         _run(load, args, model, workloads)
@@ -230,21 +252,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(load: Load, args: Any, model: Path, workloads: Mapping[str, Sequence[Pair]]) -> None:
     about = {"load": asdict(load), "machine": describe_machine(), "versions": describe_versions()}
-    sides: dict[str, Any] = {}
+    reference, sides = args.reference, dict[str, Any]()
 
     def keep() -> None:
-        write_whole(args.out / "gpu.json", json.dumps({**about, "sides": sides}, indent=1) + "\n")
+        found = {**about, "reference": reference, "sides": sides}
+        write_whole(args.out / "gpu.json", json.dumps(found, indent=1) + "\n")
 
     def server(side: str) -> ServerProcess:
         log, flags = args.out / "gpu" / f"{side.replace(':', '-')}.log", load.flags(side)
         return ServerProcess(model, flags=flags, device=load.device, log_path=log)
 
-    with server("stock") as stock:
+    with server(reference) as stock:
         for side in args.sides:
             with server(side) as other:
                 attention = other.get("/server_info").json()["attention_backend"]
                 row = sides[side] = {"attention_backend": attention, "runs": [], "compared": {}}
-                both = {"stock": stock, side: other}
+                both = {reference: stock, side: other}
                 # The first forwards of a kind compile kernels.
                 for one in both.values():
                     measure(one, [pair for pairs in workloads.values() for pair in pairs[:1]])
@@ -257,9 +280,9 @@ def _run(load: Load, args: Any, model: Path, workloads: Mapping[str, Sequence[Pa
                             row["runs"].append(told)
                             print(json.dumps(told), flush=True)
                             keep()
-                    row["compared"][workload] = compare(runs[side], runs["stock"])
+                    row["compared"][workload] = compare(runs[side], runs[reference])
                     keep()
-    print("\n".join(table(sides)))
+    print("\n".join(table(sides, reference)))
 
 
 if __name__ == "__main__":

@@ -11,20 +11,18 @@ from collections.abc import Callable
 
 import torch
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from eval.bench.attention_batch import Shape, cached_positions, lay_rows
 from eval.bench.turns import seconds
 from sglang_reasoncache.kernels.plan import plan_rows
-from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 
+GPU = torch.cuda.is_available()
 POSITIONS = 1000, 4000, 16_000, 64_000, 128_000
 _PERCENT, _RUN = 50, 8
 
 
 def planners(positions: int) -> dict[str, Callable[[], object]]:
+    from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+
     shape = Shape(1, positions)
     rows, cached_at = lay_rows(shape, _PERCENT, _RUN), cached_positions(shape)
     where = rows, torch.zeros(1, dtype=torch.int64), torch.tensor([positions]), cached_at
@@ -37,6 +35,8 @@ def planners(positions: int) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
+    if not GPU:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     rounds, machine = {"C++": 21, "Triton": 21 if GPU else 3}, torch.get_num_threads()
     print(f"C++ on {machine} threads; Triton " + ("on a GPU" if GPU else "interpreted"))
     print("| positions | " + " | ".join(f"{name}, ms | ns a position" for name in rounds) + " |")

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 import seaborn as sns
 
-from eval.bench import at_least, policies_points, policies_runs
+from eval.bench import AIME, at_least, policies_points, policies_runs
 from eval.bench.policies_points import (
     CONTROLS,
     POLICIES,
@@ -27,7 +27,7 @@ from eval.bench.policies_points import (
     parts,
 )
 from eval.bench.policies_runs import LONG, Runs, Timing
-from eval.bench.serve import AIME, pieces_of
+from eval.bench.serve import pieces_of
 from eval.jsonl import texts_of
 from eval.measures.accuracy import Estimate, accuracy, compare, keyed
 from eval.measures.figures import of_cells

@@ -19,9 +19,9 @@ import pandas as pd
 
 from eval.bench.policies_points import Point, flags_of
 from eval.bench.serve import SERVER_FLAGS, run_in_turns
-from eval.measures.figures import of_cells
+from eval.measures.figures import matched_step_ms, of_cells
 from eval.methods import DENSE
-from eval.runs.folder import Cell, Moment, write_whole
+from eval.runs.folder import Cell, write_whole
 from eval.serving import kill_when_we_die
 
 IN_FLIGHT = 48
@@ -129,8 +129,6 @@ KV_BUDGET = 2700
 _FLAGS = ("--attention-backend", "reasoncache_cpu", *SERVER_FLAGS)
 #: A stock server beside them: each holds up to 3 GB.
 _TOGETHER = 3
-#: Log lines at a batch size, of either server, below which it is not compared.
-_LEAST_LINES = 5
 
 #: What :func:`timing` says of a policy against stock; fields as in docs/evaluation.md.
 Timing = dict[str, Any]
@@ -189,23 +187,6 @@ def timing(cells: Sequence[Cell], dense: Sequence[Cell]) -> Timing | None:
         "leaked_slots": seen.leaked_slots,
         "reproduced": sum(graded) / len(graded) if graded else None,
     }
-
-
-def matched_step_ms(mine: Sequence[Moment], theirs: Sequence[Moment]) -> tuple[float, float] | None:
-    """Milliseconds of a decode step of two servers, over the batch sizes that both ran: medians at
-    each size (a batch may change between two log lines), weighed by the lines that both have."""
-    sides = []
-    for side in (mine, theirs):
-        seen = [(m.running, 1e3 * m.running / m.tokens_per_s) for m in side if m.tokens_per_s]
-        frame = pd.DataFrame([row for row in seen if row[0]], columns=["running", "ms"])
-        sides.append(frame.groupby("running")["ms"].agg(ms="median", lines="size"))
-    both = sides[0].join(sides[1], how="inner", rsuffix="_other")
-    both = both.assign(weight=both[["lines", "lines_other"]].min(axis=1))
-    both = both[both["weight"] >= _LEAST_LINES]
-    if both.empty:
-        return None
-    means = both[["ms", "ms_other"]].mul(both["weight"], axis=0).sum() / both["weight"].sum()
-    return float(means["ms"]), float(means["ms_other"])
 
 
 def _rate(cell: Cell) -> float | None:

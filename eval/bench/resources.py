@@ -4,7 +4,8 @@
     python -m eval.bench.resources [GPU ...]
 
 prints registers, spilled bytes, shared memory and instructions of every kernel and, in parentheses,
-their limits, for compute capabilities such as 90 (default: 80 90 100). Needs PyTorch and Triton, with
+their limits, for compute capabilities such as 90 (default: 80 90 100); and what decode takes when
+positions are shared, on the last of them. Needs PyTorch and Triton, with
 the disassembler in it. ``tests/kernels/test_ahead_of_time.py`` holds kernels to the limits.
 """
 
@@ -25,6 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from eval.bench.attention_batch import SHARES, Shape, cached_positions, lay_rows
 from sglang_reasoncache.kernels import (
     common_triton,
     decode_triton,
@@ -36,6 +38,7 @@ from sglang_reasoncache.kernels import (
     row_plan,
     select_triton,
 )
+from sglang_reasoncache.kernels.plan import plan_rows
 
 GPUS = 80, 90, 100
 #: What ends a basic block. ptxas leaves loops of sm_80 by calls that never return; branches of threads
@@ -244,7 +247,7 @@ def _bounds(dim: int) -> _Kernel:
 def _distance(dtype: torch.dtype, rotary: bool, neox: bool = True) -> _Kernel:
     buffer = torch.empty(1, 8, 128, dtype=dtype, device="meta")
     rotation: Any = SimpleNamespace(rotary_dim=128, is_neox=neox) if rotary else None
-    constants = distance_triton.constants(buffer, buffer, rotation, ALIGNED=True, MOMENTS=False)
+    constants = distance_triton.constants(buffer, buffer, rotation, aligned=True)
     pointers = dict(keys=_stored(dtype), out="fp64")
     return distance_triton.distance_kernel, constants, pointers
 
@@ -381,6 +384,26 @@ def limits_of(gpu: int, name: str) -> Resources:
     return _LIMITS_OF_GPU.get((gpu, name), LIMITS[name])
 
 
+def modelled(decode: Resources, uses: int) -> Iterator[tuple[int, int, float, float]]:
+    """Of rows of 16,000 positions, for each of :data:`SHARES`: percent, run, and instructions and bytes
+    read over those of unshared rows. ``uses``: rotations that share a product."""
+    shape, whole = Shape(4, 16_000), 0.0
+    for percent, run in SHARES:
+        where = torch.arange(shape.requests), torch.full((shape.requests,), shape.tokens)
+        read = lay_rows(shape, percent, run), *where, cached_positions(shape)
+        plan = plan_rows(*read, num_slots=shape.slots, merge=True)
+        tiles = float((-(-plan.kv_indptr.diff() // row_plan.TILE)).sum())
+        taken = tiles * decode.instructions
+        if plan.rotations is not None:
+            lists = plan.rotations.tile_ptr.diff()
+            products = -(-lists // uses)
+            taken += int((lists > 0).sum()) * decode.listed
+            taken += int((products - 1).clamp(min=0).sum()) * decode.further
+        whole = whole or taken
+        entries = len(plan.kv_indices) / (shape.requests * shape.tokens)
+        yield percent, run, taken / whole, entries
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -394,6 +417,12 @@ def main() -> None:
             pairs = zip(resources_of(compiled_for(gpu, *kernel)), limits_of(gpu, name), strict=True)
             cells = (f"{found:,} ({limit:,})" if limit else "-" for found, limit in pairs)
             print(f"| {name} | sm_{gpu} | {' | '.join(cells)} |", flush=True)
+    name, kernel = next(iter(kernels().items()))
+    found, uses = resources_of(compiled_for(gpus[-1], *kernel)), kernel[1]["USES"]
+    print(f"\n{name}, sm_{gpus[-1]}, over unshared rows:\n")
+    print("| shared | in runs of | instructions | bytes read |\n| --- | --- | --- | --- |")
+    for percent, run, instructions, read in modelled(found, uses):
+        print(f"| {percent}% | {run} | {instructions:.2f} | {read:.2f} |")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eval.bench import AIME
 from eval.jsonl import texts_of
 from eval.measures.accuracy import accuracy, compare, keyed
 from eval.measures.figures import of_cells
@@ -59,7 +60,7 @@ def write_pieces(
     return len(lines)
 
 
-AIME, _MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
+_MATH = "math500_sky_t1_27b.jsonl"
 #: Responses of the AIME file that are longer go round in circles up to the limit of the model
 #: that wrote them; the next shorter one has 14,406 tokens.
 LOOPING = 20_000

@@ -11,6 +11,8 @@ import pandas as pd
 from eval.runs.folder import Cell, Leg, Moment, Response
 
 _FLAG = "--enable-reasoncache"
+#: Log lines at a batch size, of either server, below which it is not compared.
+_LEAST_LINES = 5
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,23 @@ def figures(
         response_tokens=float(complete["output_tokens"].mean()) if len(complete) else None,
         failed=sum(row.error is not None for row in responses),
     )
+
+
+def matched_step_ms(mine: Sequence[Moment], theirs: Sequence[Moment]) -> tuple[float, float] | None:
+    """Milliseconds of a decode step of two servers, over the batch sizes that both ran: medians at
+    each size (a batch may change between two log lines), weighed by the lines that both have."""
+    sides = []
+    for side in (mine, theirs):
+        seen = [(m.running, 1e3 * m.running / m.tokens_per_s) for m in side if m.tokens_per_s]
+        frame = pd.DataFrame([row for row in seen if row[0]], columns=["running", "ms"])
+        sides.append(frame.groupby("running")["ms"].agg(ms="median", lines="size"))
+    both = sides[0].join(sides[1], how="inner", rsuffix="_other")
+    both = both.assign(weight=both[["lines", "lines_other"]].min(axis=1))
+    both = both[both["weight"] >= _LEAST_LINES]
+    if both.empty:
+        return None
+    means = both[["ms", "ms_other"]].mul(both["weight"], axis=0).sum() / both["weight"].sum()
+    return float(means["ms"]), float(means["ms_other"])
 
 
 def _ratio(legs: Sequence[Leg], name: str, weight: str) -> float | None:

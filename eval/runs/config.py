@@ -15,14 +15,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from eval.methods import Method
 from eval.runs.folder import CONFIG, RunError, read_config, write_config
 from eval.runs.options import RunOptions
-from eval.runs.plan import Plan
+
+if TYPE_CHECKING:
+    # It imports what only tasks need.
+    from eval.runs.plan import Plan
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("sglang", "torch", "transformers", "openai", "lm_eval", "sglang-reasoncache")
@@ -30,7 +33,7 @@ _PACKAGES = ("sglang", "torch", "transformers", "openai", "lm_eval", "sglang-rea
 _MAY_DIFFER = ("machine", "versions", "date", "command_line", "resumed", "random_ratios")
 
 
-def make_config(plan: Plan, methods: Sequence[Method], opens_thinking: bool) -> dict[str, Any]:
+def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -> dict[str, Any]:
     """The configuration of a new run, in plain JSON values; ``methods`` as ``options.methods``."""
     options = plan.options
     details = {

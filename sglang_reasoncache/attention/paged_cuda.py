@@ -8,6 +8,7 @@ what is read, every decode step runs ours, and so do the last queries of every p
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sglang_reasoncache.eviction.statistics import Prefill
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
+logger = logging.getLogger(__name__)
 #: Graph variants: SGLang's kernels, and ours.
 PLAIN, SHIFTED = "plain", "shifted"
 
@@ -103,6 +105,9 @@ class SharedSlotReads(PagedBackend):
         weighs = self.paged.statistics is not None
         paged = self.paged
         buffers = paged.buffers(max_bs, positions=paged.always_needed, merge=paged.merges)
+        told = "reasoncache: plans of decode graphs, %d requests x %d positions, take %.1f MiB"
+        less = "lower --cuda-graph-max-bs-decode or --context-length for less"
+        logger.info(f"{told}; {less}", max_bs, paged.width, buffers.nbytes / 2**20)
         selection: Any = self.paged.selection
         if selection is not None:
             selection.allocate_graphs(max_bs, weighs=weighs)

@@ -39,7 +39,6 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "fixed-0.9": {**_PAPER, "fixed_tau": 0.9},
     "sentence-bert": {**_PAPER, "encoder": "sentence-bert"},
     "embedding": {**_PAPER, "encoder": "embedding"},
-    "cosine-distance": {**_PAPER, "distance": "cosine"},
     # No stage at all: what careless sharing costs.
     "random": {**_ALL, "use_structure": False, "random_ratio": 0.3},
 }

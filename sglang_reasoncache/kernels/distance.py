@@ -58,16 +58,15 @@ class DistanceKernel:
                     raise ValueError(f"{side} of layer {index} is {found}, not {wanted}")
         self._device = keys.device
         self.backend = choose_backend(backend, keys, values)
-        #: ``(dst_slots, src_slots, shift, moments)`` to sums.
-        self._sums: Callable[..., Tensor]
+        self._squares: Callable[..., Tensor]
         if self.backend == "torch":
-            self._sums = functools.partial(reference.distance, layers, rotation)
+            self._squares = functools.partial(reference.distance, layers, rotation)
         elif self.backend == "triton":
             from sglang_reasoncache.kernels.distance_triton import TritonDistance
 
-            self._sums = TritonDistance(layers, rotation).sums
+            self._squares = TritonDistance(layers, rotation).squares
         else:
-            self._sums = NativePool(layers, rotation).distance
+            self._squares = NativePool(layers, rotation).distance
 
     def squares(self, dst_slots: Tensor, src_slots: Tensor, shift: Tensor | None = None) -> Tensor:
         """Sums of squared differences; on a CUDA device the call only launches.
@@ -86,18 +85,6 @@ class DistanceKernel:
             ValueError: wrong dtype, shape or device; ``shift`` without a rotation; a slot or shift
                 out of range (on CUDA values are not checked: such a pair is NaN).
         """
-        return self._checked(dst_slots, src_slots, shift, False)
-
-    def moments(self, dst_slots: Tensor, src_slots: Tensor, shift: Tensor | None = None) -> Tensor:
-        """fp64 ``[pairs, num_layers, 2, 3]``, for :func:`cosine_distances`; see :meth:`squares`.
-
-        ``|x|^2``, ``|y|^2`` and ``x.y`` of the destination x and the rotated source y.
-        """
-        return self._checked(dst_slots, src_slots, shift, True)
-
-    def _checked(
-        self, dst_slots: Tensor, src_slots: Tensor, shift: Tensor | None, moments: bool
-    ) -> Tensor:
         shape, device = dst_slots.shape, self._device
         if len(shape) != 2 or not shape[1]:
             raise ValueError(f"dst_slots must be [pairs, d] with d >= 1, got {list(shape)}")
@@ -115,7 +102,7 @@ class DistanceKernel:
             if self._rotation is None:
                 raise ValueError("shift given, but the kernel was made without a rotation")
             shift = shift.contiguous()
-        return self._sums(dst_slots.contiguous(), src_slots.contiguous(), shift, moments)
+        return self._squares(dst_slots.contiguous(), src_slots.contiguous(), shift)
 
 
 def block_distances(squares: Tensor, block: int, num_heads: int) -> Tensor:
@@ -125,16 +112,3 @@ def block_distances(squares: Tensor, block: int, num_heads: int) -> Tensor:
     ``block`` is d.
     """
     return squares.sqrt().sum(dim=-1).mean(dim=-1) / (2 * block * num_heads)
-
-
-def cosine_distances(moments: Tensor) -> Tensor:
-    """Angle instead of difference (an ablation): mean ``1 - cos`` over layers and sides, ``[pairs]``.
-
-    ``moments`` are summed over all ranks. Two blocks of zeros are equal, one is orthogonal.
-    """
-    xx, yy, xy = moments.unbind(-1)
-    norms = xx.sqrt() * yy.sqrt()
-    # Where one norm is 0 the product is too, and so is x.y; NaN is not 0 and stays.
-    cosine = xy / torch.where(norms == 0, 1.0, norms)
-    cosine = torch.where((xx == 0) & (yy == 0), 1.0, cosine)
-    return (1 - cosine).mean(dim=(1, 2))

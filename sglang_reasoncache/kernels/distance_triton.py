@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sglang_reasoncache.kernels import common_triton as common
 
@@ -20,15 +21,6 @@ TILE = 2048
 
 
 @triton.jit
-def _add(a, b, c, x, y, MOMENTS: tl.constexpr):
-    """Running sums: squared differences in ``a``, or |x|^2, |y|^2, x.y in all three."""
-    if MOMENTS:
-        return a + x * x, b + y * y, c + x * y
-    difference = x - y
-    return a + difference * difference, b, c
-
-
-@triton.jit
 def _pairs(
     at, ok, ELEMENT: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
     COLS: tl.constexpr, ROWS: tl.constexpr,
@@ -37,28 +29,25 @@ def _pairs(
     if NEOX:
         angle = tl.arange(0, COLS)[None, :]
         mask = ok[:, None] & (angle < HALF)
-        return common.load_fp32(at + angle, mask, ELEMENT), common.load_fp32(
-            at + HALF + angle, mask, ELEMENT
-        )
+        first = common.load_fp32(at + angle, mask, ELEMENT)
+        return first, common.load_fp32(at + HALF + angle, mask, ELEMENT)
     both = tl.arange(0, 2 * COLS)[None, :]
     found = common.load_fp32(at + both, ok[:, None] & (both < 2 * HALF), ELEMENT)
     return tl.split(tl.reshape(found, [ROWS, COLS, 2]))
 
 
 @triton.jit
-def _sums(
+def _squares(
     base, dst, src, shift, cosines, sines, table_rows, block, num_slots, slot_stride, head_stride,
-    ELEMENT: tl.constexpr, MOMENTS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-    NEOX: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr,
-    ROWS: tl.constexpr,
+    ELEMENT: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
+    FIRST: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over elements of every token and head, and whether a slot or shift is out of range.
+    """Sum over elements of every token and head; NaN where a slot or shift is out of range.
 
     HALF > 0: elements [0, 2 HALF), the source rotated by its shift; else [FIRST, DIM) as cached.
     """
-    column = FIRST + tl.arange(0, COLS)
-    zeros = tl.zeros([ROWS, COLS], tl.float32)
-    a, b, c = zeros, zeros, zeros
+    column = FIRST + tl.arange(0, COLS)[None, :]
+    total = tl.zeros([ROWS, COLS], tl.float32)
     bad = tl.zeros([ROWS], tl.int32)
     for start in range(0, block * HEADS, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -71,30 +60,27 @@ def _sums(
         x_at = base + (x_slot * slot_stride + head)[:, None]
         y_at = base + (y_slot * slot_stride + head)[:, None]
         if HALF > 0:
-            by = tl.load(shift + token, mask=ok, other=0).to(tl.int64)
-            distance = tl.abs(by)
-            ok &= distance < table_rows
-            mask = ok[:, None] & (column < HALF)[None, :]
-            entry = (distance * HALF)[:, None] + column[None, :]
-            cosine = tl.load(cosines + entry, mask=mask, other=0.0)
-            sine = tl.load(sines + entry, mask=mask, other=0.0)
-            sine = tl.where((by < 0)[:, None], -sine, sine)
+            by = tl.load(shift + token, mask=ok, other=0)
+            ok &= (by > -table_rows) & (by < table_rows)
+            mask = ok[:, None] & (column < HALF)
+            cosine, sine = common.load_factors(
+                cosines, sines, by[:, None], True, False, column, mask, HALF
+            )
             x0, x1 = _pairs(x_at, ok, ELEMENT, HALF, NEOX, COLS, ROWS)
             y0, y1 = _pairs(y_at, ok, ELEMENT, HALF, NEOX, COLS, ROWS)
             # An entry without a shift stays as it is: inf * 0 would be NaN.
             still = (by == 0)[:, None]
-            z0 = tl.where(still, y0, y0 * cosine - y1 * sine)
-            z1 = tl.where(still, y1, y1 * cosine + y0 * sine)
-            a, b, c = _add(a, b, c, x0, z0, MOMENTS)
-            a, b, c = _add(a, b, c, x1, z1, MOMENTS)
+            first = x0 - tl.where(still, y0, y0 * cosine - y1 * sine)
+            total += first * first
+            second = x1 - tl.where(still, y1, y1 * cosine + y0 * sine)
+            total += second * second
         else:
-            mask = ok[:, None] & (column < DIM)[None, :]
-            x = common.load_fp32(x_at + column[None, :], mask, ELEMENT)
-            y = common.load_fp32(y_at + column[None, :], mask, ELEMENT)
-            a, b, c = _add(a, b, c, x, y, MOMENTS)
+            mask = ok[:, None] & (column < DIM)
+            difference = common.load_fp32(x_at + column, mask, ELEMENT)
+            difference -= common.load_fp32(y_at + column, mask, ELEMENT)
+            total += difference * difference
         bad |= (inside & ~ok).to(tl.int32)
-    a, b, c = tl.sum(a, axis=1), tl.sum(b, axis=1), tl.sum(c, axis=1)
-    return tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(c, axis=0), tl.max(bad)
+    return tl.where(tl.max(bad) > 0, float("nan"), tl.sum(tl.sum(total, axis=1), axis=0))
 
 
 @triton.jit
@@ -106,11 +92,10 @@ def distance_kernel(
     shift,  # int32 [pairs, block], unused unless HALF
     cosines,  # fp32 [table_rows, HALF], unused unless HALF
     sines, table_rows,
-    out,  # fp64 [pairs, layers, 2], or [pairs, layers, 2, 3] of MOMENTS
+    out,  # fp64 [pairs, layers, 2]
     block, num_slots, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride,
     ELEMENT: tl.constexpr,
     ALIGNED: tl.constexpr,  # every base is a multiple of 16 bytes
-    MOMENTS: tl.constexpr,
     HALF: tl.constexpr,  # 0: nothing is rotated
     NEOX: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     REST: tl.constexpr,  # columns of a tile of keys that are not rotated
@@ -123,47 +108,34 @@ def distance_kernel(
     dst += pair * block
     src += pair * block
     shift += pair * block
-    unit = (pair * tl.num_programs(1) + layer) * 2 + side
     base = tl.load(bases + layer * 2 + side).to(keys.dtype)
     if ALIGNED:
         base = tl.multiple_of(base, 16)
-    a = 0.0
-    b = 0.0
-    c = 0.0
-    bad = 0
+    total = 0.0
     if side == 0:
         if HALF > 0:
-            a, b, c, bad = _sums(
+            total += _squares(
                 base, dst, src, shift, cosines, sines, table_rows, block, num_slots,
-                k_slot_stride, k_head_stride, ELEMENT, MOMENTS, HEADS, HALF, NEOX, 0, 2 * HALF,
+                k_slot_stride, k_head_stride, ELEMENT, HEADS, HALF, NEOX, 0, 2 * HALF,
                 HALF_COLS, max(1, TILE // (2 * HALF_COLS)),
             )  # fmt: skip
         if REST > 0:
-            p, q, r, worse = _sums(
+            total += _squares(
                 base, dst, src, shift, cosines, sines, table_rows, block, num_slots,
-                k_slot_stride, k_head_stride, ELEMENT, MOMENTS, HEADS, 0, NEOX, 2 * HALF, K_DIM,
+                k_slot_stride, k_head_stride, ELEMENT, HEADS, 0, NEOX, 2 * HALF, K_DIM,
                 REST, max(1, TILE // REST),
             )  # fmt: skip
-            a += p
-            b += q
-            c += r
-            bad |= worse
     else:
-        a, b, c, bad = _sums(
+        total += _squares(
             base, dst, src, shift, cosines, sines, table_rows, block, num_slots,
-            v_slot_stride, v_head_stride, ELEMENT, MOMENTS, HEADS, 0, NEOX, 0, V_DIM,
+            v_slot_stride, v_head_stride, ELEMENT, HEADS, 0, NEOX, 0, V_DIM,
             V_COLS, max(1, TILE // V_COLS),
         )  # fmt: skip
-    poison = tl.where(bad > 0, float("nan"), 0.0)
-    out += unit * (3 if MOMENTS else 1)
-    tl.store(out, (a + poison).to(tl.float64))
-    if MOMENTS:
-        tl.store(out + 1, (b + poison).to(tl.float64))
-        tl.store(out + 2, (c + poison).to(tl.float64))
+    tl.store(out + (pair * tl.num_programs(1) + layer) * 2 + side, total)
 
 
 def constants(
-    keys: torch.Tensor, values: torch.Tensor, rotation: KeyRotation | None, **flags: bool
+    keys: Tensor, values: Tensor, rotation: KeyRotation | None, aligned: bool
 ) -> dict[str, Any]:
     """Compile-time arguments of :func:`distance_kernel`; ``rotation`` only if keys are rotated."""
     rotary = common.rotary_constants(rotation)
@@ -171,7 +143,7 @@ def constants(
     rest = keys.shape[2] - 2 * half
     return dict(
         ELEMENT=common.ELEMENT[keys.dtype],
-        **flags,
+        ALIGNED=aligned,
         **rotary,
         HEADS=keys.shape[1],
         K_DIM=keys.shape[2],
@@ -184,23 +156,20 @@ def constants(
 
 
 class TritonDistance:
-    """``DistanceKernel``'s sums on a device: one launch a call, and no wait."""
+    """``DistanceKernel.squares`` on a device: one launch a call, and no wait."""
 
     def __init__(
-        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], rotation: KeyRotation | None
+        self, layers: Sequence[tuple[Tensor, Tensor]], rotation: KeyRotation | None
     ) -> None:
         self._layers, self._rotation = layers, rotation
         addresses = [[buffer.data_ptr() for buffer in layer] for layer in layers]
         self._bases = torch.tensor(addresses, dtype=torch.int64, device=layers[0][0].device)
         self._aligned = all(address % 16 == 0 for layer in addresses for address in layer)
 
-    def sums(
-        self, dst: torch.Tensor, src: torch.Tensor, shift: torch.Tensor | None, moments: bool
-    ) -> torch.Tensor:
-        """See ``DistanceKernel``; contiguous. A pair with a slot or shift out of range is NaN."""
+    def squares(self, dst: Tensor, src: Tensor, shift: Tensor | None) -> Tensor:
+        """Arguments are contiguous. A pair with a slot or shift out of range is NaN."""
         pairs, block = dst.shape
-        shape = (pairs, len(self._layers), 2, *[3] * moments)
-        out = torch.empty(shape, dtype=torch.float64, device=dst.device)
+        out = dst.new_empty((pairs, len(self._layers), 2), dtype=torch.float64)
         keys, values = self._layers[0]
         rotation = None if shift is None else self._rotation
         if not pairs:
@@ -210,6 +179,6 @@ class TritonDistance:
                 *(common.as_read(keys), self._bases, dst, src),
                 *common.rotary_arguments(shift, rotation, dst, self._bases),
                 *(out, block, keys.shape[0], *keys.stride()[:2], *values.stride()[:2]),
-                **constants(keys, values, rotation, ALIGNED=self._aligned, MOMENTS=moments),
+                **constants(keys, values, rotation, self._aligned),
             )
         return out

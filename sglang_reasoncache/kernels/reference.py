@@ -189,12 +189,9 @@ def distance(
     dst_slots: Tensor,
     src_slots: Tensor,
     shift: Tensor | None,
-    moments: bool,
 ) -> Tensor:
-    """See ``DistanceKernel.squares`` and, with ``moments``, ``DistanceKernel.moments``.
-
-    Values are checked on the CPU alone: that would wait for other devices.
-    """
+    """See ``DistanceKernel.squares``. Values are checked on the CPU alone: that would wait for
+    other devices."""
     if dst_slots.device.type == "cpu":
         _check_slots("dst_slots", dst_slots, len(layers[0][0]))
         _check_slots("src_slots", src_slots, len(layers[0][0]))
@@ -202,11 +199,7 @@ def distance(
             _check_shift(shift, rotation)
     found = []
     for keys, values in layers:
-        for x, y in (
-            (read_rows(keys, dst_slots), read_keys(keys, src_slots, shift, rotation)),
-            (read_rows(values, dst_slots), read_rows(values, src_slots)),
-        ):
-            terms = (x * x, y * y, x * y) if moments else ((x - y).square_(),)
-            found.append(torch.stack([term.sum(dim=(1, 2, 3)) for term in terms], dim=-1))
-    shape = (len(dst_slots), len(layers), 2, *[3] * moments)
-    return torch.stack(found, dim=1).view(shape).double()
+        k = read_rows(keys, dst_slots) - read_keys(keys, src_slots, shift, rotation)
+        v = read_rows(values, dst_slots) - read_rows(values, src_slots)
+        found += [difference.square_().sum(dim=(1, 2, 3)) for difference in (k, v)]
+    return torch.stack(found, dim=1).unflatten(1, (-1, 2)).double()

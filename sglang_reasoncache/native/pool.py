@@ -23,7 +23,7 @@ _SIGNATURES = {
     "plan": "pqqqppqpqpppqppppp",
     "decode": "pppqqqqppppqpppqpffpqq",
     "gather": "pppqppqq",
-    "distance": "ppppqqqqp",
+    "distance": "ppppqqqp",
 }
 #: Types of what is passed as it is; the others are tensors.
 _PLAIN = {int, float, bool, type(None), type(ctypes.byref(_int32()))}
@@ -95,11 +95,11 @@ class NativePool:
         """``reasoncache_NAME(pool, *arguments)``; see :func:`call`."""
         call(self._library, name, self._struct, *arguments)
 
-    def distance(self, dst: Tensor, src: Tensor, shift: Tensor | None, moments: bool) -> Tensor:
-        """Sums of ``kernels.distance.DistanceKernel``; slots and shifts are contiguous."""
+    def distance(self, dst: Tensor, src: Tensor, shift: Tensor | None) -> Tensor:
+        """``kernels.distance.DistanceKernel.squares`` of contiguous slots and shifts."""
         pairs, block = dst.shape
-        out = torch.empty((pairs, self._num_layers, 2, *[3] * moments), dtype=torch.float64)
-        self.call("distance", dst, src, shift, pairs, block, moments, cpu_threads(), out)
+        out = torch.empty((pairs, self._num_layers, 2), dtype=torch.float64)
+        self.call("distance", dst, src, shift, pairs, block, cpu_threads(), out)
         return out
 
 

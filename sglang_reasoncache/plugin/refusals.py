@@ -50,6 +50,15 @@ CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_torch_compile": "our kernels would be traced",
     "enable_deterministic_inference": "a batch decides which kernel reads its requests",
 }
+#: Likewise, variables of the environment. SGLang sets the second one itself for some models.
+CORRECTED_VARIABLES: Mapping[str, str] = {
+    "SGLANG_ENABLE_METADATA_GLUE_GRAPH": (
+        "it replays one preparation for both variants of a decode graph"
+    ),
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": (
+        "once graphs are captured it gives the KV pool the memory in which our prefills run"
+    ),
+}
 #: Values of a field that is not set.
 _UNSET = (None, False, "", "null", "none", compat.TREE_BACKEND)
 
@@ -85,10 +94,8 @@ def check_corrected(args: ServerArgs, requested_by: str) -> None:
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
     """Flags and reasons; also what SGLang switched on by itself."""
     found = _found(compat.resolving_view(args), CORRECTED_CONFLICTS)
-    variable = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
-    if _is_set(variable):
-        found.append(f"{variable} (it replays one preparation for both variants of a decode graph)")
-    return found
+    variables = [name for name in CORRECTED_VARIABLES if _is_set(name)]
+    return [*found, *(f"{name} ({CORRECTED_VARIABLES[name]})" for name in variables)]
 
 
 def _found(args: ServerArgs, conflicts: Mapping[str, str]) -> list[str]:

@@ -100,7 +100,7 @@ class ServerParts:
         rotation = self.attention.rotation if config.positions == "corrected" else None
         num_heads = pool.head_num * context.tp_size
         reads = pool, rows.req_to_token, self.cached, rotation, num_heads, ranks
-        meter = BlockMeter(*reads, cosine=config.distance == "cosine")
+        meter = BlockMeter(*reads)
         if config.shares:
             meter.warm_up(block)
         worker, markers = context.tp_worker, _markers(context, config)
@@ -155,10 +155,8 @@ class ServerParts:
             *(["across"] if config.scope == "prompt" else []),
             f"weights{fingerprint(context.tp_worker.model_runner.model)}",
         )
-        # Distances of different kinds do not mix.
-        kind = "" if config.distance == "euclidean" else f"/{config.distance}"
         dtype = str(pool.dtype).removeprefix("torch.")
-        return CalibrationKey("/".join(parts), block, config.positions + kind, dtype)
+        return CalibrationKey("/".join(parts), block, config.positions, dtype)
 
 
 def agreed(ranks: Ranks, own: CalibrationKey) -> CalibrationKey:

@@ -43,7 +43,7 @@ class CalibrationKey(NamedTuple):
     Attributes:
         model: Shape and weights of the model, and how blocks are paired.
         block: Tokens per block.
-        positions: ``corrected`` or ``as-cached``, and how blocks are compared.
+        positions: ``corrected`` or ``as-cached``.
         kv_dtype: Such as ``bfloat16``.
     """
 

@@ -12,7 +12,7 @@ from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import KVPool
-from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances, cosine_distances
+from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
 from sglang_reasoncache.kernels.paged import read_keys
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.sharing.decision import BlockProposal
@@ -48,7 +48,6 @@ class BlockMeter:
         rotation: Keys are compared as they would be used; None: as cached.
         num_heads: KV heads over all ranks.
         ranks: They measure the same blocks in the same order.
-        cosine: Compare by angle instead of the papers' Euclidean distance.
     """
 
     def __init__(
@@ -59,14 +58,12 @@ class BlockMeter:
         rotation: KeyRotation | None,
         num_heads: int,
         ranks: Ranks | None = None,
-        cosine: bool = False,
     ) -> None:
         layer_ids = range(pool.start_layer, pool.start_layer + pool.layer_num)
         self._layers = [(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in layer_ids]
         self._kernel = DistanceKernel(self._layers, rotation)
-        self._compare = self._kernel.moments if cosine else self._kernel.squares
         self._rows, self._cached_at, self.rotation = rows, cached_at, rotation
-        self._num_heads, self._ranks, self._cosine = num_heads, ranks or Ranks(), cosine
+        self._num_heads, self._ranks = num_heads, ranks or Ranks()
 
     @property
     def backend(self) -> str:
@@ -77,7 +74,7 @@ class BlockMeter:
         """Compile what measuring blocks of this many tokens needs, before requests come."""
         slots = torch.zeros((1, block), dtype=torch.int64, device=self._rows.device)
         shift = None if self.rotation is None else torch.zeros_like(slots, dtype=torch.int32)
-        self._compare(slots, slots, shift)
+        self._kernel.squares(slots, slots, shift)
 
     def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
         """Compare what one or more blocks of one length hold; on a GPU this only launches."""
@@ -89,7 +86,7 @@ class BlockMeter:
         dst, src = at[:, 0:1] + within, at[:, 1:2] + within
         dst_slots = self._rows[rows[:, 0:1], dst].long()
         src_slots = self._rows[rows[:, 1:2], src].long()
-        sums = self._compare(dst_slots, src_slots, self._shift(src_slots, dst))
+        sums = self._kernel.squares(dst_slots, src_slots, self._shift(src_slots, dst))
         return Measurement(dst_slots, src_slots, sums)
 
     def _shift(self, src_slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor | None:
@@ -99,8 +96,6 @@ class BlockMeter:
         """KV distance per block; under tensor parallelism all ranks call this together."""
         sums = measured.sums
         self._ranks.add(sums)
-        if self._cosine:
-            return cosine_distances(sums).tolist()
         return block_distances(sums, measured.block, self._num_heads).tolist()
 
     def copy(self, rows: torch.Tensor, positions: torch.Tensor, src_slots: torch.Tensor) -> None:

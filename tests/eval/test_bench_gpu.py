@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from eval.bench import AIME
 from eval.bench.gpu import Load, Run, compare, main, table
-from eval.bench.serve import AIME
 from eval.runs.folder import Moment
 from eval.tiny_reasoner.task import generate
 from tests.eval.rows import write_rows
@@ -46,13 +46,47 @@ def test_it_says_what_would_run(
     assert not [*config.parent.glob("*.safetensors")]
     with pytest.raises(SystemExit, match="bench-gpu: loops: no response"):
         main([*words, "--looping", "100000"])
-    for side in ("stock", "theirs:triton"):
-        with pytest.raises(SystemExit):
-            main([*words, "--sides", side])
-        assert (
-            f"must be one of stock, ours, as-cached, nothing-shared, or NAME:BACKEND, got {side}"
-            in capsys.readouterr().err
-        )
+
+
+KNOWN = "must be one of stock, ours, as-cached, nothing-shared, or NAME:BACKEND, got"
+IS_IT = "is the reference, which others are compared with"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--sides", "theirs:triton"], f"--sides: {KNOWN} theirs:triton"),
+        (["--sides", "ours:"], f"--sides: {KNOWN} ours:"),
+        (["--sides", "ours", "stock"], f"--sides: stock {IS_IT}"),
+        (["--reference", "stock:fa3", "--sides", "stock:fa3"], f"--sides: stock:fa3 {IS_IT}"),
+        (["--reference", "ours"], "--reference: must be stock, or stock:BACKEND, got ours"),
+        (["--reference", "stock:"], "--reference: must be stock, or stock:BACKEND, got stock:"),
+    ],
+)
+def test_what_it_cannot_compare_is_refused(
+    more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["nowhere", "--plan", *more])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "sides"),
+    [
+        ([], "stock ours stock:flashinfer nothing-shared:flashinfer"),
+        (["--reference", "stock:flashinfer"], "stock:flashinfer ours nothing-shared:flashinfer"),
+        (["--reference", "stock:triton", "--sides", "stock"], "stock:triton stock"),
+    ],
+)
+def test_others_are_compared_with_the_reference(
+    traces: Path, tmp_path: Path, more: list[str], sides: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(traces), "--out", str(tmp_path), *SMALL, "--plan", *more])
+    servers = [line for line in capsys.readouterr().out.splitlines() if "--load-format" in line]
+    assert [line.split(": ")[0] for line in servers] == sides.split()
+    backends = [line.partition("--attention-backend ")[2].split(" ")[0] for line in servers]
+    assert backends == [side.partition(":")[2] for side in sides.split()]
 
 
 def test_prompts_differ_so_that_no_prefix_is_shared() -> None:
@@ -72,7 +106,8 @@ def test_steps_are_compared_at_equal_running_requests() -> None:
     found = compare([ours], [theirs])
     assert found["throughput_ratio"]["median"] == 2.0
     assert found["running"] == [20.0, 10.0] and found["step_ms"] == (20.0, 40.0)
-    lines = table({"ours": {"compared": {"loops": found}}})
+    lines = table({"ours": {"compared": {"loops": found}}}, "stock:triton")
+    assert "| tokens/s of stock:triton's |" in lines[0]
     assert lines[-1] == "| ours | loops | 2 (2 to 2) | 20 (10) | 20 (40) | 3 of 3 |"
 
 

@@ -26,7 +26,8 @@ from eval.bench.policies_points import (
     prompt_points,
     timed_points,
 )
-from eval.bench.policies_runs import LIMIT, PIECES, Runs, carry_out, matched_step_ms, timing
+from eval.bench.policies_runs import LIMIT, PIECES, Runs, carry_out, timing
+from eval.measures.figures import matched_step_ms
 from eval.methods import DENSE, find_method
 from eval.runs.folder import Cell, Moment
 from eval.runs.options import parse

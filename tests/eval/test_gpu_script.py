@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -102,7 +103,8 @@ DEFAULT = {"kernels", "servers", "bench"}
 def test_every_part_runs(checkout: Path) -> None:
     program(checkout / "path" / "compute-sanitizer", '#!/bin/sh\nshift 6\nexec "$@"\n')
     parts = [*DEFAULT, "memcheck", "racecheck", "load"]
-    done = run(checkout, *parts, BENCH_ARGS="--rounds 2", TRACES="some")
+    arguments = {"BENCH_ARGS": "--rounds 2", "LOAD_ARGS": "--reference stock:flashinfer"}
+    done = run(checkout, *parts, **arguments, TRACES="some")
     assert done.returncode == 0, done.stderr
     found = results(checkout)
     assert found.pop("requests x tokens") == "ours"
@@ -111,16 +113,50 @@ def test_every_part_runs(checkout: Path) -> None:
     calls = (checkout / "calls").read_text()
     assert "-m pytest tests/server/test_cuda.py" in calls
     assert "-m pytest tests/kernels tests/unit/test_no_wait.py" in calls
-    assert "-m eval.bench.attention --rounds 2" in calls
-    assert "-m eval.bench.gpu some" in calls
+    assert "-m eval.bench.attention --devices cuda --rounds 2" in calls
+    assert "-m eval.bench.gpu some --reference stock:flashinfer" in calls
 
 
-def test_ten_minutes_are_enough(checkout: Path) -> None:
-    """The time limits of what runs without a name."""
+def test_nine_minutes_are_enough(checkout: Path) -> None:
+    """The time limits of what runs without a name, and what ``timeout`` waits before it kills."""
+    found = re.search(r"timeout --kill-after=(\d+) ", SCRIPT.read_text())
+    assert found is not None
     done = run(checkout)
     limits = re.findall(r"gpu: (\w+), (\d+) s at most", done.stderr)
     assert {name for name, _ in limits} == DEFAULT
-    assert sum(int(seconds) for _, seconds in limits) <= 600
+    assert sum(int(seconds) + int(found[1]) for _, seconds in limits) <= 540
+
+
+def imported(*modules: str) -> set[str]:
+    """What they import before anything is called, by way of other files of ours, too."""
+    found, root = set[str](), SCRIPT.parents[1]
+    left = list(modules)
+    while left:
+        if (name := left.pop()) in found:
+            continue
+        found.add(name)
+        path = root / name.replace(".", "/")
+        files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+        for node in [node for file in files for node in ast.parse(file.read_text()).body]:
+            if isinstance(node, ast.Import):
+                left += [one.name for one in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                left += [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+    return found
+
+
+def test_what_only_tasks_need_is_not_needed() -> None:
+    """Where every gigabyte counts it was left out."""
+    kernels = [
+        f"tests.kernels.{path.stem}" for path in SCRIPT.parents[1].glob("tests/kernels/*.py")
+    ]
+    tests = ["tests.conftest", *kernels, "tests.unit.test_no_wait", "tests.server.test_cuda"]
+    bench = ["eval.bench.attention", "eval.bench.attention_cuda", "eval.bench.distance"]
+    found = imported(*tests, *bench, "eval.bench.gpu")
+    assert {"eval.bench.gpu", "torch", "eval.serving", "sglang_reasoncache.config"} <= found
+    assert not {"lm_eval", "statsmodels", "datasets", "zss"} & {
+        name.split(".")[0] for name in found
+    }
 
 
 @pytest.mark.parametrize(

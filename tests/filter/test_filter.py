@@ -314,7 +314,6 @@ _EXPECTED: dict[str, dict[str, Any]] = {
     "fixed-0.9": {"fixed_tau": 0.9},
     "sentence-bert": {"encoder": "sentence-bert"},
     "embedding": {"encoder": "embedding"},
-    "cosine-distance": {"distance": "cosine"},
     "random": {"use_structure": False, "percentile": 100.0, "warmup": 0, "random_ratio": 0.3},
 }  # fmt: skip
 
@@ -326,7 +325,7 @@ def test_a_preset_changes_what_its_row_says_and_explicit_values_win(name: str) -
     base = _DEFAULTS if name == "newest" else _DEFAULTS | _PAPER
     changed = {field: value for field, value in resolved.items() if value != base[field]}
     assert changed == _EXPECTED[name]
-    given = {"percentile": 33.0, "warmup": 7, "encoder": "tokens", "distance": "euclidean"}
+    given = {"percentile": 33.0, "warmup": 7, "encoder": "tokens"}
     explicit = ReasonCacheConfig.from_mapping({"preset": name, **given}).to_dict()
     assert given.items() <= explicit.items()
     knobs = filter_knobs(name)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_reasoncache import native
-from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances, cosine_distances
+from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
 from sglang_reasoncache.native.pool import DTYPES
 from tests.kernels.engines import backend as backend
 from tests.kernels.engines import host_backend as host_backend
@@ -92,7 +92,7 @@ def make_entries(case: Case, slots: int = 48, seed: int = 11) -> Entries:
 
 
 class Sums:
-    """A case's squares and moments on the host, computed where the backend computes."""
+    """A case's squares on the host, computed where the backend computes."""
 
     def __init__(self, case: Case, backend: str, layers: Layers | None = None) -> None:
         self.case, self.layers = case, make_layers(case) if layers is None else layers
@@ -102,16 +102,13 @@ class Sums:
         self.kernel = DistanceKernel(placed, self.rotation, backend=backend)
         assert self.kernel.backend == backend
 
-    def squares(self, *entries: torch.Tensor | None, name: str = "squares") -> torch.Tensor:
+    def squares(self, *entries: torch.Tensor | None) -> torch.Tensor:
         placed: Any = (None if side is None else self._placed(side) for side in entries)
-        return getattr(self.kernel, name)(*placed).cpu()
-
-    def moments(self, *entries: torch.Tensor | None) -> torch.Tensor:
-        return self.squares(*entries, name="moments")
+        return self.kernel.squares(*placed).cpu()
 
     def expected(self, dst: torch.Tensor, src: torch.Tensor, shift: Any) -> torch.Tensor:
-        """fp64 ``[pairs, layers, 2, 4]``: |x|^2, |y|^2, x.y, |x - y|^2 of blocks gathered first."""
-        result = torch.zeros(dst.shape[0], len(self.layers), 2, 4, dtype=torch.float64)
+        """fp64 ``[pairs, layers, 2]``: |x - y|^2 of blocks gathered first."""
+        result = torch.zeros(dst.shape[0], len(self.layers), 2, dtype=torch.float64)
         for index, sides in enumerate(self.layers):
             for side, buffer in enumerate(sides):
                 values = buffer.float()
@@ -119,9 +116,7 @@ class Sums:
                 if side == 0 and self.rotation is not None and shift is not None:
                     turned = self.rotation.rotate(y, shift)
                     y = torch.where((shift != 0)[..., None, None], turned, y)
-                x, y = x.double().flatten(1), y.double().flatten(1)
-                for k, product in enumerate((x * x, y * y, x * y, (x - y) ** 2)):
-                    result[:, index, side, k] = product.sum(-1)
+                result[:, index, side] = (x.double() - y.double()).square().sum((1, 2, 3))
         return result
 
 
@@ -138,17 +133,11 @@ FEW = [
 
 @pytest.mark.parametrize("case", FEW if INTERPRETED else CASES, ids=repr)
 def test_agrees_with_gathered_blocks(backend: str, case: Case) -> None:
-    """Squares relative to themselves, dot products to the norms they come from."""
     dst, src, shift = make_entries(case)
     sums = Sums(case, backend)
     for by in {id(s): s for s in (None, shift)}.values():
-        squares, moments = sums.squares(dst, src, by), sums.moments(dst, src, by)
-        assert squares.dtype == moments.dtype == torch.float64
         expected, rel = sums.expected(dst, src, by), SUM if by is None else TURNED_SUM
-        torch.testing.assert_close(squares, expected[..., 3], rtol=rel, atol=0)
-        torch.testing.assert_close(moments[..., :2], expected[..., :2], rtol=rel, atol=0)
-        scale = (expected[..., 0] * expected[..., 1]).sqrt()
-        assert ((moments[..., 2] - expected[..., 2]).abs() <= rel * scale).all()
+        torch.testing.assert_close(sums.squares(dst, src, by), expected, rtol=rel, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -176,8 +165,6 @@ def test_what_is_not_finite_shows(backend: str, dtype: torch.dtype, is_neox: boo
         broken[:, layer, side] |= ((dst == slot) | (src == slot)).any(-1)
     for by in (None, shift):
         assert torch.equal(~sums.squares(dst, src, by).isfinite(), broken)
-        if not INTERPRETED:
-            assert torch.equal(~sums.moments(dst, src, by).isfinite().all(-1), broken)
 
 
 def test_no_shift_is_as_cached(backend: str) -> None:
@@ -215,9 +202,8 @@ def test_values_out_of_range(backend: str, name: str, value: int) -> None:
     assert bad is not None
     bad[1, 3] = value
     if backend != "triton":
-        for method in ("squares", "moments"):
-            with pytest.raises(ValueError, match=f"{name} has .*(outside the pool|rotary table)"):
-                sums.squares(*entries.values(), name=method)
+        with pytest.raises(ValueError, match=f"{name} has .*(outside the pool|rotary table)"):
+            sums.squares(*entries.values())
         return
     found = sums.squares(*entries.values())
     assert found[1, :, 0].isnan().all()
@@ -277,30 +263,6 @@ def test_sums_of_split_heads_make_the_whole(host_backend: str, split: int) -> No
     assert not whole.squares(dst, dst).any()
 
 
-SAME, OPPOSITE, ORTHOGONAL = ([1.0, 2.0], [3.0, 6.0]), ([1, 0], [-5, 0]), ([1, 0], [0, 2])
-NOTHING, HALF_NOTHING = ([0.0, 0.0], [0.0, 0.0]), ([0.0, 0.0], [3.0, 4.0])
-
-
-@pytest.mark.parametrize(
-    ("blocks", "expected"),
-    [
-        ((SAME, OPPOSITE, ORTHOGONAL, NOTHING), (0 + 2 + 1 + 0) / 4),
-        ((NOTHING, NOTHING), 0.0),
-        ((HALF_NOTHING, NOTHING), 0.5),
-        # The product of the squared norms alone would overflow or vanish in fp64.
-        ((([1e150, 0], [1e150, 0]), ([1e-150, 0], [1e-150, 0])), 0.0),
-        ((([math.nan, 1], [1, 0]), SAME), math.nan),
-        ((SAME, ([0, 0], [0, math.inf])), math.nan),
-    ],
-)
-def test_cosine_by_hand(blocks: Any, expected: float) -> None:
-    """K and V of each layer in turn."""
-    sides = (torch.tensor(pair, dtype=torch.float64) for pair in blocks)
-    sums = torch.stack([torch.stack((x @ x, y @ y, x @ y)) for x, y in sides])
-    found = cosine_distances(sums.view(1, -1, 2, 3)).tolist()
-    assert found == pytest.approx([expected], nan_ok=True)
-
-
 # -- refusals, and which backend ---------------------------------------------------
 
 _LONG, _INT = torch.zeros(3, 2).long(), torch.zeros(3, 2).int()
@@ -321,9 +283,8 @@ _LONG, _INT = torch.zeros(3, 2).long(), torch.zeros(3, 2).int()
 def test_refused_entries(host_backend: str, dst: Any, src: Any, shift: Any, words: str) -> None:
     layers = random_layers(2, 8)
     kernel = DistanceKernel(layers, make_rotation(8, True), backend=host_backend)
-    for call in (kernel.squares, kernel.moments):
-        with pytest.raises(ValueError, match=words):
-            call(dst, src, shift)
+    with pytest.raises(ValueError, match=words):
+        kernel.squares(dst, src, shift)
     as_cached = DistanceKernel(layers, backend=host_backend)
     with pytest.raises(ValueError, match="without a rotation"):
         as_cached.squares(_LONG, _LONG, _INT)

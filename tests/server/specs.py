@@ -174,10 +174,8 @@ NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile 0").beside(STOCK)
 WAITING = {WAIT_ENV: "1"}
 #: Shared KV is written to own slots.
 COPY = "--reasoncache-set apply=copy"
-#: The model marks its reasoning; blocks are compared by angle, an ablation.
-CORRECTED = SHARED.having(
-    "corrected", *EAGER, "--reasoning-parser qwen3 --reasoncache-set distance=cosine", **WAITING
-)
+#: The model marks its reasoning.
+CORRECTED = SHARED.having("corrected", *EAGER, "--reasoning-parser qwen3", **WAITING)
 #: Where keys cannot be corrected: each backend would see the forwards of one phase.
 UNCORRECTED = SHARED.having(
     "uncorrected",

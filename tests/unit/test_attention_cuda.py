@@ -14,6 +14,7 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.arg_groups import model_override_base, resolution_hooks
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.platforms.cuda import CudaSRTPlatform
 from sglang.srt.runtime_context import override_platform
@@ -108,10 +109,23 @@ def test_flags_in_the_way_are_named(flag: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["1", "true", "YES", "y"])
-def test_glued_metadata_is_refused(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", word)
-    with pytest.raises(ValueError, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
+@pytest.mark.parametrize("name", refusals.CORRECTED_VARIABLES)
+def test_variables_in_the_way_are_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, word: str
+) -> None:
+    """Off, as SGLang reads them, they are not."""
+    monkeypatch.setenv(name, word)
+    assert getattr(envs, name).get()
+    with pytest.raises(ValueError, match=rf"corrected cannot be combined with: {name} \("):
         refusals.check_corrected(SimpleNamespace(), "corrected")
+    for off in ("0", "no"):
+        monkeypatch.setenv(name, off)
+        refusals.check_corrected(SimpleNamespace(), "corrected")
+    monkeypatch.delenv(name)
+    assert not getattr(envs, name).get()
+    # SGLang's own rules for a model set it like this.
+    getattr(envs, name).set(True)
+    assert len(refusals.in_the_way_of_corrected(SimpleNamespace())) == 1
 
 
 #: What SGLang asks of a GPU, by its facts: compute capability, and what else is true.
