@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.row_plan import TILE, RowPlan
 from tests.triton_runs import DEVICE, INTERPRETED, on_device, under_interpreter
 
+#: Of a batch: rows, requests, lengths and cached positions.
+Read: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 #: A use of a key: request, slot, positions from the cached one.
 Uses = Counter[tuple[int, int, int]]
 #: What a row has next: how many positions, and of where.
@@ -31,8 +33,7 @@ PIECES = st.lists(
 )
 
 
-def lay(batch: list[list[tuple[str, int, int]]]) -> tuple[torch.Tensor, ...]:
-    """Rows, requests, lengths and cached positions."""
+def lay(batch: list[list[tuple[str, int, int]]]) -> Read:
     cached_at, rows = [0], []
     for pieces in batch:
         row = list[int]()
