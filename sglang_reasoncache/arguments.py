@@ -10,6 +10,7 @@ from typing import Any
 FLAGS = (
     "policy",
     "preset",
+    "when",
     "scope",
     "block",
     "percentile",

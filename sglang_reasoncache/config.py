@@ -64,6 +64,12 @@ class ReasonCacheConfig:
         choices=tuple(PRESETS),
         values="NAME",
     )
+    when: str = _setting(
+        "short",
+        "When blocks share. short: while SGLang is short of slots, the nearest first, so that a server "
+        "with room answers as stock. always: as soon as they are found (benchmarks; the papers' presets).",
+        choices=("short", "always"),
+    )
     scope: str = _setting(
         "response",
         "Whose blocks a response reads: its own, or those of running responses to the same prompt, "
@@ -219,6 +225,11 @@ class ReasonCacheConfig:
     def shares(self) -> bool:
         """False when no block can ever be shared."""
         return self.policies.shares and self.percentile > 0
+
+    @property
+    def shares_at_once(self) -> bool:
+        """Copies free nothing, so no shortage asks for them."""
+        return self.when == "always" or self.apply == "copy"
 
     @property
     def is_active(self) -> bool:

@@ -11,26 +11,70 @@ _LEAST_RUNNING = 512
 
 
 class SharingBudget(compat.PrefillBudget):
-    """``PrefillBudget`` with decode reservations, ``total_offset - current_offset``, cut by a
-    credit in [0, 1). Prompts are never discounted."""
+    """``PrefillBudget`` with the slots that running requests can give by sharing, and with decode
+    reservations, ``total_offset - current_offset``, cut by a credit in [0, 1).
+
+    Reservations may rely on what can be shared: decode retracts where it does not come. What a prompt
+    needs now is reclaimed before it is admitted: an allocation that fails would end the scheduler.
+    """
 
     def __init__(
-        self, allocator: SlotAllocator, tree_cache: PrefixTree, *, credit: float, **kwargs: int
+        self,
+        allocator: SlotAllocator,
+        tree_cache: PrefixTree,
+        *,
+        shareable: int,
+        credit: float,
+        **kwargs: int,
     ) -> None:
         super().__init__(allocator, tree_cache, **kwargs)
-        self._kept = 1.0 - credit
+        self._shareable, self._kept = shareable, 1.0 - credit
 
     @property
     def remaining_total(self) -> float:
         future = max(self.total_offset - self.current_offset, 0)
-        return self._available_and_evictable() - self.current_offset - future * self._kept
+        return self.remaining_current - future * self._kept
+
+    @property
+    def remaining_current(self) -> int:
+        return self._there() + self._shareable
+
+    def _there(self) -> int:
+        """Without what can be shared."""
+        left: int = self._available_and_evictable() - self.current_offset
+        return left
+
+    def _reclaim(self, tokens: int) -> bool:
+        """Whether ``tokens`` are there, if need be by sharing."""
+        free, short = self.allocator.available_size(), tokens - self._there()
+        if short > 0 and self._shareable:
+            self.allocator.reclaim_to(free + short)
+            self._shareable = max(self._shareable - self.allocator.available_size() + free, 0)
+        return tokens <= self._there()
 
     def check_prefill(
         self, *, extend_input_len: int, total_tokens: int, chunk_limit: int | None, **_unused: int
     ) -> tuple[bool, int | None]:
         now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
         needed = now + (total_tokens - now) * self._kept
-        return (True, chunk_limit) if needed < self.remaining_total else (False, None)
+        if not needed < self.remaining_total:
+            return False, None
+        chunk = now if chunk_limit is None else min(now, self.ceil_paged_tokens(chunk_limit))
+        return (True, chunk_limit) if self._reclaim(chunk) else (False, None)
+
+    def can_allocate_prefill(
+        self, *, paged_input: int, chunk_limit: int | None, **unused: int
+    ) -> bool:
+        fits = super().can_allocate_prefill(
+            paged_input=paged_input, chunk_limit=chunk_limit, **unused
+        )
+        return fits and self._reclaim(paged_input)
+
+    def available_chunk_tokens(self, chunk_limit: int) -> int | None:
+        wanted = min(chunk_limit, int(self.remaining_total))
+        if wanted > 0 and not self._reclaim(wanted):
+            wanted = self._there()
+        return wanted if wanted > 0 else chunk_limit
 
 
 class SharingForecast:

@@ -87,6 +87,10 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
     names_of: Callable[[torch.Tensor, int], np.ndarray] | None = None
     #: Likewise: positions of nodes whose slot is counted elsewhere on their path.
     aliases_of_tree: Callable[[], int] | None = None
+    #: Set by the plugin: slots that running requests can give by sharing; what has them give so many,
+    #: if they can; the share of their future output that admission counts as shared.
+    shareable: Callable[[], int] | None = None
+    reclaim: Callable[[int], None] | None = None
     credit_source: Callable[[], float] | None = None
     #: Calls what changes nothing yet, with its arguments; the plugin's does so again if it fails.
     once_more: Callable[..., Any] = operator.call
@@ -172,11 +176,25 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         """Of entries that nobody knows. On a GPU this waits for it."""
         return ids[ids >= 0] if self.has_evicted else ids
 
+    def evict_to_free_tokens(self, tree_cache: PrefixTree, num_tokens: int) -> bool | None:
+        """Where SGLang is short: of cached prefixes first, then by having running requests share."""
+        done: bool | None = super().evict_to_free_tokens(tree_cache, num_tokens)
+        self.reclaim_to(num_tokens)
+        return done
+
+    def reclaim_to(self, num_tokens: int) -> None:
+        """Have running requests share until ``num_tokens`` slots are free, if that brings them."""
+        short = num_tokens - self.available_size()
+        # What a group frees comes back at its end.
+        if short > 0 and self.reclaim is not None and self.free_group is None:
+            self.reclaim(short)
+
     def create_prefill_budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
         credit = 0.0 if self.credit_source is None else self.credit_source()
-        if credit <= 0:
+        shareable = 0 if self.shareable is None else self.shareable()
+        if credit <= 0 and shareable <= 0:
             return super().create_prefill_budget(tree_cache, **mixed)
-        return SharingBudget(self, tree_cache, credit=credit, **mixed)
+        return SharingBudget(self, tree_cache, shareable=shareable, credit=credit, **mixed)
 
 
 class SharedTokenAllocator(_Shared, compat.TokenToKVPoolAllocator):

@@ -20,8 +20,8 @@ def grown(of_positions: np.ndarray, end: int) -> np.ndarray:
 
 
 class SlotNames:
-    """The slot of every position that shares one or gave one to others, ``EVICTED`` where there is
-    none any more, and 0, a slot of nobody, where the row has the only reference."""
+    """The slot of every position that is known, among them all that share one, ``EVICTED`` where there
+    is none any more, and 0, a slot of nobody, where the row has the only reference."""
 
     def __init__(self) -> None:
         self._slots = np.zeros(0, dtype=np.int64)
@@ -33,6 +33,12 @@ class SlotNames:
         at = np.asarray(positions, dtype=np.int64)
         self.reserve(int(at.max(initial=-1)) + 1)
         self._slots[at] = slots
+
+    def locate(self, start: int, slots: Sequence[int]) -> None:
+        """Slots that consecutive positions had when nothing was known of them."""
+        self.reserve(start + len(slots))
+        known = self._slots[start : start + len(slots)]
+        known[known == 0] = np.asarray(slots, dtype=np.int64)[known == 0]
 
     def reserve(self, end: int) -> None:
         """Have memory for positions before ``end``."""

@@ -82,16 +82,18 @@ class Controller:
             self._on_release(req, state_of(req))
 
     def _on_release(self, req: Request, state: RequestState | None) -> None:
-        shared = evicted = across = 0
+        shared = evicted = across = shareable = 0
         if state is not None:
             # SGLang's own books rely on these; nothing that fails comes before them.
             shared = state.live_positions
             self.pipeline.give_up(state, shared)
             evicted = self.eviction.forget(state)
+            shareable = self.pipeline.ledger.slots_of(req)
+            self.pipeline.forget(req)
             across = len(state.across)
         try:
             if req.finished():
-                self._on_end(req, state, shared, evicted)
+                self._on_end(req, state, shared, evicted, shareable)
             elif state is not None and state.followed is not None:
                 state.followed.join(False)
             if state is not None:
@@ -102,8 +104,11 @@ class Controller:
         if shared + evicted + across and not self.saved_positions:
             self.report.publish()
 
-    def _on_end(self, req: Request, state: RequestState | None, shared: int, evicted: int) -> None:
-        """A request finished or was aborted; ``shared``, ``evicted``: positions of its row."""
+    def _on_end(
+        self, req: Request, state: RequestState | None, shared: int, evicted: int, shareable: int
+    ) -> None:
+        """A request finished or was aborted; ``shared``, ``evicted``, ``shareable``: positions of its
+        row."""
         ended = not isinstance(req.finished_reason, compat.FINISH_ABORT)
         if ended and state is None:
             self.tracker.count(req)
@@ -112,7 +117,7 @@ class Controller:
                 self.stats.request_finished(0, positions)
         elif ended and state is not None and state.takes_part:
             of_output = state.evicted.count_from(len(req.origin_input_ids))
-            self.forecast.observe(shared + of_output, len(req.output_ids))
+            self.forecast.observe(shared + shareable + of_output, len(req.output_ids))
             self.report.request_finished(req, state, shared + state.foreign, evicted)
         if state is not None and state.followed is not None:
             state.followed.close()
@@ -134,12 +139,13 @@ class Controller:
         return {"disabled": self.report.disabled}
 
     def after_decode(self, reqs: Sequence[Request]) -> int:
-        """Share and evict what is ready, between two forwards; return how many slots came back."""
+        """Find, share and evict what is ready, between two forwards; return how many slots more SGLang
+        can have."""
         self._decode_steps += 1
         self.stats.decode_steps += self._is_active
         if self._decode_steps % self.interval:
             return 0
-        before, compared = self.saved_positions, self.stats.blocks_compared
+        before, compared = self._to_have, self.stats.blocks_compared
         start = time.perf_counter()
         if self._is_active and self.report.disabled is None:
             self.containment.together(self._poll, reqs)
@@ -154,7 +160,36 @@ class Controller:
             elif publishes:
                 self.report.publish()
             self.pipeline.threshold.maybe_save()
-        return self.saved_positions - before
+        return self._to_have - before
+
+    @property
+    def _to_have(self) -> int:
+        """Slots that came back, and those of the ledger."""
+        return self.saved_positions + self.pipeline.ledger.slots
+
+    def shareable(self) -> int:
+        """Slots that :meth:`reclaim` can bring back, on all ranks. They call this together."""
+        least = 0
+
+        def ask() -> None:
+            nonlocal least
+            least = self.tracker.ranks.least(self.pipeline.ledger.slots)
+
+        if self._is_active and self.report.disabled is None:
+            self.containment.together(ask)
+        return least if self.report.disabled is None else 0
+
+    def reclaim(self, wanted: int) -> None:
+        """SGLang is short of ``wanted`` slots and has nothing left to evict. All ranks call this
+        together: the same slots are free on each."""
+        if self._is_active and self.report.disabled is None:
+            self.containment.together(self._reclaim, wanted)
+
+    def _reclaim(self, wanted: int) -> None:
+        start = time.perf_counter()
+        self.stats.shortages += 1
+        self.pipeline.reclaim(wanted)
+        self.stats.scheduler_seconds += time.perf_counter() - start
 
     def _poll(self, reqs: Sequence[Request]) -> None:
         """Share, feed, evict: the engine then has some decode steps for what it is fed."""
@@ -162,13 +197,13 @@ class Controller:
         running = [req for req in reqs if is_running(req)]
         logical = output = 0
         # Admission holds nothing back for prompts, so what they give up is not to be counted on.
-        saved = self.pipeline.saved
+        saved = self.pipeline.saved + self.pipeline.ledger.slots
         for req in running:
             state = self.tracker.follow(req)
-            if state.reapply and state.followed is not None:
+            if state.recomputed and state.followed is not None:
                 state.followed.join(True)
-            if state.reapply or state.unread:
-                self.pipeline.reapply(req, state)
+            if state.recomputed or state.pending:
+                self.pipeline.requeue(req, state)
             logical += req.kv.kv_allocated_len
             output += len(req.output_ids)
             saved += state.evicted.count_from(len(req.origin_input_ids))
@@ -177,9 +212,9 @@ class Controller:
         self.forecast.poll(saved, output)
         if self.eviction.is_active:
             # A recomputed row takes more slots until all its blocks are applied again.
-            reapplying = self.pipeline.reapplying()
+            returning = self.pipeline.returning()
             for req in self.eviction.in_turn(running):
-                self._evict(req, self.tracker.follow(req), ask=id(req) not in reapplying)
+                self._evict(req, self.tracker.follow(req), ask=id(req) not in returning)
 
     def after_prefill(self, reqs: Sequence[Request], written: Iterable[int]) -> int:
         """Likewise, for prompts, or chunks of them, that were computed up to ``written``."""
@@ -199,8 +234,10 @@ class Controller:
         self, req: Request, state: RequestState, written: int | None = None, ask: bool = True
     ) -> None:
         if state.takes_part:
-            shared = state.live_positions
+            shared, evicted = state.live_positions, state.evicted.count
             try:
                 self.eviction.poll(req, state, self.stats, written, ask)
             finally:
                 self.pipeline.within += state.live_positions - shared
+            if state.evicted.count > evicted:
+                self.pipeline.evicted(req)

@@ -152,7 +152,7 @@ def _after_decode(
 
 
 def _admit_again(controller: Controller, processor: Any, freed: int) -> None:
-    if freed and controller.config.admission_credit > 0:
+    if freed > 0:
         # SGLang stops admitting once memory ran out, until a request leaves.
         processor.metrics_reporter.scheduler.running_batch.batch_is_full = False
 

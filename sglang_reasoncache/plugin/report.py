@@ -34,6 +34,8 @@ _COUNTERS = {
     "blocks_compared": "Block pairs judged by their KV distance.",
     "blocks_shared": "Blocks redirected to the slots of equal ones.",
     "slots_saved_total": "Slots returned to the allocator by sharing.",
+    "shortages": "Times SGLang had fewer slots than it wanted and nothing left to evict.",
+    "blocks_missed": "Blocks that were counted as shareable and could not share.",
     "blocks_shared_across": "Blocks redirected to the slots of another response to the same prompt.",
     "slots_saved_across_total": "Slots returned to the allocator by that.",
     "requests_opted_out": "Requests that opted out: neither shared nor evicted.",
@@ -54,6 +56,7 @@ _BY_REASON = {
 }
 _GAUGES = {
     "slots_saved_now": "Slots the running requests do without.",
+    "slots_shareable_now": "Slots that come back from them when SGLang is short.",
     "slots_saved_across_now": "Those that they do without by sharing with each other.",
     "positions_evicted_now": "Evicted positions of the running requests.",
     "memory_saving_ratio": "Slots saved over logical slots, averaged over decode steps.",
@@ -147,6 +150,12 @@ class Report:
         """``shared``, ``evicted``: positions of its row."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
         self.stats.request_finished(shared, prompt + output, evicted)
+        blocks = [(b.written, b.dst_start, b.src_start) for b in state.shared if b.source is None]
+        across = [
+            (b.written, b.dst_start, b.src_start, b.source_rid)
+            for b in state.shared
+            if b.source is not None
+        ]
         self.recent.append(
             {
                 "rid": req.rid,
@@ -156,10 +165,8 @@ class Report:
                 "evicted_positions": evicted,
                 "retractions": req.retraction_count,
                 "block": self.pipeline.block,
-                "blocks": state.shared[:_RECENT_BLOCKS],
-                "blocks_across": [
-                    (*at, rid) for *at, _, rid in state.shared_across[:_RECENT_BLOCKS]
-                ],
+                "blocks": blocks[:_RECENT_BLOCKS],
+                "blocks_across": across[:_RECENT_BLOCKS],
                 "evictions": list(state.evicted.history),
             }
         )
@@ -170,6 +177,7 @@ class Report:
             return
         gauges = {
             "slots_saved_now": self.slots_saved,
+            "slots_shareable_now": self.pipeline.ledger.slots,
             "slots_saved_across_now": self.pipeline.across,
             "positions_evicted_now": self.eviction.positions_now,
             "memory_saving_ratio": self.stats.memory_saving_ratio,
@@ -196,6 +204,7 @@ class Report:
             "config": self.config.to_dict(),
             "block": self.pipeline.block,
             "slots_saved_now": self.slots_saved,
+            "slots_shareable_now": self.pipeline.ledger.slots,
             "slots_saved_across_now": self.pipeline.across,
             "groups": self.pipeline.tracker.describe_groups(_GROUPS),
             "positions_evicted_now": self.eviction.positions_now,
@@ -211,4 +220,5 @@ class Report:
     def log_part(self) -> str:
         """A few words for SGLang's decode log line."""
         shared, evicted = self.pipeline.saved, self.eviction.positions_now
-        return f"#shared token: {shared}, #evicted token: {evicted}"
+        shareable = self.pipeline.ledger.slots
+        return f"#shared token: {shared}, #shareable token: {shareable}, #evicted token: {evicted}"

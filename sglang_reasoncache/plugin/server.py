@@ -86,6 +86,8 @@ class ServerParts:
         self.controller = controller = self._controller(context, tree)
         tree.controller = controller
         self.allocator.once_more = controller.containment.once_more
+        if config.apply == "alias":
+            self.allocator.shareable, self.allocator.reclaim = controller.shareable, controller.reclaim
         if config.admission_credit > 0 and config.apply == "alias":
             self.allocator.credit_source = lambda: controller.forecast.credit
         return tree
@@ -119,7 +121,9 @@ class ServerParts:
         path = context.server_args.model_path
         writes = context.tp_rank == 0
         threshold = CalibratedThreshold(config, key, path, writes, agree=ranks.first)
-        pipeline = BlockPipeline(tracker, meter, acceptor, threshold, block, config.min_age)
+        pipeline = BlockPipeline(
+            tracker, meter, acceptor, threshold, block, config.min_age, config.shares_at_once
+        )
         weights = None
         if self.attention.statistics is not None:
             heads = context.model_config.num_attention_heads * pool.layer_num

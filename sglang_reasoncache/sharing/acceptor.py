@@ -12,7 +12,7 @@ import numpy as np
 from sglang_reasoncache.cache.allocator import SharedPagedAllocator, SharedTokenAllocator
 from sglang_reasoncache.cache.slot_names import SlotNames
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.compat.types import ReqToTokenPool
+from sglang_reasoncache.compat.types import ReqToTokenPool, Request
 from sglang_reasoncache.sharing.measure import BlockMeter
 
 
@@ -34,6 +34,9 @@ class Acceptor:
     A batch in flight may still read the old slots: they are only overwritten by
     a later forward on the same stream. The freed slots can be handed out at once.
     With ``copies`` it copies instead of redirecting (verification).
+
+    Attributes:
+        planned: Row and position -> the slot that it will name once what is planned is done.
     """
 
     def __init__(
@@ -45,11 +48,25 @@ class Acceptor:
     ) -> None:
         self._allocator, self._pool, self._meter = allocator, req_to_token_pool, meter
         self.copies, self.page = copies, allocator.page_size
+        self.planned: dict[tuple[int, int], int] = {}
 
     @property
     def saved(self) -> int:
         """Slots that the rows do without."""
         return self._allocator.saved
+
+    def locate(self, req: Request, start: int, slots: Sequence[int]) -> None:
+        """Consecutive positions of a row were found in ``slots`` when they were measured."""
+        self._allocator.names_in(req.kv.req_pool_idx).locate(start, slots)
+
+    def slots(self, req: Request, start: int, length: int) -> list[int]:
+        """Of consecutive positions, located before, with what is planned."""
+        row = req.kv.req_pool_idx
+        now = self._allocator.names_in(row).between(start, start + length).tolist()
+        return [self.planned.get((row, start + i), slot) for i, slot in enumerate(now)]
+
+    def plan(self, redirections: Sequence[Redirection]) -> None:
+        self.planned.update(((e.row, e.position), e.new_slot) for e in redirections)
 
     def prepare(self, redirections: Sequence[Redirection]) -> Callable[[], None]:
         """All that can fail of redirecting (or copying) whole pages, in this order; a position may

@@ -12,7 +12,7 @@ from enum import Enum
 
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.row_state import written_positions
-from sglang_reasoncache.sharing.state import has_row, state_of
+from sglang_reasoncache.sharing.state import Candidate, has_row, state_of
 
 
 class Refusal(Enum):
@@ -23,13 +23,14 @@ class Refusal(Enum):
     TREE_OWNED = "tree_owned"
     NOT_WRITTEN = "not_written"
     SAME_SLOTS = "same_slots"
+    """They name the same slots already, or will once other accepted blocks share."""
     PART_OF_PAGE = "part_of_page"
     OVERLAP = "overlap"
     """Source and destination overlap, or another block of the request has some of the positions."""
     TOO_YOUNG = "too_young"
     """A position would read a foreign slot before it is ``min_age`` behind the end."""
     READERS = "readers"
-    """So many positions read the block's slots already that moving all would take long."""
+    """So many positions read the block's slots, or will, that moving all would take long."""
     LATE = "late"
     """The request finished, or lost its row, before the block could be shared."""
     ACROSS = "across"
@@ -38,26 +39,32 @@ class Refusal(Enum):
     """A position of the block, or of its source, was evicted."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockProposal:
     """Redirect positions ``[dst_start, dst_start + length)`` of ``req`` to the slots of ``[src_start, ...)``.
 
     All other positions with the slots of the destination move too, so these are free. Either may
     come first in the response. Positions are logical: index into prompt plus output. ``row``
-    counts the request's rows: a proposal for an earlier row is void. The row is read when the
-    proposal is measured, so a source that is itself shared resolves to the slot that holds its
-    KV. ``decided`` blocks were accepted before a retraction and are not judged again. ``source``
-    is another request in whose row number ``source_row`` the source lies; None: in the same row.
+    counts the request's rows: a proposal for an earlier row is void. The slots are those that rows
+    name when it shares, so a source that is itself shared resolves to the slot that holds its
+    KV. ``source`` is another request in whose row number ``source_row`` the source lies; None: in
+    the same row.
     """
 
     req: Request
-    dst_start: int
-    src_start: int
+    candidate: Candidate
     length: int
     row: int = 0
-    decided: bool = False
     source: Request | None = None
     source_row: int = 0
+
+    @property
+    def dst_start(self) -> int:
+        return self.candidate.dst_start
+
+    @property
+    def src_start(self) -> int:
+        return self.candidate.src_start
 
     @property
     def lender(self) -> Request:

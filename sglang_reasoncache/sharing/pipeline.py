@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a block pair: proposed, allowed, measured in a batch in flight, judged, applied.
+"""The way of a block pair: proposed, allowed, measured in a batch in flight, judged, entered in the
+ledger, and redirected at once or when SGLang is short of slots.
 
 Nothing here waits for the step engine or for a device, and no request does.
 """
@@ -7,8 +8,9 @@ Nothing here waits for the step engine or for a device, and no request does.
 from __future__ import annotations
 
 import collections
+import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
@@ -18,16 +20,20 @@ from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.sharing.acceptor import Acceptor, Redirection
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
+from sglang_reasoncache.sharing.ledger import Entry, Ledger
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
-from sglang_reasoncache.sharing.state import RequestState, has_row, state_of
+from sglang_reasoncache.sharing.merges import Key
+from sglang_reasoncache.sharing.state import Candidate, RequestState, has_row, state_of
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Finished steps taken from the engine at once, unless their blocks fill a batch before.
 _TAKE_LIMIT = 256
-#: Blocks measured at once, and about as many applied in one poll: many steps may end together.
+#: Blocks measured at once, and as many applied in one poll: many steps may end together.
 _MAX_BATCH = 256
 #: Positions that move together: more save little and cost the scheduler's thread time.
 MAX_READERS = 16
+#: Slots that a shortage takes at least: it comes again with every decode step.
+_LEAST_RECLAIMED = 64
 
 Batch = list[BlockProposal]
 
@@ -44,11 +50,15 @@ class Planned(NamedTuple):
 
 
 class BlockPipeline:
-    """One per scheduler. A batch is applied when its distances have arrived on all ranks.
+    """One per scheduler. A batch is judged when its distances have arrived on all ranks.
+
+    Args:
+        at_once: Blocks share when they are accepted; otherwise when :meth:`reclaim` is called.
 
     Attributes:
         block: Tokens per block.
         tracker: Of the requests whose blocks these are.
+        ledger: Accepted blocks that do not share yet.
         within: Slots that the running requests do without by sharing with themselves.
     """
 
@@ -60,9 +70,10 @@ class BlockPipeline:
         threshold: CalibratedThreshold,
         block: int,
         min_age: int = 0,
+        at_once: bool = True,
     ) -> None:
         self.threshold, self.meter, self.block = threshold, meter, block
-        self.within = 0
+        self.ledger, self.within, self.at_once = Ledger(), 0, at_once
         self.tracker, self._acceptor = tracker, acceptor
         self._stats, self._ranks, self._min_age = tracker.stats, tracker.ranks, min_age
         self._waiting: collections.deque[Batch] = collections.deque()
@@ -81,54 +92,68 @@ class BlockPipeline:
     def advance(self) -> None:
         """Bring block pairs as far as they come without waiting, or ``_MAX_BATCH`` of them.
 
-        One batch at a time is measured, so the rows it was located in stay as they
-        are until it is applied. Meanwhile steps pile up in the engine, which sheds.
+        One batch at a time is measured. Meanwhile steps pile up in the engine, which sheds.
         """
         done = 0
-        while True:
+        while done < _MAX_BATCH:
             if self._in_flight is not None:
                 batch, measured = self._in_flight
                 if not measured.is_immediate and not self._ranks.least(measured.ready()):
-                    return
+                    break
                 self._in_flight = None
-                moved = self._apply(batch, measured)
-                done += len(batch) + moved // self.block
-            if done >= _MAX_BATCH:
-                return
-            if not self._waiting and not self._collect():
-                return
-            if not self._launch():
+                self._judge(batch, measured)
+                done += len(batch)
+            elif not self._waiting and not self._collect():
+                break
+            elif not self._launch():
                 # What was collected had no blocks, or came too late; it took some time too.
                 done += 1
+        if self.at_once:
+            self._share(math.inf)
 
-    def reapply(self, req: Request, state: RequestState) -> None:
-        """Recomputed after a retraction: the row holds nothing shared, the decisions stand. Blocks
-        of a source without a row wait for it in ``state.unread``."""
-        if state.reapply:
-            for written, dst, src, known, _ in state.shared_across:
-                source = known()
-                # A reference is hashed while what it refers to is there.
-                if source is not None:
-                    state.unread.setdefault(known, []).append((written, dst, src))
-            if state.shared:
-                state.unread.setdefault(weakref.ref(req), []).extend(state.shared)
-            state.reapply, state.shared, state.shared_across = False, [], []
+    def reclaim(self, wanted: int) -> int:
+        """Let blocks share, those with the smallest distance first, until ``wanted`` slots came back
+        or the ledger is empty; how many did. All ranks call this together."""
+        before = self.saved
+        while self.ledger.slots and self.saved - before < wanted:
+            self._share(max(wanted - (self.saved - before), _LEAST_RECLAIMED))
+        return self.saved - before
+
+    def requeue(self, req: Request, state: RequestState) -> None:
+        """Blocks that waited for the row of ``req``, or of their source, are measured where that is."""
+        waiting, state.pending, state.recomputed = state.pending, [], False
         blocks: Batch = []
-        for known in list(state.unread):
-            source = known()
+        for candidate in waiting:
+            source = req if candidate.source is None else candidate.source()
             # Of a member that has left nothing is asked.
             if source is None or source.finished():
-                del state.unread[known]
+                state.candidates.pop(candidate.dst_start, None)
             elif has_row(source):
-                decided = state.unread.pop(known)
-                blocks += [self._block(req, *at[1:], source, decided=True) for at in decided]
+                blocks.append(self._block(req, candidate, source))
+            else:
+                state.pending.append(candidate)
         if blocks:
             self._waiting.append(blocks)
 
-    def reapplying(self) -> set[int]:
-        """``id`` of the requests with blocks that are yet to be applied again."""
+    def returning(self) -> set[int]:
+        """``id`` of the requests with blocks on their way that shared before a retraction."""
         batches = [*self._waiting, self._in_flight[0] if self._in_flight else []]
-        return {id(block.req) for batch in batches for block in batch if block.decided}
+        return {id(block.req) for batch in batches for block in batch if block.candidate.written}
+
+    def forget(self, req: Request) -> None:
+        """The row of ``req`` is gone. Blocks of others that would have read it wait for its next."""
+        for entry in self.ledger.of(req):
+            self.ledger.remove(entry)
+            if entry.block.req is not req:
+                _state_of(entry.block.req).pending.append(entry.block.candidate)
+
+    def evicted(self, req: Request) -> None:
+        """Positions of ``req`` were evicted: blocks that had, or read, any of them cannot share."""
+        for entry in self.ledger.of(req):
+            refusal = self._refusal_of(entry.block)
+            if refusal is not None:
+                self.ledger.remove(entry)
+                self._refuse(entry.block, refusal)
 
     def give_up(self, state: RequestState, positions: int) -> None:
         """As many positions share no slot of their row any more."""
@@ -143,6 +168,7 @@ class BlockPipeline:
         """Forget what is on its way."""
         self._waiting.clear()
         self._in_flight = None
+        self.ledger.clear()
 
     def _collect(self) -> bool:
         """Queue the blocks of steps that the engine has compared; False when there are none."""
@@ -160,6 +186,7 @@ class BlockPipeline:
                 if not self._allows(block):
                     continue
                 if state.claim(block.dst_start, block.length):
+                    state.candidates[block.dst_start] = block.candidate
                     blocks.append(block)
                 else:
                     self._refuse(block, Refusal.OVERLAP)
@@ -167,100 +194,131 @@ class BlockPipeline:
             self._waiting.append(blocks)
         return bool(results)
 
-    def _blocks(self, req: Request, result: StepResult) -> Iterable[BlockProposal]:
-        for dst, src in result.pairs:
-            yield self._block(req, dst, src, req)
+    def _blocks(self, req: Request, result: StepResult) -> list[BlockProposal]:
+        blocks = [self._block(req, Candidate(*pair), req) for pair in result.pairs]
         for dst, src, member in result.across:
             source = self.tracker.source(req, member)
             if source is None:
                 self._stats.refusals[Refusal.LATE.value] += 1
             else:
-                yield self._block(req, dst, src, source)
+                candidate = Candidate(dst, src, weakref.ref(source), source.rid)
+                blocks.append(self._block(req, candidate, source))
+        return blocks
 
-    def _block(
-        self, req: Request, dst: int, src: int, source: Request, *, decided: bool = False
-    ) -> BlockProposal:
-        """``source``: in whose row ``src`` is, as the rows are now."""
-        at = req, dst, src, self.block, _state_of(req).row, decided
-        if source is req:
-            return BlockProposal(*at)
-        return BlockProposal(*at, source, _state_of(source).row)
+    def _block(self, req: Request, candidate: Candidate, source: Request) -> BlockProposal:
+        """``source``: in whose row ``src_start`` is, as the rows are now."""
+        at = req, candidate, self.block, _state_of(req).row
+        return BlockProposal(*at) if source is req else BlockProposal(*at, source, _state_of(source).row)
 
     def _launch(self) -> bool:
-        """Measure the next blocks that do not touch one another; False when none waits."""
-        while self._waiting:
-            # From several entries: what waits for one request's blocks holds up no other.
-            first: Batch = []
-            while self._waiting and len(first) < _MAX_BATCH:
-                first += self._waiting.popleft()
-            rest = first[_MAX_BATCH:]
-            allowed = [block for block in first[:_MAX_BATCH] if self._allows(block)]
-            batch, later = independent(allowed, self._acceptor.copies)
-            if later or rest:
-                self._waiting.appendleft(later + rest)
-            if batch:
-                self._in_flight = batch, self.meter.measure(batch)
-                return True
-        return False
+        """Measure the next blocks; False when none waits."""
+        first: Batch = []
+        while self._waiting and len(first) < _MAX_BATCH:
+            first += self._waiting.popleft()
+        if len(first) > _MAX_BATCH:
+            self._waiting.appendleft(first[_MAX_BATCH:])
+        batch = [block for block in first[:_MAX_BATCH] if self._allows(block)]
+        if batch:
+            self._in_flight = batch, self.meter.measure(batch)
+        return bool(batch)
 
-    def _apply(self, batch: Batch, measured: Measurement) -> int:
-        """Judge a measured batch and apply what is accepted; how many positions moved."""
+    def _judge(self, batch: Batch, measured: Measurement) -> None:
+        """Enter what is accepted of a measured batch in the ledger."""
         # Every rank adds up the sums of the whole batch before any block is left out.
         distances = self.meter.distances(measured)
         allowed = [i for i, block in enumerate(batch) if self._allows(block)]
-        chosen = [i for i in allowed if batch[i].decided]
-        fresh = [i for i in allowed if not batch[i].decided]
+        fresh = [i for i in allowed if not batch[i].candidate.accepted]
         self._stats.blocks_compared += len(fresh)
         threshold = self.threshold.threshold
         accepted = threshold.decide([distances[i] for i in fresh])
-        too_far = Refusal.DISTANCE if threshold.is_warm else Refusal.WARMUP
-        for i, yes in zip(fresh, accepted, strict=True):
-            if yes:
-                chosen.append(i)
-            else:
-                self._refuse(batch[i], too_far)
+        too_far = {i for i, yes in zip(fresh, accepted, strict=True) if not yes}
         dst_slots, src_slots = measured.slots()
-        planned: list[Planned] = []
-        for i in chosen:
-            refusal = self._refusal(batch[i], dst_slots[i], src_slots[i])
+        for i in allowed:
+            block = batch[i]
+            if i in too_far:
+                self._refuse(block, Refusal.DISTANCE if threshold.is_warm else Refusal.WARMUP)
+                continue
+            self._acceptor.locate(block.req, block.dst_start, dst_slots[i])
+            self._acceptor.locate(block.lender, block.src_start, src_slots[i])
+            refusal = self._refusal_of_merge(block)
             if refusal is None:
-                planned.append(self._planned(batch[i], dst_slots[i], src_slots[i]))
+                block.candidate.accepted = True
+                slots = 0 if self._acceptor.copies else block.length
+                self.ledger.add(Entry(block, distances[i], slots))
             else:
-                self._refuse(batch[i], refusal)
-        redirections = [entry for each in planned for entry in each.redirections]
-        if redirections:
+                self._refuse(block, refusal)
+
+    def _refusal_of_merge(self, block: BlockProposal) -> Refusal | None:
+        """What only other blocks tell; None lets it have the positions of its source."""
+        refusal = self._refusal_of_slots(block)
+        if refusal is not None:
+            return refusal
+        merges, dst, src = _state_of(block.req).merges, self._keys(block, True), self._keys(block, False)
+        if any(merges.is_across(key) for key in dst):
+            return Refusal.ACROSS
+        if max(merges.size(key) for key in dst) > MAX_READERS:
+            return Refusal.READERS
+        return None if merges.join(dst, src) else Refusal.SAME_SLOTS
+
+    def _keys(self, block: BlockProposal, dst: bool) -> list[Key]:
+        """Of its pages."""
+        req, start = (block.req, block.dst_start) if dst else (block.lender, block.src_start)
+        state = _state_of(req)
+        at = range(start, start + block.length, self._acceptor.page)
+        return [(state.number, state.row, position) for position in at]
+
+    def _refusal_of_slots(self, block: BlockProposal) -> Refusal | None:
+        """What only the slots tell."""
+        if block.source is not None:
+            lent = self._aliases(block.source).numbers(block.src_start, block.length)
+            if any(0 <= number < block.source.kv.cache_protected_len for number in lent):
+                return Refusal.TREE_OWNED
+        dst = self._acceptor.slots(block.req, block.dst_start, block.length)
+        if dst == self._acceptor.slots(block.lender, block.src_start, block.length):
+            return Refusal.SAME_SLOTS
+        if not _state_of(block.req).across.keys().isdisjoint(dst):
+            return Refusal.ACROSS
+        return None
+
+    def _share(self, wanted: float) -> None:
+        """Redirect blocks of the ledger, not many more than ``_MAX_BATCH``, until ``wanted`` slots
+        will have come back."""
+        planned: list[Planned] = []
+        saved = moved = 0
+        try:
+            while saved < wanted and moved < _MAX_BATCH:
+                entry = self.ledger.take()
+                if entry is None:
+                    break
+                block = entry.block
+                refusal = self._refusal_of(block) or self._refusal_of_slots(block)
+                if refusal is not None:
+                    self._stats.blocks_missed += 1
+                    self._refuse(block, refusal)
+                    continue
+                planned.append(self._planned(block))
+                saved += planned[-1].saved
+                moved += 1 + len(planned[-1].redirections) // self.block
+            redirections = [entry for each in planned for entry in each.redirections]
+            if not redirections:
+                return
             commit = self._acceptor.prepare(redirections)
             # All ranks are prepared: what follows does not fail, except where it copies.
             self._ranks.agree()
             for each in planned:
                 each.state.mark_shared(entry.position for entry in each.redirections)
             commit()
+        finally:
+            self._acceptor.planned.clear()
         for each in planned:
             self._count(each)
-        return len(redirections)
 
-    def _refusal(
-        self, block: BlockProposal, dst_slots: Sequence[int], src_slots: Sequence[int]
-    ) -> Refusal | None:
-        """What only the slots tell."""
-        if dst_slots == src_slots:
-            return Refusal.SAME_SLOTS
-        if not _state_of(block.req).across.keys().isdisjoint(dst_slots):
-            return Refusal.ACROSS
-        if block.source is not None:
-            lent = self._aliases(block.source).numbers(block.src_start, block.length)
-            if any(0 <= number < block.source.kv.cache_protected_len for number in lent):
-                return Refusal.TREE_OWNED
-        if self._aliases(block.req).most(block.dst_start, self.block) > MAX_READERS:
-            return Refusal.READERS
-        return None
-
-    def _planned(
-        self, block: BlockProposal, dst_slots: Sequence[int], src_slots: Sequence[int]
-    ) -> Planned:
+    def _planned(self, block: BlockProposal) -> Planned:
         """What changes in the request's row. Ahead of it: only what shares or evicts reads this,
         which a failure ends; and what is marked as read across only stays where it is."""
         state, aliases, across = _state_of(block.req), self._aliases(block.req), 0
+        dst_slots = self._acceptor.slots(block.req, block.dst_start, block.length)
+        src_slots = self._acceptor.slots(block.lender, block.src_start, block.length)
         if block.source is None:
             moved = aliases.redirect(block.dst_start, block.src_start, block.length)
         else:
@@ -280,79 +338,52 @@ class BlockPipeline:
             # An evicted position has no slot any more.
             if not state.evicted.any_in(position, position + 1)
         ]
+        self._acceptor.plan(redirections)
         return Planned(block, state, redirections, len({offset for _, offset in moved}), across)
 
     def _count(self, planned: Planned) -> None:
         """A block was applied."""
         block, state, _, saved, across = planned
-        self._remember(block)
-        self._stats.blocks_reapplied += block.decided
-        self._stats.blocks_shared += not block.decided
-        self._stats.blocks_shared_across += block.source is not None and not block.decided
+        candidate, fresh = block.candidate, not block.candidate.written
+        candidate.written = written_positions(block.req)
+        state.shared.append(candidate)
+        self._stats.blocks_reapplied += not fresh
+        self._stats.blocks_shared += fresh
+        self._stats.blocks_shared_across += block.source is not None and fresh
         if not self._acceptor.copies:
             self.give_up(state, across - saved)
             state.foreign += across
             self._stats.slots_saved_total += saved
             self._stats.slots_saved_across_total += across
 
-    def _remember(self, block: BlockProposal) -> None:
-        """To be applied again after a retraction."""
-        state = _state_of(block.req)
-        at = written_positions(block.req), block.dst_start, block.src_start
-        if block.source is None:
-            state.shared.append(at)
-        else:
-            state.shared_across.append((*at, weakref.ref(block.source), block.source.rid))
+    def _refusal_of(self, block: BlockProposal) -> Refusal | None:
+        return refusal_of(block, self._min_age, self._acceptor.page)
 
     def _allows(self, block: BlockProposal) -> bool:
         """Ask the rules; what they refuse is counted."""
-        refusal = refusal_of(block, self._min_age, self._acceptor.page)
+        refusal = self._refusal_of(block)
         if refusal is not None:
             self._refuse(block, refusal)
         return refusal is None
 
     def _refuse(self, block: BlockProposal, refusal: Refusal) -> None:
         self._stats.refusals[refusal.value] += 1
-        state = state_of(block.req)
-        if block.decided and refusal is Refusal.LATE and state is not None:
-            # A row was lost once more before it was applied: the decision stands.
-            at = written_positions(block.req), block.dst_start, block.src_start
-            state.unread.setdefault(weakref.ref(block.lender), []).append(at)
+        state, candidate = state_of(block.req), block.candidate
+        if state is None or state.candidates.get(block.dst_start) is not candidate:
+            return
+        if refusal is not Refusal.LATE:
+            del state.candidates[block.dst_start]
+        elif state.row == block.row and not state.recomputed:
+            # Its source has no row.
+            state.pending.append(candidate)
 
     def _aliases(self, req: Request) -> SlotAliases:
-        return _aliases(req, self._acceptor.copies)
-
-
-def _aliases(req: Request, copies: bool) -> SlotAliases:
-    """What holds the same KV in a request: in one slot, or copied."""
-    state = _state_of(req)
-    return state.copied if copies else state.slot_aliases
+        """What holds the same KV in a request: in one slot, or copied."""
+        state = _state_of(req)
+        return state.copied if self._acceptor.copies else state.slot_aliases
 
 
 def _state_of(req: Request) -> RequestState:
     state = state_of(req)
     assert state is not None, "only requests with state propose blocks, or are their source"
     return state
-
-
-def independent(blocks: Iterable[BlockProposal], copies: bool = False) -> tuple[Batch, Batch]:
-    """Blocks that may be located together, and the others, which must wait for them.
-
-    A block waits that reads, or frees, slots that an earlier one redirects in the same row, or
-    that frees slots which an earlier one reads there: located now, it would share a freed slot.
-    """
-    batch: Batch = []
-    later: Batch = []
-    # By request: numbers of slots that are freed, and that are read.
-    touched: dict[int, tuple[set[int], set[int]]] = {}
-    for block in blocks:
-        freed, read = touched.setdefault(id(block.req), (set(), set()))
-        given, lent = touched.setdefault(id(block.lender), (set(), set()))
-        frees = _aliases(block.req, copies).numbers(block.dst_start, block.length)
-        reads = _aliases(block.lender, copies).numbers(block.src_start, block.length)
-        free = freed.isdisjoint(frees) and given.isdisjoint(reads) and read.isdisjoint(frees)
-        (batch if free else later).append(block)
-        # What waits holds up what comes behind it, so that the order stays.
-        freed.update(frees)
-        lent.update(reads)
-    return batch, later

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from sglang_reasoncache.cache.slot_aliases import SlotAliases
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.row_state import RowState
 from sglang_reasoncache.filter.process import FilterProcess
+from sglang_reasoncache.sharing.merges import Merges
 
 _ATTRIBUTE = "_reasoncache_state"
 #: Key in the OpenAI API's ``custom_params`` that switches sharing off for a request.
@@ -24,8 +26,23 @@ _SPELLINGS = {
 }
 
 
-Within = tuple[int, int, int]
-Across = tuple[int, int, int, ref[Request], str]
+@dataclass(eq=False)
+class Candidate:
+    """A block of a response that can read the slots of an equal one, as long as the request lives.
+
+    Attributes:
+        source: The request whose block that is; None: the same.
+        source_rid: Its id.
+        accepted: Its distance was judged; that stands after a retraction.
+        written: Positions that had their KV when it began to share; 0 before it did.
+    """
+
+    dst_start: int
+    src_start: int
+    source: ref[Request] | None = None
+    source_rid: str = ""
+    accepted: bool = False
+    written: int = 0
 
 
 class PromptGroup:
@@ -33,6 +50,7 @@ class PromptGroup:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.merges = Merges()
 
 
 class Followed:
@@ -88,34 +106,36 @@ class RequestState(RowState):
         followed: The request in the step engine; None when it opted out, or nothing shares.
         takes_part: False when it opted out: its row is never touched.
         fed: Output tokens already handed to the engine.
+        number: No other request's, ever.
         row: Counts the rows this request has had.
-        reapply: The row was recomputed after a retraction and holds nothing shared.
-        shared: Accepted blocks in order, ``(written, dst_start, src_start)``: positions that had
-            their KV by then. Kept over a retraction, after which they are applied again.
+        recomputed: The row was computed again after a retraction, and no poll has seen it yet.
+        candidates: Blocks that may share, or do, by ``dst_start``; they outlive a retraction.
+        pending: Those of them that wait for a row, their own or their source's.
+        shared: Those that share in this row, in order.
         across: Slots that another request had, too, with their numbers in ``slot_aliases``
             (``copied``). They stay where they are: moving would free none.
         foreign: Slots of other requests that it read in place of its own.
-        shared_across: As ``shared``, of blocks that read another request, with its id.
-        unread: Accepted blocks that are to be applied again, as ``shared``, by the request that they
-            read, which may have no row yet.
         claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
         first_shared: Lowest redirected position, None while there is none.
         copied: Which positions hold the same KV, each in its own slot (``apply=copy``).
+        merges: Of its group's positions, or its own; those of earlier rows stay in it.
     """
 
     followed: Followed | None = None
     takes_part: bool = True
     fed: int = 0
+    number: int = field(default_factory=itertools.count().__next__)
     row: int = 0
-    reapply: bool = False
-    shared: list[Within] = field(default_factory=list)
+    recomputed: bool = False
+    candidates: dict[int, Candidate] = field(default_factory=dict)
+    pending: list[Candidate] = field(default_factory=list)
+    shared: list[Candidate] = field(default_factory=list)
     across: dict[int, int] = field(default_factory=dict)
     foreign: int = 0
-    shared_across: list[Across] = field(default_factory=list)
-    unread: dict[ref[Request], list[Within]] = field(default_factory=dict)
     claimed: list[int] = field(default_factory=list)
     first_shared: int | None = None
     copied: SlotAliases = field(default_factory=SlotAliases)
+    merges: Merges = field(default_factory=Merges)
 
     def claim(self, start: int, length: int) -> bool:
         """Keep positions for one block; False where another one, of the same length, overlaps."""
@@ -132,10 +152,12 @@ class RequestState(RowState):
     def forget_row(self) -> None:
         # First what cannot fail.
         self.row += 1
-        self.reapply = True
+        self.recomputed = True
         self.first_shared = None
         super().forget_row()
         self.copied, self.across, self.foreign = SlotAliases(), {}, 0
+        self.shared = []
+        self.pending = list(self.candidates.values())
 
 
 def state_of(req: Request) -> RequestState | None:
@@ -156,7 +178,7 @@ def has_row(req: Request) -> bool:
     """Whether a request runs with a row that was looked at since it was last recomputed. One that is
     being recomputed may not even have slots yet."""
     state = state_of(req)
-    return state is not None and not state.reapply and is_running(req)
+    return state is not None and not state.recomputed and is_running(req)
 
 
 def asks_to_share(custom_params: object) -> bool:

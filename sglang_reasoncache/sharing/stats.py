@@ -20,7 +20,8 @@ class SharingStats(EvictionStats):
     slots of the ``logical`` positions of the running requests, ``across`` of them between requests.
     ``finished_positions`` of finished
     requests include the prompt; ``finished_redirected`` ones referred to a slot owned elsewhere,
-    ``finished_evicted`` ones to none.
+    ``finished_evicted`` ones to none. ``shortages``: times SGLang had fewer slots than it wanted and
+    nothing left to evict; ``blocks_missed`` should be 0: they were in the ledger and could not share.
     """
 
     steps_seen: int = 0
@@ -33,6 +34,8 @@ class SharingStats(EvictionStats):
     blocks_compared: int = 0
     blocks_shared: int = 0
     slots_saved_total: int = 0
+    shortages: int = 0
+    blocks_missed: int = 0
     blocks_shared_across: int = 0
     slots_saved_across_total: int = 0
     filter_seconds: float = 0.0

@@ -74,6 +74,8 @@ class RequestTracker:
             inside = self._markers is None or self._markers.inside_after(prompt)
             group = self._group_of(req)
             state.followed = Followed(engine, len(prompt), inside, self._orphans, group)
+            if group is not None:
+                state.merges = group.merges
             self._requests[state.followed.id] = req
         return state
 

@@ -189,7 +189,7 @@ class MemoryMachine(RuleBasedStateMachine):
                     engine.waiting[request] = []
                 if not engine.slow:
                     # A row that is new since they were proposed has lost its late blocks.
-                    late = [] if state.reapply else engine.late(request)
+                    late = [] if state.recomputed else engine.late(request)
                     type(self).blocks_late += len(late)
                     fresh = engine.waiting[request]
             evictions = self.world.evictor.waiting.get(track.req.rid, [])

@@ -65,11 +65,12 @@ class Setup:
     apply: str = "alias"
     need_sort: bool = False
     prompts: bool = False
+    when: str = "always"
 
     def __str__(self) -> str:
         parts = [f"page{self.page}", f"block{self.block}", self.publish]
         parts += ["copy"] * (self.apply == "copy") + ["sorted"] * self.need_sort
-        parts += ["prompts"] * self.prompts
+        parts += ["prompts"] * self.prompts + ["short"] * (self.when == "short")
         return "-".join(parts)
 
 
@@ -222,7 +223,8 @@ class World:
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
         # Every block is within the threshold.
         config = ReasonCacheConfig(
-            block=setup.block, publish=setup.publish, apply=setup.apply, percentile=100, warmup=0
+            **dict(block=setup.block, publish=setup.publish, apply=setup.apply, when=setup.when),
+            **dict(percentile=100, warmup=0),
         )
         eviction = NamingEvictor(
             evictors or [NamedPolicy("scripted", self.evictor)],
@@ -236,11 +238,15 @@ class World:
         acceptor = Acceptor(self.allocator, self.rows, meter, copies=setup.apply == "copy")
         key = CalibrationKey("", block, "", "")
         threshold = CalibratedThreshold(config, key, "none", writes=False)
-        pipeline = BlockPipeline(tracker, meter, acceptor, threshold, block, min_age)
+        pipeline = BlockPipeline(
+            tracker, meter, acceptor, threshold, block, min_age, config.shares_at_once
+        )
         report = Report(config, stats, pipeline, eviction)
         self.controller = Controller(config, stats, tracker, pipeline, eviction, report, interval)
         self.tree.controller = self.controller
         self.allocator.once_more = self.controller.containment.once_more
+        self.allocator.shareable = self.controller.shareable
+        self.allocator.reclaim = self.controller.reclaim
         # Views of the same memory; NumPy reads small pieces faster.
         self._sides = [
             (in_host(buffer).numpy(), sign, layer)
