@@ -72,9 +72,14 @@ class Track:
     #: What evicted positions would show.
     gone: dict[int, int] = field(default_factory=dict)
     exact: bool = True
-    #: Redirected blocks of the row, in order; those before a retraction, not yet applied again.
+    #: Blocks that may share, whatever row they are in; those of this row that do, and that could.
+    candidates: list[Pair] = field(default_factory=list)
     blocks: list[Pair] = field(default_factory=list)
-    again: list[Pair] = field(default_factory=list)
+    ledger: list[Pair] = field(default_factory=list)
+    #: Equal for positions that will have one slot once all of them share.
+    labels: dict[int, int] = field(default_factory=dict)
+    #: The row came back after a retraction, and the candidates are yet to be looked at.
+    returned: bool = False
     #: Positions of the row before a retraction, to be evicted again.
     evicted_again: set[int] = field(default_factory=set)
     #: Every block that was allowed, of this row and of earlier ones.
@@ -146,27 +151,55 @@ class Memory:
         self.world.write(slots, new)
         track.shows += new
 
-    def shared(self, track: Track, blocks: Sequence[Pair]) -> None:
-        """Blocks the acceptor must have applied, in order."""
-        for block in blocks:
-            before = track.shows.copy()
-            own = range(track.req.kv.cache_protected_len, len(track.shows))
-            # Crowds stay where they are, those counted that have gone, and the tree's as one.
-            counts = Counter([*(track.shows[at] for at in own), *track.gone.values()])
-            counts.update(set(track.shows[: own.start]))
-            start = block.dst_start
-            if max(counts[it] for it in track.shows[start : start + self.block]) > MAX_READERS:
-                continue
-            for i in range(self.block):
-                old, new = track.shows[block.dst_start + i], track.shows[block.src_start + i]
-                # Whoever had the slot goes with it.
-                for at in own:
-                    if track.shows[at] == old:
-                        track.shows[at] = new
-                track.gone = {at: new if it == old else it for at, it in track.gone.items()}
-            if track.shows != before:
-                track.blocks.append(block)
-                track.exact = False
+    def proposed(self, track: Track, block: Pair) -> None:
+        """A block that the rules allow: it shares at once, or is in the ledger."""
+        track.candidates.remove(block)
+        shows, page = track.shows, self.world.page
+        pairs = [(block.dst_start + i, block.src_start + i) for i in range(0, self.block, page)]
+        labels = dict(track.labels)
+        counts = Counter(labels.values())
+        if max(max(1, counts[labels.get(dst, dst)]) for dst, _ in pairs) > MAX_READERS:
+            return
+        if all(shows[dst + i] == shows[src + i] for dst, src in pairs for i in range(page)):
+            return
+        for dst, src in pairs:
+            low, high = (labels.setdefault(at, at) for at in (dst, src))
+            if low == high:
+                return
+            labels = {at: high if label == low else label for at, label in labels.items()}
+        track.labels = labels
+        track.candidates.append(block)
+        track.ledger.append(block)
+        if self.world.controller.pipeline.at_once:
+            self.shared(track, block)
+
+    def shared(self, track: Track, block: Pair) -> None:
+        """A block of the ledger shares."""
+        track.ledger.remove(block)
+        own = range(track.req.kv.cache_protected_len, len(track.shows))
+        for i in range(self.block):
+            old, new = track.shows[block.dst_start + i], track.shows[block.src_start + i]
+            # Whoever had the slot goes with it.
+            for at in own:
+                if track.shows[at] == old:
+                    track.shows[at] = new
+            track.gone = {at: new if it == old else it for at, it in track.gone.items()}
+        track.blocks.append(block)
+        track.exact = False
+
+    def reclaimed(self) -> None:
+        """Blocks of the ledger may share since the last call; which, is not for the model to say."""
+        if self.world.controller.pipeline.at_once:
+            return
+        for track in self.running:
+            state = self.world.controller.state_of(track.req)
+            for block in state.shared[len(track.blocks) :] if state else ():
+                self.shared(track, Pair(block.dst_start, block.src_start))
+
+    def retracted(self, track: Track) -> None:
+        """The row is gone."""
+        track.blocks, track.ledger, track.labels = [], [], {}
+        track.shows, track.exact, track.target, track.returned = [], True, 0, True
 
     def may_share(self, track: Track, block: Pair) -> bool:
         """The rule of truth 1: written, private, sealed, and still there."""
@@ -206,12 +239,17 @@ class Memory:
     def _evicted(self, track: Track, positions: Iterable[int]) -> None:
         for at in positions:
             track.gone[at], track.shows[at] = track.shows[at], EVICTED
+        for block in list(track.ledger):
+            if not self.may_share(track, block):
+                track.ledger.remove(block)
+                track.candidates.remove(block)
 
     def claim(self, track: Track, block: Pair) -> bool:
         """The first block to ask for positions has them."""
         if any(abs(block.dst_start - other.dst_start) < self.block for other in track.claimed):
             return False
         track.claimed.append(block)
+        track.candidates.append(block)
         return True
 
     def publish(self, track: Track, up_to: int) -> None:
@@ -241,6 +279,7 @@ class Memory:
     def observe(self) -> None:
         """Walk tree and rows, compare everything with the model."""
         world = self.world
+        self.reclaimed()
         allocator, tree, page = world.allocator, world.tree, world.page
         stored = world.contents()
         locks: Counter[int] = Counter()
@@ -313,6 +352,9 @@ class Memory:
                 expected_live += len(track.blocks) * self.block
         self._check_pages(named)
 
+        ledger = world.controller.pipeline.ledger
+        promised = 0 if self.copies else sum(len(track.ledger) for track in self.running)
+        assert ledger.slots == promised * self.block
         live = world.controller.pipeline.saved
         extra = sum(allocator.references.values()) - len(allocator.references)
         assert live == extra * page - tree.alias_positions

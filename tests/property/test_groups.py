@@ -126,9 +126,9 @@ class GroupMachine(RuleBasedStateMachine):
                 self._poll(batch)
 
     def _poll(self, batch: list[Req]) -> None:
-        before = self.world.allocator.available_size()
+        before = self.world.to_have()
         freed = self.world.controller.after_decode(batch)
-        assert self.world.allocator.available_size() - before == freed
+        assert self.world.to_have() - before == freed
 
     def _make_room(self) -> None:
         while self.running and not self.world.can_decode(self.running):

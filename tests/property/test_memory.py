@@ -38,6 +38,10 @@ SETUPS = [
     Setup(page=1, block=2, slots=160, publish="aliased", apply="copy"),
     Setup(page=1, block=2, slots=160, publish="exact", prompts=True),
     Setup(page=4, block=4, slots=256, publish="aliased", prompts=True),
+    Setup(page=1, block=2, slots=120, publish="exact", when="short"),
+    Setup(page=1, block=3, slots=110, publish="aliased", when="short"),
+    Setup(page=4, block=4, slots=160, publish="aliased", need_sort=True, when="short"),
+    Setup(page=1, block=2, slots=140, publish="exact", prompts=True, when="short"),
 ]
 #: Tokens come from an alphabet of two, so that prefixes collide.
 BITS = st.integers(0, 2**24 - 1)
@@ -117,9 +121,14 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _fits(self, track: Track) -> bool:
         """Whether the next chunk and a page more do."""
-        page, free = self.setup.page, self.world.allocator.available_size()
-        needed = -(-track.req.extend_len // page) * page + page
-        return needed <= free + self.world.tree.evictable_size()
+        page, tokens = self.setup.page, track.req.extend_len
+        budget = self.world.allocator.create_prefill_budget(self.world.tree)
+        asked = dict(extend_input_len=tokens, max_new_tokens=0, input_tokens=tokens)
+        yes, _ = budget.check_prefill(
+            **asked, total_tokens=tokens + page, swa_host_hit_length=0, chunk_limit=None
+        )
+        self.memory.reclaimed()
+        return yes
 
     def _set_chunk(self, track: Track, chunk: int) -> None:
         """``chunk``: pages, 0 for the rest of the prompt."""
@@ -178,9 +187,10 @@ class MemoryMachine(RuleBasedStateMachine):
         batch = self.decoding
         self.world.engine.slow = self.starved > 0
         self.starved = max(0, self.starved - 1)
+        self.memory.reclaimed()
         for track in batch:
             state = self.world.controller.state_of(track.req)
-            again, track.again = track.again, []
+            again, track.returned = track.candidates if track.returned else [], False
             late: list[Pair] = []
             fresh: list[Pair] = []
             if state is not None and state.followed is not None:
@@ -196,15 +206,17 @@ class MemoryMachine(RuleBasedStateMachine):
             # The first poll applies what came late, then evicts; the second one all other blocks.
             # While some of them are to be applied again, policies are asked after that only.
             self._share(track, [], late)
-            self._evict(track, [] if again else evictions)
+            shared = any(block.written for block in state.candidates.values()) if state else False
+            waits = bool(again) and shared
+            self._evict(track, [] if waits else evictions)
             self._share(track, again, fresh)
-            if again:
+            if waits:
                 self._evict(track, evictions)
-        before = self.world.allocator.available_size()
+        before = self.world.to_have()
         # The first poll hands tokens over, the second one applies what came of them.
         reqs = [track.req for track in batch]
         freed = self.world.controller.after_decode(reqs) + self.world.controller.after_decode(reqs)
-        assert self.world.allocator.available_size() - before == freed
+        assert self.world.to_have() - before == freed
         self.world.evictor.waiting.clear()
 
     def _evict(self, track: Track, evictions: list[Any]) -> None:
@@ -217,11 +229,15 @@ class MemoryMachine(RuleBasedStateMachine):
     def _share(self, track: Track, again: list[Pair], fresh: list[Pair]) -> None:
         """Blocks accepted before a retraction, and new ones, as far as the rules allow."""
         allowed = self.memory.may_share
-        blocks = [block for block in again if allowed(track, block)]
-        blocks += [b for b in fresh if allowed(track, b) and self.memory.claim(track, b)]
-        if blocks:
-            self._count()
-            self.memory.shared(track, blocks)
+        for block in [*again]:
+            if allowed(track, block):
+                self.memory.proposed(track, block)
+            else:
+                track.candidates.remove(block)
+        for block in fresh:
+            if allowed(track, block) and self.memory.claim(track, block):
+                self._count()
+                self.memory.proposed(track, block)
 
     def _script_evictions(self, track: Track, draws: Evictions) -> None:
         """Propose evictions on ``track``'s row: whole pages as a policy would, or nonsense."""
@@ -422,6 +438,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def _make_room(self, batch: list[Track]) -> list[Track]:
         """Retract from the end until the next step fits; abort the last request that does not."""
         while batch and not self.world.can_decode([track.req for track in batch]):
+            self.memory.reclaimed()
             victim = batch[-1]
             batch = batch[:-1]
             if batch or len(self.running) > 1:
@@ -429,15 +446,16 @@ class MemoryMachine(RuleBasedStateMachine):
             else:
                 victim.req.finished_reason = FINISH_ABORT("out of memory")
                 self._release(victim, checkpoint=False)
+        self.memory.reclaimed()
         return batch
 
     def _retract(self, track: Track) -> None:
         self._release(track, checkpoint=False)
         evict_from_tree_cache(self.world.tree, 2 * len(self.running))
+        self.memory.reclaimed()
         track.req.reset_for_retract()
-        track.again = track.again + track.blocks if track.again else track.blocks
         track.evicted_again |= set(track.evicted)
-        track.blocks, track.shows, track.exact, track.target = [], [], True, 0
+        self.memory.retracted(track)
         self.waiting.append(track)
 
     @precondition(lambda self: self.waiting and len(self.running) < MAX_ROWS)
@@ -490,6 +508,22 @@ class MemoryMachine(RuleBasedStateMachine):
         freed = allocator.available_size() - before
         assert freed >= min(wanted, evictable)
         assert result.num_tokens_evicted == freed == evictable - tree.evictable_size()
+
+    @rule(wanted=st.sampled_from((1, 5, 40, 1000)))
+    def shortage(self, wanted: int) -> None:
+        """What SGLang lacks comes from the tree, then from the ledger, to the slot."""
+        self._count()
+        allocator, tree = self.world.allocator, self.world.tree
+        pipeline = self.world.controller.pipeline
+        before, cached = allocator.available_size(), tree.evictable_size()
+        shareable, saved = pipeline.ledger.slots, pipeline.saved
+        evict_from_tree_cache(tree, before + wanted)
+        freed = allocator.available_size() - before
+        assert freed >= min(wanted, cached + shareable)
+        if wanted <= cached:
+            assert pipeline.saved == saved
+        elif wanted >= cached + shareable:
+            assert freed == cached + shareable
 
     @precondition(lambda self: len(self.memory.tree) > 0)
     @rule(requests=st.lists(LOOK_UP, min_size=1, max_size=4))
@@ -591,9 +625,10 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
         return
     # The run would prove little if hardly anything had been shared, or come late.
     assert Machine.blocks_late > 0
-    assert Machine.blocks_shared > Machine.rules_run // 30
+    at_once = setup.when == "always"
+    assert Machine.blocks_shared > Machine.rules_run // (30 if at_once else 90)
     assert Machine.positions_evicted > Machine.rules_run // 60
     if setup.publish == "aliased" and setup.apply == "alias":
-        assert Machine.rules_with_aliases > Machine.rules_run // 30
+        assert Machine.rules_with_aliases > (Machine.rules_run // 30 if at_once else 0)
     else:
         assert Machine.rules_with_aliases == 0

@@ -339,6 +339,11 @@ class World:
             req.kv.kv_committed_len += 1
         return slots
 
+    def to_have(self) -> int:
+        """Slots that are free, or come back when SGLang is short."""
+        shareable: int = self.controller.pipeline.ledger.slots
+        return self.allocator.available_size() + shareable
+
     def free_pages(self) -> np.ndarray:
         return in_host(self.allocator.get_all_free_pages()).numpy()
 

@@ -26,7 +26,7 @@ def budget(credit: float | None, page: int = 1, mixed: int = 0) -> Any:
     pool = allocator_of(page, FREE)
     if credit is None:
         return PrefillBudget(pool, _Tree(), num_mixed_decode_tokens=mixed)
-    return SharingBudget(pool, _Tree(), credit=credit, num_mixed_decode_tokens=mixed)
+    return SharingBudget(pool, _Tree(), shareable=0, credit=credit, num_mixed_decode_tokens=mixed)
 
 
 def fits(made: PrefillBudget, prompt: int, output: int) -> bool:
