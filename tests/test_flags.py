@@ -47,7 +47,7 @@ def _config(*argv: str) -> ReasonCacheConfig:
 
 #: A value of every setting that is not its default.
 OTHER_VALUES: dict[str, Any] = dict(
-    **dict(policy="keydiff:budget=64", preset="memshare", block=9, percentile=55.5, warmup=3),
+    **dict(policy="keydiff:budget=64", preset="memshare", when="always", block=9, percentile=55.5, warmup=3),
     **dict(tau_strict=0.8, tau_soft=0.6, length_factor=False, use_structure=False, fixed_tau=0.75),
     **dict(structure_tolerance=2, positions="corrected", align="index", publish="aliased"),
     **dict(apply="copy", admission_credit=0.25, calibration="seen.json", random_ratio=0.5),
@@ -67,7 +67,7 @@ OTHER_VALUES: dict[str, Any] = dict(
 
 
 def test_every_setting_can_be_typed() -> None:
-    """All of them, and each keyword of ``sglang.Engine``; twelve flags at most."""
+    """All of them, and each keyword of ``sglang.Engine``; thirteen flags at most."""
     defaults = ReasonCacheConfig().to_dict()
     # This one is refused beside some of the others.
     alone = {"scope": "prompt"}

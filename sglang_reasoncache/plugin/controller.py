@@ -88,10 +88,11 @@ class Controller:
             shared = state.live_positions
             self.pipeline.give_up(state, shared)
             evicted = self.eviction.forget(state)
-            shareable = self.pipeline.ledger.slots_of(req)
-            self.pipeline.forget(req)
             across = len(state.across)
         try:
+            if state is not None:
+                shareable = self.pipeline.ledger.slots_of(req)
+                self.pipeline.forget(req)
             if req.finished():
                 self._on_end(req, state, shared, evicted, shareable)
             elif state is not None and state.followed is not None:

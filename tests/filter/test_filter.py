@@ -297,7 +297,7 @@ def test_a_page_size_of_uniform_tokens_stays_linear() -> None:
 _DEFAULTS = ReasonCacheConfig().to_dict()
 #: The paper's rule in full.
 _PAPER: dict[str, Any] = {"match": "steps", "direction": "oldest", "min_age": 0, "block": 16}
-_PAPER |= {"percentile": 80.0, "warmup": 128}
+_PAPER |= {"percentile": 80.0, "warmup": 128, "when": "always"}
 _MEMSHARE_ROW = {"length_factor": False, "use_structure": False, "align": "index"}
 
 #: What each row of the papers' tables changes in it.

@@ -47,7 +47,7 @@ class Words:
 
 def filter_knobs(preset: str) -> dict[str, Any]:
     """The part of a preset that :class:`FilterConfig` takes, without what decides on distances."""
-    stage_two = ("percentile", "warmup", "distance")
+    stage_two = ("percentile", "warmup", "distance", "when")
     return {name: value for name, value in PRESETS[preset].items() if name not in stage_two}
 
 

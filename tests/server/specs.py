@@ -53,8 +53,9 @@ SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 #: KV slots that hold about five responses of the embedded model, so that
 #: requests queue, get retracted and the prefix cache is evicted.
 TIGHT = "--max-total-tokens 2400"
-#: The default rule, soon enough for short responses.
-EAGER = tuple(arguments_of({"min_age": 32}))
+#: The default rule, soon enough for short responses; and at once, whether memory is short or not.
+SOON = tuple(arguments_of({"min_age": 32}))
+EAGER = tuple(arguments_of({"min_age": 32, "when": "always"}))
 #: The papers' rule, whatever the distance, from the first request on.
 PAPER = tuple(arguments_of({"preset": "reasoncache", "percentile": 100, "warmup": 0, "block": 8}))
 #: The same, block by block of the index: equal tokens rarely fall on the same page grid.
@@ -80,7 +81,7 @@ def retracting(interval: int) -> dict[str, str]:
 
 
 #: Its processes are spawned, as an operator's are.
-EXACT = SHARED.having("exact", TIGHT, *EAGER, CHUNKED, "--enable-metrics", REASONCACHE_FORK="")
+EXACT = SHARED.having("exact", TIGHT, *SOON, CHUNKED, "--enable-metrics", REASONCACHE_FORK="")
 ALIASED = SHARED.having("aliased", TIGHT, *EAGER, CHUNKED, ALIASING, **retracting(25)).beside(STOCK)
 #: Whole pages.
 PAGED = SHARED.having(
@@ -96,7 +97,7 @@ FAILING = SHARED.having(
 #: Two tensor-parallel ranks, a core each: they must take every decision alike, and stop alike.
 TWO_RANKS = SHARED.having(
     "tp2",
-    *(TIGHT, *EAGER, "--reasoncache-percentile 90 --tp 2 --enable-metrics"),
+    *(TIGHT, *SOON, "--reasoncache-percentile 90 --tp 2 --enable-metrics"),
     PYTHONPATH=FAILING_PLUGIN,
     **TWO_CORES,
     REASONCACHE_FORK="",
@@ -169,7 +170,8 @@ EVICTING_WHEN_SHORT = SHARED.having(
 ).for_long_runs()
 #: SGLang's own attention.
 STOCK_TORCH = STOCK.having("torch-native", "--attention-backend torch_native").beside(STOCK)
-NOTHING_SHARED = SHARED.having("p0", "--reasoncache-percentile 0").beside(STOCK)
+#: Memory for all, with much to share.
+ROOMY = SHARED.having("roomy", *SOON).beside(STOCK)
 #: Polls wait for the filter, so that a response shares at the same tokens on every server.
 WAITING = {WAIT_ENV: "1"}
 #: Shared KV is written to own slots.

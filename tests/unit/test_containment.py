@@ -24,7 +24,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.common import checkpoint_kv_cache
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache
 from sglang.srt.runtime_context import get_context
 
 import sglang_reasoncache
@@ -74,6 +74,7 @@ ONE_TRY = {"set_kv_buffer", "for_batch", "forget", "_sinks", "needs_ours", "evic
 ONE_TRY |= {"is_idle", "is_decode", "reads_ours", "_kept"}
 SETUPS = [
     Setup(page=1, block=4, slots=240, publish="exact"),
+    Setup(page=1, block=4, slots=240, publish="exact", when="short"),
     Setup(page=4, block=4, slots=320, publish="aliased", prompts=True),
 ]
 PROMPT = list(range(1, 25))
@@ -208,11 +209,11 @@ class Load:
     def _polled(self, name: str, **batch: Any) -> None:
         scheduler = SimpleNamespace(running_batch=SimpleNamespace(batch_is_full=True))
         processor = SimpleNamespace(metrics_reporter=SimpleNamespace(scheduler=scheduler))
-        before = self.world.allocator.available_size()
+        before = self.world.to_have()
         self._hook(name, None, processor, SimpleNamespace(decoding_reqs=None, **batch))
-        freed = self.world.allocator.available_size() - before
+        more = self.world.to_have() - before
         if self.controller.report.disabled is None:
-            assert scheduler.running_batch.batch_is_full == (freed == 0)
+            assert scheduler.running_batch.batch_is_full == (more <= 0)
         self.check()
 
     def prefill(self, req: Req) -> None:
@@ -255,6 +256,18 @@ class Load:
         self.decode(1)
         self.decode(1)
 
+    def shortage(self, slots: int) -> None:
+        """A prompt that does not fit, and a decode step."""
+        allocator, tree = self.world.allocator, self.world.tree
+        if self.setup.when == "short":
+            budget, left = allocator.create_prefill_budget(tree), allocator.available_size()
+            left += tree.evictable_size()
+            asked = dict(extend_input_len=left + slots // 2, max_new_tokens=0, input_tokens=left)
+            limits = dict(swa_host_hit_length=0, chunk_limit=None)
+            budget.check_prefill(**asked, **limits, total_tokens=left + slots // 2)
+            evict_from_tree_cache(tree, left + slots)
+        self.check()
+
     def evict(self, *evictions: Any) -> None:
         for req in self.running:
             self.world.evictor.waiting[req.rid] = list(evictions)
@@ -278,6 +291,7 @@ class Load:
             self.prefill(req)
         self.decode(32)
         self.share(Pair(48, 28), Pair(52, 32))
+        self.shortage(12)
         self.look()
         self.evict(Eviction(36, 4), Eviction(48, 4), None)
         self.release(reqs[1], "retract")
@@ -285,6 +299,7 @@ class Load:
         self.prefill(reqs[1])
         self.decode(1)
         self.decode(1)
+        self.shortage(40)
         self.release(reqs[2], "abort")
         self.release(reqs[0], "finish")
         self.decode(2)
