@@ -12,7 +12,7 @@ TRACES ?=
 # twice as slow.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-answers bench-fidelity real-model docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity real-model docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make bench-gpu TRACES=FOLDER       recorded responses on one GPU, stock and ours in turns (half an hour; tools/gpu.sh checks)"
 	@echo "make bench-policies TRACES=FOLDER  cache policies at equal saving: accuracy, throughput (45 minutes)"
 	@echo "make bench-siblings  1, 4 and 16 samples of each prompt: stock, sharing within responses and across (hours)"
+	@echo "make bench-short  stock, sharing at once and when short, from ample memory to two requests (two hours)"
 	@echo "make bench-answers  a fine-tuned language model: accuracy under sharing, random sharing and evicting (hours)"
 	@echo "make bench-fidelity TRACES=FOLDER  what sharing costs a real language model on recorded responses (hours)"
 	@echo "make real-model   SmolLM2-135M-Instruct and the small reasoner as Hugging Face folders in build/models"
@@ -79,6 +80,9 @@ bench-policies: with-traces setup
 
 bench-siblings: real-model
 	$(PYTHON_ENV) -m eval.bench.siblings $(BENCH_ARGS)
+
+bench-short: real-model
+	$(PYTHON_ENV) -m eval.bench.short $(BENCH_ARGS)
 
 real-model: setup
 	$(PYTHON_ENV) -m eval.fidelity.smollm2 build/models/smollm2

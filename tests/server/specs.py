@@ -60,6 +60,8 @@ EAGER = tuple(arguments_of({"min_age": 32, "when": "always"}))
 PAPER = tuple(arguments_of({"preset": "reasoncache", "percentile": 100, "warmup": 0, "block": 8}))
 #: The same, block by block of the index: equal tokens rarely fall on the same page grid.
 EAGER_PAGES = tuple(arguments_of({"preset": "memshare", "percentile": 100, "warmup": 0}))
+#: Requests are admitted before the running ones have left, so that memory does run short.
+CROWDED = "--schedule-conservativeness 0.1"
 #: Long prompts arrive in pieces, together with decoding requests.
 CHUNKED = "--chunked-prefill-size 64 --enable-mixed-chunk"
 #: Attention that skips evicted positions.
@@ -81,11 +83,13 @@ def retracting(interval: int) -> dict[str, str]:
 
 
 #: Its processes are spawned, as an operator's are.
-EXACT = SHARED.having("exact", TIGHT, *SOON, CHUNKED, "--enable-metrics", REASONCACHE_FORK="")
+EXACT = SHARED.having(
+    "exact", TIGHT, CROWDED, *SOON, CHUNKED, "--enable-metrics", REASONCACHE_FORK=""
+)
 ALIASED = SHARED.having("aliased", TIGHT, *EAGER, CHUNKED, ALIASING, **retracting(25)).beside(STOCK)
 #: Whole pages.
 PAGED = SHARED.having(
-    "page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, "--schedule-conservativeness 0.1"
+    "page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, CROWDED
 )
 #: A plugin beside ours makes a rank of ours fail, after a request of a name of its own.
 FAILING_PLUGIN = os.pathsep.join(
@@ -97,7 +101,7 @@ FAILING = SHARED.having(
 #: Two tensor-parallel ranks, a core each: they must take every decision alike, and stop alike.
 TWO_RANKS = SHARED.having(
     "tp2",
-    *(TIGHT, *SOON, "--reasoncache-percentile 90 --tp 2 --enable-metrics"),
+    *(TIGHT, CROWDED, *SOON, "--reasoncache-percentile 90 --tp 2 --enable-metrics"),
     PYTHONPATH=FAILING_PLUGIN,
     **TWO_CORES,
     REASONCACHE_FORK="",
@@ -165,7 +169,7 @@ EVICTING_ON_TWO_RANKS = SHARED.having(
 #: Memory for four responses; too many are admitted, and a policy waits until that shows.
 EVICTING_WHEN_SHORT = SHARED.having(
     "when",
-    *("--max-total-tokens 1600 --schedule-conservativeness 0.1", PAGED_READS),
+    *("--max-total-tokens 1600", CROWDED, PAGED_READS),
     *(POLICY, "streamingllm:budget=160:slack=8:when=0.8:until=0.7"),
 ).for_long_runs()
 #: SGLang's own attention.

@@ -23,7 +23,8 @@ COMMON = dict(
     max_total_tokens=4096, random_seed=0, log_level="error",
 )
 SHARING = dict(
-    enable_reasoncache=True, reasoncache_block=8, reasoncache_percentile=100.0, reasoncache_min_age=32,
+    enable_reasoncache=True, reasoncache_when="always", reasoncache_percentile=100.0,
+    reasoncache_min_age=32,
 )
 
 

@@ -79,7 +79,7 @@ def test_retracted_requests_share_again(server: ServerProcess) -> None:
 def test_what_an_operator_can_see(server: ServerProcess) -> None:
     """By Prometheus, the endpoint and the decode log line."""
     start, before, totals_before = server.log_size(), series(server), report(server)["totals"]
-    solve(server, problems(6, seed=12))
+    solve(server, problems(12, seed=12))
     wait_until_idle(server)
     after, seen = series(server), report(server)
     totals = seen["totals"]
@@ -89,7 +89,8 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
         assert 0 < grown <= totals[field] - totals_before[field]
     assert after["poll_seconds_count"] > 0
     assert 0 < after["memory_saving_ratio"] < 1
-    assert "slots_saved_now" in after
+    assert "slots_saved_now" in after and "slots_shareable_now" in after
+    assert totals["shortages"] > 0 == totals["blocks_missed"] == seen["slots_shareable_now"]
     assert seen["config"]["block"] == seen["block"] == 8
     assert seen["config"]["positions"] == "corrected"
     assert seen["threshold"]["warm"]
@@ -147,7 +148,7 @@ def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     servers: ServerPool, spec: specs.ServerSpec, reason: str
 ) -> None:
     """One of the ranks fails under load; no request does, and no slot is lost."""
-    server, todo = servers.get(spec), problems(6, seed=13)
+    server, todo = servers.get(spec), problems(12, seed=13)
     start = server.log_size()
     assert report(server)["disabled"] is None
     armed = {"text": "1 + 2 =", "rid": ARMS, "sampling_params": {"max_new_tokens": 8}}
