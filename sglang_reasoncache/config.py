@@ -148,8 +148,7 @@ class ReasonCacheConfig:
     )
     admission_credit: float = _setting(
         0.5,
-        "Largest share of future output that admission counts as shared in advance; 0 leaves "
-        "admission as SGLang's.",
+        "Largest share of future output that admission counts as shared in advance.",
         bounds=(0, 0.9),
     )
     calibration: str | None = _setting(

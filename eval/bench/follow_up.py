@@ -22,7 +22,7 @@ from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import LONGEST, THINK_END, begin, generate, grade
 from eval.tokenizers import load_tokenizer
 
-_OURS = ("--enable-reasoncache", *EMBEDDED_FLAGS)
+_OURS = ("--enable-reasoncache", "--reasoncache-when", "always", *EMBEDDED_FLAGS)
 ARMS = {"stock": (), "exact": _OURS, "aliased": (*_OURS, "--reasoncache-publish", "aliased")}
 # Nothing is evicted between the turns.
 _ROOM = ("--max-total-tokens", "131072")

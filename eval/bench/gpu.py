@@ -39,7 +39,7 @@ SHARING = ("--enable-reasoncache",)
 SIDES = {
     "stock": (),
     "ours": SHARING,
-    "as-cached": (*SHARING, "--reasoncache-positions", "as-cached"),
+    "as-cached": (*SHARING, "--reasoncache-when", "always", "--reasoncache-positions", "as-cached"),
     "nothing-shared": (*SHARING, "--reasoncache-percentile", "0"),
 }
 #: Token ids of a request's prompt and of its response.

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.bench import at_least
-from eval.bench.serve import SERVER_FLAGS, run_in_turns, tokens_per_s
+from eval.bench.serve import SERVER_FLAGS, tokens_per_s
 from eval.measures.accuracy import accuracy, keyed
 from eval.measures.figures import of_cells
 from eval.methods import DENSE
 from eval.runs.folder import Cell, RunError, write_whole
+from eval.runs.options import RunOptions
+from eval.runs.work import run
 from eval.small_reasoner import MODEL
 
 #: Side of a row -> its method.
@@ -40,6 +42,20 @@ WORKLOADS = {
 }
 
 
+def rounds_of(task: str, rounds: int, out: Path, **options: Any) -> dict[str, list[Cell]]:
+    """The cells of each side, a round each; the same problems in all, so that stock's differences
+    from round to round show. Sides take turns, in the opposite order in every second round."""
+    several: dict[str, Any] = {"tasks": (task,), "seeds": (0,), "device": "cpu", **options}
+    for number in range(rounds):
+        methods = tuple(SIDES.values())[:: -1 if number % 2 else 1]
+        run(RunOptions(methods=methods, **several), out / f"round-{number}")
+    folders = [out / f"round-{number}" for number in range(rounds)]
+    return {
+        side: [Cell(folder, task, method, 0) for folder in folders]
+        for side, method in SIDES.items()
+    }
+
+
 def texts(cell: Cell) -> dict[str, str]:
     return {response.problem_id: response.text for response in cell.responses()}
 
@@ -48,7 +64,7 @@ def row_of(pool: int, side: str, cells: Sequence[Cell], first: dict[str, str]) -
     """``first``: stock's texts in the first round, with which its own first round is not compared."""
     seen, again = of_cells(cells), cells[1:] if side == "stock" else cells
     same = [text == first.get(problem) for one in again for problem, text in texts(one).items()]
-    right = accuracy(keyed({one.seed: one.results() for one in cells}))
+    right = accuracy(keyed({number: one.results() for number, one in enumerate(cells)}))
     totals = [leg.report.get("totals", {}) for cell in cells for leg in cell.legs()]
     speeds = [tokens_per_s(one) for one in cells]
     return {
@@ -72,9 +88,9 @@ def row_of(pool: int, side: str, cells: Sequence[Cell], first: dict[str, str]) -
 def measure(work: Workload, pool: int, rounds: int, out: Path, flags: Sequence[str]) -> list[Any]:
     options: dict[str, Any] = {"limit": work.limit, "kv_budget": pool, "temperature": 0.0}
     options |= {"model": work.model, "server_flags": (*SERVER_FLAGS, *flags), "warm_up": 4}
-    cells = run_in_turns(work.task, tuple(SIDES.values()), rounds, out, **options)
-    first = texts(cells[DENSE][0])
-    return [row_of(pool, side, cells[method], first) for side, method in SIDES.items()]
+    cells = rounds_of(work.task, rounds, out, **options)
+    first = texts(cells["stock"][0])
+    return [row_of(pool, side, row, first) for side, row in cells.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -58,9 +58,14 @@ class SharingBudget(compat.PrefillBudget):
         now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
         needed = now + (total_tokens - now) * self._kept
         if not needed < self.remaining_total:
-            return False, None
+            return self._refuse()
         chunk = now if chunk_limit is None else min(now, self.ceil_paged_tokens(chunk_limit))
-        return (True, chunk_limit) if self._reclaim(chunk) else (False, None)
+        return (True, chunk_limit) if self._reclaim(chunk) else self._refuse()
+
+    def _refuse(self) -> tuple[bool, None]:
+        if self.allocator.refused is not None:
+            self.allocator.refused()
+        return False, None
 
     def can_allocate_prefill(
         self, *, paged_input: int, chunk_limit: int | None, **unused: int

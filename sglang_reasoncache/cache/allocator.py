@@ -88,9 +88,11 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
     #: Likewise: positions of nodes whose slot is counted elsewhere on their path.
     aliases_of_tree: Callable[[], int] | None = None
     #: Set by the plugin: slots that running requests can give by sharing; what has them give so many,
-    #: if they can; the share of their future output that admission counts as shared.
+    #: if they can; what is called when a request must wait; the share of their future output that
+    #: admission counts as shared.
     shareable: Callable[[], int] | None = None
     reclaim: Callable[[int], None] | None = None
+    refused: Callable[[], None] | None = None
     credit_source: Callable[[], float] | None = None
     #: Calls what changes nothing yet, with its arguments; the plugin's does so again if it fails.
     once_more: Callable[..., Any] = operator.call
@@ -191,9 +193,9 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
 
     def create_prefill_budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
         credit = 0.0 if self.credit_source is None else self.credit_source()
-        shareable = 0 if self.shareable is None else self.shareable()
-        if credit <= 0 and shareable <= 0:
+        if credit <= 0 and self.shareable is None:
             return super().create_prefill_budget(tree_cache, **mixed)
+        shareable = 0 if self.shareable is None else self.shareable()
         return SharingBudget(self, tree_cache, shareable=shareable, credit=credit, **mixed)
 
 

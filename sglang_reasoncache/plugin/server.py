@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 from collections.abc import Callable
@@ -88,6 +89,7 @@ class ServerParts:
         self.allocator.once_more = controller.containment.once_more
         if config.apply == "alias":
             self.allocator.shareable, self.allocator.reclaim = controller.shareable, controller.reclaim
+            self.allocator.refused = controller.pipeline.refused
         if config.admission_credit > 0 and config.apply == "alias":
             self.allocator.credit_source = lambda: controller.forecast.credit
         return tree
@@ -121,9 +123,9 @@ class ServerParts:
         path = context.server_args.model_path
         writes = context.tp_rank == 0
         threshold = CalibratedThreshold(config, key, path, writes, agree=ranks.first)
-        pipeline = BlockPipeline(
-            tracker, meter, acceptor, threshold, block, config.min_age, config.shares_at_once
-        )
+        use = functools.partial(pool_use, self.allocator, tree)
+        parts = tracker, meter, acceptor, threshold, block, config.min_age, config.shares_at_once
+        pipeline = BlockPipeline(*parts, use)
         weights = None
         if self.attention.statistics is not None:
             heads = context.model_config.num_attention_heads * pool.layer_num
@@ -134,12 +136,12 @@ class ServerParts:
             self.allocator,
             rows,
             KeySource(*reads, stream=stream),
-            lambda: pool_use(self.allocator, tree),
+            use,
             weights,
         )
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
-        parts = metrics, self.attention.selection, self.uncorrected
-        report = Report(config, stats, pipeline, eviction, *parts)
+        others = metrics, self.attention.selection, self.uncorrected
+        report = Report(config, stats, pipeline, eviction, *others)
         told = "reasoncache: %s, block %d, page %d, distances by %s, %s"
         begins = "on" if config.is_active else "idle"
         logger.info(told, begins, block, page, meter.backend, config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
@@ -32,6 +32,10 @@ _TAKE_LIMIT = 256
 _MAX_BATCH = 256
 #: Positions that move together: more save little and cost the scheduler's thread time.
 MAX_READERS = 16
+#: Share of the pool in use from which blocks are measured: below, SGLang will not be short soon.
+_MEASURED_FROM = 0.5
+#: Polls for which they are measured after a request had to wait.
+_AFTER_REFUSAL = 256
 #: Slots that a shortage takes at least: it comes again with every decode step.
 _LEAST_RECLAIMED = 64
 
@@ -54,6 +58,7 @@ class BlockPipeline:
 
     Args:
         at_once: Blocks share when they are accepted; otherwise when :meth:`reclaim` is called.
+        use: The share of the pool in use, the same on all ranks.
 
     Attributes:
         block: Tokens per block.
@@ -71,9 +76,11 @@ class BlockPipeline:
         block: int,
         min_age: int = 0,
         at_once: bool = True,
+        use: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.threshold, self.meter, self.block = threshold, meter, block
         self.ledger, self.within, self.at_once = Ledger(), 0, at_once
+        self._use, self._refused, self._measures = use, 0, False
         self.tracker, self._acceptor = tracker, acceptor
         self._stats, self._ranks, self._min_age = tracker.stats, tracker.ranks, min_age
         self._waiting: collections.deque[Batch] = collections.deque()
@@ -94,6 +101,8 @@ class BlockPipeline:
 
         One batch at a time is measured. Meanwhile steps pile up in the engine, which sheds.
         """
+        self._refused = max(self._refused - 1, 0)
+        self._measures = self.at_once or self._refused > 0 or self._use() > _MEASURED_FROM
         done = 0
         while done < _MAX_BATCH:
             if self._in_flight is not None:
@@ -111,6 +120,10 @@ class BlockPipeline:
         if self.at_once:
             self._share(math.inf)
 
+    def refused(self) -> None:
+        """A request waits for slots, so blocks are measured."""
+        self._refused = _AFTER_REFUSAL
+
     def reclaim(self, wanted: int) -> int:
         """Let blocks share, those with the smallest distance first, until ``wanted`` slots came back
         or the ledger is empty; how many did. All ranks call this together."""
@@ -120,8 +133,12 @@ class BlockPipeline:
         return self.saved - before
 
     def requeue(self, req: Request, state: RequestState) -> None:
-        """Blocks that waited for the row of ``req``, or of their source, are measured where that is."""
-        waiting, state.pending, state.recomputed = state.pending, [], False
+        """A poll found ``req`` with its row: its blocks that wait are measured, if their sources have
+        theirs, and if SGLang may be short of slots soon."""
+        state.recomputed = False
+        if not self._measures:
+            return
+        waiting, state.pending = state.pending, []
         blocks: Batch = []
         for candidate in waiting:
             source = req if candidate.source is None else candidate.source()
@@ -171,7 +188,7 @@ class BlockPipeline:
         self.ledger.clear()
 
     def _collect(self) -> bool:
-        """Queue the blocks of steps that the engine has compared; False when there are none."""
+        """Take the blocks of steps that the engine has compared; False when there are none."""
         blocks: Batch = []
         results = self.tracker.take(_TAKE_LIMIT, _MAX_BATCH)
         for req, result in results:
@@ -187,7 +204,10 @@ class BlockPipeline:
                     continue
                 if state.claim(block.dst_start, block.length):
                     state.candidates[block.dst_start] = block.candidate
-                    blocks.append(block)
+                    if self._measures:
+                        blocks.append(block)
+                    else:
+                        state.pending.append(block.candidate)
                 else:
                     self._refuse(block, Refusal.OVERLAP)
         if blocks:

@@ -110,7 +110,8 @@ class RequestState(RowState):
         row: Counts the rows this request has had.
         recomputed: The row was computed again after a retraction, and no poll has seen it yet.
         candidates: Blocks that may share, or do, by ``dst_start``; they outlive a retraction.
-        pending: Those of them that wait for a row, their own or their source's.
+        pending: Those of them that wait to be measured: for a row, their own or their source's, or
+            until SGLang may be short of slots.
         shared: Those that share in this row, in order.
         across: Slots that another request had, too, with their numbers in ``slot_aliases``
             (``copied``). They stay where they are: moving would free none.
