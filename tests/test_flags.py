@@ -47,7 +47,14 @@ def _config(*argv: str) -> ReasonCacheConfig:
 
 #: A value of every setting that is not its default.
 OTHER_VALUES: dict[str, Any] = dict(
-    **dict(policy="keydiff:budget=64", preset="memshare", when="always", block=9, percentile=55.5, warmup=3),
+    **dict(
+        policy="keydiff:budget=64",
+        preset="memshare",
+        when="always",
+        block=9,
+        percentile=55.5,
+        warmup=3,
+    ),
     **dict(tau_strict=0.8, tau_soft=0.6, length_factor=False, use_structure=False, fixed_tau=0.75),
     **dict(structure_tolerance=2, positions="corrected", align="index", publish="aliased"),
     **dict(apply="copy", admission_credit=0.25, calibration="seen.json", random_ratio=0.5),

@@ -13,7 +13,13 @@ from sglang_reasoncache.filter.structure.tree import Limits, require_zss
 # New blocks of 16 tokens read the slots of similar earlier steps at once; a percentile of the
 # distances decides.
 _PAPER: dict[str, object] = dict(
-    match="steps", direction="oldest", min_age=0, block=16, percentile=80.0, warmup=128, when="always"
+    match="steps",
+    direction="oldest",
+    min_age=0,
+    block=16,
+    percentile=80.0,
+    warmup=128,
+    when="always",
 )
 # Plain cosine over a constant, no structure check, k-th block with k-th block.
 _MEMSHARE = {**_PAPER, "length_factor": False, "use_structure": False, "align": "index"}

@@ -88,7 +88,10 @@ class ServerParts:
         tree.controller = controller
         self.allocator.once_more = controller.containment.once_more
         if config.apply == "alias":
-            self.allocator.shareable, self.allocator.reclaim = controller.shareable, controller.reclaim
+            self.allocator.shareable, self.allocator.reclaim = (
+                controller.shareable,
+                controller.reclaim,
+            )
             self.allocator.refused = controller.pipeline.refused
         if config.admission_credit > 0 and config.apply == "alias":
             self.allocator.credit_source = lambda: controller.forecast.credit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
@@ -228,7 +228,11 @@ class BlockPipeline:
     def _block(self, req: Request, candidate: Candidate, source: Request) -> BlockProposal:
         """``source``: in whose row ``src_start`` is, as the rows are now."""
         at = req, candidate, self.block, _state_of(req).row
-        return BlockProposal(*at) if source is req else BlockProposal(*at, source, _state_of(source).row)
+        return (
+            BlockProposal(*at)
+            if source is req
+            else BlockProposal(*at, source, _state_of(source).row)
+        )
 
     def _launch(self) -> bool:
         """Measure the next blocks; False when none waits."""
@@ -273,7 +277,11 @@ class BlockPipeline:
         refusal = self._refusal_of_slots(block)
         if refusal is not None:
             return refusal
-        merges, dst, src = _state_of(block.req).merges, self._keys(block, True), self._keys(block, False)
+        merges, dst, src = (
+            _state_of(block.req).merges,
+            self._keys(block, True),
+            self._keys(block, False),
+        )
         if any(merges.is_across(key) for key in dst):
             return Refusal.ACROSS
         if max(merges.size(key) for key in dst) > MAX_READERS:

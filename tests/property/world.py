@@ -222,10 +222,9 @@ class World:
         self.engine: Any = ScriptedEngine() if engine is None else engine
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
         # Every block is within the threshold.
-        config = ReasonCacheConfig(
-            **dict(block=setup.block, publish=setup.publish, apply=setup.apply, when=setup.when),
-            **dict(percentile=100, warmup=0),
-        )
+        settings: dict[str, Any] = dict(block=setup.block, publish=setup.publish)
+        settings |= dict(apply=setup.apply, when=setup.when, percentile=100, warmup=0)
+        config = ReasonCacheConfig(**settings)
         eviction = NamingEvictor(
             evictors or [NamedPolicy("scripted", self.evictor)],
             self.allocator,

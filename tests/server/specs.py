@@ -88,9 +88,7 @@ EXACT = SHARED.having(
 )
 ALIASED = SHARED.having("aliased", TIGHT, *EAGER, CHUNKED, ALIASING, **retracting(25)).beside(STOCK)
 #: Whole pages.
-PAGED = SHARED.having(
-    "page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, CROWDED
-)
+PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, CROWDED)
 #: A plugin beside ours makes a rank of ours fail, after a request of a name of its own.
 FAILING_PLUGIN = os.pathsep.join(
     filter(None, (str(LEAN_START), str(_HERE / "faulty"), os.environ.get("PYTHONPATH")))

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that could share, and what they give when SGLang is short: SGLang's pools, allocators and
+release path with our controller. Random ones: ``tests/property/test_memory.py``."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.managers.schedule_batch import Req
+
+from sglang_reasoncache.sharing.merges import Key, Merges
+from tests.eviction.rows import everything_comes_back as everything_comes_back
+from tests.property.world import ENDS, Pair, Setup, World, come_back, decode, retract, start
+
+SETUPS = [
+    Setup(page=1, block=4, slots=120, publish="exact", when="short"),
+    Setup(page=4, block=4, slots=160, publish="aliased", when="short"),
+]
+ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
+
+
+def find(world: World, req: Req, *pairs: Pair) -> None:
+    """The engine proposes blocks, and the next poll takes them."""
+    state: Any = world.controller.state_of(req)
+    world.engine.waiting[state.followed.id] += pairs
+    for _ in range(2):
+        decode(world, req)
+        world.controller.after_decode([req])
+
+
+def lack(world: World, slots: int) -> int:
+    """A decode step wants so many more slots than are free; how many come."""
+    before = world.allocator.available_size()
+    fits = world.allocator.check_decode_capacity(num_tokens=before + slots, tree_cache=world.tree)
+    found: int = world.allocator.available_size() - before
+    assert fits == (found >= slots)
+    return found
+
+
+def ledger(world: World) -> Any:
+    return world.controller.pipeline.ledger
+
+
+def pairs_of(world: World, req: Req) -> list[tuple[int, int]]:
+    state: Any = world.controller.state_of(req)
+    return [(block.dst_start, block.src_start) for block in state.shared]
+
+
+@ALL_SETUPS
+@pytest.mark.parametrize("no_tree", [False, True])
+def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
+    setup: Setup, no_tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without a prefix cache, where SGLang has nothing to evict."""
+    monkeypatch.setattr("sglang_reasoncache.sharing.pipeline._LEAST_RECLAIMED", 1)
+    world = World(setup, no_tree=no_tree)
+    req = start(world)
+    before = world.row(req).copy()
+    # Contents count up, so near positions are near in KV.
+    find(world, req, Pair(8, 28), Pair(16, 20), Pair(12, 24))
+    assert ledger(world).slots == 12 and len(ledger(world)) == 3
+    assert (world.row(req)[: len(before)] == before).all() and lack(world, 0) == 0
+    assert [lack(world, 3), lack(world, 5), lack(world, 9)] == [4, 8, 0]
+    assert pairs_of(world, req) == [(16, 20), (12, 24), (8, 28)]
+    assert ledger(world).slots == world.controller.stats.blocks_missed == 0
+
+
+@ALL_SETUPS
+@pytest.mark.parametrize("how", ENDS)
+def test_blocks_leave_with_their_row_and_come_back_with_the_next(setup: Setup, how: str) -> None:
+    world = World(setup)
+    req = start(world)
+    find(world, req, Pair(8, 24), Pair(16, 20))
+    assert lack(world, 64) == 8
+    find(world, req, Pair(12, 28))
+    assert ledger(world).slots == 4
+    ENDS[how](world, req)
+    assert ledger(world).slots == len(ledger(world)) == 0 and lack(world, 64) >= 0
+    if how == "retract":
+        come_back(world, req)
+        for _ in range(2):
+            world.controller.after_decode([req])
+        assert ledger(world).slots == 12 and not pairs_of(world, req)
+        assert lack(world, 64) == 12 and world.controller.stats.blocks_reapplied == 2
+
+
+def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
+    """And are measured when it fills, or a request has to wait."""
+    world = World(SETUPS[0])
+    pipeline, use = world.controller.pipeline, [0.4]
+    pipeline._use = lambda: use[0]
+    req = start(world)
+    find(world, req, Pair(8, 24))
+    stats, state = world.controller.stats, world.controller.state_of(req)
+    assert state is not None and len(state.pending) == 1 and stats.blocks_compared == 0
+    retract(world, req)
+    come_back(world, req)
+    world.controller.after_decode([req])
+    assert len(state.pending) == 1 and not state.recomputed
+    budget = world.allocator.create_prefill_budget(world.tree)
+    asked: dict[str, Any] = dict(extend_input_len=500, max_new_tokens=0, input_tokens=500)
+    verdict, _ = budget.check_prefill(
+        **asked, total_tokens=500, swa_host_hit_length=0, chunk_limit=None
+    )
+    assert not verdict
+    for _ in range(2):
+        world.controller.after_decode([req])
+    assert stats.blocks_compared == 1 and ledger(world).slots == 4 and not state.pending
+    pipeline._refused, use[0] = 0, 0.6
+    find(world, req, Pair(12, 20))
+    assert ledger(world).slots == 8
+
+
+@ALL_SETUPS
+def test_a_prompt_that_is_admitted_finds_its_slots(setup: Setup) -> None:
+    """What it needs now is reclaimed first; output to come may rely on the ledger."""
+    world = World(setup)
+    req = start(world)
+    find(world, req, Pair(8, 24), Pair(12, 28))
+
+    def admits(prompt: int, output: int) -> bool:
+        budget = world.allocator.create_prefill_budget(world.tree)
+        asked: dict[str, Any] = dict(extend_input_len=prompt, max_new_tokens=output)
+        total: dict[str, Any] = dict(input_tokens=prompt, total_tokens=prompt + output)
+        verdict, _ = budget.check_prefill(**asked, **total, swa_host_hit_length=0, chunk_limit=None)
+        return bool(verdict)
+
+    free, row = world.allocator.available_size(), world.row(req).copy()
+    assert admits(4, free) and not admits(4, free + 8)
+    assert (world.row(req) == row).all(), "nobody needs a slot yet"
+    assert admits(free + 4, 0)
+    assert world.allocator.available_size() == free + 8 and ledger(world).slots == 0
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PAIRS, max_size=9))
+def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]]) -> None:
+    merges, labels = Merges(), list(range(10))
+
+    def key(at: int) -> Key:
+        return at % 2, 0, at
+
+    for block in blocks:
+        if any(labels[dst] != dst for dst, _ in block):
+            # A position reads one other at most.
+            continue
+        after, joins = list(labels), True
+        for dst, src in block:
+            low, high = after[dst], after[src]
+            joins = joins and low != high
+            after = [high if label == low else label for label in after]
+        assert merges.join([key(d) for d, _ in block], [key(s) for _, s in block]) == joins
+        labels = after if joins else labels
+        for at, label in enumerate(labels):
+            same = [other for other, others in enumerate(labels) if others == label]
+            assert merges.size(key(at)) == len(same)
+            assert merges.is_across(key(at)) == (len({other % 2 for other in same}) > 1)
