@@ -155,8 +155,11 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         if self.names_of is None or not (self.references or self.has_evicted):
             super().free_segment(free_index, start_pos=start_pos)
         elif len(free_index):
-            names = self.once_more(self.names_of, free_index, start_pos)
-            self.commit(self.once_more(self.prepare_named, free_index, names))
+            self.free_named(free_index, self.once_more(self.names_of, free_index, start_pos))
+
+    def free_named(self, slots: torch.Tensor, names: np.ndarray) -> None:
+        """Slots of a row or of a node of which the host knows ``names``."""
+        self.commit(self.once_more(self.prepare_named, slots, names))
 
     def free_group_end(self) -> None:
         super().free_group_end()

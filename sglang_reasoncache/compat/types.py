@@ -38,7 +38,8 @@ class Request(Protocol):
     cache_salt: str | None
     lora_id: str | None
     skip_radix_cache_insert: bool
-    last_node: TreeNode
+    #: The id of a node of the prefix tree.
+    last_node: Any
 
     def finished(self) -> bool: ...
 
@@ -51,15 +52,6 @@ class RadixKey(Protocol):
     def page_aligned(self, page_size: int) -> RadixKey: ...
     def child_key(self, page_size: int) -> Any: ...
     def match(self, other: RadixKey, *, page_size: int) -> int: ...
-
-
-class TreeNode(Protocol):
-    key: RadixKey
-    #: int64 ``[len(key)]``, slots.
-    value: torch.Tensor
-    parent: TreeNode
-    children: dict[Any, TreeNode]
-    lock_ref: int
 
 
 class KVPool(Protocol):

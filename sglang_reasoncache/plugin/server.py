@@ -16,7 +16,7 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
-from sglang_reasoncache.cache.tree import SharedRadixCache
+from sglang_reasoncache.cache.tree import SharedRadixCache, publish_aliased
 from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config, flag_of
 from sglang_reasoncache.eviction.controller import EvictionController, pool_use
@@ -82,8 +82,10 @@ class ServerParts:
         self.config, self.uncorrected = attention.resolve_positions(asked, parts, runner)
         config = self.config
         attention.check_policies(config, self.attention, runner)
-        aliased = config.publish == "aliased" and config.apply == "alias"
-        tree = SharedRadixCache(params, publish_aliased=aliased)
+        if config.publish == "aliased" and config.apply == "alias":
+            publish_aliased(params)
+        tree: SharedRadixCache
+        tree = compat.create_unified_radix_cache(context, cache_class=SharedRadixCache)
         self.controller = controller = self._controller(context, tree)
         tree.controller = controller
         self.allocator.once_more = controller.containment.once_more

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_reasoncache.eviction.policies.contract import Eviction
 from sglang_reasoncache.sharing.pipeline import MAX_READERS
@@ -284,7 +285,7 @@ class Memory:
         stored = world.contents()
         locks: Counter[int] = Counter()
         for track in self.running:
-            node = track.req.lock.node
+            node = tree.resolve_node_handle(track.req.lock.node)
             while node is not tree.root_node:
                 locks[id(node)] += 1
                 node = node.parent
@@ -298,14 +299,15 @@ class Memory:
         owned_by_tree: set[int] = set()
         while stack:
             node, path, above = stack.pop()
-            slots = node.value.numpy()
+            data = node.component_data[ComponentType.FULL]
+            slots = data.value.numpy()
             assert len(slots) == len(node.key) > 0
             paths = path.along(node.key.token_ids)
             contents = stored[slots].tolist()
             path = paths[-1]
             for end in range(page, len(slots) + 1, page):
                 found[paths[end - 1]] = tuple(contents[end - page : end])
-            if not tree.publish_aliased:
+            if not tree.publishes_aliased:
                 for at, content in zip(paths, contents, strict=True):
                     assert self.is_exact_at(content, at), "approximation in an exact tree"
             pages = self._page_ids(slots)
@@ -313,9 +315,9 @@ class Memory:
             own = set(pages.tolist()) - above
             assert owned_by_tree.isdisjoint(own), "two branches hold a page their ancestors do not"
             owned_by_tree |= own
-            assert node.lock_ref == locks[id(node)], "a lock count is wrong"
-            protected += len(own) * page * (node.lock_ref > 0)
-            evictable += len(own) * page * (node.lock_ref == 0)
+            assert data.lock_ref == locks[id(node)], "a lock count is wrong"
+            protected += len(own) * page * (data.lock_ref > 0)
+            evictable += len(own) * page * (data.lock_ref == 0)
             stack += [(child, path, above | own) for child in node.children.values()]
         # Nothing appears in the tree that no request published, nothing changes there.
         for path, page_contents in found.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import weakref
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,12 +23,13 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToK
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
-from sglang_reasoncache.cache.tree import SharedRadixCache
+from sglang_reasoncache.cache.tree import SharedRadixCache, publish_aliased
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController, pool_use
 from sglang_reasoncache.eviction.held import KeySource
@@ -56,7 +57,8 @@ NOTHING = -1
 @dataclass(frozen=True)
 class Setup:
     """One way to configure the memory core. Page, block and pool are in tokens; ``need_sort``: freed
-    pages wait unsorted until an allocation runs short; ``prompts``: these may be evicted from."""
+    pages wait unsorted until an allocation runs short; ``prompts``: these may be evicted from; ``core``:
+    which of SGLang's holds the tree."""
 
     page: int
     block: int
@@ -66,11 +68,13 @@ class Setup:
     need_sort: bool = False
     prompts: bool = False
     when: str = "always"
+    core: str = "python"
 
     def __str__(self) -> str:
         parts = [f"page{self.page}", f"block{self.block}", self.publish]
         parts += ["copy"] * (self.apply == "copy") + ["sorted"] * self.need_sort
         parts += ["prompts"] * self.prompts + ["short"] * (self.when == "short")
+        parts += [self.core] * (self.core != "python")
         return "-".join(parts)
 
 
@@ -200,7 +204,7 @@ class World:
     ) -> None:
         """``evictors``: instead of the scripted one. ``no_tree``: as ``--disable-radix-cache``.
         ``engine``: instead of the scripted one; requests with one prompt are a group then."""
-        self.page = setup.page
+        self.setup, self.page = setup, setup.page
         self.total = self._lowest_free = setup.slots
         self.pool = MHATokenToKVPool(
             **dict(size=setup.slots, page_size=setup.page, dtype=torch.float32, device=self.device),
@@ -210,9 +214,12 @@ class World:
             setup.page, setup.slots, self.pool, setup.need_sort, self.device
         )
         self.rows = ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, self.device, False)
-        aliased = setup.publish == "aliased" and setup.apply == "alias"
         params = CacheInitParams(no_tree, self.rows, self.allocator, setup.page)
-        self.tree = SharedRadixCache(params, publish_aliased=aliased)
+        params.tree_components = (ComponentType.FULL,)
+        params.tree_core_backend = setup.core
+        if setup.publish == "aliased" and setup.apply == "alias":
+            publish_aliased(params)
+        self.tree = SharedRadixCache(params)
         cached_at = CachedPositions(setup.slots + setup.page, self.device)
         self.ranks = Ranks() if ranks is None else ranks
         reads: Any = self.pool, self.rows.req_to_token, cached_at, None, 1, self.ranks
@@ -343,6 +350,13 @@ class World:
         """Slots that are free, or come back when SGLang is short."""
         shareable: int = self.controller.pipeline.ledger.slots
         return self.allocator.available_size() + shareable
+
+    def nodes(self) -> Iterator[tuple[Any, Any]]:
+        """Nodes of the Python core, from the root on, with what full attention has of them."""
+        waiting = [*self.tree.root_node.children.values()]
+        for node in waiting:
+            yield node, node.component_data[ComponentType.FULL]
+            waiting += node.children.values()
 
     def free_pages(self) -> np.ndarray:
         return in_host(self.allocator.get_all_free_pages()).numpy()

@@ -321,10 +321,9 @@ class Load:
     def check(self) -> None:
         """SGLang's own sum, and every page is free once or named as often as it is counted."""
         world, page = self.world, self.world.page
-        named, private, nodes = [], 0, [*world.tree.root_node.children.values()]
-        for node in nodes:
-            named.append(self.memory._page_ids(node.value.numpy()))
-            nodes += node.children.values()
+        named, private = [], 0
+        for _, data in world.nodes():
+            named.append(self.memory._page_ids(data.value.numpy()))
         for req in self.running:
             named.append(self.memory._page_ids(world.row(req)[req.kv.cache_protected_len :]))
             private += kv_private_tokens(req.kv, page)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes of the prefix tree that name a slot more than once; a slot counts once, where it is topmost.
+
+That position is unique: a second reference comes from a request with the slot in its own row, so
+it is published below the first, and a path ends before its row's first evicted position, and before
+the first whose slot another request had, too. Locks and leaf-first eviction run along paths: the
+topmost holder is locked with any, and evicted last.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sglang_reasoncache import compat
+
+#: In SGLang's metadata of a node: ours.
+_KEY = "reasoncache"
+
+
+class Leaf(NamedTuple):
+    """What there is to say of a node, or of the part of a row that becomes one.
+
+    ``names``: what the host knows of its slots, int64 ``[positions]``, None where it shares none;
+    ``aliases``: offsets that do not count, ascending; ``inexact``: the first offset whose KV is an
+    approximation, as all behind a shared position is.
+    """
+
+    names: np.ndarray | None = None
+    aliases: tuple[int, ...] = ()
+    inexact: int | None = None
+
+    def split(self, at: int) -> tuple[Leaf, Leaf]:
+        names = (None, None) if self.names is None else (self.names[:at], self.names[at:])
+        above = tuple(offset for offset in self.aliases if offset < at)
+        below = tuple(offset - at for offset in self.aliases if offset >= at)
+        if self.inexact is None:
+            return Leaf(names[0], above), Leaf(names[1], below)
+        first = self.inexact if self.inexact < at else None
+        return Leaf(names[0], above, first), Leaf(names[1], below, max(self.inexact - at, 0))
+
+
+PLAIN = Leaf()
+
+
+def leaf_of(node: Any) -> Leaf:
+    """What is known of a node of SGLang's Python core."""
+    found: Leaf = node.component_data[compat.ComponentType.FULL].metadata.get(_KEY, PLAIN)
+    return found
+
+
+class AliasedComponent(compat.FullComponent):
+    """SGLang's component of full attention, whose nodes count slots and not positions.
+
+    Attributes:
+        leaf: Of the row that is being inserted, from its first position that the tree has not.
+        aliased: Positions of the tree that do not count.
+    """
+
+    def __init__(self, cache: Any, params: Any) -> None:
+        super().__init__(cache, params)
+        self.leaf, self.aliased = PLAIN, 0
+
+    def reclaimable_value_len(self, node: Any) -> int:
+        length: int = super().reclaimable_value_len(node)
+        return length - len(leaf_of(node).aliases)
+
+    def commit_insert_component_data(
+        self, node: Any, is_new_leaf: bool, params: Any, result: Any, cache_actions: list[Any]
+    ) -> None:
+        super().commit_insert_component_data(node, is_new_leaf, params, result, cache_actions)
+        if not is_new_leaf:
+            return
+        names, aliases, inexact = self.leaf
+        if leaf_of(node.parent).inexact is not None:
+            inexact = 0
+        elif inexact is not None:
+            inexact = inexact if inexact < len(node.key) else None
+        leaf = Leaf(names, aliases, inexact)
+        if names is not None or inexact is not None:
+            node.component_data[self.component_type].metadata[_KEY] = leaf
+            self.aliased += len(aliases)
+            self.tree_core.adjust_component_size(node.id, self.component_type, -len(aliases))
+
+    def redistribute_on_node_split(self, new_parent: Any, child: Any) -> None:
+        super().redistribute_on_node_split(new_parent, child)
+        of_child = child.component_data[self.component_type].metadata
+        if _KEY in of_child:
+            above, below = of_child[_KEY].split(len(new_parent.key))
+            new_parent.component_data[self.component_type].metadata[_KEY] = above
+            of_child[_KEY] = below
+
+    def evict_component(
+        self, node: Any, device_frees: dict[Any, Any], *rest: Any, **named: Any
+    ) -> tuple[int, int]:
+        ours = node.component_data[self.component_type]
+        leaf, value = leaf_of(node), ours.value
+        freed: tuple[int, int] = super().evict_component(node, device_frees, *rest, **named)
+        frees = device_frees[self.component_type]
+        if leaf.names is not None and frees and frees[-1] is value:
+            # Here, where it is known which slots others name.
+            frees.pop()
+            self.cache.token_to_kv_pool_allocator.free_named(value, leaf.names)
+        ours.metadata.pop(_KEY, None)
+        self.aliased -= len(leaf.aliases)
+        return freed
