@@ -69,15 +69,15 @@ _FORWARD = "self q k v layer forward_batch save_kv_cache ..."
 _LOOP = "self query output k_cache v_cache ..."
 #: Methods we override, stand in front of, or call beyond the public interface.
 METHODS = {
-    "RadixCache.checkpoint": "self req up_to",
-    "RadixCache.on_release": "self req checkpointed",
-    "RadixCache._insert_helper": "self node key value priority inserted_len",
-    "RadixCache._split_node": "self key child split_len",
-    "RadixCache._delete_leaf": "self node",
-    "RadixCache.inc_lock_ref": "self node",
-    "RadixCache.dec_lock_ref": "self node params",
-    "RadixCache.evict": "self params",
-    "RadixCache.path_device_indices": "self node",
+    "UnifiedRadixCache.checkpoint_into_tree": "self req up_to ...",
+    "UnifiedRadixCache.insert": "self params",
+    "UnifiedRadixCache.match_prefix": "self params",
+    "UnifiedRadixCache.free_kv_row": "self kv ranges",
+    "UnifiedRadixCache.on_release": "self req checkpointed",
+    "FullComponent.reclaimable_value_len": "self node",
+    "FullComponent.commit_insert_component_data": "self node is_new_leaf params result cache_actions",
+    "FullComponent.redistribute_on_node_split": "self new_parent child",
+    "FullComponent.evict_component": "self node device_frees host_frees cache_actions target",
     "TokenToKVPoolAllocator.free": "self free_index",
     "TokenToKVPoolAllocator.free_page_ids": "self page_ids",
     "PagedTokenToKVPoolAllocator._release_page_ids": "self page_ids",
@@ -190,8 +190,15 @@ model_executor.cuda_graph_buffer_registry.CudaGraphBufferRegistry.extract_buffer
 # A request keeps the node its prefix ends in.
 managers.schedule_batch.Req
     self.last_node
-mem_cache.radix_cache.RadixCache.checkpoint
+mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree
     req.last_node = new_last_node
+# A new leaf is counted, then its component is told; what is split was counted whole.
+mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore._insert_commit_step
+    self._add_new_node(
+    component.commit_insert_component_data(
+mem_cache.unified_cache.components.full.FullComponent.evict_component
+    device_frees[self.component_type].append(cd.value)
+    freed = self.reclaimable_value_len(node)
 layers.radix_attention.RadixAttention
     self.k_scale_float
     self.v_scale_float
@@ -281,11 +288,10 @@ CLASSES: dict[type, str] = {
     types.RequestKV: "managers.schedule_batch.ReqKvInfo",
     types.Request: "managers.schedule_batch.Req",
     types.RadixKey: "mem_cache.radix_cache.RadixKey",
-    types.TreeNode: "mem_cache.radix_cache.TreeNode",
     types.KVPool: "mem_cache.memory_pool.MHATokenToKVPool",
     types.ReqToTokenPool: "mem_cache.memory_pool.ReqToTokenPool",
     types.SlotAllocator: "mem_cache.allocator.token.TokenToKVPoolAllocator",
-    types.PrefixTree: "mem_cache.radix_cache.RadixCache",
+    types.PrefixTree: "mem_cache.unified_radix_cache.UnifiedRadixCache",
     types.ServerArgs: "server_args.ServerArgs",
     types.ModelConfig: "configs.model_config.ModelConfig",
     types.ModelRunner: "model_executor.model_runner.ModelRunner",

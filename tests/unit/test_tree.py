@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("published_config")
 class Bench(World):
     """A tree over a small pool, spoken to in letters."""
 
-    def __init__(self, page: int, publish: str) -> None:
-        super().__init__(Setup(page, page, PAGES * page, publish))
+    def __init__(self, page: int, publish: str, core: str = "python") -> None:
+        super().__init__(Setup(page, page, PAGES * page, publish, core=core))
         self._pages: dict[str, int] = {}
 
     def tokens(self, text: str) -> list[int]:
@@ -144,6 +144,20 @@ def test_pages_are_counted_once(
     for wanted, freed in evictions:
         assert bench.evict(wanted) == freed
     assert bench.free == PAGES - bench.sizes[0]
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+def test_either_core_gives_back_what_it_has_as_parts_of_the_row(page: int, core: str) -> None:
+    """Of a row whose first page another position names too, and of one that the tree has in part."""
+    bench = Bench(page, "exact", core)
+    assert ("Rust" in type(bench.tree.tree_core).__name__) == (core == "rust")
+    bench.leave("1234", "abcd")
+    bench.leave("1234", "uvwu", 3)
+    bench.leave("12567", "mnopn", 4)
+    assert bench.sizes == (6, 0, 0) and bench.free == PAGES - 6
+    assert not bench.allocator.references
+    assert bench.matched("1234") == bench.matched("1256") == 4
+    assert bench.evict(PAGES) == 6
 
 
 @pytest.mark.parametrize(
