@@ -17,7 +17,6 @@ FLAGS = (
     "positions",
     "publish",
     "calibration",
-    "admission_credit",
     "span",
 )
 SET = "--reasoncache-set"

@@ -74,7 +74,7 @@ OTHER_VALUES: dict[str, Any] = dict(
 
 
 def test_every_setting_can_be_typed() -> None:
-    """All of them, and each keyword of ``sglang.Engine``; thirteen flags at most."""
+    """All of them, and each keyword of ``sglang.Engine``; twelve flags at most."""
     defaults = ReasonCacheConfig().to_dict()
     # This one is refused beside some of the others.
     alone = {"scope": "prompt"}

@@ -192,6 +192,7 @@ class CacheInitParams(Protocol):
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: Any
     tp_cache_group: Any
+    component_registry_override: Any
 
 
 class TpWorker(Protocol):

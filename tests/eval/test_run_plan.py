@@ -277,8 +277,8 @@ def test_a_single_server_flag_is_a_value() -> None:
     for words in (["--server-flags", flag], [f"--server-flags={flag}"]):
         found = options("--tasks", "a", *words, "--seeds", "3")
         assert (found.server_flags, found.seeds) == ((flag,), (3,))
-    args = demo.parse(["--both", "--tp=2", "--shared", "--reasoncache-admission-credit 0"])
-    assert args.shared == ["--reasoncache-admission-credit", "0"]
+    args = demo.parse(["--both", "--tp=2", "--shared", "--reasoncache-set warmup=3"])
+    assert args.shared == ["--reasoncache-set", "warmup=3"]
     assert demo.run_options(args).server_flags == ("--tp=2",)
 
 

@@ -73,7 +73,6 @@ ONE_TRY = {"set_kv_buffer", "for_batch", "forget", "_sinks", "needs_ours", "evic
 #: A selector that fails reads everything.
 ONE_TRY |= {"is_idle", "is_decode", "reads_ours", "_kept"}
 SETUPS = [
-    Setup(page=1, block=4, slots=240, publish="exact"),
     Setup(page=1, block=4, slots=240, publish="exact", when="short"),
     Setup(page=4, block=4, slots=320, publish="aliased", prompts=True),
 ]
