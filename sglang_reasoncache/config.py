@@ -67,7 +67,8 @@ class ReasonCacheConfig:
     when: str = _setting(
         "short",
         "When blocks share. short: while SGLang is short of slots, the nearest first, so that a server "
-        "with room answers as stock. always: as soon as they are found (benchmarks; the papers' presets).",
+        "with room answers as stock. always: as soon as they are found, as in the papers' presets, "
+        "and beside a policy that evicts, whose budget counts what is shared.",
         choices=("short", "always"),
     )
     scope: str = _setting(
@@ -227,8 +228,8 @@ class ReasonCacheConfig:
 
     @property
     def shares_at_once(self) -> bool:
-        """Copies free nothing, so no shortage asks for them."""
-        return self.when == "always" or self.apply == "copy"
+        """Copies free nothing, so no shortage asks for them; a budget of positions always asks."""
+        return self.when == "always" or self.apply == "copy" or bool(self.policies.evictors)
 
     @property
     def is_active(self) -> bool:

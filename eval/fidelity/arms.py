@@ -16,10 +16,11 @@ RANDOM_RATIO = 0.3
 _OPTION = re.compile(
     r"(?P<match>runs|steps|random)|(?P<cached>cached)|(?P<block>\d+)"
     r"|(?P<across>across)|age(?P<min_age>\d+)|p(?P<percentile>\d+)|run(?P<min_run>\d+)"
+    r"|need(?P<need>\d+)"
 )
 _GRAMMAR = (
-    "newest or oldest, runs, steps or random, block[, cached][, ageN][, runN][, pN][, across], as "
-    "newest-runs-8"
+    "newest or oldest, runs, steps or random, block[, cached][, ageN][, runN][, pN][, needN][, across], "
+    "as newest-runs-8"
 )
 
 
@@ -33,6 +34,9 @@ class Arm:
     corrected: bool = True  # keys are rotated to where they are used
     percentile: float = 100.0  # of KV distances; 100: no threshold
     evictor: Any = None
+    need: float = (
+        1.0  # share of the positions that are to be saved, if so many can; nearest blocks first
+    )
     across: bool = False  # with responses to the same prompt, --reasoncache-scope prompt
 
 
@@ -48,7 +52,7 @@ def parse(name: str) -> Arm:
     cached, match = values.pop("cached", None), values.pop("match")
     across = values.pop("across", None) is not None
     knobs: dict[str, Any] = {field: int(value) for field, value in values.items()}
-    percentile = knobs.pop("percentile", 100)
+    percentile, need = knobs.pop("percentile", 100), knobs.pop("need", 100)
     knobs["random_ratio"] = RANDOM_RATIO if match == "random" else None
     knobs["match"] = "steps" if match == "random" else match
     knobs["scope"] = "prompt" if across else "response"
@@ -58,10 +62,15 @@ def parse(name: str) -> Arm:
         config = ReasonCacheConfig(direction=direction, percentile=percentile, **knobs)
     except ConfigError as error:
         raise ValueError(f"{name!r}: {error}") from error
-    if across and percentile < 100:
-        raise ValueError(f"{name!r}: distances are not measured across responses, leave out pN")
+    if across and min(percentile, need) < 100:
+        left_out = "pN and needN"
+        raise ValueError(
+            f"{name!r}: distances are not measured across responses, leave out {left_out}"
+        )
+    if not 0 < need <= 100:
+        raise ValueError(f"{name!r}: needN must be between 1 and 100, got {need}")
     rule = filter_config(config, config.block, 1)
-    return Arm(name, rule, cached is None, percentile, across=across)
+    return Arm(name, rule, cached is None, percentile, need=need / 100, across=across)
 
 
 def _evictor(name: str) -> Arm:

@@ -2,6 +2,7 @@
 """Reads recorded responses through the KV caches of all arms; how predictions change."""
 
 import dataclasses
+import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,8 @@ class ArmCache:
         self.slots, self._block = Slots(number), arm.filter.block if arm.filter else 0
         self._rotation = reader.rotation
         self._gone = np.zeros(cache.visible.shape[1], dtype=bool)
+        # Blocks that could share, the nearest first.
+        self._ledger: list[tuple[float, BlockPair]] = []
 
     @property
     def saved(self) -> int:
@@ -46,20 +49,26 @@ class ArmCache:
         return self.slots.saved + int(np.count_nonzero(self._gone))
 
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
-        """Apply the block pairs whose distance the threshold accepts."""
+        """Apply the block pairs whose distance the threshold accepts; of an arm that shares as much
+        as it needs, the nearest so far."""
         block = self._block
         # The pipeline's rules: no position is redirected twice.
         pairs = [pair for pair in pairs if self.slots.claim(pair.dst_start, block)]
-        accepted = np.ones(len(pairs), dtype=bool)
-        if pairs and self.arm.percentile < 100:
+        accepted, distances = np.ones(len(pairs), dtype=bool), [0.0] * len(pairs)
+        if pairs and (self.arm.percentile < 100 or self.arm.need < 1):
             rotation = self._rotation if self.arm.corrected else None
             at = torch.tensor(pairs).T[..., None] + torch.arange(block)
             dst, src = at.to(self.cache.keys.device)
             shift = None if rotation is None else (dst - src).int()
             squares = DistanceKernel(self._layers(), rotation).squares(dst, src, shift)
             heads = self.cache.keys.shape[2]
-            accepted = threshold.decide(block_distances(squares, block, heads).tolist())
-        for dst_start, src_start in itertools.compress(pairs, accepted):
+            distances = block_distances(squares, block, heads).tolist()
+            if self.arm.percentile < 100:
+                accepted = threshold.decide(distances)
+        for entry in itertools.compress(zip(distances, pairs, strict=True), accepted):
+            heapq.heappush(self._ledger, entry)
+        while self._ledger and self.saved < self.arm.need * (self.cache.length - self.prompt):
+            dst_start, src_start = heapq.heappop(self._ledger)[1]
             self._read(dst_start, src_start, self)
 
     def share_across(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:

@@ -201,6 +201,18 @@ def test_random_sharing_hurts_more_than_equal_blocks(model: Any, reader: Reader)
         assert found[name] == found["dense"]
 
 
+def test_an_arm_that_needs_less_shares_less_the_nearest_first(reader: Reader) -> None:
+    text = "".join(STEP + OTHER.format(i % 3) for i in range(12))
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    arms = parse_all([ARMS[0], f"{ARMS[0]}-need5", f"{ARMS[0]}-need100"], ARMS[0])
+    found = Replay(reader, vocabulary_of(TOKENIZER), arms, ARMS[0]).scores([tokens], 6)[0]
+    every, some, all_ = (found[arm.name] for arm in arms)
+    assert all_ == every
+    block = 8 / (len(tokens) - 6)
+    assert 0.05 - block < some["saved"] < 0.05 + block
+    assert 0 < some["kl"] / some["saved"] < every["kl"] / every["saved"]
+
+
 @pytest.mark.parametrize(
     ("name", "knobs"),
     [
@@ -238,6 +250,8 @@ def test_default_arms() -> None:
         (["keydiff"], "--like must be an arm that shares"),
         (["newest-steps-8-across"], "--reasoncache-scope must be response unless match=runs"),
         (["newest-runs-8-across-p80"], "not measured across responses"),
+        (["newest-runs-8-across-need5"], "not measured across responses"),
+        (["newest-runs-8-need0"], "needN must be between 1 and 100, got 0"),
         (["newest-runs-8", "newest-runs-8-across", "keydiff"], "none may evict, got keydiff"),
     ],
 )

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 
+from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.sharing.merges import Key, Merges
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import ENDS, Pair, Setup, World, come_back, decode, retract, start
@@ -159,3 +160,19 @@ def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]]) -> None:
             same = [other for other, others in enumerate(labels) if others == label]
             assert merges.size(key(at)) == len(same)
             assert merges.is_across(key(at)) == (len({other % 2 for other in same}) > 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "at_once"),
+    [
+        ({}, False),
+        ({"when": "always"}, True),
+        ({"apply": "copy"}, True),
+        ({"policy": "reasoncache+keydiff:budget=64"}, True),
+        ({"policy": "reasoncache+quest"}, False),
+        ({"preset": "memshare"}, True),
+        ({"preset": "memshare", "when": "short"}, False),
+    ],
+)
+def test_when_blocks_share(values: dict[str, Any], at_once: bool) -> None:
+    assert ReasonCacheConfig.from_mapping(values).shares_at_once == at_once
