@@ -174,7 +174,7 @@ def test_what_no_policy_touches_is_published_as_ever() -> None:
     """A request without an eviction as a whole when it ends, an opted-out prompt chunk by chunk."""
     world = world_of(SINGLE, hard())
     req = start(world, prompt=PROMPT[:12])
-    assert world.tree.total_size() == 0
+    assert world.tree.evictable_size() == world.tree.protected_size() == 0
     decode(world, req)
     finish(world, req)
     assert world.tree.evictable_size() == 13
