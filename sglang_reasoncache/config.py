@@ -142,11 +142,6 @@ class ReasonCacheConfig:
         "shared position. aliased: all of it, for follow-up turns that keep the reasoning.",
         choices=("exact", "aliased"),
     )
-    apply: str = _setting(
-        "alias",
-        "copy: write shared KV into own slots; saves nothing, exists to verify.",
-        choices=("alias", "copy"),
-    )
     admission_credit: float = _setting(
         0.5,
         "Largest share of future output that admission counts as shared in advance.",
@@ -228,8 +223,8 @@ class ReasonCacheConfig:
 
     @property
     def shares_at_once(self) -> bool:
-        """Copies free nothing, so no shortage asks for them; a budget of positions always asks."""
-        return self.when == "always" or self.apply == "copy" or bool(self.policies.evictors)
+        """A policy's budget of positions counts what is shared, so it always asks."""
+        return self.when == "always" or bool(self.policies.evictors)
 
     @property
     def is_active(self) -> bool:

@@ -57,7 +57,7 @@ OTHER_VALUES: dict[str, Any] = dict(
     ),
     **dict(tau_strict=0.8, tau_soft=0.6, length_factor=False, use_structure=False, fixed_tau=0.75),
     **dict(structure_tolerance=2, positions="corrected", align="index", publish="aliased"),
-    **dict(apply="copy", admission_credit=0.25, calibration="seen.json", random_ratio=0.5),
+    **dict(admission_credit=0.25, calibration="seen.json", random_ratio=0.5),
     **dict(half_life=1000, encoder="sentence-bert:/models/mini:v2"),
     **dict(
         match="steps",
@@ -315,34 +315,22 @@ def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -
     refusals.check_evicting(_server_args(**{field: "torch_native"}), ReasonCacheConfig())
 
 
-def test_copies_that_would_race_are_refused_by_name() -> None:
-    """On a GPU, where SGLang launches the next forward before rows are changed."""
-    copy, alias = ReasonCacheConfig(apply="copy"), ReasonCacheConfig()
-    message = "--reasoncache-set apply=copy writes .*: add --disable-overlap-schedule"
-    with pytest.raises(ValueError, match=message):
-        refusals.check_copy(_server_args(), copy, on_gpu=True)
-    refusals.check_copy(_server_args(), copy, on_gpu=False)
-    refusals.check_copy(_server_args(), alias, on_gpu=True)
-    refusals.check_copy(_server_args(disable_overlap_schedule=True), copy, on_gpu=True)
-
-
 FA3 = dict(page_size=16, attention_backend="fa3")
 READS = "selects what a step reads, which --attention-backend fa3 does .*flashinfer"
 
 
 @pytest.mark.parametrize(
-    ("options", "apply", "message"),
+    ("options", "message"),
     [
-        ({}, "alias", "quest selects whole pages: --page-size must be at least 2 .*, got 1"),
-        (FA3, "alias", READS),
-        ({"page_size": 16}, "copy", "quest knows .* --reasoncache-set apply=copy writes"),
+        ({}, "quest selects whole pages: --page-size must be at least 2 .*, got 1"),
+        (FA3, READS),
     ],
 )
 def test_what_does_not_go_with_selection_is_refused_by_name(
-    options: dict[str, object], apply: str, message: str
+    options: dict[str, object], message: str
 ) -> None:
     policy = "reasoncache+quest:budget=64"
-    config = ReasonCacheConfig(policy=policy, apply=apply)
+    config = ReasonCacheConfig(policy=policy)
     with pytest.raises(ValueError, match=message):
         refusals.check_selector(_server_args(**options), config)
     refusals.check_selector(_server_args(**options), ReasonCacheConfig())

@@ -10,7 +10,7 @@ import torch
 
 from eval.bench.filter import tokenized
 from eval.jsonl import texts_of
-from sglang_reasoncache.cache.slot_aliases import SlotAliases
+from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
@@ -31,11 +31,12 @@ def rotations_of(traces: Sequence[Path]) -> dict[str, dict[str, Any]]:
         vocabulary, streams = tokenized(texts_of([path]))
         classes, runs, tiles, shared = TokenClasses(vocabulary), [], [], 0
         for tokens in filter(None, streams):
-            request, aliases = RequestFilter(rule, classes, vocabulary, 0), SlotAliases()
+            request, row = RequestFilter(rule, classes, vocabulary, 0), HostRow()
+            row.locate(0, range(1, len(tokens) + 1))
             for proposal in request.push(tokens):
                 for dst, src in proposal.pairs:
-                    aliases.redirect(dst, src, rule.block)
-            slots = np.array(aliases.numbers(0, len(tokens)))
+                    row.read(dst, src, rule.block, row)
+            slots = row.between(0, len(tokens)) - 1
             by = np.arange(len(tokens)) - slots
             shared += int(np.count_nonzero(by))
             ends = np.append(np.flatnonzero(np.diff(by)), len(by) - 1)

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from sglang_reasoncache.cache.host_row import UNKNOWN, HostRow
 from sglang_reasoncache.filter.proposal import Proposal
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.runs import RunGroup
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary
-from sglang_reasoncache.sharing.state import RequestState
+from sglang_reasoncache.sharing.state import Candidate, RequestState
 
 #: No response has as many positions.
 _FAR = 1 << 32
@@ -50,33 +51,35 @@ class Slots:
     """
 
     def __init__(self, number: int) -> None:
-        self._first, self._state, self.saved = number * _FAR, RequestState(), 0
+        self._first, self.saved = 1 + number * _FAR, 0
+        self._state, self._row = RequestState(), HostRow()
 
     def claim(self, start: int, length: int) -> bool:
         """False where a position was claimed before."""
-        return self._state.claim(start, length)
+        return self._state.claim(Candidate(start, start), length)
 
     def read(self, dst: int, src: int, length: int, lender: "Slots") -> list[tuple[int, int]]:
         """Positions that moved, with those of ``lender`` that they read now; none where another
         response has the slots, too, which moving would not free."""
-        known, aliases = self._state.across, self._state.slot_aliases
-        if not known.keys().isdisjoint(self._names(dst, length)):
+        lender._located(src, length)
+        if not self._row.lent.isdisjoint(self._located(dst, length)):
             return []
-        if lender is self:
-            moved = aliases.redirect(dst, src, length)
-        else:
-            names = lender._names(src, length)
-            for state in (self._state, lender._state):
-                state.across.update(dict.fromkeys(names, 0))
-            moved = aliases.assign(dst, names)
-        self.saved += len({offset for _, offset in moved})
-        return [(position, src + offset) for position, offset in moved]
+        moves = self._row.read(dst, src, length, lender._row)
+        self.saved += sum(bool(move.positions) for move in moves)
+        return [
+            (position, src + offset)
+            for offset, move in enumerate(moves)
+            for position in move.positions
+        ]
 
     def foreign(self, written: int) -> int:
         """Of so many positions those whose slot is another response's."""
-        return int(np.count_nonzero(self._state.slot_aliases.of(np.arange(written)) < 0))
+        slots = self._row.between(0, written)
+        slots = slots[slots != UNKNOWN]
+        return int(np.count_nonzero((slots - 1) // _FAR != (self._first - 1) // _FAR))
 
-    def _names(self, start: int, length: int) -> list[int]:
-        """Below 0, of no other slot of any response."""
-        numbers = self._state.slot_aliases.numbers(start, length)
-        return [-1 - self._first - number if number >= 0 else number for number in numbers]
+    def _located(self, start: int, length: int) -> list[int]:
+        """The slots of these positions: a response's first ones are its own."""
+        self._row.locate(start, range(self._first + start, self._first + start + length))
+        found: list[int] = self._row.between(start, start + length).tolist()
+        return found

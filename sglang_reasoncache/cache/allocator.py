@@ -3,7 +3,7 @@
 
 Only the way back to the free list changes: there a shared page loses one reference per
 occurrence, and stays in use until its last one. Nothing waits for the device: the host knows which
-entries of a row share, because it decided that (:class:`SlotNames`).
+entries of a row share, because it decided that (:class:`HostRow`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import SharingBudget
-from sglang_reasoncache.cache.slot_names import EVICTED, SlotNames
+from sglang_reasoncache.cache.host_row import EVICTED, HostRow
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
@@ -80,8 +80,8 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
     has_shifted_slots: bool
     #: Likewise, rows may have entries below 0, evicted positions.
     has_evicted: bool
-    #: By row; a row that is absent shares nothing.
-    names: dict[int, SlotNames]
+    #: By index in SGLang's pool of rows; a row that is absent shares nothing.
+    rows: dict[int, HostRow]
     #: Set by the prefix tree: slots or ``EVICTED``, int64 ``[entries]``, of a part of a row or of a
     #: node that begins at a position; 0: an entry that shares nothing.
     names_of: Callable[[torch.Tensor, int], np.ndarray] | None = None
@@ -100,7 +100,7 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
 
     def clear(self) -> None:
         super().clear()
-        self.references, self.names = PageReferences(), {}
+        self.references, self.rows = PageReferences(), {}
         self.has_shifted_slots = self.has_evicted = False
         self._held: list[torch.Tensor] = []
 
@@ -128,11 +128,9 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         kept = upload(np.delete(np.arange(len(first)), named), self.device)
         return Change(change.counts, torch.cat((pages[kept].to(change.freed.dtype), change.freed)))
 
-    def names_in(self, row: int, end: int = 0) -> SlotNames:
-        """Which of a row's positions share, with memory for those before ``end``."""
-        names = self.names.setdefault(row, SlotNames())
-        names.reserve(end)
-        return names
+    def row_of(self, index: int) -> HostRow:
+        """Of a live row, by its index in SGLang's pool."""
+        return self.rows.setdefault(index, HostRow())
 
     def commit(self, change: Change, *, evicts: bool = False) -> int:
         """Make a prepared change, all of it or nothing; return how many slots came back.

@@ -18,10 +18,10 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.aliased import PLAIN, AliasedComponent, Leaf, leaf_of
-from sglang_reasoncache.cache.slot_names import SlotNames
+from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import CacheInitParams, RadixKey, Request
 
-_NOTHING_SHARED = SlotNames()
+_NOTHING_SHARED = HostRow()
 
 
 def publish_aliased(params: CacheInitParams) -> None:
@@ -37,7 +37,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         # ``plugin/controller.py``, once it is made.
         self.controller: Any = None
         # Of the row whose slots are given back, and these slots, where the tree does so.
-        self._row: SlotNames = _NOTHING_SHARED
+        self._row: HostRow = _NOTHING_SHARED
         self._inserted: torch.Tensor | None = None
         super().__init__(params)
         found = self.components[compat.ComponentType.FULL]
@@ -61,8 +61,6 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """Positions in the tree that reuse a slot counted elsewhere on their path."""
         return 0 if self._aliased is None else self._aliased.aliased
 
-    alias_positions = property(count_aliases)
-
     def checkpoint_into_tree(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
         """Publish the row up to ``up_to``, less what may not be published yet; nothing where that
         cannot be told. All of ours that may fail comes before the tree changes.
@@ -81,7 +79,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         with self._contained():
             known = req, up_to, running
             end, leaf = self.token_to_kv_pool_allocator.once_more(self._publishable, *known)
-        self._row = self._names_of_row(req.kv)
+        self._row = self._host_row(req.kv)
         if self._aliased is not None:
             self._aliased.leaf = leaf
         try:
@@ -96,14 +94,13 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if running and len(req.output_ids):
             # It may have some after a retraction.
             up_to = min(up_to, len(req.origin_input_ids))
-        state = self._state_of(req)
-        first_shared = None if state is None else state.first_shared
+        state, row = self._state_of(req), self._host_row(req.kv)
+        first_shared = row.first_shared
         if state is not None and state.evicted.first is not None:
             # What was computed behind an evicted position did not see it.
             up_to = min(up_to, state.evicted.first)
-        if state is not None and state.across:
-            # Evicting what another request reads would free nothing, and be counted on.
-            up_to = min(up_to, state.slot_aliases.first(state.across.values(), up_to))
+        # Evicting what another request reads would free nothing, and be counted on.
+        up_to = row.first_lent(up_to)
         if first_shared is not None:
             assert not running, "a shared row is not published while its request runs"
             if self._aliased is None:
@@ -115,7 +112,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         key = _key(req, up_to).page_aligned(self.page_size)
         matched = sum(found for _, _, found in self._path(key))
         inexact = None if first_shared is None else max(first_shared - matched, 0)
-        names = self._names_of_row(req.kv).between(0, up_to)
+        names = row.between(0, up_to)
         of_leaf, aliases = names[matched : len(key)], list[int]()
         # What is above belongs to the tree, or is another request's copy of the same tokens.
         seen = set(names[:protected].tolist())
@@ -134,14 +131,14 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             self._inserted = None
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
-        self._row = self._names_of_row(kv)
+        self._row = self._host_row(kv)
         try:
             super().free_kv_row(kv, ranges)
         finally:
             self._row = _NOTHING_SHARED
 
-    def _names_of_row(self, kv: Any) -> SlotNames:
-        return self.token_to_kv_pool_allocator.names.get(kv.req_pool_idx, _NOTHING_SHARED)
+    def _host_row(self, kv: Any) -> HostRow:
+        return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, _NOTHING_SHARED)
 
     def _names_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
         """See ``names_of`` of the allocator. What the tree has already it gives back as views of
@@ -153,16 +150,15 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def on_release(self, req: Request, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
-        self.token_to_kv_pool_allocator.names.pop(req.kv.req_pool_idx, None)
+        row = self.token_to_kv_pool_allocator.rows.pop(req.kv.req_pool_idx, _NOTHING_SHARED)
         if self.controller is not None:
-            self.controller.on_release(req)
+            self.controller.on_release(req, row)
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
         """Whether the row of any of ``reqs`` may name a slot away from its cached position: behind
         its first inexact position, and what is below an inexact node is inexact."""
         return self.token_to_kv_pool_allocator.has_shifted_slots and any(
-            self._is_inexact(req.last_node)
-            or ((state := self._state_of(req)) is not None and state.first_shared is not None)
+            self._is_inexact(req.last_node) or self._host_row(req.kv).first_shared is not None
             for req in reqs
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_reasoncache.cache.slot_names import EVICTED
+from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import ReqToTokenPool, Request
 from sglang_reasoncache.eviction.held import (
@@ -187,7 +187,7 @@ class EvictionController:
         asked = state.asked.get(name)
         try:
             if asked is None:
-                slots = written - state.evicted.count - state.live_positions
+                slots = written - state.evicted.count - self._row(req).shared
                 excess = policy.excess(written, slots)
                 if not excess > 0 or not self._pressure.lets(name):
                     return []
@@ -236,7 +236,7 @@ class EvictionController:
             owned=first,
             page=self._page,
             held=held,
-            slot_aliases=state.slot_aliases.of(held),
+            slot_aliases=self._row(req).first_readers(held),
             seed=zlib.crc32(array("q", req.origin_input_ids)),
             keys=HeldKeys(self._keys, row, held, reads),
             attention=NoAttention()
@@ -278,8 +278,9 @@ class EvictionController:
         where = row, upload(positions, rows.device)
         slots = rows[where]
         gone = torch.full_like(slots, -1)
-        names = self._allocator.names_in(row, int(positions.max()) + 1)
-        change = self._allocator.prepare_named(slots, names.at(positions))
+        known = self._row(req)
+        known.reserve(int(positions.max()) + 1)
+        change = self._allocator.prepare_named(slots, known.at(positions))
         state.evicted.reserve(written)
         # All ranks are prepared: what follows does not fail.
         self._keys.ranks.agree()
@@ -289,14 +290,16 @@ class EvictionController:
         except BaseException:
             self._rows.write(where, slots)
             raise
-        names.set(positions, EVICTED)
+        known.unset(positions)
         for evict in allowed:
             state.evicted.add(evict, written)
-        # What did not come back has another name: one reference less to count.
-        state.live_positions -= len(positions) - freed
         self.positions_now += len(positions)
         stats.positions_evicted += len(positions)
         stats.slots_freed_by_eviction += freed
+
+    def _row(self, req: Request) -> HostRow:
+        found: HostRow = self._allocator.row_of(req.kv.req_pool_idx)
+        return found
 
     def forget(self, state: RowState) -> int:
         """The row is gone; returns how many of its positions were evicted."""

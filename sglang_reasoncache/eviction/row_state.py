@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which entries of one request's row are evicted or name a slot twice, and which may be evicted.
+"""Which positions of one request are evicted, and which may be.
 
 The one place that checks what an evicting policy returns."""
 
@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sglang_reasoncache.cache.slot_aliases import SlotAliases
-from sglang_reasoncache.cache.slot_names import grown
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.held import Reads
 from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
@@ -86,7 +84,9 @@ class EvictedPositions:
 
     def reserve(self, end: int) -> None:
         """Have memory for positions before ``end``."""
-        self._mask = grown(self._mask, end)
+        size = len(self._mask)
+        if end > size:
+            self._mask = np.pad(self._mask, (0, max(end, 2 * size, 256) - size))
 
     def held(self, written: int) -> np.ndarray:
         """int64, ascending: positions of ``[0, written)`` that were not evicted."""
@@ -146,8 +146,6 @@ class Asked(NamedTuple):
 class RowState:
     """Of one request."""
 
-    live_positions: int = 0  # row positions less the slots that they name
-    slot_aliases: SlotAliases = field(default_factory=SlotAliases)
     evicted: EvictedPositions = field(default_factory=EvictedPositions)
     #: Policy -> written positions of the row before which it does not run again.
     next_eviction: dict[str, int] = field(default_factory=dict)
@@ -156,8 +154,6 @@ class RowState:
 
     def forget_row(self) -> None:
         """The row is gone (finished, aborted or retracted)."""
-        self.live_positions = 0
         self.next_eviction.clear()
         self.asked.clear()
         self.evicted.forget_row()
-        self.slot_aliases = SlotAliases()

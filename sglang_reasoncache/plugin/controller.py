@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import SharingForecast
+from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
@@ -76,25 +77,22 @@ class Controller:
         if self.report.disabled is None:
             self.containment.together(self._poll_prompts, (req,), (written,))
 
-    def on_release(self, req: Request) -> None:
-        """The row is gone: the request finished, was aborted or retracted."""
+    def on_release(self, req: Request, row: HostRow) -> None:
+        """``row`` is gone: the request finished, was aborted or retracted."""
         with self.containment:
-            self._on_release(req, state_of(req))
+            self._on_release(req, state_of(req), row)
 
-    def _on_release(self, req: Request, state: RequestState | None) -> None:
-        shared = evicted = across = shareable = 0
+    def _on_release(self, req: Request, state: RequestState | None, row: HostRow) -> None:
+        evicted = shareable = 0
         if state is not None:
-            # SGLang's own books rely on these; nothing that fails comes before them.
-            shared = state.live_positions
-            self.pipeline.give_up(state, shared)
+            # SGLang's own books rely on it; nothing that fails comes before.
             evicted = self.eviction.forget(state)
-            across = len(state.across)
         try:
             if state is not None:
                 shareable = self.pipeline.ledger.slots_of(req)
                 self.pipeline.forget(req)
             if req.finished():
-                self._on_end(req, state, shared, evicted, shareable)
+                self._on_end(req, state, row, evicted, shareable)
             elif state is not None and state.followed is not None:
                 state.followed.join(False)
             if state is not None:
@@ -102,14 +100,13 @@ class Controller:
         finally:
             if state is not None:
                 state.forget_row()
-        if shared + evicted + across and not self.saved_positions:
+        if (row.shared or evicted or row.lent) and not self.saved_positions:
             self.report.publish()
 
     def _on_end(
-        self, req: Request, state: RequestState | None, shared: int, evicted: int, shareable: int
+        self, req: Request, state: RequestState | None, row: HostRow, evicted: int, shareable: int
     ) -> None:
-        """A request finished or was aborted; ``shared``, ``evicted``, ``shareable``: positions of its
-        row."""
+        """A request finished or was aborted; ``evicted``, ``shareable``: positions of its ``row``."""
         ended = not isinstance(req.finished_reason, compat.FINISH_ABORT)
         if ended and state is None:
             self.tracker.count(req)
@@ -118,15 +115,15 @@ class Controller:
                 self.stats.request_finished(0, positions)
         elif ended and state is not None and state.takes_part:
             of_output = state.evicted.count_from(len(req.origin_input_ids))
-            self.forecast.observe(shared + shareable + of_output, len(req.output_ids))
-            self.report.request_finished(req, state, shared + state.foreign, evicted)
+            self.forecast.observe(row.shared + shareable + of_output, len(req.output_ids))
+            self.report.request_finished(req, state, row.shared + row.foreign, evicted)
         if state is not None and state.followed is not None:
             state.followed.close()
 
     def reset(self) -> None:
         """The cache was flushed; SGLang does that only when nothing runs."""
         with self.containment:
-            self.pipeline.reset()
+            self.pipeline.drop()
             self.eviction.reset()
             self.stats.reset()
             self.tracker.reset()
@@ -201,9 +198,11 @@ class Controller:
         saved = self.pipeline.saved + self.pipeline.ledger.slots
         for req in running:
             state = self.tracker.follow(req)
-            if state.recomputed and state.followed is not None:
-                state.followed.join(True)
-            if state.recomputed or state.pending:
+            if state.row is None:
+                state.row = self.pipeline.redirector.row_of(req)
+                if state.followed is not None:
+                    state.followed.join(True)
+            if state.pending:
                 self.pipeline.requeue(req, state)
             logical += req.kv.kv_allocated_len
             output += len(req.output_ids)
@@ -235,10 +234,7 @@ class Controller:
         self, req: Request, state: RequestState, written: int | None = None, ask: bool = True
     ) -> None:
         if state.takes_part:
-            shared, evicted = state.live_positions, state.evicted.count
-            try:
-                self.eviction.poll(req, state, self.stats, written, ask)
-            finally:
-                self.pipeline.within += state.live_positions - shared
+            evicted = state.evicted.count
+            self.eviction.poll(req, state, self.stats, written, ask)
             if state.evicted.count > evicted:
                 self.pipeline.evicted(req)

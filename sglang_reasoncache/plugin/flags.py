@@ -131,7 +131,6 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
 
     check_encoder(config, server_args.tp_size)
     on_gpu = server_args.device != "cpu" and torch.cuda.is_available()
-    refusals.check_copy(server_args, config, on_gpu)
     if not on_gpu:
         # Compiled before the scheduler processes want them.
         try:

@@ -116,15 +116,6 @@ def _refuse(subject: str, found: list[str]) -> None:
         raise ValueError(f"{subject} cannot be combined with: {'; '.join(found)}")
 
 
-def check_copy(args: ServerArgs, config: ReasonCacheConfig, on_gpu: bool) -> None:
-    """Raises ValueError where copies would race with the forward in flight."""
-    if config.apply == "copy" and on_gpu and not args.disable_overlap_schedule:
-        raise ValueError(
-            f"{flag_of('apply')}=copy writes slots that the forward in flight reads, on a GPU with "
-            "the overlap schedule: add --disable-overlap-schedule, or use apply=alias"
-        )
-
-
 def check_evicting(args: ServerArgs, config: ReasonCacheConfig) -> None:
     """Raises ValueError where a flag asks for attention that reads evicted positions."""
     for backend in _other_backends(args) if config.policies.evictors else ():
@@ -137,11 +128,6 @@ def check_selector(args: ServerArgs, config: ReasonCacheConfig) -> None:
     if selector is None:
         return
     check_selected_page(selector.name, args.page_size or 1)
-    if config.apply == "copy":
-        reason = (
-            f"knows pages by the keys that attention wrote; {flag_of('apply')}=copy writes others"
-        )
-        raise of_policy(selector.name, reason)
     for backend in _other_backends(args):
         raise reads_everything(selector.name, backend)
 

@@ -28,10 +28,10 @@ from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.report import Report, SharingMetrics
 from sglang_reasoncache.plugin.step_filter import make_encoder, reasoning_markers
-from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey
 from sglang_reasoncache.sharing.measure import BlockMeter
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
+from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
@@ -82,20 +82,17 @@ class ServerParts:
         self.config, self.uncorrected = attention.resolve_positions(asked, parts, runner)
         config = self.config
         attention.check_policies(config, self.attention, runner)
-        if config.publish == "aliased" and config.apply == "alias":
+        if config.publish == "aliased":
             publish_aliased(params)
         tree: SharedRadixCache
         tree = compat.create_unified_radix_cache(context, cache_class=SharedRadixCache)
         self.controller = controller = self._controller(context, tree)
         tree.controller = controller
         self.allocator.once_more = controller.containment.once_more
-        if config.apply == "alias":
-            self.allocator.shareable, self.allocator.reclaim = (
-                controller.shareable,
-                controller.reclaim,
-            )
-            self.allocator.refused = controller.pipeline.refused
-        if config.admission_credit > 0 and config.apply == "alias":
+        self.allocator.shareable = controller.shareable
+        self.allocator.reclaim = controller.reclaim
+        self.allocator.refused = controller.pipeline.refused
+        if config.admission_credit > 0:
             self.allocator.credit_source = lambda: controller.forecast.credit
         return tree
 
@@ -122,14 +119,14 @@ class ServerParts:
             engine = FilterProcess(knobs, vocabulary, ids, config.max_pending, *encoder)
         groups = config.scope == "prompt"
         tracker = RequestTracker(engine, stats, ranks, markers, groups)
-        acceptor = Acceptor(self.allocator, rows, meter, copies=config.apply == "copy")
+        redirector = Redirector(self.allocator, rows, stats, ranks, config.min_age)
         # Each rank holds other weights.
         key = agreed(ranks, self._calibration_key(context, block))
         path = context.server_args.model_path
         writes = context.tp_rank == 0
         threshold = CalibratedThreshold(config, key, path, writes, agree=ranks.first)
         use = functools.partial(pool_use, self.allocator, tree)
-        parts = tracker, meter, acceptor, threshold, block, config.min_age, config.shares_at_once
+        parts = tracker, meter, redirector, threshold, block, config.min_age, config.shares_at_once
         pipeline = BlockPipeline(*parts, use)
         weights = None
         if self.attention.statistics is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.row_state import written_positions
 from sglang_reasoncache.sharing.state import Candidate, has_row, state_of
@@ -44,19 +45,18 @@ class BlockProposal:
     """Redirect positions ``[dst_start, dst_start + length)`` of ``req`` to the slots of ``[src_start, ...)``.
 
     All other positions with the slots of the destination move too, so these are free. Either may
-    come first in the response. Positions are logical: index into prompt plus output. ``row``
-    counts the request's rows: a proposal for an earlier row is void. The slots are those that rows
-    name when it shares, so a source that is itself shared resolves to the slot that holds its
-    KV. ``source`` is another request in whose row number ``source_row`` the source lies; None: in
-    the same row.
+    come first in the response. Positions are logical: index into prompt plus output. The slots are
+    those that rows name when it shares, so a source that is itself shared resolves to the slot that
+    holds its KV. ``source``: another request, whose block is read; None: the same. A proposal is void
+    once the row of either is gone: ``row`` and ``source_row``.
     """
 
     req: Request
     candidate: Candidate
     length: int
-    row: int = 0
-    source: Request | None = None
-    source_row: int = 0
+    row: HostRow | None
+    source: Request | None
+    source_row: HostRow | None
 
     @property
     def dst_start(self) -> int:
@@ -86,7 +86,7 @@ def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal
     state, other = state_of(req), state_of(lender)
     if state is None or other is None or not _has_row(req, block.row):
         return Refusal.LATE
-    if across and not _has_row(lender, block.source_row):
+    if not _has_row(lender, block.source_row):
         return Refusal.LATE
     if block.dst_start < req.kv.cache_protected_len:
         # The prefix tree owns these; another request may read them.
@@ -110,7 +110,6 @@ def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal
     return None
 
 
-def _has_row(req: Request, row: int) -> bool:
-    """Whether it is the ``row``-th one."""
+def _has_row(req: Request, row: HostRow | None) -> bool:
     state = state_of(req)
-    return state is not None and state.row == row and has_row(req)
+    return state is not None and state.row is row and has_row(req)

@@ -16,12 +16,15 @@ _DEAD = 1024
 
 @dataclass(eq=False)
 class Entry:
-    """A block whose rows are located. ``distance``: of its KV to that of its source; ``slots``: how
-    many come back when it shares."""
+    """A block whose slots are located. ``distance``: of its KV to that of its source."""
 
     block: BlockProposal
     distance: float
-    slots: int
+
+    @property
+    def slots(self) -> int:
+        """How many come back when it shares."""
+        return self.block.length
 
 
 class Ledger:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the pool for a batch of block pairs: slots, distances, copies."""
+"""Reads the pool for a batch of block pairs: slots and distances."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import KVPool
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
-from sglang_reasoncache.kernels.paged import read_keys
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.sharing.decision import BlockProposal
 
@@ -97,15 +96,3 @@ class BlockMeter:
         sums = measured.sums
         self._ranks.add(sums)
         return block_distances(sums, measured.block, self._num_heads).tolist()
-
-    def copy(self, rows: torch.Tensor, positions: torch.Tensor, src_slots: torch.Tensor) -> None:
-        """Write K and V of slots into those of positions (``apply=copy``).
-
-        All int64 ``[n]``; ``rows`` are the requests'.
-        """
-        dst_slots = self._rows[rows, positions].long()
-        shift = self._shift(src_slots, positions)
-        for keys, values in self._layers:
-            # Slots used where they were cached are copied bit for bit.
-            keys[dst_slots] = read_keys(keys, src_slots, shift, self.rotation).to(keys.dtype)
-            values[dst_slots] = values[src_slots]

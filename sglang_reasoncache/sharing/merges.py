@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: A request's number, the number of its row, and a position.
-Key = tuple[int, int, int]
+#: A row's number and a position.
+Key = tuple[int, int]
 
 
 class Merges:

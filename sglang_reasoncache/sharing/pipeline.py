@@ -11,24 +11,22 @@ import collections
 import math
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
 
-from sglang_reasoncache.cache.slot_aliases import SlotAliases
+from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.eviction.row_state import written_positions
 from sglang_reasoncache.filter.proposal import StepResult
-from sglang_reasoncache.sharing.acceptor import Acceptor, Redirection
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
 from sglang_reasoncache.sharing.ledger import Entry, Ledger
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.merges import Key
+from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.state import Candidate, RequestState, has_row, state_of
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Finished steps taken from the engine at once, unless their blocks fill a batch before.
 _TAKE_LIMIT = 256
-#: Blocks measured at once, and as many applied in one poll: many steps may end together.
+#: Blocks measured at once: many steps may end together.
 _MAX_BATCH = 256
 #: Positions that move together: more save little and cost the scheduler's thread time.
 MAX_READERS = 16
@@ -42,17 +40,6 @@ _LEAST_RECLAIMED = 64
 Batch = list[BlockProposal]
 
 
-class Planned(NamedTuple):
-    """A block that will be applied, how many slots that frees, and how many of them another request
-    keeps instead."""
-
-    block: BlockProposal
-    state: RequestState
-    redirections: list[Redirection]
-    saved: int
-    across: int
-
-
 class BlockPipeline:
     """One per scheduler. A batch is judged when its distances have arrived on all ranks.
 
@@ -64,14 +51,14 @@ class BlockPipeline:
         block: Tokens per block.
         tracker: Of the requests whose blocks these are.
         ledger: Accepted blocks that do not share yet.
-        within: Slots that the running requests do without by sharing with themselves.
+        redirector: Makes them share.
     """
 
     def __init__(
         self,
         tracker: RequestTracker,
         meter: BlockMeter,
-        acceptor: Acceptor,
+        redirector: Redirector,
         threshold: CalibratedThreshold,
         block: int,
         min_age: int = 0,
@@ -79,22 +66,22 @@ class BlockPipeline:
         use: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.threshold, self.meter, self.block = threshold, meter, block
-        self.ledger, self.within, self.at_once = Ledger(), 0, at_once
+        self.ledger, self.redirector, self.at_once = Ledger(), redirector, at_once
         self._use, self._refused, self._measures = use, 0, False
-        self.tracker, self._acceptor = tracker, acceptor
-        self._stats, self._ranks, self._min_age = tracker.stats, tracker.ranks, min_age
+        self.tracker, self._stats, self._ranks = tracker, tracker.stats, tracker.ranks
+        self._min_age, self._page = min_age, redirector.page
         self._waiting: collections.deque[Batch] = collections.deque()
         self._in_flight: tuple[Batch, Measurement] | None = None
 
     @property
     def saved(self) -> int:
         """Slots that the running requests do without by sharing."""
-        return self._acceptor.saved
+        return self.redirector.saved
 
     @property
     def across(self) -> int:
         """Those of them that several requests share."""
-        return self.saved - self.within
+        return self.saved - self.redirector.within
 
     def advance(self) -> None:
         """Bring block pairs as far as they come without waiting, or ``_MAX_BATCH`` of them.
@@ -135,7 +122,6 @@ class BlockPipeline:
     def requeue(self, req: Request, state: RequestState) -> None:
         """A poll found ``req`` with its row: its blocks that wait are measured, if their sources have
         theirs, and if SGLang may be short of slots soon."""
-        state.recomputed = False
         if not self._measures:
             return
         waiting, state.pending = state.pending, []
@@ -172,15 +158,6 @@ class BlockPipeline:
                 self.ledger.remove(entry)
                 self._refuse(entry.block, refusal)
 
-    def give_up(self, state: RequestState, positions: int) -> None:
-        """As many positions share no slot of their row any more."""
-        state.live_positions -= positions
-        self.within -= positions
-
-    def reset(self) -> None:
-        self.within = 0
-        self.drop()
-
     def drop(self) -> None:
         """Forget what is on its way."""
         self._waiting.clear()
@@ -202,8 +179,7 @@ class BlockPipeline:
             for block in self._blocks(req, result):
                 if not self._allows(block):
                     continue
-                if state.claim(block.dst_start, block.length):
-                    state.candidates[block.dst_start] = block.candidate
+                if state.claim(block.candidate, block.length):
                     if self._measures:
                         blocks.append(block)
                     else:
@@ -227,12 +203,9 @@ class BlockPipeline:
 
     def _block(self, req: Request, candidate: Candidate, source: Request) -> BlockProposal:
         """``source``: in whose row ``src_start`` is, as the rows are now."""
-        at = req, candidate, self.block, _state_of(req).row
-        return (
-            BlockProposal(*at)
-            if source is req
-            else BlockProposal(*at, source, _state_of(source).row)
-        )
+        other = None if source is req else source
+        rows = _state_of(req).row, _state_of(source).row
+        return BlockProposal(req, candidate, self.block, rows[0], other, rows[1])
 
     def _launch(self) -> bool:
         """Measure the next blocks; False when none waits."""
@@ -262,130 +235,40 @@ class BlockPipeline:
             if i in too_far:
                 self._refuse(block, Refusal.DISTANCE if threshold.is_warm else Refusal.WARMUP)
                 continue
-            self._acceptor.locate(block.req, block.dst_start, dst_slots[i])
-            self._acceptor.locate(block.lender, block.src_start, src_slots[i])
-            refusal = self._refusal_of_merge(block)
+            assert block.row is not None and block.source_row is not None, "it is allowed"
+            block.row.locate(block.dst_start, dst_slots[i])
+            block.source_row.locate(block.src_start, src_slots[i])
+            refusal = self.redirector.refusal_of(block) or self._refusal_of_merge(block)
             if refusal is None:
                 block.candidate.accepted = True
-                slots = 0 if self._acceptor.copies else block.length
-                self.ledger.add(Entry(block, distances[i], slots))
+                self.ledger.add(Entry(block, distances[i]))
             else:
                 self._refuse(block, refusal)
 
     def _refusal_of_merge(self, block: BlockProposal) -> Refusal | None:
         """What only other blocks tell; None lets it have the positions of its source."""
-        refusal = self._refusal_of_slots(block)
-        if refusal is not None:
-            return refusal
-        merges, dst, src = (
-            _state_of(block.req).merges,
-            self._keys(block, True),
-            self._keys(block, False),
-        )
+        merges = _state_of(block.req).merges
+        dst = self._keys(block.row, block.dst_start)
+        src = self._keys(block.source_row, block.src_start)
         if any(merges.is_across(key) for key in dst):
             return Refusal.ACROSS
         if max(merges.size(key) for key in dst) > MAX_READERS:
             return Refusal.READERS
         return None if merges.join(dst, src) else Refusal.SAME_SLOTS
 
-    def _keys(self, block: BlockProposal, dst: bool) -> list[Key]:
-        """Of its pages."""
-        req, start = (block.req, block.dst_start) if dst else (block.lender, block.src_start)
-        state = _state_of(req)
-        at = range(start, start + block.length, self._acceptor.page)
-        return [(state.number, state.row, position) for position in at]
-
-    def _refusal_of_slots(self, block: BlockProposal) -> Refusal | None:
-        """What only the slots tell."""
-        if block.source is not None:
-            lent = self._aliases(block.source).numbers(block.src_start, block.length)
-            if any(0 <= number < block.source.kv.cache_protected_len for number in lent):
-                return Refusal.TREE_OWNED
-        dst = self._acceptor.slots(block.req, block.dst_start, block.length)
-        if dst == self._acceptor.slots(block.lender, block.src_start, block.length):
-            return Refusal.SAME_SLOTS
-        if not _state_of(block.req).across.keys().isdisjoint(dst):
-            return Refusal.ACROSS
-        return None
+    def _keys(self, row: HostRow | None, start: int) -> list[Key]:
+        """Of the pages of a block."""
+        assert row is not None, "it is allowed"
+        return [(row.number, at) for at in range(start, start + self.block, self._page)]
 
     def _share(self, wanted: float) -> None:
-        """Redirect blocks of the ledger, not many more than ``_MAX_BATCH``, until ``wanted`` slots
-        will have come back."""
-        planned: list[Planned] = []
-        saved = moved = 0
-        try:
-            while saved < wanted and moved < _MAX_BATCH:
-                entry = self.ledger.take()
-                if entry is None:
-                    break
-                block = entry.block
-                refusal = self._refusal_of(block) or self._refusal_of_slots(block)
-                if refusal is not None:
-                    self._stats.blocks_missed += 1
-                    self._refuse(block, refusal)
-                    continue
-                planned.append(self._planned(block))
-                saved += planned[-1].saved
-                moved += 1 + len(planned[-1].redirections) // self.block
-            redirections = [entry for each in planned for entry in each.redirections]
-            if not redirections:
-                return
-            commit = self._acceptor.prepare(redirections)
-            # All ranks are prepared: what follows does not fail, except where it copies.
-            self._ranks.agree()
-            for each in planned:
-                each.state.mark_shared(entry.position for entry in each.redirections)
-            commit()
-        finally:
-            self._acceptor.planned.clear()
-        for each in planned:
-            self._count(each)
-
-    def _planned(self, block: BlockProposal) -> Planned:
-        """What changes in the request's row. Ahead of it: only what shares or evicts reads this,
-        which a failure ends; and what is marked as read across only stays where it is."""
-        state, aliases, across = _state_of(block.req), self._aliases(block.req), 0
-        dst_slots = self._acceptor.slots(block.req, block.dst_start, block.length)
-        src_slots = self._acceptor.slots(block.lender, block.src_start, block.length)
-        if block.source is None:
-            moved = aliases.redirect(block.dst_start, block.src_start, block.length)
-        else:
-            lent = self._aliases(block.source).numbers(block.src_start, block.length)
-            for slot, number in zip(src_slots, lent, strict=True):
-                _state_of(block.source).across.setdefault(slot, number)
-            across = sum(slot not in state.across for slot in set(src_slots))
-            numbers = [state.across.setdefault(slot, -1 - slot) for slot in src_slots]
-            moved = aliases.assign(block.dst_start, numbers)
-        rows = block.req.kv.req_pool_idx, block.lender.kv.req_pool_idx
-        redirections = [
-            Redirection(
-                *(rows[0], position, dst_slots[offset], src_slots[offset]),
-                *(block.src_start + offset, rows[1]),
-            )
-            for position, offset in moved
-            # An evicted position has no slot any more.
-            if not state.evicted.any_in(position, position + 1)
-        ]
-        self._acceptor.plan(redirections)
-        return Planned(block, state, redirections, len({offset for _, offset in moved}), across)
-
-    def _count(self, planned: Planned) -> None:
-        """A block was applied."""
-        block, state, _, saved, across = planned
-        candidate, fresh = block.candidate, not block.candidate.written
-        candidate.written = written_positions(block.req)
-        state.shared.append(candidate)
-        self._stats.blocks_reapplied += not fresh
-        self._stats.blocks_shared += fresh
-        self._stats.blocks_shared_across += block.source is not None and fresh
-        if not self._acceptor.copies:
-            self.give_up(state, across - saved)
-            state.foreign += across
-            self._stats.slots_saved_total += saved
-            self._stats.slots_saved_across_total += across
+        """Have blocks share, not many more than fill a batch, until ``wanted`` slots came back."""
+        for block, refusal in self.redirector.share(self.ledger, wanted):
+            self._stats.blocks_missed += 1
+            self._refuse(block, refusal)
 
     def _refusal_of(self, block: BlockProposal) -> Refusal | None:
-        return refusal_of(block, self._min_age, self._acceptor.page)
+        return refusal_of(block, self._min_age, self._page)
 
     def _allows(self, block: BlockProposal) -> bool:
         """Ask the rules; what they refuse is counted."""
@@ -401,14 +284,9 @@ class BlockPipeline:
             return
         if refusal is not Refusal.LATE:
             del state.candidates[block.dst_start]
-        elif state.row == block.row and not state.recomputed:
+        elif state.row is not None and state.row is block.row:
             # Its source has no row.
             state.pending.append(candidate)
-
-    def _aliases(self, req: Request) -> SlotAliases:
-        """What holds the same KV in a request: in one slot, or copied."""
-        state = _state_of(req)
-        return state.copied if self._acceptor.copies else state.slot_aliases
 
 
 def _state_of(req: Request) -> RequestState:

@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from weakref import ref
 
-from sglang_reasoncache.cache.slot_aliases import SlotAliases
+from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.row_state import RowState
 from sglang_reasoncache.filter.process import FilterProcess
@@ -46,7 +43,7 @@ class Candidate:
 
 
 class PromptGroup:
-    """Requests with the same prompt, while any of them lives; ``number`` is no other one's, ever."""
+    """Requests with the same prompt, while any of them lives. ``number``: unique per process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -106,57 +103,36 @@ class RequestState(RowState):
         followed: The request in the step engine; None when it opted out, or nothing shares.
         takes_part: False when it opted out: its row is never touched.
         fed: Output tokens already handed to the engine.
-        number: No other request's, ever.
-        row: Counts the rows this request has had.
-        recomputed: The row was computed again after a retraction, and no poll has seen it yet.
+        row: Its row, once a poll has seen that all of it was computed; None until then, and again after
+            a retraction.
         candidates: Blocks that may share, or do, by ``dst_start``; they outlive a retraction.
         pending: Those of them that wait to be measured: for a row, their own or their source's, or
             until SGLang may be short of slots.
         shared: Those that share in this row, in order.
-        across: Slots that another request had, too, with their numbers in ``slot_aliases``
-            (``copied``). They stay where they are: moving would free none.
-        foreign: Slots of other requests that it read in place of its own.
-        claimed: Starts of all blocks that passed the rules, ascending; they do not overlap.
-        first_shared: Lowest redirected position, None while there is none.
-        copied: Which positions hold the same KV, each in its own slot (``apply=copy``).
         merges: Of its group's positions, or its own; those of earlier rows stay in it.
     """
 
     followed: Followed | None = None
     takes_part: bool = True
     fed: int = 0
-    number: int = field(default_factory=itertools.count().__next__)
-    row: int = 0
-    recomputed: bool = False
+    row: HostRow | None = None
     candidates: dict[int, Candidate] = field(default_factory=dict)
     pending: list[Candidate] = field(default_factory=list)
     shared: list[Candidate] = field(default_factory=list)
-    across: dict[int, int] = field(default_factory=dict)
-    foreign: int = 0
-    claimed: list[int] = field(default_factory=list)
-    first_shared: int | None = None
-    copied: SlotAliases = field(default_factory=SlotAliases)
     merges: Merges = field(default_factory=Merges)
 
-    def claim(self, start: int, length: int) -> bool:
-        """Keep positions for one block; False where another one, of the same length, overlaps."""
-        at = bisect.bisect_right(self.claimed, start - length)
-        if at < len(self.claimed) and self.claimed[at] < start + length:
+    def claim(self, candidate: Candidate, length: int) -> bool:
+        """Make it one of ``candidates``; False where another one has some of its positions."""
+        start = candidate.dst_start
+        if any(at in self.candidates for at in range(start - length + 1, start + length)):
             return False
-        self.claimed.insert(at, start)
+        self.candidates[start] = candidate
         return True
-
-    def mark_shared(self, positions: Iterable[int]) -> None:
-        known = () if self.first_shared is None else (self.first_shared,)
-        self.first_shared = min((*known, *positions), default=None)
 
     def forget_row(self) -> None:
         # First what cannot fail.
-        self.row += 1
-        self.recomputed = True
-        self.first_shared = None
+        self.row = None
         super().forget_row()
-        self.copied, self.across, self.foreign = SlotAliases(), {}, 0
         self.shared = []
         self.pending = list(self.candidates.values())
 
@@ -176,10 +152,10 @@ def is_running(req: Request) -> bool:
 
 
 def has_row(req: Request) -> bool:
-    """Whether a request runs with a row that was looked at since it was last recomputed. One that is
-    being recomputed may not even have slots yet."""
+    """Whether a request runs with a row that a poll has seen whole. Of one that is being computed again
+    some positions may not even have slots."""
     state = state_of(req)
-    return state is not None and not state.recomputed and is_running(req)
+    return state is not None and state.row is not None and is_running(req)
 
 
 def asks_to_share(custom_params: object) -> bool:

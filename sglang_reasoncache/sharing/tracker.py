@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
+from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.filter.process import FilterProcess
@@ -100,17 +101,17 @@ class RequestTracker:
     def describe_groups(self, most: int) -> list[dict[str, Any]]:
         """JSON: groups of several running requests, at most so many, those first that read most of each
         other."""
-        members: dict[PromptGroup, list[tuple[Request, RequestState]]] = {}
+        members: dict[PromptGroup, list[tuple[Request, HostRow]]] = {}
         for req in list(self._requests.values()):
             state = state_of(req) if is_running(req) else None
-            if state is not None and state.followed is not None and state.followed.group:
-                members.setdefault(state.followed.group, []).append((req, state))
+            if state is not None and state.row and state.followed and state.followed.group:
+                members.setdefault(state.followed.group, []).append((req, state.row))
         described = [
             {
                 "prompt_tokens": len(group[0][0].origin_input_ids),
                 "requests": len(group),
-                "slots_saved_within_now": sum(state.live_positions for _, state in group),
-                "slots_read_across": sum(state.foreign for _, state in group),
+                "slots_saved_within_now": sum(row.shared for _, row in group),
+                "slots_read_across": sum(row.foreign for _, row in group),
             }
             for group in members.values()
             if len(group) > 1

@@ -34,7 +34,7 @@ from tests.property.world import (
     retract,
     start,
 )
-from tests.unit.test_pipeline import SlowMeter, arrive, state, used
+from tests.unit.test_pipeline import SlowMeter, arrive, used
 
 ALIASED = Setup(page=1, block=4, slots=200, publish="aliased")
 #: Positions of :func:`start`'s request whose KV is there, all but the first of them its own.
@@ -278,7 +278,7 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
     retract(world, req)
     prefill(world, req)
     written = np.arange(len(world.row(req)))
-    assert (state(world, req).slot_aliases.of(written) == written).all()
+    assert (world.allocator.row_of(req.kv.req_pool_idx).first_readers(written) == written).all()
     req.output_ids.append(9)
     world.meter.arrived = False  # type: ignore[attr-defined]
     asked = world.controller.stats.eviction_decisions
@@ -289,7 +289,12 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
     world.meter.arrived = True  # type: ignore[attr-defined]
     world.controller.after_decode([req])
     assert evicted(world, req) == gone and world.controller.pipeline.saved == live
-    assert state(world, req).slot_aliases.of(written)[24:28].tolist() == [8, 9, 10, 11]
+    assert world.allocator.row_of(req.kv.req_pool_idx).first_readers(written)[24:28].tolist() == [
+        8,
+        9,
+        10,
+        11,
+    ]
     # Later it runs as before.
     steps(world, req, 20)
     assert len(evicted(world, req)) > len(gone) and refusals(world) == {}

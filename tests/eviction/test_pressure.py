@@ -140,5 +140,5 @@ def test_sharing_comes_first() -> None:
     grow(world, "b", 100 - used(world) + 4)
     assert use(world) > 0.5
     world.controller.after_decode([req])
-    assert state(world, req).live_positions == 8
+    assert world.allocator.row_of(req.kv.req_pool_idx).shared == 8
     assert evicted(world, req) == 0

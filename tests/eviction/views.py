@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from sglang_reasoncache.cache.slot_aliases import SlotAliases
+from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.eviction.policies.contract import (
     Attention,
     Eviction,
@@ -67,15 +67,16 @@ def view(
     """``prompt``: None: as much as is not the request's own."""
     held = np.setdiff1d(np.arange(written), np.fromiter(gone, dtype=np.int64))
     given = GivenKeys(torch.zeros(1, len(held), 1, 2) if keys is None else keys)
-    slot_aliases = SlotAliases()
+    row = HostRow()
+    row.locate(0, range(1, written + 1))
     for dst, src, length in shared:
-        slot_aliases.redirect(dst, src, length)
+        row.read(dst, src, length, row)
     attention: Attention = NoAttention()
     if weights is not None:
         assert weights.shape[1] == len(held)
         attention = GivenWeights(weights)
     prompt = owned if prompt is None else prompt
-    aliases = slot_aliases.of(held)
+    aliases = row.first_readers(held)
     return RequestView(prompt, written, owned, page, held, aliases, seed, given, attention)
 
 

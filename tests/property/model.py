@@ -83,8 +83,6 @@ class Track:
     returned: bool = False
     #: Positions of the row before a retraction, to be evicted again.
     evicted_again: set[int] = field(default_factory=set)
-    #: Every block that was allowed, of this row and of earlier ones.
-    claimed: list[Pair] = field(default_factory=list)
     #: Where the next redirected block may start.
     frontier: int = 0
     #: Tokens the prefill in progress has to reach.
@@ -106,8 +104,8 @@ class Track:
 class Memory:
     """The model of one world."""
 
-    def __init__(self, world: World, block: int, copies: bool) -> None:
-        self.world, self.block, self.copies = world, block, copies
+    def __init__(self, world: World, block: int) -> None:
+        self.world, self.block = world, block
         self._roots: dict[str | None, Path] = {}
         #: What each content was computed for, if all was exact; 0 is never used.
         self._exact_for: list[Path | None] = [None]
@@ -246,10 +244,9 @@ class Memory:
                 track.candidates.remove(block)
 
     def claim(self, track: Track, block: Pair) -> bool:
-        """The first block to ask for positions has them."""
-        if any(abs(block.dst_start - other.dst_start) < self.block for other in track.claimed):
+        """The first block to ask for positions has them, until it is refused."""
+        if any(abs(block.dst_start - other.dst_start) < self.block for other in track.candidates):
             return False
-        track.claimed.append(block)
         track.candidates.append(block)
         return True
 
@@ -341,10 +338,8 @@ class Memory:
             mine = row[kv.cache_protected_len :]
             named.append(self._page_ids(mine))
             private += kv_private_tokens(kv, page)
-            self._check_slot_aliases(track.req, row)
+            self._check_first_readers(track.req, row)
             num_evicted += len(track.evicted)
-            if self.copies:
-                continue
             if track.evicted:
                 # Some of the names of a shared slot are gone.
                 held = mine[mine >= 0]
@@ -355,29 +350,29 @@ class Memory:
         self._check_pages(named)
 
         ledger = world.controller.pipeline.ledger
-        promised = 0 if self.copies else sum(len(track.ledger) for track in self.running)
+        promised = sum(len(track.ledger) for track in self.running)
         assert ledger.slots == promised * self.block
         live = world.controller.pipeline.saved
         extra = sum(allocator.references.values()) - len(allocator.references)
-        assert live == extra * page - tree.alias_positions
+        assert live == extra * page - tree.count_aliases()
         assert live == expected_live
         assert world.controller.saved_positions == live + num_evicted
         books = (allocator.available_size(), evictable, protected, private, -live, -num_evicted)
         assert sum(books) == world.total, f"{books} do not add up to {world.total}"
 
-    def _check_slot_aliases(self, req: Req, row: np.ndarray) -> None:
+    def _check_first_readers(self, req: Req, row: np.ndarray) -> None:
         """What evictors are told: which positions of the row have the same slot."""
         state = self.world.controller.state_of(req)
         if state is None:
             return
-        held = np.flatnonzero(row >= 0)
-        slot_aliases = state.slot_aliases.of(held)
-        # What policies are asked with.
-        slots = len(row) - state.evicted.count - state.live_positions
-        assert len(np.unique(slot_aliases)) == slots
+        held, known = np.flatnonzero(row >= 0), self.world.allocator.row_of(req.kv.req_pool_idx)
+        first = known.first_readers(held)
+        # What policies are asked with. Two positions of the tree may share a slot of their own.
+        slots, found = len(row) - state.evicted.count - known.shared, len(np.unique(first))
+        assert found == slots or (found < slots and self.world.tree.publishes_aliased)
         own = ~np.isin(row[held], row[: req.kv.cache_protected_len])
         _, by_slot = np.unique(row[held], return_inverse=True)
-        _, by_place = np.unique(slot_aliases, return_inverse=True)
+        _, by_place = np.unique(first, return_inverse=True)
         both = np.unique(np.stack((by_slot, by_place)), axis=1)
         assert both.shape[1] == len(set(by_place.tolist())), "one place, two slots"
         # Two positions of the tree may share a slot of which the request knows nothing.

@@ -152,8 +152,8 @@ class GroupMachine(RuleBasedStateMachine):
     @rule(pick=PICK, how=st.sampled_from(ENDINGS))
     def end(self, pick: int, how: str) -> None:
         # Those that read across are the interesting ones.
-        states = [self.world.controller.state_of(req) for req in self.running]
-        sharing = [r for r, s in zip(self.running, states, strict=True) if s and s.across]
+        row_of = self.world.allocator.row_of
+        sharing = [req for req in self.running if row_of(req.kv.req_pool_idx).lent]
         req = (sharing or self.running)[pick % len(sharing or self.running)]
         if how == "retract":
             return self._retract(req)
@@ -206,7 +206,8 @@ class GroupMachine(RuleBasedStateMachine):
             path = set((row[:protected:page] // page).tolist())
             assert set(mine) & set(in_tree) <= path
             state = world.controller.state_of(req)
-            assert state is None or state.takes_part or not state.across
+            lent = world.allocator.row_of(req.kv.req_pool_idx).lent
+            assert state is None or state.takes_part or not lent
         free = world.free_pages()
         assert len(set(free)) == len(free) and set(free.tolist()).isdisjoint(uses)
         assert len(free) + len(uses) == world.total // page, "a page is lost"
@@ -215,7 +216,7 @@ class GroupMachine(RuleBasedStateMachine):
         assert world.allocator.references.extra == sum(many.values()) - len(many)
         pipeline, tree = world.controller.pipeline, world.tree
         assert pipeline.across == page * (sum(readers.values()) - len(readers))
-        assert pipeline.within == sum(self._within(req) for req in self.running) >= 0
+        assert pipeline.redirector.within == sum(self._within(req) for req in self.running) >= 0
         books = world.allocator.available_size() + tree.evictable_size() + tree.protected_size()
         assert books + private - world.controller.saved_positions == world.total
         slots = (free[:, None] * page + np.arange(page)).ravel()

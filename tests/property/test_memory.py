@@ -35,7 +35,6 @@ SETUPS = [
     Setup(page=4, block=4, slots=256, publish="exact"),
     Setup(page=4, block=4, slots=256, publish="aliased"),
     Setup(page=16, block=16, slots=640, publish="aliased", need_sort=True),
-    Setup(page=1, block=2, slots=160, publish="aliased", apply="copy"),
     Setup(page=1, block=2, slots=160, publish="exact", prompts=True),
     Setup(page=4, block=4, slots=256, publish="aliased", prompts=True),
     Setup(page=1, block=2, slots=120, publish="exact", when="short"),
@@ -80,7 +79,7 @@ class MemoryMachine(RuleBasedStateMachine):
         super().__init__()
         self.setup = setup
         self.world = World(setup)
-        self.memory = Memory(self.world, setup.block, copies=setup.apply == "copy")
+        self.memory = Memory(self.world, setup.block)
         self.running = self.memory.running
         self.waiting: list[Track] = []
         self.seen: list[list[int]] = []
@@ -199,7 +198,7 @@ class MemoryMachine(RuleBasedStateMachine):
                     engine.waiting[request] = []
                 if not engine.slow:
                     # A row that is new since they were proposed has lost its late blocks.
-                    late = [] if state.recomputed else engine.late(request)
+                    late = [] if state.row is None else engine.late(request)
                     type(self).blocks_late += len(late)
                     fresh = engine.waiting[request]
             evictions = self.world.evictor.waiting.get(track.req.rid, [])
@@ -234,10 +233,9 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.memory.proposed(track, block)
             else:
                 track.candidates.remove(block)
-        for block in fresh:
-            if allowed(track, block) and self.memory.claim(track, block):
-                self._count()
-                self.memory.proposed(track, block)
+        for block in [b for b in fresh if allowed(track, b) and self.memory.claim(track, b)]:
+            self._count()
+            self.memory.proposed(track, block)
 
     def _script_evictions(self, track: Track, draws: Evictions) -> None:
         """Propose evictions on ``track``'s row: whole pages as a policy would, or nonsense."""
@@ -567,12 +565,12 @@ class MemoryMachine(RuleBasedStateMachine):
         tree = self.world.tree
         tree.evict(EvictParams(num_tokens=tree.evictable_size()))
         assert not tree.root_node.children
-        assert tree.evictable_size() == tree.protected_size() == tree.alias_positions == 0
+        assert tree.evictable_size() == tree.protected_size() == tree.count_aliases() == 0
 
     @invariant()
     def books_balance(self) -> None:
         type(self).rules_run += 1
-        type(self).rules_with_aliases += self.world.tree.alias_positions > 0
+        type(self).rules_with_aliases += self.world.tree.count_aliases() > 0
         self.memory.observe()
 
     def teardown(self) -> None:
@@ -628,7 +626,7 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
     at_once = setup.when == "always"
     assert Machine.blocks_shared > Machine.rules_run // (30 if at_once else 90)
     assert Machine.positions_evicted > Machine.rules_run // 60
-    if setup.publish == "aliased" and setup.apply == "alias":
+    if setup.publish == "aliased":
         assert not at_once or Machine.rules_with_aliases > Machine.rules_run // 30
     else:
         assert Machine.rules_with_aliases == 0

@@ -39,10 +39,10 @@ from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import FilterCounters, StepResult
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.sharing.acceptor import Acceptor
 from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey
 from sglang_reasoncache.sharing.measure import BlockMeter
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
+from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.state import OPT_OUT_KEY
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
@@ -64,7 +64,6 @@ class Setup:
     block: int
     slots: int
     publish: str
-    apply: str = "alias"
     need_sort: bool = False
     prompts: bool = False
     when: str = "always"
@@ -72,8 +71,8 @@ class Setup:
 
     def __str__(self) -> str:
         parts = [f"page{self.page}", f"block{self.block}", self.publish]
-        parts += ["copy"] * (self.apply == "copy") + ["sorted"] * self.need_sort
-        parts += ["prompts"] * self.prompts + ["short"] * (self.when == "short")
+        parts += ["sorted"] * self.need_sort + ["prompts"] * self.prompts
+        parts += ["short"] * (self.when == "short")
         parts += [self.core] * (self.core != "python")
         return "-".join(parts)
 
@@ -217,7 +216,7 @@ class World:
         params = CacheInitParams(no_tree, self.rows, self.allocator, setup.page)
         params.tree_components = (ComponentType.FULL,)
         params.tree_core_backend = setup.core
-        if setup.publish == "aliased" and setup.apply == "alias":
+        if setup.publish == "aliased":
             publish_aliased(params)
         self.tree = SharedRadixCache(params)
         cached_at = CachedPositions(setup.slots + setup.page, self.device)
@@ -230,7 +229,7 @@ class World:
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
         # Every block is within the threshold.
         settings: dict[str, Any] = dict(block=setup.block, publish=setup.publish)
-        settings |= dict(apply=setup.apply, when=setup.when, percentile=100, warmup=0)
+        settings |= dict(when=setup.when, percentile=100, warmup=0)
         config = ReasonCacheConfig(**settings)
         eviction = NamingEvictor(
             evictors or [NamedPolicy("scripted", self.evictor)],
@@ -241,11 +240,11 @@ class World:
         )
         stats, block = SharingStats(), setup.block
         tracker = RequestTracker(self.engine, stats, self.ranks, groups=engine is not None)
-        acceptor = Acceptor(self.allocator, self.rows, meter, copies=setup.apply == "copy")
+        redirector = Redirector(self.allocator, self.rows, stats, self.ranks, min_age)
         key = CalibrationKey("", block, "", "")
         threshold = CalibratedThreshold(config, key, "none", writes=False)
         pipeline = BlockPipeline(
-            tracker, meter, acceptor, threshold, block, min_age, config.shares_at_once
+            tracker, meter, redirector, threshold, block, min_age, config.shares_at_once
         )
         report = Report(config, stats, pipeline, eviction)
         self.controller = Controller(config, stats, tracker, pipeline, eviction, report, interval)

@@ -89,10 +89,16 @@ EXACT = SHARED.having(
 ALIASED = SHARED.having("aliased", TIGHT, *EAGER, CHUNKED, ALIASING, **retracting(25)).beside(STOCK)
 #: Whole pages.
 PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, CROWDED)
-#: A plugin beside ours makes a rank of ours fail, after a request of a name of its own.
-FAILING_PLUGIN = os.pathsep.join(
-    filter(None, (str(LEAN_START), str(_HERE / "faulty"), os.environ.get("PYTHONPATH")))
-)
+
+
+def beside_ours(plugin: str) -> str:
+    """``PYTHONPATH`` of a server that loads a plugin of a folder here, too."""
+    paths = str(LEAN_START), str(_HERE / plugin), os.environ.get("PYTHONPATH")
+    return os.pathsep.join(filter(None, paths))
+
+
+#: Makes a rank of ours fail, after a request with an id of its own.
+FAILING_PLUGIN = beside_ours("faulty")
 FAILING = SHARED.having(
     "failing", TIGHT, *EAGER, CHUNKED, "--enable-metrics", PYTHONPATH=FAILING_PLUGIN
 ).for_long_runs()
@@ -177,7 +183,7 @@ ROOMY = SHARED.having("roomy", *SOON).beside(STOCK)
 #: Polls wait for the filter, so that a response shares at the same tokens on every server.
 WAITING = {WAIT_ENV: "1"}
 #: Shared KV is written to own slots.
-COPY = "--reasoncache-set apply=copy"
+COPY = {"PYTHONPATH": beside_ours("copying")}
 #: The model marks its reasoning.
 CORRECTED = SHARED.having("corrected", *EAGER, "--reasoning-parser qwen3", **WAITING)
 #: Where keys cannot be corrected: each backend would see the forwards of one phase.
@@ -186,11 +192,11 @@ UNCORRECTED = SHARED.having(
     "--prefill-attention-backend torch_native --decode-attention-backend reasoncache_cpu",
     "--enable-metrics",
 )
-CORRECTED_COPY = CORRECTED.having("copy", COPY).beside(CORRECTED)
+CORRECTED_COPY = CORRECTED.having("copy", **COPY).beside(CORRECTED)
 AS_CACHED = SHARED.having(
     "as-cached", *PAPER, "--reasoncache-positions as-cached", **WAITING
 ).for_long_runs()
-AS_CACHED_COPY = AS_CACHED.having("copy", COPY).beside(AS_CACHED)
+AS_CACHED_COPY = AS_CACHED.having("copy", **COPY).beside(AS_CACHED)
 
 #: Responses to one prompt share with each other, under forced retractions; and as cached, where all of
 #: a batch arrive at once and copies are the same bits.
@@ -210,7 +216,7 @@ SIBLINGS_AS_CACHED = SHARED.having(
 ).for_long_runs()
 SIBLINGS_BATCHED = SHARED.having("siblings-batched", *EAGER, SCOPE, BATCHED).for_long_runs()
 STOCK_BATCHED = STOCK.having("batched", BATCHED).beside(SIBLINGS_BATCHED).for_long_runs()
-SIBLINGS_COPY = SIBLINGS_AS_CACHED.having("copy", COPY).beside(SIBLINGS_AS_CACHED).for_long_runs()
+SIBLINGS_COPY = SIBLINGS_AS_CACHED.having("copy", **COPY).beside(SIBLINGS_AS_CACHED).for_long_runs()
 
 SHARING = (EXACT, ALIASED, PAGED)
 EVICTORS = (EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING)

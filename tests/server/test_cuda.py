@@ -56,7 +56,7 @@ ALONE = ON_CUDA.having("alone", _DECODE, "--cuda-graph-bs-prefill 64 256")
 ON_TRITON = ON_CUDA.having("triton", TRITON, GRAPHS)
 #: Without the overlap schedule, where copies would race with the forward in flight.
 ALIAS = ON_CUDA.having("alias", FLASHINFER, GRAPHS, "--disable-overlap-schedule")
-COPIES = ON_CUDA.having("copy", FLASHINFER, NO_GRAPHS, "--disable-overlap-schedule", COPY)
+COPIES = ON_CUDA.having("copy", FLASHINFER, NO_GRAPHS, "--disable-overlap-schedule", **COPY)
 EVICTS = f"{POLICY} streamingllm:budget=96:slack=8:recent=16:prompt=true --chunked-prefill-size 64"
 EVICTING = ON_CUDA.having("evicting", FLASHINFER, GRAPHS, EVICTS)
 EVICTING_AS_CACHED = ON_CUDA.having("evicting-as-cached", TRITON, NO_GRAPHS, EVICTS, AS_CACHED)

@@ -120,14 +120,14 @@ def test_whoever_ends_takes_nothing_from_the_other(setup: Setup, how: str, who: 
     row = world.row(reader).copy()
     assert (row[12:20] == world.row(source)[20:28]).all()
     pipeline, stats = world.controller.pipeline, world.controller.stats
-    assert (pipeline.across, pipeline.within) == (8, 0)
+    assert (pipeline.across, pipeline.redirector.within) == (8, 0)
     assert (stats.blocks_shared_across, stats.slots_saved_across_total) == (2, 8)
     left = reader if who == "source" else source
     row = world.row(left).copy()
     kept = world.contents()[row]
     ENDS[how](world, source if who == "source" else reader)
     balance(world)
-    assert pipeline.across == pipeline.within == world.controller.pipeline.saved == 0
+    assert pipeline.across == pipeline.redirector.within == world.controller.pipeline.saved == 0
     # What the tree says it can give back it does, and none of it is read.
     evictable, free = world.tree.evictable_size(), world.allocator.available_size()
     world.tree.evict(EvictParams(num_tokens=evictable))
@@ -152,18 +152,18 @@ def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
     assert refused == {"across": 1, "overlap": 1}
     assert lend(world, source, reader, Pair(24, 20)) == 4
     pipeline = world.controller.pipeline
-    assert (pipeline.across, pipeline.within) == (4, 4)
+    assert (pipeline.across, pipeline.redirector.within) == (4, 4)
     # A third one reads what the reader reads.
     third = start(world, "third", first=300)
     assert lend(world, reader, third, Pair(16, 12)) == 4
     assert (world.row(third)[16:20] == rows[0][20:24]).all()
-    assert (pipeline.across, pipeline.within) == (8, 4)
+    assert (pipeline.across, pipeline.redirector.within) == (8, 4)
     described = {"prompt_tokens": len(PROMPT), "requests": 3, "slots_saved_within_now": 4}
     assert world.controller.describe()["groups"] == [{**described, "slots_read_across": 8}]
     finish(world, source)
     abort(world, reader)
     balance(world)
-    assert (pipeline.across, pipeline.within) == (0, 0)
+    assert (pipeline.across, pipeline.redirector.within) == (0, 0)
     told = world.controller.describe()
     assert told["slots_saved_across_now"] == 0 and told["groups"] == []
 

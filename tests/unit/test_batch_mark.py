@@ -16,8 +16,8 @@ from tests.property.world import PROMPT, Pair, Setup, World, prefill, retract, s
 pytestmark = pytest.mark.usefixtures("published_config")
 
 
-def world_of(publish: str, apply: str = "alias") -> World:
-    return World(Setup(page=1, block=4, slots=400, publish=publish, apply=apply))
+def world_of(publish: str) -> World:
+    return World(Setup(page=1, block=4, slots=400, publish=publish))
 
 
 def share(world: World, req: Req) -> None:
@@ -42,11 +42,6 @@ def test_only_the_request_whose_block_was_redirected(publish: str) -> None:
     assert world.allocator.has_shifted_slots
     prefill(world, one)
     assert not world.has_shifted(one) and not tree.reads_shifted([one])
-    # Copied blocks stay where cached.
-    world = world_of(publish, apply="copy")
-    one = start(world)
-    share(world, one)
-    assert not world.has_shifted(one) and not world.tree.reads_shifted([one])
 
 
 def test_a_prefix_from_an_aliased_node_is_shifted_behind_its_first_shared_position() -> None:

@@ -55,13 +55,13 @@ pytestmark = pytest.mark.usefixtures("few_objects")
 OURS = str(Path(sglang_reasoncache.__file__).parent)
 KINDS = (MemoryError, RuntimeError, torch.OutOfMemoryError)
 #: What is changed when nothing can fail any more, host memory for some bytes aside.
-COMMITS = {"set", "mark_shared", "_count", "add"}
+COMMITS = {"set", "unset", "_count", "add"}
 #: Past the point where all ranks have agreed, or where they do alike without asking.
-AGREED = COMMITS | {"redirect", "write", "commit"}
+AGREED = COMMITS | {"write", "commit"}
 #: On the way to where the other ranks are met, without any work.
 ENTRIES = {"_after_decode", "_after_prefill", "after_decode", "after_prefill", "after_chunk"}
 #: Only read or write some attributes, as far as SGLang relies on them; and this test's own.
-PLAIN = {"state_of", "_on_release", "give_up", "forget", "forget_row", "_after_count_uncached"}
+PLAIN = {"state_of", "_on_release", "forget", "forget_row", "_after_count_uncached"}
 PLAIN |= {"saved_positions", "slots_saved", "saved", "count_aliases"}
 PLAIN |= {"entered", "left"}
 #: A request of which this cannot be read opts out.
@@ -191,7 +191,7 @@ class Load:
         evictor = ReadingEvictor(prompt=setup.prompts)
         self.world = World(setup, ranks=ranks, evictors=[NamedPolicy("reading", evictor)])
         self.world.evictor = evictor
-        self.memory = Memory(self.world, setup.block, copies=False)
+        self.memory = Memory(self.world, setup.block)
         self.setup, self.running = setup, list[Req]()
         #: After each step; ranks must have the same.
         self.free: list[int] = []
@@ -338,7 +338,7 @@ class Siblings(Load):
 
     def __init__(self, setup: Setup) -> None:
         self.world = world_of(setup)
-        self.memory = Memory(self.world, setup.block, copies=False)
+        self.memory = Memory(self.world, setup.block)
         self.setup, self.running, self.free = setup, [], []
 
     def lend(self, source: Req, reader: Req, pair: Pair) -> None:

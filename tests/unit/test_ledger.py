@@ -98,7 +98,7 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
     retract(world, req)
     come_back(world, req)
     world.controller.after_decode([req])
-    assert len(state.pending) == 1 and not state.recomputed
+    assert len(state.pending) == 1 and state.row is not None
     budget = world.allocator.create_prefill_budget(world.tree)
     asked: dict[str, Any] = dict(extend_input_len=500, max_new_tokens=0, input_tokens=500)
     verdict, _ = budget.check_prefill(
@@ -143,7 +143,7 @@ def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]]) -> None:
     merges, labels = Merges(), list(range(10))
 
     def key(at: int) -> Key:
-        return at % 2, 0, at
+        return at % 2, at
 
     for block in blocks:
         if any(labels[dst] != dst for dst, _ in block):
@@ -167,7 +167,6 @@ def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]]) -> None:
     [
         ({}, False),
         ({"when": "always"}, True),
-        ({"apply": "copy"}, True),
         ({"policy": "reasoncache+keydiff:budget=64"}, True),
         ({"policy": "reasoncache+quest"}, False),
         ({"preset": "memshare"}, True),

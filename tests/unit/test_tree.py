@@ -61,14 +61,14 @@ class Bench(World):
         slots = (pages[:, None] * self.page + torch.arange(self.page)).flatten()
         assert self.rows.alloc([req]) is not None
         self.rows.write((req.kv.req_pool_idx, slice(0, len(slots))), slots.to(torch.int32))
+        known = self.allocator.row_of(req.kv.req_pool_idx)
         shared = [at for at, letter in enumerate(row) if row.count(letter) > 1]
         for at in (at * self.page + i for at in shared for i in range(self.page)):
-            self.allocator.names_in(req.kv.req_pool_idx).set([at], [int(slots[at])])
+            known.locate(at, [int(slots[at])])
         req.kv.cache_protected_len = protected * self.page
         req.kv.kv_allocated_len = req.kv.kv_committed_len = len(slots)
-        state = attach(req, RequestState(followed=None))
-        if first_shared is not None:
-            state.mark_shared([first_shared * self.page])
+        attach(req, RequestState(followed=None))
+        known.first_shared = None if first_shared is None else first_shared * self.page
         finish(self, req)
 
     def evict(self, pages: int) -> int:
@@ -82,7 +82,7 @@ class Bench(World):
     def sizes(self) -> tuple[int, ...]:
         """Evictable, protected and aliased, in pages."""
         tree = self.tree
-        sizes = (tree.evictable_size(), tree.protected_size(), tree.alias_positions)
+        sizes = (tree.evictable_size(), tree.protected_size(), tree.count_aliases())
         assert all(size % self.page == 0 for size in sizes)
         return tuple(size // self.page for size in sizes)
 

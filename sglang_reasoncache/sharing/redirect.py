@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of the ledger share: their rows name the slots of their sources, and slots come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sglang_reasoncache.cache.allocator import SharedPagedAllocator, SharedTokenAllocator
+from sglang_reasoncache.cache.host_row import HostRow, Moved, undo
+from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.compat.types import ReqToTokenPool, Request
+from sglang_reasoncache.eviction.row_state import written_positions
+from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
+from sglang_reasoncache.sharing.ledger import Ledger
+from sglang_reasoncache.sharing.state import state_of
+from sglang_reasoncache.sharing.stats import SharingStats
+
+#: Blocks that share at once: each takes some of the scheduler's time.
+_MAX_BATCH = 256
+
+
+class Shared(NamedTuple):
+    """A block that shares. ``row``: index of its row in SGLang's pool; ``freed``: slots that came back;
+    ``foreign``: how many slots of another request it reads in their place."""
+
+    block: BlockProposal
+    row: int
+    moves: list[Moved]
+    freed: int
+    foreign: int
+
+
+class Redirector:
+    """One per scheduler. Changes rows between two forwards.
+
+    A batch in flight may still read the old slots: they are only overwritten by
+    a later forward on the same stream. The freed slots can be handed out at once.
+    """
+
+    def __init__(
+        self,
+        allocator: SharedTokenAllocator | SharedPagedAllocator,
+        rows: ReqToTokenPool,
+        stats: SharingStats,
+        ranks: Ranks,
+        min_age: int = 0,
+    ) -> None:
+        self._allocator, self._rows, self._stats, self._ranks = allocator, rows, stats, ranks
+        self._min_age, self.page = min_age, allocator.page_size
+
+    @property
+    def saved(self) -> int:
+        """Slots that rows do without."""
+        return self._allocator.saved
+
+    @property
+    def within(self) -> int:
+        """Those of them that rows do without by naming a slot of theirs several times."""
+        return sum(row.shared for row in self._allocator.rows.values())
+
+    def row_of(self, req: Request) -> HostRow:
+        """Of a request that holds one."""
+        return self._allocator.row_of(req.kv.req_pool_idx)
+
+    def share(self, ledger: Ledger, wanted: float) -> list[tuple[BlockProposal, Refusal]]:
+        """Have the nearest blocks of ``ledger`` share, until ``wanted`` slots came back or a batch is
+        full. Returns those that cannot share any more. All or nothing changes: what fails raises."""
+        done, refused = list[Shared](), list[tuple[BlockProposal, Refusal]]()
+        freed = moved = 0
+        try:
+            while freed < wanted and moved < _MAX_BATCH:
+                entry = ledger.take()
+                if entry is None:
+                    break
+                refusal = self.refusal_of(entry.block)
+                if refusal is not None:
+                    refused.append((entry.block, refusal))
+                    continue
+                done.append(self._read(entry.block))
+                freed += done[-1].freed
+                moved += (
+                    1 + sum(len(move.positions) for move in done[-1].moves) // entry.block.length
+                )
+            if done:
+                commit = self.prepare(done)
+                # All ranks are prepared: what follows does not fail.
+                self._ranks.agree()
+                commit()
+        except BaseException:
+            undo(move for shared in done for move in shared.moves)
+            raise
+        for shared in done:
+            self._count(shared)
+        return refused
+
+    def refusal_of(self, block: BlockProposal) -> Refusal | None:
+        """Why a block whose slots are located must not share now, or None."""
+        refusal = refusal_of(block, self._min_age, self.page)
+        if refusal is not None:
+            return refusal
+        row, lender = _rows_of(block)
+        read = range(block.src_start, block.src_end)
+        if block.source is not None:
+            owned = block.source.kv.cache_protected_len
+            if any(at < owned for position in read for at in lender.readers(position)):
+                return Refusal.TREE_OWNED
+        slots = row.between(block.dst_start, block.dst_end).tolist()
+        if slots == lender.between(block.src_start, block.src_end).tolist():
+            return Refusal.SAME_SLOTS
+        return None if row.lent.isdisjoint(slots) else Refusal.ACROSS
+
+    def _read(self, block: BlockProposal) -> Shared:
+        row, lender = _rows_of(block)
+        foreign = row.foreign
+        moves = row.read(block.dst_start, block.src_start, block.length, lender)
+        freed = sum(bool(move.positions) for move in moves)
+        return Shared(block, block.req.kv.req_pool_idx, moves, freed, row.foreign - foreign)
+
+    def prepare(self, done: Sequence[Shared]) -> Callable[[], None]:
+        """All that can fail of writing whole pages of rows. The function returned does the rest."""
+        # A position that moves twice gets its last slot; what fails gives it back its first one.
+        new: dict[tuple[int, int], int] = {}
+        old: dict[tuple[int, int], int] = {}
+        lost, gained = list[int](), list[int]()
+        for shared in done:
+            for move in shared.moves:
+                for position in move.positions:
+                    at = shared.row, position
+                    old.setdefault(at, move.old)
+                    new[at] = move.new
+                    if position % self.page == 0:
+                        lost.append(move.old // self.page)
+                        gained.append(move.new // self.page)
+        entries = [(*at, slot, old[at]) for at, slot in new.items()]
+        both = upload(entries, self._allocator.device)
+        where = both[:, 0], both[:, 1]
+        new_slots, old_slots = both[:, 2:].int().unbind(1)
+        change = self._allocator.prepare(lost, gained)
+
+        def commit() -> None:
+            self._rows.write(where, new_slots)
+            try:
+                self._allocator.commit(change)
+            except BaseException:
+                self._rows.write(where, old_slots)
+                raise
+
+        return commit
+
+    def _count(self, shared: Shared) -> None:
+        block, candidate, stats = shared.block, shared.block.candidate, self._stats
+        state = state_of(block.req)
+        assert state is not None, "a block shares in a row that is followed"
+        fresh = not candidate.written
+        candidate.written = written_positions(block.req)
+        state.shared.append(candidate)
+        stats.blocks_reapplied += not fresh
+        stats.blocks_shared += fresh
+        stats.blocks_shared_across += block.source is not None and fresh
+        stats.slots_saved_total += shared.freed
+        stats.slots_saved_across_total += shared.foreign
+
+
+def _rows_of(block: BlockProposal) -> tuple[HostRow, HostRow]:
+    """Of its destination and of its source."""
+    assert block.row is not None and block.source_row is not None, "refused before"
+    return block.row, block.source_row

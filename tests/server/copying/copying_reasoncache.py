@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An SGLang plugin of a test: where a row would be redirected, K and V of the slots that it would read
+are copied into its own, rotated to where they are used. Answers must not differ from sharing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def register() -> None:
+    from sglang_reasoncache.cache.upload import upload
+    from sglang_reasoncache.kernels.paged import read_keys
+    from sglang_reasoncache.sharing.measure import BlockMeter
+    from sglang_reasoncache.sharing.redirect import Redirector, Shared
+
+    meters: list[Any] = []
+    made = BlockMeter.__init__
+
+    def remembered(meter: BlockMeter, *arguments: Any, **named: Any) -> None:
+        made(meter, *arguments, **named)
+        meters.append(meter)
+
+    def copying(_redirector: Redirector, done: Sequence[Shared]) -> Callable[[], None]:
+        reads = {
+            (shared.row, position): move.new
+            for shared in done
+            for move in shared.moves
+            for position in move.positions
+        }
+        meter = meters[-1]
+        entries = [(*at, slot) for at, slot in reads.items()]
+        rows, positions, src = upload(entries, meter._rows.device).unbind(1)
+        dst, shift = meter._rows[rows, positions].long(), meter._shift(src, positions)
+
+        def copy() -> None:
+            for keys, values in meter._layers:
+                # Slots used where they were cached are copied bit for bit.
+                keys[dst] = read_keys(keys, src, shift, meter.rotation).to(keys.dtype)
+                values[dst] = values[src]
+
+        return copy
+
+    BlockMeter.__init__ = remembered  # type: ignore[assignment,method-assign]
+    Redirector.prepare = copying  # type: ignore[assignment,method-assign]
