@@ -35,7 +35,7 @@ def rotations_of(traces: Sequence[Path]) -> dict[str, dict[str, Any]]:
             row.locate(0, range(1, len(tokens) + 1))
             for proposal in request.push(tokens):
                 for dst, src in proposal.pairs:
-                    row.read(dst, src, rule.block, row)
+                    row.read(dst, src, rule.block, row, [])
             slots = row.between(0, len(tokens)) - 1
             by = np.arange(len(tokens)) - slots
             shared += int(np.count_nonzero(by))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from sglang_reasoncache.cache.host_row import UNKNOWN, HostRow
+from sglang_reasoncache.cache.host_row import UNKNOWN, HostRow, Moved
 from sglang_reasoncache.filter.proposal import Proposal
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.runs import RunGroup
@@ -64,7 +64,8 @@ class Slots:
         lender._located(src, length)
         if not self._row.lent.isdisjoint(self._located(dst, length)):
             return []
-        moves = self._row.read(dst, src, length, lender._row)
+        moves: list[Moved] = []
+        self._row.read(dst, src, length, lender._row, moves)
         self.saved += sum(bool(move.positions) for move in moves)
         return [
             (position, src + offset)

@@ -130,7 +130,9 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
 
     def row_of(self, index: int) -> HostRow:
         """Of a live row, by its index in SGLang's pool."""
-        return self.rows.setdefault(index, HostRow())
+        if index not in self.rows:
+            self.rows[index] = HostRow()
+        return self.rows[index]
 
     def commit(self, change: Change, *, evicts: bool = False) -> int:
         """Make a prepared change, all of it or nothing; return how many slots came back.

@@ -79,35 +79,31 @@ class HostRow:
             (at for slot in self.lent for at in self._readers[slot] if at < end), default=end
         )
 
-    def read(self, dst: int, src: int, length: int, lender: HostRow) -> list[Moved]:
+    def read(self, dst: int, src: int, length: int, lender: HostRow, moves: list[Moved]) -> None:
         """Have the positions from ``dst`` on name the slots of those from ``src`` on of ``lender``: this
-        row, or another request's. All that name the same slots move with them. All or nothing."""
-        moves: list[Moved] = []
-        try:
-            for at, source in zip(range(dst, dst + length), range(src, src + length), strict=True):
-                slot = int(lender._slots[source])
-                if lender is not self:
-                    lender._readers.setdefault(slot, [source])
-                    lender.lent.add(slot)
-                moves.append(self._redirect(at, slot, [source] if lender is self else []))
-                if lender is not self:
-                    self.lent.add(slot)
-        except BaseException:
-            undo(moves)
-            raise
-        return moves
+        row, or another request's. All that name the same slots move with them. ``moves`` gets one entry
+        a position, each when it is done: where this fails, :func:`undo` them."""
+        for at, source in zip(range(dst, dst + length), range(src, src + length), strict=True):
+            slot = int(lender._slots[source])
+            if lender is not self:
+                lender._readers.setdefault(slot, [source])
+                lender.lent.add(slot)
+            moves.append(self._redirect(at, slot, [source] if lender is self else []))
+            if lender is not self:
+                self.lent.add(slot)
 
     def _redirect(self, position: int, slot: int, sources: list[int]) -> Moved:
         """``sources``: positions of this row that are known to name ``slot``."""
         old = int(self._slots[position])
         assert old > UNKNOWN and slot > UNKNOWN, "a slot that is shared was located"
         positions = [] if old == slot else self._readers.get(old, [position])
-        moved = Moved(self, positions, old, slot, self.first_shared)
+        foreign = bool(positions) and not sources and slot not in self._readers
+        moved = Moved(self, positions, old, slot, foreign, self.first_shared)
         if positions:
             self._readers.pop(old, None)
             there = self._readers.setdefault(slot, sources)
-            self.shared += bool(there)
-            self.foreign += not there
+            self.shared += not foreign
+            self.foreign += foreign
             there += positions
             self._slots[positions] = slot
             first = min(positions)
@@ -129,12 +125,14 @@ class HostRow:
 
 class Moved(NamedTuple):
     """What one step of :meth:`HostRow.read` did: ``positions`` named the slot ``old``, and name ``new``.
-    ``first``: the row's ``first_shared`` before."""
+    ``foreign``: a slot of another request, which the row did not name before; ``first``: the row's
+    ``first_shared`` before."""
 
     row: HostRow
     positions: list[int]
     old: int
     new: int
+    foreign: bool
     first: int | None
 
     def undo(self) -> None:
@@ -144,9 +142,9 @@ class Moved(NamedTuple):
             return
         there = row._readers[self.new]
         del there[len(there) - len(self.positions) :]
-        row.shared -= bool(there)
-        row.foreign -= not there
-        if not there:
+        row.shared -= not self.foreign
+        row.foreign -= self.foreign
+        if self.foreign:
             del row._readers[self.new]
             row.lent.discard(self.new)
         row._readers[self.old] = self.positions

@@ -22,14 +22,16 @@ _MAX_BATCH = 256
 
 
 class Shared(NamedTuple):
-    """A block that shares. ``row``: index of its row in SGLang's pool; ``freed``: slots that came back;
-    ``foreign``: how many slots of another request it reads in their place."""
+    """A block that shares. ``row``: index of its row in SGLang's pool."""
 
     block: BlockProposal
     row: int
     moves: list[Moved]
-    freed: int
-    foreign: int
+
+    @property
+    def freed(self) -> int:
+        """Slots that come back."""
+        return sum(bool(move.positions) for move in self.moves)
 
 
 class Redirector:
@@ -78,7 +80,8 @@ class Redirector:
                 if refusal is not None:
                     refused.append((entry.block, refusal))
                     continue
-                done.append(self._read(entry.block))
+                done.append(Shared(entry.block, entry.block.req.kv.req_pool_idx, []))
+                self._read(done[-1])
                 freed += done[-1].freed
                 moved += (
                     1 + sum(len(move.positions) for move in done[-1].moves) // entry.block.length
@@ -111,12 +114,9 @@ class Redirector:
             return Refusal.SAME_SLOTS
         return None if row.lent.isdisjoint(slots) else Refusal.ACROSS
 
-    def _read(self, block: BlockProposal) -> Shared:
-        row, lender = _rows_of(block)
-        foreign = row.foreign
-        moves = row.read(block.dst_start, block.src_start, block.length, lender)
-        freed = sum(bool(move.positions) for move in moves)
-        return Shared(block, block.req.kv.req_pool_idx, moves, freed, row.foreign - foreign)
+    def _read(self, shared: Shared) -> None:
+        block, (row, lender) = shared.block, _rows_of(shared.block)
+        row.read(block.dst_start, block.src_start, block.length, lender, shared.moves)
 
     def prepare(self, done: Sequence[Shared]) -> Callable[[], None]:
         """All that can fail of writing whole pages of rows. The function returned does the rest."""
@@ -160,7 +160,7 @@ class Redirector:
         stats.blocks_shared += fresh
         stats.blocks_shared_across += block.source is not None and fresh
         stats.slots_saved_total += shared.freed
-        stats.slots_saved_across_total += shared.foreign
+        stats.slots_saved_across_total += sum(move.foreign for move in shared.moves)
 
 
 def _rows_of(block: BlockProposal) -> tuple[HostRow, HostRow]:

@@ -70,7 +70,7 @@ def view(
     row = HostRow()
     row.locate(0, range(1, written + 1))
     for dst, src, length in shared:
-        row.read(dst, src, length, row)
+        row.read(dst, src, length, row, [])
     attention: Attention = NoAttention()
     if weights is not None:
         assert weights.shape[1] == len(held)

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reasoncache.cache.host_row import EVICTED, HostRow, undo
+from sglang_reasoncache.cache.host_row import EVICTED, HostRow, Moved, undo
 
 LENGTH, BLOCK = 12, 3
 AT = st.integers(0, LENGTH - BLOCK)
@@ -48,7 +48,8 @@ def _read(
     if overlaps or EVICTED in (*going, *there) or not rows[to].lent.isdisjoint(going):
         return
     before = (rows[to].first_shared, rows[to].shared, rows[to].foreign)
-    moves = rows[to].read(dst, src, BLOCK, rows[of])
+    moves: list[Moved] = []
+    rows[to].read(dst, src, BLOCK, rows[of], moves)
     if undone:
         undo(moves)
         assert before == (rows[to].first_shared, rows[to].shared, rows[to].foreign)
