@@ -303,12 +303,9 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
-    """The filter's knobs. Raises ValueError for a block that is no page, or without ``zss``."""
+    """The filter's knobs. Raises ValueError for a block that is no page."""
     same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
     kind = EncoderChoice.parse(config.encoder).kind
     knobs |= dict(block=block, page_size=page_size, encoder=kind)
-    try:
-        return FilterConfig(strict=config.tau_strict, soft=config.tau_soft, **knobs)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
+    return FilterConfig(strict=config.tau_strict, soft=config.tau_soft, **knobs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sglang_reasoncache.filter.align import AlignMode
-from sglang_reasoncache.filter.structure.tree import Limits, require_zss
+from sglang_reasoncache.filter.structure import Limits
 
 # New blocks of 16 tokens read the slots of similar earlier steps at once; a percentile of the
 # distances decides.
@@ -59,7 +59,6 @@ class FilterConfig:
 
     Raises:
         ValueError: a block that is not the page.
-        RuntimeError: a structure tolerance without the package ``zss``.
     """
 
     strict: float = 0.9
@@ -92,5 +91,3 @@ class FilterConfig:
                 f"--reasoncache-block must equal the page size {self.page_size} above 1, "
                 f"got {self.block}"
             )
-        if self.use_structure and self.structure_tolerance > 0:
-            require_zss()

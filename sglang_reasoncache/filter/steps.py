@@ -17,7 +17,6 @@ from sglang_reasoncache.filter.segment import BLANK, Step, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.structure.signature import (
     Signature,
-    leaves_fence_open,
     same_structure,
     signature,
 )
@@ -60,7 +59,8 @@ class StepMatcher:
             num_blank_tail += 1
         text = self._vocabulary.text(tokens)
         step = Step.build(start, tokens, text, num_blank_tail, self._in_code)
-        self._in_code = leaves_fence_open(text, self._in_code)
+        # Every fence opens code or closes it.
+        self._in_code ^= text.count("```") % 2 == 1
         return step
 
     def propose(self, step: Step, counters: FilterCounters) -> list[BlockPair]:
@@ -142,7 +142,6 @@ class StepMatcher:
                 step.text,
                 self._config.limits,
                 in_code=step.in_code,
-                keep_trees=self._config.structure_tolerance > 0,
             )
             step.text = ""  # the signature is all that is asked of it from now on
             counters.over_bound += bool(step.signature.bound)

@@ -29,7 +29,8 @@ from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.runs import RunGroup
 from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.structure.tree import Limits
+from sglang_reasoncache.filter.structure import Limits
+from sglang_reasoncache.filter.structure.signature import signature
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _PR_SET_PDEATHSIG = 1
@@ -51,6 +52,9 @@ class Worker:
             told = json.load(file)
         limits = Limits(**told["config"].pop("limits"))
         self._config = FilterConfig(**told["config"], limits=limits)
+        if self._config.match == "steps" and self._config.use_structure:
+            # Imports SymPy: better now than while a step waits.
+            signature("")
         self._vocabulary = Vocabulary([piece.encode("latin-1") for piece in told["pieces"]])
         self._classes = TokenClasses(self._vocabulary)
         # Tokens that open and that close reasoning; none where all output counts.

@@ -17,8 +17,8 @@ from sglang_reasoncache.filter.proposal import Proposal
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
+from sglang_reasoncache.filter.structure import Limits
 from sglang_reasoncache.filter.structure.signature import same_structure, signature
-from sglang_reasoncache.filter.structure.tree import Limits
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.filter.test_lexical import slow_cosine
 from tests.filter.words import Words, filter_knobs, step_of, with_length_factor
@@ -162,7 +162,7 @@ def test_code_after_a_blank_line_inside_a_fence_is_code() -> None:
     _, proposals = propose(steps, block=2)
     assert [p.step.in_code for p in proposals] == [False, True, True, True, False]
     found = proposals[2].step.signature
-    assert found is not None and found.digest
+    assert found is not None and found.content
 
 
 def test_random_sharing_is_seeded_in_range_and_of_the_given_ratio() -> None:

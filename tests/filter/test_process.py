@@ -27,7 +27,7 @@ from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.structure.tree import Limits
+from sglang_reasoncache.filter.structure import Limits
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from tests.filter.made_tokenizers import made, read, traces
 from tests.filter.words import Words

@@ -1,222 +1,168 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: RUF001, SIM905 - mathematical signs look alike on purpose; word lists stay readable
-"""Parser tokens of plain text or LaTeX: what is formal, and one spelling for each sign.
+# ruff: noqa: RUF001 - mathematical signs look alike on purpose
+"""What is formal in a step, as tokens with one label for each sign.
 
 Most models write mathematics without mark-up ("so x + 1 = 2"), so every word of plain text is
-decided upon here. Nothing formal may get lost: two steps that differ in one digit or variable must
-get different trees. In case of doubt a word counts as formal: at most a sharing is missed.
+decided upon here. In case of doubt a word counts as formal: at most a sharing is missed.
 
-* Numbers and scripts always count.
-* A single letter counts. ``a``, ``A`` and ``I`` are English words as well and count only next
-  to a number, an operator or another single letter, or where an article cannot stand: before
-  punctuation, a closing bracket, the end, or (``a``, ``A``) before a verb or conjunction of a
-  fixed short list.
-* A word in capitals of at most 6 letters is a name: triangle ABC.
-* Any word counts beside an operator other than a hyphen, before a touching bracket, script or
-  digit, and after a touching digit: f(x), Area = 3, h_1, 3rd.
-* A hyphen counts beside a number, single letter or bracket; a list bullet does not, nor does
-  Markdown emphasis.
-* A bracket pair counts if it holds something formal or applies a formal name.
+* Numbers, scripts, LaTeX commands, mathematical signs and *names* count. Names: single letters, up
+  to six capitals, functions, words that touch a digit, script or bracket (3rd, h_1, f(x)).
+* ``a``, ``A`` and ``I`` count next to a number, an operator or a single letter, or where no article
+  can stand. Other words count beside an operator: Area = 3.
+* A hyphen counts beside a number, name or bracket, but not as a list bullet; Markdown does not
+  count. A pair of brackets counts if it holds something formal.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+import unicodedata
+from collections.abc import Iterable, Iterator
 
-from sglang_reasoncache.filter.structure import signs
-from sglang_reasoncache.filter.structure.signs import COLUMN, SEPARATOR, WRITTEN, Kind, Token
-from sglang_reasoncache.filter.structure.tree import Limits, OverBound
+from sympy.printing.pretty.pretty_symbology import greek_unicode
 
-_SUP, _SUB = ("".join(map(chr, table)) for table in (signs.SUPERSCRIPTS, signs.SUBSCRIPTS))
-_LONG = "|".join(map(re.escape, signs.LONG_OPERATORS))
+Token = tuple[str, str]
+"""Kind and label. Kinds: ``leaf`` (number, name or other sign), ``operator``, ``script``, ``open``,
+``close``, ``root``, ``fraction``, ``separator`` (of columns, rows, list items; prose)."""
+
+_SEPARATOR: Token = ("separator", ",")
+
+# Rows of a label and its other spellings, from the loosest binding to the tightest.
+_OPERATORS = (
+    r"-> → \to \rightarrow; => ==> ⇒ ⟹ \Rightarrow \implies; <=> ⇔ ⟺ \iff",
+    r"= ==; != ≠ \ne \neq; < \lt; <= ≤ \le \leq; > \gt; >= ≥ \ge \geq; ≈ \approx; ≡ \equiv; ~ ∼ \sim;"
+    r"∈ \in; := ; :",
+    r"+; - − –; ± \pm",
+    r"* · × ∙ ∗ \cdot \times; / ÷ ∕ \div",
+)
+#: Binding strength of an operator by its label.
+LEVELS = {
+    row.split()[0]: level for level, rows in enumerate(_OPERATORS, 1) for row in rows.split(";")
+}
+_KINDS = {
+    "operator": ";".join(_OPERATORS),
+    "script": "^ **; _ __",
+    "root": r"√ \sqrt",
+    "fraction": r"\frac \dfrac \tfrac \cfrac",
+    "open": r"(;[;{;⌊;⌈;⟨;\{",
+    "close": r");];};⌋;⌉;⟩;\}",
+    "separator": r", . ? & \\ \( \) \[ \]" + " \\",
+}
+_ROWS = [(kind, row.split()) for kind, rows in _KINDS.items() for row in rows.split(";")]
+_WRITTEN: dict[str, Token] = {sign: (kind, row[0]) for kind, row in _ROWS for sign in row}
+_WRITTEN[";"] = _SEPARATOR
+_SIGNS = [re.escape(sign) for sign in _WRITTEN if sign[0] not in "\\:*_,;.?&()[]{}⌊⌋⌈⌉⟨⟩"]
+# Asterisks and underscores are Markdown where they touch a word or bracket on one side only.
+_UNMARKED = (
+    r"(?<=[^\W_]|[)\]}])(?:\*\*?+|__?+)(?=[^\W_]|[(\[{\\])"
+    r"|(?<![^\W_])(?<![)\]}*_])(?:\*\*?+|__?+)(?![^\W_]|[*_(\[{\\])"
+)
+_OPERATOR = "|".join([*sorted(_SIGNS, key=len, reverse=True), _UNMARKED])
+_SUP, _SUB = "²³¹⁰ⁱ⁴-ⁿ", "₀-₎"
 _LETTER = rf"[^\W\d_{_SUP}{_SUB}]"
-
+_END = rf"(?![’']?{_LETTER})"
+_FUNCTION = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|lg|exp|sqrt|mod|gcd|lcm|max|min|lim|det|deg"
+# An article stands before a word, but hardly before one of these.
+_NO_ARTICLE = "is|and|or|equals|be|was|to|plus|minus|times|over|has|gives|must|can|so|then|by|as"
 # No two alternatives inside a repetition can match the same text, so matching
-# is linear. Digits stay text: no number is ever converted. The argument of
-# ``\text`` is one name or a few words, kept as one leaf.
+# is linear. Digits stay text: no number is ever converted.
 _SCANNER = re.compile(
     r"(?P<number>\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)"
-    rf"|(?P<word>{_LETTER}+(?:['’]{_LETTER}+)*)"
-    rf"|(?P<sup>[{_SUP}]+)|(?P<sub>[{_SUB}]+)"
-    rf"|(?P<operator>{_LONG}|[{re.escape(signs.SHORT_OPERATORS)}])"
-    r"|(?P<symbol>[∑∏∫∞°%∠△∅|!])"
+    rf"|(?P<name>(?<=\d){_LETTER}++|{_LETTER}++(?=[\d(\[{{⌊⌈⟨{_SUP}{_SUB}])"
+    rf"|(?:(?![aAI]){_LETTER}|[A-Z]{{2,6}}|{_FUNCTION}){_END}|I{_END}(?![ \t]+{_LETTER}{{2}})"
+    rf"|[aA]{_END}(?![ \t]+(?!(?:{_NO_ARTICLE}){_END}){_LETTER}{{2}}))"
+    rf"|(?P<article>[aAI]{_END})|(?P<word>{_LETTER}+(?:['’]{_LETTER}+)*)"
+    rf"|(?P<sup>[{_SUP}]+)|(?P<sub>[{_SUB}]+)|(?P<operator>{_OPERATOR})"
+    r"|(?P<symbol>[∑∏∫∞°%∠△∅|∪∩⊕∖∘⊗∧∨¬∂∇∀∃∴∵∝∉∋⊂⊆⊃⊇⊥∥∣∤≪≫≺≻↦↔≅∓]"
+    rf"|(?<=[\d)\]])(?:!|['′’]+)|(?<=\b{_LETTER})(?:!|['′’]+))"
     r"|(?P<open>[(\[{⌊⌈⟨])|(?P<close>[)\]}⌋⌉⟩])"
-    r"|\\(?P<text>text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|mathsf|mathbb|mathcal"
-    r"|operatorname|begin|end|label|tag)\*?[ \t]*\{(?P<argument>[^{}]*)\}"
-    r"|\\(?P<command>[A-Za-z]+|.|$)"
-    r"|(?P<newline>\n)|(?P<prime>['′’]+)|(?P<other>\S)",
+    # Size, spacing and style say nothing about structure.
+    r"|(?P<skip>\\(?:[ ,;:!>.-]|(?:left|right|middle|[bB]igg?[lr]?|q?quad|displaystyle|textstyle"
+    r"|limits|hline)(?![A-Za-z])))"
+    r"|(?P<command>\\(?:(?:text|math|mbox|operatorname|begin|end|tag)[a-z]*\*?\{[^{}]*\}"
+    r"|[A-Za-z]+|.|$))|(?P<newline>\n)|(?P<other>\S)",
     re.DOTALL,
 )
-_KINDS: dict[str, Kind] = {"number": "number", "open": "open", "close": "close"}
-_SCRIPTS = {"sup": ("^", signs.SUPERSCRIPTS), "sub": ("_", signs.SUBSCRIPTS)}
-
-_MAX_CAPITALS = 6
-_ENGLISH_LETTERS = frozenset("aAI")
-_AFTER_VARIABLE_A = frozenset(
-    "is and or equals be was are to plus minus times over has gives must can we so then "
-    "by from into with as".split()
+# Where a part fails to end, no other of its kind begins inside, so matching is linear. An open fence
+# reaches to the end. Dollars as Pandoc reads them: no space inside of them, no digit behind.
+_REGION = re.compile(
+    r"```(?:[ \t]*+\S*+[ \t\r]*+\n)?(?P<code>.*?)(?:```|\Z)|`(?P<code1>[^`\n]+)`"
+    r"|\\\[(?P<latex>(?:[^\\]|\\[^][])*+)\\\]|\\\((?P<latex1>(?:[^\\]|\\[^()])*+)\\\)"
+    r"|\$\$(?P<latex2>[^$]+)\$\$|\$(?P<latex3>(?!\s)[^$\n]++(?<!\s))\$(?!\d)",
+    re.DOTALL,
 )
-_EMPHASIS = frozenset({"*", "**", "_", "__"})
-_HYPHENS = frozenset("-−–")
-_NUMERIC = frozenset({"number", "sup", "sub"})
-_SOLID = frozenset({"number", "word", "sup", "sub", "open", "close", "command"})
-_ALWAYS = frozenset({"number", "sup", "sub", "argument", "command", "operator", "symbol"})
+
+_WEAK = frozenset("-−–~∼")  # operators that also punctuate prose
+_OPERANDS = frozenset({"number", "sup", "sub", "name", "close"})
+_BESIDE = _OPERANDS | {"open", "command"}
+_ALWAYS = _BESIDE | {"skip", "operator", "symbol"}
+_BULLET = re.compile(r"^[ \t]*[-−–*][ \t]", re.MULTILINE)
 
 
-class RawToken(NamedTuple):
-    """A piece that the scanner's ``group`` matched; ``start`` and ``end`` count characters."""
-
-    group: str
-    text: str
-    start: int
-    end: int
-
-
-_EDGE = RawToken("newline", "\n", -2, -2)
+def regions(text: str) -> Iterator[tuple[str, str]]:
+    """Parts of a step: (``plain``, ``latex`` or ``code``, text without its delimiters)."""
+    start = 0
+    for match in _REGION.finditer(text):
+        yield "plain", text[start : match.start()]
+        start = match.end()
+        yield (match.lastgroup or "").rstrip("123"), match[match.lastgroup or 0]
+    yield "plain", text[start:]
 
 
-def parser_tokens(text: str, limits: Limits, latex: bool) -> list[Token]:
-    """Parser tokens of plain text, prose as separators, or of the inside of a LaTeX formula,
-    all of which is formal. OverBound: too many tokens, or in plain text nested brackets."""
-    raw = _scan(text, limits.max_nodes)
-    flags = b"\1" * len(raw) if latex else _formal_flags(raw, limits.max_depth)
+def parser_tokens(text: str, latex: bool) -> list[Token]:
+    """Tokens of plain text, prose as separators, or of the inside of a LaTeX formula, all of which
+    is formal. Brackets come in pairs: those that hold nothing, or match none, are separators."""
     tokens: list[Token] = []
-    for token, is_formal in zip(raw, flags, strict=True):
-        if is_formal:
-            found = _read(token, latex, limits.max_nodes)
-            # "a &= b" aligns a relation; elsewhere "&" divides columns.
-            if tokens[-1:] == [COLUMN] and found and found[0] in signs.RELATIONS:
-                tokens.pop()
-            tokens += found
-        elif tokens and tokens[-1] is not SEPARATOR:
-            tokens.append(SEPARATOR)
-        # One script of many characters is one raw token and many parser tokens.
-        if len(tokens) > limits.max_nodes:
-            raise OverBound("max_nodes")
+    opened: list[int] = []
+    for token in _read(_scan(text) if latex else _formal(_scan(_BULLET.sub("\n", text)))):
+        last = tokens[-1] if tokens else _SEPARATOR
+        if token[0] == "open":
+            opened.append(len(tokens))
+        elif token[0] == "close":
+            at = opened.pop() if opened else len(tokens)
+            if at >= len(tokens) - 1 - (last == _SEPARATOR):
+                del tokens[at:]
+                token = _SEPARATOR
+        elif token == last == _SEPARATOR:
+            continue
+        tokens.append(token)
+    for at in opened:
+        tokens[at] = _SEPARATOR
     return tokens
 
 
-def _scan(text: str, max_tokens: int) -> list[RawToken]:
-    """Mathematical text as raw tokens; spaces only separate them."""
-    found: list[RawToken] = []
-    for match in _SCANNER.finditer(text):
-        group = match.lastgroup or "other"
-        value = match[group]
-        if group == "argument":
-            value = f"{match['text']}:{value.strip()}"
-        found.append(RawToken(group, value, match.start(), match.end()))
-        if len(found) > max_tokens:
-            raise OverBound("max_nodes")
-    return found
+def _scan(text: str) -> list[Token]:
+    return [(match.lastgroup or "", match[0]) for match in _SCANNER.finditer(text)]
 
 
-def _read(raw: RawToken, latex: bool, max_tokens: int) -> list[Token]:
-    """The parser tokens of one formal piece."""
-    group, text = raw[:2]
-    if group in _SCRIPTS:
-        # x² is x^2, x⁻¹ is x^{-1}.
-        label, table = _SCRIPTS[group]
-        pieces = _scan(text.translate(table), max_tokens)
-        parts = [token for piece in pieces for token in _read(piece, False, max_tokens)]
-        if len(parts) > 1 or parts[0][0] == "operator":
-            parts = [("open", "{"), *parts, ("close", "}")]
-        return [("script", label), *parts]
-    if group == "argument" and text.startswith(("begin:", "end:")):
-        return [SEPARATOR, ("name", text), SEPARATOR]
-    if latex and (group == "newline" or text == "~"):
-        return []
-    if latex and group == "word":
-        # TeX reads adjoining letters as a product of variables.
-        return [("name", letter) for letter in text]
-    if group == "command":
-        # An unknown one is a leaf of its own name.
-        known = signs.LATEX.get(text, ("name", "\\" + text))
-        return [known] if known else []
-    return [WRITTEN.get(text) or (_KINDS.get(group, "name"), text)]
+def _read(pieces: Iterable[Token]) -> Iterator[Token]:
+    for group, text in pieces:
+        if group == "sup" or group == "sub":
+            # x² is x^2, x⁻¹ is x^{-1}.
+            yield "script", "^" if group == "sup" else "_"
+            yield "open", "{"
+            yield from _read(_scan(unicodedata.normalize("NFKC", text)))
+            yield "close", "}"
+        elif text in _WRITTEN:
+            yield _WRITTEN[text]
+        elif group == "command":
+            yield "leaf", greek_unicode.get(text[1:].removeprefix("var"), text[1:])
+        elif group != "newline" and group != "skip":
+            yield "leaf", text
 
 
-def _formal_flags(raw: Sequence[RawToken], max_depth: int) -> bytearray:
-    """One flag per raw token of plain text: 1 where it is formal."""
-    near = [_EDGE, *raw, _EDGE]
+def _formal(pieces: list[Token]) -> Iterator[Token]:
+    """Plain text with a comma in place of what is not formal."""
+    near = [("", ""), *pieces, ("", "")]
     for i in range(1, len(near) - 1):
-        if near[i].group == "operator" and not _is_formal_operator(*near[i - 1 : i + 2]):
-            near[i] = near[i]._replace(group="other")
-    flags = bytearray(map(_is_formal, near, near[1:], near[2:]))
-    _flag_brackets(raw, flags, max_depth)
-    return flags
-
-
-def _is_operand(token: RawToken) -> bool:
-    """A number, single letter, name in capitals, script or closing bracket."""
-    if token.group == "word":
-        return len(token.text) == 1 or _is_name(token.text)
-    return token.group in _NUMERIC or token.group in ("close", "prime")
-
-
-def _is_name(word: str) -> bool:
-    return len(word) <= _MAX_CAPITALS and word.isupper()
-
-
-def _is_formal_operator(before: RawToken, token: RawToken, after: RawToken) -> bool:
-    touches_left, touches_right = before.end == token.start, after.start == token.end
-    if token.text in _EMPHASIS:
-        # Markdown: ``**word`` or ``word**``, open to the other side.
-        left = touches_left and before.group in _SOLID
-        right = touches_right and after.group in _SOLID
-        word = before if left else after
-        return left == right or word.group != "word" or len(word.text) == 1
-    if token.text not in _HYPHENS:
-        return True
-    if before.group == "newline" and not touches_right:
-        return False  # list bullet
-    if after.group in ("open", "command"):
-        return True
-    operands = [near.text for near in (before, after) if _is_operand(near)]
-    # "word - a better way": the article alone makes no difference of the dash.
-    return len(operands) == 2 or any(text not in _ENGLISH_LETTERS for text in operands)
-
-
-def _is_formal(before: RawToken, token: RawToken, after: RawToken) -> bool:
-    """Of anything but brackets; operators that are not formal are ``other`` here."""
-    group, word = token.group, token.text
-    if group == "prime" or (group == "symbol" and word == "!"):
-        return before.end == token.start and _is_operand(before)
-    if group != "word":
-        return group in _ALWAYS
-    if len(word) == 1:
-        if word not in _ENGLISH_LETTERS or before.group == "operator" or after.group != "word":
-            return True
-        if before.group in _NUMERIC or (before.group == "word" and len(before.text) == 1):
-            return True
-        # What follows is a word.
-        return len(after.text) == 1 or (word != "I" and after.text in _AFTER_VARIABLE_A)
-    if word in WRITTEN or _is_name(word):
-        return True
-    if after.start == token.end and (after.group in _NUMERIC or after.group == "open"):
-        return True
-    if before.end == token.start and before.group == "number":
-        return True
-    return any(near.group == "operator" and near.text in signs.STRONG for near in (before, after))
-
-
-def _flag_brackets(raw: Sequence[RawToken], flags: bytearray, max_depth: int) -> None:
-    """Flag the bracket pairs worth keeping; unmatched brackets are left out.
-
-    Any closing bracket ends the innermost open one, as in ``[0, 1)``.
-    """
-    stack: list[tuple[int, int]] = []
-    num_formal = 0
-    for i, token in enumerate(raw):
-        if token.group == "open":
-            stack.append((i, num_formal))
-            if len(stack) > max_depth:
-                raise OverBound("max_depth")
-        elif token.group != "close":
-            num_formal += flags[i]
-        elif stack:
-            at, before = stack.pop()
-            applied = at > 0 and flags[at - 1] and raw[at - 1].end == raw[at].start
-            if num_formal > before or applied:
-                flags[at] = flags[i] = 1
+        # "word - a better way": the article makes no difference of the dash.
+        is_sign = near[i - 1][0] in _OPERANDS or near[i + 1][0] in _BESIDE
+        if near[i][1] in _WEAK and not is_sign:
+            near[i] = "other", near[i][1]
+    for before, (group, text), after in zip(near, near[1:], near[2:], strict=False):
+        if group == "word":
+            is_formal = any(x[0] == "operator" and x[1] not in _WEAK for x in (before, after))
+        elif group == "article":
+            is_letter = before[0] == "name" and len(before[1]) == 1
+            is_formal = is_letter or before[0] in ("operator", "number", "sup", "sub")
+        else:
+            is_formal = group in _ALWAYS
+        yield (group, text) if is_formal else ("other", ",")
