@@ -16,7 +16,6 @@ FLAGS = (
     "percentile",
     "positions",
     "publish",
-    "calibration",
     "span",
 )
 SET = "--reasoncache-set"

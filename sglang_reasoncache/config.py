@@ -152,22 +152,10 @@ class ReasonCacheConfig:
         "Largest share of future output that admission counts as shared in advance.",
         bounds=(0, 0.9),
     )
-    calibration: str | None = _setting(
-        None,
-        "JSON file that keeps the distance histogram across restarts. Without it, a "
-        "reasoncache_calibration.json beside the model's weights is read when there is one.",
-        values="PATH",
-    )
     random_ratio: float | None = _setting(
         None,
         "Redirect this share of blocks to random earlier ones and compare nothing (experiment).",
         bounds=(0, 1),
-    )
-    half_life: int = _setting(
-        0,
-        "Distances after which an observed one counts half in the percentile; 0 never forgets: after N "
-        "distances a new one counts 1/N, so a server that runs for weeks wants 1000000 or so.",
-        bounds=(0, 1_000_000_000),
     )
     encoder: str = _setting(
         "tokens",

@@ -2,9 +2,9 @@
 """The C++ library of ``csrc/``, called through ctypes, which releases the interpreter lock. It is
 compiled on first use, once for each content, compiler and CPU; without a compiler PyTorch computes.
 
-``CXX`` chooses the compiler, ``REASONCACHE_CACHE_DIR`` the folder of the results (default:
-``sglang-reasoncache`` under ``XDG_CACHE_HOME`` or ``~/.cache``), ``REASONCACHE_SANITIZE=1`` a
-build with sanitizers. A server tells its children what it found.
+``CXX`` chooses the compiler and may hold options, ``REASONCACHE_CACHE_DIR`` the folder of the results
+(default: ``sglang-reasoncache`` under ``XDG_CACHE_HOME`` or ``~/.cache``). A server tells its children
+what it found.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ _COMPILERS = ("c++", "g++", "clang++")
 # No contraction: kernels that want fused multiply-add ask for it in their source.
 _FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-g1")
 _OPTIMISED = ("-O3", "-march=native")
-#: With AddressSanitizer and UndefinedBehaviorSanitizer, for the tests.
-_SANITIZED = ("-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined")
 
 #: A path, or ``!`` and why there is none; also a way to point at a library built elsewhere.
 LIBRARY_ENV = "REASONCACHE_NATIVE_LIBRARY"
@@ -78,11 +76,6 @@ def prepare_for_children() -> ctypes.CDLL:
     return found
 
 
-def sanitized() -> bool:
-    """Whether this process asks for the AddressSanitizer build."""
-    return os.environ.get("REASONCACHE_SANITIZE", "0") not in ("", "0")
-
-
 def _load() -> ctypes.CDLL:
     given = os.environ.get(LIBRARY_ENV, "")
     if given.startswith("!"):
@@ -102,7 +95,7 @@ def _load() -> ctypes.CDLL:
 
 def _build(root: Path) -> Path:
     """Path of the library for the sources in ``root`` and this CPU; compiles it if need be."""
-    flags = (*_FLAGS, *(_SANITIZED if sanitized() else _OPTIMISED))
+    flags = (*_FLAGS, *_OPTIMISED)
     key = _key(root, flags)
     cache = _cache_folder()
     if cache is not None and (cache / key / _NAME).is_file():
