@@ -2,9 +2,9 @@
 """The C++ library of ``csrc/``, called through ctypes, which releases the interpreter lock. It is
 compiled on first use, once for each content, compiler and CPU; without a compiler PyTorch computes.
 
-``CXX`` chooses the compiler and may hold options, ``REASONCACHE_CACHE_DIR`` the folder of the results
-(default: ``sglang-reasoncache`` under ``XDG_CACHE_HOME`` or ``~/.cache``). A server tells its children
-what it found.
+``CXX`` chooses the compiler, ``REASONCACHE_CACHE_DIR`` the folder of the results (default:
+``sglang-reasoncache`` under ``XDG_CACHE_HOME`` or ``~/.cache``). A server tells its children what it
+found.
 """
 
 from __future__ import annotations
