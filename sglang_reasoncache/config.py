@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One frozen record of everything an operator can set: defaults, bounds and help texts."""
+"""All settings of an operator in one frozen record, with defaults, bounds and help texts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-#: What compares steps; nothing else reads it.
+#: Settings that only the comparison of steps reads (``match=steps``).
 _OF_STEPS = frozenset((
     "align", "encoder", "fixed_tau", "length_factor", "structure_tolerance", "tau_soft",
     "tau_strict", "use_structure",
@@ -48,7 +48,7 @@ _OF_STEPS = frozenset((
 
 @dataclass(frozen=True)
 class ReasonCacheConfig:
-    """Raises :class:`ConfigError` for a value out of bounds."""
+    """The settings of a server. Raises :class:`ConfigError` for a bad value."""
 
     policy: str = _setting(
         "reasoncache",
@@ -216,7 +216,8 @@ class ReasonCacheConfig:
 
     @property
     def shares_at_once(self) -> bool:
-        """Copies free nothing, so no shortage asks for them; a budget of positions always asks."""
+        """Whether blocks share as soon as they are accepted: copies free nothing, so no shortage asks for
+        them, and an evicting policy's budget counts what is shared."""
         return self.when == "always" or self.apply == "copy" or bool(self.policies.evictors)
 
     @property
@@ -229,8 +230,8 @@ class ReasonCacheConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ReasonCacheConfig:
-        """Build from explicitly given values, which something must read; the preset fills in the
-        rest."""
+        """The settings where ``values`` were given and the preset fills in the rest. Raises ConfigError
+        for an unknown name, a bad value, and a value that nothing reads."""
         for name in sorted(values.keys() - SETTINGS.keys()):
             raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
@@ -248,7 +249,7 @@ SETTINGS = {field.name: field for field in dataclasses.fields(ReasonCacheConfig)
 
 
 def type_of(name: str) -> type:
-    """What the text of a setting is read as: bool, int, float or str."""
+    """The type of a setting: bool, int, float or str."""
     return _TYPES[str(SETTINGS[name].type).split()[0]]
 
 
@@ -271,7 +272,8 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def parse_setting(name: str, text: str) -> Any:
-    """A setting's value out of an operator's text. Raises ConfigError for what is neither."""
+    """The value that an operator's text gives a setting. Raises ConfigError for an unknown name or a
+    text of another type."""
     if name not in SETTINGS:
         raise ConfigError(name, "one of " + ", ".join(SETTINGS), text)
     try:
@@ -281,7 +283,7 @@ def parse_setting(name: str, text: str) -> Any:
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """``key=value,...``; a value has no comma. Raises ValueError for anything else."""
+    """The settings of ``key=value,...``, where no value has a comma. Raises ValueError for another text."""
     if not isinstance(text, str):
         # sglang.Engine takes keywords of any type.
         raise ValueError(f"{SET} must be key=value,..., got {text!r}")

@@ -247,7 +247,7 @@ def test_copies_that_would_race_are_refused_by_name() -> None:
 
 
 FA3 = dict(page_size=16, attention_backend="fa3")
-READS = "selects what a step reads, which --attention-backend fa3 does .*flashinfer"
+READS = "selects the pages that .* --attention-backend fa3 reads all; use .*flashinfer"
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class ServerParts:
-    """One per scheduler process: allocator first, then attention, then the prefix tree.
+    """What a scheduler process has of ours: allocator, then attention, then the prefix tree with the
+    controller.
 
-    ``stock``: SGLang's allocator, just made; ours takes its place. Raises ValueError for a pool
+    ``stock``: SGLang's allocator, just made, in whose place ours comes. Raises ValueError for a pool
     whose buffers are not ``[slots, heads, head_dim]``.
     """
 
@@ -66,7 +67,7 @@ class ServerParts:
         return backend
 
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
-        """With its controller. Raises ValueError for what is not supported."""
+        """The prefix tree with its controller. Raises ValueError for what is not supported."""
         if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
             raise ValueError(
                 "--enable-reasoncache supports full-attention models only (no sliding window, "
