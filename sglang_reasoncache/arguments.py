@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an operator types a setting."""
+"""Settings as words on a command line."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ FLAGS = (
     "percentile",
     "positions",
     "publish",
-    "calibration",
     "span",
 )
 SET = "--reasoncache-set"
 _BOOLEANS = {"true": True, "false": False}
-#: How values of a type are called in messages.
+#: Type -> its name in messages.
 CALLED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
@@ -43,7 +42,7 @@ def text_of(value: object) -> str:
 
 
 def value_of(text: str, kind: type) -> Any:
-    """The other way round. Raises ValueError, how values of the type are called."""
+    """The value that :func:`text_of` gives as ``text``. Raises ValueError, naming the type."""
     try:
         return _BOOLEANS[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError) as error:

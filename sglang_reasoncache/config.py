@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One frozen record of everything an operator can set: defaults, bounds and help texts."""
+"""All settings of an operator in one frozen record, with defaults, bounds and help texts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-#: What compares steps; nothing else reads it.
+#: Settings that only the comparison of steps reads (``match=steps``).
 _OF_STEPS = frozenset((
     "align", "encoder", "fixed_tau", "length_factor", "structure_tolerance", "tau_soft",
     "tau_strict", "use_structure",
@@ -48,7 +48,7 @@ _OF_STEPS = frozenset((
 
 @dataclass(frozen=True)
 class ReasonCacheConfig:
-    """Raises :class:`ConfigError` for a value out of bounds."""
+    """The settings of a server. Raises :class:`ConfigError` for a bad value."""
 
     policy: str = _setting(
         "reasoncache",
@@ -147,22 +147,10 @@ class ReasonCacheConfig:
         "Largest share of future output that admission counts as shared in advance.",
         bounds=(0, 0.9),
     )
-    calibration: str | None = _setting(
-        None,
-        "JSON file that keeps the distance histogram across restarts. Without it, a "
-        "reasoncache_calibration.json beside the model's weights is read when there is one.",
-        values="PATH",
-    )
     random_ratio: float | None = _setting(
         None,
         "Redirect this share of blocks to random earlier ones and compare nothing (experiment).",
         bounds=(0, 1),
-    )
-    half_life: int = _setting(
-        0,
-        "Distances after which an observed one counts half in the percentile; 0 never forgets: after N "
-        "distances a new one counts 1/N, so a server that runs for weeks wants 1000000 or so.",
-        bounds=(0, 1_000_000_000),
     )
     encoder: str = _setting(
         "tokens",
@@ -236,8 +224,8 @@ class ReasonCacheConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ReasonCacheConfig:
-        """Build from explicitly given values, which something must read; the preset fills in the
-        rest."""
+        """The settings where ``values`` were given and the preset fills in the rest. Raises ConfigError
+        for an unknown name, a bad value, and a value that nothing reads."""
         for name in sorted(values.keys() - SETTINGS.keys()):
             raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
@@ -255,7 +243,7 @@ SETTINGS = {field.name: field for field in dataclasses.fields(ReasonCacheConfig)
 
 
 def type_of(name: str) -> type:
-    """What the text of a setting is read as: bool, int, float or str."""
+    """The type of a setting: bool, int, float or str."""
     return _TYPES[str(SETTINGS[name].type).split()[0]]
 
 
@@ -278,7 +266,8 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def parse_setting(name: str, text: str) -> Any:
-    """A setting's value out of an operator's text. Raises ConfigError for what is neither."""
+    """The value that an operator's text gives a setting. Raises ConfigError for an unknown name or a
+    text of another type."""
     if name not in SETTINGS:
         raise ConfigError(name, "one of " + ", ".join(SETTINGS), text)
     try:
@@ -288,7 +277,7 @@ def parse_setting(name: str, text: str) -> Any:
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """``key=value,...``; a value has no comma. Raises ValueError for anything else."""
+    """The settings of ``key=value,...``, where no value has a comma. Raises ValueError for another text."""
     if not isinstance(text, str):
         # sglang.Engine takes keywords of any type.
         raise ValueError(f"{SET} must be key=value,..., got {text!r}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of the CPU platform, free of SGLang: it is asked of every installed platform.
+"""Entry point of the CPU platform. Imports nothing of SGLang, which asks every installed platform.
 
-Any that answers while ``SGLANG_PLATFORM`` is unset would replace the machine's own.
+A platform that answered while ``SGLANG_PLATFORM`` is unset would replace the machine's own.
 """
 
 import os

@@ -16,15 +16,14 @@ import pytest
 
 from sglang_reasoncache import arguments, compat, settings_table
 from sglang_reasoncache.arguments import FLAGS, SET, arguments_of, flag_of
-from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
-from sglang_reasoncache.filter.settings import PRESETS
+from sglang_reasoncache.config import SETTINGS, ConfigError, ReasonCacheConfig, type_of
 from sglang_reasoncache.plugin import flags, refusals
 
 
-def _namespace(*argv: str) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     flags.add_cli_args(None, parser)
-    return parser.parse_args(argv)
+    return parser
 
 
 def _server_args(**fields: object) -> Any:
@@ -41,64 +40,52 @@ def _config(*argv: str) -> ReasonCacheConfig:
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flags, "attach", lambda _record, _enabled, given: found.update(given))
-        flags.from_cli_args(lambda _cls, _args: SimpleNamespace(), object, _namespace(*argv))
+        args = _parser().parse_args(argv)
+        flags.from_cli_args(lambda _cls, _args: SimpleNamespace(), object, args)
     return ReasonCacheConfig.from_mapping(found)
 
 
-#: A value of every setting that is not its default.
-OTHER_VALUES: dict[str, Any] = dict(
-    **dict(
-        policy="keydiff:budget=64",
-        preset="memshare",
-        when="always",
-        block=9,
-        percentile=55.5,
-        warmup=3,
-    ),
-    **dict(tau_strict=0.8, tau_soft=0.6, length_factor=False, use_structure=False, fixed_tau=0.75),
-    **dict(structure_tolerance=2, positions="corrected", align="index", publish="aliased"),
-    **dict(admission_credit=0.25, calibration="seen.json", random_ratio=0.5),
-    **dict(half_life=1000, encoder="sentence-bert:/models/mini:v2"),
-    **dict(
-        match="steps",
-        direction="oldest",
-        min_age=7,
-        min_run=1,
-        span="response",
-        max_pending=7,
-        max_step_tokens=100,
-        max_history_steps=9,
-    ),
-    allow_untested_sglang=True,
-)
+def _examples(name: str) -> tuple[Any, list[Any]]:
+    """A value of a setting that is not its default, and values that are refused."""
+    field, kind = SETTINGS[name], type_of(name)
+    if field.metadata["choices"]:
+        return next(each for each in field.metadata["choices"] if each != field.default), ["other"]
+    if field.metadata["bounds"]:
+        least, most = field.metadata["bounds"]
+        return kind(0.2 * least + 0.8 * most), [least - 1, most + 1, float("nan"), "1", True]
+    if kind is bool:
+        return not field.default, ["yes"]
+    return {
+        "policy": ("reasoncache+keydiff:share=0.5,anchor=mean_norm", ["other", 5]),
+        "encoder": ("sentence-bert:/m:v2", ["bert", "tokens:x", "sentence-bert:", 5]),
+    }[name]
 
 
-def test_every_setting_can_be_typed() -> None:
-    """All of them, and each keyword of ``sglang.Engine``; twelve flags at most."""
-    defaults = ReasonCacheConfig().to_dict()
-    # This one is refused beside some of the others.
-    alone = {"scope": "prompt"}
-    assert OTHER_VALUES.keys() | alone.keys() == defaults.keys()
-    for values in (OTHER_VALUES, alone):
-        assert all(value != defaults[name] for name, value in values.items())
-        expected = ReasonCacheConfig(**values)
-        assert _config(*arguments_of(values)) == expected
-        assert ReasonCacheConfig.from_mapping(values) == expected
-    parser = argparse.ArgumentParser(add_help=False)
-    flags.add_cli_args(None, parser)
-    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-    assert len(shown) <= 12 and all(action.help for action in shown)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_can_be_typed(name: str) -> None:
+    """Also as a keyword of ``sglang.Engine``."""
+    value, _ = _examples(name)
+    values = {name: value, **({} if name in ("match", "scope") else {"match": "steps"})}
+    typed = _config(*arguments_of(values))
+    assert typed == ReasonCacheConfig.from_mapping(values)
+    assert getattr(typed, name) == value != SETTINGS[name].default
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_bad_value_is_refused_with_flag_and_value(name: str) -> None:
+    for value in _examples(name)[1]:
+        with pytest.raises(ConfigError, match=f"{flag_of(name)} must be .* got {value!r}"):
+            ReasonCacheConfig(**{name: value})
+
+
+def test_few_flags_are_shown() -> None:
+    assert len(shown := _parser()._actions) <= 12 and all(action.help for action in shown)
 
 
 def test_settings_of_several_lists_add_up() -> None:
     """A flag wins over the list, a later list over an earlier one."""
-    given = (
-        "--reasoncache-set",
-        "match=steps,warmup=3, tau-soft=0.1",
-        "--reasoncache-set",
-        "warmup=4,block=2",
-    )
-    config = _config("--reasoncache-block", "8", *given)
+    lists = SET, "match=steps,warmup=3, tau-soft=0.1", SET, "warmup=4,block=2"
+    config = _config("--reasoncache-block", "8", *lists)
     assert (config.warmup, config.tau_soft, config.block) == (4, 0.1, 8)
     assert arguments_of({"fixed_tau": None, "block": 4}) == ["--reasoncache-block", "4"]
 
@@ -110,28 +97,16 @@ def test_settings_of_several_lists_add_up() -> None:
         ("", "must be key=value"),
         ("warmup=3,", "must be key=value"),
         ("warmth=3", "warmth must be one of policy, .*, got '3'"),
-        ("warmup=many", "warmup must be an integer, got 'many'"),
         ("warmup=1.5", "warmup must be an integer, got '1.5'"),
         ("tau_soft=low", "tau_soft must be a number, got 'low'"),
         ("length_factor=1", "length_factor must be true or false, got '1'"),
-        ("half_life=-1", "half_life must be between 0 and .*, got -1"),
-        ("align=words", "align must be one of tokens, index, got 'words'"),
         ("match=steps,tau_strict=0.5,tau_soft=0.6", "tau_soft must be at most"),
         ("tau_soft=0.6", "tau_soft must be left out unless match=steps"),
     ],
 )
 def test_a_bad_list_of_settings_is_refused_by_key(text: str, message: str) -> None:
-    with pytest.raises((SystemExit, ConfigError), match=f"--reasoncache-set {message}"):
-        _config("--reasoncache-set", text)
-
-
-@pytest.mark.parametrize("flag", ["--reasoncache-tau-soft", "--no-reasoncache-length-factor"])
-def test_a_flag_that_moved_says_where(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name = flag.partition("reasoncache-")[2].replace("-", "_")
-    for given in ([flag], [flag, "0.5"], [f"{flag}=0.5"]):
-        with pytest.raises(SystemExit):
-            _namespace(*given)
-        assert f"is now --reasoncache-set {name}=VALUE" in capsys.readouterr().err
+    with pytest.raises((SystemExit, ConfigError), match=f"{SET} {message}"):
+        _config(SET, text)
 
 
 def test_messages_name_flags_that_can_be_typed() -> None:
@@ -145,16 +120,12 @@ def test_messages_name_flags_that_can_be_typed() -> None:
 def test_engine_keywords_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags, "attach", lambda _record, enabled, given: (enabled, given))
     monkeypatch.setattr(compat, "ServerArgs", SimpleNamespace, raising=False)
-    found = flags.engine_server_args(
-        enable_reasoncache=True,
-        reasoncache_warmup=3,
-        reasoncache_set="block=4,warmup=5",
-        reasoncache_calibration=Path("there"),
-    )
-    assert found == (True, {"block": 4, "warmup": 3, "calibration": "there"})
+    keywords: dict[str, Any] = dict(enable_reasoncache=True, reasoncache_warmup=3)
+    found = flags.engine_server_args(**keywords, reasoncache_set="block=4,warmup=5")
+    assert found == (True, {"block": 4, "warmup": 3})
     for other in (["block=4"], b"block=4", 5):
         with pytest.raises(ValueError, match=r"reasoncache-set must be key=value,..., got"):
-            flags.engine_server_args(enable_reasoncache=True, reasoncache_set=other)
+            flags.engine_server_args(**keywords, reasoncache_set=other)
 
 
 def test_settings_document_is_made_from_the_class() -> None:
@@ -163,64 +134,13 @@ def test_settings_document_is_made_from_the_class() -> None:
     assert document.read_text() == "\n".join(settings_table.lines()) + "\n"
 
 
-BAD_VALUES: dict[str, tuple[Any, ...]] = dict(
-    block=(0, 1025, 16.0, True),
-    percentile=(-1, 100.5, float("nan"), "80"),
-    warmup=(-1,),
-    tau_strict=(1.1,),
-    positions=("sideways",),
-    publish=("everything",),
-    preset=("unknown",),
-    encoder=("bert", "tokens:x", "sentence-bert:", 5),
-    admission_credit=(0.95,),
-    max_step_tokens=(1,),
-    calibration=(5, b"x"),
-)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [(field, value) for field in BAD_VALUES for value in BAD_VALUES[field]]
-)
-def test_bad_value_names_flag_bound_and_value(field: str, value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ReasonCacheConfig(**{field: value})  # type: ignore[arg-type]
-    message = str(caught.value)
-    assert flag_of(field) in message
-    assert any(bound in message for bound in ("between ", "one of ", "must be text"))
-    assert repr(value) in message
-
-
-def test_every_preset_and_a_policy_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "reasoncache+keydiff:share=0.5,anchor=mean_norm"
-    for key, value in [*(("preset", name) for name in PRESETS), ("policy", text)]:
-        given = vars(_namespace("--enable-reasoncache", f"--reasoncache-{key}", value))
-        given = {name: value for name, value in given.items() if value is not None}
-        assert given == {"enable_reasoncache": True, f"reasoncache_{key}": value}
-    assert ReasonCacheConfig.from_mapping({"policy": text}).policies.shares
-    with pytest.raises(SystemExit):
-        _namespace("--reasoncache-preset", "p30")
-    shown = capsys.readouterr().err
-    assert all(name in shown for name in PRESETS)
-
-
-_SWITCHES = """
-enable_hierarchical_cache enable_lmcache enable_flexkv enable_hisparse enable_unified_memory
-enable_streaming_session enable_session_radix_cache enable_return_routed_experts
-enable_return_indexer_topk skip_tokenizer_init enable_dp_attention strip_thinking_cache
-"""
-IN_THE_WAY: dict[str, object] = dict(
-    **dict.fromkeys(_SWITCHES.split(), True),
-    **dict.fromkeys(("dcp_size", "pp_size", "attn_dp_size"), 2),
-    **dict(speculative_algorithm="EAGLE", disaggregation_mode="decode", kv_canary="log"),
-    **dict(radix_cache_backend="flexkv", dllm_algorithm="LowConfidence"),
-)
-
-
-@pytest.mark.parametrize("field", IN_THE_WAY)
-def test_incompatible_flag_is_named(field: str) -> None:
-    with pytest.raises(ValueError, match="cannot be combined with") as caught:
-        refusals.check(_server_args(**{field: IN_THE_WAY[field]}))
-    assert f"--{field.replace('_', '-')} (" in str(caught.value)
+def test_incompatible_flags_are_named() -> None:
+    refusals.check(_server_args())
+    for field in refusals.CONFLICTS:
+        args = _server_args(**{field: 2 if field.endswith("_size") else "on"})
+        flag = f"--{field.replace('_', '-')} \\("
+        with pytest.raises(ValueError, match=f"--enable-reasoncache cannot be combined .*{flag}"):
+            refusals.check(args)
 
 
 def test_memory_debugging_with_pages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +236,7 @@ def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -
 
 
 FA3 = dict(page_size=16, attention_backend="fa3")
-READS = "selects what a step reads, which --attention-backend fa3 does .*flashinfer"
+READS = "selects the pages that .* --attention-backend fa3 reads all; use .*flashinfer"
 
 
 @pytest.mark.parametrize(

@@ -155,10 +155,10 @@ class SharedSlotReads(PagedBackend):
         if selection is not None:
             selection.begin_graph(BatchRows(buffers, *where, self.paged.width))
 
-    def shared_read_ends(self, mode: ForwardMode) -> Any:
+    def shared_read_ends(self, fm: ForwardMode) -> Any:
         """Our plan is the last to look at rows: in the graph, or before a forward without one."""
-        stock = super().shared_read_ends(mode)
-        if not mode.is_decode_or_idle():
+        stock = super().shared_read_ends(fm)
+        if not fm.is_decode_or_idle():
             return stock
         return compat.SharedReadEnds.max_of((stock, compat.SharedReadEnds.IN_REPLAY))
 

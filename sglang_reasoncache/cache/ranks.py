@@ -55,11 +55,3 @@ class Ranks:
         self.agree()
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
-
-    def first(self, value: Any) -> Any:
-        """The first rank's ``value``, any picklable object; at the start only."""
-        if self._group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self._group, 0), group=self._group)
-        return box[0]

@@ -35,7 +35,7 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.allocator.base": ["BaseTokenToKVPoolAllocator"],
     "mem_cache.allocator.token": ["TokenToKVPoolAllocator"],
     "mem_cache.allocator.paged": ["PagedTokenToKVPoolAllocator"],
-    "mem_cache.memory_pool": ["MHATokenToKVPool", "ReqToTokenPool", "KVWriteLoc"],
+    "mem_cache.memory_pool": ["MHATokenToKVPool", "KVWriteLoc"],
     "mem_cache.allocation": ["get_last_loc_torch"],
     "mem_cache.prefill_budget": ["PrefillBudget"],
     "mem_cache.radix_cache": ["RadixKey"],

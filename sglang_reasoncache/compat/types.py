@@ -111,7 +111,6 @@ class ServerArgs(Protocol):
 
 
 class ModelConfig(Protocol):
-    hf_config: Any
     context_len: int
     num_attention_heads: int
     is_encoder_decoder: bool

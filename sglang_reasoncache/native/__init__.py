@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ library of ``csrc/``, called through ctypes, which releases the interpreter lock. It is
-compiled on first use, once for each content, compiler and CPU; without a compiler PyTorch computes.
+"""Builds and loads the C++ library of ``csrc/``. Calls go through ctypes, which releases the
+interpreter lock.
 
-``CXX`` chooses the compiler, ``REASONCACHE_CACHE_DIR`` the folder of the results (default:
-``sglang-reasoncache`` under ``XDG_CACHE_HOME`` or ``~/.cache``), ``REASONCACHE_SANITIZE=1`` a
-build with sanitizers. A server tells its children what it found.
+The first use compiles the library, once for each state of the sources, compiler and CPU. Where that
+fails, callers compute in PyTorch. ``CXX`` chooses the compiler, ``REASONCACHE_CACHE_DIR`` the folder of
+the results (default: ``sglang-reasoncache`` under ``XDG_CACHE_HOME`` or ``~/.cache``).
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ _COMPILERS = ("c++", "g++", "clang++")
 # No contraction: kernels that want fused multiply-add ask for it in their source.
 _FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-g1")
 _OPTIMISED = ("-O3", "-march=native")
-#: With AddressSanitizer and UndefinedBehaviorSanitizer, for the tests.
-_SANITIZED = ("-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined")
 
-#: A path, or ``!`` and why there is none; also a way to point at a library built elsewhere.
+#: Path of a library built before, or ``!`` and why there is none: a server tells its children so.
 LIBRARY_ENV = "REASONCACHE_NATIVE_LIBRARY"
 
 
@@ -68,7 +66,7 @@ def library() -> ctypes.CDLL:
 
 
 def prepare_for_children() -> ctypes.CDLL:
-    """:func:`library`, and child processes will find the same, or raise the same."""
+    """:func:`library`; child processes load the same file, or raise the same error."""
     try:
         found = library()
     except NativeUnavailable as error:
@@ -76,11 +74,6 @@ def prepare_for_children() -> ctypes.CDLL:
         raise
     os.environ[LIBRARY_ENV] = found._name
     return found
-
-
-def sanitized() -> bool:
-    """Whether this process asks for the AddressSanitizer build."""
-    return os.environ.get("REASONCACHE_SANITIZE", "0") not in ("", "0")
 
 
 def _load() -> ctypes.CDLL:
@@ -102,7 +95,7 @@ def _load() -> ctypes.CDLL:
 
 def _build(root: Path) -> Path:
     """Path of the library for the sources in ``root`` and this CPU; compiles it if need be."""
-    flags = (*_FLAGS, *(_SANITIZED if sanitized() else _OPTIMISED))
+    flags = (*_FLAGS, *_OPTIMISED)
     key = _key(root, flags)
     cache = _cache_folder()
     if cache is not None and (cache / key / _NAME).is_file():
@@ -149,13 +142,14 @@ def _source_hash(root: Path) -> str:
 
 
 def _key(root: Path, flags: Sequence[str]) -> str:
-    """Hash of what decides what the library holds; a compiler need not be there to be asked."""
+    """Hash of all that the library depends on. Needs no compiler, so a finished build is found without
+    one."""
     parts = (_source_hash(root), os.environ.get("CXX", ""), *flags, _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 def _cpu() -> str:
-    """What ``-march=native`` depends on: unlike machines may share a home folder."""
+    """The CPU's features, on which ``-march=native`` depends: unlike machines may share a home folder."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
         for line in info:
             if line.startswith(("flags", "Features")):
@@ -164,7 +158,8 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """A folder that nobody else can write (what is in it gets executed), maybe root's; else None."""
+    """The folder of the results. None unless it belongs to this user or root and nobody else can write
+    it: what lies there gets executed."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(os.environ.get("REASONCACHE_CACHE_DIR") or Path(base) / "sglang-reasoncache")
     if not folder.is_absolute():

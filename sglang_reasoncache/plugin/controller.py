@@ -157,7 +157,6 @@ class Controller:
                 self.report.publish(elapsed)
             elif publishes:
                 self.report.publish()
-            self.pipeline.threshold.maybe_save()
         return self._to_have - before
 
     @property

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from argparse import SUPPRESS
 from collections.abc import Callable
 from typing import Any
 
@@ -20,20 +19,12 @@ from sglang_reasoncache.config import (
     type_of,
 )
 from sglang_reasoncache.plugin import ENABLED_ENV, refusals
-from sglang_reasoncache.sharing.calibration import check_calibration
 
 logger = logging.getLogger(__name__)
 
 ENABLE = "enable_reasoncache"
 _PREFIX = "reasoncache_"
 _SET = _PREFIX + "set"
-
-
-class _Moved(argparse.Action):
-    """A flag that earlier versions had."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_args: Any, **_kwargs: Any) -> None:
-        parser.error(f"{self.option_strings[0]} is now {SET} {self.dest}=VALUE")
 
 
 def install() -> None:
@@ -64,12 +55,6 @@ def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
         )
     text = "Every other setting, see docs/settings.md. May be given several times."
     group.add_argument(SET, action="append", metavar="key=value,...", help=text)
-    for name in SETTINGS.keys() - set(FLAGS):
-        old = _PREFIX + name
-        spellings = [("--" + prefix + old).replace("_", "-") for prefix in ("", "no-")]
-        group.add_argument(
-            *spellings, action=_Moved, nargs="?", dest=name, default=SUPPRESS, help=SUPPRESS
-        )
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
@@ -98,10 +83,7 @@ def engine_server_args(**kwargs: Any) -> Any:
     text = kwargs.pop(_SET, None)
     given = {} if text is None else parse_settings(text)
     for name in [name for name in kwargs if name.startswith(_PREFIX)]:
-        value = kwargs.pop(name)
-        given[name.removeprefix(_PREFIX)] = (
-            os.fspath(value) if isinstance(value, os.PathLike) else value
-        )
+        given[name.removeprefix(_PREFIX)] = kwargs.pop(name)
     return attach(compat.ServerArgs(**kwargs), enabled, given)
 
 
@@ -116,7 +98,6 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     config = ReasonCacheConfig.from_mapping(given)
     # Raise here, in the operator's face, rather than in the scheduler process.
     filter_config(config, config.block, page_size=1)
-    check_calibration(config)
     if config.span == "reasoning" and not server_args.reasoning_parser:
         raise ValueError("--reasoncache-span reasoning needs a --reasoning-parser, got none")
     compat.check_version(config.allow_untested_sglang)

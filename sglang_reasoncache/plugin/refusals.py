@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this plugin cannot run together with, refused at start-up with flag and reason."""
+"""Flags and settings that exclude each other, refused at start-up by name and with a reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN_TREE = "it brings its own prefix cache or KV tier, which does not count sha
 _OWN_ROW = "a session keeps its row after the request"
 _RANKS = "ranks would have to agree on decisions; not tested"
 
-#: Field of SGLang's record -> why it is in the way when it is set, or a size above 1.
+#: Field of SGLang's record -> why this plugin cannot run when the field is set, or is a size above 1.
 CONFLICTS: Mapping[str, str] = {
     "radix_cache_backend": "the prefix cache must be ours to count shared slots",
     "enable_hierarchical_cache": _OWN_TREE,
@@ -42,7 +42,7 @@ CONFLICTS: Mapping[str, str] = {
     "attn_cp_size": "a request is spread over ranks",
     "use_ray": "plugins are not tested under Ray",
 }
-#: Likewise, in the way of corrected positions on CUDA only.
+#: Field of SGLang's record -> why keys cannot be corrected on CUDA when the field is set.
 CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_pdmux": "it makes one attention backend a stream",
     "enable_two_batch_overlap": "it cuts a batch between two attention backends",
@@ -50,7 +50,7 @@ CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_torch_compile": "our kernels would be traced",
     "enable_deterministic_inference": "a batch decides which kernel reads its requests",
 }
-#: Likewise, variables of the environment. SGLang sets the second one itself for some models.
+#: Environment variable -> the same. SGLang sets the second of them for some models.
 CORRECTED_VARIABLES: Mapping[str, str] = {
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH": (
         "it replays one preparation for both variants of a decode graph"
@@ -66,17 +66,19 @@ _ONE_BACKEND = f"use {', '.join(compat.EVICTION_BACKENDS)}, one for prefill and 
 
 
 def of_policy(policy: str, reason: str) -> ValueError:
+    """The error that refuses a policy; ``reason`` goes on after its name."""
     return ValueError(f"{flag_of('policy')} {policy} {reason}")
 
 
 def reads_everything(selector: str, backend: str) -> ValueError:
-    """``backend``: flag and name of the attention."""
-    reason = f"selects what a step reads, which {backend} does not ask; {_ONE_BACKEND}"
+    """The error for a policy that selects pages, beside attention that reads all of them.
+    ``backend``: flag and name of that attention."""
+    reason = f"selects the pages that a step reads, but {backend} reads all; {_ONE_BACKEND}"
     return of_policy(selector, reason)
 
 
 def reads_evicted(policy: str, backend: str) -> ValueError:
-    """Likewise."""
+    """The error for a policy that evicts, beside attention that does not skip evicted positions."""
     return of_policy(policy, f"evicts positions, which {backend} would read; {_ONE_BACKEND}")
 
 
@@ -87,12 +89,14 @@ def check(args: ServerArgs) -> None:
 
 
 def check_corrected(args: ServerArgs, requested_by: str) -> None:
-    """Likewise, in the way of corrected positions on CUDA. ``requested_by`` begins the message."""
+    """Raises ValueError naming every flag that excludes corrected keys on CUDA. ``requested_by`` begins
+    the message."""
     _refuse(requested_by, in_the_way_of_corrected(args))
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
-    """Flags and reasons; also what SGLang switched on by itself."""
+    """Flags and variables that exclude corrected keys on CUDA, with reasons, whoever set them: SGLang
+    switches on some by itself."""
     found = _found(compat.resolving_view(args), CORRECTED_CONFLICTS)
     variables = [name for name in CORRECTED_VARIABLES if _is_set(name)]
     return [*found, *(f"{name} ({CORRECTED_VARIABLES[name]})" for name in variables)]
@@ -117,13 +121,13 @@ def _refuse(subject: str, found: list[str]) -> None:
 
 
 def check_evicting(args: ServerArgs, config: ReasonCacheConfig) -> None:
-    """Raises ValueError where a flag asks for attention that reads evicted positions."""
+    """Raises ValueError where a policy evicts and a flag names attention that would read what it evicted."""
     for backend in _other_backends(args) if config.policies.evictors else ():
         raise reads_evicted(config.policy, backend)
 
 
 def check_selector(args: ServerArgs, config: ReasonCacheConfig) -> None:
-    """Raises ValueError where a policy selects what is read and a flag is in its way."""
+    """Raises ValueError where a policy selects pages and a flag excludes that."""
     selector = config.policies.selector
     if selector is None:
         return
@@ -133,21 +137,22 @@ def check_selector(args: ServerArgs, config: ReasonCacheConfig) -> None:
 
 
 def _other_backends(args: ServerArgs) -> list[str]:
-    """Flag and name of attention that serves no policy."""
+    """Flags and names of attention that serves no policy."""
     given = {field: getattr(args, field, None) for field in compat.ATTENTION_FIELDS}
     served = (None, *compat.EVICTION_BACKENDS)
     return [f"{_option(field)} {name}" for field, name in given.items() if name not in served]
 
 
 def check_selected_page(policy: str, page_size: int) -> None:
-    """Raises ValueError for the flag, or what SGLang made of it, where a page is a position."""
+    """Raises ValueError where a page is one position. ``page_size``: of the flag, or the one that SGLang
+    chose."""
     if page_size < 2:
         must = f"--page-size must be at least 2 (the paper has 16), got {page_size}"
         raise of_policy(policy, f"selects whole pages: {must}")
 
 
 def check_page_size(page_size: int) -> None:
-    """Likewise, where SGLang's allocator debugging would trip over shared pages."""
+    """Raises ValueError where SGLang's allocator debugging would take a shared page for an error."""
     variable = "SGLANG_DEBUG_MEMORY_POOL"
     if page_size > 1 and _is_set(variable):
         reason = f"at page size {page_size} (it counts a shared page as freed twice)"
@@ -155,5 +160,5 @@ def check_page_size(page_size: int) -> None:
 
 
 def _is_set(variable: str) -> bool:
-    # The words that SGLang takes for true.
+    # These words mean true to SGLang.
     return os.environ.get(variable, "").lower() in ("true", "1", "yes", "y")

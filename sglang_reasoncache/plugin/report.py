@@ -43,12 +43,12 @@ _COUNTERS = {
     "positions_evicted": "Positions evicted by evicting policies.",
     "slots_freed_by_eviction": "Slots returned to the allocator by evicting.",
 }
-#: Likewise, of what a selecting policy reads: ``sglang:reasoncache_selection_<field>_total``.
+#: Field of a selection's totals -> help of ``sglang:reasoncache_selection_<field>_total``.
 _SELECTION = {
     "positions_held": "Positions of the rows that were selected from, summed over layers and steps.",
     "positions_read": "Those that attention read.",
 }
-#: With a label ``reason``.
+#: Counters with a label ``reason`` -> help.
 _BY_REASON = {
     "refusals": "Blocks not shared, by reason.",
     "eviction_refusals": "Runs of positions not evicted, by reason.",
@@ -107,7 +107,7 @@ class SharingMetrics:
             self._latency.labels(**self._labels).observe(latency)
 
     def update_selection(self, described: Mapping[str, Any]) -> None:
-        """``described``: by ``recent()`` of a selection."""
+        """``described``: what ``recent()`` of a selection returns."""
         for name in _SELECTION:
             self._count(f"selection_{name}", described[name])
         for reason, total in described["refusals"].items():
@@ -123,10 +123,14 @@ class SharingMetrics:
 
 @dataclass(eq=False)
 class Report:
-    """One per scheduler. ``metrics`` is None without ``--enable-metrics``.
+    """What a scheduler tells.
 
-    ``uncorrected``: why nothing is shared from the start on. ``disabled``: why nothing more is
-    shared or evicted; see ``containment.py``.
+    Attributes:
+        metrics: None without ``--enable-metrics``.
+        uncorrected: Why nothing is shared from the start on, None where blocks can share.
+        disabled: What failed, after which nothing is shared or evicted any more
+            (``containment.py``); None while all is well.
+        recent: The last finished requests, oldest first.
     """
 
     config: ReasonCacheConfig
@@ -144,10 +148,20 @@ class Report:
         """Slots that the running requests do without by sharing, and by evicting."""
         return self.pipeline.saved + self.eviction.positions_now
 
+    @property
+    def _now(self) -> dict[str, int]:
+        """What holds for the running requests, in slots or positions."""
+        return {
+            "slots_saved_now": self.slots_saved,
+            "slots_shareable_now": self.pipeline.ledger.slots,
+            "slots_saved_across_now": self.pipeline.across,
+            "positions_evicted_now": self.eviction.positions_now,
+        }
+
     def request_finished(
         self, req: Request, state: RequestState, shared: int, evicted: int
     ) -> None:
-        """``shared``, ``evicted``: positions of its row."""
+        """Count and remember a request. ``shared``, ``evicted``: positions of its row."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
         self.stats.request_finished(shared, prompt + output, evicted)
         blocks = [(b.written, b.dst_start, b.src_start) for b in state.shared if b.source is None]
@@ -172,14 +186,11 @@ class Report:
         )
 
     def publish(self, latency: float | None = None) -> None:
-        """``latency``: seconds of a poll that compared blocks."""
+        """Bring Prometheus up to date. ``latency``: seconds of a poll that compared blocks."""
         if self.metrics is None:
             return
         gauges = {
-            "slots_saved_now": self.slots_saved,
-            "slots_shareable_now": self.pipeline.ledger.slots,
-            "slots_saved_across_now": self.pipeline.across,
-            "positions_evicted_now": self.eviction.positions_now,
+            **self._now,
             "memory_saving_ratio": self.stats.memory_saving_ratio,
             "filter_given_up": self.stats.filter_given_up,
             "disabled": self.disabled is not None,
@@ -192,22 +203,18 @@ class Report:
             self.metrics.update_selection(self.selection.recent())
 
     def describe(self, credit: float, details: bool) -> dict[str, Any]:
-        """JSON for the endpoint. ``credit``: share of future output that admission counts on.
-        ``details``: with ``recent``, up to 197,000 numbers, and a wait for what is selected."""
-        selection = self.selection
-        told = (
-            None if selection is None else (selection.describe if details else selection.recent)()
-        )
+        """JSON for the endpoint. ``credit``: share of future output that admission counts as shared.
+        ``details``: add ``recent``, up to 197,000 numbers, and wait for the selection's newest totals."""
+        told = None
+        if self.selection is not None:
+            told = self.selection.describe() if details else self.selection.recent()
         return {
             "disabled": self.disabled,
             "uncorrected": self.uncorrected,
             "config": self.config.to_dict(),
             "block": self.pipeline.block,
-            "slots_saved_now": self.slots_saved,
-            "slots_shareable_now": self.pipeline.ledger.slots,
-            "slots_saved_across_now": self.pipeline.across,
+            **self._now,
             "groups": self.pipeline.tracker.describe_groups(_GROUPS),
-            "positions_evicted_now": self.eviction.positions_now,
             "evictors": self.eviction.described,
             "selection": told,
             "admission_credit": credit,

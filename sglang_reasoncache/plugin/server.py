@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import logging
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.allocator import shared_allocator_of
@@ -28,20 +24,21 @@ from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.report import Report, SharingMetrics
 from sglang_reasoncache.plugin.step_filter import make_encoder, reasoning_markers
-from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey
 from sglang_reasoncache.sharing.measure import BlockMeter
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 logger = logging.getLogger(__name__)
 
 
 class ServerParts:
-    """One per scheduler process: allocator first, then attention, then the prefix tree.
+    """What a scheduler process has of ours: allocator, then attention, then the prefix tree with the
+    controller.
 
-    ``stock``: SGLang's allocator, just made; ours takes its place. Raises ValueError for a pool
+    ``stock``: SGLang's allocator, just made, in whose place ours comes. Raises ValueError for a pool
     whose buffers are not ``[slots, heads, head_dim]``.
     """
 
@@ -70,7 +67,7 @@ class ServerParts:
         return backend
 
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
-        """With its controller. Raises ValueError for what is not supported."""
+        """The prefix tree with its controller. Raises ValueError for what is not supported."""
         if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
             raise ValueError(
                 "--enable-reasoncache supports full-attention models only (no sliding window, "
@@ -101,6 +98,7 @@ class ServerParts:
         pool, rows = self.allocator.get_kvcache(), params.req_to_token_pool
         group = params.tp_cache_group if context.tp_size > 1 else None
         ranks, stats = Ranks(group), SharingStats()
+        check_alike(ranks, config.positions == "corrected")
         page = params.page_size
         block = page if page > 1 else config.block
         rotation = self.attention.rotation if config.positions == "corrected" else None
@@ -120,11 +118,7 @@ class ServerParts:
         groups = config.scope == "prompt"
         tracker = RequestTracker(engine, stats, ranks, markers, groups)
         redirector = Redirector(self.allocator, rows, stats, ranks, config.min_age)
-        # Each rank holds other weights.
-        key = agreed(ranks, self._calibration_key(context, block))
-        path = context.server_args.model_path
-        writes = context.tp_rank == 0
-        threshold = CalibratedThreshold(config, key, path, writes, agree=ranks.first)
+        threshold = AdaptiveThreshold(config.percentile, config.warmup)
         use = functools.partial(pool_use, self.allocator, tree)
         parts = tracker, meter, redirector, threshold, block, config.min_age, config.shares_at_once
         pipeline = BlockPipeline(*parts, use)
@@ -149,48 +143,13 @@ class ServerParts:
         logger.info(told, begins, block, page, meter.backend, config)
         return Controller(config, stats, tracker, pipeline, eviction, report)
 
-    def _calibration_key(self, context: TreeCacheBuildContext, block: int) -> CalibrationKey:
-        config, pool = self.config, self.allocator.get_kvcache()
-        model = context.model_config.hf_config
-        parts = (
-            getattr(model, "model_type", "unknown"),
-            f"layers{pool.layer_num}",
-            f"heads{pool.head_num * context.tp_size}",
-            f"dim{pool.head_dim}",
-            f"vocab{getattr(model, 'vocab_size', 0)}",
-            f"page{context.params.page_size}",
-            config.align if config.match == "steps" else config.match,
-            *(["across"] if config.scope == "prompt" else []),
-            f"weights{fingerprint(context.tp_worker.model_runner.model)}",
-        )
-        dtype = str(pool.dtype).removeprefix("torch.")
-        return CalibrationKey("/".join(parts), block, config.positions, dtype)
 
-
-def agreed(ranks: Ranks, own: CalibrationKey) -> CalibrationKey:
-    """The first rank's. Raises ValueError where keys can be corrected on one of both only."""
-    first: CalibrationKey = ranks.first(own)
-    if own.positions != first.positions:
-        told = f"{own.positions} on this tensor-parallel rank, {first.positions} on the first"
-        raise ValueError(f"{flag_of('positions')} auto is {told}; corrected says why")
-    return first
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """16 hexadecimal digits out of the first numbers, at most 64, of each parameter as it is loaded.
-
-    A fine-tune of the same shape has other ones, unless it left all of these as they were.
-    """
-    digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        digest.update(name.encode())
-        # Kinds of parameters that have no such numbers (sparse, lazy, distributed) raise.
-        with contextlib.suppress(RuntimeError, ValueError, TypeError, NotImplementedError):
-            if weight.numel() and not weight.is_meta:
-                # Without a copy of the whole parameter.
-                first = weight.detach()[(0,) * (weight.ndim - 1)].reshape(-1)[:64].cpu()
-                digest.update(first.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+def check_alike(ranks: Ranks, corrects: bool) -> None:
+    """All tensor-parallel ranks call this together. Raises ValueError where this one corrects shared
+    keys and another cannot."""
+    if ranks.least(corrects) < corrects:
+        told = "a tensor-parallel rank cannot correct shared keys and others can"
+        raise ValueError(f"{flag_of('positions')} auto: {told}; corrected says why")
 
 
 def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> ReasoningMarkers | None:

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.filter.proposal import StepResult
-from sglang_reasoncache.sharing.calibration import CalibratedThreshold
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
 from sglang_reasoncache.sharing.ledger import Entry, Ledger
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.merges import Key
 from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.state import Candidate, RequestState, has_row, state_of
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Finished steps taken from the engine at once, unless their blocks fill a batch before.
@@ -59,7 +59,7 @@ class BlockPipeline:
         tracker: RequestTracker,
         meter: BlockMeter,
         redirector: Redirector,
-        threshold: CalibratedThreshold,
+        threshold: AdaptiveThreshold,
         block: int,
         min_age: int = 0,
         at_once: bool = True,
@@ -226,14 +226,13 @@ class BlockPipeline:
         allowed = [i for i, block in enumerate(batch) if self._allows(block)]
         fresh = [i for i in allowed if not batch[i].candidate.accepted]
         self._stats.blocks_compared += len(fresh)
-        threshold = self.threshold.threshold
-        accepted = threshold.decide([distances[i] for i in fresh])
+        accepted = self.threshold.decide([distances[i] for i in fresh])
         too_far = {i for i, yes in zip(fresh, accepted, strict=True) if not yes}
         dst_slots, src_slots = measured.slots()
         for i in allowed:
             block = batch[i]
             if i in too_far:
-                self._refuse(block, Refusal.DISTANCE if threshold.is_warm else Refusal.WARMUP)
+                self._refuse(block, Refusal.DISTANCE if self.threshold.is_warm else Refusal.WARMUP)
                 continue
             assert block.row is not None and block.source_row is not None, "it is allowed"
             block.row.locate(block.dst_start, dst_slots[i])

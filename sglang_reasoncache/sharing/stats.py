@@ -12,16 +12,18 @@ from sglang_reasoncache.eviction.row_state import EvictionStats
 
 @dataclass
 class SharingStats(EvictionStats):
-    """Totals since start or the last flush; every number in tokens, steps or blocks.
+    """Totals since the start or the last flush: requests, steps, blocks, slots or positions.
 
-    ``filter_restarts`` and ``filter_given_up`` (0 or 1) count since the start, flushed or not.
-    ``filter_seconds`` is CPU time of comparing steps, wherever that runs; ``scheduler_seconds``
-    is what the scheduler's thread spent on all of sharing. The sums run over polls: ``saved``
-    slots of the ``logical`` positions of the running requests, ``across`` of them between requests.
-    ``finished_positions`` of finished
-    requests include the prompt; ``finished_redirected`` ones referred to a slot owned elsewhere,
-    ``finished_evicted`` ones to none. ``shortages``: times SGLang had fewer slots than it wanted and
-    nothing left to evict; ``blocks_missed`` should be 0: they were in the ledger and could not share.
+    Attributes:
+        filter_restarts: Since the start, flushed or not; so is ``filter_given_up``, 0 or 1.
+        filter_seconds: CPU time of the filter's process.
+        scheduler_seconds: Time of the scheduler's thread spent on sharing and evicting.
+        shortages: Times SGLang had fewer slots than it wanted and nothing left to evict.
+        blocks_missed: Blocks that the ledger counted and that could not share when they were needed.
+        finished_positions: Of finished requests, prompts included; of these ``finished_redirected``
+            named a slot owned elsewhere, ``finished_evicted`` none.
+        sum_saved: Over all polls, slots that the running requests did without, ``sum_across`` of them
+            by sharing with each other, out of ``sum_logical`` positions.
     """
 
     steps_seen: int = 0
@@ -62,7 +64,8 @@ class SharingStats(EvictionStats):
         vars(self).update(vars(SharingStats()))
 
     def poll(self, running: int, saved: int, logical: int, across: int = 0) -> None:
-        """The running requests of a poll, with ``saved`` of ``logical`` positions redirected or evicted."""
+        """Count a poll: ``running`` requests with ``saved`` of ``logical`` positions redirected or
+        evicted."""
         if logical <= 0:
             return
         self.polls += 1
@@ -86,13 +89,7 @@ class SharingStats(EvictionStats):
         return self.sum_step_ratio / max(self.polls, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the sums, and what follows from them.
-
-        ``final_saving_ratio``: slots saved over logical slots at the end of a response, averaged
-        over requests. ``across_ratio``: of the slots saved at all polls, those that several requests
-        share. ``affected_ratio``: redirected or evicted positions of finished requests
-        over all, so long ones count more.
-        """
+        """JSON of the totals, with ratios in place of the sums: docs/evaluation.md explains each."""
         affected = self.finished_redirected + self.finished_evicted
         return {
             **{name: value for name, value in vars(self).items() if not name.startswith("sum_")},

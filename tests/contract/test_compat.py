@@ -6,16 +6,19 @@ A failure here names what changed; ``sglang_reasoncache/compat`` is the place to
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+import sglang_reasoncache
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat import types
-from sglang_reasoncache.plugin import refusals
+from sglang_reasoncache.plugin import attention, refusals
 
 #: Of a class Python parses the whole file each time.
 _source = functools.cache(inspect.getsource)
@@ -64,49 +67,38 @@ def test_version_and_hook_target_signatures() -> None:
     assert _accepts(compat.NAMES["get_last_loc_torch"], _LAST_LOC)
 
 
-_REQUEST = "extend_input_len total_tokens max_new_tokens input_tokens swa_host_hit_length"
-_FORWARD = "self q k v layer forward_batch save_kv_cache ..."
-_LOOP = "self query output k_cache v_cache ..."
-#: Methods we override, stand in front of, or call beyond the public interface.
-METHODS = {
-    "UnifiedRadixCache.checkpoint_into_tree": "self req up_to ...",
-    "UnifiedRadixCache.insert": "self params",
-    "UnifiedRadixCache.match_prefix": "self params",
-    "UnifiedRadixCache.free_kv_row": "self kv ranges",
-    "UnifiedRadixCache.on_release": "self req checkpointed",
-    "FullComponent.reclaimable_value_len": "self node",
-    "FullComponent.commit_insert_component_data": "self node is_new_leaf params result cache_actions",
-    "FullComponent.redistribute_on_node_split": "self new_parent child",
-    "FullComponent.evict_component": "self node device_frees host_frees cache_actions target",
-    "TokenToKVPoolAllocator.free": "self free_index",
-    "TokenToKVPoolAllocator.free_page_ids": "self page_ids",
-    "PagedTokenToKVPoolAllocator._release_page_ids": "self page_ids",
-    "PagedTokenToKVPoolAllocator.free_page_ids": "self page_ids",
-    "PrefillBudget.check_prefill": f"self {_REQUEST} chunk_limit auxiliary_swa_host_hit_length",
-    "PrefillBudget._available_and_evictable": "self",
-    "RotaryEmbedding._compute_cos_sin_cache": "self",
-    "STOCK.init_forward_metadata": "self forward_batch ...",
-    "STOCK.init_forward_metadata_out_graph": "self forward_batch in_capture ...",
-    "STOCK.init_forward_metadata_in_graph": "self forward_batch ...",
-    "STOCK.init_cuda_graph_state": "self max_bs max_num_tokens ...",
-    "STOCK.shared_read_ends": "self fm ...",
-    "STOCK.forward_decode": _FORWARD,
-    "STOCK.forward_extend": _FORWARD,
-    "TorchNativeAttnBackend._run_sdpa_forward_extend": _LOOP,
-    "TorchNativeAttnBackend._run_sdpa_forward_decode": _LOOP,
-    "MHATokenToKVPool.set_kv_buffer": "self layer loc_info cache_k cache_v k_scale v_scale ...",
-    "KVWriteLoc.for_batch": "forward_batch ...",
-}
+def _ours() -> Iterator[type]:
+    """Classes of this package that inherit from one of SGLang's."""
+    for module in pkgutil.walk_packages(sglang_reasoncache.__path__, "sglang_reasoncache."):
+        if not module.name.endswith(("cpu_platform", "__main__")):
+            for value in vars(importlib.import_module(module.name)).values():
+                if isinstance(value, type) and value.__module__ == module.name:
+                    yield value
+    yield from map(attention.backend_class, compat.CUDA_BACKENDS)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_method_signature(method: str) -> None:
-    name, _, of_class = method.partition(".")
-    for stock in STOCK.values() if name == "STOCK" else (name,):
-        found = getattr(compat.resolve(stock), of_class)
-        assert _accepts(found, METHODS[method])
-        if name == "TorchNativeAttnBackend":
-            assert {"scaling", "sliding_window_size"} <= inspect.signature(found).parameters.keys()
+def _overrides() -> Iterator[tuple[Any, Any]]:
+    """Methods of ours with those of SGLang that they stand in front of."""
+    for cls in _ours():
+        stock = [base for base in cls.__mro__ if base.__module__.startswith("sglang.")]
+        for base in cls.__mro__ if stock else ():
+            for name, method in vars(base).items():
+                if inspect.isfunction(method) and base not in stock and name != "__init__":
+                    yield from ((method, vars(s)[name]) for s in stock if name in vars(s))
+
+
+OVERRIDES = sorted(set(_overrides()), key=lambda pair: (pair[0].__qualname__, pair[1].__qualname__))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), OVERRIDES, ids=lambda method: method.__qualname__)
+def test_an_overridden_method_is_called_as_it_is_written(ours: Any, theirs: Any) -> None:
+    """Parameters have SGLang's names and order; ours may take some without a name."""
+    found = inspect.signature(ours).parameters.values()
+    named = [p for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    in_order = [p.name for p in named if p.kind is not p.KEYWORD_ONLY]
+    names = list(inspect.signature(theirs).parameters)
+    assert in_order == names[: len(in_order)] and {p.name for p in named} <= set(names)
+    assert len(named) < len(found) or len(named) == len(names)
 
 
 #: Objects, and behind them what their source says, in this order. ``>``: what comes before it
@@ -266,21 +258,6 @@ def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
         assert stock.forward is base.forward
     ends = compat.SharedReadEnds
     assert ends.max_of((ends.PRE_REPLAY, ends.IN_REPLAY)) is ends.IN_REPLAY
-
-
-def test_a_row_counts_the_requests_that_got_it() -> None:
-    """Attention statistics tell by it that a row has another request."""
-    rows = compat.ReqToTokenPool(3, 8, "cpu", False)
-    before = rows.req_generation.clone()
-    [first] = rows.alloc_rows(1)
-    assert int(rows.req_generation[first] - before[first]) == 1
-    before = rows.req_generation.clone()
-    rows.free_rows([first])
-    assert rows.req_generation.device.type == "cpu"
-    assert rows.alloc_rows(1) == [first]
-    assert (rows.req_generation - before).nonzero().tolist() == [[first]]
-    rows.clear()
-    assert rows.req_generation[first] > before[first]
 
 
 #: Protocol -> path of the class in ``sglang.srt``.

@@ -420,8 +420,6 @@ def test_options_become_values_and_flags() -> None:
     assert args.enable_reasoncache and args.reasoncache_preset == "reasoncache"
     (others,) = args.reasoncache_set
     assert {"block": args.reasoncache_block, **parse_settings(others)} == own
-    # A name is a folder.
-    assert "/" not in find_method("reasoncache:calibration=a/b.json").name
     assert find_method("memshare", EMBEDDED_SETTINGS).flags[-4:] == EMBEDDED_FLAGS
     assert find_method("memshare:block=4", EMBEDDED_SETTINGS).values["block"] == 4
     # Further words come last.

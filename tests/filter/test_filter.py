@@ -346,7 +346,7 @@ def test_an_unknown_preset_is_refused_with_the_names(preset: object) -> None:
 def test_at_percentile_100_the_first_finite_distance_may_share() -> None:
     for name, row in PRESETS.items():
         config = ReasonCacheConfig.from_mapping({"preset": name})
-        threshold = AdaptiveThreshold(config.percentile, config.warmup, config.half_life or None)
+        threshold = AdaptiveThreshold(config.percentile, config.warmup)
         decided = threshold.decide([5.0, float("nan")]).tolist()
         assert decided == [row.get("percentile", 100.0) == 100.0, False]
 

@@ -39,12 +39,12 @@ from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import FilterCounters, StepResult
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.sharing.calibration import CalibratedThreshold, CalibrationKey
 from sglang_reasoncache.sharing.measure import BlockMeter
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.state import OPT_OUT_KEY
 from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 LAYERS = 2
@@ -241,8 +241,7 @@ class World:
         stats, block = SharingStats(), setup.block
         tracker = RequestTracker(self.engine, stats, self.ranks, groups=engine is not None)
         redirector = Redirector(self.allocator, self.rows, stats, self.ranks, min_age)
-        key = CalibrationKey("", block, "", "")
-        threshold = CalibratedThreshold(config, key, "none", writes=False)
+        threshold = AdaptiveThreshold(config.percentile, config.warmup)
         pipeline = BlockPipeline(
             tracker, meter, redirector, threshold, block, min_age, config.shares_at_once
         )

@@ -472,7 +472,9 @@ def _rank(rank: int, group: Any) -> list[Any]:
         for setup in SETUPS:
             found = [one for one in sites(setup, AGREED) if one[0].called not in ENTRIES]
             tree = [one for one in found if one[0].file == "cache/tree.py"]
-            for turn, (site, number) in enumerate(ranks().first(tree + found[1::6])):
+            chosen = [tree + found[1::6]]
+            torch.distributed.broadcast_object_list(chosen, src=0, group=group)
+            for turn, (site, number) in enumerate(chosen[0]):
                 load, error = Load(setup, ranks()), KINDS[turn % len(KINDS)]
                 with injected(Faults(site if rank else None, number, error, AGREED)):
                     load.run()
