@@ -58,7 +58,7 @@ OTHER_VALUES: dict[str, Any] = dict(
     **dict(tau_strict=0.8, tau_soft=0.6, length_factor=False, use_structure=False, fixed_tau=0.75),
     **dict(structure_tolerance=2, positions="corrected", align="index", publish="aliased"),
     **dict(apply="copy", admission_credit=0.25, calibration="seen.json", random_ratio=0.5),
-    **dict(half_life=1000, encoder="sentence-bert:/models/mini:v2"),
+    half_life=1000,
     **dict(
         match="steps",
         direction="oldest",
@@ -171,7 +171,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = dict(
     positions=("sideways",),
     publish=("everything",),
     preset=("unknown",),
-    encoder=("bert", "tokens:x", "sentence-bert:", 5),
+    align=("words", 5),
     admission_credit=(0.95,),
     max_step_tokens=(1,),
     calibration=(5, b"x"),

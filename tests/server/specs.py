@@ -12,7 +12,7 @@ import pytest
 
 from eval.serving import LEAN_START
 from sglang_reasoncache.arguments import arguments_of
-from sglang_reasoncache.filter.process import WAIT_ENV
+from tests.server.faulty.waiting_reasoncache import WAITS
 
 _HERE = Path(__file__).parent
 
@@ -89,18 +89,19 @@ EXACT = SHARED.having(
 ALIASED = SHARED.having("aliased", TIGHT, *EAGER, CHUNKED, ALIASING, **retracting(25)).beside(STOCK)
 #: Whole pages.
 PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, CROWDED)
-#: A plugin beside ours makes a rank of ours fail, after a request of a name of its own.
-FAILING_PLUGIN = os.pathsep.join(
-    filter(None, (str(LEAN_START), str(_HERE / "faulty"), os.environ.get("PYTHONPATH")))
-)
+#: Plugins beside ours: a rank of ours fails, after a request of a name of its own; polls wait for the
+#: filter, so that a response shares at the same tokens on every server.
+PLUGINS = os.pathsep.join(filter(None, (str(_HERE / "faulty"), os.environ.get("PYTHONPATH"))))
+LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
+WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
 FAILING = SHARED.having(
-    "failing", TIGHT, *EAGER, CHUNKED, "--enable-metrics", PYTHONPATH=FAILING_PLUGIN
+    "failing", TIGHT, *EAGER, CHUNKED, "--enable-metrics", PYTHONPATH=LEAN_PLUGINS
 ).for_long_runs()
 #: Two tensor-parallel ranks, a core each: they must take every decision alike, and stop alike.
 TWO_RANKS = SHARED.having(
     "tp2",
     *(TIGHT, CROWDED, *SOON, "--reasoncache-percentile 90 --tp 2 --enable-metrics"),
-    PYTHONPATH=FAILING_PLUGIN,
+    PYTHONPATH=LEAN_PLUGINS,
     **TWO_CORES,
     REASONCACHE_FORK="",
 )
@@ -174,8 +175,6 @@ EVICTING_WHEN_SHORT = SHARED.having(
 STOCK_TORCH = STOCK.having("torch-native", "--attention-backend torch_native").beside(STOCK)
 #: Memory for all, with much to share.
 ROOMY = SHARED.having("roomy", *SOON).beside(STOCK)
-#: Polls wait for the filter, so that a response shares at the same tokens on every server.
-WAITING = {WAIT_ENV: "1"}
 #: Shared KV is written to own slots.
 COPY = "--reasoncache-set apply=copy"
 #: The model marks its reasoning.
