@@ -103,7 +103,10 @@ class FilterProcess:
         if self.given_up:
             return
         changes = self._opened, self._joined, self._closed
-        self._unsent += pickle.dumps(Feed(self._steps_taken, *changes, requests, counts, tokens))
+        feed = Feed(
+            self._steps_taken, *changes, requests.tolist(), counts.tolist(), tokens.tolist()
+        )
+        self._unsent += pickle.dumps(tuple(feed))
         self._opened, self._joined, self._closed = [], [], []
         self.outstanding += 1
         self._exchange()

@@ -131,7 +131,8 @@ def _by_bytes(tokenizer: Any, size: int) -> list[bytes]:
 
     stop = [getattr(tokenizer, "eos_token_id", None) or 0]
     info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=stop)
-    pieces = info.decoded_vocab
+    # Of a class of its own, which would bring its library into the filter's process.
+    pieces = [bytes(piece) for piece in info.decoded_vocab]
     for i, content in _added(tokenizer).items():
         if i < size:
             pieces[i] = content.encode("utf-8", errors="replace")

@@ -75,7 +75,7 @@ class Worker:
                 # The same on all ranks. This request shares nothing more, the others go on.
                 traceback.print_exc()
                 self._forget(request)
-        return Reply(num_shed, results)
+        return num_shed, results
 
     def _forget(self, request: int) -> None:
         forgotten = self._filters.pop(request, None)
@@ -118,4 +118,4 @@ def main() -> None:
         worker = Worker(pickle.load(told))
         gc.freeze()
         while True:
-            say(worker.answer(pickle.load(told)))
+            say(worker.answer(Feed(*pickle.load(told))))
