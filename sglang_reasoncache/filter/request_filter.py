@@ -16,17 +16,14 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 
 class RequestFilter:
-    """Feeds on one response's tokens and proposes blocks to share. Not thread safe.
-
-    Holds at most ``max_history_steps`` steps and one unfinished one.
+    """Takes one response's tokens and proposes blocks to share. Not thread safe.
 
     Args:
-        config: the knobs.
         classes: token classes of ``vocabulary``.
         vocabulary: spells the steps.
         start_position: logical position of the first token to come.
-        span: which tokens are reasoning, fresh and this filter's own; None: all of them. Other
-            tokens only advance the position, and a marker ends the open step.
+        span: tells which tokens are reasoning; new, and used by this filter only. None: all of
+            them. Other tokens only advance the position, and a marker ends the open step.
 
     Attributes:
         position: logical position of the next token to be pushed.
