@@ -50,7 +50,6 @@ class FilterProcess:
         max_pending: steps compared and not taken, beyond which new ones are shed.
 
     Attributes:
-        outstanding: feeds whose replies were not taken.
         steps_shed: steps in taken replies that were not compared, because too many waited.
         restarts: times that it failed and was started anew.
         given_up: it failed too often, nothing is compared any more.
@@ -108,7 +107,7 @@ class FilterProcess:
         )
         self._unsent += pickle.dumps(tuple(feed))
         self._opened, self._joined, self._closed = [], [], []
-        self.outstanding += 1
+        self._outstanding += 1
         self._exchange()
 
     def ready(self) -> int:
@@ -135,7 +134,7 @@ class FilterProcess:
             num_pairs += sum(len(result.pairs) + len(result.across) for result in results)
             taken += results
             self.steps_shed += num_shed
-            self.outstanding -= 1
+            self._outstanding -= 1
         self._steps_taken += len(taken)
         return taken
 
@@ -162,6 +161,11 @@ class FilterProcess:
         self._stop()
 
     @property
+    def outstanding(self) -> int:
+        """Feeds whose replies were not taken."""
+        return self._outstanding
+
+    @property
     def pid(self) -> int:
         """Of the process; 0 when there is none."""
         return 0 if self._child is None else self._child.pid
@@ -177,7 +181,7 @@ class FilterProcess:
         self._closed: list[int] = []
         self._unsent, self._unread = bytearray(self._setup), bytearray()
         self._replies: collections.deque[Reply] = collections.deque()
-        self.outstanding = self._steps_taken = 0
+        self._outstanding = self._steps_taken = 0
 
     def _start(self) -> None:
         # -P: no modules of the current folder; ours come last.
@@ -247,7 +251,7 @@ class FilterProcess:
         """Count the time that is polled in vain."""
         now = time.monotonic()
         waited, self._polled = min(now - self._polled, _LONGEST_PAUSE), now
-        is_awaited = not self._has_started or self.outstanding > len(self._replies)
+        is_awaited = not self._has_started or self._outstanding > len(self._replies)
         self._silent = self._silent + waited if is_awaited else 0.0
         if self._silent > (SILENT_SECONDS if self._has_started else START_SECONDS):
             self._failure = self._failure or f"no reply for {self._silent:.0f} seconds"
