@@ -39,7 +39,8 @@ class Vocabulary:
     __slots__ = ("pieces",)
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
-        self.pieces = tuple(pieces)
+        # XGrammar's are of a class of its own, which would bring torch into the filter's process.
+        self.pieces = tuple(map(bytes, pieces))
 
     def text(self, token_ids: Iterable[int]) -> str:
         """The decoded text; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
@@ -131,8 +132,7 @@ def _by_bytes(tokenizer: Any, size: int) -> list[bytes]:
 
     stop = [getattr(tokenizer, "eos_token_id", None) or 0]
     info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=stop)
-    # Of a class of its own, which would bring its library into the filter's process.
-    pieces = [bytes(piece) for piece in info.decoded_vocab]
+    pieces = info.decoded_vocab
     for i, content in _added(tokenizer).items():
         if i < size:
             pieces[i] = content.encode("utf-8", errors="replace")
