@@ -78,6 +78,19 @@ class FilterProcess:
             self.shut_down()
             raise RuntimeError(failure)
 
+    def _reset(self) -> None:
+        """There is no process; nothing is open, fed, taken or failed."""
+        self._child: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._has_started, self._failure = False, ""
+        self._silent, self._polled = 0.0, time.monotonic()
+        self._opened: list[tuple[int, int, bool]] = []
+        self._joined: list[tuple[int, int]] = []
+        self._closed: list[int] = []
+        self._unsent, self._unread = bytearray(self._setup), bytearray()
+        self._replies: collections.deque[Reply] = collections.deque()
+        self._outstanding = self._steps_taken = 0
+
     def open(self, start_position: int, inside: bool) -> int:
         """Follow a new request from its first output token on; returns its id.
 
@@ -169,19 +182,6 @@ class FilterProcess:
     def pid(self) -> int:
         """Of the process; 0 when there is none."""
         return 0 if self._child is None else self._child.pid
-
-    def _reset(self) -> None:
-        """There is no process; nothing is open, fed, taken or failed."""
-        self._child: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._has_started, self._failure = False, ""
-        self._silent, self._polled = 0.0, time.monotonic()
-        self._opened: list[tuple[int, int, bool]] = []
-        self._joined: list[tuple[int, int]] = []
-        self._closed: list[int] = []
-        self._unsent, self._unread = bytearray(self._setup), bytearray()
-        self._replies: collections.deque[Reply] = collections.deque()
-        self._outstanding = self._steps_taken = 0
 
     def _start(self) -> None:
         # -P: no modules of the current folder; ours come last.

@@ -20,4 +20,4 @@ def wait_for(step_filter: FilterProcess) -> int:
 
 def register() -> None:
     if os.environ.get(WAITS):
-        FilterProcess.ready = wait_for  # type: ignore[method-assign]
+        FilterProcess.ready = wait_for  # type: ignore[assignment,method-assign]
