@@ -45,8 +45,6 @@ _TITLES = {
     "cosine": "Cosine only",
     "cosine-structure": "Cosine + structure",
     "random": "Random sharing",
-    "sentence-bert": "Encoder Sentence-BERT",
-    "embedding": "Encoder embedding layer",
 }
 
 DENSE = "dense"

@@ -10,7 +10,6 @@ from typing import Any
 
 from sglang_reasoncache import registry
 from sglang_reasoncache.arguments import CALLED, SET, flag_of, value_of
-from sglang_reasoncache.filter.encoder import ENCODER_BOUND, EncoderChoice
 from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
 from sglang_reasoncache.registry import BUILT_IN, PolicyChoice, PolicyError
 
@@ -41,7 +40,7 @@ def _setting(
 
 #: Settings that only the comparison of steps reads (``match=steps``).
 _OF_STEPS = frozenset((
-    "align", "encoder", "fixed_tau", "length_factor", "structure_tolerance", "tau_soft",
+    "align", "fixed_tau", "length_factor", "structure_tolerance", "tau_soft",
     "tau_strict", "use_structure",
 ))  # fmt: skip
 
@@ -152,12 +151,6 @@ class ReasonCacheConfig:
         "Redirect this share of blocks to random earlier ones and compare nothing (experiment).",
         bounds=(0, 1),
     )
-    encoder: str = _setting(
-        "tokens",
-        "What step similarity compares: counts of tokens, or (ablations) embedding, the mean in "
-        "the model's embedding layer, or sentence-bert[:MODEL].",
-        values="ENCODER",
-    )
     span: str = _setting(
         "auto",
         "Tokens that may share. reasoning: the part that --reasoning-parser marks. response: all "
@@ -183,10 +176,6 @@ class ReasonCacheConfig:
             registry.parse(self.policy)
         except (PolicyError, TypeError) as error:
             raise ConfigError("policy", f"{_POLICY_BOUND} {error}", self.policy) from error
-        try:
-            EncoderChoice.parse(self.encoder)
-        except ValueError as error:
-            raise ConfigError("encoder", ENCODER_BOUND, self.encoder) from error
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
         for name, most in (("block", "max_step_tokens"), ("tau_soft", "tau_strict")):
@@ -295,6 +284,5 @@ def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> Filt
     """The filter's knobs. Raises ValueError for a block that is no page."""
     same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
-    kind = EncoderChoice.parse(config.encoder).kind
-    knobs |= dict(block=block, page_size=page_size, encoder=kind)
+    knobs |= dict(block=block, page_size=page_size)
     return FilterConfig(strict=config.tau_strict, soft=config.tau_soft, **knobs)

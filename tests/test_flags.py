@@ -55,10 +55,8 @@ def _examples(name: str) -> tuple[Any, list[Any]]:
         return kind(0.2 * least + 0.8 * most), [least - 1, most + 1, float("nan"), "1", True]
     if kind is bool:
         return not field.default, ["yes"]
-    return {
-        "policy": ("reasoncache+keydiff:share=0.5,anchor=mean_norm", ["other", 5]),
-        "encoder": ("sentence-bert:/m:v2", ["bert", "tokens:x", "sentence-bert:", 5]),
-    }[name]
+    assert name == "policy"
+    return "reasoncache+keydiff:share=0.5,anchor=mean_norm", ["other", 5]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

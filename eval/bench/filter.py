@@ -43,18 +43,23 @@ def tokenized(texts: Sequence[str]) -> tuple[Vocabulary, list[list[int]]]:
     return vocabulary_of(tokenizer), [tokenizer.encode(text) for text in texts]
 
 
-def step_times(engine: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
+def wait_for(step_filter: FilterProcess) -> None:
+    """Until every feed has its reply, or the process has failed."""
+    while 0 <= step_filter.ready() < step_filter.outstanding:
+        time.sleep(0.0005)
+
+
+def step_times(step_filter: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
     """CPU time of each step in the filter's process, one response after the other."""
     lines = []
     for tokens in streams:
-        request = engine.open(0, True)
+        request = step_filter.open(0, True)
         for at in range(0, len(tokens), _INTERVAL):
             new = array("q", tokens[at : at + _INTERVAL])
-            engine.feed(array("q", [request]), array("q", [len(new)]), new)
-        engine.close(request)
-        engine.wait()
-        engine.ready()
-        results = engine.take(engine.outstanding, 1 << 60)
+            step_filter.feed(array("q", [request]), array("q", [len(new)]), new)
+        step_filter.close(request)
+        wait_for(step_filter)
+        results = step_filter.take(step_filter.outstanding, 1 << 60)
         lines += [(number, one.seconds * 1e3, len(one.pairs)) for number, one in enumerate(results)]
     steps = pd.DataFrame(lines, columns=["earlier steps", "ms", "pairs"])
     ages = pd.cut(steps["earlier steps"], (0, 50, 100, 200, 400, 800, 1600), right=False)
@@ -69,14 +74,14 @@ def step_times(engine: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[
         "pairs": int(steps["pairs"].sum()),
         "tokens": sum(map(len, streams)),
         **times.to_dict(),
-        "process_mb": psutil.Process(engine.pid).memory_info().rss / 1e6,
+        "process_mb": psutil.Process(step_filter.pid).memory_info().rss / 1e6,
     }
 
 
-def poll_times(engine: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
+def poll_times(step_filter: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
     """CPU time of the scheduler's thread, for 32 requests of one token a decode step."""
     endless = [itertools.cycle(tokens) for tokens in streams]
-    requests = array("q", [engine.open(0, True) for _ in range(_REQUESTS)])
+    requests = array("q", [step_filter.open(0, True) for _ in range(_REQUESTS)])
     counts = array("q", [_INTERVAL] * _REQUESTS)
     times = []
     for _ in range(_POLLS):
@@ -84,13 +89,15 @@ def poll_times(engine: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[
         for i in range(_REQUESTS):
             tokens.extend(itertools.islice(endless[i % len(endless)], _INTERVAL))
         start = time.thread_time()
-        if engine.outstanding:
-            engine.take(min(engine.ready(), 256), 256)
-        engine.feed(requests, counts, tokens)
+        if step_filter.outstanding:
+            step_filter.take(min(step_filter.ready(), 256), 256)
+        step_filter.feed(requests, counts, tokens)
         times.append((time.thread_time() - start) / _INTERVAL * 1e6)
         time.sleep(_PAUSE_SECONDS)
     found = pd.Series(times).agg(["mean", "median", p99]).add_prefix("scheduler_us_").to_dict()
-    print(f"\nof a decode step of {_REQUESTS} requests: {found}; {engine.steps_shed} steps shed\n")
+    print(
+        f"\nof a decode step of {_REQUESTS} requests: {found}; {step_filter.steps_shed} steps shed\n"
+    )
     return found
 
 
@@ -113,9 +120,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {"machine": platform.processor() or platform.machine()}
     # Nothing is shed where it is fed faster than by any model.
     for measure, max_pending in ((step_times, 1 << 30), (poll_times, 256)):
-        engine = FilterProcess(FilterConfig(block=16), vocabulary, max_pending=max_pending)
-        results |= measure(engine, streams)
-        engine.shut_down()
+        step_filter = FilterProcess(FilterConfig(block=16), vocabulary, max_pending=max_pending)
+        results |= measure(step_filter, streams)
+        step_filter.shut_down()
     results |= distance.summary()
     if options.rounds:
         results |= idle.summary(options.rounds)

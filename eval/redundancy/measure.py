@@ -102,13 +102,12 @@ def measure(spelled: Spelled) -> Totals:
                 found[rule, block] += size
                 # Shared from the token that ends the step on.
                 found[rule, block, "over_time"] += size * (tokens - proposal.step.end + 1)
+    found["steps"], found["later_steps"] = len(proposals), max(0, len(proposals) - 1)
     # Similarities do not depend on the rule.
     history = FilterConfig().max_history_steps
     indexes = {name: LexicalIndex(history, factor) for name, factor in SIMILARITIES.items()}
     for proposal in proposals:
-        found["steps"] += 1
-        found["later_steps"] += proposal.counters.steps_compared
-        found["candidates"] += proposal.counters.steps_with_candidates
+        found["candidates"] += bool(proposal.counters.candidates)
         step = spelled.bagged(proposal.step)
         for name, index in indexes.items():
             if len(index):

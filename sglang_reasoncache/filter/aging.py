@@ -47,7 +47,7 @@ class AgeRule:
         return ready
 
     def _last(self, start: int) -> int:
-        """The newest block of the chain that begins at ``start``."""
+        """The newest block of the chain of equal blocks that begins at ``start``."""
         at = start
         while (later := self._next(at)) is not None:
             at = later
@@ -56,7 +56,8 @@ class AgeRule:
         return at
 
     def _next(self, at: int) -> int | None:
-        """The later block equal to the one at ``at``, which may lie in two that move as one."""
+        """The later block that the one at ``at`` reads. A block without an entry may lie in two
+        neighbours whose sources are neighbours, too."""
         pairs = (self._waiting, self._released)
         for back in range(self._block):
             found = [one[at - back] for one in pairs if at - back in one]

@@ -23,7 +23,8 @@ class BlockPair(NamedTuple):
 
 
 class AcrossPair(NamedTuple):
-    """Likewise, where the other one may be another request's; ``source`` is the engine's id of it."""
+    """A block that may share the slots of a block of the request ``source``, an id that
+    :meth:`FilterProcess.open` gave; it may be the same request."""
 
     dst_start: int
     src_start: int
@@ -40,14 +41,14 @@ def align_blocks(
 ) -> list[BlockPair]:
     """Propose block pairs, in ascending and never overlapping ``dst`` ranges.
 
-    ``tokens``: blocks of equal tokens, greedily from the left. Where the source repeats
-    itself, the diagonal of the last pair is kept if it fits (at first the one that lays step
-    start on step start), else the nearest later source block, else the first. Source blocks
-    may be used more than once. Linear but for a binary search over repeats.
-    ``index``: the k-th block with the k-th block, tokens unseen, as the papers do.
-
-    ``page_size``: above 1, blocks are whole pages inside both steps, and ``block`` equals it.
-    ``covered``: one byte per token of ``dst``, 0 or 1; blocks that touch a 1 are passed over.
+    Args:
+        page_size: above 1, blocks are whole pages inside both steps, and ``block`` equals it.
+        mode: ``tokens`` pairs blocks of equal tokens, greedily from the left. Where the source
+            repeats itself, the block that continues the last pair comes first (at the beginning,
+            the one as far from the step's start), then the nearest later block, then the first.
+            A source block may serve twice. Linear but for a binary search over repeats.
+            ``index`` pairs the k-th block with the k-th, whatever they hold, as the papers do.
+        covered: one byte per token of ``dst``, 0 or 1; blocks that touch a 1 are passed over.
     """
     if mode == "index":
         starts = (block_starts(step, block, page_size) for step in (dst, src))

@@ -42,19 +42,18 @@ def dynamic_threshold(sims: Floats, strict: float, soft: float) -> float:
 
 
 class LexicalIndex:
-    """Earlier steps of one request, at most ``max_history_steps``; the oldest is forgotten, as
-    a candidate and in the mean of the dynamic threshold. Not thread safe.
+    """Earlier steps of one request, at most ``max_history_steps``. The oldest is forgotten, as a
+    candidate and in the mean of the dynamic threshold. Not thread safe.
 
-    By counts of tokens: a query reads the postings of its own distinct tokens only.
+    An inverted index: a step is compared through the postings of its own distinct tokens only.
     """
 
     def __init__(self, max_history_steps: int, length_factor: bool = True) -> None:
         self._max_history_steps = max_history_steps
         self._length_factor = length_factor
         self._steps: deque[Step] = deque()
-        self._num_chars = array("d")
+        self._num_chars, self._norm_sq = array("d"), array("d")
         self._postings: dict[int, array[int]] = {}
-        self._norm_sq = array("d")
         self._num_forgotten = 0
 
     def __len__(self) -> int:
@@ -66,41 +65,26 @@ class LexicalIndex:
 
     def add(self, step: Step) -> None:
         """Make a step an earlier one; forget the oldest if there are too many."""
-        self._put(step)
-        self._num_chars.append(step.num_chars)
-        self._steps.append(step)
-        if len(self._steps) > self._max_history_steps:
-            del self._num_chars[0]
-            self._forget(self._steps.popleft())
-
-    def similarities(self, step: Step) -> Floats:
-        """Similarity of ``step`` to every earlier step, oldest first; float64 [len(self)]."""
-        sims = self._cosines(step)
-        if self._length_factor:
-            chars = np.array(self._num_chars)
-            sims *= np.minimum(chars, step.num_chars)
-            sims /= np.maximum(chars, step.num_chars)
-        return sims
-
-    def _put(self, step: Step) -> None:
-        """Store a step's vector behind the others."""
         number = self._num_forgotten + len(self)
+        self._steps.append(step)
+        self._num_chars.append(step.num_chars)
         self._norm_sq.append(step.norm_sq)
         for token, count in step.bag.items():
             self._postings.setdefault(token, array(_POSTING_TYPE)).extend((number, count))
+        if len(self) > self._max_history_steps:
+            self._forget_oldest()
 
-    def _forget(self, step: Step) -> None:
-        """Drop the vector of the oldest step."""
+    def _forget_oldest(self) -> None:
         self._num_forgotten += 1
-        del self._norm_sq[0]
-        for token in step.bag:
+        del self._num_chars[0], self._norm_sq[0]
+        for token in self._steps.popleft().bag:
             # The oldest step comes first in each.
             del self._postings[token][:2]
             if not self._postings[token]:
                 del self._postings[token]
 
-    def _cosines(self, step: Step) -> Floats:
-        """Cosine with every earlier step, a fresh array."""
+    def similarities(self, step: Step) -> Floats:
+        """Similarity of ``step`` to every earlier step, oldest first; float64 [len(self)]."""
         dots = np.zeros(len(self))
         hits = [(n, found) for t, n in step.bag.items() if (found := self._postings.get(t))]
         # Not all at once: what a part takes stays in the processor's cache.
@@ -111,4 +95,9 @@ class LexicalIndex:
             weights *= joined[1::2]
             dots += np.bincount(joined[::2] - self._num_forgotten, weights, minlength=len(self))
         # The product is an exact integer, so equal bags give exactly 1.
-        return np.asarray(dots / np.sqrt(np.array(self._norm_sq) * step.norm_sq))
+        sims = np.asarray(dots / np.sqrt(np.array(self._norm_sq) * step.norm_sq))
+        if self._length_factor:
+            chars = np.array(self._num_chars)
+            sims *= np.minimum(chars, step.num_chars)
+            sims /= np.maximum(chars, step.num_chars)
+        return sims

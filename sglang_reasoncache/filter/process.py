@@ -1,60 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side of the step filter, which runs in a process of its own."""
+"""The scheduler's side of the filter, which runs in a process of its own."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import logging
 import os
-import select
+import pickle
 import socket
 import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
-from sglang_reasoncache.filter.encoder import Vector
-from sglang_reasoncache.filter.messages import REPLY_HEADER, WORD, Feed, unpack_results
+from sglang_reasoncache import __version__
+from sglang_reasoncache.filter.messages import LENGTH, Feed, Markers, Reply, Setup
 from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-#: When set to 1, polls wait for the filter, so that tests share at the same tokens in every run.
-WAIT_ENV = "REASONCACHE_WAIT_FOR_FILTER"
 MAX_RESTARTS = 3
 START_SECONDS = 180.0
 #: Time polled without a reply to an outstanding feed, after which the process counts as hung.
 SILENT_SECONDS = 30.0
+#: Bytes of feeds that may wait to be sent.
 _MAX_UNSENT = 8 << 20
 # A pause between two polls counts as this much at most: the scheduler may have stood still.
 _LONGEST_PAUSE = 1.0
-_MAX_REPLY_WORDS = 1 << 24
 _RECEIVE_BYTES = 1 << 18
 
 _PROGRAM = (
-    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "import sys; sys.path.append(sys.argv.pop()); "
     "from sglang_reasoncache.filter.worker import main; main()"
 )
 
 
 class FilterProcess:
-    """What the scheduler's thread, never held up, asks of the step filter: tokens of all requests
-    in, block pairs out. Every :meth:`feed` has one reply, with the steps that it finished.
+    """Takes the tokens of all requests and gives back block pairs; never holds up the scheduler.
+
+    Every :meth:`feed` has one reply, with the steps that it finished. What is outstanding, taken
+    and shed depends on the calls made, not on time, so tensor-parallel ranks agree.
 
     Args:
         markers: tokens that open and that close reasoning; None: all output counts.
         max_pending: steps compared and not taken, beyond which new ones are shed.
-        sentence_model: of the encoder ``sentence-bert``.
-        embedding: of the encoder ``embedding``, float32 [vocabulary, dim]; not kept here.
 
     Attributes:
         steps_shed: steps in taken replies that were not compared, because too many waited.
@@ -62,7 +55,6 @@ class FilterProcess:
         given_up: it failed too often, nothing is compared any more.
 
     Raises:
-        ValueError: the sentence model cannot be loaded.
         RuntimeError: the process does not start.
     """
 
@@ -70,55 +62,34 @@ class FilterProcess:
         self,
         config: FilterConfig,
         vocabulary: Vocabulary,
-        markers: tuple[Iterable[int], Iterable[int]] | None = None,
+        markers: Markers = None,
         max_pending: int = 256,
-        sentence_model: str = "",
-        embedding: Vector | None = None,
     ) -> None:
-        setup = {
-            "config": asdict(config),
-            "markers": [sorted(ids) for ids in markers or ()],
-            "max_pending": max_pending,
-            "sentence_model": sentence_model,
-            "pieces": [piece.decode("latin-1") for piece in vocabulary.pieces],
-        }
-        # In memory, and inherited by every process that is started.
-        self._files = [os.memfd_create("reasoncache-filter")]
-        with open(self._files[0], "w", encoding="utf-8", closefd=False) as file:
-            json.dump(setup, file)
-        if embedding is not None:
-            self._files.append(os.memfd_create("reasoncache-embedding"))
-            with open(self._files[1], "wb", closefd=False) as matrix:
-                np.save(matrix, embedding)
+        self._setup = pickle.dumps(Setup(config, vocabulary.pieces, markers, max_pending))
         self.restarts = self.steps_shed = 0
         self.given_up = False
-        self._waits = os.environ.get(WAIT_ENV) == "1"
         self._next_request = 0
-        self._child: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
         self._reset()
         self._start()
-        self._wait_for(0)
-        if self._failure:
+        while not self._has_started and not self._failure:
+            time.sleep(0.01)
+            self.ready()
+        if failure := self._failure:
             self.shut_down()
-            raise self._failure
+            raise RuntimeError(failure)
 
     def _reset(self) -> None:
-        """Nothing is open, fed, taken or failed."""
-        self._opened, self._joined, self._closed = array("q"), array("q"), array("q")
-        self._unsent, self._unread = bytearray(), bytearray()
-        self._replies: collections.deque[tuple[int, list[StepResult]]] = collections.deque()
-        self._num_fed = self._num_taken = self._steps_taken = 0
-        # Of the reply to come; 0 says that the process has started.
-        self._next_reply = 0
+        """There is no process; nothing is open, fed, taken or failed."""
+        self._child: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._has_started, self._failure = False, ""
         self._silent, self._polled = 0.0, time.monotonic()
-        self._failure: Exception | None = None
-
-    @property
-    def outstanding(self) -> int:
-        """Feeds whose replies were not taken. A function of the calls made, not of time, so
-        tensor-parallel ranks agree on it."""
-        return self._num_fed - self._num_taken
+        self._opened: list[tuple[int, int, bool]] = []
+        self._joined: list[tuple[int, int]] = []
+        self._closed: list[int] = []
+        self._unsent, self._unread = bytearray(self._setup), bytearray()
+        self._replies: collections.deque[Reply] = collections.deque()
+        self._outstanding = self._steps_taken = 0
 
     def open(self, start_position: int, inside: bool) -> int:
         """Follow a new request from its first output token on; returns its id.
@@ -127,13 +98,13 @@ class FilterProcess:
         """
         request = self._next_request
         self._next_request += 1
-        self._opened.extend((request, start_position, inside))
+        self._opened.append((request, start_position, inside))
         return request
 
     def join(self, request: int, group: int) -> None:
         """An open request may be a source of the others in ``group`` and read theirs, from its next
         tokens on; -1: leaves its group."""
-        self._joined.extend((request, group))
+        self._joined.append((request, group))
 
     def close(self, request: int) -> None:
         """Forget a request. Results of its steps may still come."""
@@ -144,10 +115,12 @@ class FilterProcess:
         if self.given_up:
             return
         changes = self._opened, self._joined, self._closed
-        feed = Feed(self._steps_taken, *changes, requests, counts, tokens)
-        self._opened, self._joined, self._closed = array("q"), array("q"), array("q")
-        self._num_fed += 1
-        self._unsent += feed.pack()
+        feed = Feed(
+            self._steps_taken, *changes, requests.tolist(), counts.tolist(), tokens.tolist()
+        )
+        self._unsent += pickle.dumps(tuple(feed))
+        self._opened, self._joined, self._closed = [], [], []
+        self._outstanding += 1
         self._exchange()
 
     def ready(self) -> int:
@@ -157,8 +130,6 @@ class FilterProcess:
         """
         if self.given_up:
             return 0
-        if self._waits:
-            self.wait()
         self._exchange()
         self._watch()
         return -1 if self._failure else len(self._replies)
@@ -171,12 +142,12 @@ class FilterProcess:
         taken: list[StepResult] = []
         num_pairs = 0
         while limit > 0 and self._replies and num_pairs < max_pairs:
-            shed, results = self._replies.popleft()
+            num_shed, results = self._replies.popleft()
             limit -= 1
             num_pairs += sum(len(result.pairs) + len(result.across) for result in results)
             taken += results
-            self.steps_shed += shed
-            self._num_taken += 1
+            self.steps_shed += num_shed
+            self._outstanding -= 1
         self._steps_taken += len(taken)
         return taken
 
@@ -186,29 +157,26 @@ class FilterProcess:
             return
         reason = self._failure or "it failed on another tensor-parallel rank"
         self._stop()
-        self._reset()
-        if self.restarts == MAX_RESTARTS:
-            self.given_up = True
-            logger.error(
-                "reasoncache: the step filter's process is given up, no further blocks are shared "
-                "until the server is started again: %s",
-                reason,
-            )
-            return
-        self.restarts += 1
-        logger.warning("reasoncache: the step filter's process is started anew: %s", reason)
-        self._start()
-
-    def wait(self) -> None:
-        """Block until every feed has its reply, or the process has failed."""
-        self._wait_for(self._num_fed)
+        if self.restarts < MAX_RESTARTS:
+            self.restarts += 1
+            logger.warning("reasoncache: the filter's process is started anew: %s", reason)
+            return self._start()
+        self.given_up = True
+        logger.error(
+            "reasoncache: the filter's process is given up, no further blocks are shared until "
+            "the server is started again: %s",
+            reason,
+        )
 
     def shut_down(self) -> None:
         """End the process, and start none again."""
         self.given_up = True
         self._stop()
-        while self._files:
-            os.close(self._files.pop())
+
+    @property
+    def outstanding(self) -> int:
+        """Feeds whose replies were not taken."""
+        return self._outstanding
 
     @property
     def pid(self) -> int:
@@ -216,20 +184,18 @@ class FilterProcess:
         return 0 if self._child is None else self._child.pid
 
     def _start(self) -> None:
-        # The current folder's modules are nobody's business, and ours come last.
+        # -P: no modules of the current folder; ours come last.
         package = str(Path(__file__).resolve().parents[2])
-        command = [sys.executable, "-P", "-c", _PROGRAM, package, *map(str, self._files)]
+        command = [sys.executable, "-P", "-c", _PROGRAM, package]
         # Small arrays gain nothing from more threads.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         try:
             self._socket, theirs = socket.socketpair()
             self._socket.setblocking(False)
             with theirs:
-                self._child = subprocess.Popen(
-                    command, stdin=theirs.fileno(), pass_fds=self._files, env=env
-                )
+                self._child = subprocess.Popen(command, stdin=theirs.fileno(), env=env)
         except OSError as error:
-            self._fail(f"it cannot be started: {error}")
+            self._failure = f"it cannot be started: {error}"
 
     def _stop(self) -> None:
         if self._socket is not None:
@@ -238,10 +204,7 @@ class FilterProcess:
             self._child.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(timeout=0.05)
-        self._socket = self._child = None
-
-    def _fail(self, reason: str) -> None:
-        self._failure = self._failure or RuntimeError(reason)
+        self._reset()
 
     def _exchange(self) -> None:
         """Send and receive what can be without waiting."""
@@ -251,8 +214,8 @@ class FilterProcess:
             with contextlib.suppress(BlockingIOError):
                 if self._unsent:
                     del self._unsent[: self._socket.send(self._unsent)]
-            if len(self._unsent) > _MAX_UNSENT:
-                self._fail(f"it left {len(self._unsent)} bytes unread")
+            if len(self._unsent) > len(self._setup) + _MAX_UNSENT:
+                self._failure = f"it left {len(self._unsent)} bytes unread"
             with contextlib.suppress(BlockingIOError):
                 while received := self._socket.recv(_RECEIVE_BYTES):
                     self._silent = 0.0
@@ -260,43 +223,35 @@ class FilterProcess:
                     self._read()
                 raise OSError("it closed its end")
         except OSError as error:
-            self._fail(f"{error}, exit code {self._child and self._child.poll()}")
-        except ValueError as error:
-            self._fail(f"it answered nonsense: {error}")
+            code = self._child and self._child.poll()
+            self._failure = self._failure or f"{error}, exit code {code}"
+        except Exception as error:
+            # Unpickling may raise anything.
+            self._failure = f"it answered nonsense: {error!r}"
+
+    def _read(self) -> None:
+        """Take the complete messages out of what has arrived."""
+        while len(self._unread) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._unread)[0]
+            if len(self._unread) < end:
+                return
+            message = pickle.loads(self._unread[LENGTH.size : end])
+            del self._unread[:end]
+            if self._has_started:
+                self._replies.append(message)
+            elif message == __version__:
+                self._has_started = True
+            else:
+                self._failure = (
+                    f"it is sglang-reasoncache {message}, this server is {__version__}: the package "
+                    "was exchanged while the server ran"
+                )
 
     def _watch(self) -> None:
         """Count the time that is polled in vain."""
         now = time.monotonic()
         waited, self._polled = min(now - self._polled, _LONGEST_PAUSE), now
-        self._silent = self._silent + waited if self._next_reply <= self._num_fed else 0.0
-        if self._silent > (SILENT_SECONDS if self._next_reply else START_SECONDS):
-            self._fail(f"no reply for {self._silent:.0f} seconds")
-
-    def _wait_for(self, reply: int) -> None:
-        while self._next_reply <= reply and not self._failure:
-            assert self._socket is not None, "it has not failed"
-            # Not select(): a scheduler may have more than 1,024 files open.
-            events = select.poll()
-            events.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-            events.poll(1000 * _LONGEST_PAUSE)
-            self._exchange()
-            self._watch()
-
-    def _read(self) -> None:
-        """Take the complete replies out of what has arrived; ValueError for one that cannot be."""
-        while len(self._unread) >= REPLY_HEADER * WORD:
-            length, number, shed, num_steps = array("q", bytes(self._unread[: REPLY_HEADER * WORD]))
-            if not REPLY_HEADER <= length <= _MAX_REPLY_WORDS or number != self._next_reply:
-                raise ValueError(f"{length} words for reply {number}, not {self._next_reply}")
-            if len(self._unread) < length * WORD:
-                return
-            body = bytes(self._unread[REPLY_HEADER * WORD : length * WORD])
-            del self._unread[: length * WORD]
-            self._next_reply += 1
-            if shed < 0:
-                self._failure = ValueError(body[:num_steps].decode(errors="replace"))
-                return
-            if number > self._num_fed:
-                raise ValueError(f"reply {number} to {self._num_fed} feeds")
-            if number:
-                self._replies.append((shed, unpack_results(array("q", body), num_steps)))
+        is_awaited = not self._has_started or self._outstanding > len(self._replies)
+        self._silent = self._silent + waited if is_awaited else 0.0
+        if self._silent > (SILENT_SECONDS if self._has_started else START_SECONDS):
+            self._failure = self._failure or f"no reply for {self._silent:.0f} seconds"

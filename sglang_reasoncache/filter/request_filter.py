@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from sglang_reasoncache.filter.aging import AgeRule
 from sglang_reasoncache.filter.align import RandomPairs
-from sglang_reasoncache.filter.encoder import StepEncoder
 from sglang_reasoncache.filter.proposal import FilterCounters, Proposal
 from sglang_reasoncache.filter.runs import RunGroup, RunMatcher
 from sglang_reasoncache.filter.segment import ReasoningSpan, Segmenter, Step, TokenClasses
@@ -17,24 +16,17 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 
 class RequestFilter:
-    """Feeds on one response's tokens and proposes blocks to share. Not thread safe.
-
-    Holds at most ``max_history_steps`` steps and one unfinished one.
+    """Takes one response's tokens and proposes blocks to share. Not thread safe.
 
     Args:
-        config: the knobs.
         classes: token classes of ``vocabulary``.
         vocabulary: spells the steps.
         start_position: logical position of the first token to come.
-        span: which tokens are reasoning, fresh and this filter's own; None: all of them. Other
-            tokens only advance the position, and a marker ends the open step.
-        encoder: of the steps, one for all requests; None: counts of token ids.
+        span: tells which tokens are reasoning; new, and used by this filter only. None: all of
+            them. Other tokens only advance the position, and a marker ends the open step.
 
     Attributes:
         position: logical position of the next token to be pushed.
-
-    Raises:
-        ValueError: the config asks for another encoder than ``tokens``, and there is none.
     """
 
     def __init__(
@@ -44,7 +36,6 @@ class RequestFilter:
         vocabulary: Vocabulary,
         start_position: int,
         span: ReasoningSpan | None = None,
-        encoder: StepEncoder | None = None,
     ) -> None:
         self._span = span
         self._segmenter = Segmenter(classes, config.max_step_tokens)
@@ -58,7 +49,7 @@ class RequestFilter:
         elif config.match == "runs":
             self._matcher = RunMatcher(config, start_position)
         else:
-            self._matcher = StepMatcher(config, classes, vocabulary, encoder)
+            self._matcher = StepMatcher(config, classes, vocabulary)
         self._age_rule = AgeRule(config)
 
     def join(self, member: int, group: RunGroup | None) -> None:
@@ -107,7 +98,6 @@ class RequestFilter:
         else:
             found = self._matcher.propose(step)
             counters.candidates = len(found)
-            counters.steps_with_candidates = int(bool(found))
         pairs = self._age_rule.release(found, step.end)
         across = self._matcher.across() if isinstance(self._matcher, RunMatcher) else []
         return Proposal(step, tuple(pairs), counters, tuple(across))

@@ -19,25 +19,24 @@ _READS, _IS_READ = 1, 2
 
 
 class RunGroup:
-    """Responses to the same prompt, and one copy of each of their old runs, which all others read.
+    """Responses to the same prompt, and where each run of their old tokens stands first.
 
-    A block reads that copy or is it, never both, so no slot is passed on.
+    A block reads such a copy or is one, never both, so no slot is passed on.
     """
 
     def __init__(self) -> None:
         self.members: dict[int, RunMatcher] = {}
-        # Hash of a run -> the member and offset of the copy. What a member left behind is replaced.
+        # Hash of a run -> member and offset of its copy; replaced once that member has left.
         self.copies: dict[int, tuple[int, int]] = {}
 
 
 class RunMatcher:
-    """Blocks of one response that stand earlier in it, each with the tokens before it. Not thread
-    safe.
+    """Finds blocks of one response that stand earlier in it. Not thread safe.
 
-    The first tokens of a repeat have the least context in common; sharing them does most of the
-    damage. So a block is paired where it and what is before it, ``min_run`` tokens in all, repeat.
-    A token costs O(1): a window of so many is looked up by a rolling hash, and what is found is
-    compared token by token. Takes 120 bytes a token, and as much in its group.
+    The first tokens of a repeat have the least context in common, and sharing them does most of the
+    damage. So a block is paired only where its *window* repeats: the block and the tokens before it,
+    ``min_run`` in all. Windows are looked up by a rolling hash, and what is found is compared token by
+    token. A token costs O(1) time and 120 bytes, and as much in its group.
     """
 
     def __init__(self, config: FilterConfig, start: int) -> None:
@@ -46,7 +45,7 @@ class RunMatcher:
         self._start = start
         # By position less ``start``: tokens, and the hash of all before.
         self._tokens, self._hashes = array("q"), array("q", [0])
-        # Tokens before a block that must repeat as well.
+        # Tokens of a window before its block.
         self._lead = max(0, config.min_run - self._block)
         self._power = pow(_BASE, self._lead + self._block, _MODULUS)
         # Hash of a window -> offset of its first or newest block.
@@ -57,13 +56,13 @@ class RunMatcher:
         self._begin(0)
         self._member = -1
         self._group: RunGroup | None = None
-        # Offset of the next block to look up in the group; the member that the last one was found
-        # in, and how far from here.
+        # Offset of the next block to look up in the group; where the last one was found: the
+        # member, and its offset there less the offset here.
         self._old = self._at
         self._followed = -1, 0
 
     def join(self, member: int, group: RunGroup | None) -> None:
-        """Become ``member`` of a group, or leave it: what it has is nobody's source any more."""
+        """Become ``member`` of a group. None: leave it; no other member finds these blocks then."""
         if self._group is not None:
             del self._group.members[self._member]
         self._member, self._group = member, group
@@ -86,14 +85,15 @@ class RunMatcher:
         return pairs
 
     def _begin(self, offset: int) -> None:
-        """No window begins before ``offset``."""
+        """Windows begin at ``offset`` or later."""
         first = offset + self._lead
         # Offsets of the next block to look up and to remember; how far back the last one was found.
         self._at = self._remembered = first + -(self._start + first) % self._page
         self._distance = 0
 
     def _take(self, earlier: int) -> bool:
-        """Whether a block may read: alone, or as often as it likes, but not a part of another."""
+        """Note who reads: the block at hand, or (``newest``) the one at ``earlier``. False where that
+        overlaps another block that reads or is read."""
         if self._keeps_first:
             self._mark(self._at, _READS)
         elif earlier not in self._readers:
@@ -107,8 +107,8 @@ class RunMatcher:
         self._fate[at : at + self._block] = bytes((fate,)) * self._block
 
     def across(self) -> list[AcrossPair]:
-        """Blocks that became old, ascending, with equal ones of the group; what it lacks is there
-        for the others from now on. Nothing while there are no others."""
+        """Pairs of blocks that became old, ascending, with equal ones of the group. A block that the
+        group lacks becomes its copy. Nothing while the group has no other member."""
         group, pairs, page = self._group, list[AcrossPair](), self._page
         if group is None or len(group.members) < 2:
             return pairs
@@ -133,8 +133,8 @@ class RunMatcher:
         return pairs
 
     def _copy(self, group: RunGroup, at: int, window: array[int]) -> tuple[RunMatcher | None, int]:
-        """Who has the block at ``at`` and what is before it, ``window``, and where: behind the last
-        pair's, or anywhere."""
+        """A member that lends the block at ``at``, with its ``window``, and the block's offset there:
+        where the last pair goes on, else where the table says."""
         last, distance = self._followed
         anywhere = group.copies.get(self._hash(at), (-1, 0))
         for member, start in ((last, at + distance), anywhere):
@@ -144,7 +144,7 @@ class RunMatcher:
         return None, 0
 
     def _lends(self, at: int, window: array[int]) -> bool:
-        """Whether ``window`` is the one at ``at``, old and not read from elsewhere."""
+        """Whether the block at ``at`` has this ``window``, is old and reads no other block."""
         return (
             self._lead <= at < self._old
             and _READS not in self._fate[at : at + self._block]
@@ -175,7 +175,8 @@ class RunMatcher:
         return (hashes[at + self._block] - hashes[at - self._lead] * self._power) % _MODULUS
 
     def _remember(self, last: int) -> None:
-        """Blocks up to offset ``last``: one may not equal another that it overlaps."""
+        """Enter blocks up to offset ``last`` into the table. Later ones would overlap the block that
+        is looked up next."""
         for at in range(self._remembered, last + 1, self._page):
             if len(self._runs) >= _MAX_RUNS:
                 self._runs.clear()
@@ -186,8 +187,8 @@ class RunMatcher:
             self._remembered = at + self._page
 
     def _earlier(self, at: int) -> int | None:
-        """Where the block at ``at`` stands with what is before it: behind the last pair's, or
-        anywhere."""
+        """Offset of an earlier block with the window of the one at ``at``: where the last pair goes
+        on, else where the table says."""
         behind = at - self._distance
         if self._distance and self._window(behind) == self._window(at):
             return behind

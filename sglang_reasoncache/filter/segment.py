@@ -135,8 +135,8 @@ class Step:
         num_blank_tail: int = 0,
         in_code: bool = False,
     ) -> Step:
-        """Make a step of its tokens, whose last ``num_blank_tail`` are blank, and their text;
-        ValueError unless one is not."""
+        """Make a step of its tokens and their text. The last ``num_blank_tail`` tokens are blank;
+        ValueError where all are."""
         ids = tuple(token_ids)
         if not 0 <= num_blank_tail < len(ids):
             raise ValueError(f"num_blank_tail must be in [0, {len(ids)}), got {num_blank_tail}")
@@ -151,10 +151,10 @@ class Step:
 
 
 class ReasoningSpan:
-    """Follows one response token by token, O(1) each. Not thread safe.
+    """Tells which tokens of one response are reasoning, O(1) a token. Not thread safe.
 
-    A marker is a single token and belongs to no reasoning; one that is both start and end is an
-    end. ``inside``: whether the next token is reasoning, unless it is a marker.
+    A marker is a single token and no reasoning itself. A token that is both a start and an end
+    marker ends reasoning. ``inside``: whether the next token is reasoning, unless it is a marker.
     """
 
     __slots__ = ("_end_ids", "_start_ids", "inside")
@@ -165,7 +165,7 @@ class ReasoningSpan:
         self.inside = inside
 
     def push(self, token_id: int) -> bool:
-        """Take the next token; whether it is reasoning. One that is not ends the open step."""
+        """Take the next token; whether it is reasoning. A token that is not ends the open step."""
         if token_id in self._end_ids or token_id in self._start_ids:
             self.inside = token_id not in self._end_ids
             return False

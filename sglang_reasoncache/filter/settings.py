@@ -43,8 +43,6 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     # A constant in place of the dynamic lexical threshold, all else ReasonCache.
     "fixed-0.8": {**_PAPER, "fixed_tau": 0.8},
     "fixed-0.9": {**_PAPER, "fixed_tau": 0.9},
-    "sentence-bert": {**_PAPER, "encoder": "sentence-bert"},
-    "embedding": {**_PAPER, "encoder": "embedding"},
     # No stage at all: what careless sharing costs.
     "random": {**_ALL, "use_structure": False, "random_ratio": 0.3},
 }
@@ -80,7 +78,6 @@ class FilterConfig:
     max_history_steps: int = 2048
     max_candidates: int = 4  # earlier steps that one step may take blocks from
     max_blocks_per_step: int = 256  # block pairs proposed for one step
-    encoder: str = "tokens"  # one of ``filter.encoder.ENCODERS``
     random_ratio: float | None = None
     seed: int = 0  # of the random pairs
     limits: Limits = field(default_factory=Limits)

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sglang_reasoncache.arguments import flag_of
 from sglang_reasoncache.filter.align import BlockPair, align_blocks
-from sglang_reasoncache.filter.encoder import DenseIndex, StepEncoder
 from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
 from sglang_reasoncache.filter.proposal import FilterCounters
 from sglang_reasoncache.filter.segment import BLANK, Step, TokenClasses
@@ -24,31 +22,12 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 
 class StepMatcher:
-    """Similar steps of one response, at most ``max_history_steps`` of them. Not thread safe.
+    """Similar steps of one response, at most ``max_history_steps`` of them. Not thread safe."""
 
-    Args:
-        encoder: of the steps, one for all requests; None: counts of token ids.
-
-    Raises:
-        ValueError: the config asks for another encoder than ``tokens``, and there is none.
-    """
-
-    def __init__(
-        self,
-        config: FilterConfig,
-        classes: TokenClasses,
-        vocabulary: Vocabulary,
-        encoder: StepEncoder | None,
-    ) -> None:
+    def __init__(self, config: FilterConfig, classes: TokenClasses, vocabulary: Vocabulary) -> None:
         self._config, self._classes, self._vocabulary = config, classes, vocabulary
         self._in_code = False
-        self._history: LexicalIndex
-        if encoder is None:
-            if config.encoder != "tokens":
-                raise ValueError(f"{flag_of('encoder')}={config.encoder} was not built")
-            self._history = LexicalIndex(config.max_history_steps, config.length_factor)
-        else:
-            self._history = DenseIndex(encoder, config.max_history_steps, config.length_factor)
+        self._history = LexicalIndex(config.max_history_steps, config.length_factor)
         # Characters of earlier steps that may still be read for the step at hand.
         self._readable = 0
 
@@ -71,11 +50,10 @@ class StepMatcher:
             step.text = ""  # nobody will read it any more
         return found
 
-    def _candidates(self, step: Step, counters: FilterCounters) -> list[tuple[float, int]]:
-        """(similarity, index in the history), most similar first, of equals the most recent."""
+    def _candidates(self, step: Step, counters: FilterCounters) -> list[int]:
+        """Indexes in the history, most similar first, of equals the most recent."""
         if not len(self._history):
             return []
-        counters.steps_compared = 1
         config = self._config
         sims = self._history.similarities(step)
         tau = config.fixed_tau
@@ -83,16 +61,14 @@ class StepMatcher:
             tau = dynamic_threshold(sims, config.strict, config.soft)
         above = np.flatnonzero(sims > tau)
         counters.candidates = len(above)
-        counters.steps_with_candidates = int(len(above) > 0)
         # Stable sort of the reversed order: equal similarities, latest first.
         order = above[::-1]
         order = order[np.argsort(-sims[order], kind="stable")]
         kept = order[: config.max_structure_checks]
-        counters.dropped_excess = len(above) - len(kept)
-        return list(zip(sims[kept].tolist(), kept.tolist(), strict=True))
+        return [int(index) for index in kept]
 
     def _align(
-        self, step: Step, candidates: list[tuple[float, int]], counters: FilterCounters
+        self, step: Step, candidates: list[int], counters: FilterCounters
     ) -> list[BlockPair]:
         """Block pairs of the best candidates that pass the structure check."""
         config = self._config
@@ -100,10 +76,9 @@ class StepMatcher:
         covered = bytearray(len(step))
         num_used = 0
         self._readable = config.limits.max_chars // 2
-        for rank, (_similarity, index) in enumerate(candidates):
+        for index in candidates:
             left = config.max_blocks_per_step - len(pairs)
             if num_used == config.max_candidates or left <= 0 or covered.count(0) < config.block:
-                counters.dropped_excess += len(candidates) - rank
                 break
             earlier = self._history[index]
             if config.use_structure and not self._passes(step, earlier, counters):
@@ -123,16 +98,12 @@ class StepMatcher:
         if earlier.signature is None:
             # Steps that were no candidates yet are not all read in one go.
             if self._readable <= 0:
-                counters.dropped_excess += 1
                 return False
             self._readable -= len(earlier.text)
         a, b = self._signature(step, counters), self._signature(earlier, counters)
         if same_structure(a, b, self._config.structure_tolerance, self._config.limits):
             return True
-        if a.bound or b.bound:
-            counters.dropped_over_bound += 1
-        else:
-            counters.dropped_structure += 1
+        counters.dropped_structure += not (a.bound or b.bound)
         return False
 
     def _signature(self, step: Step, counters: FilterCounters) -> Signature:

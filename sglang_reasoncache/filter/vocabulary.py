@@ -39,7 +39,8 @@ class Vocabulary:
     __slots__ = ("pieces",)
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
-        self.pieces = tuple(pieces)
+        # XGrammar's are of a class of its own, which would bring torch into the filter's process.
+        self.pieces = tuple(map(bytes, pieces))
 
     def text(self, token_ids: Iterable[int]) -> str:
         """The decoded text; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""

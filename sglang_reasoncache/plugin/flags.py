@@ -108,9 +108,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     import torch
 
     from sglang_reasoncache.plugin import hooks
-    from sglang_reasoncache.plugin.step_filter import check_encoder
 
-    check_encoder(config, server_args.tp_size)
     on_gpu = server_args.device != "cpu" and torch.cuda.is_available()
     if not on_gpu:
         # Compiled before the scheduler processes want them.

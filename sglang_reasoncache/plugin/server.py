@@ -22,8 +22,8 @@ from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.controller import Controller
+from sglang_reasoncache.plugin.reasoning import reasoning_markers
 from sglang_reasoncache.plugin.report import Report, SharingMetrics
-from sglang_reasoncache.plugin.step_filter import make_encoder, reasoning_markers
 from sglang_reasoncache.sharing.measure import BlockMeter
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.redirect import Redirector
@@ -113,8 +113,7 @@ class ServerParts:
             knobs = filter_config(config, block, page)
             vocabulary = vocabulary_of(worker.tokenizer)
             ids = None if markers is None else markers[:2]
-            encoder = make_encoder(config, worker.model_runner.model, context) or ("", None)
-            engine = FilterProcess(knobs, vocabulary, ids, config.max_pending, *encoder)
+            engine = FilterProcess(knobs, vocabulary, ids, config.max_pending)
         groups = config.scope == "prompt"
         tracker = RequestTracker(engine, stats, ranks, markers, groups)
         redirector = Redirector(self.allocator, rows, stats, ranks, config.min_age)

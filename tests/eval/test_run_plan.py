@@ -443,7 +443,7 @@ def test_refusals_name_the_fault() -> None:
         "random:random_ratio=0.2,match=reasoncache:block=8": "exclude",
         "random:match=": "'match=' is not key=value",
         **dict.fromkeys(("random:block=8,", "random:match=memshare,"), "'' is not key=value"),
-        "reasoncache:encoder=a b": "is no method",
+        "reasoncache:align=a b": "is no method",
     }.items():
         with pytest.raises(MethodError, match="--methods") as refused:
             find_method(spec)

@@ -266,12 +266,14 @@ def test_a_step_like_many_that_were_never_read_is_compared_in_bounded_time() -> 
         for i in range(64):
             (step,) = request.steps([2 + i % 10, 12] * (150 + i) + [0])
             assert isinstance(request._matcher, StepMatcher)
-            request._matcher._history.add(step)
+            history = request._matcher._history
+            history.add(step)
         (step,) = request.steps([*range(2, 12), 12] * 80 + [0])
         start = time.thread_time()
         counters = request.propose(step).counters
         best = min(best, time.thread_time() - start)
-        assert counters.candidates == 64 and 40 < counters.dropped_excess < 64
+        assert counters.candidates == 64
+        assert 40 < sum(history[i].signature is None for i in range(64)) < 64
     assert best < _MAX_SECONDS
 
 
@@ -280,12 +282,15 @@ _SOURCES = sorted(Path(sglang_reasoncache.filter.__file__).parent.rglob("*.py"))
 
 @pytest.mark.parametrize("path", _SOURCES, ids=lambda path: path.name)
 def test_the_filter_names_nothing_that_evaluates(path: Path) -> None:
-    """No evaluation, no SGLang, no torch, no pickle anywhere in it."""
+    """No evaluation, no SGLang, no torch anywhere in it; pickle only where its two processes talk."""
     nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     assert not names & {"eval", "exec", "compile", "__import__", "sympify", "parse_expr", "globals"}
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    allowed = {"numpy", "sglang_reasoncache", "sympy", "zss", "sentence_transformers", "xgrammar"}
-    allowed |= set(sys.stdlib_module_names)
-    assert {module.partition(".")[0] for module in modules} <= allowed - {"pickle", "marshal"}
+    # The latter two on first use, where an operator asked for them or the child is not started.
+    allowed = {"numpy", "sglang_reasoncache", "sympy", "zss", "xgrammar"}
+    allowed |= set(sys.stdlib_module_names) - {"marshal"}
+    if path.name not in ("process.py", "worker.py"):
+        allowed -= {"pickle"}
+    assert {module.partition(".")[0] for module in modules} <= allowed

@@ -24,10 +24,11 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_priv
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 
-from sglang_reasoncache.filter.process import WAIT_ENV, FilterProcess
+from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
 from tests.filter.words import Words
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, NOTHING, Setup, World, retract
+from tests.server.faulty.waiting_reasoncache import wait_for
 
 SETUPS = [
     Setup(page=1, block=3, slots=190, publish="exact"),
@@ -250,7 +251,7 @@ class GroupMachine(RuleBasedStateMachine):
             self._release(req, FINISH_ABORT("end"), checkpoint=False)
         engine = self.world.engine
         engine.feed(array("q"), array("q"), array("q"))
-        engine.wait()
+        wait_for(engine)
         engine.take(1 << 20, 1 << 30)
         if sys.exc_info()[0] is None:
             self.everybody_reads_what_is_theirs()
@@ -270,7 +271,7 @@ def test_siblings_share_and_lose_nothing(
 ) -> None:
     requested = int(os.environ.get("REASONCACHE_PROPERTY_OPERATIONS") or 0)
     wanted = (requested or QUICK_RULES) // len(SETUPS)
-    monkeypatch.setenv(WAIT_ENV, "1")
+    monkeypatch.setattr(FilterProcess, "ready", wait_for)
     knobs: Any = {"block": setup.block, "page_size": setup.page, "min_run": setup.block}
     config = FilterConfig(
         match="runs", direction="newest", min_age=MIN_AGE, max_step_tokens=4, **knobs

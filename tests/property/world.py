@@ -115,7 +115,7 @@ class ScriptedEngine(FilterProcess):
             if pairs:
                 found = tuple(BlockPair(dst, src) for dst, src in pairs)
                 counters = FilterCounters(candidates=1)
-                self._results.append(StepResult(request, 0, 0, found, counters, 0.0))
+                self._results.append(StepResult(request, found, counters, 0.0))
 
     def late(self, request: int) -> list[Pair]:
         """What was proposed for a request and not taken."""

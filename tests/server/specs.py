@@ -12,7 +12,7 @@ import pytest
 
 from eval.serving import LEAN_START
 from sglang_reasoncache.arguments import arguments_of
-from sglang_reasoncache.filter.process import WAIT_ENV
+from tests.server.faulty.waiting_reasoncache import WAITS
 
 _HERE = Path(__file__).parent
 
@@ -91,22 +91,25 @@ ALIASED = SHARED.having("aliased", TIGHT, *EAGER, CHUNKED, ALIASING, **retractin
 PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, CROWDED)
 
 
-def beside_ours(plugin: str) -> str:
-    """``PYTHONPATH`` of a server that loads a plugin of a folder here, too."""
-    paths = str(LEAN_START), str(_HERE / plugin), os.environ.get("PYTHONPATH")
+def _beside_ours(*folders: str) -> str:
+    """``PYTHONPATH`` of a server that loads the plugins in folders here, too."""
+    paths = (*(str(_HERE / folder) for folder in folders), os.environ.get("PYTHONPATH"))
     return os.pathsep.join(filter(None, paths))
 
 
-#: Makes a rank of ours fail, after a request with an id of its own.
-FAILING_PLUGIN = beside_ours("faulty")
+#: A rank of ours fails, after a request with an id of its own; polls wait for the filter, so that a
+#: response shares at the same tokens on every server.
+PLUGINS = _beside_ours("faulty")
+LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
+WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
 FAILING = SHARED.having(
-    "failing", TIGHT, *EAGER, CHUNKED, "--enable-metrics", PYTHONPATH=FAILING_PLUGIN
+    "failing", TIGHT, *EAGER, CHUNKED, "--enable-metrics", PYTHONPATH=LEAN_PLUGINS
 ).for_long_runs()
 #: Two tensor-parallel ranks, a core each: they must take every decision alike, and stop alike.
 TWO_RANKS = SHARED.having(
     "tp2",
     *(TIGHT, CROWDED, *SOON, "--reasoncache-percentile 90 --tp 2 --enable-metrics"),
-    PYTHONPATH=FAILING_PLUGIN,
+    PYTHONPATH=LEAN_PLUGINS,
     **TWO_CORES,
     REASONCACHE_FORK="",
 )
@@ -180,10 +183,8 @@ EVICTING_WHEN_SHORT = SHARED.having(
 STOCK_TORCH = STOCK.having("torch-native", "--attention-backend torch_native").beside(STOCK)
 #: Memory for all, with much to share.
 ROOMY = SHARED.having("roomy", *SOON).beside(STOCK)
-#: Polls wait for the filter, so that a response shares at the same tokens on every server.
-WAITING = {WAIT_ENV: "1"}
 #: Shared KV is written to own slots.
-COPY = {"PYTHONPATH": beside_ours("copying")}
+COPY = {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "copying")))}
 #: The model marks its reasoning.
 CORRECTED = SHARED.having("corrected", *EAGER, "--reasoning-parser qwen3", **WAITING)
 #: Where keys cannot be corrected: each backend would see the forwards of one phase.

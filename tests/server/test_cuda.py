@@ -29,6 +29,7 @@ from tests.server.specs import (
     COPY,
     EAGER,
     PAGE16,
+    PLUGINS,
     POLICY,
     QUEST_POLICY,
     RKV_POLICY,
@@ -48,7 +49,8 @@ GRAPHS, NO_GRAPHS = f"{_DECODE} --disable-prefill-cuda-graph", "--disable-cuda-g
 FLASHINFER, TRITON = "--attention-backend flashinfer", "--attention-backend triton"
 AS_CACHED = "--reasoncache-positions as-cached"
 ON_CUDA = ServerSpec(
-    *("cuda", ("--enable-reasoncache", *_SIZES.split(), *EAGER), tuple(WAITING.items())),
+    *("cuda", ("--enable-reasoncache", *_SIZES.split(), *EAGER)),
+    env=tuple({**WAITING, "PYTHONPATH": PLUGINS}.items()),
     device="cuda",
 )
 #: No flag names attention, or positions; prefill graphs of two sizes.

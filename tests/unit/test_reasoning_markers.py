@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_reasoncache.plugin.step_filter import reasoning_markers
+from sglang_reasoncache.plugin.reasoning import reasoning_markers
 
 _MODEL = Path(__file__).parents[2] / "eval" / "tiny_reasoner" / "checkpoint"
 

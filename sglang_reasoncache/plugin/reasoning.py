@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a server's model mark reasoning, by its ``--reasoning-parser``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.filter.segment import ReasoningMarkers
+
+logger = logging.getLogger(__name__)
+
+
+def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | None:
+    """Start and end tokens of the parser's format; None: the whole response is reasoning.
+
+    A tool call that SGLang's detector takes for the end of reasoning is an end marker too.
+    Formats whose markers are not single tokens are not followed, with a warning.
+    """
+    if not parser or tokenizer is None:
+        return None
+    try:
+        detector = compat.ReasoningParser(
+            model_type=parser, stream_reasoning=False, tokenizer=tokenizer
+        ).detector
+        start = _single(tokenizer, detector.think_start_token)
+        end_ids = detector.get_think_end_token_ids(tokenizer)
+        end = _single(tokenizer, detector.think_end_token, end_ids)
+        if start is None or end is None:
+            both = f"{detector.think_start_token!r} and {detector.think_end_token!r}"
+            raise ValueError(f"{both} are not single tokens here")
+    except Exception as error:
+        # Detectors encode, and check, in ways of their own; SGLang refuses what it cannot use.
+        why = f"--reasoning-parser {parser} cannot be followed ({error})"
+        logger.warning("reasoncache: %s, the whole response counts as reasoning", why)
+        return None
+    others = getattr(detector, "request_selectable_think_end_tokens", ())
+    others = (*others, getattr(detector, "tool_start_token", None))
+    more = {_single(tokenizer, text) for text in others if text}
+    ends = frozenset({end} | {token for token in more if token is not None})
+    markers = ReasoningMarkers(frozenset({start}), ends, bool(detector.force_reasoning))
+    logger.info("reasoncache: reasoning as of --reasoning-parser %s, %s", parser, markers)
+    return markers
+
+
+def _single(tokenizer: Any, text: str, ids: list[int] | None = None) -> int | None:
+    """The one token of a marker; None for several, or for an unknown word's token."""
+    if ids is None:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1 or str(tokenizer.decode(list(ids))).strip() != text.strip():
+        return None
+    return int(ids[0])

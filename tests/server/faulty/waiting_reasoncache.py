@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An SGLang plugin of tests: where :data:`WAITS` is set, each poll waits for the filter's process, so
+that a response shares at the same tokens in every run."""
+
+import os
+import time
+
+from sglang_reasoncache.filter.process import FilterProcess
+
+WAITS = "REASONCACHE_WAIT_FOR_FILTER"
+_ready = FilterProcess.ready
+
+
+def wait_for(step_filter: FilterProcess) -> int:
+    """Poll until every feed has its reply, or the process has failed; what the last poll said."""
+    while 0 <= (ready := _ready(step_filter)) < step_filter.outstanding:
+        time.sleep(0.0005)
+    return ready
+
+
+def register() -> None:
+    if os.environ.get(WAITS):
+        FilterProcess.ready = wait_for  # type: ignore[assignment,method-assign]
