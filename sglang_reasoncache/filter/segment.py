@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from sglang_reasoncache.filter.structure.signature import Signature
 from sglang_reasoncache.filter.vocabulary import Vocabulary
-
-if TYPE_CHECKING:  # it imports SymPy
-    from sglang_reasoncache.filter.structure.signature import Signature
 
 _WHITE = b" \t\r"
 
