@@ -26,11 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXT = {page.stem: page.read_text() for page in PAGES}
 #: Read on their own; links into docs/ are relative.
-READMES = [
-    ROOT / "README.md",
-    ROOT / "csrc" / "README.md",
-    *sorted((ROOT / "eval").glob("*/README.md")),
-]
+READMES = [ROOT / "README.md", ROOT / "csrc/README.md", *sorted(ROOT.glob("eval/*/README.md"))]
 _LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
 #: `sharing/state.py`, `config.py: ReasonCacheConfig`, `filter/structure/`, `eval/small_reasoner/README.md`
 _SOURCE = re.compile(
