@@ -3,20 +3,22 @@
 
 A pool far above the caches, other slots in every run. Bytes are K and V that a call reads, once."""
 
-import argparse
 import functools
 import itertools
 import json
 import platform
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 
+from eval import command
 from eval.bench.attention_batch import rotation
 from eval.bench.turns import Yardstick, seconds, take_turns
+from eval.command import option
 from eval.runs.folder import write_whole
 from sglang_reasoncache.kernels.distance import DistanceKernel
 
@@ -109,19 +111,10 @@ def summary(gigabytes: float = 2.0) -> dict[str, Any]:
     slots = max(64, int(gigabytes * 1e9) // (32 * 2 * 8 * 128 * 2))
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         rates, small = read_rates(device, slots), small_call_microseconds(device)
-        figures = ["gb_per_s", "of_copy", "of_read"]
-        medians = rates[rates["pairs"] >= 16].groupby("order", sort=False)[figures].median()
         print(f"\n{device}: 32 layers x 8 x 128 bf16, {slots} slots\n\n{_table(rates)}")
-        print(f"\n16 pairs or more, medians\n\n{_table(medians.reset_index())}")
         print(f"\ncall of 1 pair x 16 tokens, 4 layers x 2 heads x 32, us: {small}")
-        # Best of each call, so of the same moments as the kernel's.
-        found = {
-            **{f"{key[1]}_{key[0]}": value for key, value in medians.unstack().items()},
-            **rates[["copy_gb_per_s", "read_gb_per_s"]].median().add_suffix("_median").to_dict(),
-            "rows": rates.to_dict("records"),
-            "small_call_us": small,
-        }
-        results |= {f"distance_{device}_{name}": value for name, value in found.items()}
+        results[f"distance_{device}_rows"] = rates.to_dict("records")
+        results[f"distance_{device}_small_call_us"] = small
     return results
 
 
@@ -129,16 +122,17 @@ def _table(rates: pd.DataFrame) -> str:
     return str(rates.to_markdown(index=False, floatfmt=".2f"))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m eval.bench.distance")
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="Pool size (default 2).")
-    parser.add_argument("--json", type=Path, help="Write all figures here.")
-    options = parser.parse_args()
+@dataclass(frozen=True)
+class Options:
+    gigabytes: float = option(2.0, "pool size")
+    json: Path | None = option(None, "file of all figures")
+
+
+def work(options: Options) -> None:
     results = summary(options.gigabytes)
     if options.json is not None:
         write_whole(options.json, json.dumps(results, indent=1) + "\n")
-        print(f"\nwrote {options.json}")
 
 
 if __name__ == "__main__":
-    main()
+    command.run(Options, work)
