@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines from dataclasses: each :func:`option` is a flag, one without a default a position."""
+"""Command lines from dataclasses: a field made by :func:`option` is a flag, without a default a
+positional argument."""
 
 import argparse
 import dataclasses
@@ -21,10 +22,11 @@ def option(
     most: float | None = None,
     **argument: Any,
 ) -> Any:
-    """A field of an options class. Its annotation says how the flag is read: ``bool`` is a switch,
-    ``tuple[X, ...]`` takes several words, ``Mapping`` may be given several times, any other type is
-    called with the word. ``read`` makes the whole value of one word, ``least`` and ``most`` bound
-    numbers; ``argument`` goes to :meth:`argparse.ArgumentParser.add_argument`."""
+    """A field of a class of options; ``text`` is its help. The annotation says how it is read: a
+    ``bool`` is a switch, a ``tuple[X, ...]`` takes several words, a ``Mapping`` may be given several
+    times, any other type is called with the word. ``read`` makes the whole value of one word instead.
+    ``least`` and ``most`` bound numbers. ``argument`` goes to
+    :meth:`argparse.ArgumentParser.add_argument`; ``flag`` among it is another name of the flag."""
     about = {"text": text, "read": read, "bounds": (least, most), "argument": argument}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=about)
@@ -68,8 +70,8 @@ def run(kind: type[_K], work: Callable[[_K], object], argv: Sequence[str] | None
 
 
 def parser_of(*kinds: type, **how: Any) -> argparse.ArgumentParser:
-    """A parser with the options of some classes; program and description are those of the module
-    that defines the first, unless ``how`` has others."""
+    """A parser with the options of some classes. Program and description are those of the module that
+    defines the first, unless ``how``, keywords of :class:`argparse.ArgumentParser`, has others."""
     text = (sys.modules[kinds[0].__module__].__doc__ or "").split("\n\n")[0]
     about = {"prog": f"python -m {module_of(kinds[0])}", "description": text, **how}
     parser = argparse.ArgumentParser(allow_abbrev=False, **about)
@@ -82,7 +84,7 @@ def parser_of(*kinds: type, **how: Any) -> argparse.ArgumentParser:
 
 
 def values_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, Any]:
-    """Values by field: a list is a tuple, pairs are a dictionary."""
+    """Values by field: several words as a tuple, pairs as a dictionary."""
     # Apart from its value argparse would take ``--both --tp=2`` for two flags.
     flags = {one.option_strings[0] for one in parser._actions if one.type is flags_of}
     joined: list[str] = []

@@ -13,7 +13,7 @@ import re
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +225,8 @@ def work(options: Options) -> None:
         for side in (options.reference, *options.sides):
             print(f"{side}: {shlex.join(options.flags(side))}")
         return
-    found: dict[str, Any] = {"load": {name: str(one) for name, one in asdict(options).items()}}
+    sizes = ("slots", "piece", "looping", "whole", "requests", "device")
+    found: dict[str, Any] = {"load": {name: getattr(options, name) for name in sizes}}
     found |= {"machine": describe_machine(), "versions": describe_versions(), "sides": {}}
     found["reference"] = options.reference
     how: dict[str, Any] = {"logs": options.out / "gpu", "device": options.device}
