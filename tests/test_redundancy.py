@@ -58,10 +58,8 @@ def test_bad_lines_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "{": "not JSON",
         "[" * 100_000: "not JSON",
         '{"response": ' + "9" * 10_000 + "}": "not JSON",
-        "[1]": "not an object but a list",
         "{}": "no field 'response'",
         '{"response": 3}': "no text but a number",
-        '{"response": null}': "no text but null",
         '{"response": " \\n "}': "is empty",
         '{"response": "' + "x" * 200_000 + '"}': "longer than 200000 bytes",
     }
