@@ -41,7 +41,7 @@ class ServerError(RuntimeError):
 
 
 class ServerProcess:
-    """One ``python -m sglang.launch_server``: a context manager, or :meth:`start` and :meth:`close`.
+    """A ``python -m sglang.launch_server``: a context manager, or :meth:`start` and :meth:`close`.
     ``flags`` win over ours, ``env`` removes what is None. ``"cpu"`` hides every GPU and runs on this
     project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
 
@@ -119,7 +119,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the server's main process; raises :class:`ServerError` if it is not running."""
+        """The number of the server's main process. Raises :class:`ServerError`: it is not running."""
         self.check_alive()
         assert self._process is not None
         return self._process.pid

@@ -32,7 +32,7 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """Of the pool: slot 0 is SGLang's padding."""
+        """Slots of the pool; slot 0 is SGLang's padding."""
         return 1 + self.requests * self.tokens
 
     @property

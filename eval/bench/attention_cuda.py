@@ -101,7 +101,7 @@ class CudaBatch(Batch):
             self.judge(f"gather_kv, {name}", got.view(size)[self.checked], wanted)
 
     def plan(self) -> RowPlan:
-        """As for a step of a server: into the same buffers."""
+        """The plan as a server makes it for a step: into the same buffers."""
         args = (self._buffers, self.rows, self.requests, self.lengths, self.cached_at)
         return plan_into(*args, num_slots=self.shape.slots)
 
@@ -194,7 +194,7 @@ def _bench(call: Callable[[], object]) -> list[dict[str, float]]:
 def measured_alone(
     batch: CudaBatch, copy_gb_per_s: float, bench: Callable[..., Any] = _bench
 ) -> Iterator[dict[str, Any]]:
-    """Of each of :data:`SHARES`: times in ms, and the part of the copy rate at which K and V of all
+    """For each of :data:`SHARES`: times in ms, and the part of the copy rate at which K and V of all
     positions were read. Raises RuntimeError where a result is wrong."""
     size = batch.shape.layer_bytes * batch.pool[0].element_size() / 2 / 1e6
     for percent, run in SHARES:

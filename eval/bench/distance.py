@@ -27,7 +27,7 @@ _SLOT_BYTES = _LAYERS * 2 * _HEADS * _DIM * 2
 #: How the slots of a block lie in the pool: one of every 32 in a row, a token of each of
 #: 32 running requests at a decode step; anywhere; or next to each other.
 _ORDERS = {"interleaved": 32, "scattered": None, "runs": 1}
-#: Of each call: order, whether keys are corrected, tokens of a block, pairs.
+#: Calls that are timed: order, whether keys are corrected, tokens of a block, pairs.
 _CALLS = [*itertools.product(_ORDERS, (False, True), (8, 16), (1, 4, 16, 64, 256))]
 
 

@@ -130,7 +130,7 @@ class Options:
 
 
 def shape(device: str) -> Any:
-    """Of Qwen3-8B, but for the vocabulary of :mod:`eval.replay.model`; on a CPU with its heads in a
+    """The shape of Qwen3-8B with the vocabulary of :mod:`eval.replay.model`; on a CPU its heads in a
     narrow model of four layers, so that attention is most of a step, as in long contexts."""
     config: Any = Qwen3Config
     sizes = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, head_dim=128)
@@ -175,6 +175,7 @@ def measure(server: ServerProcess, pairs: Sequence[Pair]) -> Run:
 
 
 def waiting(timeline: Sequence[Moment]) -> dict[str, float]:
+    """Means over the lines in which requests waited, {} without any."""
     full = pd.DataFrame([vars(moment) for moment in timeline if moment.queued])
     if full.empty:
         return {}
@@ -183,7 +184,8 @@ def waiting(timeline: Sequence[Moment]) -> dict[str, float]:
 
 
 def compare(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
-    """Of one workload, round by round; ``step_ms``: ours and theirs at equal running requests."""
+    """Two sides of one workload, round by round; ``step_ms``: ours and theirs at equal running
+    requests."""
     pairs = zip(ours, theirs, strict=True)
     ratios = [mine["tokens_per_s"] / other["tokens_per_s"] for (mine, _), (other, _) in pairs]
     lines = [[moment for _, timeline in runs for moment in timeline] for runs in (ours, theirs)]

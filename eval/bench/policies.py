@@ -45,8 +45,8 @@ from eval.runs.folder import Cell, write_whole
 from eval.runs.options import RunOptions
 from eval.runs.work import run
 
-#: Of the embedded reasoner: answers that nothing garbled have 751 tokens at most, and there is room
-#: for all in flight: memory is not to decide what is answered.
+#: Accuracy on the embedded reasoner: answers that nothing garbled have 751 tokens at most. There is
+#: room for all in flight, so that memory does not decide what is answered.
 _ANSWERS: dict[str, Any] = {"in_flight": 48, "max_tokens": 1000, "kv_budget": 56_000}
 #: Flags for its tasks: KeyDiff's blocks of a long prompt are prefill chunks.
 _TASK_FLAGS = {"tiny_reasoner": (), "tiny_reasoner_long": ("--chunked-prefill-size", "128")}

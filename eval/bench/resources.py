@@ -59,7 +59,7 @@ ALIGNED_STRIDES = ("slot_stride", "head_stride", "q_row_stride")
 
 
 class Resources(NamedTuple):
-    """Of a compiled kernel, or their limits."""
+    """What a compiled kernel takes, or the most that it may."""
 
     registers: int  # of a thread
     spilled: int  # bytes of a thread's stack

@@ -24,18 +24,17 @@ def proposals(
     siblings: Sequence[Sequence[int]],
     prompt: int,
     across: bool,
-    stay: bool = False,
 ) -> Iterator[tuple[int, int, Proposal]]:
-    """Of responses that decode together, a token each a step: tokens written by then, the
-    response's index, and what the plugin's filter proposes. Each begins with the same ``prompt``
-    tokens; ``across``: they are a group, which each leaves at its end, unless they ``stay``."""
+    """What the plugin's filter proposes for responses that decode together, a token each a step:
+    tokens written by then, the response's index, and the proposal. Each response begins with the
+    same ``prompt`` tokens. ``across``: they form a group, which a response leaves at its end."""
     classes, group = TokenClasses(vocabulary), RunGroup() if across else None
     requests = [RequestFilter(rule, classes, vocabulary, prompt) for _ in siblings]
     for number, request in enumerate(requests):
         request.join(number, group)
     for at in range(prompt, max(map(len, siblings))):
         for number, tokens in enumerate(siblings):
-            if len(tokens) == at and not stay:
+            if len(tokens) == at:
                 requests[number].join(number, None)
         for number, tokens in enumerate(siblings):
             for proposal in requests[number].push(tokens[at : at + 1]):
@@ -73,7 +72,7 @@ class Slots:
         return [(position, src + offset) for position, offset in moved]
 
     def foreign(self, written: int) -> int:
-        """Of so many positions those whose slot is another response's."""
+        """How many of the first ``written`` positions read another response's slot."""
         return int(np.count_nonzero(self._state.slot_aliases.of(np.arange(written)) < 0))
 
     def _names(self, start: int, length: int) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process working on a run: every cell that is not complete, in the order of the plan."""
+"""Works on a run: measures and grades every cell that is not complete, in the order of the plan."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence

@@ -68,7 +68,7 @@ def conversation(problem: tiny.Problem) -> Example:
 
 
 def batches(rng: random.Random, steps: int) -> Iterator[list[Example]]:
-    """One batch a step: problems of like length together, so that little is padded."""
+    """A batch a step: problems of like length together, so that little is padded."""
     ready: list[list[Example]] = []
     for step in range(steps):
         if not ready:
@@ -134,7 +134,7 @@ def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def train(rank: int, args: Options, rendezvous: str) -> None:
-    """One worker: all hold the same weights and draw different problems."""
+    """The work of a process: all hold the same weights and draw different problems."""
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=args.workers
     )
