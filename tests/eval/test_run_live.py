@@ -101,10 +101,9 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert len(read_config(out)["resumed"]) == 1
     before = cell.results()
     (cell.folder / "results.jsonl").unlink()
-    run("--grade", str(out))
-    assert cell.results() == before
-    # Nothing is left to do, so no server starts.
+    # What is answered is graded again, and no server starts.
     run(*argv, "--out", str(out))
+    assert cell.results() == before
     assert len(list((out / "servers").glob("*.log"))) == 2
     command.run(Options, report_of, [str(out)])
     document = (out / "report" / "REPORT.md").read_text()
