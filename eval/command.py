@@ -60,12 +60,12 @@ def parse(kind: type[_K], argv: Sequence[str] | None = None) -> _K:
 
 
 def run(kind: type[_K], work: Callable[[_K], object], argv: Sequence[str] | None = None) -> None:
-    """``work`` by the options of a command line; a file or server that fails it ends the process
-    with status 1 and a line that names it."""
+    """``work`` by the options of a command line. An OSError or ValueError, a file that cannot be
+    used, ends the process with status 1 and a line that says so."""
     options = parse(kind, argv)
     try:
         work(options)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"{module_of(kind)}: error: {error}")
 
 

@@ -147,7 +147,8 @@ class Options:
 
 
 def work(options: Options) -> None:
-    """Measure what is not there yet and write the results, anew after each part."""
+    """Measure what is not there yet and write the results, anew after each part; exits with status 1
+    where something could not be measured."""
     answers = {SHORT: options.points, LONG: options.prompts}
     # Methods once each: two savings may lie nearest to the same setting.
     asked = {
@@ -173,7 +174,7 @@ def work(options: Options) -> None:
     failed += [p.method for p in replayed if (p.policy, p.aim) not in timings]
     say((options.out / "policies.md").read_text(encoding="utf-8"))
     if failed:
-        raise RuntimeError(f"not measured: {', '.join(failed)}")
+        sys.exit(f"not measured: {', '.join(failed)}")
 
 
 def answered(cell: Cell, problems: int) -> bool:
