@@ -80,8 +80,8 @@ Timings = Mapping[tuple[str, float], Mapping[str, Any]]
 say = functools.partial(print, flush=True)
 
 
-def _below(most: float, kind: type[int] | type[float]) -> Callable[[str], tuple[float, ...]]:
-    def numbers(given: str) -> tuple[float, ...]:
+def _below(most: float, kind: type[int] | type[float]) -> Callable[[str], tuple[Any, ...]]:
+    def numbers(given: str) -> tuple[Any, ...]:
         found = commas(kind)(given)
         if not all(0 < one < most for one in found):
             raise argparse.ArgumentTypeError(f"must be above 0 and below {most}, got {given}")
@@ -108,7 +108,7 @@ class Options:
     policies: tuple[str, ...] = option((), "default: all there are", read=_policies, metavar="A,B")
     saved: tuple[float, ...] = option(policies_points.SAVINGS, "shares to aim at", read=_SHARES)
     problems: int = option(60, "of each policy and saving", least=2)
-    budgets: tuple[float, ...] = option(
+    budgets: tuple[int, ...] = option(
         (), "on long prompts: 384,256,128", read=_below(policies_points.PROMPT_LENGTH, int)
     )
     rounds: int = option(2, "on replays, 0 for none", least=0)

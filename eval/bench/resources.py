@@ -194,7 +194,9 @@ def ways(code: str) -> tuple[int, int, int]:
     loops = _loops(graph)
     if not loops:
         return sum(sizes.values()), 0, 0
-    plain, listed, further = _around(graph, max(loops, key=lambda one: sum(map(sizes.get, one))))
+    plain, listed, further = _around(
+        graph, max(loops, key=lambda one: sum(sizes[block] for block in one))
+    )
     plain = plain or listed
     return plain, max(0, listed - plain), further
 

@@ -49,9 +49,9 @@ class Options:
 def measure(task: str, pool: int, options: Options) -> list[dict[str, Any]]:
     """A row for each side; ``as_stock``: of its responses those that are stock's in the first round
     word for word, of stock those of later rounds."""
-    work, flags = WORKLOADS[task], sides.SERVER_FLAGS
+    work, flags = WORKLOADS[task], [*sides.SERVER_FLAGS]
     if options.running is not None:
-        flags += ("--max-running-requests", str(options.running))
+        flags += ["--max-running-requests", str(options.running)]
     asked: dict[str, Any] = {"limit": options.limit or work.limit, "kv_budget": pool, "warm_up": 4}
     asked |= {"model": work.model, "temperature": 0.0, "server_flags": flags}
     out = sides.fresh(options.out / "short", f"{task}-{pool}")

@@ -114,7 +114,7 @@ class Options:
 
 def load(options: Options) -> Reader:
     """The model. Raises OSError, ValueError: one that cannot be measured."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         options.model, local_files_only=True, dtype=getattr(torch, options.dtype)
     )
     longest = model.config.get_text_config().max_position_embeddings

@@ -124,7 +124,7 @@ def train(args: Options) -> None:
                 flush=True,
             )
     model.peft_config["default"].base_model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    model.to(torch.bfloat16).save_pretrained(args.out)
+    model.to(torch.bfloat16).save_pretrained(str(args.out))
 
 
 if __name__ == "__main__":

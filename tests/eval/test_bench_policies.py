@@ -175,7 +175,7 @@ def test_only_what_is_not_whole_is_run(tmp_path: Path, monkeypatch: pytest.Monke
     def run(what: RunOptions, folder: Path) -> bool:
         started.append(what)
         if what.methods != ("p20",):
-            fill(Cell(folder, SHORT, *what.methods, 0), [True] * PROBLEMS, {})
+            fill(Cell(folder, SHORT, what.methods[0], 0), [True] * PROBLEMS, {})
         return True
 
     monkeypatch.setattr(policies, "run", run)
