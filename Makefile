@@ -25,7 +25,7 @@ help:
 	@echo "make bench-serve TRACES=FOLDER     stock against ours: throughput, memory, answers (20 minutes)"
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
 	@echo "make bench-gpu TRACES=FOLDER       recorded responses on one GPU, stock and ours in turns (half an hour; tools/gpu.sh checks)"
-	@echo "make bench-policies TRACES=FOLDER  cache policies at equal saving: accuracy, throughput (45 minutes)"
+	@echo "make bench-policies TRACES=FOLDER  cache policies at equal saving: accuracy, throughput (an hour)"
 	@echo "make bench-siblings  1, 4 and 16 samples of each prompt: stock, sharing within responses and across (hours)"
 	@echo "make bench-short  stock, sharing at once and when short, from ample memory to two requests (two hours)"
 	@echo "make bench-answers  a fine-tuned language model: accuracy under sharing, random sharing and evicting (hours)"
@@ -70,7 +70,7 @@ bench-serve: with-traces setup
 	$(PYTHON_ENV) -m eval.bench.serve $(TRACES) $(BENCH_ARGS)
 
 bench-kernels: setup
-	$(PYTHON_ENV) -m eval.bench.attention --growth --server $(BENCH_ARGS)
+	$(PYTHON_ENV) -m eval.bench.attention --server $(BENCH_ARGS)
 
 bench-gpu: with-traces setup
 	$(PYTHON_ENV) -m eval.bench.gpu $(TRACES) $(BENCH_ARGS)

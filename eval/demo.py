@@ -3,13 +3,11 @@
 
 Writes ``demo.json``, prints a table and one response with its shared steps marked."""
 
-import argparse
 import dataclasses
 import json
-import shlex
 import shutil
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,13 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from eval.bench import at_least
+from eval import command
+from eval.command import flags_of, option
 from eval.measures.figures import of_cells
 from eval.methods import find_methods
 from eval.runs.folder import Cell, Response, write_whole
-from eval.runs.options import RunOptions, with_values
+from eval.runs.options import RunOptions
+from eval.runs.work import run
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 
 _TASK, _SEED = "tiny_reasoner", 20_261
@@ -43,40 +43,32 @@ _ROWS = {
 }
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.demo", description=__doc__.splitlines()[0]
-    )
-    add = parser.add_argument
-    add("--problems", type=at_least(1), default=200, help="Problems sent at once (default 200).")
-    add("--kv-budget", type=at_least(1), default=4000, help="KV slots (default 4000).")
-    add("--max-tokens", type=at_least(1), default=1500, help="Of each request (default 1500).")
-    add("--output", type=Path, default=Path("demo.json"))
-    add("--logs", type=Path, default=Path("build/demo"), help="Folder for logs and records.")
-    for name, of in (("--both", "both servers"), ("--shared", "ours")):
-        text = f"Further flags of {of}."
-        add(name, type=shlex.split, default=[], metavar="FLAGS", help=text)
-    words = sys.argv[1:] if argv is None else argv
-    return parser.parse_args(with_values(words, ("--both", "--shared")))
+@dataclass(frozen=True)
+class Options:
+    problems: int = option(200, "problems, sent at once", least=1)
+    kv_budget: int = option(4000, "KV slots", least=1)
+    max_tokens: int = option(1500, "of each request", least=1)
+    output: Path = option(Path("demo.json"), "file of the figures")
+    logs: Path = option(Path("build/demo"), "folder for logs and records")
+    both: tuple[str, ...] = option((), "further flags of both servers", read=flags_of)
+    shared: tuple[str, ...] = option((), "further flags of ours", read=flags_of)
+
+    @property
+    def run(self) -> RunOptions:
+        """What both servers are asked: one log line a decode step, and no request sent twice."""
+        most: dict[str, Any] = dict(limit=self.problems, max_tokens=self.max_tokens, attempts=1)
+        most |= dict(kv_budget=self.kv_budget, server_flags=self.both, decode_log_interval=1)
+        return RunOptions(tasks=(_TASK,), seeds=(_SEED,), device="cpu", **most)
 
 
-def run_options(args: argparse.Namespace) -> RunOptions:
-    """What both servers are asked: one log line a decode step, and no request sent twice."""
-    most: dict[str, Any] = dict(limit=args.problems, max_tokens=args.max_tokens, attempts=1)
-    most |= dict(kv_budget=args.kv_budget, server_flags=args.both, decode_log_interval=1)
-    return RunOptions(tasks=(_TASK,), seeds=(_SEED,), device="cpu", **most)
-
-
-def measure(args: argparse.Namespace) -> dict[str, Cell]:
+def measure(options: Options) -> dict[str, Cell]:
     """Run both arms; their cells by name."""
-    from eval.runs.work import run
-
-    options, folder = run_options(args), args.logs / "run"
+    asked, folder = options.run, options.logs / "run"
     # What was measured with other code or on another day does not count.
     shutil.rmtree(folder, ignore_errors=True)
-    dense, ours = find_methods(options.methods, EMBEDDED_SETTINGS)
-    ours = dataclasses.replace(ours, more=tuple(args.shared))
-    run(options, folder, [dense, ours])
+    dense, ours = find_methods(asked.methods, EMBEDDED_SETTINGS)
+    ours = dataclasses.replace(ours, more=options.shared)
+    run(asked, folder, [dense, ours])
     names = {"stock": dense.name, "reasoncache": ours.name}
     return {arm: Cell(folder, _TASK, name, _SEED) for arm, name in names.items()}
 
@@ -135,17 +127,15 @@ def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> Te
     return out
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parse(argv)
-    cells = measure(args)
+def work(options: Options) -> None:
+    cells = measure(options)
     result = {arm: arm_of(cell) for arm, cell in cells.items()}
-    write_whole(args.output, json.dumps(result, indent=2) + "\n")
+    write_whole(options.output, json.dumps(result, indent=2) + "\n")
     print_table(result)
     ours = cells["reasoncache"]
-    report = ours.legs()[0].report
-    Console().print(marked_response(report, ours.responses()))
-    Console().print(f"wrote {args.output}; logs and records in {args.logs}")
+    Console().print(marked_response(ours.legs()[0].report, ours.responses()))
+    Console().print(f"wrote {options.output}; logs and records in {options.logs}")
 
 
 if __name__ == "__main__":
-    main()
+    command.run(Options, work)

@@ -48,8 +48,8 @@ def read_rows(
     max_bytes: int = MAX_LINE_BYTES,
     complain: Callable[[str, str], None] | None = None,
 ) -> Iterator[tuple[int, _Row]]:
-    """Numbers of lines and what ``made`` makes of their objects. Of a line that cannot be read, or
-    with which ``made`` raises ValueError, ``complain`` is told ``file:line`` and fault. Raises
+    """Numbers of lines and what ``made`` makes of their objects. Where a line cannot be read, or
+    ``made`` raises ValueError, ``complain`` is called with ``file:line`` and the fault. Raises
     OSError; without ``complain`` ValueError, which names file and line."""
     for number, line in read_lines(path, max_bytes):
         try:

@@ -32,7 +32,7 @@ class Method:
 
     @property
     def flags(self) -> list[str]:
-        """Of the server, on top of those that all methods of a run get."""
+        """The flags of this method's server, on top of those that all methods of a run get."""
         words = ["--enable-reasoncache", *arguments_of(self.values)] if self.shares else []
         return [*words, *self.more]
 
@@ -49,7 +49,7 @@ _TITLES = {
 
 DENSE = "dense"
 RANDOM = "random"  # whose saving can be made equal to another's
-#: Titles of all methods. Those but dense are presets of the plugin.
+#: Titles of all methods; every method but dense is a preset of the plugin.
 METHODS: dict[str, str] = {DENSE: "Dense", **{name: _TITLES.get(name, name) for name in PRESETS}}
 
 # Commas belong to the other method only if it has options.

@@ -14,12 +14,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command line, 130 after Ctrl-C; the folder holds all that was done."""
     # Unwind, so that servers are closed and records completed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    command = parse(argv)
+    options, out = parse(argv)
     # lm-eval takes seconds to load, for which a mistyped flag should not wait.
-    from eval.runs.work import carry_out
+    from eval.runs.work import run
 
     try:
-        return 0 if carry_out(command) else 1
+        return 0 if run(options, out) else 1
     except KeyboardInterrupt:
         print("eval.run: stopped; the same command goes on from here", file=sys.stderr)
         return 130

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -41,7 +41,7 @@ class ServerError(RuntimeError):
 
 
 class ServerProcess:
-    """One ``python -m sglang.launch_server``: a context manager, or :meth:`start` and :meth:`close`.
+    """A ``python -m sglang.launch_server``: a context manager, or :meth:`start` and :meth:`close`.
     ``flags`` win over ours, ``env`` removes what is None. ``"cpu"`` hides every GPU and runs on this
     project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
 
@@ -119,7 +119,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the server's main process; raises :class:`ServerError` if it is not running."""
+        """The number of the server's main process. Raises :class:`ServerError`: it is not running."""
         self.check_alive()
         assert self._process is not None
         return self._process.pid
@@ -178,6 +178,21 @@ class ServerProcess:
         http = openai.DefaultHttpxClient(trust_env=False)
         defaults = {"base_url": f"{self.url}/v1", "api_key": "unused", "http_client": http}
         return openai.OpenAI(**{**defaults, "timeout": 600.0, "max_retries": 0, **options})
+
+
+@contextlib.contextmanager
+def several(
+    model_path: str | Path, flags: Mapping[str, Sequence[str]], logs: Path, **how: Any
+) -> Iterator[dict[str, ServerProcess]]:
+    """Servers of one model by name, all up; each has a log in ``logs``. ``how`` is for
+    :class:`ServerProcess`."""
+    with contextlib.ExitStack() as up:
+        servers = {}
+        for name, words in flags.items():
+            log = logs / f"{name.replace(':', '-')}.log"
+            server = ServerProcess(model_path, flags=words, log_path=log, **how)
+            servers[name] = up.enter_context(server)
+        yield servers
 
 
 def free_port() -> int:

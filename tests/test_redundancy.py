@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from eval.redundancy.__main__ import main
+from eval import command
+from eval.redundancy.__main__ import Options, work
 from tests.eval.rows import write_rows
 
 STEP = "so we take the first of the numbers and add the second one to it"
@@ -18,8 +19,7 @@ def run(tmp_path: Path, *rows: Any, options: tuple[str, ...] = ()) -> dict[str, 
     out, traces = tmp_path / "out", write_rows(tmp_path / "traces.jsonl", *rows)
     # As some programs leave the last line.
     traces.write_text(traces.read_text(encoding="utf-8").removesuffix("\n"), encoding="utf-8")
-    assert main([str(traces), "--out", str(out), *options]) == 0
-    assert (out / "redundancy.png").stat().st_size > 10_000
+    command.run(Options, work, [str(traces), "--out", str(out), *options])
     assert "| responses of " in (out / "redundancy.md").read_text()
     return json.loads((out / "redundancy.json").read_text())
 
@@ -58,10 +58,8 @@ def test_bad_lines_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "{": "not JSON",
         "[" * 100_000: "not JSON",
         '{"response": ' + "9" * 10_000 + "}": "not JSON",
-        "[1]": "not an object but a list",
         "{}": "no field 'response'",
         '{"response": 3}': "no text but a number",
-        '{"response": null}': "no text but null",
         '{"response": " \\n "}': "is empty",
         '{"response": "' + "x" * 200_000 + '"}': "longer than 200000 bytes",
     }
@@ -82,7 +80,7 @@ def test_hostile_text_is_only_counted(tmp_path: Path) -> None:
     assert found["traces"]["responses"] == 3
 
 
-def test_nothing_to_measure_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_measure_is_one_line(tmp_path: Path) -> None:
     empty = str(write_rows(tmp_path / "empty.jsonl"))
     good = str(write_rows(tmp_path / "good.jsonl", {"response": STEP}))
     for options, message in (
@@ -91,9 +89,8 @@ def test_nothing_to_measure_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
         ([good, "--tokenizer", "absent"], "--tokenizer must be 'words' or a folder, got 'absent'"),
         ([good, "--field", "text"], "no responses in"),
     ):
-        assert main([*options, "--out", str(tmp_path / "out")]) == 1
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("error: ") and message in error
+        with pytest.raises(SystemExit, match=message):
+            command.run(Options, work, [*options, "--out", str(tmp_path / "out")])
 
 
 def test_a_real_tokenizer(tmp_path: Path, model_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from sglang_reasoncache.kernels.row_plan import TILE, RowPlan
+from sglang_reasoncache.kernels.row_plan import RowPlan
 
 #: Tokens of a shared run, unless a setting says otherwise.
 RUN = 48
@@ -32,7 +32,7 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """Of the pool: slot 0 is SGLang's padding."""
+        """Slots of the pool; slot 0 is SGLang's padding."""
         return 1 + self.requests * self.tokens
 
     @property
@@ -65,19 +65,6 @@ def lay_rows(shape: Shape, shared_percent: int, run: int = RUN) -> torch.Tensor:
         pairs = shared_blocks(shape.tokens, shared_percent / 100, draw, run)
         blocks, sources = pairs[..., None] * run + torch.arange(run)
         row[blocks] = row[sources]
-    return rows
-
-
-def lay_rotations(shape: Shape, rotations: int, run: int) -> torch.Tensor:
-    """As :func:`lay_rows`; behind each tile of own slots come ``rotations`` runs of ``run`` tokens
-    somewhere in it, until the row is full."""
-    rows, draw = lay_rows(shape, 0), torch.Generator().manual_seed(5)
-    for row in rows:
-        for tile in range(0, shape.tokens, TILE + rotations * run):
-            for at in range(tile + TILE, min(tile + TILE + rotations * run, shape.tokens), run):
-                source = tile + int(torch.randint(TILE - run + 1, (), generator=draw))
-                end = min(at + run, shape.tokens)
-                row[at:end] = row[source : source + end - at].clone()
     return rows
 
 
@@ -117,14 +104,9 @@ class Batch:
     def fits(shape: Shape) -> bool:
         return True
 
-    def share(self, percent: int, run: int = RUN, rotations: int | None = None) -> None:
-        """Lay the rows anew, with so many rotations a tile in place of ``percent`` where they are
-        given; raises RuntimeError where a result is not the reference's."""
-        if rotations is None:
-            rows = lay_rows(self.shape, percent, run)
-        else:
-            rows = lay_rotations(self.shape, rotations, run)
-        self.rows = rows.to(self.device)
+    def share(self, percent: int, run: int = RUN) -> None:
+        """Lay the rows anew; raises RuntimeError where a result is not the reference's."""
+        self.rows = lay_rows(self.shape, percent, run).to(self.device)
         self.shares = not torch.equal(self.rows, self.own_rows)
 
     def check(

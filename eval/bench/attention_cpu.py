@@ -32,7 +32,6 @@ class CpuBatch(Batch):
     """Decode steps, each the plan and all layers of a pool, by either backend."""
 
     device_type = "cpu"
-    times = ("decode_ms", "native_ms", "torch-native")  # keys, and the other's name in pictures
     # Read before every step: nothing of the pool is left in the caches.
     bandwidth = "read"
     # Our result is rounded to bf16, and so are the weights inside.
@@ -103,8 +102,8 @@ class CpuBatch(Batch):
                 found[name] = max(found.get(name, 0.0), row["of_unshared"]["median"])
         return found
 
-    def share(self, percent: int, run: int = RUN, rotations: int | None = None) -> None:
-        super().share(percent, run, rotations)
+    def share(self, percent: int, run: int = RUN) -> None:
+        super().share(percent, run)
         # SGLang's row 0 is padding.
         both = torch.cat((self.rows, self.own_rows))
         self._table.req_to_token[1 : 1 + len(both), : self.shape.tokens] = both

@@ -47,7 +47,6 @@ class CudaBatch(Batch):
     """Decode attention of one layer; with a pool on a CPU Triton has to run interpreted."""
 
     device_type = "cuda"
-    times = ("ours", "flashinfer", "FlashInfer")
     bandwidth = "copy"
     # bf16 has 8 bits, and a kernel may round weights and result.
     tolerance = 2 * 2.0**-8
@@ -73,7 +72,7 @@ class CudaBatch(Batch):
     def key_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
         """By the names of the goals (docs/benchmarks.md)."""
         plain, shared, short, half = rows
-        ours, flashinfer = ([r[side]["median"] for r in rows] for side in CudaBatch.times[:2])
+        ours, flashinfer = ([r[side]["median"] for r in rows] for side in ("ours", "flashinfer"))
         return {
             "decode_vs_flashinfer": flashinfer[0] / ours[0],
             "decode_fraction_of_copy": plain["decode_of_copy"],
@@ -84,8 +83,8 @@ class CudaBatch(Batch):
             "plan_fraction_of_step": shared["plan_of_step"],
         }
 
-    def share(self, percent: int, run: int = RUN, rotations: int | None = None) -> None:
-        super().share(percent, run, rotations)
+    def share(self, percent: int, run: int = RUN) -> None:
+        super().share(percent, run)
         self._flat, self._plan = self.plan_of(self.rows), self.plan()
         where = self.rows, self.requests, self.lengths, self.cached_at
         expected = plan_rows(*where, num_slots=self.shape.slots, merge=True)
@@ -102,7 +101,7 @@ class CudaBatch(Batch):
             self.judge(f"gather_kv, {name}", got.view(size)[self.checked], wanted)
 
     def plan(self) -> RowPlan:
-        """As for a step of a server: into the same buffers."""
+        """The plan as a server makes it for a step: into the same buffers."""
         args = (self._buffers, self.rows, self.requests, self.lengths, self.cached_at)
         return plan_into(*args, num_slots=self.shape.slots)
 
@@ -195,7 +194,7 @@ def _bench(call: Callable[[], object]) -> list[dict[str, float]]:
 def measured_alone(
     batch: CudaBatch, copy_gb_per_s: float, bench: Callable[..., Any] = _bench
 ) -> Iterator[dict[str, Any]]:
-    """Of each of :data:`SHARES`: times in ms, and the part of the copy rate at which K and V of all
+    """For each of :data:`SHARES`: times in ms, and the part of the copy rate at which K and V of all
     positions were read. Raises RuntimeError where a result is wrong."""
     size = batch.shape.layer_bytes * batch.pool[0].element_size() / 2 / 1e6
     for percent, run in SHARES:

@@ -3,28 +3,31 @@
 
 A pool far above the caches, other slots in every run. Bytes are K and V that a call reads, once."""
 
-import argparse
 import functools
 import itertools
 import json
-import platform
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 
+from eval import command
 from eval.bench.attention_batch import rotation
 from eval.bench.turns import Yardstick, seconds, take_turns
+from eval.command import option
 from eval.runs.folder import write_whole
 from sglang_reasoncache.kernels.distance import DistanceKernel
 
 _TABLE = 32_768
+_LAYERS, _HEADS, _DIM = 32, 8, 128
+_SLOT_BYTES = _LAYERS * 2 * _HEADS * _DIM * 2
 #: How the slots of a block lie in the pool: one of every 32 in a row, a token of each of
 #: 32 running requests at a decode step; anywhere; or next to each other.
 _ORDERS = {"interleaved": 32, "scattered": None, "runs": 1}
-#: Of each call: order, whether keys are corrected, tokens of a block, pairs.
+#: Calls that are timed: order, whether keys are corrected, tokens of a block, pairs.
 _CALLS = [*itertools.product(_ORDERS, (False, True), (8, 16), (1, 4, 16, 64, 256))]
 
 
@@ -48,9 +51,8 @@ def random_slots(slots: int, pairs: int, block: int, order: str) -> torch.Tensor
 
 
 def read_rates(device: str, slots: int) -> pd.DataFrame:
-    """Of a pool of 32 layers x 8 heads x 128: a line a call, the best and the median of 8 runs, and
-    the best bandwidth meanwhile."""
-    at, kernel = torch.device(device), make_kernel(device, 32, slots, 8, 128)
+    """A line a call, the best and the median of 8 runs, beside the best bandwidth meanwhile."""
+    at, kernel = torch.device(device), make_kernel(device, _LAYERS, slots, _HEADS, _DIM)
     yardstick = Yardstick(at)
 
     def run(order: str, corrected: bool, block: int, pairs: int) -> list[dict[str, float]]:
@@ -63,30 +65,20 @@ def read_rates(device: str, slots: int) -> pd.DataFrame:
     for order, corrected, block, pairs in _CALLS:
         side = functools.partial(run, order, corrected, block, pairs)
         found = take_turns({"": side}, 8, yardstick.rates)
-        gigabytes = 2 * pairs * block * 32 * 2 * 8 * 128 * 2 / 1e9
-        lines.append(
-            {
-                **{"backend": kernel.backend, "order": order, "corrected": corrected},
-                **{"pairs": pairs, "block": block, "best_ms": found["s"].min() * 1e3},
-                "gb_per_s": gigabytes / found["s"].min(),
-                "median_gb_per_s": gigabytes / found["s"].median(),
-                "copy_gb_per_s": found["copy"].max(),
-                "read_gb_per_s": found["read"].max(),
-            }
-        )
-    rates = pd.DataFrame(lines)
-    for name in ("copy", "read"):
-        rates[f"of_{name}"] = rates["gb_per_s"] / rates[f"{name}_gb_per_s"]
-    return rates
+        rates = 2 * pairs * block * _SLOT_BYTES / 1e9 / found["s"]
+        line = {"backend": kernel.backend, "order": order, "corrected": corrected}
+        line |= {"pairs": pairs, "block": block, "best_ms": found["s"].min() * 1e3}
+        line |= {"gb_per_s": rates.max(), "median_gb_per_s": rates.median()}
+        line |= {f"of_{name}": rates.max() / found[name].max() for name in ("copy", "read")}
+        lines.append(line)
+    return pd.DataFrame(lines)
 
 
 def of_copy() -> float:
     """On a GPU, 256 pairs of 16 interleaved tokens, over copy bandwidth: the worse of as cached
     and corrected."""
-    rates = read_rates("cuda", 32_768)
-    many = rates.query("order == 'interleaved' and pairs == 256 and block == 16")
-    print(f"\n256 pairs x 16 tokens, of copy bandwidth\n\n{_table(many)}")
-    return float(many["of_copy"].min())
+    many = "order == 'interleaved' and pairs == 256 and block == 16"
+    return float(read_rates("cuda", 32_768).query(many)["of_copy"].min())
 
 
 def small_call_microseconds(device: str) -> dict[str, float]:
@@ -104,41 +96,29 @@ def small_call_microseconds(device: str) -> dict[str, float]:
 
 def summary(gigabytes: float = 2.0) -> dict[str, Any]:
     """Measure and print everything on a pool of this size; the figures by name."""
-    results: dict[str, Any] = {"machine": platform.processor() or platform.machine()}
-    results["threads"] = torch.get_num_threads()
-    slots = max(64, int(gigabytes * 1e9) // (32 * 2 * 8 * 128 * 2))
+    results: dict[str, Any] = {"threads": torch.get_num_threads()}
+    slots = max(64, int(gigabytes * 1e9) // _SLOT_BYTES)
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         rates, small = read_rates(device, slots), small_call_microseconds(device)
-        figures = ["gb_per_s", "of_copy", "of_read"]
-        medians = rates[rates["pairs"] >= 16].groupby("order", sort=False)[figures].median()
-        print(f"\n{device}: 32 layers x 8 x 128 bf16, {slots} slots\n\n{_table(rates)}")
-        print(f"\n16 pairs or more, medians\n\n{_table(medians.reset_index())}")
+        table = rates.to_markdown(index=False, floatfmt=".2f")
+        print(f"\n{device}: {_LAYERS} layers x {_HEADS} x {_DIM} bf16, {slots} slots\n\n{table}")
         print(f"\ncall of 1 pair x 16 tokens, 4 layers x 2 heads x 32, us: {small}")
-        # Best of each call, so of the same moments as the kernel's.
-        found = {
-            **{f"{key[1]}_{key[0]}": value for key, value in medians.unstack().items()},
-            **rates[["copy_gb_per_s", "read_gb_per_s"]].median().add_suffix("_median").to_dict(),
-            "rows": rates.to_dict("records"),
-            "small_call_us": small,
-        }
-        results |= {f"distance_{device}_{name}": value for name, value in found.items()}
+        results[f"distance_{device}_rows"] = rates.to_dict("records")
+        results[f"distance_{device}_small_call_us"] = small
     return results
 
 
-def _table(rates: pd.DataFrame) -> str:
-    return str(rates.to_markdown(index=False, floatfmt=".2f"))
+@dataclass(frozen=True)
+class Options:
+    gigabytes: float = option(2.0, "pool size")
+    json: Path | None = option(None, "file of all figures")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m eval.bench.distance")
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="Pool size (default 2).")
-    parser.add_argument("--json", type=Path, help="Write all figures here.")
-    options = parser.parse_args()
+def work(options: Options) -> None:
     results = summary(options.gigabytes)
     if options.json is not None:
         write_whole(options.json, json.dumps(results, indent=1) + "\n")
-        print(f"\nwrote {options.json}")
 
 
 if __name__ == "__main__":
-    main()
+    command.run(Options, work)

@@ -3,20 +3,22 @@
 
 Times are CPU seconds of one thread, which other work on the machine disturbs little."""
 
-import argparse
 import itertools
 import json
 import platform
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import psutil
 
+from eval import command
 from eval.bench import distance, idle
+from eval.command import option
 from eval.jsonl import texts_of
 from eval.runs.folder import write_whole
 from sglang_reasoncache.filter.process import FilterProcess
@@ -105,17 +107,16 @@ def p99(times: pd.Series) -> float:
     return float(times.quantile(0.99))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m eval.bench.filter")
-    parser.add_argument("traces", type=Path, help="JSONL file, or folder of aime*.jsonl.")
-    parser.add_argument("--rounds", type=int, default=32, help="Server rounds; 0: no servers.")
-    parser.add_argument("--output", type=Path, default=Path("build/bench/filter.json"))
-    options = parser.parse_args(argv)
+@dataclass(frozen=True)
+class Options:
+    traces: Path = option(text="JSONL file, or folder of aime*.jsonl")
+    rounds: int = option(32, "server rounds; 0: no servers", least=0)
+    output: Path = option(Path("build/bench/filter.json"), "file of the figures")
+
+
+def work(options: Options) -> None:
     traces = options.traces
-    try:
-        texts = texts_of(sorted(traces.glob("aime*.jsonl")) if traces.is_dir() else [traces])
-    except (OSError, ValueError) as error:
-        parser.error(f"TRACES: {traces} (a folder needs files named aime*.jsonl): {error}")
+    texts = texts_of(sorted(traces.glob("aime*.jsonl")) if traces.is_dir() else [traces])
     vocabulary, streams = tokenized(texts)
     results: dict[str, Any] = {"machine": platform.processor() or platform.machine()}
     # Nothing is shed where it is fed faster than by any model.
@@ -131,4 +132,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(Options, work)

@@ -5,7 +5,6 @@
 A third request continues the first response from before its last verification round: its answer
 shows what reading approximations costs. The embedded reasoner; all servers are up, in turns."""
 
-import contextlib
 import json
 import sys
 import time
@@ -17,7 +16,7 @@ import pandas as pd
 
 from eval.bench.turns import as_text, spread
 from eval.runs.folder import write_whole
-from eval.serving import ServerProcess
+from eval.serving import ServerProcess, several
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import LONGEST, THINK_END, begin, generate, grade
 from eval.tokenizers import load_tokenizer
@@ -98,12 +97,8 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(count: int) -> None:
-    with contextlib.ExitStack() as up:
-        servers: dict[str, ServerProcess] = {}
-        for arm, flags in ARMS.items():
-            log = _OUT / f"follow_up_{arm}.log"
-            server = ServerProcess(CHECKPOINT, flags=(*_ROOM, *flags), log_path=log)
-            servers[arm] = up.enter_context(server)
+    flags = {arm: (*_ROOM, *words) for arm, words in ARMS.items()}
+    with several(CHECKPOINT, flags, _OUT / "follow_up") as servers:
         lines = measure(servers, count)
     write_whole(_OUT / "follow_up.json", json.dumps(lines, indent=2) + "\n")
     print(table(lines))

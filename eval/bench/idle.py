@@ -3,7 +3,6 @@
 
 A stock server and ours take turns on random text; the temperature is so high that it is noise."""
 
-import contextlib
 import functools
 import itertools
 import sys
@@ -17,7 +16,7 @@ import psutil
 from eval.bench.turns import as_text, by_round, spread, take_turns
 from eval.measures.figures import figures
 from eval.runs.client import Request, ask_all, tokens_per_s
-from eval.serving import MODEL_NAME, ServerProcess
+from eval.serving import MODEL_NAME, ServerProcess, several
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import generate
 
@@ -61,26 +60,24 @@ def compare(
     flags: Mapping[str, Sequence[str]], body: Mapping[str, object], rounds: int, logs: Path
 ) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
     """Two servers of the embedded model, by their flags, in turn with the same requests; prints
-    a table. ``logs`` begins the paths of their logs. Returns :data:`_FIGURES`, a line a round and a
+    a table. Logs go into the folder ``logs``. Returns :data:`_FIGURES`, a line a round and a
     column a server, and totals of the second if it shares. Raises RuntimeError: a request failed."""
-    with contextlib.ExitStack() as up:
-        sides, totals = {}, {}
-        for name, words in flags.items():
-            server = ServerProcess(CHECKPOINT, flags=words, log_path=f"{logs}_{name}.log")
-            up.enter_context(server)
-            sides[name] = functools.partial(load, server, body, itertools.count(4_321))
-        samples = take_turns(sides, rounds)
-        if "--enable-reasoncache" in words:
-            totals = server.get("/reasoncache").json()["schedulers"][0]["totals"]
-    found = {name: by_round(samples, name) for name in _FIGURES}
     first, second = flags
-    lines = []
-    for name, title in _FIGURES.items():
-        medians = [as_text(found[name][side].median()) for side in flags]
-        ratio = spread(found[name][second] / found[name][first])
-        lines.append([title, *medians, as_text(ratio)])
-    heads = ["", f"{first}, median", f"{second}, median", "ratio, median (quartiles)"]
-    table = pd.DataFrame(lines, columns=heads).to_markdown(index=False, disable_numparse=True)
+    with several(CHECKPOINT, flags, logs) as up:
+        seeds = {name: itertools.count(4_321) for name in up}
+        sides = {name: functools.partial(load, one, body, seeds[name]) for name, one in up.items()}
+        samples, totals = take_turns(sides, rounds), {}
+        if "--enable-reasoncache" in flags[second]:
+            totals = up[second].get("/reasoncache").json()["schedulers"][0]["totals"]
+    found = {name: by_round(samples, name) for name in _FIGURES}
+    table = pd.DataFrame(
+        {
+            "": title,
+            **{f"{side}, median": as_text(found[name][side].median()) for side in flags},
+            "ratio, median (quartiles)": as_text(spread(found[name][second] / found[name][first])),
+        }
+        for name, title in _FIGURES.items()
+    ).to_markdown(index=False, disable_numparse=True)
     print(f"\n{rounds} rounds of {_REQUESTS} requests x {body['max_tokens']} tokens\n\n{table}")
     return found, totals
 

@@ -4,29 +4,27 @@
     python -m eval.bench.resources [GPU ...]
 
 prints registers, spilled bytes, shared memory and instructions of every kernel and, in parentheses,
-their limits, for compute capabilities such as 90 (default: 80 90 100); and what decode takes when
-positions are shared, on the last of them. Needs PyTorch and Triton, with
+their limits, for compute capabilities such as 90 (default: 80 90 100). Needs PyTorch and Triton, with
 the disassembler in it. ``tests/kernels/test_ahead_of_time.py`` holds kernels to the limits.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import functools
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import networkx as nx
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from eval.bench.attention_batch import SHARES, Shape, cached_positions, lay_rows
 from sglang_reasoncache.kernels import (
     common_triton,
     decode_triton,
@@ -38,7 +36,6 @@ from sglang_reasoncache.kernels import (
     row_plan,
     select_triton,
 )
-from sglang_reasoncache.kernels.plan import plan_rows
 
 GPUS = 80, 90, 100
 #: What ends a basic block. ptxas leaves loops of sm_80 by calls that never return; branches of threads
@@ -62,7 +59,7 @@ ALIGNED_STRIDES = ("slot_stride", "head_stride", "q_row_stride")
 
 
 class Resources(NamedTuple):
-    """Of a compiled kernel, or their limits."""
+    """What a compiled kernel takes, or the most that it may."""
 
     registers: int  # of a thread
     spilled: int  # bytes of a thread's stack
@@ -126,8 +123,9 @@ def _printed(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _blocks(code: str) -> tuple[list[int], list[list[int]]]:
-    """Instructions of every basic block of ``nvdisasm -c``, and the blocks that may follow it."""
+def _blocks(code: str) -> nx.DiGraph:
+    """The basic blocks of ``nvdisasm -c``, each with its ``size`` in instructions, and what may follow
+    what."""
     blocks: list[list[str]] = [[]]
     labels: dict[str, int] = {}
     for line in code.splitlines():
@@ -139,84 +137,68 @@ def _blocks(code: str) -> tuple[list[int], list[list[int]]]:
             blocks[-1].append(instruction[1])
             if re.search(_JUMP, instruction[1]):
                 blocks.append([])
-    after: list[list[int]] = []
+    graph = nx.DiGraph()
     for index, block in enumerate(blocks):
+        graph.add_node(index, size=len(block))
         last = block[-1] if block else ""
-        jump = re.search(rf"{_JUMP}.*`\((\.L_x_\d+)\)", last)
+        if jump := re.search(rf"{_JUMP}.*`\((\.L_x_\d+)\)", last):
+            graph.add_edge(index, labels[jump[1]])
         always = re.match(_JUMP, last) and not re.search(r"\bU?P\d|~URZ", last)
-        after.append([labels[jump[1]]] if jump else [])
         if not always and index + 1 < len(blocks):
-            after[-1].append(index + 1)
-    return [len(block) for block in blocks], after
+            graph.add_edge(index, index + 1)
+    return graph
 
 
-def _back_edges(after: list[list[int]]) -> list[tuple[int, int]]:
-    """From where, in a search in depth, control comes back to a block that is still being left."""
-    state, found, stack = [0] * len(after), list[tuple[int, int]](), [(0, iter(after[0]))]
-    state[0] = 1
-    while stack:
-        block, rest = stack[-1]
-        for to in rest:
-            if state[to] == 1:
-                found.append((block, to))
-            elif not state[to]:
-                state[to] = 1
-                stack.append((to, iter(after[to])))
-                break
-        else:
-            state[block] = 2
-            stack.pop()
-    return found
+def _loops(graph: nx.DiGraph) -> list[set[int]]:
+    """The blocks of each outermost loop, without a lone jump to itself, which ends the code."""
+    return [
+        loop
+        for loop in nx.strongly_connected_components(graph)
+        if len(loop) > 1
+        or any(graph.has_edge(one, one) and graph.nodes[one]["size"] > 1 for one in loop)
+    ]
+
+
+def _around(graph: nx.DiGraph, loop: set[int]) -> tuple[int, int, int]:
+    """Instructions of the longest way once around a loop, past the loops inside it; of the longest
+    that goes once around one of them, 0 without any; and once around the longest of them."""
+    entered = [one for one in loop if any(before not in loop for before in graph.pred[one])]
+    head = min(entered or loop)
+    ways = nx.DiGraph(graph.subgraph(loop))
+    ends = set(ways.pred[head])
+    ways.remove_edges_from([(one, head) for one in ends])
+    inner = {min(one): max(_around(ways, one)[:2]) for one in _loops(ways)}
+    flat = nx.condensation(ways)
+    # By the last part of a way, and whether it has gone around a loop inside.
+    longest = {(flat.graph["mapping"][head], False): 0}
+    found = {False: 0, True: 0}
+    for part in nx.topological_sort(flat):
+        members = flat.nodes[part]["members"]
+        turns = inner.get(min(members))
+        size = sum(ways.nodes[one]["size"] for one in members) if turns is None else turns
+        for passed in (False, True):
+            if (part, passed) not in longest:
+                continue
+            length, now = longest.pop((part, passed)) + size, passed or turns is not None
+            if members & ends:
+                found[now] = max(found[now], length)
+            for after in flat.succ[part]:
+                longest[after, now] = max(longest.get((after, now), 0), length)
+    return found[False], found[True], max(inner.values(), default=0)
 
 
 def ways(code: str) -> tuple[int, int, int]:
     """``instructions``, ``listed`` and ``further`` of :class:`Resources`."""
-    sizes, after = _blocks(code)
-    back = [(block, to) for block, to in _back_edges(after) if block != to or sizes[block] > 1]
-    if not back:
-        return sum(sizes), 0, 0
-    before: list[list[int]] = [[] for _ in after]
-    for block, following in enumerate(after):
-        for to in following:
-            before[to].append(block)
-
-    def body(latch: int, head: int) -> frozenset[int]:
-        inside, left = {head, latch}, [latch] if latch != head else []
-        while left:
-            new = set(before[left.pop()]) - inside
-            inside |= new
-            left += new
-        return frozenset(inside)
-
-    bodies = {edge: body(*edge) for edge in back}
-    outer = max(bodies, key=lambda edge: sum(sizes[block] for block in bodies[edge]))
-    inner = {edge: own for edge, own in bodies.items() if own < bodies[outer]}
-    inside = frozenset().union(*inner.values())
-
-    def longest(edge: tuple[int, int], blocks: frozenset[int], through: frozenset[int]) -> int:
-        """Way from head to latch that passes ``through``, if there is any such block."""
-        latch, head = edge
-
-        @functools.cache
-        def way(block: int, passed: bool) -> float:
-            passed = passed or block in through
-            ways = [0.0 if passed else -1e9] if block == latch else []
-            ways += [
-                way(to, passed)
-                for to in after[block]
-                if block != latch and to in blocks and (block, to) not in bodies
-            ]
-            return sizes[block] + max(ways, default=-1e9)
-
-        return max(0, int(way(head, not through)))
-
-    plain = longest(outer, bodies[outer] - inside, frozenset())
-    if not inner:
-        return plain, 0, 0
-    listed = longest(outer, bodies[outer], inside)
+    graph = _blocks(code)
+    sizes: dict[int, int] = nx.get_node_attributes(graph, "size")
+    loops = _loops(graph)
+    if not loops:
+        return sum(sizes.values()), 0, 0
+    plain, listed, further = _around(
+        graph, max(loops, key=lambda one: sum(sizes[block] for block in one))
+    )
     plain = plain or listed
-    further = max(longest(edge, own, frozenset()) for edge, own in inner.items())
-    return plain, listed - plain, further
+    return plain, max(0, listed - plain), further
 
 
 def _decode(heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False) -> _Kernel:
@@ -384,32 +366,7 @@ def limits_of(gpu: int, name: str) -> Resources:
     return _LIMITS_OF_GPU.get((gpu, name), LIMITS[name])
 
 
-def modelled(decode: Resources, uses: int) -> Iterator[tuple[int, int, float, float]]:
-    """Of rows of 16,000 positions, for each of :data:`SHARES`: percent, run, and instructions and bytes
-    read over those of unshared rows. ``uses``: rotations that share a product."""
-    shape, whole = Shape(4, 16_000), 0.0
-    for percent, run in SHARES:
-        where = torch.arange(shape.requests), torch.full((shape.requests,), shape.tokens)
-        read = lay_rows(shape, percent, run), *where, cached_positions(shape)
-        plan = plan_rows(*read, num_slots=shape.slots, merge=True)
-        tiles = float((-(-plan.kv_indptr.diff() // row_plan.TILE)).sum())
-        taken = tiles * decode.instructions
-        if plan.rotations is not None:
-            lists = plan.rotations.tile_ptr.diff()
-            products = -(-lists // uses)
-            taken += int((lists > 0).sum()) * decode.listed
-            taken += int((products - 1).clamp(min=0).sum()) * decode.further
-        whole = whole or taken
-        entries = len(plan.kv_indices) / (shape.requests * shape.tokens)
-        yield percent, run, taken / whole, entries
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("gpus", type=int, nargs="*", default=GPUS, metavar="GPU")
-    gpus = parser.parse_args().gpus
+def main(gpus: Sequence[int]) -> None:
     print("| kernel | GPU | registers | spilled | shared | instructions | listed | further |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, kernel in kernels().items():
@@ -417,13 +374,7 @@ def main() -> None:
             pairs = zip(resources_of(compiled_for(gpu, *kernel)), limits_of(gpu, name), strict=True)
             cells = (f"{found:,} ({limit:,})" if limit else "-" for found, limit in pairs)
             print(f"| {name} | sm_{gpu} | {' | '.join(cells)} |", flush=True)
-    name, kernel = next(iter(kernels().items()))
-    found, uses = resources_of(compiled_for(gpus[-1], *kernel)), kernel[1]["USES"]
-    print(f"\n{name}, sm_{gpus[-1]}, over unshared rows:\n")
-    print("| shared | in runs of | instructions | bytes read |\n| --- | --- | --- | --- |")
-    for percent, run, instructions, read in modelled(found, uses):
-        print(f"| {percent}% | {run} | {instructions:.2f} | {read:.2f} |")
 
 
 if __name__ == "__main__":
-    main()
+    main([*map(int, sys.argv[1:])] or GPUS)

@@ -8,13 +8,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from eval.bench import at_least
+from eval import command
+from eval.command import commas, option
 from eval.fidelity import summary
 from eval.fidelity.arms import Arm, default_name, default_names, parse_all
 from eval.fidelity.cache import Reader
@@ -83,36 +85,36 @@ def _tokenized(row: dict[str, Any], tokenizer: Any, cap: int) -> Response:
     return Response(str(row["id"]), group, (*prompt, *response), len(prompt))
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m eval.fidelity", description=__doc__)
-    add, count = parser.add_argument, at_least(1)
-    add("model", type=Path, help="Hugging Face folder of a causal model with rotary positions.")
-    add("responses", type=Path, help="JSONL file of rows with question and response, or a folder.")
-    add("--arms", help="Comma-separated; default: those of docs/fidelity.md.")
-    add("--block", type=count, default=8, help="Tokens per block of the default arms (default 8).")
-    add("--like", default=default_name(), help="Arm whose saving evictors match (%(default)s).")
-    add("--groups", default="right,loops", help=f"Of {', '.join(GROUPS)} (default the first two).")
-    limit = "Responses of each group, or questions beside an arm across; default all."
-    add("--limit", type=count, default=1 << 30, help=limit)
-    siblings = "Responses to a question that an arm across reads together (default 4)."
-    add("--siblings", type=at_least(2), default=4, help=siblings)
-    add("--cap", type=count, default=2600, help="Tokens of question and response (default 2600).")
-    add("--shortest", type=count, default=1000, help="Leave shorter responses out (default 1000).")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    add("--threads", type=count, default=torch.get_num_threads(), help="Of PyTorch on a CPU.")
-    add("--out", type=Path, default=Path("build/bench/fidelity.json"))
-    options = parser.parse_args(argv)
-    options.groups = options.groups.split(",")
-    if not set(options.groups) <= set(GROUPS):
-        parser.error(f"--groups must be of {', '.join(GROUPS)}, got {','.join(options.groups)}")
-    options.arms = options.arms.split(",") if options.arms else default_names(options.block)
-    return options
+def _groups(text: str) -> tuple[str, ...]:
+    found = commas()(text)
+    if not set(found) <= set(GROUPS):
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(GROUPS)}, got {text}")
+    return found
 
 
-def load(options: argparse.Namespace) -> Reader:
+@dataclass(frozen=True)
+class Options:
+    model: Path = option(text="Hugging Face folder of a causal model with rotary positions")
+    responses: Path = option(text="JSONL file of rows with question and response, or a folder")
+    arms: tuple[str, ...] = option((), "default: those of docs/fidelity.md", read=commas())
+    block: int = option(8, "tokens per block of the default arms", least=1)
+    like: str = option(default_name(), "arm whose saving evictors match")
+    groups: tuple[str, ...] = option(GROUPS[:2], f"of {', '.join(GROUPS)}", read=_groups)
+    limit: int | None = option(
+        None, "responses of each group, or questions beside an arm across; else all", least=1
+    )
+    siblings: int = option(4, "responses to a question that an arm across reads together", least=2)
+    cap: int = option(2600, "tokens of question and response", least=1)
+    shortest: int = option(1000, "shorter responses are left out", least=1)
+    device: str = option("cuda" if torch.cuda.is_available() else "cpu")
+    dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
+    threads: int = option(torch.get_num_threads(), "of PyTorch on a CPU", least=1)
+    out: Path = option(Path("build/bench/fidelity.json"), "file of the figures")
+
+
+def load(options: Options) -> Reader:
     """The model. Raises OSError, ValueError: one that cannot be measured."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         options.model, local_files_only=True, dtype=getattr(torch, options.dtype)
     )
     longest = model.config.get_text_config().max_position_embeddings
@@ -121,7 +123,7 @@ def load(options: argparse.Namespace) -> Reader:
     return Reader(model.to(options.device))
 
 
-def chosen(options: argparse.Namespace, tokenizer: Any, across: bool) -> list[list[Response]]:
+def chosen(options: Options, tokenizer: Any, across: bool) -> list[list[Response]]:
     """What is read together: each response alone, or beside an arm ``across`` its siblings."""
     found = read(options.responses, tokenizer, options.cap, options.shortest, across)
     together = _siblings(options, found) if across else _alone(options, found)
@@ -131,19 +133,19 @@ def chosen(options: argparse.Namespace, tokenizer: Any, across: bool) -> list[li
     return together
 
 
-def _alone(options: argparse.Namespace, found: Iterable[Response]) -> list[list[Response]]:
+def _alone(options: Options, found: Iterable[Response]) -> list[list[Response]]:
     """``--limit`` responses of each group, the groups in turn."""
     seen: Counter[str] = Counter()
     ranked = []
     for response in found:
         rank = seen[response.group]
-        if response.group in options.groups and rank < options.limit:
+        if response.group in options.groups and rank < (options.limit or rank + 1):
             seen[response.group] += 1
             ranked.append((rank, options.groups.index(response.group), response))
     return [[response] for *_, response in sorted(ranked)]
 
 
-def _siblings(options: argparse.Namespace, found: Iterable[Response]) -> list[list[Response]]:
+def _siblings(options: Options, found: Iterable[Response]) -> list[list[Response]]:
     """The first ``--siblings`` responses to each of ``--limit`` questions that have several, one of
     ``--groups`` among them."""
     by_prompt: dict[tuple[int, ...], list[Response]] = {}
@@ -156,7 +158,7 @@ def _siblings(options: argparse.Namespace, found: Iterable[Response]) -> list[li
 
 
 def measure(
-    options: argparse.Namespace,
+    options: Options,
     arms: Sequence[Arm],
     together: Sequence[Sequence[Response]],
     tokenizer: Any,
@@ -190,33 +192,26 @@ def measure(
                 yield known[key]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 1 with a message where model, responses or arms cannot be used."""
-    options = parse(argv)
+def work(options: Options) -> None:
     torch.set_num_threads(options.threads)
     records: list[Mapping[str, Any]] = []
     summed: list[dict[str, Any]] = []
     settings = {name: str(value) for name, value in vars(options).items()}
-    try:
-        tokenizer = load_tokenizer(str(options.model), local=True)
-        arms = parse_all(options.arms, options.like)
-        together = chosen(options, tokenizer, any(arm.across for arm in arms))
-        count = sum(one.group in options.groups for siblings in together for one in siblings)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        for record in measure(options, arms, together, tokenizer):
-            records.append(record)
-            facts = "{response}, {group}, {tokens} tokens, {seconds:.0f} s".format(**record)
-            print(f"{len(records)} of {count}: {facts}", file=sys.stderr, flush=True)
-            summed = summary.rows(records)
-            result = {"rows": summed, "default": default_name(), "settings": settings}
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    tokenizer = load_tokenizer(str(options.model), local=True)
+    arms = parse_all(options.arms or default_names(options.block), options.like)
+    together = chosen(options, tokenizer, any(arm.across for arm in arms))
+    count = sum(one.group in options.groups for siblings in together for one in siblings)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for record in measure(options, arms, together, tokenizer):
+        records.append(record)
+        facts = "{response}, {group}, {tokens} tokens, {seconds:.0f} s".format(**record)
+        print(f"{len(records)} of {count}: {facts}", file=sys.stderr, flush=True)
+        summed = summary.rows(records)
+        result = {"rows": summed, "default": default_name(), "settings": settings}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     summary.draw(summed, options.out.with_suffix(".png"))
     print(f"{summary.table(summed)}\n\nwrote {options.out}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(Options, work)

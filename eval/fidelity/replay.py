@@ -30,8 +30,8 @@ _WARM_UP = 32
 
 
 class ArmCache:
-    """One arm's row of the cache of a response, the ``number``-th of its siblings; row 0 until its
-    first edit."""
+    """The row of an arm in the cache of a response, the ``number``-th of its siblings; row 0 until
+    the first edit."""
 
     def __init__(
         self, arm: Arm, reader: Reader, cache: EditableCache, prompt: int, number: int = 0

@@ -25,18 +25,17 @@ def proposals(
     siblings: Sequence[Sequence[int]],
     prompt: int,
     across: bool,
-    stay: bool = False,
 ) -> Iterator[tuple[int, int, Proposal]]:
-    """Of responses that decode together, a token each a step: tokens written by then, the
-    response's index, and what the plugin's filter proposes. Each begins with the same ``prompt``
-    tokens; ``across``: they are a group, which each leaves at its end, unless they ``stay``."""
+    """What the plugin's filter proposes for responses that decode together, a token each a step:
+    tokens written by then, the response's index, and the proposal. Each response begins with the
+    same ``prompt`` tokens. ``across``: they form a group, which a response leaves at its end."""
     classes, group = TokenClasses(vocabulary), RunGroup() if across else None
     requests = [RequestFilter(rule, classes, vocabulary, prompt) for _ in siblings]
     for number, request in enumerate(requests):
         request.join(number, group)
     for at in range(prompt, max(map(len, siblings))):
         for number, tokens in enumerate(siblings):
-            if len(tokens) == at and not stay:
+            if len(tokens) == at:
                 requests[number].join(number, None)
         for number, tokens in enumerate(siblings):
             for proposal in requests[number].push(tokens[at : at + 1]):

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the redundancy figures."""
+"""``python -m eval.redundancy``: how often the steps of responses repeat earlier ones (the papers' Figure
+2), and how many tokens the filter would propose to share. Writes redundancy.md and .json."""
 
-import argparse
 import itertools
 import json
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from eval import command
+from eval.command import option
 from eval.jsonl import one_line, read_rows, text_of
 from eval.redundancy.measure import WORDS, TokenizerSpeller, Totals, WordSpeller, measure
-from eval.redundancy.report import as_json, as_markdown, draw
+from eval.redundancy.report import as_json, as_markdown
 
 _OTHER = "other"
 _MAX_DATASETS = 50
@@ -21,36 +24,29 @@ _MAX_COMPLAINTS = 20
 _MAX_NAME_CHARS = 40
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, write; 0, or 1 with a message if there is nothing to measure."""
-    args = _arguments(arguments)
-    try:
-        words = args.tokenizer == WORDS
-        speller = WordSpeller() if words else TokenizerSpeller(args.tokenizer)
-        args.out.mkdir(parents=True, exist_ok=True)
-        found, left_out = _measure(args, speller)
-        if not found:
-            raise ValueError(f"no responses in {', '.join(map(str, args.traces))}")
-        datasets = {name: sum(parts.values(), Counter()) for name, parts in found.items()}
-        groups = _groups(found, datasets)
-        table = as_markdown(groups, speller.name, left_out)
-        (args.out / "redundancy.md").write_text(table, encoding="utf-8")
-        content = {
-            "tokenizer": speller.name,
-            "lines_left_out": left_out,
-            "groups": {name: as_json(totals) for name, totals in groups.items()},
-        }
-        (args.out / "redundancy.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-        draw(datasets, args.out / "redundancy.png")
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+def work(options: "Options") -> None:
+    """Measure, print, write. Raises ValueError: there is nothing to measure."""
+    words = options.tokenizer == WORDS
+    speller = WordSpeller() if words else TokenizerSpeller(options.tokenizer)
+    options.out.mkdir(parents=True, exist_ok=True)
+    found, left_out = _measure(options, speller)
+    if not found:
+        raise ValueError(f"no responses in {', '.join(map(str, options.traces))}")
+    datasets = {name: sum(parts.values(), Counter()) for name, parts in found.items()}
+    groups = _groups(found, datasets)
+    table = as_markdown(groups, speller.name, left_out)
+    (options.out / "redundancy.md").write_text(table, encoding="utf-8")
+    content = {
+        "tokenizer": speller.name,
+        "lines_left_out": left_out,
+        "groups": {name: as_json(totals) for name, totals in groups.items()},
+    }
+    (options.out / "redundancy.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     print(table)
-    return 0
 
 
 def _measure(
-    args: argparse.Namespace, speller: WordSpeller | TokenizerSpeller
+    args: "Options", speller: WordSpeller | TokenizerSpeller
 ) -> tuple[dict[str, dict[bool | None, Totals]], int]:
     """Totals by dataset (beyond the 50th together) and correctness; how many lines were left out."""
     found: dict[str, dict[bool | None, Totals]] = {}
@@ -91,24 +87,16 @@ def _groups(
     return groups
 
 
-def _arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.redundancy",
-        description="How often the steps of responses repeat earlier ones (the papers' Figure 2), and "
-        "how many tokens stage 1 would propose to share. Writes redundancy.md, .json and .png.",
+@dataclass(frozen=True)
+class Options:
+    traces: tuple[Path, ...] = option(text="JSONL files")
+    tokenizer: str = option(
+        WORDS, f"folder of a Hugging Face tokenizer, or {WORDS!r}: words and punctuation marks"
     )
-    add = parser.add_argument
-    tokenizer = f"folder of a Hugging Face tokenizer, or {WORDS!r}: words and punctuation marks"
-    add("traces", nargs="+", type=Path, metavar="TRACES", help="JSONL files")
-    add("--tokenizer", default=WORDS, help=tokenizer)
-    add("--field", default="response", help="the field with the response")
-    add("--out", type=Path, default=Path(), metavar="DIR", help="default: here")
-    add("--max-line-bytes", type=int, default=64 << 20, metavar="N")
-    args = parser.parse_args(arguments)
-    if args.max_line_bytes < 1:
-        parser.error(f"--max-line-bytes must be at least 1, got {args.max_line_bytes}")
-    return args
+    field: str = option("response", "the field with the response")
+    out: Path = option(Path(), "folder of the results")
+    max_line_bytes: int = option(64 << 20, "longer lines are left out", least=1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(Options, work)

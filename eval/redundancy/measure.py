@@ -75,18 +75,16 @@ class TokenizerSpeller:
 
 BLOCKS = (4, 8, 16)
 LEVELS = (0.8, 0.9)
-#: Bins of the distribution of best similarities over [0, 1].
-BINS = 100
 #: Similarities, and whether they have the length factor.
 SIMILARITIES = {"with_length_factor": True, "plain_cosine": False}
 #: Which candidates' blocks are shared, and whether formal content must agree.
 RULES = {"candidate": False, "structure": True}
 
-#: Sums over responses: of ``steps`` (a last one without a blank line behind it included)
-#: ``later_steps`` have an earlier one, ``candidates`` one over the dynamic threshold; ``(similarity,
-#: level)`` later steps whose best similarity exceeds it, ``(similarity, bin)`` their histogram;
-#: ``(rule, block)`` tokens in proposed blocks at the end, ``(rule, block, "over_time")`` and
-#: ``held_over_time`` (all tokens so far) summed over decode steps.
+#: Sums over responses. Of ``steps`` (a last one without a blank line behind it included)
+#: ``later_steps`` have an earlier one, ``candidates`` one over the dynamic threshold, and of
+#: ``(similarity, level)`` the best similarity exceeds the level. ``(rule, block)``: tokens in proposed
+#: blocks at the end; ``(rule, block, "over_time")`` and ``held_over_time`` (all tokens so far): summed
+#: over decode steps.
 Totals = Counter[Any]
 
 
@@ -112,7 +110,6 @@ def measure(spelled: Spelled) -> Totals:
         for name, index in indexes.items():
             if len(index):
                 best = float(index.similarities(step).max())
-                found[name, min(int(best * BINS), BINS - 1)] += 1
                 for level in LEVELS:
                     found[name, level] += best > level
             index.add(step)

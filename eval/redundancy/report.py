@@ -1,20 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Totals as Markdown tables, as JSON and as a picture."""
+"""Totals as Markdown tables and as JSON."""
 
-import itertools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from eval.redundancy.measure import BINS, BLOCKS, LEVELS, RULES, SIMILARITIES, Totals
-from eval.report.style import figure as new_figure
-from eval.report.style import save, text
-
-#: More groups than this make no readable picture; the largest are drawn.
-MAX_GROUPS = 6
+from eval.redundancy.measure import BLOCKS, LEVELS, RULES, SIMILARITIES, Totals
 
 _STEPS = """
 Steps that repeat an earlier one of their response: share of all steps but the first whose
@@ -29,22 +21,24 @@ of a response / averaged over decode steps, any candidate and candidates of equa
 
 def as_json(totals: Totals) -> dict[str, Any]:
     later, tokens, held = (totals[name] for name in ("later_steps", "tokens", "held_over_time"))
-    shareable: dict[str, dict[str, dict[str, float]]] = {rule: {} for rule in RULES}
-    for rule, block in itertools.product(RULES, BLOCKS):
-        end = _share(totals[rule, block], tokens)
-        over = _share(totals[rule, block, "over_time"], held)
-        shareable[rule][str(block)] = {"at_the_end": end, "over_decode_steps": over}
-    histogram = {name: [totals[name, i] for i in range(BINS)] for name in SIMILARITIES}
-    similar = {
-        name: {str(v): _share(totals[name, v], later) for v in LEVELS} for name in SIMILARITIES
-    }
     return {
         **{name: totals[name] for name in ("responses", "tokens", "steps", "later_steps")},
         "tokens_per_step": _share(tokens, totals["steps"]),
-        "similar_steps": similar,
-        "best_similarity_histogram": {"bin_width": 1 / BINS, **histogram},
+        "similar_steps": {
+            name: {str(level): _share(totals[name, level], later) for level in LEVELS}
+            for name in SIMILARITIES
+        },
         "steps_with_candidate": _share(totals["candidates"], later),
-        "shareable_tokens": shareable,
+        "shareable_tokens": {
+            rule: {
+                str(block): {
+                    "at_the_end": _share(totals[rule, block], tokens),
+                    "over_decode_steps": _share(totals[rule, block, "over_time"], held),
+                }
+                for block in BLOCKS
+            }
+            for rule in RULES
+        },
     }
 
 
@@ -78,43 +72,6 @@ def as_markdown(groups: Mapping[str, Totals], tokenizer: str, left_out: int) -> 
     )
     head = f"Tokens: `{tokenizer}`. Responses: {number}{lines_out}\n"
     return f"{head}{_STEPS}\n{first}\n{_SHAREABLE}\n{second}\n"
-
-
-def draw(groups: Mapping[str, Totals], path: Path) -> None:
-    """Shares of similar steps, and the distribution behind them, as PNG. Raises OSError."""
-    largest = sorted(groups, key=lambda name: -groups[name]["later_steps"])[:MAX_GROUPS]
-    shown = {text(n): as_json(groups[n]) for n in groups if n in largest}
-    made, ((bars, curves),) = new_figure(11, 4.4, 1, 2)
-    shares = {
-        (f"> {level}, {label}", name): 100 * found["similar_steps"][kind][str(level)]
-        for level in LEVELS
-        for kind, label in zip(SIMILARITIES, ("with length ratio", "cosine alone"), strict=True)
-        for name, found in shown.items()
-    }
-    kinds = ["#0072B2", "#99C7E0", "#D55E00", "#EEBE99"]
-    frame = pd.Series(shares).unstack(0, sort=False)
-    frame.plot.bar(ax=bars, width=0.75, rot=12 * (len(shown) > 3), color=kinds)
-    for drawn in bars.containers:
-        bars.bar_label(drawn, fmt="%.0f", fontsize=8, padding=1)
-    bars.set(ylim=(0, 118), yticks=range(0, 101, 20), ylabel="steps, % of all but the first")
-    bars.set_title("Steps that resemble an earlier one of their response", fontsize=11)
-    bars.legend(ncols=2, fontsize=8, loc="upper center", frameon=False)
-    for number, (name, found) in enumerate(shown.items()):
-        for kind, style in zip(SIMILARITIES, ("-", ":"), strict=True):
-            counts = np.array(found["best_similarity_histogram"][kind])
-            at_least = 100 * counts[::-1].cumsum()[::-1] / max(1, counts.sum())
-            look: dict[str, Any] = dict(
-                color=f"C{2 + number}", label=name if style == "-" else None
-            )
-            curves.plot(np.arange(BINS) / BINS, at_least, style, **look)
-    curves.plot([], [], ":", color="grey", label="cosine alone")
-    for level in LEVELS:
-        curves.axvline(level, color="lightgrey", linewidth=0.8, zorder=0)
-    curves.set(xlim=(0, 1), ylim=(0, 101), ylabel="steps, % of all but the first")
-    curves.set_xlabel("best similarity to an earlier step, at least")
-    curves.set_title("Distribution of that similarity", fontsize=11)
-    curves.legend(fontsize=8, frameon=False, loc="lower left")
-    save(made, path)
 
 
 def _share(part: float, whole: float) -> float:

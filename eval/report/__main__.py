@@ -1,40 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.report RUN...``: tables and pictures of folders of ``python -m eval.run``."""
 
-import argparse
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval import command
+from eval.command import option
 from eval.report import tables
 from eval.report.pictures import draw
 from eval.report.tables import Data, load, words
 from eval.runs.folder import RunError, write_whole
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Read, measure, draw, write; 0, or 1 with a message if a run cannot be read."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.report",
-        description="Writes REPORT.md, pictures and summary.json from folders of python -m eval.run. "
-        "Several runs that differ in --kv-budget make a sweep.",
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: report/ in the first RUN")
-    args = parser.parse_args(argv)
-    out = args.out or args.runs[0] / "report"
-    try:
-        data = load(args.runs)
-        if data.cells.empty:
-            raise RunError(f"{args.runs[0]}: nothing has been measured")
-        write(data, out)
-    except (RunError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+@dataclass(frozen=True)
+class Options:
+    runs: tuple[Path, ...] = option(text="folders of runs; those of other --kv-budget make a sweep")
+    out: Path | None = option(None, "default: report/ in the first run")
+
+
+def work(options: Options) -> None:
+    """Read, measure, draw, write. Raises RunError: a run cannot be read."""
+    out = options.out or options.runs[0] / "report"
+    data = load(options.runs)
+    if data.cells.empty:
+        raise RunError(f"{options.runs[0]}: nothing has been measured")
+    write(data, out)
     print(out / "REPORT.md")
-    return 0
 
 
 def write(data: Data, out: Path) -> None:
@@ -68,4 +62,4 @@ def _source(run: str, config: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(Options, work)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One look for all figures: colour-blind-safe, quiet axes, names that stay text."""
+"""The look of all figures: colour-blind-safe, quiet axes, names that stay text."""
 
 import zlib
 from pathlib import Path

@@ -121,7 +121,7 @@ def spread(values: pd.Series, form: str = "{:.1f}") -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-#: Of the throughput that memory alone allows, 1 / (1 - saving).
+#: The share asked for of the throughput that memory alone allows, 1 / (1 - saving).
 GOAL = 0.9
 
 

@@ -36,7 +36,7 @@ def cut_prompts(log: str) -> int:
 
 
 def moments(log: str, leg: int) -> list[Moment]:
-    """One for each decode line; each of several data-parallel schedulers writes its own."""
+    """What each decode line of a log says; data-parallel schedulers write lines of their own."""
     found: list[Moment] = []
     for line in log.splitlines():
         decode = _DECODE.search(line)
@@ -71,9 +71,9 @@ def measure(
     options: RunOptions,
     advance: Callable[[], None],
 ) -> Leg:
-    """One leg of a cell: every response is on disk the moment it ends; however this ends, what log
-    and a living server tell is kept. Raises ServerError: the server died; RunError: requests still
-    run after the last response, or the flush is refused; OSError."""
+    """Measure a leg of a cell. Every response is on disk the moment it ends; whatever goes wrong, the
+    log and the report of a living server are kept. Raises ServerError: the server died; RunError:
+    requests still run after the last response, or the flush is refused; OSError."""
     leg = _next_leg(cell)
     server.clear()
     told: dict[str, Any] = {"leg": leg, "kv_slots": server.kv_slots(), "report": {}, "ended": False}
@@ -126,7 +126,8 @@ def _keep(
 
 
 def warnings(slots: int, wanted: int | None, longest: int) -> list[str]:
-    """Of a cell that has ``slots``, was to have ``wanted``, and ``longest`` as ``max_tokens``."""
+    """What an operator should know before a cell: it has ``slots`` KV slots and not ``wanted``, or
+    its ``longest`` ``max_tokens`` does not fit."""
     found = []
     if wanted is not None and slots < wanted:
         found.append(f"the server has {slots} KV slots, not the {wanted} of --kv-budget")

@@ -33,8 +33,8 @@ Ended = Callable[[Response], None]
 
 
 def connect(url: str, timeout_s: float) -> AsyncOpenAI:
-    """A client of the server at ``url`` (without ``/v1``) for any number of requests. One may wait
-    for memory for hours before its first byte: ``timeout_s`` of silence is the only limit."""
+    """A client of the server at ``url`` (without ``/v1``) for any number of requests. A request may
+    wait for memory for hours before its first byte: ``timeout_s`` of silence is the only limit."""
     # A connection is an open file; many systems allow 1,024 unless asked for more.
     with contextlib.suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -50,7 +50,7 @@ def connect(url: str, timeout_s: float) -> AsyncOpenAI:
 async def send(
     client: AsyncOpenAI, model: str, request: Request, leg: int, began: float
 ) -> Response:
-    """One chat completion; what goes wrong is in the record, not raised. ``began``: of the leg."""
+    """A chat completion. What goes wrong is in the record, not raised. Times are since ``began``."""
     started = time.monotonic() - began
     first: float | None = None
     thoughts = text = ""
@@ -130,7 +130,7 @@ async def send_all(
             for request in requests:
                 group.create_task(one(client, request, began))
     except ExceptionGroup as several:
-        # From ``ended``: a full disk, say. One is enough to tell.
+        # ``ended`` failed, on a full disk, say. The first failure tells enough.
         raise several.exceptions[0] from several
 
 
@@ -145,7 +145,7 @@ def ask_all(
 
 
 def tokens_per_s(answers: Sequence[Response]) -> float:
-    """Of requests sent together, over the time of all. Raises RuntimeError: a request failed."""
+    """Output tokens/s of requests that were sent together. Raises RuntimeError: a request failed."""
     failed = [answer.error for answer in answers if answer.error]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")

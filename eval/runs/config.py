@@ -2,7 +2,6 @@
 """``config.json`` of a run: everything asked for, and what it ran on."""
 
 import contextlib
-import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
@@ -21,7 +20,6 @@ import psutil
 
 from eval.methods import Method
 from eval.runs.folder import CONFIG, RunError, read_config, write_config
-from eval.runs.options import RunOptions
 
 if TYPE_CHECKING:
     # It imports what only tasks need.
@@ -54,16 +52,6 @@ def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -
     asked: dict[str, Any] = {"method_details": details, "sampling": dict(plan.body), "data": data}
     asked |= {"opens_thinking": opens_thinking, "problems": problems, "random_ratios": {}}
     return {**options.to_dict(), **names, **asked, **_circumstances(), "resumed": []}
-
-
-def options_of(config: Mapping[str, Any]) -> RunOptions:
-    """The options of a run folder. Raises RunError: a field is missing or has a bad value."""
-    values = {**config, "methods": config.get("method_specs")}
-    try:
-        values["data"] = {task: entry["path"] for task, entry in config["data"].items()}
-        return RunOptions(**{f.name: values[f.name] for f in dataclasses.fields(RunOptions)})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"config.json: {error!r}") from error
 
 
 def settle_config(run: Path, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One folder per run, as docs/evaluation.md lists: configuration first, then what each cell left.
+"""A run's folder, as docs/evaluation.md lists it: configuration first, then what each cell left.
 
 A process may be killed at any byte: a last line without its end is cut off when it goes on."""
 

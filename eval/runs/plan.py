@@ -16,7 +16,7 @@ from eval.tasks.sampling import sampling_for
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tokenizers import load_tokenizer
 
-#: Of the embedded model's servers: SGLang's own default is meant for large machines.
+#: For servers of the embedded model: SGLang's own default is meant for large machines.
 _EMBEDDED_SERVER_FLAGS = ("--max-running-requests", "128")
 #: Tokens between two pieces of a streamed response but the first, which SGLang sends at once: a
 #: piece costs the client some 180 us, on a core that a server may need.

@@ -3,8 +3,8 @@
 
 import contextlib
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -172,41 +172,34 @@ def merge(schedulers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     reports = [dict(report) for report in schedulers if report]
     if len(reports) < 2:
         return reports[0] if reports else {}
-    merged = reports[0]
-    merged["totals"] = _combined([report.get("totals", {}) for report in reports], 1)
-    for name in ("slots_saved_now", "positions_evicted_now"):
-        merged[name] = sum(report.get(name, 0) for report in reports)
-    merged["recent"] = [row for report in reports for row in report.get("recent", [])]
-    return merged
+    totals = _combined([(1, report.get("totals", {})) for report in reports])
+    recent = [row for report in reports for row in report.get("recent", [])]
+    return {**reports[0], "totals": totals, "recent": recent}
 
 
 def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """What a server has counted between two reports; {} if it began anew in between."""
     if not now or not before:
         return dict(now) if not before else {}
-    totals = _combined([now.get("totals", {}), before.get("totals", {})], -1)
+    totals = _combined([(1, now.get("totals", {})), (-1, before.get("totals", {}))])
     if any(totals.get(name, 0) < 0 for name in _WEIGHTS.values()):
         return {}
     return {**now, "totals": totals}
 
 
-def _combined(totals: Sequence[Mapping[str, Any]], sign: int) -> dict[str, Any]:
-    """The first with the others added or subtracted; of ratios what they average over is."""
-    signs = [1, *[sign] * (len(totals) - 1)]
-
-    def total(values: Iterable[float]) -> float:
-        return sum(s * value for s, value in zip(signs, values, strict=True))
-
+def _combined(signed: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Totals added with their signs; of ratios what they average over is."""
     out: dict[str, Any] = {}
-    for name, first in totals[0].items():
-        if isinstance(first, dict):
-            parts = [one.get(name, {}) for one in totals]
-            keys = sorted({key for part in parts for key in part})
-            out[name] = {key: total(part.get(key, 0) for part in parts) for key in keys}
-        elif name in _WEIGHTS:
-            weight = total(one.get(_WEIGHTS[name], 0) for one in totals)
-            product = total(one.get(name, 0.0) * one.get(_WEIGHTS[name], 0) for one in totals)
-            out[name] = product / weight if weight > 0 else 0.0
-        elif isinstance(first, (int, float)):
-            out[name] = total(one.get(name, 0) for one in totals)
+    for sign, totals in signed:
+        for name, value in totals.items():
+            if isinstance(value, dict):
+                counts = out.setdefault(name, Counter())
+                counts.update({key: sign * count for key, count in value.items()})
+            elif isinstance(value, (int, float)):
+                weight = totals.get(_WEIGHTS[name], 0) if name in _WEIGHTS else 1
+                out[name] = out.get(name, 0) + sign * weight * value
+    for name, weighed in _WEIGHTS.items():
+        if name in out:
+            weight = out.get(weighed, 0)
+            out[name] = out[name] / weight if weight > 0 else 0.0
     return out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process working on a run: every cell that is not complete, in the order of the plan."""
+"""Works on a run: measures and grades every cell that is not complete, in the order of the plan."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from eval.measures.figures import of_cells
 from eval.methods import Method, with_ratio
 from eval.runs.cells import faults, measure, warm_up, warnings
 from eval.runs.folder import Cell, Leg, Result, RunError, write_config
@@ -168,7 +169,8 @@ class Session:
     def _target(self, step: Step) -> float:
         other = next(method for method in self.methods if method.name == step.method.match)
         seeds = self.plan.options.seeds
-        saving = final_saving([Cell(self.run, step.task, other.name, seed) for seed in seeds])
+        cells = [Cell(self.run, step.task, other.name, seed) for seed in seeds]
+        saving = of_cells(cells).final_saving
         if saving is None and other.name not in self.urls:
             # Every leg of it was killed before it could tell.
             saving = self._pilot(step, other)
@@ -250,14 +252,6 @@ def match(target: float, pilot: Callable[[float], float]) -> dict[str, Any]:
             break
         ratio = rescaled
     return {"ratio": ratio, "target": target, "pilots": pilots}
-
-
-def final_saving(cells: Sequence[Cell]) -> float | None:
-    """Saving at the end of a response over all legs of some cells; None if no leg has told."""
-    totals = [leg.report.get("totals", {}) for cell in cells for leg in cell.legs()]
-    sizes = [(t.get("final_saving_ratio", 0.0), t.get("requests_finished", 0)) for t in totals]
-    whole = sum(count for _, count in sizes)
-    return sum(saving * count for saving, count in sizes) / whole if whole else None
 
 
 def _bounded(ratio: float) -> float:

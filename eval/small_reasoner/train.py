@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tune SmolLM2-135M-Instruct for the small reasoner's task, on a CPU; see README.md."""
 
-import argparse
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +14,8 @@ from peft.helpers import disable_input_dtype_casting
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from eval import command
+from eval.command import option
 from eval.small_reasoner.task import Difficulty, make_problem
 from eval.tiny_reasoner.task import split_of
 
@@ -62,7 +63,19 @@ def batch(
     return inputs, targets
 
 
-def train(args: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Options:
+    model: str = option(text="folder of SmolLM2-135M-Instruct: make real-model")
+    out: Path = option(text="folder of the adapter")
+    adapter: Path | None = option(None, "go on with this one; leaves out the short problems")
+    shuffled: bool = option(False, "facts in any order")
+    fewer: bool = option(False, "differences among the facts")
+    steps: int = option(480, "in all")
+    rate: float = option(1e-3, "learning rate at its highest")
+    seed: int = option(1, "of weights and problems")
+
+
+def train(args: Options) -> None:
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -111,23 +124,8 @@ def train(args: argparse.Namespace) -> None:
                 flush=True,
             )
     model.peft_config["default"].base_model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    model.to(torch.bfloat16).save_pretrained(args.out)
-
-
-def main() -> None:
-    """Fine-tune; writes the adapter."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    add = parser.add_argument
-    add("model", help="folder of SmolLM2-135M-Instruct: make real-model")
-    add("out", type=Path, help="folder of the adapter")
-    add("--adapter", type=Path, help="go on with this one; leaves out the short problems")
-    add("--shuffled", action="store_true", help="facts in any order")
-    add("--fewer", action="store_true", help="differences among the facts")
-    add("--steps", type=int, default=480)
-    add("--rate", type=float, default=1e-3)
-    add("--seed", type=int, default=1)
-    train(parser.parse_args())
+    model.to(torch.bfloat16).save_pretrained(str(args.out))
 
 
 if __name__ == "__main__":
-    main()
+    command.run(Options, train)

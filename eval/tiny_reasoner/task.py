@@ -237,11 +237,3 @@ def extract_answer(text: str) -> str | None:
 
 def grade(text: str, problem: Problem) -> bool:
     return extract_answer(text) == problem.answer
-
-
-def follows_prompt(text: str, problem: Problem) -> bool:
-    """Whether every assignment that a step starts with is the prompt's: mixed-up lines, which
-    ``grade`` cannot see, may still give the right answer."""
-    facts = {fact.strip() for part in problem.prompt.split(" . ") for fact in part.split(",")}
-    starts = [step.split()[:5] for step in text.split(STEP_END)]
-    return all(" ".join(words) in facts for words in starts if words[1:2] == ["="])

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the tiny reasoner from scratch on a CPU; the defaults reproduce the shipped checkpoint."""
 
-import argparse
 import random
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -16,9 +14,10 @@ import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.rnn import pad_sequence
 
+from eval import command
+from eval.command import option
 from eval.tiny_reasoner import task as tiny
-from eval.tiny_reasoner.evaluate import respond
-from eval.tiny_reasoner.model import TOKEN_ID, build_model, build_tokenizer, encode, save_checkpoint
+from eval.tiny_reasoner.model import TOKEN_ID, build_model, encode, save_checkpoint
 
 IGNORE = -100
 # (step from which it holds, difficulty, share of drill): short problems first, since what they need
@@ -32,6 +31,16 @@ CURRICULUM = (
 BATCH_TOKENS = 2048
 GAP_AFTER = frozenset(encode([tiny.STEP_END, tiny.ASSISTANT]))
 WARM_UP = 100
+
+
+@dataclass(frozen=True)
+class Options:
+    out: Path = option(text="folder of the checkpoint")
+    steps: int = option(1900, "in all")
+    decay: int = option(900, "last steps, over which the learning rate falls")
+    seed: int = option(1, "of weights and problems")
+    workers: int = option(2, "processes of one thread; part of the recipe")
+    save_every: int = option(50, "steps between saved checkpoints")
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ def conversation(problem: tiny.Problem) -> Example:
 
 
 def batches(rng: random.Random, steps: int) -> Iterator[list[Example]]:
-    """One batch a step: problems of like length together, so that little is padded."""
+    """A batch a step: problems of like length together, so that little is padded."""
     ready: list[list[Example]] = []
     for step in range(steps):
         if not ready:
@@ -124,10 +133,10 @@ def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     return [muon, adam]
 
 
-def train(rank: int, args: argparse.Namespace) -> None:
-    """One worker: all hold the same weights and draw different problems."""
+def train(rank: int, args: Options, rendezvous: str) -> None:
+    """The work of a process: all hold the same weights and draw different problems."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{args.rendezvous}", rank=rank, world_size=args.workers
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=args.workers
     )
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -173,35 +182,14 @@ def train(rank: int, args: argparse.Namespace) -> None:
             )
         if rank == 0 and (step % args.save_every == 0 or last):
             save_checkpoint(model, args.out)
-        if rank == 0 and (step % args.eval_every == 0 or last):
-            print(f"step {step} accuracy on held-out problems {held_out(model):.3f}", flush=True)
     dist.destroy_process_group()
 
 
-def held_out(model: torch.nn.Module) -> float:
-    problems = tiny.generate(777, 32)
-    model.eval()
-    texts = respond(model, build_tokenizer(), [problem.prompt for problem in problems], 32)
-    model.train()
-    return fmean(tiny.grade(t, p) for t, p in zip(texts, problems, strict=True))
-
-
-def main() -> None:
-    """Train from scratch; the defaults reproduce the shipped checkpoint."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    add = parser.add_argument
-    add("--out", type=Path, required=True)
-    add("--steps", type=int, default=1900)
-    add("--decay", type=int, default=900, help="last steps, over which the learning rate falls")
-    add("--seed", type=int, default=1)
-    add("--workers", type=int, default=2, help="processes of one thread; part of the recipe")
-    add("--save-every", type=int, default=50, help="steps between saved checkpoints")
-    add("--eval-every", type=int, default=200, help="steps between accuracy checks")
-    args = parser.parse_args()
+def work(options: Options) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        args.rendezvous = f"{folder}/rendezvous"
-        torch.multiprocessing.spawn(train, (args,), nprocs=args.workers)
+        args = options, f"{folder}/rendezvous"
+        torch.multiprocessing.spawn(train, args, nprocs=options.workers)
 
 
 if __name__ == "__main__":
-    main()
+    command.run(Options, work)

@@ -3,17 +3,15 @@
 
 import dataclasses
 import json
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from matplotlib.image import imread
 
-from eval.bench import policies, policies_runs
-from eval.bench.policies import dense_row, row_of, rows, table
+from eval import command
+from eval.bench import policies
+from eval.bench.policies import LONG, PIECES, REPLAY, SHORT, Options, dense_row, rows, table, timing
 from eval.bench.policies_points import (
     _EMBEDDED,
     _REPLAYED,
@@ -26,16 +24,16 @@ from eval.bench.policies_points import (
     prompt_points,
     timed_points,
 )
-from eval.bench.policies_runs import LIMIT, PIECES, Runs, carry_out, timing
 from eval.measures.figures import matched_step_ms
 from eval.methods import DENSE, find_method
 from eval.runs.folder import Cell, Moment
-from eval.runs.options import parse
+from eval.runs.options import RunOptions
 from eval.tiny_reasoner import EMBEDDED_SETTINGS
 from sglang_reasoncache import registry
 from tests.eval.peer import leg, moment, response, result
 
 PROBLEMS = 6
+LIMIT = policies._REPLAYS["limit"]
 
 
 def test_every_setting_is_a_method_that_the_server_takes() -> None:
@@ -95,17 +93,11 @@ def test_a_budget_leaves_out_what_is_aimed_at() -> None:
     [
         (["--policies", "keydif"], "no policy 'keydif'; there are reasoncache"),
         (["--policies", "keydiff"], "no policy 'keydiff'"),
-        (["--policies", "reasoncache+nothing"], "no policy 'nothing'"),
         (["--policies", "keydiff+reasoncache"], "no policy 'keydiff+reasoncache'"),
         (["--policies", "keydiff,keydiff"], "none twice"),
-        (["--saved", "0.2,1.2"], "above 0 and below 1, got 1.2"),
-        (["--saved", "half"], "must be numbers"),
-        (["--timed-saved", "0.2,1"], "above 0 and below 1, got 1"),
-        (["--timed-saved", "all"], "must be numbers"),
+        (["--saved", "0.2,1.2"], "above 0 and below 1, got 0.2,1.2"),
         (["--budgets", "600"], "above 0 and below 600, got 600"),
-        (["--budgets", "many"], "must be numbers"),
         (["--problems", "1"], "at least 2, got 1"),
-        (["--rounds", "-1"], "at least 0, got -1"),
     ],
 )
 def test_bad_commands_are_refused(
@@ -117,32 +109,34 @@ def test_bad_commands_are_refused(
         monkeypatch.setattr(registry, "BUILT_IN", others)
         assert "keydiff" not in installed() and "random_eviction" in installed()
     with pytest.raises(SystemExit) as stopped:
-        policies.parse(["traces", *given])
+        command.parse(Options, ["traces", *given])
     assert stopped.value.code == 2
     assert told in capsys.readouterr().err
 
 
-def test_a_plan_tells_settings_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["traces", "--out", str(tmp_path), "--plan", "--policies", "reasoncache,keydiff,random"]
-    assert policies.main([*argv, "--saved", "0.1,0.4"]) == 0
+def asked(*words: str) -> Options:
+    return command.parse(Options, ["traces", *words])
+
+
+def test_a_plan_tells_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--out", str(tmp_path), "--plan", "--policies", "reasoncache,keydiff,random"]
+    policies.work(asked(*argv, "--saved", "0.1,0.4"))
     told = capsys.readouterr().out
-    assert "6 runs of" in told and "2 on replays" in told
+    assert "6 runs of" in told and "2 policies on replays" in told
     assert "left out: reasoncache at 40%" in told
     assert "keydiff at 40%: reasoncache:policy=keydiff:budget=214:slack=8" in told
     assert "keydiff at 20%: reasoncache:policy=keydiff:budget=833:slack=32" in told
-    options = policies.parse([*argv, "--rounds", "0"])
-    assert options.minutes()[0] > 0 == options.minutes()[1]
     assert list(tmp_path.iterdir()) == []
     # A setting that two savings share is run once.
-    options = policies.parse(["traces", "--policies", "reasoncache", "--saved", "0.19,0.2"])
-    assert len(options.points) == 2
-    assert [methods for _, methods in options.asked] == [[DENSE, "reasoncache:percentile=80"]]
+    options = asked("--plan", "--policies", "reasoncache", "--saved", "0.19,0.2", "--rounds", "0")
+    policies.work(options)
+    assert len(options.points) == 2 and "2 runs of" in capsys.readouterr().out
 
 
 def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) -> None:
-    argv = ["traces", "--out", str(tmp_path), "--policies", "keydiff,random_eviction,l2norm"]
-    assert policies.parse(argv).prompts == []
-    options = policies.parse([*argv, "--budgets", "384,150"])
+    argv = ["--out", str(tmp_path), "--policies", "keydiff,random_eviction,l2norm"]
+    assert asked(*argv).prompts == []
+    options = asked(*argv, "--budgets", "384,150", "--problems", str(PROBLEMS))
     assert [(point.policy, point.aim) for point in options.prompts] == [
         *(("keydiff", pytest.approx(0.36)), ("keydiff", 0.75)),
         *(("random_eviction", pytest.approx(0.36)), ("random_eviction", 0.75)),
@@ -153,10 +147,7 @@ def test_long_prompts_are_kept_within_a_budget_block_by_block(tmp_path: Path) ->
     assert options.prompts[0].method == f"reasoncache:policy={told}"
     told = "snapkv:budget=128:prompt=true"
     assert prompt_points(["snapkv"], [128])[0].method == f"reasoncache:policy={told}"
-    assert [len(methods) for _, methods in options.asked] == [13, 5]
-    command = options.long_runs.command("dense")
-    assert "tiny_reasoner_long" in command and "chunked-prefill-size 128" in " ".join(command)
-    filled(options.long_runs, options.prompts[0])
+    filled(options, options.prompts[0], task=LONG)
     policies.write(options, {})
     result = json.loads((tmp_path / "policies.json").read_text())
     assert result["rows"] == [] and result["prompt_dense"]["accuracy"] == 1.0
@@ -173,79 +164,33 @@ def test_replays_measure_a_policy_where_it_gets_to() -> None:
     assert [point.aim for point in chosen] == [0.2, 0.1, 0.2]
     # Sharing gets to where it was measured already.
     assert [(point.policy, point.aim) for point in found[0.4]] == [("reasoncache+keydiff", 0.4)]
-    groups = policies_runs.groups([*chosen, *chosen[:1]])
+    groups = policies.groups([*chosen, *chosen[:1]])
     assert [len(group) for group in groups] == [3, 1]
 
 
-@dataclasses.dataclass(frozen=True)
-class Scripted(Runs):
-    """Runs whose command is a script that leaves what a run leaves."""
+def test_only_what_is_not_whole_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = asked("--out", str(tmp_path), "--problems", str(PROBLEMS))
+    started: list[RunOptions] = []
 
-    script: str = ""
+    def run(what: RunOptions, folder: Path) -> bool:
+        started.append(what)
+        if what.methods != ("p20",):
+            fill(Cell(folder, SHORT, what.methods[0], 0), [True] * PROBLEMS, {})
+        return True
 
-    def command(self, method: str) -> list[str]:
-        words = [str(self.folder(method)), self.task, method, str(self.problems)]
-        return [sys.executable, "-c", self.script, *words]
-
-
-ANSWERS = """
-import pathlib, sys
-from eval.runs.folder import Cell
-from tests.eval.peer import response, result
-home, task, method, problems = pathlib.Path(sys.argv[1]), *sys.argv[2:]
-started = home.parents[1] / "started"
-started.mkdir(exist_ok=True)
-(started / f"{len(list(started.iterdir()))}-{method}").touch()
-if method == "broken":
-    sys.exit("the server died")
-cell, names = Cell(home, task, method, 0), [str(i) for i in range(int(problems))]
-cell.append(*map(response, names))
-cell.write_results(result(name, True) for name in names)
-"""
-
-
-def test_only_what_is_not_whole_is_run_and_failures_stop_nothing(tmp_path: Path) -> None:
-    runs = Scripted(tmp_path / "home", PROBLEMS, script=ANSWERS)
-    said: list[str] = []
-    failed = carry_out(runs, ["dense", "broken", "a:b=c,d=1"], 2, said.append)
-    assert failed == {"broken": "the server died"}
-    assert runs.whole("dense") and runs.whole("a:b=c,d=1") and not runs.whole("broken")
-    assert len(said) == 3 and "accuracy 1.000" in " ".join(said)
-
+    monkeypatch.setattr(policies, "run", run)
+    cells = [options.cell(method) for method in (DENSE, "reasoncache:policy=quest", "p20")]
+    assert len({cell.run for cell in cells}) == 3
+    for _ in range(2):
+        assert [policies.answered(cell, PROBLEMS) for cell in cells] == [True, True, False]
+    assert [what.methods[0] for what in started] == [*(cell.method for cell in cells), "p20"]
+    assert started[0].limit == PROBLEMS and "reasoncache_cpu" in started[0].server_flags
+    assert started[1].server_flags == (*started[0].server_flags, "--page-size", "16")
     # One answer is missing, as after a kill: that run alone goes on.
-    path = runs.cell("dense").folder / "responses.jsonl"
+    path = cells[0].folder / "responses.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    assert not runs.whole("dense")
-    assert carry_out(runs, ["dense", "a:b=c,d=1"], 1, said.append) == {}
-    started = sorted(path.name.partition("-")[2] for path in (tmp_path / "started").iterdir())
-    assert started == ["a:b=c,d=1", "broken", "dense", "dense"]
-
-
-def test_runs_end_with_the_bench(tmp_path: Path) -> None:
-    script = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600 * ('slow' in sys.argv))"
-    runs = Scripted(tmp_path, PROBLEMS, script=script)
-    logs = runs.folder("slow") / policies_runs.LOG
-
-    def say(_: str) -> None:
-        deadline = time.monotonic() + 60
-        while not logs.read_text().strip():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        carry_out(runs, ["slow", "quick"], 2, say)
-    assert not psutil.pid_exists(int(logs.read_text()))
-
-
-def test_a_method_has_a_folder_and_a_command_of_its_own(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, PROBLEMS)
-    methods = [point.method for point in points(installed(), SAVINGS)[0]] + [DENSE]
-    assert len({runs.folder(method) for method in methods}) == len(methods)
-    for method in methods:
-        options = parse(runs.command(method)[3:]).options
-        assert options is not None and options.methods == (method,)
-        assert options.limit == PROBLEMS and "reasoncache_cpu" in options.server_flags
+    policies.answered(cells[0], PROBLEMS)
+    assert started[-1].methods == (DENSE,)
 
 
 def fill(
@@ -267,37 +212,41 @@ def fill(
     cell.append(dataclasses.replace(counted, report=report, command=command))
 
 
-def filled(runs: Runs, point: Point, totals: dict[str, float] | None = None, **parts: Any) -> Runs:
-    fill(runs.cell(DENSE), [True] * PROBLEMS, {})
+def filled(
+    options: Options, point: Point, totals: Any = None, task: str = SHORT, **parts: Any
+) -> None:
+    if not options.cell(DENSE, task).results():
+        fill(options.cell(DENSE, task), [True] * PROBLEMS, {})
     saved = {"memory_saving_ratio": 0.17, "final_saving_ratio": 0.19}
-    fill(runs.cell(point.method), [True] * 4 + [False] * 2, saved | (totals or {}), **parts)
-    return runs
+    cell = options.cell(point.method, task)
+    fill(cell, [True] * 4 + [False] * 2, saved | (totals or {}), **parts)
 
 
 def test_a_row_says_what_was_counted_and_not_what_was_set(tmp_path: Path) -> None:
+    options = asked("--out", str(tmp_path))
     point = Point("keydiff", 0.2, str(method_of("keydiff", 0.2)))
-    runs = filled(Runs(tmp_path, PROBLEMS), point)
-    row = row_of(point, runs, {})
+    filled(options, point)
+    (row,) = rows([point], options, {})
     assert (row["policy"], row["saved"], row["aim"]) == ("keydiff", 0.17, 0.2)
-    assert row["accuracy"] == pytest.approx(4 / 6)
+    assert row["accuracy"] == pytest.approx(4 / 6) == row["accuracy_ratio"]
     assert row["accuracy_difference"] == pytest.approx(-2 / 6)
-    assert 0.1 < row["accuracy_error"] < 0.5
+    assert 0.1 < row["accuracy_error"] < 0.5 and row["length_ratio"] == 1.0
     assert (row["only_dense_right"], row["only_policy_right"]) == (2, 0)
     assert row["throughput_ratio"] is None and row["reads_saved"] is None
-    assert dense_row(runs)["accuracy"] == 1.0
+    assert dense_row(options.cell(DENSE))["accuracy"] == 1.0
 
 
 def test_selection_saves_reads_and_no_memory(tmp_path: Path) -> None:
+    options = asked("--out", str(tmp_path))
     point = Point("quest", 0.4, str(method_of("quest", 0.4)))
     counted = {"positions_held": 1000, "positions_read": 620}
-    runs = filled(Runs(tmp_path, PROBLEMS), point, {"memory_saving_ratio": 0.0}, selection=counted)
-    assert any(word.endswith("--page-size 16") for word in runs.command(point.method))
-    row = row_of(point, runs, {})
+    filled(options, point, {"memory_saving_ratio": 0.0}, selection=counted)
+    (row,) = rows([point], options, {})
     assert (row["saved"], row["reads_saved"]) == (0.0, 0.38)
 
 
 def replayed(home: Path, method: str, seed: int, **values: float) -> Cell:
-    cell = Cell(home, policies_runs.TASK, method, seed)
+    cell = Cell(home, REPLAY, method, seed)
     saving = {"memory_saving_ratio": 0.2, "scheduler_seconds": 0.1, "decode_steps": 200}
     fill(cell, [True] * LIMIT, {} if method == DENSE else saving, **values)  # type: ignore[arg-type]
     return cell
@@ -309,13 +258,13 @@ def test_throughput_is_the_median_of_rounds_and_steps_are_compared_at_equal_batc
     dense = [replayed(tmp_path, DENSE, seed, rate=100.0) for seed in range(2)]
     mine = [replayed(tmp_path, "x", seed, rate=rate) for seed, rate in enumerate((120.0, 160.0))]
     found = timing(mine, dense)
-    assert found is not None and found["throughput_ratios"] == pytest.approx([1.2, 1.6])
+    assert found["throughput_ratios"] == pytest.approx([1.2, 1.6])
     assert found["throughput_ratio"] == pytest.approx(1.4)
     # 4 requests at 100 tokens/s are 40 ms a step; 120 and 160 are 33.3 and 25.
     assert found["dense_step_ms"] == pytest.approx(40)
     assert found["step_ms"] == pytest.approx((1000 * 4 / 120 + 25) / 2)
     assert found["scheduler_ms"] == pytest.approx(0.5)
-    assert (found["saved"], found["reproduced"], found["leaked_slots"]) == (0.2, 1.0, 0)
+    assert (found["throughput_saved"], found["reproduced"]) == (0.2, 1.0)
 
 
 def test_batches_that_only_one_server_had_do_not_count() -> None:
@@ -333,24 +282,23 @@ def test_batches_that_only_one_server_had_do_not_count() -> None:
 def test_a_round_that_was_stopped_half_way_is_measured_anew(tmp_path: Path) -> None:
     whole, half = (replayed(tmp_path, method, 0) for method in ("whole", "half"))
     (half.folder / "legs.jsonl").unlink()
-    for cell in (whole, half, Cell(tmp_path, policies_runs.TASK, "never", 0)):
-        policies_runs._forget_half(cell)
+    for cell in (whole, half, Cell(tmp_path, REPLAY, "never", 0)):
+        policies.forget_half(cell)
     assert whole.folder.is_dir() and not half.folder.exists()
-    assert timing([half], [whole]) is None
+    assert timing([half], [whole])["throughput_ratio"] is None
 
 
 def test_results_are_written_from_what_there_is(tmp_path: Path) -> None:
-    argv = ["traces", "--out", str(tmp_path), "--problems", str(PROBLEMS), "--jobs", "1"]
-    options = policies.parse([*argv, "--policies", "reasoncache,keydiff", "--saved", "0.2,0.4"])
+    argv = ["--out", str(tmp_path), "--problems", str(PROBLEMS)]
+    options = asked(*argv, "--policies", "reasoncache,keydiff", "--saved", "0.2,0.4")
     policies.write(options, {})
     assert json.loads((tmp_path / "policies.json").read_text())["rows"] == []
 
     for point in options.points[:2]:
-        filled(options.runs, point)
+        filled(options, point)
     replays = tmp_path / "replays"
     dense = [replayed(replays, DENSE, 0, rate=100.0)]
     timed = timing([replayed(replays, "x", 0, rate=150.0)], dense)
-    assert timed is not None
     policies.write(options, {("keydiff", 0.2): timed})
     result = json.loads((tmp_path / "policies.json").read_text())
     assert [(row["policy"], row["aim"], row["throughput_ratio"]) for row in result["rows"]] == [
@@ -367,12 +315,12 @@ def test_results_are_written_from_what_there_is(tmp_path: Path) -> None:
 
 
 def test_the_table_goes_by_saving_and_then_by_policy(tmp_path: Path) -> None:
-    names, runs = [*POLICIES[:5], "reasoncache+new"], Runs(tmp_path, PROBLEMS)
+    names, options = [*POLICIES[:5], "reasoncache+new"], asked("--out", str(tmp_path))
     chosen = [Point(name, aim, f"{name}{aim}") for name in reversed(names) for aim in (0.4, 0.1)]
-    assert rows(chosen, runs, {}) == []
+    assert rows(chosen, options, {}) == []
     for point in chosen:
-        filled(runs, point)
+        filled(options, point)
     dense = {"accuracy": None, "accuracy_error": None, "problems": 0}
-    text = table(rows(chosen, runs, {}), dense, "Title").split("\n")
+    text = table(rows(chosen, options, {}), dense, "Title").split("\n")
     cells = [[cell.strip() for cell in line.split("|")][1:3] for line in text[5:] if line]
     assert cells == [[aim, name] for aim in ("0.100", "0.400") for name in names]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benches of siblings make of recorded runs and of recorded responses."""
+"""What the bench of siblings makes of recorded runs."""
 
 import dataclasses
 from pathlib import Path
@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from eval.bench.recorded_siblings import main
 from eval.bench.siblings import ACROSS, majority, row_of
 from eval.methods import DENSE, find_method
 from eval.runs.folder import Cell
 from tests.eval.peer import leg, response, result
-from tests.eval.rows import write_rows
 
 
 def _cell(home: Path, method: str, seconds: float, right: int, **totals: float) -> Cell:
@@ -56,33 +54,3 @@ def test_a_majority_is_of_one_problem_and_its_answer() -> None:
     answers |= {"s.0": None, "s.1": None, "s.2": "4"}
     found = [dataclasses.replace(result(at, x == "4"), extracted=x) for at, x in answers.items()]
     assert majority(found) == pytest.approx(2 / 4)
-
-
-def test_recorded_copies_save_what_is_old_of_one_of_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = "\n\n".join(" ".join(f"w{i}x{k}" for k in range(20)) for i in range(40))
-    rows = [{"question": ask, "response": text} for ask in ("one", "two", "one", "one")]
-    path = write_rows(tmp_path / "rows.jsonl", *rows)
-    main([str(path), "--counts", "1", "2"])
-    alone, both = (line.split("|")[2:-1] for line in capsys.readouterr().out.splitlines()[2:])
-    (saved, across), count = (float(x.strip(" %")) for x in both[2:4]), float(both[1])
-    assert [x.strip() for x in alone[2:5]] == ["0.0%", "0.0%", "0.0%"]
-    # Of one of both all but ``min_age`` tokens and part of a step.
-    assert saved == across == pytest.approx(50 * (1 - 280 / count), abs=5)
-    assert int(both[-1]) == 2
-
-
-def test_what_has_ended_is_read_where_it_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = [" ".join(f"w{i}x{k}" for k in range(20)) for i in range(40)]
-    # The second one says at its end what the first one said, which has ended long before.
-    texts = "\n\n".join(steps[:20]), "\n\n".join(steps[20:] + steps[:20])
-    rows = [{"question": "one", "response": text} for text in texts]
-    path = write_rows(tmp_path / "rows.jsonl", *rows)
-    across = []
-    for words in ([], ["--stay"]):
-        main([str(path), "--counts", "2", *words])
-        across.append(float(capsys.readouterr().out.splitlines()[2].split("|")[5].strip(" %")))
-    assert across[0] == 0 < across[1]

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
+from eval import command
+from eval.bench import serve
 from eval.bench.serve import cut, write_pieces
 from eval.jsonl import texts_of
-from eval.replay.__main__ import main
+from eval.replay.__main__ import Options, work
 from eval.replay.forcing import FORCED, forced_request
 from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE
 from eval.runs.cells import retractions
@@ -76,11 +78,14 @@ def test_grading(recorded: Path) -> None:
         assert reproduced(task, {problem.id: text}) == {problem.id: same}
 
 
-def test_no_file_no_tokenizer_no_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def build(path: Path, out: Path) -> None:
+    command.run(Options, work, [str(path), "--out", str(out)])
+
+
+def test_no_file_no_tokenizer_no_token(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", {"question": "q", "answer": "no response here"})
-    with pytest.raises(SystemExit):
-        main([str(path), "--out", str(tmp_path)])
-    assert f"{path}:1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=f"{path}:1"):
+        build(path, tmp_path)
     with pytest.raises(TaskError, match=r"rows\.jsonl:1: no field 'response'"):
         load(path)
     with pytest.raises(TaskError, match="--data x_replay=FILE"):
@@ -94,11 +99,11 @@ def test_no_file_no_tokenizer_no_token(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_model_spells(
     tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([str(recorded), "--out", str(tmp_path)])
+    build(recorded, tmp_path)
     folder = Path(capsys.readouterr().out.split()[-1])
     weights = folder / "model.safetensors"
     built = weights.stat().st_mtime_ns
-    main([str(recorded), "--out", str(tmp_path)])
+    build(recorded, tmp_path)
     assert weights.stat().st_mtime_ns == built
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for text in [*texts_of([recorded]), " \n\n odd\u00e9\u4e2d\x00 \t", "<|user|>"]:
@@ -113,7 +118,7 @@ def test_the_model_spells(
     assert config.max_position_embeddings == CONTEXT_LENGTH
 
 
-def test_pieces_are_whole_steps_in_order(tmp_path: Path) -> None:
+def test_pieces_are_whole_steps_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     response = generate(seed=9, count=1)[0].response
     for tokens in (1, 20, 100):
@@ -133,7 +138,8 @@ def test_pieces_are_whole_steps_in_order(tmp_path: Path) -> None:
         for name, text in texts.items()
     ]
     least, path = problems[0]["max_tokens"], tmp_path / "pieces.jsonl"
-    assert write_pieces(problems, tokenizer, (least // 2, least), least, path) == 3
+    monkeypatch.setattr(serve, "LOOPING", least)
+    write_pieces(problems, tokenizer, (least // 2, least), path)
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["id"] for row in found] == ["long.0", "long.1", "other.0"]
     assert "".join(row["response"] for row in found) == texts["long"] + texts["other"]

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from matplotlib import image
 from scipy import stats
 
+from eval import command
 from eval.measures.accuracy import Estimate, Key, compare, differ, keyed, mean
 from eval.measures.figures import figures
-from eval.report.__main__ import main
+from eval.report.__main__ import Options, work
 from eval.report.tables import load
 from eval.runs.folder import Cell, Response, read_config, write_config
 from eval.tiny_reasoner import task as reasoner
@@ -73,7 +74,7 @@ def fill(cell: Cell, problems: int, saving: float) -> None:
 
 def report(*arguments: str | Path) -> tuple[str, dict[str, Any], Path]:
     """Markdown, tables and folder."""
-    assert main([*map(str, arguments)]) == 0
+    command.run(Options, work, [*map(str, arguments)])
     out = Path(arguments[-1] if "--out" in arguments else Path(arguments[0]) / "report")
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return (out / "REPORT.md").read_text(encoding="utf-8"), summary["tables"], out
@@ -186,10 +187,10 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     assert row_of(tables, "requests", "Dense")["failed attempts"] == "1"
 
 
-def test_nothing_to_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_read_is_told(tmp_path: Path) -> None:
     for _ in range(2):
-        assert main([str(tmp_path)]) == 1
-        assert str(tmp_path) in capsys.readouterr().err
+        with pytest.raises(SystemExit, match=f"eval.report: error: {tmp_path}"):
+            report(tmp_path)
         write_config(tmp_path, {"tasks": ["t"], "methods": ["dense"], "seeds": [0]})
 
 

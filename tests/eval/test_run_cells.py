@@ -19,7 +19,7 @@ from eval.runs.folder import Cell, Leg, Response, RunError, cells, write_config
 from eval.runs.options import RunOptions
 from eval.runs.plan import Plan
 from eval.runs.servers import Server, merge, since
-from eval.runs.session import PILOT_PROBLEMS, TOLERANCE, Display, Session, final_saving, match
+from eval.runs.session import PILOT_PROBLEMS, TOLERANCE, Display, Session, match
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eval.peer import END, HEAD, Peer, PeerServer, answer, event, leg, raw, response
 
@@ -188,16 +188,6 @@ def test_random_sharing_is_matched_by_pilots() -> None:
         assert len(found["pilots"]) <= 3 and found["pilots"][0] == [1.0, saving]
 
 
-def test_saving_over_legs_counts_requests(tmp_path: Path) -> None:
-    cells = [Cell(tmp_path, "t", "reasoncache", seed) for seed in (0, 1)]
-    assert final_saving(cells) is None
-    cells[0].append(leg(0))
-    assert final_saving(cells) is None
-    cells[0].append(leg(1, {"requests_finished": 10, "final_saving_ratio": 0.4}))
-    cells[1].append(leg(0, {"requests_finished": 30, "final_saving_ratio": 0.2}))
-    assert final_saving(cells) == pytest.approx(0.25)
-
-
 def count(number: int, *several: SharingStats) -> None:
     for stats in several:
         for step in range(3 + number):
@@ -220,9 +210,7 @@ def test_schedulers_add_up_to_one() -> None:
         count(number, stats, whole)
     for stats in (whole, parts[1]):
         stats.request_finished(0, 500)
-    now = {"slots_saved_now": 3, "positions_evicted_now": 2}
-    merged = merge([{"totals": part.to_dict(), **now} for part in parts])
-    assert (merged["slots_saved_now"], merged["positions_evicted_now"]) == (6, 4)
+    merged = merge([{"totals": part.to_dict()} for part in parts])
     assert_totals(merged["totals"], whole.to_dict())
     assert whole.to_dict()["affected_ratio"] == pytest.approx(70 / 700)
     assert merge([]) == merge([None]) == {}

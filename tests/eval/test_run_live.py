@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eval.report.__main__ import main as report_of
+from eval import command
+from eval.report.__main__ import Options
+from eval.report.__main__ import work as report_of
 from eval.runs.folder import Cell, cells, read_config
 from eval.serving import ServerProcess
 from tests.server.specs import STOCK
@@ -80,7 +82,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
         file.write('{"problem_id": "tiny_reasoner-0-7", "leg": 0, "te')
     told = run(*argv, "--seeds", "1", "--out", str(out), status=1)
     assert "seeds is [0] in this run, now [1]" in told
-    run("--resume", str(out))
+    run(*argv, "--out", str(out))
     assert [found.method for found in cells(out)] == ["reasoncache"]
     assert_complete(cell)
     leg, timeline = cell.legs()[-1], cell.timeline()
@@ -99,12 +101,11 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert len(read_config(out)["resumed"]) == 1
     before = cell.results()
     (cell.folder / "results.jsonl").unlink()
-    run("--grade", str(out))
-    assert cell.results() == before
-    # Nothing is left to do, so no server starts.
+    # What is answered is graded again, and no server starts.
     run(*argv, "--out", str(out))
+    assert cell.results() == before
     assert len(list((out / "servers").glob("*.log"))) == 2
-    assert report_of([str(out)]) == 0
+    command.run(Options, report_of, [str(out)])
     document = (out / "report" / "REPORT.md").read_text()
     assert "ReasonCache" in document and "resumed" in document
     assert (out / "report" / "summary.json").is_file()

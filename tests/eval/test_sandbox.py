@@ -75,28 +75,18 @@ ENDS = [
     ("raise SystemExit(0)", "SystemExit"),
     ("import os; os._exit(0)", "ended before"),
     ("import ctypes; ctypes.string_at(0)", "ended before"),
-    ("import os; os.abort()", "ended before"),
     ("def f(): f()\nf()", "RecursionError"),
-    ("x = '\x00'", ""),
     ("x = '\ud800'", ""),
-    ("input()", "EOFError"),
     ("import os, signal\nos.kill(0, signal.SIGKILL)", ""),
-    ("import os, signal\nos.kill(-1, signal.SIGKILL)", ""),
-    ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", ""),
     # Greed.
     ("while True: pass", "ended before"),
     ("import threading\nwhile True: threading.Thread(target=lambda: 9**9**9).start()", ""),
     ("x = bytearray(1 << 34)", "MemoryError"),
-    ("x = []\nwhile True: x.append(bytearray(1 << 20))", ""),
-    ("9 ** 9 ** 9 ** 9", "ended before"),
     ("import os\nwhile True: os.fork()", "PermissionError"),
-    ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", ""),
     ("import os\nos.setsid()\nif os.fork(): raise ValueError\nwhile True: pass", ""),
     ("while True: print('x' * 10000)", ""),
-    ("import sys\nwhile True: sys.stderr.write('x' * 10000)", ""),
     ("open('/tmp/big', 'wb').write(bytes(64 << 20))", "OSError"),
     ("for i in range(99): open(f'/tmp/{i}', 'wb').write(bytes(8 << 20))", "OSError"),
-    ("f = [open('/dev/null') for _ in range(999)]", "OSError"),
 ]
 
 

@@ -317,18 +317,11 @@ def test_code_is_found() -> None:
 
 HOSTILE = {
     "braces": "{" * 100_000,
-    "closed braces": "{" * 100_000 + "}" * 100_001,
     "boxes": "\\boxed{" * 100_000,
     "thoughts": "}" + "</think>" * 100_000 + "\\boxed{",
-    "backslashes": "\\" * 999 + "}",
     "depth": "\\sqrt{" * 150 + "2" + "}" * 151,
     "tower": "9^{9^{9^{9}}}}",
-    "factorial": "(10^{9})!}",
-    "digits": "9" * 1000 + "}",
-    "null bytes": "1\x002}",
     "lone surrogates": "\ud800\udfff}",
-    "lines": "1\n2\r\n3}",
-    "dollars": "$$$1$$}",
     "code": "__import__('os').system('exit 1')}",
     "huge": "x" * 20_000_000 + "\\boxed{4}",
 }
