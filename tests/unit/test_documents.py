@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from sglang_reasoncache import registry
-from sglang_reasoncache.eviction.row_state import EvictionRefusal
 from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
 from sglang_reasoncache.selection.page_selection import SelectionRefusal
@@ -106,7 +105,6 @@ def test_refused_flags_and_series_are_in_their_pages() -> None:
 @pytest.mark.parametrize(
     ("page", "heading", "refusals"),
     [
-        ("eviction", "refusal", EvictionRefusal),
         ("selection", "refusal", SelectionRefusal),
         ("architecture", "reason", Refusal),
     ],
