@@ -66,8 +66,7 @@ def moved(part: Any) -> Any:
     """A part of SGLang's whose tensors say that they are on the device: the same memory."""
     found = copy.copy(part)
     for name, value in vars(part).items():
-        if name != "req_generation":
-            setattr(found, name, on_device(value))
+        setattr(found, name, on_device(value))
     found.device = "cuda"
     return found
 
@@ -91,7 +90,7 @@ def batch_of(rig: Rig, backend: Any, new: list[int], evicted: list[int] | None =
     batch = dataclasses.replace(batch, **there)
     gone = [0] * len(new) if evicted is None else evicted
     with no_wait():
-        return announced(backend, batch, True, gone, rig.row_of)
+        return announced(backend, batch, True, gone)
 
 
 def check(
