@@ -76,18 +76,21 @@ class HeldLayer:
             raise RuntimeError("a policy that un-rotates keys is refused at start-up")
         return self.rotation.rotate(self.stored(), -self._source.cached_at.positions[self._slots])
 
-    def queries(self, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def queries(
+        self, first: int, end: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         recent = self._source.queries
         assert recent is not None, "kept where a policy reads queries"
-        return recent.read(self._number, self._row, first, self._written)
+        end = self._written + 1 if end is None else end
+        return recent.read(self._number, self._row, first, end)
 
-    def weights(self, first: int) -> torch.Tensor:
+    def weights(self, first: int, end: int | None = None) -> torch.Tensor:
         assert self._source.queries is not None, "kept where a policy reads queries"
         shape = self._source.queries.layers[self._number]
         keys = self.used().transpose(0, 1)
         total = keys.new_zeros((shape.heads, keys.shape[1]))
         at_once = max(1, _LOGITS // max(1, total.numel()))
-        for some in zip(*(part.split(at_once) for part in self.queries(first)), strict=True):
+        for some in zip(*(part.split(at_once) for part in self.queries(first, end)), strict=True):
             queries, positions, kept = some
             grouped = queries.unflatten(1, (len(keys), -1)) * shape.scale
             logits = torch.einsum("qkgd,khd->qkgh", grouped, keys).flatten(1, 2)

@@ -28,7 +28,7 @@ class RecentQueries:
     """A ring buffer beside the KV pool: the query of position p is in entry ``p % size`` of its row.
 
     Every forward writes with fixed shapes, so a CUDA graph can hold it, whatever kernel computes
-    attention. There is one entry more than a policy reads: a forward in flight writes that one.
+    attention. There is one entry more than the window: a forward in flight writes that one.
 
     Args:
         layers: Attention layers of this rank.
@@ -123,9 +123,9 @@ class RecentQueries:
     def read(
         self, layer: int, row: int, first: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries of positions ``[first, end)`` of a row, as far as the window reaches: see
+        """Queries of positions ``[first, end)`` of a row, as far as the buffer reaches: see
         ``policies.contract.Layer.queries``. The stream must be behind the forwards of these."""
-        at = np.arange(max(first, end - self.window, 0), end)
+        at = np.arange(max(first, end - self.size, 0), end)
         positions = upload(at, self._device)
         entries = positions % self.size
         queries = self._queries[layer][row, entries].float()

@@ -388,7 +388,7 @@ class Turned(GivenLayer):
 
     plain: torch.Tensor
 
-    def queries(self, first: int) -> Any:
+    def queries(self, first: int, end: int | None = None) -> Any:
         at = torch.arange(first, self.written)
         assert self.rotation is not None
         # What was not kept must not count, whatever it is.

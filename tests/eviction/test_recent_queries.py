@@ -32,6 +32,7 @@ from tests.triton_runs import under_interpreter
 from tests.two_ranks import on_two_ranks
 from tests.unit.attention_rig import Rig, announced
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
+from tests.unit.test_attention_cuda_graph import ranks as ranks
 
 WINDOW, ROWS = 4, 3
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2
@@ -76,7 +77,7 @@ class Kept:
         """From ``first`` on the request's own are there, but for those that were never computed or
         kept; ``first``: of what is asked for."""
         queries, positions, kept = self.recent.read(LAYERS - 1, self.rows[rid], first, written)
-        assert positions.tolist() == list(range(max(first, written - WINDOW, 0), written))
+        assert positions.tolist() == list(range(max(first, written - WINDOW - 1, 0), written))
         for query, position, there in zip(queries, positions.tolist(), kept, strict=True):
             if there:
                 assert torch.equal(query, self.all[rid][position])
@@ -97,12 +98,12 @@ def test_the_newest_queries_are_there_however_they_came() -> None:
     # A chunk that is shorter than the window goes on.
     kept.forward(("a", 7, 9))
     kept.check("a", 9, 0)
-    assert kept.there == [5, 6, 7, 8]
+    assert kept.there == [4, 5, 6, 7, 8]
     for step in range(11):
         kept.forward(("b", 7 + step, 8 + step), ("a", 9 + step, 10 + step), decodes=True)
         for rid, written in (("a", 10 + step), ("b", 8 + step)):
             kept.check(rid, written, 0)
-            assert kept.there == list(range(max(written - WINDOW, 5), written))
+            assert kept.there == list(range(max(written - WINDOW - 1, 5), written))
             # The forward in flight has written the query behind.
             kept.check(rid, written - 1, 0)
             assert kept.there[-1] == written - 2 and len(kept.there) >= 2
@@ -132,29 +133,25 @@ def test_nothing_of_the_last_request_in_a_row_is_left() -> None:
 
 def test_random_schedules() -> None:
     rng, kept = random.Random(4), Kept()
+    # By request: positions, and the first one of which the query was kept.
     lengths: dict[str, int] = {}
+    begun: dict[str, int] = {}
     for turn in range(120):
         running = rng.sample([*lengths], min(len(lengths), 2))
-        if len(lengths) < ROWS and rng.random() < 0.4:
-            rid = f"r{turn}"
+        parts = [(rid, lengths[rid], lengths[rid] + 1) for rid in running]
+        if joins := len(lengths) < ROWS and rng.random() < 0.4:
+            rid, first = f"r{turn}", rng.randrange(6)
             kept.rows[rid] = min({*range(ROWS)} - {kept.rows[other] for other in lengths})
-            first = rng.randrange(6)
-            lengths[rid] = first + rng.randint(1, 9)
-            some = [(other, lengths[other], lengths[other] + 1) for other in running]
-            lengths |= {other: end for other, _, end in some}
-            kept.forward((rid, first, lengths[rid]), *some)
-            kept.check(rid, lengths[rid], 0)
-            assert kept.there == list(range(max(first, lengths[rid] - WINDOW), lengths[rid]))
-        elif running:
-            kept.forward(*((rid, lengths[rid], lengths[rid] + 1) for rid in running), decodes=True)
-            lengths |= {rid: lengths[rid] + 1 for rid in running}
-            for rid in running:
-                kept.check(rid, lengths[rid], 0)
-                assert kept.there == [
-                    at for at in sorted(kept.all[rid])[-WINDOW:] if at in kept.there
-                ]
-                assert kept.there[-1] == lengths[rid] - 1
-        if lengths and rng.random() < 0.15:
+            parts.append((rid, first, first + rng.randint(1, 9)))
+            begun[rid] = max(first, parts[-1][2] - WINDOW)
+        if not parts:
+            continue
+        kept.forward(*parts, decodes=not joins)
+        lengths |= {rid: end for rid, _, end in parts}
+        for rid, _, end in parts:
+            kept.check(rid, end, 0)
+            assert kept.there == list(range(max(begun[rid], end - WINDOW - 1), end))
+        if rng.random() < 0.15:
             del lengths[rng.choice([*lengths])]
 
 
@@ -243,7 +240,8 @@ def test_weights_are_those_of_dense_attention(
             )
     # In flight is the query of position 9.
     [layer, _] = source(layers, kept, rotation).layers(1, HELD[:-1], 9, shifted=True)
-    assert layer.weights(0).sum(dim=1).tolist() == pytest.approx([5.0] * HEADS)
+    for end, newest in ((9, 5), (None, 6)):
+        assert layer.weights(0, end).sum(dim=1).tolist() == pytest.approx([newest] * HEADS)
 
 
 POLICIES: list[Any] = [
@@ -314,7 +312,7 @@ def test_the_cpu_backend_keeps_queries_and_computes_the_same(new: list[int]) -> 
 @under_interpreter
 @pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 def test_cuda_backends_keep_queries_whichever_kernel_attends(
-    monkeypatch: pytest.MonkeyPatch,
+    ranks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eager and in either variant of a graph, padded or not; prefill graphs keep none."""
     rig = Rig(shifted=0.4, lengths=LENGTHS)

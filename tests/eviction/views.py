@@ -36,10 +36,10 @@ class GivenLayer:
         # Some other keys, so that it shows which were asked for.
         return self.keys.flip(0)
 
-    def queries(self, first: int) -> Any:
+    def queries(self, first: int, end: int | None = None) -> Any:
         raise NotImplementedError
 
-    def weights(self, first: int) -> torch.Tensor:
+    def weights(self, first: int, end: int | None = None) -> torch.Tensor:
         assert self.given is not None, "a policy that reads no queries got some"
         return self.given[-(self.written - max(first, 0)) :].sum(dim=0)[None]
 

@@ -78,11 +78,13 @@ RECENT: int = parse(RKV_POLICY).evictors[0].policy.recent
 @torch.no_grad()
 def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
     """The lowest go first: ``RKV.scores`` by attention and keys of a Hugging Face forward."""
-    ids = torch.tensor([tokens[:written]])
+    # On the overlap schedule the query behind the written positions has been computed as well.
+    ids = torch.tensor([tokens[: written + 1]])
     out = model(input_ids=ids, output_attentions=True, use_cache=True)
-    weights = torch.cat([layer[0] for layer in out.attentions])
-    importance = pooled(weights[:, -8:].mean(dim=(0, 1)), 7, "max")
-    keys = [layer.keys[0].transpose(0, 1) for layer in out.past_key_values.layers]
+    weights = torch.cat([layer[0] for layer in out.attentions])[:, -9:, :written]
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    importance = pooled(weights.mean(dim=(0, 1)), 7, "max")
+    keys = [layer.keys[0, :, :written].transpose(0, 1) for layer in out.past_key_values.layers]
     redundant = torch.cat([redundancy(of_layer, 0.5, 512) for of_layer in keys]).mean(dim=0)
     return 0.1 * importance - 0.9 * redundant
 

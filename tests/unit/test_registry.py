@@ -5,11 +5,11 @@ import shlex
 from typing import Any
 
 import pytest
-from sglang_reasoncache.eviction.policies.by_keys import KeyDiff
 
 from eval.methods import MethodError, find_method
 from sglang_reasoncache import registry
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
+from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,18 @@ class Layer(Protocol):
         """fp32 ``[held, kv_heads, head_dim]``: keys before rotary embedding. Raises RuntimeError
         without a rotation."""
 
-    def queries(self, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def queries(
+        self, first: int, end: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries of the positions from ``first`` on, as far as they were kept.
+
+        ``end``: before that one. None: all, with that of the forward in flight, if there is one.
 
         Returns fp32 ``[queries, heads, head_dim]`` after rotary embedding, their positions, int64
         ``[queries]``, and bool ``[queries]``: False where nothing was kept for that position.
         """
 
-    def weights(self, first: int) -> torch.Tensor:
+    def weights(self, first: int, end: int | None = None) -> torch.Tensor:
         """fp32 ``[heads, held]``: softmax weights that the positions got from the queries of
         :meth:`queries`, summed over these. A query gives nothing to later positions."""
 

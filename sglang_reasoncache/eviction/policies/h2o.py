@@ -43,5 +43,5 @@ class H2O(Evictor):
     def scores(self, view: View) -> torch.Tensor:
         """The running total, with what the queries since then gave."""
         first = max(view.seen, min(view.prompt, view.written) - self.prompt_queries)
-        total = view.mean(lambda layer: layer.weights(first))
+        total = view.mean(lambda layer: layer.weights(first, view.written))
         return total if view.earlier is None else total + view.earlier
