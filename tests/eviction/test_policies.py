@@ -273,7 +273,8 @@ def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[fl
     if isinstance(policy, H2O):
         return -weights.sum(axis=0)
     if isinstance(policy, RKV):
-        important = [max(some) for some in near(weights[-5:].mean(axis=0), 1)]
+        # The given weights have none of a forward in flight.
+        important = [max(some) for some in near(weights[-4:].mean(axis=0), 1)]
         redundant = averaged(keys, redundancies)
         return (1 - policy.mix) * redundant - policy.mix * np.array(important)
     # Of the last 6 queries, pooled over 5 of the 34 positions of the prompt before them.

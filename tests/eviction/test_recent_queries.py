@@ -293,8 +293,9 @@ LENGTHS = [1, 19, 70]
 def assert_kept(rig: Rig, found: RecentQueries, new: list[int]) -> None:
     """Queries of the rig's last forward, of the layer that it ran."""
     for row, end, own in zip(rig.row_of.tolist(), rig.lengths, rig.query.split(new), strict=True):
-        queries, _, kept = found.read(1, row, end - len(own), end)
-        assert kept.all() and torch.equal(queries, own[-found.window :].float())
+        newest = own[-found.window :]
+        queries, _, kept = found.read(1, row, end - len(newest), end)
+        assert kept.all() and torch.equal(queries, newest.float())
 
 
 @pytest.mark.usefixtures("published_config", "out_of_tree_platform")

@@ -256,7 +256,7 @@ class World:
             evictors or [NamedPolicy("scripted", self.evictor)],
             self.allocator,
             self.rows,
-            KeySource(*reads[:4], queries),
+            KeySource(self.pool, self.rows.req_to_token, cached_at, queries=queries),
             self.ranks,
         )
         stats, block = SharingStats(), setup.block

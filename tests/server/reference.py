@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sglang_reasoncache.eviction.policies.by_attention import redundancy
 
 from eval.serving import ServerProcess
-from sglang_reasoncache.eviction.policies.evictor import pooled
+from sglang_reasoncache.eviction.policies.pooling import pooled
+from sglang_reasoncache.eviction.policies.rkv import redundancy
 from sglang_reasoncache.registry import parse
 from tests.server.problems import prompts, report, respond
 from tests.server.specs import QUEST_POLICY, RKV_POLICY
@@ -81,7 +81,7 @@ def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
     # On the overlap schedule the query behind the written positions has been computed as well.
     ids = torch.tensor([tokens[: written + 1]])
     out = model(input_ids=ids, output_attentions=True, use_cache=True)
-    weights = torch.cat([layer[0] for layer in out.attentions])[:, -9:, :written]
+    weights = torch.cat([layer[0] for layer in out.attentions])[:, -8:, :written]
     weights = weights / weights.sum(dim=-1, keepdim=True)
     importance = pooled(weights.mean(dim=(0, 1)), 7, "max")
     keys = [layer.keys[0, :, :written].transpose(0, 1) for layer in out.past_key_values.layers]

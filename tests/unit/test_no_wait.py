@@ -188,8 +188,8 @@ def test_policies_that_read_keys_and_queries(name: str, page: int) -> None:
         respond(world, req, [7] * 31)
         row, length = req.kv.req_pool_idx, req.kv.kv_allocated_len
         queries = torch.randn(length, 8, generator=torch.Generator().manual_seed(2))
-        rows, at = torch.tensor([row]), torch.arange(length)
-        recent.begin_extend(["r"], *(part.to(World.device) for part in (rows, at)), [length])
+        rows = torch.tensor([row]).to(World.device)
+        recent.begin_extend(["r"], rows, torch.arange(length).to(World.device), [length])
         for layer in range(LAYERS):
             recent.keep(layer, queries.to(World.device))
         steps(world, req, count=5)

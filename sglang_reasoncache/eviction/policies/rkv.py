@@ -71,7 +71,9 @@ class RKV(Evictor):
         return self.alpha
 
     def scores(self, view: View) -> torch.Tensor:
-        weights = view.mean(lambda layer: layer.weights(view.written - self.alpha))
+        # That of the forward in flight is the newest one.
+        first = view.written + 1 - self.alpha
+        weights = view.mean(lambda layer: layer.weights(first))
         # A query's weights sum to 1, so this divides by the number of queries.
         importance = pooled(weights / weights.sum().clamp_min(1), self.kernel, "max")
         redundant = view.mean(lambda layer: redundancy(layer.stored(), self.threshold, self.reach))
