@@ -330,9 +330,9 @@ def test_keys_are_those_of_the_held_positions() -> None:
             seen.append((view, [layer.stored() for layer in view.layers]))
             return super().scores(view)
 
-    world, req = begun(SINGLE, Watching(budget=WRITTEN - 4, slack=0, recent=1))
+    world, req = begun(SINGLE, Watching(budget=WRITTEN + 2, slack=0, recent=1))
     propose(world, req, Pair(24, 14))
-    steps(world, req, 6)
+    steps(world, req, 10)
     gone = evicted(world, req)
     steps(world, req, 1)
     view, keys = seen[-1]
