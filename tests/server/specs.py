@@ -168,7 +168,7 @@ EVICTING_ON_TWO_RANKS = SHARED.having(
 EVICTING_WHEN_SHORT = SHARED.having(
     "when",
     *("--max-total-tokens 1600", CROWDED, PAGED_READS),
-    *(POLICY, "streamingllm:budget=160:slack=8:when=short"),
+    *(POLICY, "streamingllm:budget=100:slack=8:when=short"),
 ).for_long_runs()
 #: SGLang's own attention.
 STOCK_TORCH = STOCK.having("torch-native", "--attention-backend torch_native").beside(STOCK)
