@@ -232,10 +232,11 @@ def test_nothing_is_evicted_until_the_pool_is_short(server: ServerProcess) -> No
     [alone] = respond(server, todo[:1], 400, **TO_THE_END)
     assert alone["prompt_tokens"] + alone["output_tokens"] > 160 + 2 * 8
     assert alone["evicted_positions"] == 0
-    together = respond(server, todo, 400, **TO_THE_END)
-    assert sum(one["evicted_positions"] for one in together) > 300
+    # Of a request that ignores its end SGLang reserves every slot, and would never be short.
+    together = respond(server, todo, 400)
+    assert sum(one["evicted_positions"] for one in together) > 100
     assert sum(one["retractions"] for one in together) == 0
     before = server.log_size()
-    opted_out = {"sampling_params": {"ignore_eos": True, **OPT_OUT}}
+    opted_out = {"sampling_params": OPT_OUT}
     assert all(one["text"] for one in respond(server, todo, 400, **opted_out))
     assert "retract" in server.log_text(before).lower()
