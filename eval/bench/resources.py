@@ -30,7 +30,6 @@ from sglang_reasoncache.kernels import (
     decode_triton,
     distance_triton,
     gather_triton,
-    note_triton,
     plan_triton,
     rotations_triton,
     row_plan,
@@ -249,11 +248,6 @@ def _rotations(write: bool) -> _Kernel:
     return rotations_triton.rotation_kernel, dict(WRITE=write, **sizes), {}
 
 
-def _note(decode: bool) -> _Kernel:
-    sizes = dict(LATEST=8, AHEAD=8, PIECES=16, TILE=note_triton.TILE)
-    return note_triton.note_kernel, dict(DECODE=decode, TOTAL=True, **sizes), {}
-
-
 def _select(kernel: Any, **asked: Any) -> _Kernel:
     return kernel, dict(PIECES=plan_triton.PIECES, TILE=select_triton.TILE, **asked), {}
 
@@ -280,8 +274,6 @@ def _others() -> dict[str, _Kernel]:
         "plan, merged": _plan(MERGE=True, WRITE=True),
         "rotations of tiles, counts": _rotations(False),
         "rotations of tiles": _rotations(True),
-        "note, decode": _note(True),
-        "note, prefill": _note(False),
         "pages to read": (
             select_triton.settle_kernel,
             dict(PAGE=16, TILE=select_triton.PAGES),
@@ -345,8 +337,6 @@ LIMITS = {
     "plan, merged": Resources(72, 0, 64, 900),
     "rotations of tiles, counts": Resources(32, 0, 256, 80, 100, 50),
     "rotations of tiles": Resources(120, 0, 256, 80, 750, 700),
-    "note, decode": Resources(32, 0, 0, 60),
-    "note, prefill": Resources(32, 0, 0, 60, 100, 100),
     "pages to read": Resources(32, 0, 16, 90),
     "selection, counts": Resources(32, 0, 16, 90),
     "selection": Resources(48, 0, 64, 350),

@@ -17,8 +17,7 @@ from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner, ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
-from sglang_reasoncache.eviction.policies.contract import ATTENTION, UNROTATED_KEYS, needs_of
-from sglang_reasoncache.eviction.statistics import AttentionStatistics
+from sglang_reasoncache.eviction.recent_queries import RecentQueries
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.plugin import cpu_attention, refusals
 from sglang_reasoncache.selection.page_selection import PageSelection
@@ -33,11 +32,11 @@ _backend: Any | None = None
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """What a server's attention backend can do. None: keys cannot be corrected, no policy needs
-    attention statistics, a decode step reads all pages. ``uncorrected``: why, if ours was tried."""
+    """What a server's attention backend can do. None: keys cannot be corrected, no policy reads
+    queries, a decode step reads all pages. ``uncorrected``: why, if ours was tried."""
 
     rotation: KeyRotation | None = None
-    statistics: AttentionStatistics | None = None
+    queries: RecentQueries | None = None
     selection: PageSelection | None = None
     skips_evicted: bool = False
     uncorrected: str = ""
@@ -91,17 +90,18 @@ def attention_backend(
         return backend, AttentionParts(rotation, uncorrected=uncorrected)
     if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
         return backend, AttentionParts(paged.rotation, uncorrected=uncorrected)
-    statistics = selection = None
-    needs, selector = needs_of(config.policies.evictors), config.policies.selector
-    if needs is not None:
+    queries = selection = None
+    selector = config.policies.selector
+    window = max((policy.queries for _, policy in config.policies.evictors), default=0)
+    if window:
         try:
-            statistics = paged.keep_statistics(needs)
+            queries = paged.keep_queries(window)
         except MemoryError as error:
-            queries = f"the newest {needs.latest} queries (window of snapkv, alpha of rkv)"
-            reason = (
-                f"keeps the weights of {queries} apart: {error}; lower that, or --context-length"
-            )
+            lower = "lower --max-running-requests, or window of snapkv, alpha of rkv"
+            reason = f"keeps the newest queries of every request: {error}; {lower}"
             raise refusals.of_policy(config.policy, reason) from error
+        told = "reasoncache: the newest %d queries of %d requests take %.1f MiB"
+        logger.info(told, window, len(queries.positions), queries.nbytes / 2**20)
     if selector is not None:
         refusals.check_selected_page(selector.name, paged.allocator.page_size)
         try:
@@ -110,7 +110,7 @@ def attention_backend(
             keys = f"keeps the least and largest key of each page beside the pool: {error}"
             reason = f"{keys}; lower --mem-fraction-static, or raise --page-size"
             raise refusals.of_policy(selector.name, reason) from error
-    parts = paged.rotation, statistics, selection, backend.skips_evicted, uncorrected
+    parts = paged.rotation, queries, selection, backend.skips_evicted, uncorrected
     return backend, AttentionParts(*parts)
 
 
@@ -146,13 +146,9 @@ def check_policies(
     if policies.evictors and not parts.skips_evicted:
         raise refusals.reads_evicted(config.policy, both)
     for name, policy in policies.evictors:
-        if UNROTATED_KEYS in policy.needs and config.positions != "corrected":
+        if policy.unrotates and config.positions != "corrected":
             takes = f"--reasoncache-positions corrected, got {config.positions}"
             raise refusals.of_policy(name, f"needs unrotated keys, which takes {takes}")
-        if ATTENTION in policy.needs and parts.statistics is None:
-            instead = f"does not give; use {' or '.join(compat.EVICTION_BACKENDS)}"
-            reason = f"needs attention statistics, which --attention-backend {decode} {instead}"
-            raise refusals.of_policy(name, reason)
 
 
 def _evicts_or_selects(config: ReasonCacheConfig) -> bool:
@@ -276,12 +272,6 @@ def _after_forward_batch(
     with tree.controller.containment:
         shifted = _backend.mark.corrected and tree.reads_shifted(batch.reqs)
         _backend.mark.note(result.rids, shifted, tree.evicted_of(batch.reqs))
-        statistics, mode = _backend.paged.statistics, result.forward_mode
-        if statistics is not None and not mode.is_idle():
-            new = None if mode.is_decode() else result.extend_seq_lens_cpu
-            prefill = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
-            if prefill is not None:
-                _backend.expect(result.rids, prefill)
 
 
 def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:

@@ -194,20 +194,10 @@ mem_cache.unified_cache.components.full.FullComponent.evict_component
 layers.radix_attention.RadixAttention
     self.k_scale_float
     self.v_scale_float
-# What attention statistics are reserved by: the host knows rows and lengths of every batch;
-# lengths on the device are new tensors each step.
+# Lengths on the host go with those on the device, which are new tensors each step.
 managers.schedule_batch.ScheduleBatch.prepare_for_decode
     self.seq_lens = self.seq_lens + 1
     self.seq_lens_cpu = self.seq_lens_cpu + 1
-managers.schedule_batch.ScheduleBatch.merge_batch
-    self.req_pool_indices_cpu =
-    self.seq_lens_cpu =
-managers.schedule_batch.ScheduleBatch.filter_batch
-    self.req_pool_indices_cpu =
-    self.seq_lens_cpu =
-managers.schedule_batch.ScheduleBatch.prepare_for_extend
-    self.seq_lens_cpu =
-    self.req_pool_indices_cpu =
 # A batch is built on the stream of its forward.
 managers.scheduler.Scheduler.run_batch
     with self.forward_stream_ctx:

@@ -9,9 +9,8 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.attention.batch_mark import BatchMark
-from sglang_reasoncache.eviction.policies.contract import Eviction
 from tests.property import world as worlds
-from tests.property.world import PROMPT, Pair, Setup, World, prefill, retract, start
+from tests.property.world import PROMPT, Eviction, Pair, Setup, World, prefill, retract, start
 
 pytestmark = pytest.mark.usefixtures("published_config")
 
