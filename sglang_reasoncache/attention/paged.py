@@ -107,25 +107,26 @@ class PagedAttention:
         return self.statistics
 
     def select(self, name: str, selector: Selector) -> PageSelection:
-        """Have decode steps read what ``selector`` keeps, from now on.
+        """Have decode steps read the pages that ``selector`` scores highest, from now on.
 
-        Raises ValueError for one that is not sound; on a GPU, one that fails, gives nonsense or
-        waits. MemoryError: there is none for the pages' bounds.
+        Raises MemoryError where there is none for the pages' bounds.
         """
         keys = {layer: kv.keys for layer, kv in self._layers.items()}
-        page, rows = self.allocator.page_size, self._rows.req_to_token
-        arguments = name, selector, keys, page, rows, self._cached_at
-        if self.backend != "triton":
-            self.selection = PageSelection(*arguments, self.rotation)
-            return self.selection
-        from sglang_reasoncache.selection.device_selection import DeviceSelection
-
-        made = DeviceSelection(*arguments)
-        whole = self._nobodys_row(self.width, positions=True)
-        # The last layer of each shape: the first ones may read everything.
-        alike = {(layer.tp_q_head_num, layer.qk_head_dim): layer for layer in self._attention}
-        queries = {layer.layer_id: self._zeros(*shape) for shape, layer in alike.items()}
-        made.try_out(whole, queries)
+        on_gpu = self.backend == "triton"
+        made = PageSelection(
+            name,
+            selector,
+            keys,
+            self.allocator.page_size,
+            self._rows.req_to_token,
+            self._cached_at,
+            None if on_gpu else self.rotation,
+        )
+        if on_gpu:
+            # The last layer of each shape: the first ones may read everything.
+            alike = {(layer.tp_q_head_num, layer.qk_head_dim): layer for layer in self._attention}
+            queries = {layer.layer_id: self._zeros(*shape) for shape, layer in alike.items()}
+            made.warm_up(self._nobodys_row(self.width, positions=False), queries)
         self.selection = made
         return made
 
@@ -212,7 +213,7 @@ class PagedAttention:
             lengths = batch.seq_lens_cpu
             entries = None if lengths is None else int(lengths.sum())
             sizes: Any = len(batch.seq_lens), entries
-            buffers = self.buffers(*sizes, positions=self.always_needed, merge=merge)
+            buffers = self.buffers(*sizes, positions=self.statistics is not None, merge=merge)
             return self.plan_into(buffers, *where), BatchRows(buffers, *where, longest)
         # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
         shifted = getattr(self.allocator, "has_shifted_slots", False)

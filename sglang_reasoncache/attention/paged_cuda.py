@@ -104,13 +104,10 @@ class SharedSlotReads(PagedBackend):
             return
         weighs = self.paged.statistics is not None
         paged = self.paged
-        buffers = paged.buffers(max_bs, positions=paged.always_needed, merge=paged.merges)
+        buffers = paged.buffers(max_bs, positions=weighs, merge=paged.merges)
         told = "reasoncache: plans of decode graphs, %d requests x %d positions, take %.1f MiB"
         less = "lower --cuda-graph-max-bs-decode or --context-length for less"
         logger.info(f"{told}; {less}", max_bs, paged.width, buffers.nbytes / 2**20)
-        selection: Any = self.paged.selection
-        if selection is not None:
-            selection.allocate_graphs(max_bs, weighs=weighs)
         weights = None
         if weighs:
             weights = torch.zeros(len(buffers.kv_indices), device=self.paged.device)
@@ -151,9 +148,9 @@ class SharedSlotReads(PagedBackend):
         where = forward_batch.req_pool_indices, forward_batch.seq_lens
         buffers, _ = self._graphs[-1]
         self.paged.plan_into(buffers, *where)
-        selection: Any = self.paged.selection
-        if selection is not None:
-            selection.begin_graph(BatchRows(buffers, *where, self.paged.width))
+        if self.paged.selection is not None:
+            weighs = self.paged.statistics is not None
+            self.paged.selection.begin(BatchRows(buffers, *where, self.paged.width), weighs)
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Our plan is the last to look at rows: in the graph, or before a forward without one."""

@@ -94,7 +94,7 @@ class Rig:
             req_to_token_pool=self.rows,
             token_to_kv_pool=self.pool,
             token_to_kv_pool_allocator=SimpleNamespace(
-                has_shifted_slots=shifted > 0 or notes_shifted, has_evicted=False
+                page_size=1, has_shifted_slots=shifted > 0 or notes_shifted, has_evicted=False
             ),
             dtype=dtype,
             model=torch.nn.ModuleList([rope, self.layer]),
@@ -133,10 +133,13 @@ class Rig:
         )
 
     def evict(self, new: list[int], share: float = 0.4) -> None:
-        """Evict some positions before each row's ``new`` tokens; never the newest of those."""
-        self.runner.token_to_kv_pool_allocator.has_evicted = True
+        """Evict some whole pages before each row's ``new`` tokens; never the newest of those."""
+        allocator = self.runner.token_to_kv_pool_allocator
+        allocator.has_evicted = True
         for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
-            gone = torch.rand(max(end - count - 1, 0), generator=self.generator) < share
+            pages = max(end - count - 1, 0) // allocator.page_size
+            gone = torch.rand(pages, generator=self.generator) < share
+            gone = gone.repeat_interleave(allocator.page_size)
             self.rows.req_to_token[row, : len(gone)][gone] = -1
 
     def settle(self) -> None:

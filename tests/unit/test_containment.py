@@ -70,8 +70,7 @@ PLAIN |= {"asks_to_share"}
 PLAIN |= {"once_more", "tried", "put"}
 #: Of a forward, what has one try: SGLang's own, and what reads attributes.
 ONE_TRY = {"set_kv_buffer", "for_batch", "forget", "_sinks", "needs_ours", "evicted"}
-#: A selector that fails reads everything.
-ONE_TRY |= {"is_idle", "is_decode", "reads_ours", "_kept"}
+ONE_TRY |= {"is_idle", "is_decode", "reads_ours"}
 SETUPS = [
     Setup(page=1, block=4, slots=240, publish="exact", when="short"),
     Setup(page=4, block=4, slots=320, publish="aliased", prompts=True),

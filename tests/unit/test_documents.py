@@ -15,7 +15,6 @@ from sglang_reasoncache import registry
 from sglang_reasoncache.eviction.row_state import EvictionRefusal
 from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
-from sglang_reasoncache.selection.page_selection import SelectionRefusal
 from sglang_reasoncache.sharing.decision import Refusal
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.contract.test_layers import LAYER
@@ -107,7 +106,6 @@ def test_refused_flags_and_series_are_in_their_pages() -> None:
     ("page", "heading", "refusals"),
     [
         ("eviction", "refusal", EvictionRefusal),
-        ("selection", "refusal", SelectionRefusal),
         ("architecture", "reason", Refusal),
     ],
 )

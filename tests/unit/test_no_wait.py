@@ -28,7 +28,6 @@ from sglang_reasoncache.eviction.policies.contract import (
 )
 from sglang_reasoncache.eviction.statistics import AttentionStatistics
 from sglang_reasoncache.kernels import distance
-from sglang_reasoncache.selection.device_selection import WouldWait
 from tests.eviction.rows import world_of
 from tests.property.world import (
     PROMPT,
@@ -44,7 +43,7 @@ from tests.property.world import (
     retract,
     start,
 )
-from tests.strict_device import guarded, no_wait, strict_device
+from tests.strict_device import WouldWait, guarded, no_wait, strict_device
 from tests.triton_runs import INTERPRETED
 
 SLOTS = 200
