@@ -49,7 +49,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions added sizes "
     "to_indices to_shift runs run_indptr indptr tile_ptr by following",
-    "i64": "requests lengths first bases slots totals dst src bits",
+    "i64": "requests lengths first bases slots to dst src bits",
     "fp32": "parts part_lse sinks lse cosines sines logits weights whole",
     "fp64": "out",
     "bf16": "query keys values out_k out_v ends",
@@ -360,8 +360,8 @@ LIMITS = {
     "rotations of tiles": Resources(120, 0, 256, 80, 750, 700),
     "note, decode": Resources(32, 0, 0, 60),
     "note, prefill": Resources(32, 0, 0, 60, 100, 100),
-    "entries of pages": Resources(64, 0, 0, 300),
-    "weights of pages": Resources(64, 0, 0, 300),
+    "entries of pages": Resources(40, 0, 0, 200),
+    "weights of pages": Resources(32, 0, 0, 160),
     "bounds of pages, bf16": Resources(40, 0, 1024, 450),
     "bounds of pages, e4m3": Resources(56, 0, 512, 700),
 }

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.attention.served import attention_layers, key_rotation
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.eviction.statistics import AttentionStatistics, Prefill, StatisticsUpdate
@@ -24,7 +25,6 @@ from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
-from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
 from sglang_reasoncache.selection.contract import Selector
 from sglang_reasoncache.selection.page_selection import PageSelection
@@ -69,7 +69,7 @@ class PagedAttention:
         if cached is not None:
             context = model_runner.model_config.context_len
             # All layers share one copy of its table.
-            rotation = KeyRotation.from_model(model_runner.model, context).to(self.device)
+            rotation = key_rotation(model_runner.model, context).to(self.device)
         self._layers = {
             layer: PagedKv(pool.get_key_buffer(layer), pool.get_value_buffer(layer), rotation)
             for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)
@@ -402,8 +402,3 @@ class PagedAttention:
         k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float
         v_scale = 1.0 if layer.v_scale_float is None else layer.v_scale_float
         return layer.scaling * k_scale, v_scale
-
-
-def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
-    """SGLang's attention layers of a model."""
-    return [module for module in model.modules() if isinstance(module, compat.RadixAttention)]

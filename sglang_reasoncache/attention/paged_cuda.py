@@ -15,7 +15,7 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
-from sglang_reasoncache.attention.batch_mark import BatchMark
+from sglang_reasoncache.attention.batch_mark import mark_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.kernels.row_plan import BatchRows
 
@@ -42,7 +42,6 @@ class SharedSlotReads(PagedBackend):
     ) -> None:
         """See ``PagedBackend``."""
         super().__init__(model_runner, cached, **named)
-        self.mark = BatchMark(self.paged.allocator, corrected=cached is not None)
         # Every graph's plan and weights: replays follow one another on one stream.
         # Those captured before the last, largest one was allocated still write to theirs.
         self._graphs: list[tuple[PlanBuffers, torch.Tensor | None]] = []
@@ -53,9 +52,17 @@ class SharedSlotReads(PagedBackend):
         """The next prefill is that of ``rids``, SGLang's list of its request ids."""
         self._expected = rids, prefill
 
+    def needs_ours(self, forward_batch: ForwardBatch) -> bool:
+        """Whether rows of a batch may have shifted slots or evicted positions."""
+        allocator, mark = self.paged.allocator, mark_of(forward_batch)
+        shifted = self.paged.cached is not None and allocator.has_shifted_slots
+        if not (allocator.has_evicted or shifted):
+            return False
+        return mark is None or mark.needs_ours
+
     def reads_ours(self, forward_batch: ForwardBatch) -> bool:
         """Whether a decode step runs our kernels."""
-        return self.paged.always_needed or self.mark.needs_ours(forward_batch.rids)
+        return self.paged.always_needed or self.needs_ours(forward_batch)
 
     # -- outside of graphs ------------------------------------------------------
 
@@ -74,10 +81,10 @@ class SharedSlotReads(PagedBackend):
                 super().init_forward_metadata(forward_batch)
             return
         (rids, prefill), self._expected = self._expected, (None, None)
-        computes = self.mark.needs_ours(forward_batch.rids)
+        computes, mark = self.needs_ours(forward_batch), mark_of(forward_batch)
         # SGLang's own trial runs are of no known batch.
         known = rids is not None and rids is forward_batch.rids
-        evicted = self.mark.evicted(forward_batch.rids)
+        evicted = None if mark is None else mark.evicted
         some = prefill if known else None
         self.paged.begin_extend(forward_batch, some, computes=computes, evicted=evicted)
         if not computes:

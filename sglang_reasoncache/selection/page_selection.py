@@ -81,8 +81,8 @@ class PageSelection:
         self._totals = torch.zeros(2, dtype=torch.int64, device=rows.device)
         self._download = Download(torch.zeros(2, dtype=torch.int64)) if self._on_gpu else None
         self._step: _Step | None = None
-        # Of the layer planned last: which entries of the whole plan it reads, and their weights.
-        self._among: Any = None
+        # Of the layer planned last: positions that it reads of each page, and the entries' weights.
+        self._read = torch.empty(0)
         self._weights: Tensor | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class PageSelection:
         read = step.sizes.masked_fill(~keep, 0)
         of_counted = step.counted.masked_fill(~keep, 0)
         self._totals += torch.stack((step.counted.sum(), of_counted.sum()))
-        return self._entries(step, keep, read)
+        return self._entries(step, read)
 
     def _shares(self, step: _Step, bounds: PageBounds, query: Tensor, scale: float) -> Tensor:
         """fp32 ``[rows, pages]``, see ``Selector.scores``."""
@@ -205,31 +205,38 @@ class PageSelection:
             keep |= step.shift != 0
         return keep & step.held
 
-    def _entries(self, step: _Step, keep: Tensor, read: Tensor) -> tuple[RowPlan, Tensor | None]:
+    def _entries(self, step: _Step, read: Tensor) -> tuple[RowPlan, Tensor | None]:
         """Entries of the whole plan in pages to be read; ``read``: positions of each."""
         kv_indptr, whole = _indptr(read.sum(dim=1)), step.whole
         if self._on_gpu:
             from sglang_reasoncache.kernels import select_triton
 
-            self._among = read, step.sizes, self._page
             shifted = self._cached_at is not None
-            indices, shift = select_triton.copy_pages(*self._among, whole, shifted=shifted)
+            pages = read, step.sizes, self._page
+            indices, shift = select_triton.copy_pages(*pages, whole, shifted=shifted)
         else:
-            self._among = among = keep.flatten().repeat_interleave(step.sizes.flatten())
+            among = _among(read, step.sizes)
             indices = whole.kv_indices[among]
             shift = None if whole.shift is None else whole.shift[among]
+        self._read = read
         self._weights = torch.zeros(len(indices), device=read.device) if step.weighs else None
         return RowPlan(kv_indptr, indices, shift), self._weights
 
     def add(self, whole: Tensor) -> None:
         """Add the weights of what :meth:`plan` gave last to those of the whole plan's entries."""
-        assert self._weights is not None, "of a step with weights"
+        assert self._step is not None and self._weights is not None, "of a step with weights"
+        read, sizes = self._read, self._step.sizes
         if self._on_gpu:
             from sglang_reasoncache.kernels import select_triton
 
-            select_triton.add_weights(*self._among, self._weights, whole)
+            select_triton.add_weights(read, sizes, self._page, self._weights, whole)
         else:
-            whole[self._among] += self._weights
+            whole[_among(read, sizes)] += self._weights
+
+
+def _among(read: Tensor, sizes: Tensor) -> Tensor:
+    """bool, for each entry of the whole plan: it is read."""
+    return (read > 0).flatten().repeat_interleave(sizes.flatten())
 
 
 def _indptr(counts: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from sglang_reasoncache.plugin import attention
 from tests.triton_runs import INTERPRETED, under_interpreter
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.unit.attention_rig import LENGTHS, Rig, announced
+from tests.unit.attention_rig import LENGTHS, Rig, announced, mark
 from tests.unit.test_attention_cuda_graph import LENGTHS as SHORT
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
 from tests.unit.test_attention_cuda_graph import ranks as ranks
@@ -472,7 +472,7 @@ def test_prefill_then_decode(rig: Rig, backend: Any, shifts: bool) -> None:
         rig.row_of, rig.lengths = rows[some], [lengths[b] for b in some]
         batch = announced(backend, rig.batch(new))
         if new == SHORT:
-            backend.mark.note(batch.rids, shifts)
+            mark(batch, shifts)
             assert not backend.can_run_prefill_cuda_graph(batch)
         out = rig.forward(runner, batch)
         assert new != SHORT or shifts or torch.equal(out, plain)
@@ -512,7 +512,7 @@ def test_evicted_positions_are_not_there(rig: Rig, backend: Any) -> None:
     rig.evict([1, 3, 30], share=0.3)
     for new in ([1, 3, 30], [1, 1, 1]):
         batch = announced(backend, rig.batch(new))
-        backend.mark.note(batch.rids, True)
+        mark(batch, True)
         rig.forward(backend, batch)
         for row, length in zip(rig.row_of.tolist(), rig.lengths, strict=True):
             held = (rig.rows.req_to_token[row, :length] >= 0).nonzero()[:, 0]

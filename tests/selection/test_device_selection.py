@@ -87,8 +87,7 @@ def read_of(rig: Rig, policy: Any = POLICY) -> list[torch.Tensor]:
         whole = plan_rows(rows, *where, num_slots=len(keys[1]))
         host.begin(BatchRows(whole, *where, length), False)
         assert host.plan(1, rig.query[i : i + 1], rig.layer.scaling) is not None
-        chosen = away.clone()
-        chosen[rows[0, :length] >= 0] = host._among
+        chosen = away | (host._read[0] > 0).repeat_interleave(8)[:length]
         read.append(chosen)
     return read
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from sglang_reasoncache.attention.batch_mark import MarkedRids
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.plugin import attention
 from tests.kernels.pools import dense, turned
@@ -209,11 +209,15 @@ def announced(
     rows = batch.req_pool_indices if rows is None else rows
     where = dict(req_pool_indices_cpu=rows, seq_lens_cpu=batch.seq_lens_cpu)
     requests = SimpleNamespace(tree_cache=tree, reqs=reqs, **where)
-    runner: Any = SimpleNamespace(is_draft_worker=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_backend", backend)
-        attention._after_forward_batch(batch, type(batch), requests, runner)
+    runner: Any = SimpleNamespace(attn_backend=backend)
+    attention._after_forward_batch(batch, type(batch), requests, runner)
     return batch
+
+
+def mark(batch: ForwardBatch, needs_ours: bool) -> None:
+    """Whether the batch's rows have shifted slots or evicted positions."""
+    assert batch.rids is not None
+    batch.rids = MarkedRids(batch.rids, needs_ours)
 
 
 #: What our attention does not support: a change of a rig, and how the refusal names it.

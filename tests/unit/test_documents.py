@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_reasoncache import registry
+from sglang_reasoncache.attention import served
 from sglang_reasoncache.eviction.row_state import EvictionRefusal
 from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
@@ -112,6 +113,14 @@ def test_refused_flags_and_series_are_in_their_pages() -> None:
 def test_every_refusal_is_in_its_table(page: str, heading: str, refusals: type[Enum]) -> None:
     names = re.findall(r"^`(\w+)`$", _table(page, heading), re.MULTILINE)
     assert names == [each.value for each in refusals]
+
+
+def test_what_is_served_is_told() -> None:
+    table = TEXT["kernels"].partition("\n| layer | served |")[2].partition("\n\n")[0]
+    told = re.findall(r"^\| (.*?) \| `(.*?)`", table, re.MULTILINE)
+    assert dict(told) == {name: str(values[0]) for name, _, values in served.LAYER_ATTRIBUTES}
+    names = [*served.ROTARY_KINDS, *served.SCALES_ROTATED_KEYS]
+    assert not [name for name in names if f"`{name}`" not in TEXT["kernels"]]
 
 
 def test_every_policy_and_option_is_in_the_tables() -> None:
