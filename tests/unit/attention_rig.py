@@ -216,8 +216,10 @@ def announced(
 
 def mark(batch: ForwardBatch, needs_ours: bool) -> None:
     """Whether the batch's rows have shifted slots or evicted positions."""
-    assert batch.rids is not None
-    batch.rids = MarkedRids(batch.rids, needs_ours)
+    if isinstance(batch.rids, MarkedRids):
+        batch.rids.needs_ours, batch.rids.evicted = needs_ours, None
+    else:
+        batch.rids = MarkedRids(batch.rids or [], needs_ours)
 
 
 #: What our attention does not support: a change of a rig, and how the refusal names it.
